@@ -6,7 +6,7 @@
 #   make test-all                             these and what is long by nature: every combination
 #   make docs                                 the documentation site, in build/site
 #   make test TORCH=torch==2.14.1 MEGATRON=0.19.0   with another torch, in an environment of its own, and with a
-#                                             release of Megatron-Core that lies beside the repository
+#                                             release of Megatron-Core whose archive is in build/megatron_releases
 
 # The newest of the Pythons that torch is tested with here; PYTHON=/path/to/python overrides the search.
 PYTHON ?= $(firstword $(foreach name,python3.11 python3 python3.12 python3.13 python3.10,$(shell \
@@ -16,7 +16,8 @@ PYTHON ?= $(firstword $(foreach name,python3.11 python3 python3.12 python3.13 py
 USUAL_TORCH = torch==2.13.0
 TORCH ?= $(USUAL_TORCH)
 VENV = .venv$(if $(filter-out $(USUAL_TORCH),$(TORCH)),-$(subst /,-,$(subst ==,-,$(TORCH))))
-# A release of Megatron-Core to put before the installed one: its archive lies in ../shared/megatron_core.
+# A release of Megatron-Core to put before the installed one. Its archive is in build/megatron_releases, or where
+# MEGATRON_RELEASES says; without it, the message says where to get it.
 MEGATRON ?=
 ARGS ?=
 # Two processes share the test files: while one waits for its ranks or for the disk, the other works.

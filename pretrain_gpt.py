@@ -16,7 +16,6 @@ import os
 import signal
 import sys
 import time
-from contextlib import ExitStack
 
 if __name__ == "__main__":
     # Until main() watches signals, Ctrl-C ends the process without a traceback of the imports.
@@ -38,9 +37,8 @@ if not torch.cuda.is_available():
     # and none is worth it.
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
-from megatron.checkpoint.store.url_staging import with_urls  # noqa: E402
 from megatron.fsdp.gradient_sync import GradientError  # noqa: E402
-from megatron.pretrain import ranks
+from megatron.pretrain import ranks  # noqa: E402
 from megatron.pretrain.arguments import (  # noqa: E402
     CommandLineError,
     dry_run_ranks,
@@ -49,10 +47,8 @@ from megatron.pretrain.arguments import (  # noqa: E402
 from megatron.pretrain.dry_run import print_dry_run  # noqa: E402
 from megatron.pretrain.errors import RunError  # noqa: E402
 from megatron.pretrain.loop import pretrain  # noqa: E402
-from megatron.pretrain.report import terminal
-from megatron.pretrain.report.rank_log import RankLog  # noqa: E402
 from megatron.pretrain.watch.rerun import RerunExitError  # noqa: E402
-from megatron.pretrain.watch.watch import Watch, error_file, in_one_line  # noqa: E402
+from megatron.pretrain.watch.watch import Watch  # noqa: E402
 
 GRACE_SECONDS = 5
 """Time that the first rank has to report an error before the others do."""
@@ -71,17 +67,6 @@ def main() -> int:
         complain(str(error))
         return 2
     set_up_logging(args.logging_level)
-    with ExitStack() as stack:
-        try:
-            stack.enter_context(RankLog(None if args.dry_run else args.log_dir))
-        except OSError as error:
-            complain(f"error: --log-dir {args.log_dir}: {error}")
-            return 1
-        return run(args, notes)
-
-
-def run(args: argparse.Namespace, notes: list[str]) -> int:
-    """Train by completed arguments, and return the exit code."""
     for note in notes:
         ranks.say(note)
     if args.dry_run:
@@ -101,10 +86,7 @@ def run(args: argparse.Namespace, notes: list[str]) -> int:
             return 1
         except Exception as error:
             watch.failed(error)
-            if not args.log_dir:
-                raise
-            complain(in_one_line(error, error_file(args.save, args.log_dir)), watch)
-            return 1
+            raise
     ranks.stop()
     return 0
 
@@ -125,12 +107,11 @@ def complain(message: str, watch: Watch | None = None) -> None:
     Before ranks know of each other the first prints at once, and torchrun then ends the others
     before they do.
     """
-    message = with_urls(message)
     if watch is not None and watch.tell(message):
         return
     if ranks.environment_rank() != 0:
         time.sleep(GRACE_SECONDS)
-    terminal.complain(message)
+    ranks.complain(message)
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ from megatron.pretrain import ranks
 from megatron.pretrain.checkpoints import checkpointing
 from megatron.pretrain.checkpoints.background_save import BackgroundSaves
 from megatron.pretrain.model.model_statistics import number_of_parameters
-from megatron.pretrain.progress import Progress
+from megatron.pretrain.run_state import Progress
 
 Bytes = npt.NDArray[np.uint8]
 

@@ -29,9 +29,10 @@ from benchmarks.saved_run import FORMATS, SavedRun, quiet, seconds
 from megatron.checkpoint.integrity.manifest import MANIFEST
 from megatron.checkpoint.store import directory
 from megatron.pretrain import ranks
-from megatron.pretrain.arguments.frozen import FrozenArguments
-from megatron.pretrain.checkpoints import checkpointing, integrity
-from megatron.pretrain.progress import Progress
+from megatron.pretrain.arguments.check import FrozenArguments
+from megatron.pretrain.checkpoints import checkpointing
+from megatron.pretrain.checkpoints.checkpoint_format import sign
+from megatron.pretrain.run_state import Progress
 
 MODEL = ["--num-layers", "4", "--hidden-size", "1024", "--num-attention-heads", "16", "--bf16"]
 
@@ -68,9 +69,7 @@ def measure(form: str, checkpoint: CheckpointOfModel, rounds: int) -> None:
     manifest = checkpoint.source / MANIFEST
     for _ in range(rounds):
         times.setdefault("save", []).append(seconds(checkpoint.save))
-        times.setdefault("the manifest of it", []).append(
-            seconds(lambda: integrity.sign(checkpoint.source))
-        )
+        times.setdefault("the manifest of it", []).append(seconds(lambda: sign(checkpoint.source)))
         aside = manifest.with_name("aside")
         for place in ("memory", "disk"):
             for title, verify, has_manifest in (

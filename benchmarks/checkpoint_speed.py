@@ -44,12 +44,13 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run directly, without installation
 
 from benchmarks.saved_run import SavedRun, quiet
-from megatron.checkpoint.dcp.dcp_saving import SigningWriter
+from megatron.checkpoint.dcp.signing_writer import SigningWriter
 from megatron.checkpoint.store import directory
 from megatron.pretrain import ranks
-from megatron.pretrain.arguments.frozen import FrozenArguments
+from megatron.pretrain.arguments.check import FrozenArguments
 from megatron.pretrain.checkpoints import checkpointing, fsdp_dtensor_checkpoint
-from megatron.pretrain.progress import Progress
+from megatron.pretrain.checkpoints.saved_state import run_state
+from megatron.pretrain.run_state import Progress
 
 MODEL = [
     *("--num-layers", "14", "--hidden-size", "512", "--num-attention-heads", "8"),
@@ -167,11 +168,12 @@ class OwnCheckpoint(SavedRun):
 
     def save_without_digests(self, folder: Path) -> None:
         """Save as plain DCP does: no digests, and no directory is renamed."""
-        state = checkpointing.run_state(self.args, Progress(1), self.scheduler, with_rng=True)
-        content = fsdp_dtensor_checkpoint.collect(self.args, state, self.model, self.optimizer)
+        state = run_state(self.args, Progress(1), self.scheduler, with_rng=True)
+        form = fsdp_dtensor_checkpoint.FsdpDtensorFormat()
+        content = form.collect(self.args, state, self.model, self.optimizer)
         unsigned = partial(SigningWriter, signs=False)
         with mock.patch.object(fsdp_dtensor_checkpoint, "SigningWriter", unsigned):
-            fsdp_dtensor_checkpoint.write(self.args, content, folder)
+            assert not form.write(self.args, content, folder)
 
     def load(self, folder: Path, verify: bool = True) -> None:
         """Load what :meth:`save` has saved."""

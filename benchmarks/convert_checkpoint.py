@@ -29,11 +29,11 @@ import click
 import torch
 
 from megatron.checkpoint.commands import conversion
+from megatron.checkpoint.core.key_rules import expected_shape
 from megatron.checkpoint.core.lazy_tensor import LazyTensor
 from megatron.checkpoint.core.param_groups import for_any_optimizer
-from megatron.checkpoint.core.parameter_shapes import Sizes, expected_shape
+from megatron.checkpoint.core.spelling import choose_spelling
 from megatron.checkpoint.core.training_state import OptimizerParamGroup, TrainingState
-from megatron.checkpoint.fsdp_dtensor.spelling_choice import choose_spelling
 from megatron.checkpoint.store import directory
 from megatron.checkpoint.torch_dist import checkpoint as torch_dist
 
@@ -77,7 +77,7 @@ def synthetic(gigabytes: float) -> TrainingState:
         modules += [f"decoder.layers.{number}.{module}" for module in MODULES_OF_LAYER]
     modules += ["embedding.word_embeddings", "decoder.final_layernorm", "output_layer"]
     names = [f"{module}.weight" for module in modules]
-    shapes = {name: expected_shape(name, Sizes(args)) for name in names}
+    shapes = {name: expected_shape(name, args) for name in names}
     state = TrainingState(
         {name: random_tensor(shapes[name], seed) for seed, name in enumerate(names)},
         args=args,
@@ -164,7 +164,6 @@ def main(gigabytes: float, ranks: int, folder: Path | None) -> None:
         conversion.convert(
             torch_dist.target(state, choose_spelling(state)),
             directory.new_checkpoint(source, 1),
-            "made",
             show_progress=False,
         )
         size = sum(path.stat().st_size for path in source.rglob("*") if path.is_file())

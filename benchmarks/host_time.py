@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
-from megatron.fsdp import MixedPrecisionPolicy, fully_shard
+from megatron_fsdp import MixedPrecisionPolicy, fully_shard
 
 PHASES = ("forward and backward", "clip_grad_norm_", "step", "zero_grad")
 

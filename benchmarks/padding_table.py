@@ -163,7 +163,7 @@ def shapes_on_one_rank(unit: PlannedUnit, expert_parallel: int) -> Shapes:
 
 def padding(layout: Layout) -> float:
     """Return the padding as a share of the elements."""
-    return layout.padding / sum(slot.numel for slot in layout.slots)
+    return layout.padding / sum(position.numel for position in layout.positions)
 
 
 def seconds_to_plan(units: list[PlannedUnit], world_size: int, expert_parallel: int) -> float:
@@ -187,7 +187,8 @@ def unit_row(
     shapes = shapes_on_one_rank(unit, expert_parallel)
     layouts = [plan(shapes, world_size, granularity) for world_size in world_sizes]
     cells = [
-        f"{padding(layout):.3%}, {sum(slot.by_rows for slot in layout.slots)}" for layout in layouts
+        f"{padding(layout):.3%}, {sum(position.by_rows for position in layout.positions)}"
+        for layout in layouts
     ]
     elements = sum(prod(shape) for shape in shapes) / 1e6
     row = f"| {name} | {unit.name} | {elements:,.1f} | {len(shapes)} | {' | '.join(cells)} |"

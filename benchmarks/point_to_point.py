@@ -21,7 +21,7 @@ import click
 import torch
 import torch.distributed as dist
 
-from megatron.fsdp.backends import point_to_point
+from megatron.fsdp.backends import gloo_messages
 from megatron.fsdp.engine import collectives
 from megatron.fsdp.engine.device import Collective
 
@@ -73,21 +73,21 @@ def make_ways(numel: int, dtype: torch.dtype) -> tuple[Ways, Callable[[], None]]
     return {
         "reduce-scatter": (
             lambda asynchronous: dist.reduce_scatter_tensor(shards[0], full, async_op=asynchronous),
-            point_to_point.reduce_scatter(full, shards[1], group, dist.ReduceOp.SUM),
+            gloo_messages.reduce_scatter(full, shards[1], group, dist.ReduceOp.SUM),
         ),
         "all-gather": (
             lambda asynchronous: dist.all_gather_into_tensor(
                 fulls[0], shard, async_op=asynchronous
             ),
-            point_to_point.all_gather([fulls[1]], [shard], group),
+            gloo_messages.all_gather([fulls[1]], [shard], group),
         ),
         "all-gather in place": (
             gather_others,
-            point_to_point.all_gather([fulls[3]], [own[3]], group),
+            gloo_messages.all_gather([fulls[3]], [own[3]], group),
         ),
         "all-gather of two": (
-            collectives.all_gather_of_backend(pairs[0], two_shards, group),
-            point_to_point.all_gather(pairs[1], two_shards, group),
+            collectives.Transport().all_gather(pairs[0], two_shards, group),
+            gloo_messages.all_gather(pairs[1], two_shards, group),
         ),
     }, check
 

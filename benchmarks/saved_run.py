@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from megatron.pretrain import ranks
 from megatron.pretrain.arguments import parse_arguments
-from megatron.pretrain.arguments.frozen import FrozenArguments
+from megatron.pretrain.arguments.check import FrozenArguments
 from megatron.pretrain.model.gpt_model import build_model
 from megatron.pretrain.model.gpt_optimizer import build_optimizer
 

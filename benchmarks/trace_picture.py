@@ -3,7 +3,7 @@
 
     python benchmarks/trace_picture.py profile trace.png [--begin 20 --end 60]
 
-The directory is that of `megatron.fsdp.trace.record.record` or of `pretrain_gpt.py --profile`. For every
+The directory is that of `megatron.fsdp.trace.record` or of `pretrain_gpt.py --profile`. For every
 rank the rows are the units in forward and backward, waits of the host, gathers and reductions, in
 one colour for each unit, and below them the flat storage.
 """

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fully sharded data parallelism for PyTorch: the published import name of `megatron.fsdp`.
+"""Fully sharded data parallelism for PyTorch, by the published keywords and classes.
 
 from megatron_fsdp import fully_shard
 
 model, optimizer = fully_shard(model, optimizer, fsdp_unit_modules=[Block])
+
+The keywords become settings of :func:`megatron.fsdp.fully_shard`, which has the engine.
 """
 
 # From the modules of this package: importing one binds its name here, and `fully_shard` has to end

@@ -1,7 +1,308 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The public functions. See `megatron.fsdp.fully_shard`."""
+"""The published functions: shard a model, an optimizer, or both, by keywords.
 
-from megatron.fsdp.engine.policy import ShardingStrategy
-from megatron.fsdp.fully_shard import fully_shard, fully_shard_model, fully_shard_optimizer
+They translate their keywords into the settings of :func:`megatron.fsdp.fully_shard`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Concatenate, ParamSpec
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPrecision
+
+from megatron.fsdp.engine.mesh import Mesh
+from megatron.fsdp.engine.policy import MixedPrecisionPolicy, ShardingStrategy
+from megatron.fsdp.fully_shard import shard_both
+from megatron.fsdp.optimizer.sharded_optimizer import shard_optimizer
+from megatron.fsdp.problems import Problems
+from megatron.fsdp.settings import Settings
+from megatron.fsdp.sharded_module import ShardedModule
+from megatron_fsdp.distributed_index import FSDPDistributedIndex
+from megatron_fsdp.megatron_fsdp import MegatronFSDP
+from megatron_fsdp.translation import (
+    DEFAULT_PRECISION,
+    KEYWORDS,
+    config_of,
+    published_names,
+    settings_of,
+)
 
 __all__ = ["ShardingStrategy", "fully_shard", "fully_shard_model", "fully_shard_optimizer"]
+
+Keywords = ParamSpec("Keywords")
+
+
+def fully_shard_model(
+    module: nn.Module,
+    device_mesh: DeviceMesh | None = None,
+    dp_shard_dim: str | None = None,
+    dp_outer_dim: str | None = None,
+    tp_dim: str | None = None,
+    hybrid_fsdp_group: dist.ProcessGroup | None = None,
+    hybrid_fsdp_expt_group: dist.ProcessGroup | None = None,
+    expt_device_mesh: DeviceMesh | None = None,
+    fsdp_group_ag: dist.ProcessGroup | None = None,
+    expt_fsdp_group_ag: dist.ProcessGroup | None = None,
+    fsdp_unit_modules: Sequence[type | nn.Module | str] | None = None,
+    zero_dp_strategy: str | int | ShardingStrategy = 3,
+    outer_dp_sharding_strategy: str | int | ShardingStrategy = 0,
+    device: torch.device | str | None = None,
+    init_model_with_meta_device: bool = False,
+    mixed_precision_policy: MixedPrecisionPolicy | TorchPrecision = DEFAULT_PRECISION,
+    overlap_grad_reduce: bool = True,
+    overlap_param_gather: bool = True,
+    sync_model_each_microbatch: bool = True,
+    preproc_state_dict_for_dcp_ckpt: bool = True,
+    report_nan_in_param_grad: bool = False,
+    average_in_collective: bool = False,
+    disable_bucketing: bool = False,
+    calculate_per_token_loss: bool = False,
+    keep_fp8_transpose_cache: bool = False,
+    nccl_ub: bool = False,
+    fsdp_double_buffer: bool = False,
+    fsdp_db_use_persist_buf_on_alloc_fail: bool = False,
+    disable_symmetric_registration: bool = False,
+    enable_fine_grained_param_gather: bool = False,
+    use_decoupled_grad: bool = False,
+    cuda_graph_mode: bool = False,
+    maxpool_double_buffer: bool = False,
+    *,
+    check_for_nan_in_grad: bool | None = None,
+    grad_reduce_in_fp32: bool | None = None,
+    preserve_fp32_weights: bool | None = None,
+    suggested_communication_unit_size: int | None = None,
+    param_init_fn: Callable[[nn.Module], object] | None = None,
+    find_unused_parameters: bool = False,
+    granularity: str = "prefer_rows",
+    fsdp_manual_registration: bool = False,
+) -> MegatronFSDP:
+    """Shard a model over data ranks, by the published keywords of ``megatron.fsdp.fully_shard``.
+
+    Both are one engine, with ZeRO levels 0 to 3, plain or hybrid.
+
+    Weights, gradients and optimizer state are sharded over the ranks of the axis ``dp_shard_dim``;
+    ``zero_dp_strategy`` chooses which of them. At level 3, the default, each rank keeps its shard
+    of the weights only. The weights of a *unit* (one of ``fsdp_unit_modules``, usually a
+    transformer layer) are all-gathered before its forward and its backward, and freed afterwards.
+    :func:`megatron.fsdp.fully_shard` explains how.
+
+    ``model.parameters()`` yields the *main weights*, which the optimizer updates, in
+    ``main_params_dtype``: DTensors of the full logical shape, whose local tensors are views of this
+    rank's shard. Their gradients are on ``param.grad`` after backward. Create the optimizer over
+    them and pass it to :func:`fully_shard_optimizer`; the forward after its step casts and gathers
+    the main weights as they are when it begins. Everything else (forward, loss, ``backward``,
+    clipping, schedulers, checkpoints) is used as without sharding.
+
+    Args:
+        module: any initialised module. Ranks take the weights of the first data rank. Its
+            parameters stay the same objects and become views of flat buffers.
+        device_mesh: mesh with named axes. None: one axis over all ranks, on the accelerator if
+            there is one, otherwise on the CPU.
+        dp_shard_dim: axis to shard over, which may be a flattened one; required with a mesh of
+            several axes.
+        dp_outer_dim: outer data axis, which replicates the shards: hybrid sharding.
+        tp_dim: tensor-parallel axis, for a model whose parameters are DTensors or have
+            Megatron-Core's attributes.
+        hybrid_fsdp_group: group over outer x shard; derived from the mesh if it is not given.
+        hybrid_fsdp_expt_group: group over outer x shard of the expert mesh; derived from that mesh
+            if it is not given.
+        expt_device_mesh: mesh of expert parameters (``allreduce=False``, or inside a module called
+            ``experts``), with axes of the same names. Its ranks store the same experts.
+        fsdp_group_ag: second group of the ranks of the shard axis, for all-gathers only, which then
+            do not queue behind reductions.
+        expt_fsdp_group_ag: ``fsdp_group_ag`` for the expert mesh.
+        fsdp_unit_modules: classes, instances or import paths of units. The parameters of a unit
+            must be used inside its forward only, or passed on as arguments. Outside the named
+            units, each module that owns parameters is a unit by itself: little memory, many small
+            all-gathers. The smallest of them, together at most as large as the largest named unit,
+            are gathered with the parameters that ``module`` owns directly.
+        zero_dp_strategy: 0 to 3, or "no_shard", "optim", "optim_grads", "optim_grads_params".
+        outer_dp_sharding_strategy: 0 ("no_shard"), or 1 ("optim"): the outer axis shards optimizer
+            state too.
+        device: device that the module is moved to. None: the mesh's. Ignored with meta
+            initialisation.
+        init_model_with_meta_device: parameters on the meta device get their values unit by unit,
+            through ``reset_parameters()`` of the modules that own them, in module order, or
+            ``param_init_fn``.
+        mixed_precision_policy: dtypes of main weights and gradients. torch's own policy of
+            ``torch.distributed.fsdp`` has FSDP2's meaning: the module is computed with weights cast
+            to ``param_dtype``, while main weights keep its dtypes; gradients are reduced in
+            ``reduce_dtype``; inputs of units and the output of the model are cast.
+        overlap_grad_reduce: overlap gradient reductions with compute.
+        overlap_param_gather: overlap all-gathers of weights with compute.
+        sync_model_each_microbatch: after every backward the gradients on ``param.grad`` are final;
+            several backward passes before a step add up. False: the optimizer's step, or
+            ``finish_grad_sync``, makes them final, and levels 0 and 1 reduce nothing before it,
+            unless ``no_sync`` marks all microbatches but the last.
+        preproc_state_dict_for_dcp_ckpt: make state dicts ready for torch.distributed.checkpoint.
+        report_nan_in_param_grad: raise an error that names the parameter and the rank of a NaN or
+            Inf gradient.
+        average_in_collective: let the process group average; otherwise its sum is divided.
+        disable_bucketing: make the whole model one unit, with as few groups as dtypes and
+            trainability allow.
+        calculate_per_token_loss: sum gradients instead of averaging them.
+        keep_fp8_transpose_cache: not built yet.
+        nccl_ub: register the memory slots of ``fsdp_double_buffer``, which this implies, with NCCL.
+        fsdp_double_buffer: gather weights and collect gradients in a fixed set of memory slots,
+            whose addresses never change. The first step finds out what is needed at the same time;
+            ``model.memory_slots`` tells the bytes of the slots.
+        fsdp_db_use_persist_buf_on_alloc_fail: if slots cannot be allocated, train with separate
+            storage for each buffer; otherwise, and in ``cuda_graph_mode``, that is an error.
+        disable_symmetric_registration: register memory with NCCL locally, not as symmetric windows.
+        enable_fine_grained_param_gather: make each module that owns parameters a unit by itself,
+            inside named units too.
+        use_decoupled_grad: put gradients on ``param.decoupled_grad``, in ``main_grads_dtype``, for
+            optimizers that read it.
+        cuda_graph_mode: hold the addresses of gathered weights and gradients for good, as CUDA
+            graphs need; implies ``fsdp_double_buffer``.
+        maxpool_double_buffer: give every memory slot the size of the largest unit; implies
+            ``fsdp_double_buffer``.
+        check_for_nan_in_grad: older name of ``report_nan_in_param_grad``.
+        grad_reduce_in_fp32: older spelling: both gradient dtypes of the policy are float32.
+        preserve_fp32_weights: older spelling: ``main_params_dtype`` is float32, or None if False.
+        suggested_communication_unit_size: bytes up to which small units outside the named ones are
+            gathered with the parameters that ``module`` owns directly, and the bound of what is
+            gathered ahead. None: the size of the largest named unit, and one unit ahead.
+        param_init_fn: with meta initialisation: called with every module that owns parameters or
+            buffers on the meta device, children first, when they have storage; gives them their
+            first values. None: ``reset_parameters()``, or in models of transformers their own
+            ``_init_weights``.
+        find_unused_parameters: leave ``param.grad`` None, so that optimizers leave the parameter
+            alone, if it got no gradient on any rank since gradients were cleared. It costs one
+            small all-reduce for each synchronisation, whose result the host waits for, and levels 0
+            and 1 reduce when backward is over. False: the gradient is zero.
+        granularity: "prefer_rows": a shard boundary may cut inside a row of a parameter where rows
+            would cost more than 1 % of padding; the local tensor is then flat. "rows": never,
+            whatever the padding costs.
+        fsdp_manual_registration: leave the registration of ``nccl_ub`` to
+            ``model.manual_buffer_registration()``, called after the first step. Otherwise the end
+            of that step registers.
+
+    Returns:
+        The wrapper; the user's module is its ``module``.
+
+    Raises:
+        ValueError: lists every problem with the arguments, the same on every rank.
+        NotImplementedError: names the arguments that are not built yet.
+        RuntimeError: if the program was not started for torch.distributed.
+
+    Sources:
+        ZeRO: Rajbhandari et al., arXiv:1910.02054. FSDP: Zhao et al., arXiv:2304.11277.
+    """
+    keywords = dict(locals())
+    del keywords["module"]
+    problems, settings = _translated(keywords)
+    with published_names():
+        return _wrapped(keywords, module, settings, problems)
+
+
+def fully_shard_optimizer(
+    optimizer: torch.optim.Optimizer,
+    preproc_state_dict_for_dcp_ckpt: bool = True,
+) -> torch.optim.Optimizer:
+    """Shard an optimizer over the ``parameters()`` of a sharded model, in place, and return it.
+
+    Its ``step(closure=None, *, sync_grad_before_optimizer_step=True,
+    install_optimized_model_weights=True)`` finishes reductions, updates the main weights and casts
+    them into the compute weights. Its ``zero_grad(set_to_none=True, *, zero_grad_buffer=True)``
+    also clears the accumulation buffers. The state of torch's optimizers is created at once
+    (moments zero, step 0).
+
+    Args:
+        optimizer: any optimizer. Element-wise ones of torch step on flat tensors; all others step
+            on DTensors, whose operations gather the whole tensors that they need.
+        preproc_state_dict_for_dcp_ckpt: make ``state_dict()`` ready for
+            torch.distributed.checkpoint.
+
+    Raises:
+        ValueError: if a parameter belongs to no sharded model, or the optimizer is already sharded.
+        NotImplementedError: for sparse gradients and differentiable updates.
+    """
+    return shard_optimizer(optimizer, preproc_state_dict_for_dcp_ckpt)
+
+
+def _takes_keywords_of(
+    shard_model: Callable[Concatenate[nn.Module, Keywords], MegatronFSDP],
+) -> Callable[
+    [Callable[..., tuple[MegatronFSDP, torch.optim.Optimizer]]],
+    Callable[
+        Concatenate[nn.Module, torch.optim.Optimizer, Keywords],
+        tuple[MegatronFSDP, torch.optim.Optimizer],
+    ],
+]:
+    """Give a function of a model and an optimizer the keywords of one of a model."""
+
+    def decorate(function: Any) -> Any:
+        own = inspect.signature(function).parameters
+        module, *others = inspect.signature(shard_model).parameters.values()
+        parameters = [module, own["optimizer"], *others]
+        function.__signature__ = inspect.signature(function).replace(parameters=parameters)
+        return function
+
+    return decorate
+
+
+@_takes_keywords_of(fully_shard_model)
+def fully_shard(
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *args: Any,
+    **keywords: Any,
+) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
+    """Shard an existing model and its optimizer together, by the published keywords.
+
+    ``model, optimizer = fully_shard(model, optimizer, fsdp_unit_modules=[Block])`` is all that a
+    training loop needs. The optimizer keeps its param groups, hyper-parameters and state.
+
+    All arguments after the first two are those of :func:`fully_shard_model`;
+    :func:`fully_shard_optimizer` makes the returned optimizer. After an error, the model and the
+    optimizer are unchanged.
+
+    Raises:
+        ValueError: lists every problem, the same on every rank.
+        NotImplementedError: names the arguments that are not built yet, or the optimizer.
+        RuntimeError: if the program was not started for torch.distributed.
+    """
+    bound = inspect.signature(fully_shard_model).bind(module, *args, **keywords)
+    bound.apply_defaults()
+    given = dict(bound.arguments)
+    del given["module"]
+    problems, settings = _translated(given)
+    wrapper = partial(_wrapped, given)
+    with published_names():
+        return shard_both(module, optimizer, settings, problems, wrapper)
+
+
+def _translated(keywords: dict[str, Any]) -> tuple[Problems, Settings]:
+    """Return the problems and the settings of keywords of :func:`fully_shard_model`."""
+    device_mesh = keywords["device_mesh"]
+    is_mesh = isinstance(device_mesh, DeviceMesh)
+    problems = Problems(device_mesh.get_all_groups() if is_mesh else (None,))
+    mesh_keywords = {keyword: keywords[keyword] for keyword in KEYWORDS[Mesh].values()}
+    mesh = problems.check(FSDPDistributedIndex, **mesh_keywords)
+    older = keywords["check_for_nan_in_grad"]
+    if keywords["report_nan_in_param_grad"] is True and older is False:
+        problems.add(
+            "check_for_nan_in_grad=False contradicts report_nan_in_param_grad=True: give one of"
+            " them"
+        )
+    if older is not None:
+        keywords["report_nan_in_param_grad"] = older is True
+    return problems, settings_of(keywords, mesh, problems)
+
+
+def _wrapped(
+    keywords: dict[str, Any], module: nn.Module, settings: Settings, problems: Problems
+) -> MegatronFSDP:
+    model = MegatronFSDP.__new__(MegatronFSDP)  # its constructor takes other arguments
+    ShardedModule.__init__(model, module, settings, problems)
+    model.checkpoint_ready = keywords["preproc_state_dict_for_dcp_ckpt"]
+    model.ddp_config = config_of(keywords, settings)
+    return model

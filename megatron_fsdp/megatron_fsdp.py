@@ -1,10 +1,149 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The wrapper. See `megatron.fsdp.model`."""
+"""The published wrapper around a sharded module."""
 
-from megatron.fsdp.model import MegatronFSDP
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from megatron.fsdp.engine.policy import MixedPrecisionPolicy
+from megatron.fsdp.problems import Problems
+from megatron.fsdp.sharded_module import ShardedModule
+from megatron_fsdp.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron_fsdp.distributed_index import FSDPDistributedIndex
 from megatron_fsdp.not_offered import attributes_of
+from megatron_fsdp.translation import (
+    ALL_KEYWORDS,
+    DEFAULT_PRECISION,
+    FIELDS,
+    keywords_of,
+    precision_of,
+    published_names,
+    refuse_unbuilt,
+    settings_of,
+)
 
 __all__ = ["MegatronFSDP"]
+
+
+class MegatronFSDP(ShardedModule):
+    """The published wrapper: a sharded module and the controls of its communication.
+
+    :func:`megatron_fsdp.fully_shard_model` creates it from keyword arguments. This constructor
+    takes the mesh and a configuration object instead. The controls are those of
+    :class:`megatron.fsdp.ShardedModule`.
+
+    Args:
+        module: the module, initialised on every rank. Ranks take the weights of the first data
+            rank.
+        dist_index: the mesh.
+        ddp_config: strategy and overlap, an object of this package or Megatron-Core's. None: level
+            3 with overlap.
+        mixed_precision_policy: dtypes of main weights and gradients; the default policy takes them
+            from ``ddp_config``.
+        fsdp_unit_modules: classes, instances or import paths of the modules that are units.
+            Outside them, every module that owns parameters is a unit by itself, but for small ones,
+            which the model's own unit includes.
+        disable_bucketing: make the whole model one unit, with as few groups as dtypes and
+            trainability allow.
+        device: the device that the module is moved to; None: the mesh's.
+        calculate_per_token_loss: sum gradients instead of averaging them.
+        init_model_with_meta_device: parameters on the meta device get their values unit by unit, by
+            ``reset_parameters``.
+        sync_model_each_microbatch: end every backward outside ``no_sync`` with final gradients on
+            ``param.grad``.
+        keep_fp8_transpose_cache: not built yet.
+        nccl_ub: register the memory slots of gathered weights and gradients with NCCL; implies
+            ``fsdp_double_buffer``.
+        fsdp_double_buffer: gather weights and collect gradients in a fixed set of memory slots.
+        fsdp_db_use_persist_buf_on_alloc_fail: train with separate storage if slots cannot be
+            allocated.
+        disable_symmetric_registration: register memory locally, not as symmetric windows.
+        enable_fine_grained_param_gather_hook: together with the next argument: every module that
+            owns parameters is gathered and freed by itself, inside units too.
+        enable_fine_grained_param_gather_backward_hook: see the previous argument.
+        fine_grained_recurse_module_types: not built yet.
+        report_nan_in_param_grad: raise an error that names the parameter and the rank of a NaN or
+            Inf gradient.
+
+    Raises:
+        NotImplementedError: for arguments of the published interface that are not built yet.
+        ValueError: lists every problem with the arguments, the same on every rank.
+    """
+
+    is_param_fsdp_distributed = True
+    """Outside a forward, ``model.module.parameters()`` yields sharded parameters."""
+
+    ddp_config: DistributedDataParallelConfig
+
+    def __init__(
+        self,
+        module: nn.Module,
+        dist_index: FSDPDistributedIndex,
+        ddp_config: DistributedDataParallelConfig | None = None,
+        mixed_precision_policy: MixedPrecisionPolicy = DEFAULT_PRECISION,
+        fsdp_unit_modules: Sequence[type | nn.Module | str] | None = None,
+        disable_bucketing: bool = False,
+        device: torch.device | str | None = None,
+        calculate_per_token_loss: bool = False,
+        init_model_with_meta_device: bool = False,
+        sync_model_each_microbatch: bool = False,
+        keep_fp8_transpose_cache: bool = False,
+        nccl_ub: bool = False,
+        fsdp_double_buffer: bool = False,
+        fsdp_db_use_persist_buf_on_alloc_fail: bool = False,
+        disable_symmetric_registration: bool = False,
+        enable_fine_grained_param_gather_hook: bool = False,
+        enable_fine_grained_param_gather_backward_hook: bool = False,
+        fine_grained_recurse_module_types: Sequence[type] | None = None,
+        report_nan_in_param_grad: bool = False,
+    ):
+        given = dict(locals())
+        if not isinstance(dist_index, FSDPDistributedIndex):
+            raise ValueError(
+                f"dist_index expects an FSDPDistributedIndex but got {type(dist_index).__name__}"
+            )
+        config = DistributedDataParallelConfig.fully_sharded() if ddp_config is None else ddp_config
+        if not hasattr(config, "data_parallel_sharding_strategy"):
+            raise ValueError(
+                f"ddp_config expects a DistributedDataParallelConfig but got {config!r}"
+            )
+        problems = Problems(dist_index.all_groups())
+        keywords = keywords_of(config)
+        of_config = keywords["enable_fine_grained_param_gather"]
+        for name in ALL_KEYWORDS.intersection(given):
+            keywords[name] = given[name] or keywords.get(name, given[name])
+        forward = enable_fine_grained_param_gather_hook
+        backward = enable_fine_grained_param_gather_backward_hook
+        keywords["enable_fine_grained_param_gather"] = of_config or (forward and backward)
+        problems.check(
+            refuse_unbuilt,
+            fp8_param_gather=getattr(config, "fp8_param_gather", False),
+            enable_fine_grained_param_gather_hook=forward and not (of_config or backward),
+            enable_fine_grained_param_gather_backward_hook=backward and not (of_config or forward),
+            fine_grained_recurse_module_types=fine_grained_recurse_module_types,
+        )
+        if dist_index.hsdp_outer_dp_shard:
+            keywords["outer_dp_sharding_strategy"] = 1
+        if mixed_precision_policy == DEFAULT_PRECISION:
+            keywords["mixed_precision_policy"] = problems.check(precision_of, config)
+        of_fields = {name: field for name, field in FIELDS.items() if name not in given}
+        with published_names(of_fields):
+            super().__init__(module, settings_of(keywords, dist_index, problems), problems)
+        self.ddp_config = config
+
+    # Programs make the published package exchange the parameters of the module: NeMo Automodel
+    # after sharding, Megatron-Core's overlapped schedules before a forward. Here there is nothing
+    # to exchange: forwards use compute parameters, and other code sees the sharded ones.
+
+    def _replace_param_with_distributed_if_needed(self) -> None:
+        """Do nothing: the module's parameters are the sharded ones outside a forward."""
+
+    def _replace_param_with_raw_if_needed(self) -> None:
+        """Do nothing: a forward of the model or of a module in it uses the compute parameters."""
+
 
 _HOOKS = "hooks on modules and tensors drive the schedule; torch's own module hooks can be added"
 __getattr__ = attributes_of(

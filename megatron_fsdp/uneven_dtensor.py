@@ -7,7 +7,6 @@ from megatron.fsdp.dtensor.checkpointing import (
     gather_uneven_dtensor_to_full_tensor,
     get_state_dict,
     get_unflattened_state_dict,
-    make_uneven_dtensor,
     preprocess_state_dict_for_uneven_dtensor,
     redistribute_uneven_dtensor_to_replicated,
     split_dtensor,
@@ -15,6 +14,7 @@ from megatron.fsdp.dtensor.checkpointing import (
     update_uneven_dtensor_chunk_metadata,
     validate_uneven_dtensor,
 )
+from megatron.fsdp.dtensor.uneven_dtensor import make_uneven_dtensor
 from megatron_fsdp.not_offered import attributes_of
 
 __all__ = [

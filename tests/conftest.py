@@ -20,6 +20,7 @@ import pytest
 
 from tests.support import rank_pool, stand_ins
 from tests.support.rank_process import OUR_MODULES
+from tests.support.selection import mark_cases
 from tests.support.warm_programs import ROOT, free_port, warm_programs
 
 
@@ -31,14 +32,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark the cases of `exhaustive.txt`: others of the same function stay in `make test`."""
-    listed = set((ROOT / "tests" / "exhaustive.txt").read_text().splitlines())
-    for item in items:
-        if item.nodeid in listed:
-            item.add_marker(pytest.mark.exhaustive)
-    unknown = listed - {item.nodeid for item in items}
-    if unknown and config.args == config.getini("testpaths"):
-        raise pytest.UsageError(f"tests/exhaustive.txt names no tests: {sorted(unknown)[:5]}")
+    """Leave most cases of long tables to `make test-all`, as their marks say."""
+    unknown = mark_cases(items)
+    if unknown and not any("[" in argument for argument in config.args):
+        raise pytest.UsageError(f"marks name no cases: {', '.join(unknown)}")
 
 
 def pytest_unconfigure() -> None:

@@ -1,35 +1,273 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Budgets of size that keep every part readable in one sitting. Read from the sources with ast."""
+"""Budgets of what a reader has to carry, read from the sources with ast.
+
+They count whole rooms, so nothing is won by splitting a file, a class or a function, and `ruff
+format` decides how long lines are. Where a budget proves wrong, change it here, with the reason.
+"""
 
 import ast
-from collections import defaultdict
-from collections.abc import Iterator
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 REPOSITORY = Path(__file__).parents[1]
-SOURCES = ("megatron", "megatron_fsdp", "tools", "examples", "benchmarks", "pretrain_gpt.py")
-"""What is shipped; tests keep the same budgets."""
 
+
+class Room(NamedTuple):
+    """A folder with everything below it, and the lines and files that it may have."""
+
+    folder: str
+    lines: int
+    files: int
+
+
+ROOMS = [
+    # folder                                lines  files
+    Room("megatron_fsdp",                   1_900, 14),
+    Room("megatron/fsdp/engine",            3_800, 17),
+    Room("megatron/fsdp",                  10_600, 56),
+    Room("megatron/mcore_adapter",          3_800, 30),
+    Room("megatron/checkpoint",            12_200, 64),
+    Room("megatron/pretrain",              14_500, 80),
+]  # fmt: skip
+
+ADDED_ROOMS = [
+    Room("megatron/fsdp/quantized",         1_100,  8),
+    Room("megatron/fsdp/optimizer/matrix",    700,  5),
+    Room("megatron/fsdp/optimizer/host",      600,  5),
+]  # fmt: skip
+"""Rooms inside of another one that do not count there."""
+
+# The engine: the algorithm, which one reads in an afternoon.
+ENGINE = "megatron/fsdp/engine"
+ENGINE_CODE_LINES = 2_400
+ENGINE_DOCSTRINGS = 0.20  # of all lines, at most: accessors need one line
+ENGINE_COMMENTS = 0.05  # of all lines, at least: decisions need reasons
+ENGINE_IGNORES = re.compile(
+    r"\b(recorder|memory_slots|point_to_point|rendezvous|divergence|nccl_memory|quantized)\b"
+)
+"""What plugs into the engine's seams: it names none of it."""
+
+# Everything in megatron/fsdp.
+PARAMETERS = 12  # of a function
+REBOUND_FIELDS = 7  # of a class: those that methods other than __init__ assign
+FILES_PER_SETTING = 3
+SETTINGS = ("fsdp_double_buffer", "granularity", "average_in_collective")
+OVERRIDES_OF_TORCH = 3
+FORBIDDEN = {
+    # What an object needs comes with its constructor; no other object finishes it later.
+    "late wiring": re.compile(
+        r"\.connect\(|\.follow\(trainability|group\.edited ="
+        r"|\.(on_change|reduces_late|notes_users) ="
+    ),
+    # No behaviour may depend on who holds a tensor.
+    "reference counts": re.compile(r"getrefcount|_storage_Use_Count"),
+}
+
+# Everywhere.
 MODULE_LINES = 450
 FUNCTION_LINES = 60
-CLASS_LINES = 300
-CLASS_METHODS = 20
-
+FILES_OF_A_FOLDER = 17
+NAMES_OF_SEVERAL_FILES = 4
+"""File names below `megatron` that occur more than once."""
 PUBLISHED_SIGNATURES = ("fully_shard", "fully_shard_model")
-"""Functions whose 34 published arguments, and their explanation, fill more than the budget."""
-
+"""Functions whose published arguments, and their explanation, fill more than the budget."""
 QUESTION_WORDS = ("What ", "Whether ", "Where ", "How ", "Which ")
 
+# Pages.
+DESIGN_LINES = 280
+EXAMPLE_FROM_SCRATCH_LINES = 200
+UNRELEASED_WORDS = 900
+VERSION_WORDS = 450
+
+SOURCES = ("megatron", "megatron_fsdp", "tools", "examples", "benchmarks", "pretrain_gpt.py")
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 
 
-def files(folders: tuple[str, ...]) -> Iterator[Path]:
+@dataclass
+class Source:
+    """A source file: its path in the repository, its text and its syntax tree."""
+
+    path: Path
+    text: str
+    tree: ast.Module
+
+    @property
+    def lines(self) -> list[str]:
+        return self.text.splitlines()
+
+    def nodes(self, *kinds: type[ast.AST]) -> Iterator[ast.AST]:
+        return (node for node in ast.walk(self.tree) if isinstance(node, kinds))
+
+
+def sources(*folders: str) -> list[Source]:
+    """Read all Python files below some folders, but for the data of tests."""
+    found = []
     for folder in folders:
         path = REPOSITORY / folder
-        yield from [path] if path.is_file() else sorted(path.rglob("*.py"))
+        for file in [path] if path.is_file() else sorted(path.rglob("*.py")):
+            name = file.relative_to(REPOSITORY)
+            if name.parts[:2] != ("tests", "data"):
+                text = file.read_text()
+                found.append(Source(name, text, ast.parse(text)))
+    return found
+
+
+@pytest.fixture(scope="module")
+def fsdp() -> list[Source]:
+    return sources("megatron/fsdp")
+
+
+@pytest.fixture(scope="module")
+def engine() -> list[Source]:
+    return sources(ENGINE)
+
+
+@pytest.fixture(scope="module")
+def everything() -> list[Source]:
+    return sources(*SOURCES, "tests")
+
+
+def refuse(problems: Iterable[str]) -> None:
+    problems = list(problems)
+    assert not problems, "\n".join(problems)
+
+
+# ---- rooms
+
+
+@pytest.mark.parametrize("room", [*ROOMS, *ADDED_ROOMS], ids=lambda room: room.folder)
+def test_a_room_keeps_its_budget(room: Room) -> None:
+    inside = sources(room.folder)
+    if room not in ADDED_ROOMS:
+        added = [Path(other.folder) for other in ADDED_ROOMS]
+        inside = [file for file in inside if not any(map(file.path.is_relative_to, added))]
+    lines, files = sum(len(file.lines) for file in inside), len(inside)
+    assert lines <= room.lines and files <= room.files, (lines, files)
+
+
+def test_a_folder_has_few_files() -> None:
+    folders = Counter(file.path.parent for file in sources("megatron"))
+    refuse(f"{at}: {count} files" for at, count in folders.items() if count > FILES_OF_A_FOLDER)
+
+
+def test_file_names_are_unique_below_megatron() -> None:
+    stems = Counter(file.path.stem for file in sources("megatron"))
+    several = {
+        stem for stem, count in stems.items() if count > 1 and stem not in ("__init__", "__main__")
+    }
+    assert len(several) <= NAMES_OF_SEVERAL_FILES, sorted(several)
+
+
+# ---- the engine
+
+
+def docstring_lines(file: Source) -> set[int]:
+    """Return the numbers of the lines that docstrings of modules, classes and functions fill."""
+    numbers: set[int] = set()
+    for node in file.nodes(ast.Module, ast.ClassDef, ast.FunctionDef):
+        if ast.get_docstring(node, clean=False) is not None:
+            numbers.update(range(node.body[0].lineno, node.body[0].end_lineno + 1))
+    return numbers
+
+
+def test_the_engine_is_code_with_reasons(engine: list[Source]) -> None:
+    total = code = docstrings = comments = 0
+    for file in engine:
+        inside_docstrings = docstring_lines(file)
+        docstrings += len(inside_docstrings)
+        for number, line in enumerate(file.lines, 1):
+            total += 1
+            if line.strip().startswith("#"):
+                comments += 1
+            elif line.strip() and number not in inside_docstrings:
+                code += 1
+    shares = f"docstrings {docstrings / total:.3f}, comments {comments / total:.3f}"
+    assert code <= ENGINE_CODE_LINES, code
+    assert docstrings / total <= ENGINE_DOCSTRINGS, shares
+    assert comments / total >= ENGINE_COMMENTS, shares
+
+
+def test_the_engine_names_nothing_that_plugs_into_it(engine: list[Source]) -> None:
+    refuse(str(file.path) for file in engine if ENGINE_IGNORES.search(file.text))
+
+
+# ---- megatron/fsdp
+
+
+def test_functions_have_few_parameters(fsdp: list[Source]) -> None:
+    problems = []
+    for file in fsdp:
+        for node in file.nodes(ast.FunctionDef):
+            count = len(node.args.args) + len(node.args.kwonlyargs)
+            if count > PARAMETERS:
+                problems.append(f"{file.path}: {node.name} has {count} parameters")
+    refuse(problems)
+
+
+def rebound_fields(cls: ast.ClassDef) -> set[str]:
+    """Return the fields to which, or to parts of which, methods beside the constructor assign."""
+    fields = set()
+    for method in cls.body:
+        if isinstance(method, ast.FunctionDef) and method.name != "__init__":
+            for node in ast.walk(method):
+                if isinstance(node, ast.Assign):
+                    fields.update(fields_in(node.targets))
+                elif isinstance(node, ast.AugAssign | ast.AnnAssign):
+                    fields.update(fields_in([node.target]))
+    return fields
+
+
+def fields_in(targets: list[ast.expr]) -> Iterator[str]:
+    """Yield the names of the attributes of `self` in the targets of an assignment."""
+    for node in chain.from_iterable(map(ast.walk, targets)):
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "self":
+            yield node.attr
+
+
+def test_classes_rebind_few_fields(fsdp: list[Source]) -> None:
+    problems = []
+    for file in fsdp:
+        for cls in file.nodes(ast.ClassDef):
+            fields = rebound_fields(cls)
+            if len(fields) > REBOUND_FIELDS:
+                problems.append(f"{file.path}: {cls.name} rebinds {', '.join(sorted(fields))}")
+    refuse(problems)
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_a_setting_is_known_to_few_files(fsdp: list[Source], setting: str) -> None:
+    files = [str(file.path) for file in fsdp if setting in file.text]
+    assert len(files) <= FILES_PER_SETTING, files
+
+
+@pytest.mark.parametrize("what", FORBIDDEN)
+def test_what_makes_code_hard_to_follow_is_nowhere(fsdp: list[Source], what: str) -> None:
+    problems = []
+    for file in fsdp:
+        for number, line in enumerate(file.lines, 1):
+            if FORBIDDEN[what].search(line):
+                problems.append(f"{file.path}:{number}: {line.strip()}")
+    refuse(problems)
+
+
+def test_functions_of_torch_are_overridden_in_few_places(fsdp: list[Source]) -> None:
+    overrides = []
+    for file in fsdp:
+        for node in file.nodes(ast.FunctionDef):
+            if node.name in ("__torch_function__", "__torch_dispatch__"):
+                overrides.append(f"{file.path}:{node.lineno}")
+    assert len(overrides) <= OVERRIDES_OF_TORCH, overrides
+
+
+# ---- everywhere
 
 
 def number_of_lines(node: ast.stmt) -> int:
@@ -37,11 +275,6 @@ def number_of_lines(node: ast.stmt) -> int:
     if node.name in PUBLISHED_SIGNATURES:
         return node.end_lineno - node.body[1].lineno + 1  # the docstring comes first
     return node.end_lineno - node.lineno + 1
-
-
-def number_of_methods(node: ast.ClassDef) -> int:
-    """Count the methods of a class by name: a property and its setter are one."""
-    return len({each.name for each in node.body if isinstance(each, Function)})
 
 
 def problems_of_size(source: str) -> Iterator[str]:
@@ -52,11 +285,6 @@ def problems_of_size(source: str) -> Iterator[str]:
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, Function) and number_of_lines(node) > FUNCTION_LINES:
             yield f"{node.name} has {number_of_lines(node)} lines, more than {FUNCTION_LINES}"
-        if isinstance(node, ast.ClassDef) and number_of_lines(node) > CLASS_LINES:
-            yield f"class {node.name} has {number_of_lines(node)} lines, more than {CLASS_LINES}"
-        if isinstance(node, ast.ClassDef) and number_of_methods(node) > CLASS_METHODS:
-            count = number_of_methods(node)
-            yield f"class {node.name} has {count} methods, more than {CLASS_METHODS}"
         if isinstance(node, COMPREHENSIONS) and len(node.generators) > 1:
             yield f"line {node.lineno}: a comprehension with several `for`s: name the inner one"
 
@@ -70,37 +298,48 @@ def problems_of_language(source: str) -> Iterator[str]:
                 yield f"{getattr(node, 'name', 'the module')}: {text.splitlines()[0]!r}"
 
 
-def names_of_classes(folders: tuple[str, ...]) -> dict[str, list[str]]:
-    """Map the name of each class at module level to the files that define it."""
+@pytest.mark.parametrize("find", [problems_of_size, problems_of_language])
+def test_modules_and_functions_are_short_and_docstrings_say_what_is_done(
+    everything: list[Source], find: Callable[[str], Iterator[str]]
+) -> None:
+    problems = []
+    for file in everything:
+        problems += [f"{file.path}: {problem}" for problem in find(file.text)]
+    refuse(problems)
+
+
+def test_class_names_are_unique_in_the_repository(everything: list[Source]) -> None:
     places: dict[str, list[str]] = defaultdict(list)
-    for path in files(folders):
-        for node in ast.parse(path.read_text()).body:
-            if isinstance(node, ast.ClassDef):
-                places[node.name].append(str(path.relative_to(REPOSITORY)))
-    return places
+    for file in everything:
+        if file.path.parts[0] != "examples":  # they show the same things by the same names
+            for node in file.tree.body:
+                if isinstance(node, ast.ClassDef):
+                    places[node.name].append(str(file.path))
+    refuse(f"{name}: {', '.join(where)}" for name, where in places.items() if len(where) > 1)
 
 
-def test_modules_functions_and_classes_keep_their_budgets() -> None:
-    problems = []
-    for path in files((*SOURCES, "tests")):
-        if "data" not in path.relative_to(REPOSITORY).parts:
-            found = problems_of_size(path.read_text())
-            problems += [f"{path.relative_to(REPOSITORY)}: {problem}" for problem in found]
-    assert not problems, "\n".join(problems)
+# ---- pages
 
 
-def test_docstrings_begin_with_a_verb_or_a_noun() -> None:
-    problems = []
-    for path in files((*SOURCES, "tests")):
-        found = problems_of_language(path.read_text())
-        problems += [f"{path.relative_to(REPOSITORY)}: {problem}" for problem in found]
-    assert not problems, "\n".join(problems)
+def lines_of(file: str) -> int:
+    return len((REPOSITORY / file).read_text().splitlines())
 
 
-def test_class_names_are_unique_in_the_repository() -> None:
-    places = names_of_classes((*SOURCES, "tests"))
-    twice = [f"{name}: {', '.join(where)}" for name, where in places.items() if len(where) > 1]
-    assert not twice, "\n".join(twice)
+def test_the_design_is_a_contract_and_the_example_from_scratch_is_read_in_one_go() -> None:
+    assert lines_of("examples/fsdp_from_scratch.py") <= EXAMPLE_FROM_SCRATCH_LINES
+    assert lines_of("megatron/fsdp/DESIGN.md") <= DESIGN_LINES
+
+
+def test_a_version_in_the_changelog_fits_a_screen() -> None:
+    _, unreleased, *versions = re.split(
+        r"^## ", (REPOSITORY / "CHANGELOG.md").read_text(), flags=re.MULTILINE
+    )
+    assert len(unreleased.split()) <= UNRELEASED_WORDS
+    counts = {text.splitlines()[0]: len(text.split()) for text in versions}
+    refuse(f"{title}: {count} words" for title, count in counts.items() if count > VERSION_WORDS)
+
+
+# ---- these tests themselves
 
 
 @pytest.mark.parametrize(
@@ -108,8 +347,6 @@ def test_class_names_are_unique_in_the_repository() -> None:
     [
         ("\n" * 451, "451 lines"),
         ("def f():\n" + "    pass\n" * 60, "f has 61 lines"),
-        ("class A:\n" + "    x = 1\n" * 300, "class A has 301 lines"),
-        ("class A:\n" + "".join(f"    def f{i}(self): ...\n" for i in range(21)), "21 methods"),
         ("x = [a for b in c for a in b]", "several `for`s"),
     ],
 )
@@ -120,3 +357,10 @@ def test_what_is_too_large_is_found(source: str, problem: str) -> None:
 def test_a_question_word_is_found() -> None:
     source = 'def f():\n    """What it does."""'
     assert list(problems_of_language(source)) == ["f: 'What it does.'"]
+
+
+def test_fields_that_methods_assign_are_found() -> None:
+    source = (
+        "class A:\n def __init__(self): self.a = 1\n def f(self): self.b, self.c[0] = self.d, 2"
+    )
+    assert rebound_fields(ast.parse(source).body[0]) == {"b", "c"}

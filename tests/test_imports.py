@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Imports point one way: tools -> planning -> pretrain -> mcore_adapter -> fsdp.
 
-Read from the sources with ast.
+Imports are read from the sources with ast, and the order of files in megatron/fsdp and of rooms in
+megatron/checkpoint from the tables of megatron/fsdp/DESIGN.md, so that there is one list of each.
 """
 
 import ast
+import functools
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,46 +16,7 @@ import pytest
 
 REPOSITORY = Path(__file__).parents[1]
 
-ROOMS = {
-    "engine": [
-        *("policy", "microbatches", "states", "planner", "layout", "axes", "mesh_checks"),
-        *("rendezvous", "mesh", "device", "recorder", "point_to_point", "collectives"),
-        *(
-            "memory_slots",
-            "buffer",
-            "local_tensor",
-            "tensor_parallel",
-            "partition",
-            "local_gradients",
-        ),
-        *("gradients", "compute_writes", "param_group"),
-        *("unit", "units"),
-        *("reductions", "prefetch", "schedule", "trainability", "shown_parameters", "hooks"),
-    ],
-    "dtensor": [
-        *("tensor_part", "operations", "uneven_dtensor", "sharded_param", "checkpointing"),
-    ],
-    "": [
-        *("config", "problems", "trace_files", "divergence", "trace", "meta_init", "checks"),
-        *("settings", "agreement", "sharding", "memory_estimate"),
-        "memory_estimate",
-        *("gradient_sync", "model_state", "module_loading", "warnings_once", "wrapped_attributes"),
-        *("sharded_copy", "sharded_module", "client_members", "model", "weight_average"),
-        *(
-            "elementwise",
-            "gathering_step",
-            "optimizer_state",
-            "flat_segments",
-            "flat_update",
-            "optimizer",
-        ),
-        "fully_shard",
-    ],
-}
-"""Rooms of megatron/fsdp, the lowest first, and the files of each in order.
-
-A file imports only files before it. The front has no folder of its own. New files go here.
-"""
+DESIGN = REPOSITORY / "megatron/fsdp/DESIGN.md"
 
 STAND_ALONE = {
     "engine.policy": (),
@@ -64,19 +28,6 @@ STAND_ALONE = {
 
 INTEGERS_ONLY = ("engine.planner", "engine.layout")
 """Files of the engine that every tool can import, because they do without torch."""
-
-CHECKPOINT_ROOMS = {
-    "core": ("core",),
-    "torch_dist": ("core", "torch_dist"),
-    "fsdp_dtensor": ("core", "fsdp_dtensor"),
-    "hugging_face": ("core", "hugging_face"),
-    "commands": ("core", "torch_dist", "fsdp_dtensor", "hugging_face", "commands"),
-    "__main__": ("commands",),
-}
-"""Rooms of megatron/checkpoint, and the rooms that the files of each may import.
-
-The core imports no format, and formats do not import each other.
-"""
 
 OURS = (
     "megatron.fsdp",
@@ -92,8 +43,13 @@ OURS = (
 MAY_IMPORT = {
     "megatron/fsdp": ("megatron.fsdp",),
     "megatron/checkpoint": ("megatron.checkpoint", "megatron.fsdp"),
-    "megatron/huggingface": ("megatron.huggingface", "megatron.fsdp"),
-    "megatron/mcore_adapter": ("megatron.mcore_adapter", "megatron.checkpoint", "megatron.fsdp"),
+    "megatron/huggingface": ("megatron.huggingface", "megatron_fsdp", "megatron.fsdp"),
+    "megatron/mcore_adapter": (
+        "megatron.mcore_adapter",
+        "megatron.checkpoint",
+        "megatron_fsdp",
+        "megatron.fsdp",
+    ),
     "megatron/pretrain": (
         "megatron.pretrain",
         "megatron.mcore_adapter",
@@ -126,40 +82,32 @@ REPLACED_HERE = (
 """What this project writes anew: nothing may lean on the other implementation."""
 
 COLLECTIVES = {
-    *(
-        "all_gather",
-        "all_gather_coalesced",
-        "all_gather_into_tensor",
-        "all_gather_object",
-        "all_gather_single",
-        "all_reduce",
-    ),
-    *(
-        "all_reduce_coalesced",
-        "all_to_all",
-        "all_to_all_single",
-        "barrier",
-        "batch_isend_irecv",
-        "broadcast",
-    ),
-    *(
-        "broadcast_object_list",
-        "gather",
-        "gather_object",
-        "irecv",
-        "isend",
-        "monitored_barrier",
-        "recv",
-        "reduce",
-    ),
-    *(
-        "reduce_scatter",
-        "reduce_scatter_single",
-        "reduce_scatter_tensor",
-        "scatter",
-        "scatter_object_list",
-        "send",
-    ),
+    "all_gather",
+    "all_gather_coalesced",
+    "all_gather_into_tensor",
+    "all_gather_object",
+    "all_gather_single",
+    "all_reduce",
+    "all_reduce_coalesced",
+    "all_to_all",
+    "all_to_all_single",
+    "barrier",
+    "batch_isend_irecv",
+    "broadcast",
+    "broadcast_object_list",
+    "gather",
+    "gather_object",
+    "irecv",
+    "isend",
+    "monitored_barrier",
+    "recv",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_single",
+    "reduce_scatter_tensor",
+    "scatter",
+    "scatter_object_list",
+    "send",
 }
 
 
@@ -222,25 +170,46 @@ def package_problems(folder: str, tree: ast.Module) -> list[str]:
     return problems
 
 
+def section(title: str) -> str:
+    """Return the text of DESIGN.md below the heading that begins with a title."""
+    (text,) = re.findall(rf"^## {title}.*\n((?:(?!## ).*\n?)*)", DESIGN.read_text(), re.MULTILINE)
+    return text
+
+
+@functools.cache
 def fsdp_order() -> list[str]:
-    """List the modules of megatron/fsdp, as `engine.layout`: each may import those before it."""
-    order = []
-    for room, stems in ROOMS.items():
-        order += [f"{room}.{stem}" if room else stem for stem in stems]
+    """List the modules of megatron/fsdp, as `engine.layout`: each may import those before it.
+
+    They are the rows of the tables below "Rooms". The heading of a table has the folder.
+    """
+    order, room = [], ""
+    for line in section("Rooms").splitlines():
+        if line.startswith("### "):
+            folder = re.match(r"### `([\w/]+)`", line)
+            room = folder[1].replace("/", ".") + "." if folder else ""
+        elif row := re.match(r"\| `(\w+)\.py` \|", line):
+            order.append(room + row[1])
     return order
+
+
+@functools.cache
+def checkpoint_rooms() -> dict[str, tuple[str, ...]]:
+    """Map each room of megatron/checkpoint to the rooms that it may import, itself among them."""
+    rows = re.findall(r"^\| `(\w+)` \|([^|]*)\|", section("Checkpoints"), re.MULTILINE)
+    return {room: (room, *re.findall(r"`(\w+)`", imports)) for room, imports in rows}
 
 
 def fsdp_problems(name: str, tree: ast.Module) -> list[str]:
     """List what the module `name` of megatron/fsdp, as `engine.layout`, must not import or call."""
     order = fsdp_order()
     if name not in order:
-        return [f"{name} has no place in ROOMS of this test: insert it below the files it imports"]
+        return [f"{name} is in no table of DESIGN.md: give it a row below the files it imports"]
     problems = []
     above = STAND_ALONE.get(name, order[: order.index(name)])
     for imported in imported_names(tree):
         inside = imported.removeprefix("megatron.fsdp.")
         if inside != imported and not is_within(inside, tuple(above)):
-            problems.append(f"{imported} is not above {name} in ROOMS")
+            problems.append(f"{imported} is not above {name} in DESIGN.md")
         if name in INTEGERS_ONLY and is_within(imported, ("torch",)):
             problems.append(f"{imported}: {name} is integers only")
     for used in {*used_names(tree), *imported_names(tree)}:
@@ -255,13 +224,14 @@ def fsdp_problems(name: str, tree: ast.Module) -> list[str]:
 def checkpoint_problems(name: str, tree: ast.Module) -> list[str]:
     """List what the module `name` of megatron/checkpoint, as `core.parts`, must not import."""
     room = name.partition(".")[0]
-    if room not in CHECKPOINT_ROOMS:
-        return [f"{room} is no room of CHECKPOINT_ROOMS of this test"]
+    allowed = checkpoint_rooms().get(room)
+    if allowed is None:
+        return [f"{room} is in no table of DESIGN.md"]
     problems = []
     for imported in imported_names(tree):
         inside = imported.removeprefix("megatron.checkpoint.")
-        if inside != imported and not is_within(inside, CHECKPOINT_ROOMS[room]):
-            problems.append(f"{imported}: {room} may import {', '.join(CHECKPOINT_ROOMS[room])}")
+        if inside != imported and not is_within(inside, allowed):
+            problems.append(f"{imported}: {room} may import {', '.join(allowed)}")
     return problems
 
 
@@ -279,13 +249,21 @@ def test_packages_import_only_what_is_below_them() -> None:
     assert not problems, "\n".join(problems)
 
 
-def test_files_of_fsdp_import_only_files_above_them() -> None:
+def fsdp_files() -> dict[str, Path]:
+    """Map the modules of megatron/fsdp, as `engine.layout`, to their files."""
     folder = REPOSITORY / "megatron/fsdp"
-    files = [path for path in folder.rglob("*.py") if path.stem != "__init__"]
-    assert files
+    paths = [path for path in sorted(folder.rglob("*.py")) if path.stem != "__init__"]
+    return {".".join(path.relative_to(folder).with_suffix("").parts): path for path in paths}
+
+
+def test_the_tables_of_the_design_list_files_that_exist_once() -> None:
+    order = fsdp_order()
+    assert len(order) == len(set(order)) and set(order) <= fsdp_files().keys()
+
+
+def test_files_of_fsdp_import_only_files_above_them() -> None:
     problems = []
-    for path in sorted(files):
-        name = ".".join(path.relative_to(folder).with_suffix("").parts)
+    for name, path in fsdp_files().items():
         problems += [f"{name}: {problem}" for problem in fsdp_problems(name, parse(path))]
     assert not problems, "\n".join(problems)
 
@@ -371,7 +349,7 @@ def test_wrong_import_between_packages_is_found(folder: str, source: str, proble
         ("model", "from torch import cuda", "only device.py"),
         ("model", "import torch.distributed as dist\ndist.barrier()", "only collectives.py"),
         ("model", "from torch.distributed import all_reduce as reduce_it", "only collectives.py"),
-        ("novelty", "", "no place in ROOMS"),
+        ("novelty", "", "in no table of DESIGN.md"),
     ],
 )
 def test_wrong_line_in_fsdp_is_found(name: str, source: str, problem: str) -> None:
@@ -386,15 +364,19 @@ def test_wrong_line_in_fsdp_is_found(name: str, source: str, problem: str) -> No
         (
             "torch_dist.checkpoint",
             "def f():\n    from megatron.checkpoint.fsdp_dtensor.checkpoint import plain_name",
-            "torch_dist may import core, torch_dist",
+            "torch_dist may import torch_dist, core",
         ),
         (
             "hugging_face.families",
             "from megatron.checkpoint import torch_dist",
-            "hugging_face may import core, hugging_face",
+            "hugging_face may import hugging_face, core",
         ),
-        ("__main__", "from megatron.checkpoint.core import parts", "__main__ may import commands"),
-        ("zarr.checkpoint", "", "no room of CHECKPOINT_ROOMS"),
+        (
+            "__main__",
+            "from megatron.checkpoint.core import parts",
+            "__main__ may import __main__, commands",
+        ),
+        ("zarr.checkpoint", "", "in no table of DESIGN.md"),
     ],
 )
 def test_wrong_import_in_checkpoint_is_found(name: str, source: str, problem: str) -> None:

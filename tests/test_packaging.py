@@ -75,3 +75,23 @@ def test_pre_commit_has_the_versions_of_make_lint() -> None:
     configuration = (REPOSITORY / ".pre-commit-config.yaml").read_text()
     assert re.findall(r"rev: v(\S+)", configuration) == [versions["ruff"]]
     assert ".venv/bin/python -m mypy" in configuration  # the one that `make lint` has installed
+
+
+def make_targets(file: str) -> set[str]:
+    """Return the targets that a script or workflow calls."""
+    text = (REPOSITORY / file).read_text()
+    return set(re.findall(r"^ *(?:- run: )?make ([a-z-]+)", text, re.MULTILINE))
+
+
+def test_every_continuous_integration_calls_the_same_make_targets() -> None:
+    own = make_targets(".ci/run")
+    assert own == {"lint", "docs", "test-all"}
+    # Beside them `test`, with which `test-all` begins, on several Pythons.
+    assert make_targets(".github/workflows/ci.yml") == own | {"test"}
+
+
+def test_the_version_is_the_newest_of_the_changelog() -> None:
+    changelog = (REPOSITORY / "CHANGELOG.md").read_text()
+    dated = re.findall(r"^## (\d+\.\d+\.\d+) \(\d{4}-\d\d-\d\d\)$", changelog, re.MULTILINE)
+    assert dated == sorted(dated, key=lambda text: tuple(map(int, text.split("."))), reverse=True)
+    assert arguments_of_setup()["version"] == dated[0]

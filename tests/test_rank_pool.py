@@ -20,7 +20,6 @@ import torch.distributed as dist
 from tests.support.model_parallel import ONE_AXIS, initialize
 from tests.support.rank_pool import MAX_GROUPS, RankFailure, run_ranks
 from tests.support.rank_process import JOBS_BETWEEN_FULL_COLLECTIONS
-from tests.support.selection import only_in_full
 
 REPOSITORY = Path(__file__).parents[1]
 
@@ -230,6 +229,7 @@ def test_job_does_not_leak_into_the_next_one() -> None:
     assert clean[0] == clean[1] == (False, torch.float32, clean[0][2], False, os.getcwd())
 
 
+@pytest.mark.always("on some ranks only")
 @pytest.mark.parametrize(
     ("count", "members"), [(MAX_GROUPS, [0, 1]), (1, [0])], ids=["too many", "on some ranks only"]
 )
@@ -297,9 +297,8 @@ def test_bad_calls_are_refused_with_the_fix() -> None:
         run_ranks(1, return_something_unpicklable)
 
 
-@pytest.mark.parametrize(
-    "ending", [*only_in_full([signal.SIGINT]), signal.SIGKILL], ids=["interrupted", "killed"]
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGKILL], ids=["interrupted", "killed"])
 def test_no_rank_outlives_the_test_process(ending: signal.Signals) -> None:
     """Start two ranks that hang in a collective, and end the process that started them."""
     program = """

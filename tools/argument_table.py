@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run directly, without installation
 
-from megatron.fsdp.fully_shard import fully_shard_model
+from megatron_fsdp import fully_shard_model
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "arguments.md"
 BEGIN, END = "<!-- table of arguments -->\n", "<!-- end of the table -->\n"
@@ -66,6 +66,7 @@ WAYS = {
     "cuda_graph_mode": OtherWays("megatron_fsdp_cuda_graph_mode"),
     "maxpool_double_buffer": same_name("megatron_fsdp_max_pool_double_buffer"),
     "suggested_communication_unit_size": same_name("suggested_communication_unit_size"),
+    "fsdp_manual_registration": same_name("fsdp_manual_registration"),
 }
 """Arguments that can be given in another way too."""
 

@@ -3,7 +3,7 @@
 
 For example:
 
-    python tools/launch.py --nproc_per_node 2 pretrain_gpt.py --log-dir logs ...
+    python tools/launch.py --nproc_per_node 2 --log-dir logs --tee 3 pretrain_gpt.py ...
 
 torchrun adds forty lines of its own to the message of a rank that has failed. Here one line says
 which rank it was and how it ended. The exit codes are those of torchrun; after a signal it is 128

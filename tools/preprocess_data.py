@@ -16,12 +16,9 @@ with warnings.catch_warnings():
     # Megatron-Core warns of every GPU library that is absent; writing data needs none of them.
     warnings.simplefilter("ignore", UserWarning)
     from megatron.pretrain.data.corpus import standard_library_files, write_corpus
-    from megatron.pretrain.data.tokenizer_choice import (
-        TOKENIZER_TYPES,
-        TokenizerChoice,
-        build_tokenizer,
-    )
+    from megatron.pretrain.data.tokenizer_choice import TOKENIZER_TYPES, TokenizerChoice
     from megatron.pretrain.data.tokenizer_record import record_text
+    from megatron.pretrain.data.tokenizers import build_tokenizer
 
 
 @click.command()

@@ -26,11 +26,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run directly, wi
 
 from benchmarks.comparison.model import CausalLayer, Gpt, Workload, build
 from benchmarks.trace_picture import draw
+from megatron.fsdp import trace
 from megatron.fsdp.engine.layout import plan
 from megatron.fsdp.engine.policy import MixedPrecisionPolicy, ShardingStrategy
-from megatron.fsdp.fully_shard import fully_shard
 from megatron.fsdp.memory_estimate import AxisSizes, MemoryPlan, estimate_memory
-from megatron.fsdp.trace import record as trace
+from megatron_fsdp import fully_shard
 
 PARTS = ("weights", "gradients", "optimizer_state", "gathered", "local_gradients")
 """Parts of a memory estimate, from the bottom of a bar to its top."""
@@ -58,8 +58,10 @@ def draw_layout(path: Path, num_ranks: int = 4) -> None:
     layout = plan([tuple(parameter.shape) for parameter in parameters.values()], num_ranks)
     figure, panel = one_panel(width=11, height=2.6)
     colours = colormaps["tab20"].colors  # type: ignore[attr-defined]  # of a list of colours
-    for slot, name, colour in zip(layout.slots, parameters, colours):
-        panel.barh(0, slot.numel, left=slot.start, color=colour, edgecolor="black", label=name)
+    for position, name, colour in zip(layout.positions, parameters, colours):
+        panel.barh(
+            0, position.numel, left=position.start, color=colour, edgecolor="black", label=name
+        )
     for rank in range(num_ranks):
         begin = rank * layout.shard_size
         panel.axvline(begin, color="black", linewidth=2)

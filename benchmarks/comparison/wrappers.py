@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard as fully_shard_by_torch
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.comparison.model import CausalLayer, Gpt, Workload
-from megatron.fsdp import MixedPrecisionPolicy, fully_shard
+from megatron_fsdp import MixedPrecisionPolicy, fully_shard
 
 Step = Callable[[list[torch.Tensor]], torch.Tensor]
 """Trains on microbatches of tokens (batch, length + 1) and returns the last loss."""

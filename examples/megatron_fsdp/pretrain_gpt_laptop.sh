@@ -6,7 +6,7 @@
 #
 # Flags given here come last and win: `--train-iters 20` makes it short.
 # Results: checkpoints/pretrain (checkpoints at steps 125 and 250) and tensorboard/pretrain (loss curves). Started again, it
-# begins anew and its first save deletes them; `--load checkpoints/pretrain` continues them instead.
+# begins anew and moves them into checkpoints/pretrain/replaced_1; `--load checkpoints/pretrain` continues them instead.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 

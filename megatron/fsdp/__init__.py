@@ -1,26 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fully sharded data parallelism for PyTorch: the engine. Begin with :func:`fully_shard`."""
+"""Fully sharded data parallelism for PyTorch, with typed settings: :func:`fully_shard`.
 
-from megatron.fsdp.config import DistributedDataParallelConfig
+The published interface, with its keywords, is the package ``megatron_fsdp``.
+"""
+
+from megatron.fsdp.backends.memory_slots import Memory
 from megatron.fsdp.dtensor.sharded_param import clip_grad_norm_
-from megatron.fsdp.engine.mesh import FSDPDistributedIndex
-from megatron.fsdp.engine.policy import MixedPrecisionPolicy, ShardingStrategy
-from megatron.fsdp.fully_shard import fully_shard, fully_shard_model, fully_shard_optimizer
+from megatron.fsdp.engine.mesh import Mesh
+from megatron.fsdp.engine.policy import MixedPrecisionPolicy, Overlap, ShardingStrategy
+from megatron.fsdp.fully_shard import fully_shard
 from megatron.fsdp.gradient_sync import GradientError
-from megatron.fsdp.model import MegatronFSDP
+from megatron.fsdp.meta_initialisation import MetaInitialisation
+from megatron.fsdp.optimizer.sharded_optimizer import shard_optimizer
+from megatron.fsdp.settings import Gradients, Settings, Strategy
+from megatron.fsdp.sharded_module import ShardedModule
 
-__version__ = "0.1.0"
+__version__ = "0.7.0"
 
 __all__ = [
-    "DistributedDataParallelConfig",
-    "FSDPDistributedIndex",
     "GradientError",
-    "MegatronFSDP",
+    "Gradients",
+    "Memory",
+    "Mesh",
+    "MetaInitialisation",
     "MixedPrecisionPolicy",
+    "Overlap",
+    "Settings",
+    "ShardedModule",
     "ShardingStrategy",
+    "Strategy",
     "__version__",
     "clip_grad_norm_",
     "fully_shard",
-    "fully_shard_model",
-    "fully_shard_optimizer",
+    "shard_optimizer",
 ]

@@ -5,17 +5,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import fields
 from itertools import compress
 
 import torch.distributed as dist
 from torch import nn
 
 from megatron.fsdp.engine.collectives import agree
-from megatron.fsdp.engine.mesh import FSDPDistributedIndex
-from megatron.fsdp.engine.trainability import Trainability
+from megatron.fsdp.engine.mesh import Mesh
 from megatron.fsdp.engine.unit import Unit
-from megatron.fsdp.engine.units import is_expert_parameter
-from megatron.fsdp.settings import ResolvedSettings
+from megatron.fsdp.engine.unit_choice import is_expert_parameter
+from megatron.fsdp.module_access.trainability import Trainability
+from megatron.fsdp.settings import Settings
 
 _SEPARATOR = "\0"
 """Separator of a name and its value in one string; it sorts before all other characters."""
@@ -24,9 +25,7 @@ _num_models: Counter[tuple[int, ...]] = Counter()
 """The number of models that were sharded over the same ranks."""
 
 
-def check_agreement(
-    settings: ResolvedSettings, parameters_of: dict[Unit, dict[str, nn.Parameter]]
-) -> None:
+def check_agreement(settings: Settings, parameters_of: dict[Unit, dict[str, nn.Parameter]]) -> None:
     """Check that all ranks shard the same parameters with the same settings.
 
     Ranks that differ would wait for each other forever.
@@ -38,30 +37,20 @@ def check_agreement(
     Raises:
         ValueError: on every rank, naming up to ten differences.
     """
-    values: dict[str, object] = {
-        "the sharding strategy": f"{settings.strategy.name}, outer {settings.outer_strategy.name}",
-        "mixed_precision_policy": settings.precision,
-        "the gradient policy": settings.gradients,
-        "report_nan_in_param_grad": settings.report_nan,
-        "sync_model_each_microbatch": settings.sync_each_microbatch,
-        "overlap_grad_reduce": settings.overlap.grad_reduce,
-        "overlap_param_gather": settings.overlap.param_gather,
-        "suggested_communication_unit_size": settings.overlap.prefetch_bytes,
-        "the settings of memory slots": settings.slots,
-        "use_decoupled_grad": settings.use_decoupled_grad,
-        "find_unused_parameters": settings.find_unused,
-        "granularity": settings.granularity.unit
-        if settings.granularity.is_required
-        else "prefer_rows",
-        "the list of units": ", ".join(unit.name or "the model" for unit in parameters_of),
-    }
+    values: dict[str, object] = {"Settings.precision": settings.precision}
+    for setting in (settings.strategy, settings.gradients, settings.overlap, settings.memory):
+        for field in fields(setting):
+            if field.name != "device":
+                name = f"{type(setting).__name__}.{field.name}"
+                values[name] = getattr(setting, field.name)
+    values["the list of units"] = ", ".join(unit.name or "the model" for unit in parameters_of)
     number = 0
     for parameters in parameters_of.values():
         for name, parameter in parameters.items():
             values[f"parameter {number}"] = _description(name, parameter)
             number += 1
     values["the number of parameters"] = number
-    axes = settings.mesh.dense
+    axes = settings.own_mesh.dense
     groups = [axes.inner.get_group()]
     if axes.outer is not None:
         groups.append(axes.outer.get_group())
@@ -74,16 +63,16 @@ def differences(values: dict[str, object], groups: Sequence[dist.ProcessGroup]) 
     """Return a problem for every value that differs between ranks; a collective over ``groups``."""
     given = agree([name + _SEPARATOR + str(value) for name, value in values.items()], groups)
     values_of: dict[str, list[str]] = {name: [] for name in values}
-    for each in given:
-        name, _, value = each.partition(_SEPARATOR)
+    for text in given:
+        name, _, value = text.partition(_SEPARATOR)
         # A rank with fewer parameters ignores those that only other ranks have. The numbers of
         # parameters then differ too, and are reported.
         if name in values_of:
             values_of[name].append(value)
     return [
-        f"{name} differs between ranks: {'; '.join(each)}"
-        for name, each in values_of.items()
-        if len(each) > 1
+        f"{name} differs between ranks: {'; '.join(found)}"
+        for name, found in values_of.items()
+        if len(found) > 1
     ]
 
 
@@ -107,8 +96,8 @@ class FreezingAgreement:
             have a mesh of their own are not compared: other ranks have other ones.
     """
 
-    def __init__(self, trainability: Trainability, mesh: FSDPDistributedIndex):
-        self._trainability = trainability
+    def __init__(self, trainability: Trainability, mesh: Mesh):
+        self.trainability = trainability
         self._is_compared = [
             mesh.expert is None or not is_expert_parameter(name, parameter)
             for name, parameter in zip(trainability.names, trainability.parameters)
@@ -131,9 +120,9 @@ class FreezingAgreement:
             RuntimeError: if it differs between ranks, on every rank that has changed it; if other
                 ranks have not, when the time of collectives is over.
         """
-        if self._num_seen == self._trainability.num_changes:
+        if self._num_seen == self.trainability.num_changes:
             return
-        self._num_seen = self._trainability.num_changes
+        self._num_seen = self.trainability.num_changes
         flags = self._flags()
         # A rank that trains nothing reduces nothing: it may be alone, with a gradient of inputs.
         if hash(flags) in self._agreed or not any(flags) or len(self._ranks) == 1:
@@ -147,7 +136,7 @@ class FreezingAgreement:
         self._agreed.add(hash(flags))
 
     def _flags(self) -> tuple[bool, ...]:
-        return tuple(compress(self._trainability.flags, self._is_compared))
+        return tuple(compress(self.trainability.flags, self._is_compared))
 
     def _exchange(self, flags: str) -> str:
         """Wait until all ranks have changed their flags, and return a difference; "" if none."""

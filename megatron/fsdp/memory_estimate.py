@@ -13,16 +13,16 @@ from typing import TypeVar
 
 from torch import nn
 
+from megatron.fsdp.builder import names_of_groups
 from megatron.fsdp.engine.layout import PREFER_ROWS, Granularity, plan
-from megatron.fsdp.engine.local_tensor import local_tensor
 from megatron.fsdp.engine.policy import MixedPrecisionPolicy, Precision, ShardingStrategy
-from megatron.fsdp.engine.units import (
+from megatron.fsdp.engine.tensor_parallel import local_tensor
+from megatron.fsdp.engine.unit_choice import (
     assign_parameters,
     find_units,
     is_expert_parameter,
     merge_small_units,
 )
-from megatron.fsdp.sharding import names_of_groups
 
 Estimate = TypeVar("Estimate", bound="MemoryEstimate")
 
@@ -48,7 +48,7 @@ class MemoryPlan:
         shards_outer: the outer axis shards optimizer state.
         states: tensors of optimizer state for each weight, such as 2 for Adam.
         fine_grained: make units inside units too.
-        prefetch_bytes: see ``OverlapPolicy``; it bounds the root's unit too.
+        prefetch_bytes: see ``Overlap``; it bounds the root's unit too.
         granularity: of all parameters.
     """
 

@@ -18,9 +18,15 @@ _WRONG, _UNBUILT = "0", "1"
 
 
 class Problems:
-    """A list that checks add problems to, raised as one error."""
+    """A list that checks add problems to, raised as one error.
 
-    def __init__(self) -> None:
+    Args:
+        groups: process groups that reach every rank if they are used one after the other. None:
+            the group of all ranks.
+    """
+
+    def __init__(self, groups: Sequence[dist.ProcessGroup | None] = (None,)) -> None:
+        self._groups = groups
         self._found: dict[str, None] = {}  # prefixed texts in order, each once
 
     def add(self, text: str) -> None:
@@ -43,15 +49,11 @@ class Problems:
         except NotImplementedError as error:
             self._found[_UNBUILT + str(error)] = None
         except ValueError as error:
-            self._found[_WRONG + str(error)] = None
+            self.add(str(error))
         return None
 
-    def raise_everywhere(self, groups: Sequence[dist.ProcessGroup | None] = (None,)) -> None:
+    def raise_everywhere(self) -> None:
         """Raise the problems of all ranks on every rank; do nothing if there are none.
-
-        Args:
-            groups: process groups that reach every rank if they are used one after the other. None:
-                the group of all ranks.
 
         Raises:
             ValueError: lists all problems.
@@ -59,9 +61,9 @@ class Problems:
         """
         found = list(self._found)
         if dist.is_initialized():
-            found = agree(found, groups)
+            found = agree(found, self._groups)
         if not found:
             return
-        is_wrong = any(each.startswith(_WRONG) for each in found)
-        message = "\n".join(each[1:] for each in found)
+        is_wrong = any(text.startswith(_WRONG) for text in found)
+        message = "\n".join(text[1:] for text in found)
         raise ValueError(message) if is_wrong else NotImplementedError(message)

@@ -1,41 +1,41 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The wrapper as a ``torch.nn.Module``: its construction, parameters and state dicts."""
+"""The wrapper around a sharded module: its parameters, state dicts and controls."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, NoReturn, SupportsIndex
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import _IncompatibleKeys
 
-from megatron.fsdp.agreement import FreezingAgreement, check_agreement
+from megatron.fsdp.builder import build
+from megatron.fsdp.checks import check_all
 from megatron.fsdp.dtensor.sharded_param import (
     ShardedParam,
     is_linked,
-    link,
     sharded_param_of,
 )
+from megatron.fsdp.engine import observe
 from megatron.fsdp.engine.collectives import agree
-from megatron.fsdp.engine.hooks import UnitHooks
-from megatron.fsdp.engine.mesh import FSDPDistributedIndex
-from megatron.fsdp.engine.microbatches import Microbatches
+from megatron.fsdp.engine.mesh import Mesh
 from megatron.fsdp.engine.param_group import ParamGroup
-from megatron.fsdp.engine.schedule import Schedule
-from megatron.fsdp.engine.units import assign_parameters, find_units, merge_small_units
-from megatron.fsdp.gradient_sync import GradientError, GradientSync
-from megatron.fsdp.meta_init import Initialiser
-from megatron.fsdp.module_access.model_state import load_model_state
-from megatron.fsdp.module_access.module_loading import accept_full_tensors
-from megatron.fsdp.module_access.sharded_copy import copied_module, copy_main_weights
-from megatron.fsdp.module_access.wrapped_attributes import WrappedAttributes, prepare_wrapped_module
+from megatron.fsdp.gradient_sync import GradientError
+from megatron.fsdp.meta_initialisation import Initialiser
+from megatron.fsdp.module_access.model_state import accept_full_tensors, load_model_state
+from megatron.fsdp.module_access.sharded_copy import (
+    copied_module,
+    copy_main_weights,
+    remove_hooks,
+)
+from megatron.fsdp.module_access.wrapped_module import checked_method, prepare_wrapped_module
 from megatron.fsdp.problems import Problems
-from megatron.fsdp.settings import ShardingSettings
-from megatron.fsdp.sharding import ShardedParams, Sharder, make_memory_slots
+from megatron.fsdp.settings import Settings, parse_precision
 from megatron.fsdp.warnings_once import (
     warn_of_clipped_embeddings,
     warn_of_no_optimizer,
@@ -47,7 +47,13 @@ OWNER = "_fsdp_model"
 """Attribute of the parameters that an optimizer steps: the wrapper that they belong to."""
 
 
-class ShardedModule(WrappedAttributes):
+REFUSED_COPY = (
+    "a sharded model cannot be copied or pickled: its hooks and communicators belong to this"
+    " process. Copy or save model.state_dict(), which works"
+)
+
+
+class ShardedModule(nn.Module):
     """A module whose parameters, gradients and optimizer state are sharded.
 
     ``parameters()`` yields the main weights, which an optimizer steps, as DTensors, the same
@@ -59,6 +65,9 @@ class ShardedModule(WrappedAttributes):
         settings: all settings of the sharded model.
         problems: problems that the caller has found, which are raised together with others.
 
+    Attributes:
+        checkpoint_ready: tensors of state dicts describe their chunks to torch's checkpoint.
+
     Raises:
         ValueError: lists every problem, the same on every rank.
         NotImplementedError: for settings that are not built yet.
@@ -67,87 +76,45 @@ class ShardedModule(WrappedAttributes):
     initialiser = Initialiser()
     """Initialises modules that were built on the meta device."""
 
+    checkpoint_ready = True
     _fsdp_is_sharded = True
     _gives_advice = True
     """Warn of what is hardly meant; not where a program chooses units and optimizer itself."""
     _has_optimizer = False
     """A sharded optimizer steps the parameters."""
+    _shows_attributes = True
+    """Attributes of ``module`` can be read on the wrapper."""
+    _is_copyable = True
 
-    def __init__(
-        self, module: nn.Module, settings: ShardingSettings, problems: Problems | None = None
-    ):
+    def __init__(self, module: nn.Module, settings: Settings, problems: Problems | None = None):
         super().__init__()
-        # Settings and mesh: from here on every argument is parsed, checked and complete.
-        resolved = settings.resolve(module, self.initialiser, problems or Problems())
-        self._settings = settings
-        self.strategy = resolved.strategy
-        self.checkpoint_ready = resolved.checkpoint_ready
-        self._mesh = resolved.mesh
-
-        # Units: modules whose parameters are all-gathered and freed together.
-        self._units = find_units(
-            module, resolved.unit_modules, resolved.root_only, resolved.fine_grained
-        )
+        problems = Problems(settings.own_mesh.all_groups()) if problems is None else problems
+        initialiser = self.initialiser.for_model(module, settings.initialisation)
+        check_all(problems, module, settings, initialiser)
+        problems.raise_everywhere()
         if self._gives_advice:
-            warn_of_unmatched_units(module, resolved.unit_modules)
+            warn_of_unmatched_units(module, settings.units or ())
             warn_of_clipped_embeddings(module)
-        self.module = _move(module, resolved.device)
-        parameters_of = assign_parameters(self._units)
-        if not resolved.fine_grained:
-            merge_small_units(self._units, parameters_of, resolved.overlap.prefetch_bytes)
-        check_agreement(resolved, parameters_of)
-
-        # Groups, each with flat buffers and a layout, and a sharded parameter (a DTensor over the
-        # main weights) for every parameter in them.
-        self._memory_slots = make_memory_slots(resolved)
-        sharder = Sharder(resolved, self._memory_slots)
-        self._sharded_params = sharder.shard(parameters_of)
-        sharder.initialise(self._units, self._sharded_params)
-        self._by_name = self._name_parameters(self._sharded_params)
-
-        # Gradients, and the schedule: when units are gathered, freed and reduced.
-        self._microbatches = Microbatches(resolved.sync_each_microbatch)
-        self._gradients = GradientSync(
-            self._sharded_params.values(),
-            microbatches=self._microbatches,
-            use_decoupled_grad=resolved.use_decoupled_grad,
-            report_nonfinite=self._report_nonfinite if resolved.report_nan else None,
-            groups_of_use=resolved.mesh.all_groups() if resolved.find_unused else None,
-        )
-        self._schedule = Schedule(
-            self._units,
-            resolved.strategy,
-            resolved.overlap,
-            self._microbatches,
-            self._gradients.begin_backward,
-            self._end_backward,
-        )
-        self._gradients.connect(self._schedule)
-
-        # Hooks on modules and tensors, which report to the schedule.
-        self._hooks = UnitHooks(self._schedule, _parameters_of_optimizer(self._sharded_params))
-        trainability = self._hooks.shown.trainability
-        self._gradients.follow(trainability, FreezingAgreement(trainability, self._mesh))
+        self.strategy = settings.level
+        self._settings = settings
+        self._mesh = settings.own_mesh
+        self.module = module
+        parts = build(module, settings, initialiser, self._report_nonfinite, self._after_backward)
+        self._units = parts.units
+        self._memory_slots = parts.slots
+        self._sharded_params = parts.sharded_params
+        self._microbatches = parts.microbatches
+        self._gradients = parts.gradients
+        self._schedule = parts.schedule
+        self._hooks = parts.hooks
+        self._trainability = parts.trainability
+        self._by_name = parts.by_name
+        for sharded_param in parts.sharded_params.values():
+            setattr(sharded_param.parameter, OWNER, self)
         self._hooks.handles |= accept_full_tensors(self.module)
         watch_optimizers(list(self._sharded_params))
-        gathers_layers = resolved.strategy.shards_parameters and self._mesh.dense.inner.size() > 1
+        gathers_layers = self.strategy.shards_parameters and self._mesh.dense.inner.size() > 1
         prepare_wrapped_module(self.module, gathers_layers, self.state_dict, self._apply)
-
-    def _name_parameters(self, sharded_params: ShardedParams) -> dict[str, ShardedParam]:
-        """Return sharded parameters by name, in the module's own order, with all tied names.
-
-        Each of them is marked as this wrapper's, and gets the attributes that user code has set on
-        the module's parameter.
-        """
-        for compute, sharded_param in sharded_params.items():
-            parameter = sharded_param.parameter
-            for name, value in vars(compute).items():
-                if not (isinstance(compute, DTensor) and name in ("_local_tensor", "_spec")):
-                    setattr(parameter, name, value)
-            setattr(parameter, OWNER, self)
-            link(parameter, sharded_param)
-        named = self.module.named_parameters(remove_duplicate=False)
-        return {name: sharded_params[parameter] for name, parameter in named}
 
     # ---- the parts
 
@@ -164,31 +131,28 @@ class ShardedModule(WrappedAttributes):
             groups += unit.groups
         return groups
 
-    def get_distributed_index(self) -> FSDPDistributedIndex:
+    def get_distributed_index(self) -> Mesh:
         """Return the mesh."""
         return self._mesh
 
     @property
     def memory_slots(self) -> dict[str, list[int]]:
-        """Bytes of each memory slot, by contents; there are none before the first step has ended.
-
-        They are fixed parts of memory in which gathered weights and local gradients take turns,
-        with ``fsdp_double_buffer``.
-        """
+        """Bytes of each memory slot, by contents; none before the first step has ended."""
         return {} if self._memory_slots is None else self._memory_slots.sizes
 
-    def _assign_memory_slots(self) -> None:
-        """Give a memory slot to every buffer that was first used in this step.
-
-        Raises:
-            RuntimeError: on every rank, with the bytes needed, if some rank has too little memory.
-        """
-        if self._memory_slots is None or self._memory_slots.is_complete:
-            return
-        problems = agree(self._memory_slots.assign(), self._groups_that_end_together())
-        self._memory_slots.end_assignment(problems)
-
     # ---- torch.nn.Module
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            module: nn.Module | None = vars(self).get("_modules", {}).get("module")
+            if module is None or name.startswith("_") or not self._shows_attributes:
+                raise
+        value = getattr(module, name)
+        if not inspect.ismethod(value) or value.__self__ is not module:
+            return value
+        return partial(self._hooks.call_method, checked_method(module, name, value))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module with the same arguments and return its result."""
@@ -206,7 +170,7 @@ class ShardedModule(WrappedAttributes):
         They are the wrapper's own parameters, whatever ``recurse`` is, because torch's
         ``set_state_dict`` asks module by module.
         """
-        self._hooks.shown.follow_changes(goes_on=True)
+        self._trainability.follow()
         seen: set[ShardedParam] = set()
         prefix = f"{prefix}.module." if prefix else "module."
         for name, sharded_param in self._by_name.items():
@@ -242,29 +206,13 @@ class ShardedModule(WrappedAttributes):
     ) -> _IncompatibleKeys:
         """Load DTensors of the same layout, or full tensors; the next forward uses them.
 
-        Args:
-            state_dict: values under the wrapper's names or the module's own.
-            strict: treat missing and unexpected keys as errors.
-            assign: copies too: the weights remain views of flat buffers, in their own dtype.
+        Names are the wrapper's or the module's own. ``assign`` copies too: the weights remain views
+        of flat buffers, in their own dtype.
 
         Raises:
             RuntimeError: lists everything that does not fit, like any module.
-            TypeError: for anything but a mapping.
         """
-        if not isinstance(state_dict, Mapping):
-            raise TypeError(f"state_dict expects a mapping but got {type(state_dict).__name__}")
-        # Wrappers inside (Float16Module) may rename keys, so the keys are those of the module's
-        # state dict, not the paths of its parameters.
-        own = self.module.state_dict(keep_vars=True)
-        sharded_params = {}
-        for key, value in own.items():
-            sharded_param = self._sharded_param_of(value)
-            if sharded_param is not None:
-                sharded_params[key] = sharded_param
-        result = load_model_state(self.module, sharded_params, set(own), state_dict, strict)
-        for group in self.groups:
-            group.install_main_weights()
-        return result
+        return load_model_state(self.module, self._sharded_param_of, state_dict, strict)
 
     def _checkpoint_value(self, value: Any, keep_vars: bool) -> Any:
         sharded_param = self._sharded_param_of(value)
@@ -302,31 +250,228 @@ class ShardedModule(WrappedAttributes):
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedModule:
         """Return another sharded model with the same weights; gradients are left out.
 
-        This is a collective, and gathers all weights on every rank for a moment: the copy is
-        sharded anew.
-
-        Raises:
-            NotImplementedError: for models with tensor parallelism or of Megatron-Core.
+        This is a collective, and gathers all weights on every rank for a moment.
         """
-        if not hasattr(self, "from_settings") or self._mesh.dense.tensor is not None:
-            _refuse_copy()
-        self._hooks.shown.follow_changes()
+        if not self._is_copyable or self._mesh.dense.tensor is not None:
+            raise NotImplementedError(REFUSED_COPY)
+        self._trainability.follow()
         module, settings = copied_module(self.module, self._sharded_params, self._settings, memo)
-        self._hooks.remove_from_copy(module)
-        copied: ShardedModule = self.from_settings(
-            module, replace(settings, dist_index=self._mesh, init_model_with_meta_device=False)
-        )
+        remove_hooks(self.module, module, self._hooks.handles)
+        copied = type(self).__new__(type(self))  # the constructor may take other arguments
+        ShardedModule.__init__(copied, module, settings)
+        for name, value in vars(self).items():
+            vars(copied).setdefault(name, value)
         copy_main_weights(self.sharded_params, copied.sharded_params)
         copied.train(self.training)
         return copied
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        _refuse_copy()
+        raise NotImplementedError(REFUSED_COPY)
 
-    # ---- the end of a backward pass
+    # ---- microbatches
 
-    def _end_backward(self) -> None:
-        self._gradients.end_backward()
+    @property
+    def is_last_microbatch(self) -> bool:
+        """True if the next backward is the last one of the step; may be assigned."""
+        return self._microbatches.is_last
+
+    @is_last_microbatch.setter
+    def is_last_microbatch(self, value: bool) -> None:
+        self._microbatches.is_last = value
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Mark the microbatches inside the context as not the last one of the step."""
+        before, self.is_last_microbatch = self.is_last_microbatch, False
+        try:
+            yield
+        finally:
+            self.is_last_microbatch = before
+
+    @contextmanager
+    def sync(self) -> Iterator[None]:
+        """Make every backward inside the context end with final gradients."""
+        before, self._microbatches.sync_each = self._microbatches.sync_each, True
+        try:
+            yield
+        finally:
+            self._microbatches.sync_each = before
+
+    def set_model_auto_sync(self, sync_model: bool = True) -> None:
+        """Choose whether every backward ends with final gradients on ``param.grad``.
+
+        Otherwise the optimizer's step makes them final, and levels 0 and 1 reduce nothing before
+        it, unless the caller marks microbatches by :meth:`no_sync`.
+        """
+        self._microbatches.set_sync_each(sync_model)
+
+    # ---- gradients
+
+    def start_grad_sync(self, *unused: object) -> None:
+        """Start to reduce all gradients that have accumulated; arguments are ignored."""
+        self._gradients.start()
+
+    def synchronize_gradient_reduce(self) -> None:
+        """Wait for the reductions that have started."""
+        self._gradients.wait()
+
+    def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
+        """Reduce the remaining gradients, wait, and put the final ones on ``param.grad``.
+
+        Args:
+            force_all_reduce: request whole gradients on every rank, which only level 0 has.
+
+        Raises:
+            NotImplementedError: for ``force_all_reduce`` at level 1 and above.
+            GradientError: for a NaN or Inf gradient, if they are reported.
+        """
+        if force_all_reduce and self.strategy.shards_optimizer:
+            raise NotImplementedError("force_all_reduce: gradients are reduced to their owners")
+        self._gradients.finish()
+
+    def attach_grad_to_optimizer_state(self) -> None:
+        """Put the gradients whose reduction has started on the parameters.
+
+        The local tensor is empty if this rank owns nothing of a parameter. Raise
+        :class:`GradientError` for a NaN or Inf gradient, if they are reported.
+        """
+        self._gradients.attach()
+
+    def scale_gradients(self, factor: float | torch.Tensor) -> None:
+        """Multiply every gradient, reduced or not yet, by ``factor``, a number or a 0-d tensor."""
+        self._gradients.scale(factor)
+
+    def zero_grad_buffer(self, only_hidden: bool = False) -> None:
+        """Drop all gradients, or only the final ones of groups whose parameters show none."""
+        if only_hidden:
+            self._gradients.clear_hidden()
+        else:
+            self._gradients.clear()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop all gradients; without ``set_to_none`` leave zeros on the parameters."""
+        self.zero_grad_buffer()
+        if not set_to_none:
+            self.attach_grad_to_optimizer_state()
+
+    # ---- weights
+
+    def install_optimized_model_weights(
+        self, only_shared: bool = False, only_trainable: bool = False
+    ) -> None:
+        """Let the next forward cast and gather the main weights as they are when it begins.
+
+        The sharded optimizer's step ends with this. Below level 3 weights stay gathered: whoever
+        edits main weights after a forward, in a way that torch does not see, calls this.
+
+        Args:
+            only_shared: install those only whose compute and main weights share storage.
+            only_trainable: skip groups that no optimizer updates.
+        """
+        observe.begin_step()
+        self._schedule.prefetcher.weights_change()
+        if not self._settings.memory.registers_manually:
+            self._assign_memory_slots()
+        for group in self.groups:
+            is_wanted = group.requires_grad or not only_trainable
+            if is_wanted and (group.main_is_compute or not only_shared):
+                group.install_main_weights()
+
+    def start_param_sync(
+        self, *unused: object, force_sync: bool = False, force_dispatch: bool = False
+    ) -> None:
+        """Start the all-gathers of new weights, which the next forward would start when it begins.
+
+        At levels 1 and 2 these are all units, at level 3 those with which the next forward begins
+        if all-gathers overlap compute. Megatron-Core's distributed optimizer calls this after its
+        step. Edits afterwards need :meth:`install_optimized_model_weights`.
+
+        Args:
+            *unused: modules, which Megatron-Core's schedules may pass.
+            force_sync: wait for the all-gathers.
+            force_dispatch: gather all units at level 3 too.
+        """
+        if self.strategy.shards_parameters and not force_dispatch:
+            self._schedule.prefetcher.start_next_forward()
+            if force_sync:
+                self.synchronize_param_gather()
+            return
+        for unit in self._units:
+            if not unit.blockers:  # otherwise it is gathered when its memory slot is free
+                unit.unshard()
+        if force_sync or not self._settings.overlap.param_gather:
+            self.synchronize_param_gather()
+
+    def synchronize_param_gather(self) -> None:
+        """Wait for the all-gathers that have started."""
+        for unit in self._units:
+            unit.wait_for_unshard()
+
+    def broadcast_params(self) -> None:
+        """Broadcast main weights from the first rank of every axis that replicates them."""
+        for group in self.groups:
+            group.broadcast()
+
+    # ---- communication and memory
+
+    def stop_communication(self) -> None:
+        """Wait for all reductions and all-gathers that have started."""
+        self.synchronize_gradient_reduce()
+        self.synchronize_param_gather()
+
+    @contextmanager
+    def mixed_precision_context(self, policy: Any) -> Iterator[None]:
+        """Reduce gradients in the policy's ``grad_comm_dtype`` inside; keep main dtypes."""
+        before = [group.gradients.comm_dtype for group in self.groups]
+        self.reset_mixed_precision_policy(policy)
+        try:
+            yield
+        finally:
+            self._schedule.wait_for_reductions()
+            for group, dtype in zip(self.groups, before):
+                group.gradients.set_comm_dtype(dtype)
+
+    def reset_mixed_precision_policy(self, policy: Any) -> None:
+        """Reduce gradients in the policy's ``grad_comm_dtype`` from now on; keep main dtypes.
+
+        Raises:
+            ValueError: for anything but a policy of this package or FSDP2's.
+        """
+        dtype = parse_precision(policy).grad_comm_dtype
+        self._schedule.wait_for_reductions()
+        for group in self.groups:
+            group.gradients.set_comm_dtype(dtype)
+
+    def manual_buffer_registration(self) -> None:
+        """Assign memory slots and register them with NCCL, after the first step; a collective.
+
+        It does nothing unless that was left to it: otherwise the end of the first step registers.
+
+        Raises:
+            RuntimeError: before a step, which shows what is used.
+        """
+        slots = self._memory_slots
+        if slots is None or not self._settings.memory.registers_manually:
+            return
+        if slots.is_complete and not any(slots.sizes.values()):
+            raise RuntimeError(
+                "manual_buffer_registration needs a step first: it shows what is used"
+            )
+        self._assign_memory_slots()
+
+    def _assign_memory_slots(self) -> None:
+        """Give a memory slot to every buffer that was first used in this step.
+
+        Raise ``RuntimeError`` on every rank, with the bytes, if some rank has too little memory.
+        """
+        if self._memory_slots is None or self._memory_slots.is_complete:
+            return
+        problems = agree(self._memory_slots.assign(), self._groups_that_end_together())
+        self._memory_slots.end_assignment(problems)
+
+    # ---- calls of the parts
+
+    def _after_backward(self) -> None:
         if self._gives_advice and not self._has_optimizer:
             self._gives_advice = False
             warn_of_no_optimizer()
@@ -340,7 +485,6 @@ class ShardedModule(WrappedAttributes):
             raise GradientError("\n".join(everywhere))
 
     def _shown_name(self, sharded_param: ShardedParam) -> str:
-        """Return the name of a parameter in messages."""
         return sharded_param.name
 
     def _groups_that_end_together(self) -> list[dist.ProcessGroup]:
@@ -348,28 +492,12 @@ class ShardedModule(WrappedAttributes):
         return self._mesh.all_groups()
 
 
-def _move(module: nn.Module, device: torch.device) -> nn.Module:
-    """Move a module to ``device`` in place; tensors on meta are allocated there later."""
-
-    def move(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor if tensor.is_meta else tensor.to(device)
-
-    moved: nn.Module = module._apply(move)
-    return moved
+def owner_of(parameter: torch.Tensor) -> ShardedModule:
+    """Return the model that a parameter belongs to for which :func:`is_owned` is True."""
+    model: ShardedModule = getattr(parameter, OWNER)
+    return model
 
 
-def _parameters_of_optimizer(sharded_params: ShardedParams) -> dict[nn.Parameter, nn.Parameter]:
-    """Return the parameter that the optimizer steps for each of the module's own parameters."""
-    parameters: dict[nn.Parameter, nn.Parameter] = {}
-    for compute, sharded_param in sharded_params.items():
-        parameter = sharded_param.parameter
-        assert isinstance(parameter, nn.Parameter)
-        parameters[compute] = parameter
-    return parameters
-
-
-def _refuse_copy() -> NoReturn:
-    raise NotImplementedError(
-        "a sharded model cannot be copied or pickled: its hooks and communicators belong to this"
-        " process. Copy or save model.state_dict(), which works"
-    )
+def is_owned(parameter: torch.Tensor) -> bool:
+    """Return True if a parameter belongs to a sharded model."""
+    return hasattr(parameter, OWNER)

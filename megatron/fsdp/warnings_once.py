@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from megatron.fsdp.checks import unmatched_units
+from megatron.fsdp.engine.unit_choice import resolve_unit_modules
+from megatron.fsdp.settings import Units
 
 _logger = logging.getLogger(__name__)
 
@@ -33,18 +34,23 @@ def warn(message: str, *args: object) -> None:
         _logger.warning(message, *args)
 
 
-def warn_of_unmatched_units(module: nn.Module, unit_modules: Sequence[type | nn.Module]) -> None:
-    """Warn of classes in ``fsdp_unit_modules`` that are nowhere in the model."""
-    unmatched = unmatched_units(module, unit_modules)
+def warn_of_unmatched_units(module: nn.Module, units: Units) -> None:
+    """Warn of classes of units that are nowhere in the model."""
+    inside = list(module.modules())[1:]
+    unmatched = [
+        unit.__name__
+        for unit in resolve_unit_modules(units)
+        if isinstance(unit, type) and not any(isinstance(one, unit) for one in inside)
+    ]
     if not unmatched:
         return
     counts = Counter(
-        type(each).__name__ for each in module.modules() if any(True for _ in each.children())
+        type(one).__name__ for one in module.modules() if any(True for _ in one.children())
     )
     present = [name for name, count in counts.most_common(5) if count > 1]
     warn(
-        "fsdp_unit_modules: the model has no %s, so nothing is gathered layer by layer for it.%s",
-        " and no ".join(each.__name__ for each in unmatched),
+        "units: the model has no %s, so nothing is gathered layer by layer for it.%s",
+        " and no ".join(unmatched),
         f" Its repeated modules are {', '.join(present)}" if present else "",
     )
 

@@ -11,7 +11,7 @@ import torch
 
 from megatron.fsdp.dtensor.sharded_param import ShardedParam, sharded_param_of
 from megatron.fsdp.engine.buffer import shard_view
-from megatron.fsdp.model import MegatronFSDP
+from megatron.fsdp.sharded_module import ShardedModule
 
 
 class WeightAverage:
@@ -38,8 +38,8 @@ class WeightAverage:
         ValueError: for a decay outside that range, or a model that is not sharded.
     """
 
-    def __init__(self, model: MegatronFSDP, decay: float = 0.999):
-        if not isinstance(model, MegatronFSDP):
+    def __init__(self, model: ShardedModule, decay: float = 0.999):
+        if not isinstance(model, ShardedModule):
             raise ValueError(
                 f"model expects the result of fully_shard or fully_shard_model but got"
                 f" {type(model).__name__}"
@@ -50,8 +50,6 @@ class WeightAverage:
         self.num_updates = 0
         self._model = model
         self._is_applied = False
-        for group in model.groups:
-            group.writes.take(goes_on=True)
         self._averages = [group.main_shard.detach().clone() for group in model.groups]
 
     @torch.no_grad()
@@ -65,11 +63,10 @@ class WeightAverage:
             raise RuntimeError("update the average outside of applied(): the model has it there")
         self.num_updates += 1
         for average, group in zip(self._averages, self._model.groups):
-            group.writes.take(goes_on=True)
             average.lerp_(group.main_shard, 1 - self.decay)
 
     @contextmanager
-    def applied(self) -> Iterator[MegatronFSDP]:
+    def applied(self) -> Iterator[ShardedModule]:
         """Give the model the averages inside the context, and its own weights back after it.
 
         All ranks enter and leave it together. Its state dict, ``save_pretrained`` and forward use
@@ -86,7 +83,6 @@ class WeightAverage:
     @torch.no_grad()
     def _exchange(self) -> None:
         for average, group in zip(self._averages, self._model.groups):
-            group.writes.take()
             kept = group.main_shard.clone()
             group.main_shard.copy_(average)
             average.copy_(kept)

@@ -17,7 +17,6 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from megatron.fsdp import MegatronFSDP, fully_shard_model, fully_shard_optimizer
 from megatron.fsdp.optimizer.sharded_optimizer import (
     ShardedOptimizer,
     refuse_optimizer,
@@ -30,6 +29,7 @@ from megatron.huggingface.refusals import (
     problems_of_sharding,
     raise_problems,
 )
+from megatron_fsdp import MegatronFSDP, fully_shard_model, fully_shard_optimizer
 
 SUPPORTED_TYPES = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 

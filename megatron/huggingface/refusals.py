@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import nn
 
-from megatron.fsdp import fully_shard_model
 from megatron.huggingface.states import is_peft_model
+from megatron_fsdp import fully_shard_model
 
 OTHER_PLUGINS = (
     "fsdp_plugin",

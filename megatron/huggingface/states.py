@@ -20,8 +20,8 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
-from megatron.fsdp import MegatronFSDP
-from megatron.fsdp.dtensor.uneven_dtensor import full_tensor
+from megatron.fsdp import ShardedModule
+from megatron.fsdp.dtensor.tensor_part import full_tensor
 from megatron.fsdp.engine.collectives import agree
 
 SHARDS_FOLDER = "sharded_state"
@@ -85,7 +85,7 @@ def shared_shards_folder(checkpoint: Path) -> str | None:
 
 
 def save_shards(
-    checkpoint: Path, models: Sequence[MegatronFSDP], optimizers: Sequence[torch.optim.Optimizer]
+    checkpoint: Path, models: Sequence[ShardedModule], optimizers: Sequence[torch.optim.Optimizer]
 ) -> None:
     """Write the shards of models and optimizers into a checkpoint; a collective.
 
@@ -101,7 +101,7 @@ def save_shards(
 
 
 def load_shards(
-    checkpoint: Path, models: Sequence[MegatronFSDP], optimizers: Sequence[torch.optim.Optimizer]
+    checkpoint: Path, models: Sequence[ShardedModule], optimizers: Sequence[torch.optim.Optimizer]
 ) -> None:
     """Load what :func:`save_shards` has written, on any number of ranks; a collective.
 
@@ -142,7 +142,7 @@ def load_weights_of_shards(model: nn.Module, checkpoint: Path, number: int = 0) 
     model.load_state_dict(weights, strict=not is_peft_model(model))
 
 
-def whole_state_dict(model: MegatronFSDP, keep: bool = True) -> dict[str, torch.Tensor]:
+def whole_state_dict(model: ShardedModule, keep: bool = True) -> dict[str, torch.Tensor]:
     """Gather the weights, one tensor at a time; a collective.
 
     Weights have the dtype of the module, not that of main weights, and the names of the module.
@@ -179,7 +179,7 @@ def whole_state_dict(model: MegatronFSDP, keep: bool = True) -> dict[str, torch.
 
 
 def _state(
-    models: Sequence[MegatronFSDP], optimizers: Sequence[torch.optim.Optimizer]
+    models: Sequence[ShardedModule], optimizers: Sequence[torch.optim.Optimizer]
 ) -> dict[str, Any]:
     """Return the state of models and optimizers as DTensors, ready to be saved or loaded into."""
     state: dict[str, Any] = {}

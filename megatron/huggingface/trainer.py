@@ -14,7 +14,6 @@ from torch import nn
 from transformers import PreTrainedModel, Seq2SeqTrainer, Trainer, TrainingArguments
 from transformers.trainer_utils import TrainOutput, get_last_checkpoint
 
-from megatron.fsdp import MegatronFSDP
 from megatron.huggingface import states
 from megatron.huggingface.accelerator import ShardedAccelerator
 from megatron.huggingface.refusals import (
@@ -23,6 +22,7 @@ from megatron.huggingface.refusals import (
     problems_of_training_arguments,
     raise_problems,
 )
+from megatron_fsdp import MegatronFSDP
 
 SCHEDULER_FILE = "scheduler.pt"  # the Trainer's own name
 

@@ -12,7 +12,6 @@ import sys
 import time
 from pathlib import Path
 
-from megatron.mcore_adapter.loop_environment import check_installed
 from megatron.mcore_adapter.releases import tested
 
 USAGE = "usage: torchrun [...] -m megatron.mcore_adapter PROGRAM.py [ARGUMENTS...]"
@@ -31,7 +30,7 @@ def main() -> None:
     sys.argv[:] = sys.argv[1:]
     tested.use_checkout_of(program)
     try:
-        check_installed(tested.check().file.parent)
+        tested.check()
         # Importing it imports Megatron-Core, whose own messages would come first.
         from megatron.mcore_adapter import drop_in
 

@@ -4,15 +4,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import copy
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.distributed.device_mesh import DeviceMesh
 
-from megatron.fsdp import FSDPDistributedIndex
 from megatron.mcore_adapter.releases.process_groups import all_gather_group
+from megatron_fsdp import FSDPDistributedIndex
 
 SHARD_AXIS = "dp_cp"
 OUTER_AXIS = "dp_outer"
@@ -70,6 +72,43 @@ def mesh_axes(
         expt_device_mesh=expert,
         fsdp_group_ag=gather,
     )
+
+
+SIZES = {
+    "tp": "tensor_model_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "ep": "expert_model_parallel_size",
+    "expt_tp": "expert_tensor_parallel_size",
+}
+"""The field of a config with the number of ranks of a group."""
+
+
+def complete(
+    collection: ProcessGroupCollection | None, config: TransformerConfig
+) -> ProcessGroupCollection | None:
+    """Return a collection with groups of this rank alone where it lacks those of axes of size one.
+
+    Megatron-Core demands the groups of all axes. What is missing otherwise is left to its message.
+
+    Args:
+        collection: the user's; None: the groups are those of ``parallel_state``.
+        config: with the sizes of the axes.
+    """
+    if collection is None:
+        return None
+    missing = []
+    for name, field in SIZES.items():
+        is_used = name != "expt_tp" or config.num_moe_experts
+        is_of_one = (getattr(config, field, None) or 1) == 1
+        if is_used and is_of_one and getattr(collection, name, None) is None:
+            missing.append(name)
+    if not missing:
+        return collection
+    completed = copy(collection)
+    alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    for name in missing:
+        setattr(completed, name, alone)
+    return completed
 
 
 def _size(group: dist.ProcessGroup | None) -> int:

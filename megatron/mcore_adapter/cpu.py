@@ -128,11 +128,11 @@ def _replace_random_state() -> None:
     )
 
 
-class InertStream:
+class InertStream(torch.cpu.Stream):
     """A stream whose work has always finished; all are equal, because work is done in order."""
 
     def __init__(self, *args: Any, **kwargs: Any):
-        pass
+        super().__init__()
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, InertStream)
@@ -140,13 +140,7 @@ class InertStream:
     def __hash__(self) -> int:
         return 0
 
-    def wait_stream(self, stream: Any) -> None:
-        """Return at once: the other stream's work has finished."""
-
-    def wait_event(self, event: Any) -> None:
-        """Return at once: the event has happened."""
-
-    def record_event(self, event: Any = None) -> InertEvent:
+    def record_event(self, event: Any = None) -> Any:
         """Return ``event``, or a new one, which has happened."""
         return event if event is not None else InertEvent()
 
@@ -154,24 +148,11 @@ class InertStream:
         """Return at once: the stream's work has finished."""
 
 
-class InertEvent:
-    """An event that has happened."""
+class InertEvent(torch.cpu.Event):
+    """An event that has happened; the arguments of CUDA's mean nothing here."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         pass
-
-    def record(self, stream: Any = None) -> None:
-        """Return at once: the event has happened."""
-
-    def wait(self, stream: Any = None) -> None:
-        """Return at once: the event has happened."""
-
-    def synchronize(self) -> None:
-        """Return at once: the event has happened."""
-
-    def query(self) -> bool:
-        """Return True: the event has happened."""
-        return True
 
 
 def _replace_streams() -> None:

@@ -19,19 +19,22 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
-from megatron.fsdp import FSDPDistributedIndex, MegatronFSDP, MixedPrecisionPolicy, ShardingStrategy
 from megatron.fsdp.dtensor.sharded_param import ShardedParam
-from megatron.fsdp.engine.units import is_expert_parameter
+from megatron.fsdp.engine.unit_choice import is_expert_parameter
 from megatron.fsdp.module_access.shown_parameters import PASSED_ON
-from megatron.mcore_adapter.axes import expert_tensor_group, mesh_axes
-from megatron.mcore_adapter.fused_gradients import accept_fused_gradients
+from megatron.mcore_adapter.axes import complete, expert_tensor_group, mesh_axes
+from megatron.mcore_adapter.core_optimizers import (
+    count_over_all_instances,
+    count_over_instance,
+    follow_torch_optimizers,
+    keep_main_weights,
+    refuse_stale_weights,
+)
+from megatron.mcore_adapter.fused_gradients import accept_fused_gradients, set_attributes
 from megatron.mcore_adapter.global_names import GlobalNames
-from megatron.mcore_adapter.gradient_statistics import count_over_all_instances, count_over_instance
 from megatron.mcore_adapter.meta_init import MegatronCoreInitialiser
-from megatron.mcore_adapter.other_optimizers import follow_torch_optimizers, refuse_stale_weights
-from megatron.mcore_adapter.parameter_attributes import set_attributes
 from megatron.mcore_adapter.releases import precision_fields
-from megatron.mcore_adapter.releases.main_weights import keep_main_weights
+from megatron_fsdp import FSDPDistributedIndex, MegatronFSDP, MixedPrecisionPolicy, ShardingStrategy
 
 
 class CoreEngine(MegatronFSDP):
@@ -50,6 +53,7 @@ class CoreEngine(MegatronFSDP):
     """
 
     _gives_advice = False  # units have defaults, and Megatron-Core's optimizers step the weights
+    _is_copyable = False  # its names and initialisation are those of this module
     _shows_attributes = False  # Megatron-Core unwraps models until one has the attribute
 
     def __init__(
@@ -132,7 +136,8 @@ class FullyShardedDataParallel(_BaseDataParallel):
         disable_bucketing: make the whole model one unit, with one group per dtype.
         device: the device to move the model to. None: the accelerator if there is one, otherwise
             the CPU.
-        pg_collection: process groups. None: those of ``parallel_state``.
+        pg_collection: process groups; those of axes of size one may be missing. None: those of
+            ``parallel_state``.
 
     Raises:
         ValueError: for configurations with which Megatron-Core would train wrongly, and silently.
@@ -149,6 +154,7 @@ class FullyShardedDataParallel(_BaseDataParallel):
         device: torch.device | str | None = None,
         pg_collection: ProcessGroupCollection | None = None,
     ):
+        pg_collection = complete(pg_collection, config)
         _check_configs(ddp_config, pg_collection)
         groups = ProcessGroupCollection.setup_process_groups_for_ddp(
             pg_collection, config, ddp_config
@@ -167,7 +173,7 @@ class FullyShardedDataParallel(_BaseDataParallel):
             mixed_precision_policy=precision_policy(ddp_config),
             fsdp_unit_modules=units,
             disable_bucketing=disable_bucketing,
-            device=device,
+            device=None if index.device.type == "meta" else device,
             pipeline=groups["pp_group"],
             calculate_per_token_loss=config.calculate_per_token_loss,
             init_model_with_meta_device=config.init_model_with_meta_device,
@@ -189,6 +195,7 @@ class FullyShardedDataParallel(_BaseDataParallel):
         if not ddp_config.use_distributed_optimizer:
             follow_torch_optimizers(self)
         self.ddp_config = ddp_config
+        self.megatron_fsdp_dist_index = index  # the published name of the mesh in use
         self.force_all_reduce = False  # the training loop assigns it at every step
         self.param_and_grad_buffer = MainWeights(engine)
         self._tied_across_stages = [
@@ -290,7 +297,7 @@ class FullyShardedDataParallel(_BaseDataParallel):
 
 
 class MainWeights:
-    """The object that Megatron-Core's optimizer calls ``param_and_grad_buffer``."""
+    """The object that Megatron-Core's programs call ``param_and_grad_buffer``."""
 
     def __init__(self, engine: MegatronFSDP):
         self._engine = engine
@@ -300,10 +307,8 @@ class MainWeights:
         self._engine.install_optimized_model_weights(only_trainable=True)
 
     def manual_buffer_registration(self) -> None:
-        """Do nothing: ``nccl_ub`` registers memory slots when the first step has assigned them.
-
-        Megatron-LM's loop calls this after the first iteration, with ``fsdp_manual_registration``.
-        """
+        """Register memory slots; Megatron-LM's loop calls this after the first iteration."""
+        self._engine.manual_buffer_registration()
 
 
 def default_unit_modules(module: nn.Module) -> list[type | nn.Module]:

@@ -27,22 +27,25 @@ from contextlib import AbstractContextManager, nullcontext
 from types import FunctionType, ModuleType
 from typing import Any
 
-from megatron.mcore_adapter.loop_environment import check_importable
 from megatron.mcore_adapter.releases import tested
 
 # The imports below would fail with an error that names a file of Megatron-Core and no fix.
-check_importable(tested.check().file.parent)
+tested.check()
 
 import megatron.core  # noqa: E402
 from megatron.core.optimizer import DistributedOptimizer  # noqa: E402
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner  # noqa: E402
 
-from megatron.fsdp.dtensor import checkpointing  # noqa: E402
-from megatron.mcore_adapter import loop_optimizer, loop_planner, loop_state_dicts  # noqa: E402
+from megatron.mcore_adapter import (  # noqa: E402
+    core_optimizers,
+    loop_optimizer,
+    loop_planner,
+    loop_state_dicts,
+)
 from megatron.mcore_adapter.data_parallel import FullyShardedDataParallel  # noqa: E402
 from megatron.mcore_adapter.loop_program import LoopProgram  # noqa: E402
 from megatron.mcore_adapter.published_paths import PACKAGE, PublishedPaths  # noqa: E402
-from megatron.mcore_adapter.releases import main_weights  # noqa: E402
+from megatron_fsdp import uneven_dtensor  # noqa: E402
 
 ADAPTER = "megatron.core.distributed.fsdp.mcore_fsdp_adapter"
 UNEVEN = f"{PACKAGE}.uneven_dtensor"
@@ -68,9 +71,9 @@ def install() -> AbstractContextManager[object]:
 
     Raises:
         LoopFlagError: if the command line contradicts itself or the machine.
-        RuntimeError: if something is not installed that the loop needs, for a release of
-            Megatron-Core without the objects to replace, and if a loaded program uses parts of the
-            replaced files that this module does not know. Nothing is changed then.
+        RuntimeError: for a release of Megatron-Core without the objects to replace, and if a loaded
+            program uses parts of the replaced files that this module does not know. Nothing is
+            changed then.
     """
     global _installation
     if _installation is not None:
@@ -112,7 +115,7 @@ class Installation:
 
     def __init__(self, program: LoopProgram) -> None:
         self._program = program
-        self._copies = getattr(DistributedOptimizer, main_weights.METHOD)
+        self._copies = getattr(DistributedOptimizer, core_optimizers.COPY_METHOD)
         self._pairs = _pairs_of_names()
         theirs = {id(value): name for name, value in vars(sys.modules[UNEVEN]).items()}
         replaced = {
@@ -164,7 +167,7 @@ class Installation:
         _exchange([(ours, theirs) for theirs, ours in self._pairs])
         for owner, name, original, _ in self._methods:
             setattr(owner, name, original)
-        setattr(DistributedOptimizer, main_weights.METHOD, self._copies)
+        setattr(DistributedOptimizer, core_optimizers.COPY_METHOD, self._copies)
         self._program.restore()
 
     def __enter__(self) -> Installation:
@@ -233,7 +236,7 @@ def _forwarder(name: str) -> Callable[..., Any]:
     The modules of this project contain our functions themselves, which
     :meth:`Installation.restore` would mistake for replacements.
     """
-    function = getattr(checkpointing, name)
+    function = getattr(uneven_dtensor, name)
 
     @functools.wraps(function)
     def forward(*args: Any, **kwargs: Any) -> Any:

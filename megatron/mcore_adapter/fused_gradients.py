@@ -16,7 +16,6 @@ from torch import nn
 
 from megatron.fsdp.engine.device import current_pass
 from megatron.fsdp.engine.gradients import GroupGradients
-from megatron.mcore_adapter.parameter_attributes import set_attributes
 
 
 class FusedGradient:
@@ -35,7 +34,7 @@ class FusedGradient:
         # By backward pass: recomputation runs passes inside of others, and a pass may fail. None
         # stands for a product in the flat tensor.
         self._products: dict[int, list[torch.Tensor | None]] = {}
-        self._num_forgotten = 0  # see LocalGradients
+        self._num_forgotten = 0  # see GroupGradients
 
     def new_product(self) -> torch.Tensor:
         """Return zeros of the weight's shape and dtype: some kernels overwrite, others add."""
@@ -52,7 +51,7 @@ class FusedGradient:
 
     def _forget_old_passes(self) -> None:
         """Drop products of passes that have failed, or that wanted no gradient of the weight."""
-        num_forgotten = self._gradients.local.num_forgotten
+        num_forgotten = self._gradients.num_forgotten
         if num_forgotten != self._num_forgotten:
             self._num_forgotten = num_forgotten
             self._products.clear()
@@ -64,7 +63,7 @@ class FusedGradient:
             return gradient
         total, *others = products
         if total is None:
-            total = self._gradients.local.written(self._index)
+            total = self._gradients.written(self._index)
         if getattr(self._parameter, "zero_out_wgrad", False):
             # With this mark the layer's gradient is zeros, and others may have added theirs.
             # Without it the gradient is uninitialised memory.
@@ -90,3 +89,9 @@ def accept_fused_gradients(parameter: nn.Parameter, gradients: GroupGradients, i
     fused = FusedGradient(parameter, gradients, index)
     set_attributes(parameter, get_main_grad=fused.new_product, grad_added_to_main_grad=False)
     parameter.register_hook(fused.real_gradient)
+
+
+def set_attributes(parameter: torch.Tensor, **attributes: object) -> None:
+    """Set attributes that Megatron-Core or its layers look for on a parameter."""
+    for name, value in attributes.items():
+        setattr(parameter, name, value)

@@ -28,7 +28,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor, nn
 
-from megatron.mcore_adapter.parameter_attributes import set_attributes
+from megatron.mcore_adapter.fused_gradients import set_attributes
 
 MASKED = -10000.0
 """Score of a masked key, as in Megatron-Core: a query whose keys are all masked averages them."""

@@ -19,9 +19,9 @@ from torch.distributed.tensor import DTensor
 from megatron.checkpoint.core.listing import some
 from megatron.fsdp.dtensor.sharded_param import ShardedParam, sharded_param_of
 from megatron.mcore_adapter.checkpoint_entries import Settings, settings_of_group
+from megatron.mcore_adapter.core_optimizers import make_optimizer_state
 from megatron.mcore_adapter.data_parallel import FullyShardedDataParallel
 from megatron.mcore_adapter.loop_state_dicts import join_virtual_stages
-from megatron.mcore_adapter.optimizer_state import make_optimizer_state
 
 
 def replace_sharded_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -6,14 +6,11 @@ from __future__ import annotations
 import os
 import sys
 import typing
-from pathlib import Path
 
-import megatron.core
 import torch
 import typing_extensions
 
 from megatron.mcore_adapter import cpu
-from megatron.mcore_adapter.loop_environment import check_installed
 from megatron.mcore_adapter.loop_flags import LoopCommandLine
 from megatron.mcore_adapter.loop_on_cpu import LoopOnCpu
 from megatron.mcore_adapter.releases import tested
@@ -29,7 +26,6 @@ class LoopProgram:
 
     Raises:
         LoopFlagError: if the command line contradicts itself or the machine.
-        RuntimeError: names everything that is not installed and that the loop needs.
     """
 
     def __init__(self) -> None:
@@ -37,8 +33,6 @@ class LoopProgram:
         self._command_line = LoopCommandLine(
             sys.argv[1:], os.environ, self._has_cuda, tested.has_loop()
         ).complete()
-        if self._command_line.is_of_the_loop:
-            check_installed(Path(megatron.core.__path__[0]))
         self._given = list(sys.argv)
         self._completed = [*sys.argv, *self._command_line.added]
         self._environment: dict[str, str] = {}

@@ -14,51 +14,34 @@ from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
-import megatron.fsdp
-from megatron.fsdp.dtensor import checkpointing
-from megatron.fsdp.engine import axes, mesh, policy, tensor_parallel
-from megatron.fsdp.model import find_megatron_fsdp
+import megatron_fsdp
+from megatron_fsdp import (
+    distributed_data_parallel_config,
+    mixed_precision,
+    package_info,
+    param_and_grad_buffer,
+    uneven_dtensor,
+    utils,
+)
 
 PACKAGE = "megatron.core.distributed.fsdp.src.megatron_fsdp"
 
-_FUNCTIONS: dict[str, object] = {
-    "ShardingStrategy": policy.ShardingStrategy,
-    "fully_shard": megatron.fsdp.fully_shard,
-    "fully_shard_model": megatron.fsdp.fully_shard_model,
-    "fully_shard_optimizer": megatron.fsdp.fully_shard_optimizer,
-}
-_CLASSES: dict[str, object] = {
-    "DistributedDataParallelConfig": megatron.fsdp.DistributedDataParallelConfig,
-    "FSDPDistributedIndex": mesh.FSDPDistributedIndex,
-    "MegatronFSDP": megatron.fsdp.MegatronFSDP,
-    "MixedPrecisionPolicy": policy.MixedPrecisionPolicy,
-}
-_VERSION: dict[str, object] = {"__version__": megatron.fsdp.__version__}
 
-
-def _taken(names: Mapping[str, object], *wanted: str) -> dict[str, object]:
-    return {name: names[name] for name in wanted}
+def _exported(module: ModuleType) -> dict[str, object]:
+    return {name: getattr(module, name) for name in module.__all__}
 
 
 NAMES: dict[str, dict[str, object]] = {
-    "": {**_FUNCTIONS, **_CLASSES, **_VERSION},
-    "fully_shard": _FUNCTIONS,
-    "megatron_fsdp": _taken(_CLASSES, "MegatronFSDP"),
-    "mixed_precision": _taken(_CLASSES, "MixedPrecisionPolicy"),
-    "distributed_data_parallel_config": _taken(_CLASSES, "DistributedDataParallelConfig"),
-    "param_and_grad_buffer": {"make_fsdp_dtensor": checkpointing.make_fsdp_dtensor},
-    "package_info": _VERSION,
-    "uneven_dtensor": _taken(vars(checkpointing), *checkpointing.__all__),
-    "utils": {
-        "FSDPDistributedIndex": mesh.FSDPDistributedIndex,
-        "contains_submesh": axes.contains_submesh,
-        "find_megatron_fsdp": find_megatron_fsdp,
-        "get_mcore_tensor_parallel_partition_dim": (
-            tensor_parallel.get_mcore_tensor_parallel_partition_dim
-        ),
-        "get_mesh_names": axes.get_mesh_names,
-        "is_mcore_tensor_model_parallel": tensor_parallel.is_mcore_tensor_model_parallel,
-    },
+    "": _exported(megatron_fsdp),
+    # Names of modules are those of a function and of a package too, so they are looked up.
+    "fully_shard": _exported(sys.modules["megatron_fsdp.fully_shard"]),
+    "megatron_fsdp": _exported(sys.modules["megatron_fsdp.megatron_fsdp"]),
+    "mixed_precision": _exported(mixed_precision),
+    "distributed_data_parallel_config": _exported(distributed_data_parallel_config),
+    "param_and_grad_buffer": _exported(param_and_grad_buffer),
+    "package_info": _exported(package_info),
+    "uneven_dtensor": _exported(uneven_dtensor),
+    "utils": _exported(utils),
 }
 """The names of each module of the package, that of the package itself under an empty name."""
 

@@ -16,7 +16,7 @@ from math import ceil, log2
 from pathlib import Path
 from typing import Any
 
-from megatron.pretrain.report.device_peak import PEAK_TFLOPS
+from megatron.pretrain.report.speed import PEAK_TFLOPS
 
 
 @dataclass(frozen=True)

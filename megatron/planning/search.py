@@ -16,7 +16,8 @@ from megatron.planning.gpt_simulation import StagePrediction, simulate_stage
 from megatron.planning.machine import Cluster
 from megatron.planning.quick_estimate import QuickEstimate, QuickEstimates, unlike_stages
 from megatron.pretrain.arguments import CommandLineError, parse_arguments
-from megatron.pretrain.data.tokenizer_choice import TokenizerChoice, build_tokenizer, embedding_rows
+from megatron.pretrain.data.tokenizer_choice import TokenizerChoice
+from megatron.pretrain.data.tokenizers import build_tokenizer, embedding_rows
 from megatron.pretrain.model.flops import training_flops
 
 CHOSEN = {

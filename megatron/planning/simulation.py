@@ -20,11 +20,12 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from megatron.fsdp import MegatronFSDP
+from megatron.fsdp import ShardedModule
+from megatron.fsdp.engine import observe
 from megatron.fsdp.engine.device import Collective, Pending
+from megatron.fsdp.engine.observe import OTHER
 from megatron.fsdp.engine.param_group import ParamGroup
-from megatron.fsdp.trace import recorder
-from megatron.fsdp.trace.recorder import COMPUTE, OTHER, STORAGE, Recorder, TraceEntry
+from megatron.fsdp.trace.recorder import COMPUTE, STORAGE, Recorder, TraceEntry
 
 CollectiveSeconds = Callable[[TraceEntry], float]
 """Returns the seconds of a recorded collective."""
@@ -115,26 +116,25 @@ class Simulator(Recorder):
 
     # ---- the engine's calls
 
-    def begin(
+    def add(
         self, track: str, name: str, unit: str, operands: Sequence[torch.Tensor] = ()
     ) -> TraceEntry:
         """Record, and count the bytes of flat storage."""
-        entry = super().begin(track, name, unit, operands)
+        entry = super().add(track, name, unit, operands)
         if track == STORAGE:
             self.change_memory(entry.num_bytes if name == "allocate" else -entry.num_bytes)
         return entry
 
     def begin_collective(
         self,
-        track: str,
+        kind: str,
         name: str,
-        unit: str,
         operands: Sequence[torch.Tensor],
         group: dist.ProcessGroup | None,
     ) -> TraceEntry:
         """Record; compute waits for what is not on a stream of its own."""
-        entry = super().begin_collective(track, name, unit, operands, group)
-        if track == OTHER:
+        entry = super().begin_collective(kind, name, operands, group)
+        if kind == OTHER:
             self.compute += self._collective_seconds(entry)
         return entry
 
@@ -200,14 +200,14 @@ class Simulator(Recorder):
 def simulating(collective_seconds: CollectiveSeconds | None = None) -> Iterator[Simulator]:
     """Record by a simulator inside the context, in which models are sharded and trained."""
     simulator = Simulator(collective_seconds)
-    recorder.start(simulator)
+    observe.add(simulator)
     try:
         yield simulator
     finally:
-        recorder.stop()
+        observe.remove(simulator)
 
 
-def attach(simulator: Simulator, model: MegatronFSDP) -> None:
+def attach(simulator: Simulator, model: ShardedModule) -> None:
     """Let the streams of a sharded model be those of a simulator, and count its weights.
 
     The recorder was started before the model was sharded, so flat buffers are counted already.

@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron.fsdp import ShardingStrategy
 from megatron.fsdp.memory_estimate import (
     AxisSizes,
     MemoryEstimate,
@@ -29,8 +28,10 @@ from megatron.mcore_adapter import cpu
 from megatron.mcore_adapter.data_parallel import default_unit_modules, precision_policy
 from megatron.pretrain import ranks
 from megatron.pretrain.arguments.configs import ddp_config, transformer_config
-from megatron.pretrain.data.tokenizer_choice import TokenizerChoice, build_tokenizer, embedding_rows
+from megatron.pretrain.data.tokenizer_choice import TokenizerChoice
+from megatron.pretrain.data.tokenizers import build_tokenizer, embedding_rows
 from megatron.pretrain.model.gpt_model import build_chunk
+from megatron_fsdp import ShardingStrategy
 
 MIB = 2**20
 ACTIVATION_BYTES = 34
@@ -87,37 +88,33 @@ def batch_lines(args: argparse.Namespace) -> Iterator[str]:
 
 def model_lines(args: argparse.Namespace, stages: list[StageEstimate]) -> Iterator[str]:
     """Yield the lines about parameters and memory."""
-    for each in stages:
-        memory = each.memory
-        stage = f" of stage {each.stage}" if len(stages) > 1 else ""
-        yield f"parameters of a rank{stage}, before data ranks divide them: {each.num_parameters:,}"
+    for estimate in stages:
+        memory = estimate.memory
+        stage = f" of stage {estimate.stage}" if len(stages) > 1 else ""
+        number = estimate.num_parameters
+        yield f"parameters of a rank{stage}, before data ranks divide them: {number:,}"
         parts = {
             "weights": memory.weights,
             "gradients": memory.gradients,
             "optimizer state": memory.optimizer_state,
             "gathered weights": memory.gathered,
             "local gradients": memory.local_gradients,
-            "activations": each.activations,
+            "activations": estimate.activations,
         }
         named = ", ".join(f"{name} {size / MIB:,.1f}" for name, size in parts.items())
         total = sum(parts.values())
         yield f"memory of a rank{stage}: {total / MIB:,.1f} MiB = {named}"
+    kept = "no recomputation of layers"
+    if args.recompute_granularity == "full":
+        kept = "the input of each layer alone is kept"
     yield (
-        f"activations assume {ACTIVATION_BYTES} bytes a token, hidden unit and layer"
-        f" ({'the input of each layer' if args.recompute_granularity == 'full' else 'no'}"
-        f" {'alone is kept' if args.recompute_granularity == 'full' else 'recomputation of layers'}"
-        "), without logits, experts beyond a dense MLP, and what libraries reserve"
+        f"activations assume {ACTIVATION_BYTES} bytes a token, hidden unit and layer ({kept}),"
+        " without logits, experts beyond a dense MLP, and what libraries reserve"
     )
 
 
 def estimate_stage(args: argparse.Namespace, rows: int, stage: int) -> StageEstimate:
-    """Return parameters and memory of the first rank of a pipeline stage.
-
-    Args:
-        args: the completed arguments.
-        rows: of the embedding.
-        stage: the pipeline stage.
-    """
+    """Return parameters and memory of the first rank of a pipeline stage."""
     with pretending(args, stage):
         virtual = args.virtual_pipeline_model_parallel_size
         on_meta = argparse.Namespace(**vars(args) | {"init_model_with_meta_device": True})
@@ -130,7 +127,7 @@ def estimate_stage(args: argparse.Namespace, rows: int, stage: int) -> StageEsti
         for chunk in chunks:
             memory += estimate_memory(chunk, memory_plan(args, chunk))
         parameters = chain.from_iterable(chunk.parameters() for chunk in chunks)
-        num_parameters = sum(each.numel() for each in parameters)
+        num_parameters = sum(parameter.numel() for parameter in parameters)
         num_layers = sum(len(layers_of(chunk)) for chunk in chunks)
     return StageEstimate(stage, num_parameters, memory, activation_bytes(args, num_layers, stage))
 

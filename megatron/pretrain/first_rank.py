@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar, cast
 
@@ -39,18 +39,13 @@ def on_first_rank(action: Callable[[], Result]) -> Result:
     return cast(Result, outcome[0])
 
 
-def wait_until_visible(path: Path, names: Sequence[str] | None = None) -> None:
+def wait_until_visible(path: Path) -> None:
     """Wait until this rank sees the files of a directory that the first rank sees; a collective.
-
-    Args:
-        path: the directory.
-        names: of the files, the same on every rank; None: all that the first rank sees.
 
     Raises:
         ValueError: on every rank, naming the ranks that do not see it.
     """
-    if names is None:
-        names = on_first_rank(lambda: sorted(each.name for each in path.iterdir()))
+    names = on_first_rank(lambda: sorted(file.name for file in path.iterdir()))
     deadline = time.monotonic() + SECONDS_UNTIL_VISIBLE
 
     def unseen() -> list[str]:

@@ -21,35 +21,28 @@ from megatron.core.num_microbatches_calculator import update_num_microbatches
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.utils import get_model_config
 
-from megatron.fsdp.trace import record as trace
+from megatron.fsdp import trace
 from megatron.mcore_adapter.releases.batch_size_schedule import init_num_microbatches
-from megatron.pretrain.arguments.frozen import FrozenArguments
-from megatron.pretrain.checkpoints import (
-    checkpointing,
-    fsdp_dtensor_checkpoint,
-    local_save,
-    save_directory,
-)
+from megatron.pretrain.arguments.check import FrozenArguments
+from megatron.pretrain.checkpoints import checkpointing, save_directory
 from megatron.pretrain.checkpoints.background_save import BackgroundSaves
 from megatron.pretrain.checkpoints.checkpoint_source import non_persistent_root
-from megatron.pretrain.checkpoints.local_checkpoint import LOCAL
-from megatron.pretrain.data.full_validation import WholeDataset, named_sets
 from megatron.pretrain.data.gpt_datasets import build_datasets, find_data
-from megatron.pretrain.data.microbatches import batches, one_or_list
-from megatron.pretrain.data.tokenizer_choice import TokenizerChoice, build_tokenizer, embedding_rows
+from megatron.pretrain.data.samplers import WholeDataset, batches, named_sets, one_or_list
+from megatron.pretrain.data.tokenizer_choice import TokenizerChoice
+from megatron.pretrain.data.tokenizers import build_tokenizer, embedding_rows
 from megatron.pretrain.model.forward_step import Microbatches
 from megatron.pretrain.model.gpt_model import build_model
 from megatron.pretrain.model.gpt_optimizer import build_optimizer
 from megatron.pretrain.model.model_statistics import number_of_parameters
-from megatron.pretrain.progress import Progress
-from megatron.pretrain.ranks import data_parallel_size, say
+from megatron.pretrain.ranks import say
 from megatron.pretrain.report.profiling import profile_directory, profiling
 from megatron.pretrain.report.quantities import count
 from megatron.pretrain.report.report import Report
 from megatron.pretrain.report.timing import LOAD, SAVE
-from megatron.pretrain.training_run import TrainingRun
-from megatron.pretrain.training_step import forward_backward, sum_of, train_step
-from megatron.pretrain.watch import rerun
+from megatron.pretrain.run_state import Progress
+from megatron.pretrain.training_step import TrainingRun, forward_backward, sum_of, train_step
+from megatron.pretrain.watch import position, rerun
 from megatron.pretrain.watch.replicas import check_replicas
 from megatron.pretrain.watch.stopping import StopRequest
 
@@ -80,7 +73,8 @@ def run_to_the_end(
     tokenizer = build_tokenizer(TokenizerChoice.of(args))
     rows = embedding_rows(args, tokenizer)
     args = FrozenArguments(args, padded_vocab_size=rows)
-    source = find_data(args, tokenizer)
+    with position.during(position.READING):
+        source = find_data(args, tokenizer)
     model = build_model(args, args.padded_vocab_size, device)
     optimizer, scheduler = (None, None) if args.skip_train else build_optimizer(args, model)
     run = TrainingRun(args, device, model, optimizer, scheduler, Report(args))
@@ -104,16 +98,14 @@ def load_and_train(
 ) -> None:
     """Load the checkpoint of a run and do what is left to do: train, evaluate at the end.
 
-    Args:
-        run: with new weights.
-        datasets: builds those for training, validation and test, None for one that is not needed.
-        follow: gets the progress.
+    ``datasets`` builds those for training, validation and test, None for one that is not needed.
     """
     args, report = run.args, run.report
     with report.times.measured(LOAD):
         run.progress = checkpointing.load(args, run.model, run.optimizer, run.scheduler, report.say)
     report.times_of(LOAD, run.progress)
-    train_data, valid_data, test_data = datasets()
+    with position.during(position.READING):
+        train_data, valid_data, test_data = datasets()
     if args.multiple_validation_sets and valid_data is not None:
         for name, dataset in named_sets(args, valid_data).items():
             report.say(f"{name}: {len(dataset)} samples of {dataset.dataset_path}")
@@ -179,11 +171,8 @@ def train(
     get_rerun_state_machine().current_iteration = progress.iteration
     saved_at = progress.iteration
 
-    times = report.times
-    with (
-        times.recording(),
-        profiling(args, report.say, times.collectives) as step_is_over,
-    ):
+    report.times.resume_interval()
+    with profiling(args, report.say) as step_is_over:
         while progress.iteration < args.train_iters:
             train_step(run, data)
             step_is_over()
@@ -193,7 +182,8 @@ def train(
             # Once in a while: evaluate, save, collect garbage, stop. None of it is training time.
             report.stop_clock()
             if run.background is not None:
-                run.background.step_is_over(run.model, run.optimizer, run.scheduler, progress)
+                with position.during(position.SAVING):
+                    run.background.step_is_over(run.model, run.optimizer, run.scheduler, progress)
             if run.stop.interrupted:
                 break
             if progress.is_multiple_of(args.check_weight_hash_across_dp_replicas_interval):
@@ -204,7 +194,7 @@ def train(
                 save(run, args.save)
                 saved_at = progress.iteration
             elif progress.is_multiple_of(args.non_persistent_save_interval):
-                save_non_persistent(run)
+                save(run, non_persistent_root(args, args.save))
             if args.manual_gc and progress.is_multiple_of(args.manual_gc_interval):
                 gc.collect()
             if should_stop(run):
@@ -234,10 +224,12 @@ def background_saves(run: TrainingRun) -> Iterator[None]:
         try:
             yield
         except KeyboardInterrupt:  # of all ranks: what is being written is finished
-            run.background.wait()
+            with position.during(position.SAVING):
+                run.background.wait()
             raise
-        run.background.wait()
-        run.background.end()
+        with position.during(position.SAVING):
+            run.background.wait()
+            run.background.end()
 
 
 @torch.no_grad()
@@ -248,16 +240,14 @@ def evaluate(
 ) -> float:
     """Return the mean loss per token, without dropout.
 
-    Args:
-        run: the run.
-        data: the microbatches of this rank.
-        num_microbatches: of every pass; None for ``eval_iters`` global batches.
+    Every pass is over so many microbatches; without numbers there are ``eval_iters`` passes over
+    whole global batches.
     """
     for chunk in run.model:
         chunk.eval()
     args = run.args
     if num_microbatches is None:
-        # Evaluations are over whole global batches, also while --rampup-batch-size makes them grow.
+        # Also while --rampup-batch-size makes batches grow.
         per_batch = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
         num_microbatches = [per_batch] * args.eval_iters
     # In double precision, which counts more than the 2^24 tokens of single precision.
@@ -290,7 +280,7 @@ def evaluate_in_training(run: TrainingRun, valid_data: Any) -> None:
 def evaluate_whole_sets(run: TrainingRun, valid_data: Any) -> None:
     """Evaluate on every sample of every validation set, which are reported by their names."""
     for name, dataset in named_sets(run.args, valid_data).items():
-        whole = WholeDataset(dataset, run.args, data_parallel_size())
+        whole = WholeDataset(dataset, run.args)
         with batches(run.args, whole, 0) as data:
             loss = evaluate(run, data, whole.num_microbatches)
         run.report.evaluation(run.progress, loss, name)
@@ -306,17 +296,15 @@ def evaluate_at_the_end(run: TrainingRun, dataset: Any, name: str) -> None:
 def save(run: TrainingRun, root: str, at_the_end: bool = False) -> None:
     """Save a checkpoint under ``root``, and the loss curves so far.
 
-    Args:
-        run: the run.
-        root: the directory of checkpoints.
-        at_the_end: no training follows, so no process is started to save in the background: after
-            SIGTERM a launcher gives a few seconds.
+    At the end of a run no process is started to save in the background: after SIGTERM a launcher
+    gives a few seconds.
     """
     parts = (run.model, run.optimizer, run.scheduler, run.progress)
-    if run.background is not None:
-        run.background.wait()
-    run.report.stage(run.progress)
-    with run.report.times.measured(SAVE):
+    with position.during(position.SAVING):
+        if run.background is not None:
+            run.background.wait()
+    run.report.keep_history()
+    with run.report.times.measured(SAVE), position.during(position.SAVING):
         if run.background is not None and not at_the_end:
             run.background.save(*parts, root)
         else:
@@ -325,31 +313,9 @@ def save(run: TrainingRun, root: str, at_the_end: bool = False) -> None:
     run.report.times_of(SAVE, run.progress)
 
 
-def save_non_persistent(run: TrainingRun) -> None:
-    """Save the checkpoint of which only the newest is kept.
-
-    A local one is written while training waits, also with --async-save: it may be written while a
-    persistent one is being written in the background.
-    """
-    args = run.args
-    if args.non_persistent_ckpt_type != LOCAL:
-        save(run, non_persistent_root(args, args.save))
-        return
-    parts = (run.model, run.optimizer, run.scheduler, run.progress)
-    run.report.stage(run.progress)
-    under_way = None if run.background is None else run.background.under_way
-    with run.report.times.measured(SAVE):
-        content = checkpointing.collect(args, *parts, fsdp_dtensor_checkpoint)
-        local_save.save(args, content, run.progress.iteration, run.report.say, under_way)
-        run.report.keep_history()
-    run.report.times_of(SAVE, run.progress)
-
-
 def should_stop(run: TrainingRun) -> bool:
     """Return True if the run must leave the loop; the same on every rank."""
     iteration = run.progress.iteration
-    if run.stop.interrupted:
-        return True
     if run.stop.agreed:
         run.report.say(f"stopping at iteration {iteration}: signal or time limit")
         return True

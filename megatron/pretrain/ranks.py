@@ -4,22 +4,25 @@
 from __future__ import annotations
 
 import argparse
+import importlib
+import inspect
 import os
 import random
 import sys
 from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+import yaml  # type: ignore[import-untyped]
 from megatron.core import parallel_state, tensor_parallel
 
 from megatron.checkpoint.store.url_staging import with_urls
 from megatron.fsdp.backends import rendezvous
 from megatron.mcore_adapter import cpu
 from megatron.mcore_adapter.releases import process_groups
-from megatron.pretrain.model import user_buffers
-from megatron.pretrain.report.terminal import fitted
 
 SINGLE_RANK = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
 """Environment of a program that was started without torchrun: a world of one rank."""
@@ -38,7 +41,12 @@ def environment_world_size() -> int:
 def say(message: str) -> None:
     """Print on the first rank."""
     if environment_rank() == 0:
-        print(fitted(with_urls(message), sys.stdout), flush=True)
+        print(with_urls(message), flush=True)
+
+
+def complain(message: str) -> None:
+    """Print an error of the run, on any rank."""
+    print(with_urls(message), file=sys.stderr, flush=True)
 
 
 def start(args: argparse.Namespace) -> torch.device:
@@ -64,7 +72,7 @@ def start(args: argparse.Namespace) -> torch.device:
     )
     initialize_model_parallel(args)
     if args.tp_comm_overlap:
-        user_buffers.start(args)
+        start_user_buffers(args)
     seed(args.seed, args.data_parallel_random_init, args.te_rng_tracker)
     return device
 
@@ -87,11 +95,35 @@ def initialize_model_parallel(args: argparse.Namespace) -> None:
     )
 
 
+def start_user_buffers(args: argparse.Namespace) -> None:
+    """Make the buffers of --tp-comm-overlap; a collective of the tensor-parallel ranks.
+
+    In them Transformer Engine overlaps tensor-parallel communication with products.
+    ``tp_comm_overlap_cfg`` names a YAML file with settings of single products.
+    """
+    base = importlib.import_module("transformer_engine.pytorch.module.base")
+    settings: dict[str, Any] = {}
+    if args.tp_comm_overlap_cfg:
+        settings = yaml.safe_load(Path(args.tp_comm_overlap_cfg).read_text()) or {}
+    tokens = args.seq_length * args.micro_batch_size // args.context_parallel_size
+    options = {
+        "shape": [tokens, args.hidden_size],
+        "tp_size": args.tensor_model_parallel_size,
+        "ub_cfgs": settings,
+        "bootstrap_backend": args.tp_comm_bootstrap_backend,
+    }
+    if "quantization_modes" in inspect.signature(base.initialize_ub).parameters:
+        options["quantization_modes"] = [base.UserBufferQuantizationMode.NONE]
+    else:
+        options["use_fp8"] = False  # Transformer Engine before 2.7
+    base.initialize_ub(**options)
+
+
 def seed(number: int, differs_between_data_ranks: bool, te_rng_tracker: bool) -> None:
     """Seed every generator of this rank.
 
     Args:
-        number: the seed of the first rank. Pipeline stages have seeds of their own.
+        number: seed of the first rank. Pipeline stages have seeds of their own.
         differs_between_data_ranks: data ranks have seeds of their own too.
         te_rng_tracker: use Transformer Engine's tracker of random states.
     """
@@ -102,16 +134,6 @@ def seed(number: int, differs_between_data_ranks: bool, te_rng_tracker: bool) ->
     np.random.seed(number)
     torch.manual_seed(number)
     tensor_parallel.model_parallel_cuda_manual_seed(number, te_rng_tracker=te_rng_tracker)
-
-
-def data_parallel_rank() -> int:
-    """Return this rank's number among those that read different samples."""
-    return parallel_state.get_data_parallel_rank()
-
-
-def data_parallel_size() -> int:
-    """Return the number of ranks that read different samples."""
-    return parallel_state.get_data_parallel_world_size()
 
 
 def stop() -> None:

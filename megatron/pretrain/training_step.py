@@ -1,9 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One training step: forward and backward of all microbatches, one optimizer step, its report."""
+"""One training step: forward and backward of all microbatches, one optimizer step, its report.
+
+The steps of a run work on its parts, a :class:`TrainingRun`.
+"""
 
 from __future__ import annotations
 
+import argparse
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -12,17 +17,59 @@ from megatron.core.num_microbatches_calculator import (
     get_num_microbatches,
     update_num_microbatches,
 )
-from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import (
+    OptimizerParamScheduler,
+    get_canonical_lr_for_logging,
+)
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.rerun_state_machine import get_rerun_state_machine
+from megatron.core.transformer.module import MegatronModule
 
+from megatron.pretrain.checkpoints.background_save import BackgroundSaves
 from megatron.pretrain.model import router_losses
 from megatron.pretrain.model.flops import training_flops
 from megatron.pretrain.model.forward_step import ForwardStep, Microbatches
 from megatron.pretrain.model.model_statistics import count_zeros, params_norm
+from megatron.pretrain.report.report import Report
 from megatron.pretrain.report.timing import OPTIMIZER
-from megatron.pretrain.training_run import TrainingRun
+from megatron.pretrain.run_state import Progress
 from megatron.pretrain.watch import rerun
+from megatron.pretrain.watch.stopping import StopRequest
+
+
+@dataclass
+class TrainingRun:
+    """The parts of one training run."""
+
+    args: argparse.Namespace
+    """The completed arguments, which no part of the run changes."""
+    device: torch.device
+    model: list[MegatronModule]
+    """The model chunks of this pipeline stage: one, or one for each virtual stage."""
+    optimizer: MegatronOptimizer | None
+    """None for a run that only evaluates."""
+    scheduler: OptimizerParamScheduler | None
+    """The schedule of learning rate and weight decay; None for a run that only evaluates."""
+    report: Report
+    progress: Progress = field(default_factory=Progress)
+    stop: StopRequest = field(default_factory=StopRequest)
+    background: BackgroundSaves | None = None
+    """With --async-save."""
+    should_save: bool = False
+    """The rerun machine asks for a checkpoint before the run ends."""
+    exit_code: int = 0
+    """Not 0 if the rerun machine asks to end the run, without the step that it has repeated."""
+
+    @property
+    def stops_here(self) -> bool:
+        """True if the run ends after its last step; the same on every rank."""
+        return (
+            self.progress.iteration >= self.args.train_iters
+            or self.stop.interrupted
+            or self.stop.agreed
+            or self.progress.is_multiple_of(self.args.exit_interval)
+        )
 
 
 def train_step(run: TrainingRun, data: Microbatches | list[Microbatches]) -> None:

@@ -17,10 +17,10 @@ from megatron.checkpoint.commands import conversion
 from megatron.checkpoint.commands.comparison import FORMAT_ARGUMENTS, compare_states, same
 from megatron.checkpoint.commands.formats import Opened, open_checkpoint
 from megatron.checkpoint.core.lazy_tensor import in_memory
+from megatron.checkpoint.core.spelling import choose_spelling
 from megatron.checkpoint.core.training_state import TrainingState
 from megatron.checkpoint.dcp.stored_checkpoint import StoredCheckpoint
-from megatron.checkpoint.fsdp_dtensor import writer as fsdp_dtensor
-from megatron.checkpoint.fsdp_dtensor.spelling_choice import choose_spelling
+from megatron.checkpoint.fsdp_dtensor import dtensor_writer as fsdp_dtensor
 from megatron.checkpoint.store.directory import new_checkpoint
 from megatron.checkpoint.torch_dist import checkpoint as torch_dist
 from tests.support.checkpoint import samples, small_models
@@ -33,9 +33,7 @@ def converted(source: Path, path: Path, form: str) -> Opened:
     """``source`` in the format ``form``."""
     state = open_checkpoint(source).state()
     output = new_checkpoint(path, state.iteration)
-    conversion.convert(
-        TARGETS[form](state, choose_spelling(state)), output, "test", show_progress=False
-    )
+    conversion.convert(TARGETS[form](state, choose_spelling(state)), output, show_progress=False)
     return open_checkpoint(path)
 
 
@@ -56,6 +54,7 @@ def there_and_back(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return convert
 
 
+@pytest.mark.always("dense_swiglu_bf16_tp2_dp2", "dense_gelu_tied_fp32_dp2")
 @pytest.mark.parametrize("name", TORCH_DIST)
 def test_a_sample_says_what_the_ranks_had_in_memory(name: str, there_and_back: Any) -> None:
     expected = samples.expected(samples.torch_dist(name))
@@ -74,6 +73,7 @@ def test_a_sample_says_what_the_ranks_had_in_memory(name: str, there_and_back: A
         assert state.iteration == 3 and state.notes == []
 
 
+@pytest.mark.always("moe4_swiglu_bf16_ep2_dp2", "dense_gelu_tied_fp32_dp2")
 @pytest.mark.parametrize("name", TORCH_DIST)
 def test_everything_else_comes_back_too(name: str, there_and_back: Any) -> None:
     first, there, back = (opened.state() for opened in there_and_back(name))
@@ -239,6 +239,7 @@ def model_of(kind: str) -> TrainingState:
     return state
 
 
+@pytest.mark.always("some layers of experts-torch_dist")
 @pytest.mark.parametrize(
     ("kind", "first"),
     [
@@ -268,6 +269,7 @@ def test_models_of_every_kind_come_back(kind: str, first: str, tmp_path: Path) -
         assert (mine.dtype(key), mine.shape(key)) == (theirs.dtype(key), theirs.shape(key)), key
 
 
+@pytest.mark.always("experts-torch_dist_keys0-fsdp_keys0", "fp32-torch_dist_keys4-fsdp_keys4")
 @pytest.mark.parametrize(
     ("kind", "torch_dist_keys", "fsdp_keys"),
     [
@@ -369,7 +371,6 @@ def with_shifted_state(path: Path, shifted: list[str]) -> None:
     conversion.convert(
         type(target)(target.entries, extra_files=target._extra_files),
         new_checkpoint(path, 3),
-        "x",
         show_progress=False,
     )
 
@@ -381,7 +382,6 @@ def test_weights_win_over_main_weights_that_contradict_them(tmp_path: Path) -> N
     notes = conversion.convert(
         fsdp_dtensor.target(state, choose_spelling(state)),
         new_checkpoint(tmp_path / "out", 3),
-        "test",
         show_progress=False,
     )
     assert [note.partition(":")[0] for note in notes] == sorted(shifted)

@@ -17,7 +17,7 @@ class Shell:
 
     Attributes:
         directory: the folder.
-        environment: of the commands: `stand_ins` in the path.
+        environment: variables of the commands, with `stand_ins` in the path.
     """
 
     directory: Path

@@ -13,7 +13,6 @@ from megatron.pretrain.arguments import parse_arguments
 from tests.examples.conftest import Shell
 from tests.support.pretrain.training_runs import DATA, assert_close, train
 from tests.support.rank_pool import run_ranks
-from tests.support.selection import mostly_in_full
 
 ROOT = Path(__file__).parents[2]
 
@@ -50,9 +49,8 @@ def test_the_laptop_script_starts_a_run_that_the_program_accepts(tmp_path: Path)
     )  # as README has it
 
 
-@pytest.mark.parametrize(
-    "model", mostly_in_full(["llama3", "qwen3", "mixtral", "deepseek_v3"], ["mixtral"])
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("model", ["llama3", "qwen3", "mixtral", "deepseek_v3"])
 def test_small_models_named_after_real_ones_train_as_with_ddp(model: str, tmp_path: Path) -> None:
     launch, words = command_line(f"pretrain_{model}_small.sh", tmp_path)
     ranks = int(launch[launch.index("--nproc_per_node") + 1])

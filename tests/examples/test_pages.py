@@ -27,12 +27,12 @@ from tests.support.examples.documents import check_block, command_blocks, run_do
 from tests.support.examples.operations_table import rows_of, wrong_rows
 from tests.support.examples.page_programs import PROGRAMS, run_page
 from tests.support.rank_pool import run_ranks
-from tests.support.selection import mostly_in_full
 from tests.support.warm_programs import ROOT
 
 PAGES = ["README.md", *(path.relative_to(ROOT).as_posix() for path in sorted(DOCS.rglob("*.md")))]
 
 
+@pytest.mark.seldom("hugging_face")
 @pytest.mark.parametrize("page", PROGRAMS, ids=lambda page: Path(page).stem)
 def test_the_python_blocks_of_a_page_run_as_one_program(page: str, tmp_path: Path) -> None:
     blocks = [block.code for block in python_of(page)]
@@ -82,14 +82,6 @@ COMMAND_PAGES = {
         replaced=(("s3://", "local://{folder}/"), ("node 8", "node 2"), (" ... ", f" {LLAMA} "))
     ),
     "docs/planning.md": CommandPage(),
-    "docs/local_checkpoints.md": CommandPage(
-        replaced=(
-            (
-                "--non-persistent-local-ckpt-dir /dev/shm",
-                f"{SMALL_MODEL} --non-persistent-local-ckpt-dir {{folder}}",
-            ),
-        )
-    ),
 }
 ELSEWHERE = {
     "docs/index.md: make pretrain": "is in README.md too, as tests/examples/test_site.py compares",
@@ -101,8 +93,8 @@ ELSEWHERE = {
     " names the package that is missing": "would change the environment; below fsspec is asked",
     "docs/megatron_lm_loop.md: cd Megatron-LM": "needs a checkout of Megatron-LM;"
     " tests/support/mcore_adapter/real_loop.py starts the loops of three in this way",
-    "docs/observing_runs.md: python tools/launch.py --nproc_per_node 8 pretrain_gpt.py --log-dir"
-    " logs ...": "shows what follows a defect; tests/tools/test_launch.py causes some",
+    "docs/observing_runs.md: python tools/launch.py --nproc_per_node 8 --log-dir logs --tee 3"
+    " --local-ranks-filter 0 \\": "shows a defect; tests/tools/test_launch.py causes one",
 }
 """Blocks of commands that do not run as a part of their page: page and first line, and why not."""
 
@@ -111,9 +103,10 @@ def is_elsewhere(page: str, commands: str) -> bool:
     return f"{page}: {commands.splitlines()[0]}" in ELSEWHERE
 
 
+@pytest.mark.always("coming_from_megatron_lm")
 @pytest.mark.parametrize(
     "page",
-    mostly_in_full(list(COMMAND_PAGES), ["docs/coming_from_megatron_lm.md"]),
+    list(COMMAND_PAGES),
     ids=lambda page: Path(page).stem,
 )
 def test_the_commands_of_a_page_print_what_is_quoted(page: str, shell: Shell) -> None:
@@ -300,6 +293,7 @@ def test_every_example_is_short_and_on_the_page_of_examples() -> None:
     examples = sorted((ROOT / "examples").glob("*.py"))
     assert len(examples) >= 6
     for path in examples:
-        assert len(path.read_text().splitlines()) <= 120, path.name
+        longest = 200 if path.stem == "fsdp_from_scratch" else 120
+        assert len(path.read_text().splitlines()) <= longest, path.name
         assert f"](../examples/{path.name}) |" in text, path.name
         assert re.search(rf"^(torchrun| {{4}}).*\bexamples/{path.name}", commands, re.MULTILINE)

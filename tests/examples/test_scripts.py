@@ -357,6 +357,7 @@ def test_a_conversion_that_was_killed_goes_on_when_it_is_queued_again(
     assert tool("diff", SAMPLE, tmp_path / "out")[0] == 0
 
 
+@pytest.mark.exhaustive
 def test_the_laptop_script_goes_from_tensor_and_pipeline_parallelism_to_hugging_face(
     shell: Shell, tmp_path: Path
 ) -> None:

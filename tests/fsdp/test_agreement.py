@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from megatron.fsdp import fully_shard_model
 from megatron.fsdp.agreement import FreezingAgreement
+from megatron_fsdp import fully_shard_model
 from tests.support.fsdp.meshes import shard_mesh
 from tests.support.fsdp.models import WIDTH, build_stack
 from tests.support.fsdp.reference import LEVELS, Ranks, batch

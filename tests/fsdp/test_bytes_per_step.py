@@ -16,11 +16,10 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard as fully_shard_by_torch
 
 from benchmarks.comparison.measures import count_step
-from megatron.fsdp import MegatronFSDP, fully_shard
-from megatron.fsdp.dtensor.uneven_dtensor import full_tensor
-from megatron.fsdp.trace import record as trace
-from megatron.fsdp.trace.recorder import GATHER
-from megatron_fsdp import MixedPrecisionPolicy
+from megatron.fsdp import trace
+from megatron.fsdp.dtensor.tensor_part import full_tensor
+from megatron.fsdp.engine.observe import GATHER
+from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard
 from tests.support.fsdp.meshes import shard_mesh
 from tests.support.fsdp.models import TanhLayer
 from tests.support.fsdp.reference import LEVELS, Ranks
@@ -172,6 +171,7 @@ def page_faults_of_torch() -> int:
     return page_faults(step_of(module, optimizer, width=WIDE))
 
 
+@pytest.mark.exhaustive
 def test_with_memory_slots_a_step_touches_at_most_a_third_of_the_new_pages_of_fsdp2(
     ranks: Ranks,
 ) -> None:

@@ -10,8 +10,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from megatron.fsdp import MegatronFSDP, clip_grad_norm_, fully_shard_model
-from megatron.fsdp.dtensor.uneven_dtensor import full_tensor
+from megatron.fsdp import clip_grad_norm_
+from megatron.fsdp.dtensor.tensor_part import full_tensor
+from megatron_fsdp import MegatronFSDP, fully_shard_model
 from tests.support.fsdp.meshes import Meshes
 from tests.support.fsdp.models import TanhLayer
 from tests.support.fsdp.reference import Ranks

@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from megatron.fsdp import MixedPrecisionPolicy, fully_shard_model
-from megatron.fsdp.trace import record as trace
-from megatron.fsdp.trace.recorder import REDUCE
+from megatron.fsdp import trace
+from megatron.fsdp.engine.observe import REDUCE
+from megatron_fsdp import MixedPrecisionPolicy, fully_shard_model
 from tests.fsdp.test_communication import ORDER, collectives, order_of
 from tests.support.fsdp.models import WIDTH
 from tests.support.fsdp.recorded_steps import record_step

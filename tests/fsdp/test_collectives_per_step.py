@@ -11,10 +11,10 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard as fully_shard_by_torch
 from torch.profiler import ProfilerActivity, profile
 
-from megatron.fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard, fully_shard_model
-from megatron.fsdp.dtensor.uneven_dtensor import full_tensor
-from megatron.fsdp.trace import record as trace
-from megatron.fsdp.trace.recorder import GATHER, REDUCE
+from megatron.fsdp import trace
+from megatron.fsdp.dtensor.tensor_part import full_tensor
+from megatron.fsdp.engine.observe import GATHER, REDUCE
+from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard, fully_shard_model
 from tests.support.fsdp.meshes import shard_mesh
 from tests.support.fsdp.models import TanhLayer
 from tests.support.fsdp.reference import Ranks

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from megatron.fsdp.trace.recorder import GATHER, REDUCE, STORAGE, TraceEntry
+from megatron.fsdp.engine.observe import GATHER, REDUCE
+from megatron.fsdp.trace.recorder import STORAGE, TraceEntry
 from tests.support.fsdp.recorded_steps import record_step
 from tests.support.fsdp.reference import LEVELS, Ranks
 

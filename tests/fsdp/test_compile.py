@@ -25,6 +25,7 @@ AT_BOTH_LEVELS = [f"aot_eager {level} {way}" for level, way in product((2, 3), W
 """Backend, level and way; "aot_eager" also traces the backward pass."""
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "runs",
     [
@@ -32,7 +33,6 @@ AT_BOTH_LEVELS = [f"aot_eager {level} {way}" for level, way in product((2, 3), W
         pytest.param(
             [*AT_BOTH_LEVELS, "eager 2 block.compile", "eager 3 block.compile"],
             id="both_levels",
-            marks=pytest.mark.exhaustive,
         ),
     ],
 )

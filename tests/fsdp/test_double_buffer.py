@@ -14,9 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron.fsdp import MegatronFSDP, fully_shard, fully_shard_model, fully_shard_optimizer
-from megatron.fsdp.dtensor.uneven_dtensor import full_tensor
-from megatron_fsdp import MixedPrecisionPolicy
+from megatron.fsdp.dtensor.tensor_part import full_tensor
+from megatron_fsdp import (
+    MegatronFSDP,
+    MixedPrecisionPolicy,
+    fully_shard,
+    fully_shard_model,
+    fully_shard_optimizer,
+)
 from tests.support.fsdp.models import MODELS, TanhLayer
 from tests.support.fsdp.random_models import Drawn, DrawnLayer
 from tests.support.fsdp.reference import Case, Ranks, compare_all
@@ -26,12 +31,22 @@ SLOTS = {"fsdp_double_buffer": True}
 NUM_LAYERS = 6
 
 
+@pytest.mark.always(
+    "several_units",
+    "nested_units",
+    "tied_across_units",
+    "unit_unused_in_some_steps",
+    "frozen_in_part",
+    "view_edited_in_place",
+    "checkpoint_reentrant",
+)
 @pytest.mark.parametrize("name", MODELS)
 def test_models_train_as_the_unsharded_ones(ranks: Ranks, name: str) -> None:
     case = Case(model=name, steps=4, settings=SLOTS)
     ranks(2, compare_all, [case, replace(case, settings=SLOTS | {"zero_dp_strategy": 1})])
 
 
+@pytest.mark.seldom("{'fsdp_double_buffer': True, 'enable_fine_grained_param_gather': True}")
 @pytest.mark.parametrize(
     "settings",
     [

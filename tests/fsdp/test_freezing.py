@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron.fsdp import MegatronFSDP, fully_shard
+from megatron_fsdp import MegatronFSDP, fully_shard
 from tests.support.fsdp.meshes import Meshes, shard_mesh
 from tests.support.fsdp.models import WIDTH, ResidualBlock, build_stack
 from tests.support.fsdp.reference import (

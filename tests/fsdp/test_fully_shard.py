@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from megatron.fsdp import FSDPDistributedIndex, MegatronFSDP, fully_shard, fully_shard_model
+from megatron_fsdp import FSDPDistributedIndex, MegatronFSDP, fully_shard, fully_shard_model
 from tests.support.fsdp import models
 from tests.support.fsdp.meshes import shard_mesh
 from tests.support.fsdp.models import BATCH, WIDTH, ResidualBlock, build_stack
@@ -35,8 +35,8 @@ def settings_that_arrive() -> None:
     """Check options that change no number, each where it acts."""
     other_group = dist.new_group(list(range(dist.get_world_size())))
     arrives: dict[str, tuple[Any, Callable[[MegatronFSDP], bool]]] = {
-        "overlap_grad_reduce": (False, lambda model: not model._schedule._reductions._overlap),
-        "overlap_param_gather": (False, lambda model: not model._schedule._prefetcher._is_enabled),
+        "overlap_grad_reduce": (False, lambda model: not model._schedule._overlaps_reductions),
+        "overlap_param_gather": (False, lambda model: not model._schedule.prefetcher.is_enabled),
         "average_in_collective": (
             True,
             lambda model: model.groups[0].communicator.average_in_collective,
@@ -262,6 +262,7 @@ def train_both(
         )
 
 
+@pytest.mark.always("1")
 @pytest.mark.parametrize("level", LEVELS)
 def test_models_are_trained_in_turn_and_through_one_another(ranks: Ranks, level: int) -> None:
     ranks(2, two_models, level)

@@ -16,12 +16,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from megatron.fsdp import fully_shard_model
+from megatron.fsdp import trace
 from megatron.fsdp.engine.collectives import Communicator, Gather
 from megatron.fsdp.engine.device import Pending
+from megatron.fsdp.engine.observe import GATHER
 from megatron.fsdp.engine.states import WeightState
-from megatron.fsdp.trace import record as trace
-from megatron.fsdp.trace.recorder import GATHER, TraceEntry
+from megatron.fsdp.trace.recorder import TraceEntry
+from megatron_fsdp import fully_shard_model
 from tests.fsdp.test_collectives_of_axes import ExpertBlock
 from tests.fsdp.test_collectives_per_step import NUM_LAYERS, LanguageModel, both_counts
 from tests.support.fsdp.meshes import Meshes, shard_mesh

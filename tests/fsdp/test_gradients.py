@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron.fsdp import MixedPrecisionPolicy, fully_shard_model
-from megatron.fsdp.dtensor.uneven_dtensor import full_tensor
+from megatron.fsdp.dtensor.tensor_part import full_tensor
+from megatron_fsdp import MixedPrecisionPolicy, fully_shard_model
 from tests.support.fsdp import models, random_models
 from tests.support.fsdp.meshes import Meshes, shard_mesh
 from tests.support.fsdp.models import MODELS, ResidualBlock
@@ -31,20 +31,8 @@ def at_levels(case: Case, levels: tuple[int, ...] = LEVELS) -> list[Case]:
     ]
 
 
-DIVIDED_UNEVENLY = {"several_units", "nested_units", "scalars", "tied_across_units", "no_units"}
-"""Models whose every world is quick enough; others run on one and three ranks in the long suite."""
-
-MODELS_AND_WORLDS = [
-    pytest.param(
-        model,
-        world_size,
-        marks=() if model in DIVIDED_UNEVENLY or world_size in (2, 4) else pytest.mark.exhaustive,
-    )
-    for model, world_size in product(MODELS, LEVELS_OF_WORLD)
-]
-
-
-@pytest.mark.parametrize(("model", "world_size"), MODELS_AND_WORLDS)
+@pytest.mark.always("*-2", "view_edited_in_place-4")
+@pytest.mark.parametrize(("model", "world_size"), product(MODELS, LEVELS_OF_WORLD))
 def test_training_matches_the_unsharded_model(ranks: Ranks, model: str, world_size: int) -> None:
     everywhere = model in ("several_units", "nested_units")
     ranks(
@@ -98,6 +86,7 @@ SETTINGS: dict[str, Case] = {
 }
 
 
+@pytest.mark.always("finish_grad_sync-1", "average_in_collective-1")
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_settings_do_not_change_the_numbers(ranks: Ranks, settings: str, world_size: int) -> None:
@@ -166,6 +155,7 @@ def test_only_the_new_contribution_is_divided_at_each_microbatch(ranks: Ranks) -
     ranks(2, compare_all, cases)
 
 
+@pytest.mark.exhaustive
 def test_hybrid_sharding_keeps_the_gradients_of_every_microbatch(ranks: Ranks) -> None:
     case = gradients_of("several_units", mesh="outer2", microbatches=3)
     settings = [{"zero_dp_strategy": 1}, {"zero_dp_strategy": 2}, {"outer_dp_sharding_strategy": 1}]

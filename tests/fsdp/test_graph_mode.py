@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.fsdp import fully_shard
+from megatron_fsdp import fully_shard
 from tests.fsdp.test_double_buffer import TanhLayer
 from tests.support.fsdp.meshes import Meshes
 from tests.support.fsdp.reference import Ranks

@@ -14,8 +14,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron.fsdp import MixedPrecisionPolicy, clip_grad_norm_, fully_shard
+from megatron.fsdp import clip_grad_norm_
 from megatron.fsdp.dtensor.uneven_dtensor import UnevenDTensor
+from megatron_fsdp import MixedPrecisionPolicy, fully_shard
 from tests.support.fsdp.reference import Ranks
 
 Optimizer = torch.optim.Optimizer
@@ -168,8 +169,8 @@ def test_no_loop_of_a_step_goes_over_all_parameters(ranks: Ranks, world_size: in
     # Neither needs padding, which would be cleared by one line more.
     few, many = ranks(world_size, count_lines, 2)[0], ranks(world_size, count_lines, 8)[0]
     assert few == many
-    own = {"local_gradients.py", "gradients.py", "gradient_sync.py", "flat_update.py"}
-    assert own | {"sharded_param.py", "sharded_optimizer.py", "model.py"} <= set(few)
+    own = {"gradients.py", "gradient_sync.py", "flat_update.py"}
+    assert own | {"sharded_param.py", "sharded_optimizer.py", "sharded_module.py"} <= set(few)
 
 
 def measure_while_gradients_change() -> None:

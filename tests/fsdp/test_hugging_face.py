@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron.fsdp import MegatronFSDP, fully_shard
-from megatron.fsdp.dtensor.uneven_dtensor import full_tensor
+from megatron.fsdp.dtensor.tensor_part import full_tensor
+from megatron_fsdp import MegatronFSDP, fully_shard
 from tests.support.fsdp.reference import TOLERANCE, Ranks, close, compare_shards, optimizer_over
 from tests.support.huggingface import tiny_runs
 from tests.support.huggingface.tiny_runs import VOCABULARY
@@ -131,6 +131,7 @@ def import_class(path: str) -> type:
     return getattr(__import__(module, fromlist=[name]), name)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "recompute", ["", "reentrant", "non_reentrant"], ids=["plain", "reentrant", "non_reentrant"]
 )
@@ -144,6 +145,7 @@ def train_without_units(name: str) -> None:
     train(name, "", preserve_fp32_weights=False)
 
 
+@pytest.mark.always("llama")
 @pytest.mark.parametrize("model", MODELS)
 def test_one_line_is_enough(ranks: Ranks, model: str) -> None:
     ranks(2, train_without_units, model)
@@ -211,6 +213,7 @@ def generate(name: str) -> None:
         assert full_tensor(parameter.grad).shape == gradients[key.removeprefix("module.")].shape
 
 
+@pytest.mark.always("llama")
 @pytest.mark.parametrize("model", MODELS)
 def test_generation_gives_the_same_tokens(ranks: Ranks, model: str) -> None:
     ranks(2, generate, model)
@@ -240,6 +243,7 @@ def full(value: Tensor) -> Tensor:
     return full_tensor(value) if hasattr(value, "device_mesh") else value
 
 
+@pytest.mark.always("llama")
 @pytest.mark.parametrize("model", MODELS)
 def test_a_state_dict_of_whole_tensors_loads_into_the_unsharded_model(
     ranks: Ranks, model: str

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradients that code keeps when it clears those of the parameters do not change, as in torch."""
+"""Values of gradients that code keeps past ``zero_grad`` do not change."""
 
 from typing import Any
 
@@ -7,15 +7,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.fsdp import MegatronFSDP, fully_shard
+from megatron_fsdp import MegatronFSDP, fully_shard
 from tests.fsdp.test_optimizer_gradients import clear_gradients
 from tests.support.fsdp.meshes import Meshes
 from tests.support.fsdp.models import TanhLayer
 from tests.support.fsdp.reference import Ranks
+from tests.support.fsdp.watched_memory import stored
 
 KINDS = {
-    "gradient": lambda gradient: gradient,
     "local": lambda gradient: gradient.to_local(),
+    "cloned": lambda gradient: gradient.clone(),
     "detached": lambda gradient: gradient.detach(),
     "array": lambda gradient: gradient.to_local().numpy(),
 }
@@ -75,7 +76,28 @@ def test_kept_gradients_do_not_change(ranks: Ranks, way: str, kind: str) -> None
 def test_kept_gradients_do_not_change_in_hybrid_sharding(ranks: Ranks) -> None:
     for outer in (0, 1):
         settings = {"outer_dp_sharding_strategy": outer}
-        assert ranks(4, keep_gradients, "outer2", "optimizer", "gradient", **settings) == [True] * 4
+        assert ranks(4, keep_gradients, "outer2", "optimizer", "local", **settings) == [True] * 4
+
+
+def keep_the_gradient_itself(way: str) -> None:
+    """Keep the DTensor that a parameter shows: it has no values until it shows the next ones."""
+    model, optimizer, x = built("flat")
+    parameter = list(model.parameters())[2]
+    model(x).sum().backward()
+    kept = parameter.grad
+    optimizer.step()
+    clear_gradients(model, optimizer, way)
+    if way in ("optimizer", "model"):  # otherwise the next backward notices
+        assert kept.to_local().is_meta
+        with pytest.raises(NotImplementedError, match="no data"):
+            kept.to_local().tolist()
+    model(2 * x).sum().backward()
+    assert kept is parameter.grad and not kept.to_local().is_meta
+
+
+@pytest.mark.parametrize("way", ["optimizer", "model", "torch", "by_hand"])
+def test_a_kept_gradient_shows_the_values_of_the_next_step(ranks: Ranks, way: str) -> None:
+    ranks(2, keep_the_gradient_itself, way)
 
 
 def storage_after_kept_ones_are_gone(level: int) -> int:
@@ -85,11 +107,11 @@ def storage_after_kept_ones_are_gone(level: int) -> int:
     for step in range(3):
         model(x).sum().backward()
         if step == 0:
-            kept = [parameter.grad for parameter in model.parameters()]
+            kept = [parameter.grad.to_local() for parameter in model.parameters()]
         elif step == 1:
             del kept
         optimizer.zero_grad()
-    return sum(each.gradients._grad_sum._total.untyped_storage().nbytes() for each in model.groups)
+    return sum(stored(group.gradients._grad_sum._total) for group in model.groups)
 
 
 @pytest.mark.parametrize("level", [0, 1, 3])

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from megatron.fsdp import fully_shard_model
+from megatron_fsdp import fully_shard_model
 from tests.fsdp.test_gradients import gradients_of
 from tests.support.fsdp.meshes import shard_mesh
 from tests.support.fsdp.models import BATCH, WIDTH, ResidualBlock
@@ -68,6 +68,7 @@ def watch_level_3(recompute: str, overlap: bool) -> None:
         model.zero_grad()
 
 
+@pytest.mark.always("plain-overlap", "non_reentrant-overlap")
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no_overlap"])
 @pytest.mark.parametrize(
     "recompute", ["", "reentrant", "non_reentrant"], ids=["plain", "reentrant", "non_reentrant"]

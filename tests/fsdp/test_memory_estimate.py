@@ -9,15 +9,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from megatron.fsdp import (
+from megatron.fsdp.engine import device
+from megatron.fsdp.memory_estimate import AxisSizes, MemoryPlan, estimate_memory
+from megatron_fsdp import (
     MegatronFSDP,
     MixedPrecisionPolicy,
     ShardingStrategy,
     fully_shard_model,
     fully_shard_optimizer,
 )
-from megatron.fsdp.engine import device
-from megatron.fsdp.memory_estimate import AxisSizes, MemoryPlan, estimate_memory
 from tests.support.fsdp.watched_memory import local_gradients, stored
 from tests.support.rank_pool import run_ranks
 

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron.fsdp import MixedPrecisionPolicy, fully_shard_model
-from megatron.fsdp.dtensor.uneven_dtensor import full_tensor
+from megatron.fsdp.dtensor.tensor_part import full_tensor
+from megatron_fsdp import MixedPrecisionPolicy, fully_shard_model
 from tests.support.fsdp.live_bytes import LiveBytes
 from tests.support.fsdp.meshes import Meshes
 from tests.support.fsdp.models import WIDTH
@@ -140,6 +140,7 @@ def initialise(case: str, freeze: bool, own_seeds: bool = False) -> dict[str, Te
     }
 
 
+@pytest.mark.always("zero3-trainable", "fine_grained-trainable")
 @pytest.mark.parametrize("freeze", [False, True], ids=["trainable", "frozen_parts"])
 @pytest.mark.parametrize("case", CASES)
 def test_weights_are_those_of_the_model_built_on_the_cpu_for_every_world(
@@ -189,6 +190,7 @@ def train(case: str, freeze: bool) -> None:
     )
 
 
+@pytest.mark.always("zero3-trainable", "fine_grained-trainable")
 @pytest.mark.parametrize("freeze", [False, True], ids=["trainable", "frozen_parts"])
 @pytest.mark.parametrize("case", CASES)
 def test_training_goes_on_as_without_sharding(ranks: Ranks, case: str, freeze: bool) -> None:
@@ -218,6 +220,7 @@ def peak_of_sharding(
     return tracker.peak, left
 
 
+@pytest.mark.always("fp32-1", "bf16_with_fp32_main-2")
 @pytest.mark.parametrize("level", [1, 2, 3])
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16_with_fp32_main"]

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from megatron.fsdp import MixedPrecisionPolicy, fully_shard, fully_shard_model
 from megatron.fsdp.dtensor.checkpointing import uneven_dtensor_to_full_tensor
+from megatron_fsdp import MixedPrecisionPolicy, fully_shard, fully_shard_model
 from tests.support.fsdp import models
 from tests.support.fsdp.meshes import Meshes, shard_mesh
 from tests.support.fsdp.reference import LEVELS, Ranks, batch, compare_shards, loss_of
@@ -57,6 +57,7 @@ def gradient_of_numbers(
 SMALL = 2.0**-9  # 1 + SMALL is 1 in bfloat16, whose next number is 1 + 2**-7
 
 
+@pytest.mark.always("*-auto")
 @pytest.mark.parametrize("mode", ["auto", "no_sync", "manual"])
 @pytest.mark.parametrize("level", LEVELS)
 def test_gradients_accumulate_in_main_grads_dtype(ranks: Ranks, level: int, mode: str) -> None:

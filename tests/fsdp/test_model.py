@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from megatron.fsdp import (
+from megatron.fsdp.gradient_sync import GradientError
+from megatron_fsdp import (
     DistributedDataParallelConfig,
     FSDPDistributedIndex,
     MegatronFSDP,
@@ -21,7 +22,6 @@ from megatron.fsdp import (
     fully_shard,
     fully_shard_model,
 )
-from megatron.fsdp.gradient_sync import GradientError
 from tests.support.fsdp import models
 from tests.support.fsdp.meshes import mesh_of, shard_mesh
 from tests.support.fsdp.models import WIDTH, ResidualBlock, build_stack
@@ -98,6 +98,7 @@ def switch_modes(level: int) -> None:
     assert {f"module.{name}" for name, _ in model.module.named_buffers()} <= set(model.state_dict())
 
 
+@pytest.mark.always("1")
 @pytest.mark.parametrize("level", LEVELS)
 def test_dropout_and_running_statistics_follow_the_mode(ranks: Ranks, level: int) -> None:
     ranks(2, switch_modes, level)
@@ -248,6 +249,7 @@ def poison_one_gradient(level: int) -> str:
     return message
 
 
+@pytest.mark.always("1")
 @pytest.mark.parametrize("level", [0, 1, 2, 3])
 def test_bad_gradient_is_reported_with_parameter_and_rank_on_all_ranks(
     ranks: Ranks, level: int

@@ -7,8 +7,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from megatron.fsdp import MixedPrecisionPolicy, fully_shard
-from megatron.fsdp.dtensor.uneven_dtensor import full_tensor
+from megatron.fsdp.dtensor.tensor_part import full_tensor
+from megatron_fsdp import MixedPrecisionPolicy, fully_shard
 from tests.support.fsdp import models
 from tests.support.fsdp.meshes import shard_mesh
 from tests.support.fsdp.optimizers import sharded_pair, sharding, unsharded_step, weights
@@ -57,6 +57,7 @@ def clip_norms(name: str, level: int, max_norm: float, norms: list[float]) -> No
         compare_shards(model, actual, trainable, "clipped gradient", 1e-6)
 
 
+@pytest.mark.always("scalars-0")
 @pytest.mark.parametrize("level", [0, 1, 2, 3])
 @pytest.mark.parametrize("name", ["scalars", "frozen_in_part", "unused_parameters"])
 def test_clip_grad_norm_is_torchs_own(ranks: Ranks, name: str, level: int) -> None:
@@ -109,6 +110,7 @@ def backward_after_clearing(level: int, way: str) -> None:
             assert torch.equal(twice[name], 2 * gradient), f"{dtype} {name}"
 
 
+@pytest.mark.always("optimizer")
 @pytest.mark.parametrize("way", ["optimizer", "zeros", "model", "torch", "by_hand"])
 def test_cleared_gradients_do_not_come_back(ranks: Ranks, way: str) -> None:
     for level in (0, 2, 3):
@@ -192,6 +194,7 @@ def test_grad_scaler_skips_a_step_on_all_ranks(ranks: Ranks, fused: bool) -> Non
 
 
 # Torch cannot take the largest element of an empty shard: gradients must do so themselves.
+@pytest.mark.always("*-0")
 @pytest.mark.parametrize("level", [0, 1, 2, 3])
 @pytest.mark.parametrize("name", ["scalars", "frozen_in_part", "unused_parameters"])
 def test_clip_grad_norm_by_the_largest_element(ranks: Ranks, name: str, level: int) -> None:

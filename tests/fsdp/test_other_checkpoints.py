@@ -22,8 +22,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.distributed.tensor import DTensor
 
-from megatron.fsdp import MegatronFSDP, fully_shard, fully_shard_model
 from megatron.fsdp.dtensor.tensor_part import full_tensor
+from megatron_fsdp import MegatronFSDP, fully_shard, fully_shard_model
 from tests.support.fsdp.reference import Ranks
 
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from megatron.fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard, fully_shard_model
+from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard, fully_shard_model
 from tests.support.fsdp import models
 from tests.support.fsdp.meshes import mesh_of
 from tests.support.fsdp.models import ResidualBlock
@@ -124,7 +124,7 @@ WRONG_CALLS: dict[str, WrongCall] = {
         NotImplementedError,
     ),
     "strategies differ": WrongCall(
-        ("the sharding strategy differs between ranks", "OPTIM_GRADS,", "OPTIM_GRADS_PARAMS"),
+        ("zero_dp_strategy differs between ranks", "optim_grads;", "optim_grads_params"),
         differing(zero_dp_strategy=(2, 3)),
     ),
     "policies differ": WrongCall(
@@ -136,7 +136,7 @@ WRONG_CALLS: dict[str, WrongCall] = {
         differing(fsdp_unit_modules=([ResidualBlock, nn.LayerNorm], [])),
     ),
     "per-token loss differs": WrongCall(
-        ("gradient policy differs between ranks", "sum_only=True"),
+        ("calculate_per_token_loss differs between ranks", "True"),
         differing(calculate_per_token_loss=(False, True)),
     ),
     "reports of NaN differ": WrongCall(
@@ -151,7 +151,7 @@ WRONG_CALLS: dict[str, WrongCall] = {
         ("overlap_grad_reduce differs between ranks",), differing(overlap_grad_reduce=(False, True))
     ),
     "memory slots differ": WrongCall(
-        ("the settings of memory slots differs between ranks",),
+        ("fsdp_double_buffer differs between ranks",),
         differing(fsdp_double_buffer=(False, True)),
     ),
     "communication sizes differ": WrongCall(

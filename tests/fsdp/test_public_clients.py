@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from megatron.fsdp import MegatronFSDP, fully_shard, fully_shard_model
-from megatron.fsdp.dtensor.uneven_dtensor import full_tensor
+from megatron.fsdp.dtensor.tensor_part import full_tensor
+from megatron_fsdp import MegatronFSDP, fully_shard, fully_shard_model
 from tests.support.fsdp import models
 from tests.support.fsdp.meshes import mesh_of, shard_mesh
 from tests.support.fsdp.models import WIDTH, ResidualBlock, build_stack
@@ -43,6 +43,7 @@ def view_of_module(level: int) -> None:
         optimizer.zero_grad()
 
 
+@pytest.mark.always("0-*", "1-2", "3-*")
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("level", LEVELS)
 def test_gradients_are_on_the_parameters_of_the_module_too(
@@ -77,6 +78,7 @@ def list_inside(level: int) -> None:
     close(full_tensor(scale.grad), reference.scale.grad, "gradient")
 
 
+@pytest.mark.always("0", "3")
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_forward_lists_what_it_computes_with(ranks: Ranks, level: int) -> None:
     ranks(2, list_inside, level)
@@ -145,6 +147,7 @@ def tie_again(level: int) -> None:
         close(full_tensor(parameter), expected.detach(), name)
 
 
+@pytest.mark.always("0", "3")
 @pytest.mark.parametrize("level", LEVELS)
 def test_tied_weights_can_be_tied_again(ranks: Ranks, level: int) -> None:
     ranks(2, tie_again, level)
@@ -248,6 +251,7 @@ def models_output(output: object) -> list[Tensor]:
     return [output] if isinstance(output, Tensor) else list(output)
 
 
+@pytest.mark.always("0-main", "1-main", "2-bf16", "3-*")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=["main", "bf16"])
 @pytest.mark.parametrize("level", LEVELS)
 def test_the_module_loads_full_tensors(ranks: Ranks, level: int, dtype: torch.dtype) -> None:
@@ -338,6 +342,7 @@ def leave_unused_alone(level: int, sync_each: bool) -> None:
             close(full_tensor(parameter), other, f"{name} after step {step}", 1e-6)
 
 
+@pytest.mark.seldom("0-at_the_step", "2-at_the_step")
 @pytest.mark.parametrize("sync_each", [True, False], ids=["each_microbatch", "at_the_step"])
 @pytest.mark.parametrize("level", LEVELS)
 def test_weights_that_no_loss_reaches_are_left_alone(

@@ -15,7 +15,6 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import megatron_fsdp
-from megatron.fsdp.engine import mesh as engine_mesh
 from megatron_fsdp.utils import (
     contains_submesh,
     find_megatron_fsdp,
@@ -128,6 +127,7 @@ SHARD = {
     "param_init_fn": None,
     "find_unused_parameters": False,
     "granularity": "prefer_rows",
+    "fsdp_manual_registration": False,
 }
 
 
@@ -394,7 +394,7 @@ def look_at_meshes() -> None:
     }.items():
         assert contains_submesh(mesh, names) is expected, names
     assert contains_submesh(None, "dp") is contains_submesh(mesh, None) is False
-    assert engine_mesh.FSDPDistributedIndex(mesh, "all").size == dist.get_world_size()
+    assert megatron_fsdp.FSDPDistributedIndex(mesh, "all").size == dist.get_world_size()
 
 
 def test_names_of_mesh_axes(ranks: Callable[..., list[Any]]) -> None:

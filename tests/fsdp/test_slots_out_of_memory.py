@@ -8,7 +8,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from megatron.fsdp import sharding
+from megatron.fsdp import builder
 from tests.fsdp.test_double_buffer import NUM_LAYERS, SLOTS, sharded_chain, train, weights_of
 from tests.support.fsdp.reference import Ranks
 from tests.support.fsdp.wrong_calls import message_of
@@ -16,7 +16,7 @@ from tests.support.fsdp.wrong_calls import message_of
 
 def run_out_of_memory_on_rank_1(**settings: Any) -> str | list[torch.Tensor]:
     """Train where the second rank cannot allocate slots; return the error or the weights."""
-    failing = mock.patch.object(sharding, "allocate_slots", side_effect=RuntimeError("no memory"))
+    failing = mock.patch.object(builder, "allocate_slots", side_effect=RuntimeError("no memory"))
     if dist.get_rank() == 1:
         failing.start()
     try:
@@ -38,7 +38,7 @@ def test_slots_that_one_rank_cannot_allocate_are_an_error_on_every_rank(ranks: R
 
 def train_on_after_the_error() -> tuple[list[str], list[int], list[torch.Tensor]]:
     """Go on after the error of slots, as loops that skip a batch do, until there is memory."""
-    allocate = sharding.allocate_slots
+    allocate = builder.allocate_slots
     num_failures = 3 * dist.get_rank()  # of weights and of gradients, and then of weights alone
 
     def fail_at_first(device: torch.device, sizes: Sequence[int]) -> list[torch.Tensor]:
@@ -48,7 +48,7 @@ def train_on_after_the_error() -> tuple[list[str], list[int], list[torch.Tensor]
             raise RuntimeError("no memory")
         return allocate(device, sizes)
 
-    with mock.patch.object(sharding, "allocate_slots", fail_at_first):
+    with mock.patch.object(builder, "allocate_slots", fail_at_first):
         model, optimizer = sharded_chain(**SLOTS)
     messages = []
     for _ in range(2):

@@ -18,8 +18,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from megatron.fsdp import MegatronFSDP, fully_shard
-from megatron.fsdp.dtensor.uneven_dtensor import full_tensor
+from megatron.fsdp.dtensor.tensor_part import full_tensor
+from megatron_fsdp import MegatronFSDP, fully_shard
 from tests.support.fsdp.meshes import shard_mesh
 from tests.support.fsdp.reference import Ranks, close, optimizer_over
 
@@ -162,6 +162,7 @@ def train(mesh_name: str, level: int, hidden: int, style: str, outer: int = 0) -
             close(model(batch(9, 0)), reference(batch(9, 0)), f"output after step {step}")
 
 
+@pytest.mark.always("0-tensor")
 @pytest.mark.parametrize("style", ["tensor", "sequence"])
 @pytest.mark.parametrize("level", range(4))
 def test_torch_tensor_parallel_models_match_the_unsharded_one(
@@ -170,20 +171,16 @@ def test_torch_tensor_parallel_models_match_the_unsharded_one(
     ranks(4, train, "dp2_tp2", level, 10, style)
 
 
+@pytest.mark.always("3")
 @pytest.mark.parametrize("level", [1, 3])
 def test_hidden_sizes_that_ranks_do_not_divide_match_too(ranks: Ranks, level: int) -> None:
     ranks(4, train, "dp2_tp2", level, 7, "tensor")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("level", "outer"),
-    [
-        pytest.param(0, 0, marks=pytest.mark.exhaustive),
-        (1, 0),
-        pytest.param(2, 0, marks=pytest.mark.exhaustive),
-        pytest.param(3, 0, marks=pytest.mark.exhaustive),
-        (3, 1),
-    ],
+    [(0, 0), (1, 0), (2, 0), (3, 0), (3, 1)],
 )
 def test_hybrid_sharding_with_tensor_parallelism_matches(
     ranks: Ranks, level: int, outer: int
@@ -240,6 +237,7 @@ def load_and_go_on(path: str, hidden: int, tensor_parallel: bool, level: int) ->
     compare_all(model, dict(reference.named_parameters()), "two steps after loading")
 
 
+@pytest.mark.always("zero1_to_zero3-even")
 @pytest.mark.parametrize("hidden", [10, 7], ids=["even", "uneven"])
 @pytest.mark.parametrize(
     ("saved", "loaded"),

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from megatron.fsdp import fully_shard, fully_shard_model, fully_shard_optimizer
+from megatron_fsdp import fully_shard, fully_shard_model, fully_shard_optimizer
 from tests.support.fsdp.models import ResidualBlock, build_stack
 from tests.support.fsdp.reference import Ranks
 from tests.support.fsdp.side_by_side import plain_backward

@@ -8,8 +8,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from megatron.fsdp import MixedPrecisionPolicy, fully_shard_model
 from megatron.fsdp.weight_average import WeightAverage
+from megatron_fsdp import MixedPrecisionPolicy, fully_shard_model
 from tests.support.fsdp import models
 from tests.support.fsdp.reference import LEVELS, Ranks, evaluate
 from tests.support.fsdp.state_dicts import assert_equal, sharded, train, whole

@@ -43,8 +43,8 @@ def make_model() -> nn.Module:
 
 @pytest.mark.parametrize("level", range(4))
 def test_gradients_and_weights_match_the_unsharded_model(level: int) -> None:
-    from megatron.fsdp import fully_shard
-    from megatron.fsdp.dtensor.uneven_dtensor import full_tensor
+    from megatron.fsdp.dtensor.tensor_part import full_tensor
+    from megatron_fsdp import fully_shard
 
     reference = make_model().double().cuda()
     reference_optimizer = torch.optim.AdamW(reference.parameters(), lr=1e-2)

@@ -18,7 +18,6 @@ from tests.support.huggingface.tiny_runs import (
     largest_difference,
     whole_weights,
 )
-from tests.support.selection import mostly_in_full
 
 pytest.importorskip("transformers", reason="needs the package transformers")
 accelerate = pytest.importorskip("accelerate", reason="needs the package accelerate")
@@ -100,7 +99,8 @@ LOOPS: dict[str, tuple[dict[str, Any], str, bool]] = {
 LOOPS_AT_LEVELS = [*((loop, 3) for loop in LOOPS), *(("plain", level) for level in (0, 1, 2))]
 
 
-@pytest.mark.parametrize(("loop", "level"), mostly_in_full(LOOPS_AT_LEVELS, [("accumulated", 3)]))
+@pytest.mark.always("accumulated-3")
+@pytest.mark.parametrize(("loop", "level"), LOOPS_AT_LEVELS)
 def test_a_loop_gives_the_losses_of_ddp(ranks: Ranks, loop: str, level: int) -> None:
     ranks(2, compare_loops, level, *LOOPS[loop])
 

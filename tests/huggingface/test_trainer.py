@@ -24,7 +24,6 @@ from tests.support.huggingface.tiny_runs import (
     values,
     whole_weights,
 )
-from tests.support.selection import mostly_in_full, only_in_full
 
 transformers = pytest.importorskip("transformers", reason="needs the package transformers")
 pytest.importorskip("accelerate", reason="needs the package accelerate")
@@ -78,7 +77,8 @@ def compare_with_ddp(folder: Path, level: int, build: Any, settings: dict[str, A
     return actual[0]
 
 
-@pytest.mark.parametrize(("case", "level"), mostly_in_full(CASES_AT_LEVELS, [("plain", 3)]))
+@pytest.mark.always("plain-3")
+@pytest.mark.parametrize(("case", "level"), CASES_AT_LEVELS)
 def test_losses_and_weights_are_those_of_ddp(
     ranks: Ranks, tmp_path: Path, case: str, level: int
 ) -> None:
@@ -154,7 +154,8 @@ class StopAt(transformers.TrainerCallback):  # type: ignore[name-defined]
         control.should_training_stop = state.global_step >= self.step
 
 
-@pytest.mark.parametrize("first", mostly_in_full(["sharded", "plain"], ["sharded"]))
+@pytest.mark.always("sharded")
+@pytest.mark.parametrize("first", ["sharded", "plain"])
 def test_a_resumed_training_goes_on_as_if_it_had_not_stopped(
     ranks: Ranks, tmp_path: Path, first: str
 ) -> None:
@@ -294,7 +295,8 @@ def build_bf16() -> Any:
     return build_llama(dtype=torch.bfloat16)
 
 
-@pytest.mark.parametrize("build", [build_llama, *only_in_full([build_tied, build_bf16])])
+@pytest.mark.always("build_llama")
+@pytest.mark.parametrize("build", [build_llama, build_tied, build_bf16])
 def test_the_saved_model_loads_into_transformers(ranks: Ranks, tmp_path: Path, build: Any) -> None:
     from megatron_fsdp.huggingface import load_weights_of_shards
 

@@ -24,6 +24,7 @@ def final_weights(command_line: str) -> dict[str, tuple[bool, torch.Tensor]]:
     }
 
 
+@pytest.mark.always("no_shard")
 @pytest.mark.parametrize("level", range(4), ids=LEVELS)
 def test_both_copies_of_a_tied_embedding_stay_equal(level: int) -> None:
     name = "embedding.word_embeddings.weight"
@@ -35,6 +36,7 @@ def test_both_copies_of_a_tied_embedding_stay_equal(level: int) -> None:
         assert on_first[name][1].numel() and torch.equal(on_first[name][1], on_last[name][1])
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("layout", ["tp2", "tp2 sp"])
 def test_what_tensor_ranks_have_copies_of_stays_equal(layout: str) -> None:
     first, second = run_ranks(

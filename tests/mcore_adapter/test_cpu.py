@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 from megatron.mcore_adapter import cpu
@@ -66,6 +67,7 @@ def test_a_second_call_changes_nothing() -> None:
     assert run_ranks(1, install_twice) == [(True, True, True)]
 
 
+@pytest.mark.exhaustive
 def test_nothing_is_replaced_where_there_is_a_gpu() -> None:
     subprocess.run(
         [sys.executable, "-W", "ignore", "-c", ON_A_GPU], cwd=ROOT, check=True, timeout=60

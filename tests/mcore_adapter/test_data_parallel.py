@@ -11,6 +11,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.models.gpt import GPTModel
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
@@ -20,7 +21,7 @@ from megatron.mcore_adapter import FullyShardedDataParallel
 from megatron.mcore_adapter.data_parallel import default_unit_modules
 from megatron.pretrain.arguments.configs import ddp_config
 from tests.support.mcore_adapter.wrapped_models import LAYERS, backward, make_module, make_wrapper
-from tests.support.model_parallel import ONE_AXIS, initialize
+from tests.support.model_parallel import ONE_AXIS, initialize, initialize_data_parallel
 from tests.support.rank_pool import run_ranks
 
 
@@ -129,6 +130,7 @@ def describe_parameters(flags: str) -> dict[str, Any]:
     }
 
 
+@pytest.mark.always("no_shard")
 @pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads_params"])
 def test_parameters_are_the_same_objects_with_the_shapes_and_attributes_of_the_modules(
     strategy: str,
@@ -242,3 +244,25 @@ def refusal_of_experts(expert_ranks: int) -> str:
 def test_experts_that_would_be_reduced_over_the_wrong_ranks_are_refused() -> None:
     assert "need expert parallelism of at least 2" in run_ranks(4, refusal_of_experts, 1)[0]
     assert run_ranks(4, refusal_of_experts, 2)[0] == "accepted"
+
+
+def train_with_groups_of_axes_of_several_ranks() -> list[bool]:
+    """Job: compare with a collection that has all groups, one that lacks those of size one."""
+    initialize_data_parallel()
+    full = ProcessGroupCollection.use_mpu_process_groups()
+    partial = ProcessGroupCollection()
+    partial.dp, partial.dp_cp, partial.expt_dp = full.dp, full.dp_cp, full.expt_dp
+    gradients = []
+    for groups in (full, partial):
+        model = make_wrapper(pg_collection=groups)
+        assert model.megatron_fsdp_dist_index is model.module.get_distributed_index()
+        backward(model, 0)
+        model.finish_grad_sync()
+        gradients.append([parameter.grad.to_local() for parameter in model.parameters()])
+    assert not hasattr(partial, "tp")  # the user's collection is not changed
+    return [torch.equal(one, two) for one, two in zip(*gradients, strict=True)]
+
+
+def test_groups_of_axes_of_size_one_may_be_missing() -> None:
+    for same in run_ranks(2, train_with_groups_of_axes_of_several_ranks):
+        assert same and all(same)

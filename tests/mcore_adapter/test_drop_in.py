@@ -21,10 +21,10 @@ from megatron.core.utils import unwrap_model
 from torch._dynamo import eval_frame
 
 import megatron.mcore_adapter
-from megatron.fsdp import MegatronFSDP
 from megatron.mcore_adapter import cpu, drop_in, loop_state_dicts
 from megatron.mcore_adapter.loop_on_cpu import LoopOnCpu
 from megatron.mcore_adapter.releases import tested
+from megatron_fsdp import MegatronFSDP
 from tests.support.mcore_adapter.dropped_in import LoopRun, dropped_in
 from tests.support.mcore_adapter.megatron_lm_loop import NAMES, loaded
 from tests.support.rank_pool import run_ranks
@@ -48,6 +48,7 @@ def train_both_ways(changes: dict[str, Any]) -> tuple[list[float], list[float], 
     return losses, by_hand, len(calls)
 
 
+@pytest.mark.always("bf16")
 @pytest.mark.parametrize(
     "changes", [{"bf16": True}, {}, {"fp16": True}], ids=["bf16", "fp32", "fp16"]
 )

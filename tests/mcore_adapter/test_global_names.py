@@ -50,6 +50,7 @@ def names_by_place(ranks: int, layout: str, model: str) -> dict[Place, set[str]]
 WORDS = "embedding.word_embeddings.weight"
 
 
+@pytest.mark.always("untied", "virtual_stages")
 @pytest.mark.parametrize(
     ("ranks", "layout", "model", "common"),
     [

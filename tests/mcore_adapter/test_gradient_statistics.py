@@ -26,6 +26,7 @@ SHARDINGS = {
 }
 
 
+@pytest.mark.exhaustive
 def test_every_gradient_counts_once_in_the_norm() -> None:
     lines = [
         SHARDINGS["zero0"].reference,
@@ -71,6 +72,7 @@ SUMMED = {
 }
 
 
+@pytest.mark.always("norms_tp2_sp")
 @pytest.mark.parametrize("case", SUMMED)
 def test_gradients_that_tensor_ranks_sum_or_average_are_those_of_ddp(case: str) -> None:
     combination, trap = SUMMED[case]

@@ -64,6 +64,7 @@ def zero_twice(command_line: str) -> list[float]:
     return norms
 
 
+@pytest.mark.always("zero1")
 @pytest.mark.parametrize("level", [1, 3], ids=["zero1", "zero3"])
 def test_zero_grad_buffer_twice_forgets_everything_once(level: int) -> None:
     norms = run_ranks(
@@ -84,6 +85,7 @@ def pieces(strategy: str) -> dict[str, tuple[int, tuple[int, ...]]]:
     return {name: (p.grad._local_tensor.numel(), p.numel()) for name, p in model.named_parameters()}
 
 
+@pytest.mark.always("optim_grads_params")
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
 def test_every_rank_has_a_gradient_for_every_parameter_also_of_size_zero(strategy: str) -> None:
     per_rank = run_ranks(4, pieces, strategy)
@@ -132,6 +134,7 @@ def ways_through_a_step(strategy: str) -> None:
     assert_same(gradients(model), {name: value * 0.25 for name, value in expected.items()})
 
 
+@pytest.mark.always("no_shard")
 @pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads", "optim_grads_params"])
 def test_every_order_of_calls_gives_the_same_gradients(strategy: str) -> None:
     run_ranks(2, ways_through_a_step, strategy)

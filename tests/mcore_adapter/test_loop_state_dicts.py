@@ -11,7 +11,6 @@ import torch.distributed.checkpoint as dcp
 
 from tests.support.mcore_adapter.dropped_in import LoopRun, dropped_in
 from tests.support.rank_pool import run_ranks
-from tests.support.selection import only_in_full
 
 SAMPLE = Path(__file__).parents[1] / "data" / "fsdp_dtensor" / "dense_swiglu_bf16_dp2"
 INFO = json.loads((SAMPLE / "info.json").read_text())
@@ -41,24 +40,21 @@ VIRTUAL = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_s
 MOE = {"num_experts": 4, "expert_model_parallel_size": 2}
 
 
+@pytest.mark.always("virtual_stages_on")
 @pytest.mark.parametrize(
     ("wrote", "reads", "changes"),
     [
-        *only_in_full([((2, {}), (1, {}), {"bf16": True})]),
+        ((2, {}), (1, {}), {"bf16": True}),
         ((2, {}), (2, {"data_parallel_sharding_strategy": "optim"}), {"fp16": True}),
-        *only_in_full(
-            [
-                (
-                    (2, {"data_parallel_sharding_strategy": "no_shard"}),
-                    (4, {}),
-                    {"untie_embeddings_and_output_weights": False},
-                )
-            ]
+        (
+            (2, {"data_parallel_sharding_strategy": "no_shard"}),
+            (4, {}),
+            {"untie_embeddings_and_output_weights": False},
         ),
-        *only_in_full([((2, {"tensor_model_parallel_size": 2}), (2, {}), {})]),
+        ((2, {"tensor_model_parallel_size": 2}), (2, {}), {}),
         ((1, {}), (4, {"tensor_model_parallel_size": 2}), {"swiglu": False}),
         ((2, MOE), (1, {"num_experts": 4}), {}),
-        *only_in_full([((2, VIRTUAL), (1, {}), {"num_layers": 4, "fp16": True})]),
+        ((2, VIRTUAL), (1, {}), {"num_layers": 4, "fp16": True}),
         (
             (1, {}),
             (2, VIRTUAL | {"data_parallel_sharding_strategy": "optim"}),
@@ -95,6 +91,7 @@ def test_a_run_resumes_in_another_layout(
     )
 
 
+@pytest.mark.exhaustive
 def test_a_file_of_another_precision_loads_with_other_wrappers_and_without_a_loss_scaler(
     tmp_path: Path,
 ) -> None:
@@ -172,6 +169,7 @@ def load_other_model(path: Path, changes: dict[str, Any]) -> str:
     return "loaded"
 
 
+@pytest.mark.exhaustive
 def test_a_file_of_another_model_is_refused_before_anything_is_read(tmp_path: Path) -> None:
     run_ranks(2, train_save_train, tmp_path, {"num_layers": 3})
     for message in run_ranks(
@@ -202,6 +200,7 @@ def load_in_part(path: Path) -> tuple[bool, bool, set[int], list[float]]:
         return came, stayed, steps, [group["lr"] for group in run.optimizer.param_groups]
 
 
+@pytest.mark.exhaustive
 def test_a_partial_load_takes_what_there_is_and_moves_nothing_else(tmp_path: Path) -> None:
     run_ranks(2, train_save_train, tmp_path, {})
     for came, stayed, steps, rates in run_ranks(2, load_in_part, tmp_path):

@@ -7,7 +7,6 @@ The table of `real_loop.py` has further rows.
 import os
 import subprocess
 import sys
-import sysconfig
 from pathlib import Path
 
 import pytest
@@ -71,24 +70,6 @@ def test_contradictions_end_the_program_with_one_line(tmp_path: Path) -> None:
     assert done.stderr.splitlines()[-1].startswith(
         "megatron.mcore_adapter: --ckpt-format torch_dist with --use-megatron-fsdp"
     )
-
-
-def test_what_is_not_installed_is_said_in_one_line(tmp_path: Path) -> None:
-    core = tmp_path / "megatron" / "core"
-    (core / "datasets").mkdir(parents=True)
-    (core / "transformer" / "moe").mkdir(parents=True)
-    (core / "transformer" / "moe" / "paged_stash.py").write_text("import triton\n")
-    (core / "datasets" / "Makefile").touch()
-    (core / "__init__.py").touch()
-    (core / "package_info.py").write_text("MAJOR = 0\nMINOR = 19\nPATCH = 0\n")
-    (tmp_path / "pretrain_gpt.py").touch()
-    done = start(str(tmp_path / "pretrain_gpt.py"), PATH=str(tmp_path))
-    assert done.returncode == 2
-    (line,) = done.stderr.splitlines()
-    installed = Path(sysconfig.get_path("purelib"))  # a build of torch for GPUs brings triton
-    for name in ("triton", "pybind11"):
-        assert (f"pip install {name}" in line) != (installed / name).is_dir()
-    assert "make, g++, python3" in line
 
 
 def test_two_releases_are_named_in_one_line(tmp_path: Path) -> None:

@@ -54,6 +54,7 @@ CASES = {
 }
 
 
+@pytest.mark.always("overlap")
 @pytest.mark.parametrize("case", CASES)
 def test_a_run_has_the_simulated_collectives_and_flat_buffers(case: str, tmp_path: Path) -> None:
     world_size, flags = CASES[case]

@@ -11,12 +11,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from megatron.fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard
-from megatron.fsdp.trace import record as trace
+from megatron.fsdp import trace
 from megatron.fsdp.trace.recorder import STORAGE, TraceEntry
 from megatron.planning.simulation import attach, simulating
 from megatron.planning.skeleton import make_skeleton
 from megatron.pretrain.dry_run import pretended_ranks
+from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard
 from tests.support.fsdp.live_bytes import LiveBytes
 from tests.support.rank_pool import run_ranks
 
@@ -168,6 +168,7 @@ CASES: dict[str, tuple[int, int, dict[str, Any], int, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.always("level3_3", "hybrid", "tied")
 @pytest.mark.parametrize("case", CASES)
 def test_the_simulated_collectives_and_flat_buffers_are_those_of_a_run(case: str) -> None:
     world_size, *arguments = CASES[case]
@@ -177,6 +178,7 @@ def test_the_simulated_collectives_and_flat_buffers_are_those_of_a_run(case: str
     assert simulated == runs[0][0]
 
 
+@pytest.mark.exhaustive
 def test_the_shards_of_an_outer_axis_are_gathered_and_reduced_as_in_a_run() -> None:
     """On a CPU the second of two collectives begins when the first is waited for, not after it."""
     arguments = (2, {}, 2, {"outer_dp_sharding_strategy": 1})
@@ -185,6 +187,7 @@ def test_the_shards_of_an_outer_axis_are_gathered_and_reduced_as_in_a_run() -> N
     assert sorted(simulated, key=str) == sorted(runs[0][0], key=str)
 
 
+@pytest.mark.always("3-bf16")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("level", range(4))
 def test_the_simulated_peak_is_that_of_a_run(level: int, dtype: torch.dtype) -> None:

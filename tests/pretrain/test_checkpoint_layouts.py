@@ -35,7 +35,6 @@ from tests.support.pretrain.training_runs import (
     train,
 )
 from tests.support.rank_pool import run_ranks
-from tests.support.selection import mostly_in_full
 
 STEPS = 2
 """Under every layout. The second one shows the optimizer's state, which the first has used."""
@@ -80,7 +79,6 @@ CHANGES = {
     ),
     "stages_and_contexts": runs(GPT2, (2, "pp2 vpp2"), (2, "cp2", 1), layers=4),
 }
-SHORT_CHANGES = ("expert_axes", "stages_and_contexts")
 
 
 def go_on(folder: Path, layout: Combination, first: int, last: int, num_runs: int) -> Record:
@@ -93,7 +91,8 @@ def go_on(folder: Path, layout: Combination, first: int, last: int, num_runs: in
     return record
 
 
-@pytest.mark.parametrize("name", mostly_in_full(CHANGES, SHORT_CHANGES))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", CHANGES)
 def test_a_run_goes_on_under_another_layout(name: str, tmp_path: Path) -> None:
     first, *others = CHANGES[name]
     unbroken = go_on(tmp_path, first, 1, len(CHANGES[name]) * STEPS, len(CHANGES[name]))
@@ -109,6 +108,7 @@ def test_a_run_goes_on_under_another_layout(name: str, tmp_path: Path) -> None:
 PADDED = f"{UNTIED} --make-vocab-size-divisible-by 8"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("source", "target"), [("dp", "tp2"), ("tp2", "dp")])
 def test_rows_beyond_the_vocabulary_are_neither_read_nor_changed(
     source: str, target: str, tmp_path: Path
@@ -136,6 +136,7 @@ def test_rows_beyond_the_vocabulary_are_neither_read_nor_changed(
     }
 
 
+@pytest.mark.always("layers")
 @pytest.mark.parametrize(
     ("layout", "flags", "words"),
     [
@@ -195,6 +196,7 @@ def load_and_draw(line: str) -> tuple[list[float], list[str]]:
     return draw(), run.report.record.lines
 
 
+@pytest.mark.exhaustive
 def test_every_rank_has_its_generators_back_unless_the_file_has_none_for_some(
     tmp_path: Path,
 ) -> None:

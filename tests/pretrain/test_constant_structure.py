@@ -17,10 +17,10 @@ import torch.distributed.checkpoint as dcp
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.strategies.torch import MCoreSavePlanner
 
-from megatron.checkpoint.dcp import dcp_saving
-from megatron.checkpoint.dcp.dcp_saving import EvenPlanner, SigningWriter
-from megatron.checkpoint.dcp.plan_reuse import PlanReuse
-from megatron.pretrain.checkpoints.save_strategy import SaveStrategies, structure_of
+from megatron.checkpoint.dcp import save_planner as dcp_saving
+from megatron.checkpoint.dcp.save_planner import EvenPlanner, PlanReuse
+from megatron.checkpoint.dcp.signing_writer import SigningWriter
+from megatron.pretrain.checkpoints.torch_dist_saving import SaveStrategies, structure_of
 from tests.support.pretrain.saved_runs import FSDP, GATED, SIX, assert_equal, keys, read
 from tests.support.pretrain.training_runs import pretrain, train
 from tests.support.rank_pool import run_ranks
@@ -62,6 +62,7 @@ def test_saves_with_fsdp_are_planned_once_and_are_the_same(form: str, tmp_path: 
         assert_equal(read(tmp_path / "once", iteration), read(tmp_path / "anew", iteration))
 
 
+@pytest.mark.exhaustive
 def test_saves_without_fsdp_are_planned_twice_and_are_the_same(tmp_path: Path) -> None:
     line = f"{SIX} {GATED} --use-distributed-optimizer --train-iters 4 --save-interval 1"
     assert run_ranks(2, train_and_count, f"{line} --save {tmp_path}/anew")[0] == (0, 4)
@@ -167,6 +168,7 @@ def test_a_strategy_is_kept_while_no_rank_has_another_structure() -> None:
     assert never == [[False] * 5]
 
 
+@pytest.mark.seldom("torch_dist with fsdp")
 @pytest.mark.parametrize(
     "flags",
     [

@@ -28,7 +28,6 @@ from tests.support.pretrain.parity import (
 )
 from tests.support.pretrain.training_runs import Record, assert_close, refuse, train
 from tests.support.rank_pool import run_ranks
-from tests.support.selection import mostly_in_full
 
 STEPS = 2
 MIXED = f"{ALLTOALL} {SHARED} {BIAS} --moe-layer-freq ([0]*1+[1]*1)"
@@ -51,8 +50,6 @@ CHANGES = {
     "deepseek": (run(4, "pp2 ep2", f"{DEEPSEEK} {MTP}", 4), run(2, "ep2", f"{DEEPSEEK} {MTP}", 4)),
     "bf16": (run(2, "tp2", f"{LLAMA} --bf16"), run(2, "dp", f"{LLAMA} --bf16")),
 }
-
-SHORT_CHANGES = ("layers_that_differ",)
 
 
 def go_on(
@@ -89,7 +86,8 @@ def assert_same_state(directory: Path, expected: Path) -> None:
     assert mine.compute_dtype == theirs.compute_dtype and mine.notes == theirs.notes
 
 
-@pytest.mark.parametrize("name", mostly_in_full(CHANGES, SHORT_CHANGES))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", CHANGES)
 def test_a_run_goes_on_with_fsdp_and_back(name: str, tmp_path: Path) -> None:
     before, after = CHANGES[name]
     without_fsdp = (

@@ -21,7 +21,6 @@ from tests.pretrain.test_sample_checkpoint import LOSS_TOLERANCE, NORM_TOLERANCE
 from tests.support.checkpoint import samples
 from tests.support.pretrain.training_runs import build, load_checkpoint, save_checkpoint
 from tests.support.rank_pool import run_ranks
-from tests.support.selection import mostly_in_full
 
 OF_THE_RUN = {"--ckpt-format": 1, "--save": 1, "--save-interval": 1}
 OF_OPTIMIZER_WITHOUT_FSDP = {
@@ -31,8 +30,6 @@ OF_OPTIMIZER_WITHOUT_FSDP = {
 
 LOADED_BY_NOBODY_ELSE = ("dense_swiglu_bf16_dp2_dp_reshardable",)
 """Samples that Megatron-Core reads only under their own layout."""
-
-SHORT_SAMPLES = (samples.EXPERTS,)
 
 
 def command_line(info: dict, checkpoint: Path, with_fsdp: bool) -> str:
@@ -91,7 +88,8 @@ def convert(command: str, source: Path, target: Path) -> Path:
     return target
 
 
-@pytest.mark.parametrize("name", mostly_in_full(samples.TORCH_DIST, SHORT_SAMPLES))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", samples.TORCH_DIST)
 def test_the_next_step_from_a_converted_sample_is_that_of_the_original(
     name: str, tmp_path: Path
 ) -> None:

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 
 from megatron.checkpoint.commands.command_line import main
 from megatron.checkpoint.dcp.stored_checkpoint import StoredCheckpoint
-from megatron.checkpoint.hugging_face import reader as hugging_face
+from megatron.checkpoint.hugging_face import model_reader as hugging_face
 from megatron.checkpoint.hugging_face.model_arguments import model_flags
 from tests.support.checkpoint.changed_checkpoints import rewritten
 from tests.support.checkpoint.hugging_face_models import RUN, saved_model
@@ -66,6 +66,7 @@ def test_a_run_with_fsdp_saves_what_runs_with_and_without_it_load(tmp_path: Path
         assert_close(without.column(name), whole.column(name)[3:], 1e-5)
 
 
+@pytest.mark.exhaustive
 def test_a_run_with_fsdp_saves_the_same_torch_dist_files_in_the_background(tmp_path: Path) -> None:
     line = f"{SIX} {GATED} {FSDP} --bf16 --ckpt-format torch_dist --train-iters 3"
     line += " --save-interval 2"
@@ -98,15 +99,15 @@ def test_main_weights_that_contradict_the_model_are_found_on_all_ranks(
 def elements_read(line: str) -> tuple[int, int]:
     """Job: return how many elements this rank reads for a load, and how many the file has."""
     run = build(line)
-    read = StoredCheckpoint.read_region
+    read = StoredCheckpoint.read_chunk
     sizes: list[int] = []
 
     def counted(*args: Any) -> torch.Tensor:
-        region = read(*args)
-        sizes.append(region.numel())
-        return region
+        chunk = read(*args)
+        sizes.append(chunk.numel())
+        return chunk
 
-    with patch.object(StoredCheckpoint, "read_region", counted):
+    with patch.object(StoredCheckpoint, "read_chunk", counted):
         load_checkpoint(run)
     stored = StoredCheckpoint(Path(run.args.load) / "iter_0000002", verify=False)
     return sum(sizes), sum(torch.Size(stored.shape(key)).numel() for key in stored.tensors)
@@ -137,6 +138,7 @@ MODEL = (
 )
 
 
+@pytest.mark.exhaustive
 def test_a_hugging_face_model_is_loaded_with_its_arguments(tmp_path: Path) -> None:
     run_ranks(1, save_model, tmp_path / "model")
     (plain,) = run_ranks(2, train, f"{MODEL} {FSDP} --load {tmp_path}/model")[0]

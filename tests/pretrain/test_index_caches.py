@@ -6,15 +6,11 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
-import torch.distributed as dist
 
-from megatron.pretrain import first_rank
 from megatron.pretrain.data import dataset_files
 from megatron.pretrain.data.dataset_files import check_samples
 from megatron.pretrain.data.gpt_datasets import build_datasets
-from megatron.pretrain.data.index_cache import DATASETS, check_visible
 from tests.pretrain.data.test_gpt_datasets import NUMBERS, namespace, write_numbers
-from tests.support.fsdp.reference import Ranks
 
 
 def test_index_caches_of_other_data_of_the_same_name_are_refused(tmp_path: Path) -> None:
@@ -32,38 +28,24 @@ def test_index_caches_of_other_data_of_the_same_name_are_refused(tmp_path: Path)
             build_datasets(arguments, NUMBERS)
 
 
+@pytest.mark.parametrize("folder", ["cache", None], ids=["own", "beside_the_data"])
 @pytest.mark.parametrize("keep", [0, 100, -8])
 @pytest.mark.parametrize("name", ["document", "sample", "shuffle"])
-def test_an_index_cache_that_is_cut_off_is_named(name: str, keep: int, tmp_path: Path) -> None:
+def test_an_index_cache_that_is_cut_off_is_named(
+    name: str, keep: int, folder: str | None, tmp_path: Path
+) -> None:
     arguments = namespace(
-        data_path=[str(tmp_path / "corpus")], split="1,0,0", data_cache_path=str(tmp_path / "cache")
+        data_path=[str(tmp_path / "corpus")],
+        split="1,0,0",
+        data_cache_path=folder and str(tmp_path / folder),
     )
+    caches = tmp_path / (folder or "corpus/cache/GPTDataset_indices")
     write_numbers(tmp_path / "corpus", [[1] * 20] * 30)
     build_datasets(arguments, NUMBERS)
-    (file,) = (tmp_path / "cache").glob(f"*train-{name}_index.npy")
+    (file,) = caches.glob(f"*train-{name}_index.npy")
     file.write_bytes(file.read_bytes()[:keep])
-    with pytest.raises(ValueError, match=f"{tmp_path}/cache are cut off .*{file.name}; remove"):
+    with pytest.raises(ValueError, match=f"{caches} are cut off .*{file.name}; remove"):
         build_datasets(arguments, NUMBERS)
-
-
-@pytest.mark.usefixtures("one_rank")
-def test_nothing_is_created_beside_the_data(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
-    (tmp_path / "data").mkdir()
-    prefix = write_numbers(tmp_path / "data" / "corpus", [[1] * 20] * 30)
-    other = write_numbers(tmp_path / "data" / "other", [[2] * 20] * 30)
-    before = sorted(tmp_path.glob("data/**/*"))
-    caches = []
-    for paths in ([prefix], ["0.3", prefix, "0.7", other]):
-        build_datasets(namespace(data_path=paths, split="80,20,0"), NUMBERS)
-        found = set((tmp_path / "home" / "open-megatron-fsdp" / "indices").iterdir())
-        (new,) = found.difference(caches)
-        caches.append(new)
-        assert any(new.glob("*GPTDataset-train-sample_index.npy"))
-        assert f"{tmp_path}/data/corpus" in (new / DATASETS).read_text()
-    assert sorted(tmp_path.glob("data/**/*")) == before
 
 
 def test_data_that_is_written_anew_has_a_cache_of_its_own(
@@ -77,38 +59,11 @@ def test_data_that_is_written_anew_has_a_cache_of_its_own(
         assert train.dataset.sequence_lengths[0] == length + 1
 
 
-def test_a_cache_that_cannot_be_made_is_named_with_the_way_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "home").write_text("a file")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+def test_a_cache_that_cannot_be_made_is_named_with_the_way_out(tmp_path: Path) -> None:
     prefix = write_numbers(tmp_path / "corpus", [[1] * 20] * 30)
-    with pytest.raises(OSError, match=r"cannot be written .* give --data-cache-path"):
+    Path(prefix).write_text("a file where the caches of the data would be")
+    with pytest.raises(OSError, match=r"corpus/cache cannot be made .* give --data-cache-path"):
         build_datasets(namespace(data_path=[prefix], split="1,0,0"), NUMBERS)
-
-
-def look_for_caches(folder: str, homes: int) -> str:
-    """Job: check a folder, of one home or of one for each rank, and return the message."""
-    own = Path(folder) / f"home{dist.get_rank() % homes}"
-    with patch.object(first_rank, "SECONDS_UNTIL_VISIBLE", 0.0 if homes > 1 else 10.0):
-        try:
-            check_visible(str(own))
-        except ValueError as error:
-            return str(error)
-    return ""
-
-
-def test_an_old_folder_of_another_home_is_not_taken_for_that_of_the_first_rank(
-    ranks: Ranks, tmp_path: Path
-) -> None:
-    for home in ("home0", "home1"):
-        (tmp_path / home).mkdir()
-        (tmp_path / home / DATASETS).write_text("{}")
-    for message in ranks(2, look_for_caches, str(tmp_path), 2):
-        assert f"rank 1 does not see {tmp_path}/home1/" in message
-        assert "give --data-cache-path" in message
-    assert ranks(2, look_for_caches, str(tmp_path), 1) == ["", ""]
-    assert [each.name for each in (tmp_path / "home0").iterdir()] == [DATASETS]
 
 
 @pytest.mark.parametrize("block", [7, 1 << 20])

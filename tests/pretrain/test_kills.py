@@ -14,7 +14,7 @@ from tests.support.warm_programs import ROOT
 @pytest.mark.exhaustive  # test_loss_history.py kills the save alone, at every change
 @pytest.mark.parametrize(
     ("form", "kinds"),
-    [("fsdp_dtensor", (*KINDS, "two runs")), (AT_URL, (KINDS[0], KINDS[2], "two runs"))],
+    [("fsdp_dtensor", (*KINDS, "two runs")), (AT_URL, (KINDS[0], KINDS[2]))],
     ids=["in a directory", "at a URL"],
 )
 def test_a_run_that_is_struck_is_gone_on_with(form: str, kinds: tuple[str, ...]) -> None:

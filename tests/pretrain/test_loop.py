@@ -20,7 +20,6 @@ from tests.support.pretrain.training_runs import (
     train,
 )
 from tests.support.rank_pool import run_ranks
-from tests.support.selection import only_in_full
 
 SHORT = f"{SMALL} --train-iters 3 --lr-decay-iters 20 --log-params-norm --log-num-zeros-in-grad"
 WITH_DROPOUT = SHORT.replace(NO_DROPOUT, "--attention-dropout 0.1 --hidden-dropout 0.1")
@@ -75,6 +74,7 @@ def test_a_run_with_memory_slots_tells_their_number_and_bytes(reference: Record)
         )
 
 
+@pytest.mark.always("no_shard")
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_every_strategy_trains_as_ddp_does(strategy: str, reference: Record) -> None:
     line = (
@@ -105,25 +105,20 @@ def compare(
     return fsdp
 
 
+@pytest.mark.always("use-distributed-optimizer", "clip-grad")
 @pytest.mark.parametrize(
     "flags",
     [
         "--use-distributed-optimizer",
         LLAMA,
-        *only_in_full(
-            [
-                "--untie-embeddings-and-output-weights",
-                "--position-embedding-type rope --overlap-grad-reduce",
-            ]
-        ),
+        "--untie-embeddings-and-output-weights",
+        "--position-embedding-type rope --overlap-grad-reduce",
         "--overlap-grad-reduce --overlap-param-gather --use-distributed-optimizer",
         "--global-batch-size 4 --no-check-for-nan-in-loss-and-grad",
         "--clip-grad 0.1 --weight-decay 0.3",
         "--calculate-per-token-loss",
         "--ddp-average-in-collective",
-        *only_in_full(
-            ["--untie-embeddings-and-output-weights --decoupled-lr 2e-2 --decoupled-min-lr 1e-3"]
-        ),
+        "--untie-embeddings-and-output-weights --decoupled-lr 2e-2 --decoupled-min-lr 1e-3",
         "--data-parallel-random-init",
     ],
     ids=lambda flags: "llama" if flags == LLAMA else flags.removeprefix("--").split()[0],
@@ -142,6 +137,7 @@ def test_zeros_in_the_gradient_are_counted_as_ddp_counts_them() -> None:
     assert all(number > 32 for number in fsdp.column("num-zeros"))
 
 
+@pytest.mark.always("optim")
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
 def test_overlap_does_not_change_the_numbers(strategy: str) -> None:
     line = f"{SHORT} {FSDP} --data-parallel-sharding-strategy {strategy}"
@@ -158,6 +154,7 @@ def test_overlap_does_not_change_the_numbers(strategy: str) -> None:
         )
 
 
+@pytest.mark.exhaustive
 def test_bf16_trains_as_ddp_in_bf16_does() -> None:
     line = f"{SMALL} --bf16 {LLAMA} --train-iters 8 --lr-decay-iters 20"
     lines = [
@@ -184,6 +181,7 @@ def test_fp16_skips_the_same_iterations_as_ddp() -> None:
     )
 
 
+@pytest.mark.always("optim")
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
 def test_recomputed_activations_do_not_change_a_number(strategy: str) -> None:
     line = f"{WITH_DROPOUT} {FSDP} --data-parallel-sharding-strategy {strategy}"

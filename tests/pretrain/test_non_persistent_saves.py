@@ -9,12 +9,9 @@ import pytest
 
 from megatron.checkpoint.store import directory
 from megatron.pretrain import loop
-from megatron.pretrain.checkpoints.followed_checkpoint import FOLLOWED
-from tests.pretrain.test_newest_checkpoint import flip
 from tests.support.pretrain.saved_runs import LINE, saved_at
 from tests.support.pretrain.training_runs import Record, refuse, train
 from tests.support.rank_pool import run_ranks
-from tests.support.selection import mostly_in_full
 
 LOADED = "--non-persistent-ckpt-type global"
 
@@ -32,7 +29,8 @@ def broken_off(command_line: str, iteration: int) -> str:
         return refuse(command_line)
 
 
-@pytest.mark.parametrize("is_elsewhere", mostly_in_full([False, True], [False]))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("is_elsewhere", [False, True])
 def test_the_newer_checkpoint_of_both_kinds_is_loaded(
     is_elsewhere: bool, fp32: tuple[Path, Record], tmp_path: Path
 ) -> None:
@@ -59,26 +57,15 @@ def test_the_newer_checkpoint_of_both_kinds_is_loaded(
     assert again.iteration == 6 and not again.steps
 
 
-def test_a_tracker_file_that_was_edited_goes_before_a_newer_non_persistent_checkpoint(
-    tmp_path: Path,
-) -> None:
-    line = f"{LINE} --save {tmp_path} --load {tmp_path} {LOADED}"
-    saving = f"{line} --save-interval 2 --non-persistent-save-interval 1"
-    assert "broken off" in run_ranks(2, broken_off, saving, 5)[0]
-    tracker, extra = tmp_path / directory.TRACKER, tmp_path / "non_persistent" / "iter_0000005"
-    assert (extra / FOLLOWED).read_text() == "4"
-    tracker.write_text("2")
-    (gone_back,) = run_ranks(2, train, f"{LINE} --load {tmp_path} {LOADED} --exit-interval 3")[0]
-    assert f"loaded {tmp_path}/iter_0000002, iteration 2" in gone_back.lines
-    (told,) = [text for text in gone_back.lines if str(extra) in text]
-    assert told.startswith(f"{extra} is newer, and is not loaded: {tracker} names another")
-    # What the tracker file names again is damaged: the newer one, which followed it, is sound.
-    tracker.write_text("4")
-    flip(tmp_path / "iter_0000004" / "__0_0.distcp")
-    (resumed,) = run_ranks(2, train, f"{LINE} --load {tmp_path} {LOADED} --exit-interval 6")[0]
-    assert f"loaded {extra}, iteration 5" in resumed.lines
-    # A checkpoint of an earlier version does not say what it followed.
-    (extra / FOLLOWED).unlink()
-    tracker.write_text("2")
-    (old,) = run_ranks(2, train, f"{LINE} --load {tmp_path} {LOADED} --exit-interval 6")[0]
-    assert f"loaded {extra}, iteration 5" in old.lines
+def test_a_run_that_went_back_goes_on_from_its_own_checkpoint(tmp_path: Path) -> None:
+    line = f"{LINE} --save {tmp_path} --load {tmp_path} {LOADED} --non-persistent-save-interval 1"
+    assert "broken off" in run_ranks(2, broken_off, f"{line} --save-interval 2", 5)[0]
+    extra = tmp_path / "non_persistent"
+    back = f"{line} --save-interval 9 --ckpt-step 2"
+    assert "broken off" in run_ranks(2, broken_off, back, 2)[0]
+    assert directory.iterations(tmp_path) == [2] and directory.read_tracker(tmp_path) == 2
+    assert (tmp_path / "replaced_1" / "iter_0000004").is_dir()
+    assert (extra / "replaced_1" / "iter_0000005").is_dir()
+    assert "broken off" in run_ranks(2, broken_off, back, 3)[0]
+    (resumed,) = run_ranks(2, train, f"{line} --save-interval 9 --exit-interval 4")[0]
+    assert f"loaded {extra}/iter_0000003, iteration 3" in resumed.lines

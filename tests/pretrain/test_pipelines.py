@@ -3,6 +3,7 @@
 
 import zlib
 
+import pytest
 import torch
 from megatron.core.transformer.module import MegatronModule
 
@@ -36,6 +37,7 @@ def losses_of_filled(*command_lines: str) -> list[Record]:
     return [pretrain_with(command_line, fill_by_name)[0] for command_line in command_lines]
 
 
+@pytest.mark.exhaustive
 def test_virtual_stages_on_two_ranks_do_not_mix_up_their_messages() -> None:
     # A batch of messages between the same two ranks confuses forward and backward.
     flags = "--train-iters 3 --overlap-grad-reduce"

@@ -26,7 +26,7 @@ import pretrain_gpt
 from megatron.checkpoint.store.directory import TRACKER
 from megatron.pretrain import loop
 from megatron.pretrain.data.corpus import write_corpus
-from megatron.pretrain.data.tokenizer import ByteTokenizer
+from megatron.pretrain.data.tokenizers import ByteTokenizer
 from megatron.pretrain.report.logging_setup import set_up_logging
 from tests.support.pretrain.training_runs import SMALL, SOURCE, Record, prepare, pretrain, train
 from tests.support.rank_pool import run_ranks
@@ -187,6 +187,7 @@ def interrupted(command_line: str, rank: int, number: int = signal.SIGTERM) -> R
     return None
 
 
+@pytest.mark.always("1")
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_signal_to_one_rank_stops_all_at_the_same_step_with_a_checkpoint(
     rank: int, tmp_path: Path
@@ -295,6 +296,7 @@ def checkpoint(saved: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(saved, tmp_path / "checkpoint"))
 
 
+@pytest.mark.always("layers")
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
@@ -312,6 +314,7 @@ def cut(path: Path, share: float) -> None:
     path.write_bytes(path.read_bytes()[: int(path.stat().st_size * share)])
 
 
+@pytest.mark.always("data_cut", "metadata_cut")
 @pytest.mark.parametrize(
     "damage",
     [
@@ -342,6 +345,7 @@ def test_a_damaged_checkpoint_is_refused(
     )
 
 
+@pytest.mark.always(".metadata")
 @pytest.mark.parametrize("file", [".metadata", "common.pt", "__1_0.distcp"])
 def test_a_damaged_checkpoint_without_fsdp_is_refused(file: str, tmp_path: Path) -> None:
     line = LINE.replace("--use-megatron-fsdp", "--use-distributed-optimizer")
@@ -350,6 +354,7 @@ def test_a_damaged_checkpoint_without_fsdp_is_refused(file: str, tmp_path: Path)
     assert_refused(f"{line} --load {tmp_path}", tmp_path, "iter_0000001")
 
 
+@pytest.mark.always("seven-words1")
 @pytest.mark.parametrize(
     ("text", "words"),
     [("7", ["iter_0000007", "iter_0000001, iter_0000002"]), ("seven", [TRACKER, "'seven'"])],

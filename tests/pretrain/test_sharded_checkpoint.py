@@ -3,6 +3,7 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 
 from tests.support.pretrain.saved_runs import (
@@ -47,6 +48,7 @@ def test_the_gate_is_the_first_half_and_the_rest_is_plain(fp32: tuple[Path, Reco
     assert state.args == {"iteration": 6, "consumed_train_samples": 48}
 
 
+@pytest.mark.exhaustive
 def test_a_file_of_another_wrapper_depth_loads(fp32: tuple[Path, Record], tmp_path: Path) -> None:
     folder, _ = fp32
     expected = run_ranks(2, load_state, f"{LINE} --load {folder}")[0]

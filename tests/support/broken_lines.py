@@ -29,7 +29,7 @@ class BrokenLine:
     """One line that is made wrong.
 
     Args:
-        name: of the break, a few words.
+        name: a few words for the break.
         file: path in the repository.
         line: text that stands in the file exactly once.
         broken: text that takes its place.
@@ -93,24 +93,24 @@ BROKEN_LINES = [
     ),
     BrokenLine(
         "point to point: additions in another order",
-        "megatron/fsdp/backends/point_to_point.py",
+        "megatron/fsdp/backends/gloo_messages.py",
         "            for other in order[1:]:\n",
         "            for other in reversed(order[1:]):\n",
-        "tests/fsdp/backends/test_point_to_point.py",
+        "tests/fsdp/backends/test_gloo_messages.py",
     ),
     BrokenLine(
         "point to point: a gather in place is gloo's own",
-        "megatron/fsdp/backends/point_to_point.py",
+        "megatron/fsdp/backends/gloo_messages.py",
         "        if full.untyped_storage()._cdata == shard.untyped_storage()._cdata:\n",
         "        if full is shard:\n",
-        "tests/fsdp/backends/test_point_to_point.py",
+        "tests/fsdp/backends/test_gloo_messages.py",
     ),
     BrokenLine(
         "collectives: buffers of several dtypes are gathered as they are",
         "megatron/fsdp/engine/collectives.py",
         "_all_gather_single(full.view(torch.uint8), shard.view(torch.uint8), group=group)",
         "_all_gather_single(full, shard, group=group)",
-        "tests/fsdp/backends/test_point_to_point.py",
+        "tests/fsdp/backends/test_gloo_messages.py",
     ),
     BrokenLine(
         "weights: every group is gathered alone",
@@ -121,7 +121,7 @@ BROKEN_LINES = [
     ),
     BrokenLine(
         "gradients: a second backward overwrites",
-        "megatron/fsdp/engine/local_gradients.py",
+        "megatron/fsdp/engine/gradients.py",
         "torch._foreach_add_(targets, grads)",
         "torch._foreach_copy_(targets, grads)",
         "tests/fsdp/test_gradients.py",
@@ -135,8 +135,8 @@ BROKEN_LINES = [
     ),
     BrokenLine(
         "gradients: stale values where nothing was used",
-        "megatron/fsdp/engine/local_gradients.py",
-        "            self.flat.zero_()\n",
+        "megatron/fsdp/engine/gradients.py",
+        "            self._local.flat.zero_()\n",
         "            pass\n",
         "tests/fsdp/test_gradients.py",
     ),
@@ -157,8 +157,8 @@ BROKEN_LINES = [
     BrokenLine(
         "gradients: local ones are lost when the reduced ones are shown",
         "megatron/fsdp/engine/gradients.py",
-        "        self.local.move_to_buffer()\n",
-        "        pass\n",
+        "            buffer.flat.copy_(self._local.flat)\n",
+        "            pass\n",
         "tests/fsdp/engine/test_local_gradients.py",
     ),
     BrokenLine(
@@ -177,28 +177,28 @@ BROKEN_LINES = [
     ),
     BrokenLine(
         "prefetch: nothing is prefetched in backward",
-        "megatron/fsdp/engine/prefetch.py",
-        "self._backward_order = order[:1] + order[:0:-1]",
-        "self._backward_order = []",
+        "megatron/fsdp/engine/schedule.py",
+        "            backward=order[:1] + order[:0:-1],\n",
+        "            backward=[],\n",
         "tests/fsdp/test_communication.py",
     ),
     BrokenLine(
         "prefetch: a unit that is called again at once is resharded in between",
-        "megatron/fsdp/engine/prefetch.py",
+        "megatron/fsdp/engine/schedule.py",
         "is_kept = unit in self._upcoming or unit in self._kept_for_backward()",
         "is_kept = unit in self._kept_for_backward()",
         "tests/fsdp/test_collectives_per_step.py",
     ),
     BrokenLine(
         "prefetch: units that stay for their backward are resharded by the next one's call",
-        "megatron/fsdp/engine/prefetch.py",
+        "megatron/fsdp/engine/schedule.py",
         "wanted = [*self._upcoming, *self._kept_for_backward()]",
         "wanted = self._upcoming",
         "tests/fsdp/test_collectives_per_step.py",
     ),
     BrokenLine(
         "prefetch: a prefetched unit does not make room in its memory slot",
-        "megatron/fsdp/engine/prefetch.py",
+        "megatron/fsdp/engine/schedule.py",
         "                self._of_next_forward.discard(other)\n                other.reshard()\n",
         "                self._of_next_forward.discard(other)\n",
         "tests/fsdp/test_double_buffer.py",
@@ -219,9 +219,9 @@ BROKEN_LINES = [
     ),
     BrokenLine(
         "memory slots: a rank that has not used a group allocates nothing",
-        "megatron/fsdp/engine/local_gradients.py",
-        "        if not (arrived or self._written) and self._slots is None:\n",
-        "        if not (arrived or self._written):\n",
+        "megatron/fsdp/engine/gradients.py",
+        "        if arrived or self._written or self._storage.is_assigned_ahead:\n",
+        "        if arrived or self._written:\n",
         "tests/fsdp/test_double_buffer.py",
     ),
     BrokenLine(
@@ -246,10 +246,10 @@ BROKEN_LINES = [
         "tests/fsdp/engine",
     ),
     BrokenLine(
-        "hooks: edited weights are not installed",
-        "megatron/fsdp/engine/hooks.py",
-        "            self._schedule.install_edits()\n",
-        "            pass\n",
+        "weights: edited ones are not installed",
+        "megatron/fsdp/engine/param_group.py",
+        "        if self.main_state is not MainState.HELD:\n            self._make_due()\n",
+        "        pass\n",
         "tests/fsdp/dtensor/test_operations.py",
     ),
     BrokenLine(
@@ -276,8 +276,8 @@ BROKEN_LINES = [
     BrokenLine(
         "weights: what a step installs is lost if the next one installs nothing",
         "megatron/fsdp/engine/param_group.py",
-        "if self._is_cast_due:\n            self._cast()\n        if self._casts_at_unshard and",
-        "if self._casts_at_unshard and",
+        "            self._cast()\n        if self._casts_at_unshard and",
+        "            pass\n        if self._casts_at_unshard and",
         "tests/fsdp/engine/test_param_group.py",
     ),
     BrokenLine(
@@ -295,16 +295,16 @@ BROKEN_LINES = [
         "tests/fsdp/optimizer/test_flat_update.py",
     ),
     BrokenLine(
-        "gradient sync: storage that the user has kept is freed",
-        "megatron/fsdp/gradient_sync.py",
-        "is_shared or not ",
-        "not ",
-        "tests/fsdp/optimizer/test_flat_update.py",
+        "gradients: the next step writes to those that code has kept",
+        "megatron/fsdp/engine/buffer.py",
+        "            self._total = None\n",
+        "            pass\n",
+        "tests/fsdp/test_kept_gradients.py",
     ),
     BrokenLine(
         "gradient sync: ranks do not agree on which parameters are used",
         "megatron/fsdp/gradient_sync.py",
-        "        all_reduce_over(table, self._groups_of_use, dist.ReduceOp.MAX)\n",
+        "        all_reduce_over(table, groups, dist.ReduceOp.MAX)\n",
         "",
         "tests/fsdp/test_public_clients.py",
     ),
@@ -317,7 +317,7 @@ BROKEN_LINES = [
     ),
     BrokenLine(
         "module loading: loaded weights are not installed",
-        "megatron/fsdp/module_access/module_loading.py",
+        "megatron/fsdp/module_access/model_state.py",
         "            group.install_main_weights()\n",
         "            pass\n",
         "tests/fsdp/test_public_clients.py",
@@ -352,7 +352,7 @@ BROKEN_LINES = [
     ),
     BrokenLine(
         "adapter: the norm of one instance",
-        "megatron/mcore_adapter/gradient_statistics.py",
+        "megatron/mcore_adapter/core_optimizers.py",
         "    return getattr(wrapper, GROUP) if hasattr(wrapper, GROUP) else _original(optimizer)\n",
         "    return _original(optimizer)\n",
         "tests/mcore_adapter",
@@ -366,7 +366,7 @@ BROKEN_LINES = [
     ),
     BrokenLine(
         "adapter: a product that waits for another use of its weight is reduced early",
-        "megatron/fsdp/engine/local_gradients.py",
+        "megatron/fsdp/engine/gradients.py",
         "                view.zero_()\n",
         "                pass\n",
         "tests/mcore_adapter/test_fused_gradients.py",
@@ -387,21 +387,21 @@ BROKEN_LINES = [
     ),
     BrokenLine(
         "converter: a contradicting main weight counts",
-        "megatron/checkpoint/torch_dist/main_weights.py",
+        "megatron/checkpoint/torch_dist/exact_weights.py",
         "return not is_same",
         "return False",
         "tests/checkpoint/test_round_trips.py tests/checkpoint/commands/test_verification.py",
     ),
     BrokenLine(
         "converter: keys and values change places",
-        "megatron/checkpoint/hugging_face/tensors.py",
+        "megatron/checkpoint/hugging_face/family.py",
         "view(heads, 3, width).transpose(0, 1)",
         "view(3, heads, width).transpose(0, 1)",
         "tests/checkpoint/hugging_face",
     ),
     BrokenLine(
         "converter: up before gate",
-        "megatron/checkpoint/hugging_face/tensors.py",
+        "megatron/checkpoint/hugging_face/family.py",
         "return [tensor.rows(0, middle), tensor.rows(middle, tensor.num_rows)]",
         "return [tensor.rows(middle, tensor.num_rows), tensor.rows(0, middle)]",
         "tests/checkpoint/hugging_face",
@@ -422,17 +422,17 @@ def first_failure(root: Path, tests: str) -> str | None:
 
 def main(words: list[str]) -> int:
     """Try every break whose name contains one of the words; all without words."""
-    chosen = [each for each in BROKEN_LINES if not words or any(w in each.name for w in words)]
+    chosen = [line for line in BROKEN_LINES if not words or any(w in line.name for w in words)]
     unnoticed = 0
     with tempfile.TemporaryDirectory(prefix="broken_lines_") as directory:
         root = Path(directory, "repository")
         shutil.copytree(REPOSITORY, root, ignore=LEFT_OUT)
-        for each in chosen:
-            each.apply(root)
-            noticed = first_failure(root, each.tests) or first_failure(root, "")
-            each.undo(root)
+        for line in chosen:
+            line.apply(root)
+            noticed = first_failure(root, line.tests) or first_failure(root, "")
+            line.undo(root)
             unnoticed += noticed is None
-            print(f"{each.name}: {noticed or 'NOT NOTICED'}", flush=True)
+            print(f"{line.name}: {noticed or 'NOT NOTICED'}", flush=True)
     print(f"{len(chosen) - unnoticed} of {len(chosen)} broken lines were noticed")
     return 1 if unnoticed else 0
 

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Releases of Megatron-Core that the package index does not have, for tests.
+"""Other releases of Megatron-Core than the installed one, with Megatron-LM's program, for tests.
 
-    python -m tests.support.megatron_release 0.19.0     unpack it, and print the environment to run with it
+    python -m tests.support.megatron_release 0.19.0    unpack it, and print the environment for it
     eval "$(.venv/bin/python -m tests.support.megatron_release 0.19.0)"     use it in this shell
 
-The archives `core_vX.tar.xz` lie beside the repository and hold `megatron/core`,
-`megatron/training` and the program of the public tag core_vX. They are unpacked into
-`build/megatron_core`.
+The archive of a release is that of the public tag core_vX of Megatron-LM, as GitHub packs it
+(`curl -LO https://github.com/NVIDIA/Megatron-LM/archive/refs/tags/core_v0.19.0.tar.gz`). It lies in
+`build/megatron_releases`, or where MEGATRON_RELEASES says; `.tar.xz` will do as well. It is
+unpacked into `build/megatron_core`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[2]
-ARCHIVES = ROOT.parent / "shared" / "megatron_core"
+ARCHIVES = Path(os.environ.get("MEGATRON_RELEASES", ROOT / "build" / "megatron_releases"))
+ORIGIN = "https://github.com/NVIDIA/Megatron-LM/archive/refs/tags"
 UNPACKED = ROOT / "build" / "megatron_core"
 PACKAGES = Path(sys.prefix) / "for_releases"
 """Installed by the Makefile, and only for these runs: torch must not see triton in others."""
@@ -35,8 +37,11 @@ RELEASES = ("0.17.1", "0.18.2", "0.19.0")
 
 def obstacle(release: str) -> str | None:
     """Return the reason for which a release cannot run here, or None."""
-    if not archive_of(release).is_file():
-        return f"no Megatron-Core {release}: {archive_of(release)} is not there"
+    if archive_of(release) is None:
+        return (
+            f"no Megatron-Core {release}: put {ORIGIN}/core_v{release}.tar.gz into {ARCHIVES}"
+            " (MEGATRON_RELEASES names another folder)"
+        )
     missing = [
         name for name in NEEDED if not any(PACKAGES.glob(f"{name}*")) and not find_spec(name)
     ]
@@ -55,9 +60,9 @@ def require(release: str) -> None:
         pytest.skip(reason)
 
 
-def archive_of(release: str) -> Path:
-    """Return the archive of a release."""
-    return ARCHIVES / f"core_v{release}.tar.xz"
+def archive_of(release: str) -> Path | None:
+    """Return the archive of a release, or None where there is none."""
+    return next(iter(sorted(ARCHIVES.glob(f"core_v{release}.tar.*"))), None)
 
 
 def unpack(release: str) -> Path:

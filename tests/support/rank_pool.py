@@ -39,10 +39,8 @@ STACK_TIMEOUT = 5.0
 MAX_GROUPS = 200
 """Process groups that may pile up in a world before it is built anew.
 
-Each has two threads and its sockets.
-
-What torch and `tests.support.model_parallel` remember of meshes and layouts is lost then, which costs as
-much as ten jobs.
+Each has two threads and its sockets. What torch and `tests.support.model_parallel` remember of
+meshes and layouts is lost then, which costs as much as ten jobs.
 """
 SHOWN_LINES = 20
 """Lines of a rank's output that a failure shows."""

@@ -181,7 +181,7 @@ def _share_one_device() -> None:
         options = kind._Options()
         options._devices = [device]
         for name, value in settings.items():
-            attribute = next((each for each in (f"_{name}", name) if hasattr(options, each)), None)
+            attribute = next((key for key in (f"_{name}", name) if hasattr(options, key)), None)
             if attribute is None:
                 return None
             setattr(options, attribute, value)

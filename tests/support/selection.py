@@ -1,28 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Selection for `make test`: a few cases of a long table, all of which `make test-all` runs."""
+"""Selection for `make test`: a few cases of a long table, all of which `make test-all` runs.
 
-from collections.abc import Collection, Iterable
-from typing import TypeVar
+    @pytest.mark.always("zero3-*", "hsdp-bf16")    # `make test` runs these cases and no others
+    @pytest.mark.seldom("mixtral")                 # `make test` runs all but these
+    @pytest.mark.parametrize(...)
+
+Cases are named by the ids that pytest prints in brackets; `*` stands for anything. A whole function
+is left out by `pytest.mark.exhaustive`.
+"""
+
+import re
+from collections.abc import Iterable
 
 import pytest
-from _pytest.mark.structures import ParameterSet
-
-Case = TypeVar("Case")
 
 
-def only_in_full(cases: Iterable[Case]) -> list[ParameterSet]:
-    """Mark all cases as exhaustive; a tuple has the values of several parameters."""
-    values = (case if isinstance(case, tuple) else (case,) for case in cases)
-    return [pytest.param(*value, marks=pytest.mark.exhaustive) for value in values]
+def mark_cases(items: Iterable[pytest.Item]) -> list[str]:
+    """Mark cases as exhaustive by `always` and `seldom`; return the names that fit no case."""
+    unused: set[tuple[str, str]] = set()
+    used: set[tuple[str, str]] = set()
+    for item in items:
+        function, _, case = item.nodeid.removesuffix("]").partition("[")
+        for mark in (*item.iter_markers("always"), *item.iter_markers("seldom")):
+            fitting = {pattern for pattern in mark.args if _fits(case, pattern)}
+            if bool(fitting) == (mark.name == "seldom"):
+                item.add_marker(pytest.mark.exhaustive)
+            used |= {(function, pattern) for pattern in fitting}
+            unused |= {(function, pattern) for pattern in mark.args}
+    return [f"{function}[{pattern}]" for function, pattern in sorted(unused - used)]
 
 
-def mostly_in_full(cases: Collection[Case], always: Collection[Case]) -> list[Case | ParameterSet]:
-    """Return the cases for `parametrize`, all but those in `always` marked as exhaustive.
-
-    Raises:
-        ValueError: if `always` names a case that does not exist.
-    """
-    unknown = [case for case in always if case not in cases]
-    if unknown:
-        raise ValueError(f"no such cases: {unknown}")
-    return [case if case in always else only_in_full([case])[0] for case in cases]
+def _fits(case: str, pattern: str) -> bool:
+    return re.fullmatch(".*".join(map(re.escape, pattern.split("*"))), case) is not None

@@ -13,9 +13,9 @@ from click.testing import CliRunner
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from megatron.pretrain.data.corpus import standard_library_files
-from megatron.pretrain.data.library_tokenizers import PACKAGES
-from megatron.pretrain.data.tokenizer_choice import TokenizerChoice, build_tokenizer
-from tests.pretrain.data.test_library_tokenizers import settings_of
+from megatron.pretrain.data.tokenizer_choice import PACKAGES, TokenizerChoice
+from megatron.pretrain.data.tokenizers import build_tokenizer
+from tests.pretrain.data.test_tokenizers import settings_of
 from tests.support.pretrain.vocabularies import TEXT
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -103,6 +103,7 @@ def test_bad_arguments_give_one_message(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.exhaustive
 def test_it_runs_as_a_script_from_a_checkout(tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").write_text('{"text": "fine"}\nbroken\n')
     paths = [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]

@@ -8,11 +8,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from megatron.checkpoint.commands.printer import Printer
-from megatron.checkpoint.core import progress
-from megatron.checkpoint.core.progress import ProgressLines, progress_of, terminal_bar
+from megatron.checkpoint.commands.command import Printer
+from megatron.checkpoint.core import parts
+from megatron.checkpoint.core.parts import ProgressLines, progress_of, terminal_bar
 from megatron.pretrain.data.corpus import write_corpus
-from megatron.pretrain.data.tokenizer import ByteTokenizer
+from megatron.pretrain.data.tokenizers import ByteTokenizer
 
 
 class FakeTerminal(io.StringIO):
@@ -33,7 +33,7 @@ class FakeClock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
     clock = FakeClock()
-    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=clock))
+    monkeypatch.setattr(parts, "time", SimpleNamespace(monotonic=clock))
     return clock
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import click
 
-from megatron.checkpoint.commands.check_commands import compare_two_checkpoint, diff, verify
 from megatron.checkpoint.commands.conversion_commands import (
     convert_from_hf,
     convert_fsdp_dtensor_to_torch_dist,
@@ -19,9 +18,12 @@ from megatron.checkpoint.commands.conversion_commands import (
     modify_state_dict,
 )
 from megatron.checkpoint.commands.inspection_commands import (
+    compare_two_checkpoint,
+    diff,
     inspect,
     print_tensor,
     print_torch_dcp_in_json,
+    verify,
 )
 
 

@@ -15,14 +15,10 @@ import torch
 
 from megatron.checkpoint.core.key_rules import VOCABULARY
 from megatron.checkpoint.core.lazy_tensor import LazyTensor
-from megatron.checkpoint.core.parts import Progress
-from megatron.checkpoint.core.progress import ignore_progress
+from megatron.checkpoint.core.parts import Progress, ignore_progress
 from megatron.checkpoint.core.training_state import TrainingState
 from megatron.checkpoint.dcp.stored_checkpoint import StoredCheckpoint
 from megatron.checkpoint.torch_dist import checkpoint as torch_dist
-
-_BLOCK_BYTES = 64 << 20
-"""Tensors are read in blocks of rows of about this size."""
 
 FORMAT_ARGUMENTS = (
     *("ckpt_format", "use_megatron_fsdp", "use_distributed_optimizer"),
@@ -42,7 +38,7 @@ class TensorDifference:
     """Elements of a tensor that are not bitwise the same.
 
     Attributes:
-        name: of the tensor.
+        name: name of the tensor.
         count: how many elements differ.
         total: how many there are.
         absolute: the largest difference; NaN if an element is NaN on one side only.
@@ -90,13 +86,7 @@ class Comparison:
 def compare_entries(
     first: StoredCheckpoint, second: StoredCheckpoint, progress: Progress = ignore_progress
 ) -> Comparison:
-    """Compare all entries by key: tensors bitwise, objects by value.
-
-    Args:
-        first: a DCP directory.
-        second: another one.
-        progress: called with numbers of bytes that were compared, of both together.
-    """
+    """Compare all entries by key: tensors bitwise, objects by value."""
     found = Comparison()
     mine, theirs = _descriptions(first), _descriptions(second)
     for key in _in_both(found, mine, theirs):
@@ -133,15 +123,8 @@ def compare_states(
 ) -> Comparison:
     """Compare the content of two checkpoints: tensors by canonical name, and the rest of a run.
 
-    Tensors of different dtypes are compared in the less precise one.
-
-    Args:
-        first: read from any format.
-        second: read from any format.
-        weights_only: compare nothing but weights and buffers.
-        with_padding: more rows of vocabulary on one side are a difference. False: the rows that
-            both have are compared.
-        progress: called with numbers of bytes that were compared, of both together.
+    Tensors of different dtypes are compared in the less precise one. Without ``with_padding`` the
+    rows of the vocabulary that both have are compared, else more rows on one side are a difference.
     """
     found = Comparison()
     mine, theirs = _tensors(first, weights_only), _tensors(second, weights_only)
@@ -215,11 +198,8 @@ def _compare_tensors(
     found: Comparison, name: str, first: LazyTensor, second: LazyTensor, progress: Progress
 ) -> None:
     """Compare two tensors of one shape and dtype, in blocks so that tensors of any size fit."""
-    row_bytes = max(first.num_bytes // max(first.num_rows, 1), 1)
-    step = max(_BLOCK_BYTES // row_bytes, 1)
     count, absolute, relative = 0, 0.0, 0.0
-    for start in range(0, first.num_rows, step):
-        stop = min(start + step, first.num_rows)
+    for start, stop in first.row_blocks():
         mine, theirs = first.read_rows(start, stop), second.read_rows(start, stop)
         progress(mine.nbytes + theirs.nbytes)
         differs = _bits(mine) != _bits(theirs)
@@ -310,5 +290,5 @@ def _short(value: Any, limit: int = 80) -> str:
 
 def _sorted(found: Comparison) -> Comparison:
     """Put the largest differences first, and NaN before all others."""
-    found.values.sort(key=lambda each: -math.inf if math.isnan(each.absolute) else -each.absolute)
+    found.values.sort(key=lambda row: -math.inf if math.isnan(row.absolute) else -row.absolute)
     return found

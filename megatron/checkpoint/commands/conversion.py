@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Execution of conversions: ranks share the parts, and the output appears when it is complete.
 
-An interrupted conversion is continued by the next conversion with the same arguments.
+A conversion that was killed is continued by the next one of the same files with the same arguments.
 """
 
 from __future__ import annotations
@@ -9,9 +9,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import pickle
 import shutil
 import traceback
-from collections.abc import Callable, Iterator
+import uuid
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -19,16 +21,21 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from megatron.checkpoint.core.parts import Part, Target
-from megatron.checkpoint.core.progress import progress_of
+from megatron.checkpoint.core.parts import Part, Target, progress_of
+from megatron.checkpoint.dcp import safe_pickle
+from megatron.checkpoint.store import durable
 from megatron.checkpoint.store.directory import CONVERSION_JOURNAL, OutputDirectory
-from megatron.checkpoint.store.stores import Store, store_of
+from megatron.checkpoint.store.stores import store_of
 from megatron.checkpoint.store.url_staging import directory_token
 from megatron.fsdp.backends import rendezvous
 from megatron.fsdp.engine.collectives import agree
 
 Result = TypeVar("Result")
 
+_FAILED = ".failed"
+"""File in the journal by which a rank tells the others that it has failed."""
+_IDENTITY = ".identity"
+"""File in the journal with the digest of the conversion."""
 OUT_OF_MEMORY = "out of memory; with torchrun each rank needs its own (--oom-traceback tells where)"
 
 
@@ -37,18 +44,14 @@ class ConversionError(RuntimeError):
 
 
 def fingerprint(*facts: Any) -> str:
-    """Return a digest that identifies a conversion.
-
-    Args:
-        *facts: the files of the source, and all arguments of the conversion.
-    """
+    """Return a digest of facts that JSON, or ``str``, can represent."""
     return hashlib.sha256(json.dumps(facts, default=str, sort_keys=True).encode()).hexdigest()
 
 
 def convert(
     target: Target,
     output: OutputDirectory,
-    identity: str,
+    identity: str | None = None,
     show_progress: bool = True,
     oom_traceback: bool = False,
 ) -> list[str]:
@@ -60,9 +63,10 @@ def convert(
     Args:
         target: the output to write, the same on all ranks.
         output: the directory of the output.
-        identity: the :func:`fingerprint` of the conversion.
-        show_progress: show the progress of the first rank's share.
-        oom_traceback: print where memory ran out.
+        identity: the :func:`fingerprint` of its source and arguments; None for a conversion that
+            begins anew, and cannot be continued.
+        show_progress: whether to show the progress of the first rank's share.
+        oom_traceback: whether to print where memory ran out.
 
     Returns:
         On the first rank, the notes of all parts.
@@ -70,16 +74,19 @@ def convert(
     Raises:
         ConversionError: on every rank, with the errors of all ranks. The output is removed.
     """
-    journal = output.staging / CONVERSION_JOURNAL
     # Another release of this program may cut the same output into parts of other sizes.
-    identity = fingerprint(identity, [(part.name, part.num_bytes) for part in target.parts])
-    # If this fails, the parts of an interrupted conversion are kept for the next attempt.
-    removed_on_error = None if output.staging.exists() else output.staging
-    _on_first_rank(lambda: _prepare(output.staging, identity), removed_on_error)
-    unfinished = _from_first_rank(
-        [part.name for part in target.parts if not (journal / part.name).exists()]
+    sizes = [(part.name, part.num_bytes) for part in target.parts]
+    identity = fingerprint(identity or uuid.uuid4().hex, sizes)
+    is_continued = _is_of(output.staging / CONVERSION_JOURNAL, identity)
+    # What was finished before outlasts an error of a rank that has not come to its parts.
+    removed_on_error = None if is_continued else output.staging
+    finished = (
+        _on_first_rank(lambda: _prepare(output.staging, identity, is_continued), removed_on_error)
+        or []
     )
-    parts = _share([part for part in target.parts if part.name in unfinished])
+    if _distributed():  # other nodes may see an older state of a shared file system
+        finished = agree(finished)
+    parts = _share([part for part in target.parts if part.name not in finished])
     problem = None
     try:
         _write_parts(parts, output.staging, show_progress and _is_first())
@@ -88,69 +95,68 @@ def convert(
             traceback.print_exception(error)
         problem = _message_of_rank(error)
         with suppress(OSError):
-            (journal / "failed").touch()
+            (output.staging / CONVERSION_JOURNAL / _FAILED).touch()
     _raise_together(problem, output.staging)
     return _on_first_rank(lambda: _finish(target, output), output.staging) or []
 
 
-def _prepare(staging: Path, identity: str) -> None:
-    """Make a staging directory for this conversion, or keep that of an interrupted one."""
+def _is_of(journal: Path, identity: str) -> bool:
+    """Return True if a journal is that of the conversion with this identity."""
+    known = journal / _IDENTITY
+    return known.is_file() and known.read_bytes() == identity.encode()
+
+
+def _prepare(staging: Path, identity: str, is_continued: bool) -> list[str]:
+    """Make the staging directory, or keep it, and return the names of the finished parts."""
     journal = staging / CONVERSION_JOURNAL
-    known = journal / "identity"
-    if staging.exists() and not (known.is_file() and known.read_text() == identity):
-        shutil.rmtree(staging)
-    journal.mkdir(parents=True, exist_ok=True)
-    (journal / "failed").unlink(missing_ok=True)
-    known.write_text(identity)
+    if not is_continued:
+        shutil.rmtree(staging, ignore_errors=True)
+        journal.mkdir(parents=True)
+        durable.write_text(journal / _IDENTITY, identity)
+    (journal / _FAILED).unlink(missing_ok=True)
+    return [path.name for path in journal.iterdir() if not path.name.startswith(".")]
 
 
-def _write_parts(parts: list[Part], staging: Path, show_progress: bool) -> None:
-    """Write parts into the staging directory until all are done or another rank has failed."""
+def _write_parts(parts: Sequence[Part], staging: Path, show_progress: bool) -> None:
+    """Write parts and record their results until all are done or another rank has failed."""
     journal = staging / CONVERSION_JOURNAL
     total = sum(part.num_bytes for part in parts)
     with progress_of("converting", total, show=show_progress) as advance:
         for part in parts:
-            if (journal / "failed").exists():
+            if (journal / _FAILED).exists():
                 break
-            _note(journal / part.name, part.write(staging, advance))
+            durable.write_bytes(journal / part.name, pickle.dumps(part.write(staging, advance)))
 
 
 def _finish(target: Target, output: OutputDirectory) -> list[str]:
     """Write the files that depend on all parts, publish the output, and return all notes."""
     journal = output.staging / CONVERSION_JOURNAL
-    results = {part.name: json.loads((journal / part.name).read_text()) for part in target.parts}
+    results = {}
+    for part in target.parts:
+        results[part.name] = safe_pickle.load((journal / part.name).read_bytes())
     target.finish(output.staging, results)
     shutil.rmtree(journal)
     output.publish()
     notes: set[str] = set()
     for result in results.values():
-        if isinstance(result, dict):
-            notes.update(result.get("notes", []))
+        notes.update(result.get("notes", []))
     return sorted(notes)
 
 
-def _share(parts: list[Part]) -> list[Part]:
+def _share(parts: Sequence[Part]) -> Sequence[Part]:
     """Return the parts of this rank. The largest go first, each to the rank with the least bytes.
 
     Parts of 5, 4, 3 and 1 bytes on two ranks: rank 0 gets 5 and 1, rank 1 gets 4 and 3.
     """
-    if not _distributed():
-        return list(parts)
-    loads = [0] * dist.get_world_size()
+    this_rank, world_size = rank_and_world_size()
+    loads = [0] * world_size
     mine = []
     for part in sorted(parts, key=lambda part: (-part.num_bytes, part.name)):
         rank = loads.index(min(loads))
         loads[rank] += part.num_bytes + 1
-        if rank == dist.get_rank():
+        if rank == this_rank:
             mine.append(part)
     return sorted(mine, key=lambda part: part.name)
-
-
-def _note(path: Path, result: Any) -> None:
-    """Record that a part is done. An interruption leaves the whole record or none."""
-    new = path.with_suffix(".new")
-    new.write_text(json.dumps(result))
-    os.replace(new, path)
 
 
 # ---- outputs at URLs
@@ -170,14 +176,8 @@ def check_output(output: OutputDirectory) -> None:
     if _distributed() and len(agree([here])) > 1:
         raise ConversionError(f"{store.url}: the ranks of a conversion to a URL are on one node")
     _on_first_rank(store.check_writable)
-    if output.final != store.staged:
-        _on_first_rank(lambda: _refuse_existing(store, output.final))
-
-
-def _refuse_existing(store: Store, final: Path) -> None:
-    """Raise ValueError if the store has the iteration already."""
-    name = final.relative_to(store.staged).as_posix()
-    if store.has(name):
+    name = output.final.relative_to(store.staged).as_posix()
+    if name != "." and _on_first_rank(lambda: store.has(name)):
         raise ValueError(f"{store.url}/{name} exists; nothing is overwritten: name a new one")
 
 
@@ -198,11 +198,10 @@ def upload(output: OutputDirectory) -> None:
             sizes[path.relative_to(final).as_posix()] = path.stat().st_size
     rank, world_size = rank_and_world_size()
     try:
-        begun = _on_first_rank(lambda: store.begin(name))
-        (into,) = _from_first_rank([begun or ""])
+        _on_first_rank(lambda: store.begin(name))
         problem = None
         try:
-            store.upload(final, into, list(sizes)[rank::world_size])
+            store.upload(final, name, list(sizes)[rank::world_size])
         except OSError as error:
             problem = _message_of_rank(error)
         _raise_together(problem, None)
@@ -257,20 +256,8 @@ def _on_first_rank(
     return result
 
 
-def _from_first_rank(names: list[str]) -> set[str]:
-    """Return the names that rank 0 has: nodes may see different states of a shared file system."""
-    shared = [names]
-    if _distributed():
-        dist.broadcast_object_list(shared)
-    return set(shared[0])
-
-
 def agreed(action: Callable[[], None], message_of: Callable[[Exception], str]) -> None:
     """Run ``action`` on every rank and raise the errors of any rank on all of them.
-
-    Args:
-        action: what every rank does.
-        message_of: the message of an error.
 
     Raises:
         ConversionError: with the messages, each once.

@@ -14,6 +14,7 @@ import torch
 from megatron.checkpoint.commands import conversion, editing
 from megatron.checkpoint.commands.command import (
     CHECKPOINT,
+    Printer,
     allow_unknown_keys,
     command,
     transformer_impl,
@@ -26,19 +27,21 @@ from megatron.checkpoint.commands.formats import (
     Opened,
     open_checkpoint,
 )
-from megatron.checkpoint.commands.printer import Printer
 from megatron.checkpoint.core.listing import listed
 from megatron.checkpoint.core.parts import Target
+from megatron.checkpoint.core.spelling import choose_spelling
 from megatron.checkpoint.core.training_state import TrainingState
-from megatron.checkpoint.fsdp_dtensor import writer as fsdp_dtensor
-from megatron.checkpoint.fsdp_dtensor.spelling_choice import choose_spelling
-from megatron.checkpoint.hugging_face import reader as hugging_face
+from megatron.checkpoint.fsdp_dtensor import dtensor_writer as fsdp_dtensor
+from megatron.checkpoint.hugging_face import model_reader as hugging_face
 from megatron.checkpoint.hugging_face.model_arguments import model_flags
-from megatron.checkpoint.hugging_face.writer import HuggingFaceTarget
+from megatron.checkpoint.hugging_face.model_writer import HuggingFaceTarget
 from megatron.checkpoint.store import directory
 from megatron.checkpoint.torch_dist import checkpoint as torch_dist
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+_NOT_OF_THE_OUTPUT = ("input_dir", "output_dir", "as_json", "quiet", "enable_msc", "oom_traceback")
+"""Arguments without influence on the content of the output, or that are told apart by files."""
 
 _COMMAND_FOR = {
     TORCH_DIST: "convert-torch-dist-to-fsdp-dtensor",
@@ -77,31 +80,15 @@ def _convert(
     output: directory.OutputDirectory,
     printer: Printer,
     report: Mapping[str, Any],
-    options: Mapping[str, Any],
 ) -> None:
-    """Carry out a conversion and report it.
-
-    Args:
-        opened: the checkpoint to convert.
-        target: the output to write.
-        output: the directory of the output.
-        printer: of the command.
-        report: ``lines`` for people, ``notes``, and more for machines.
-        options: of the command. An interrupted conversion with other options is not continued.
-    """
+    """Carry out a conversion and report it: ``lines`` for people, ``notes``, more for machines."""
     if output.final.resolve().is_relative_to(opened.directory.resolve()):
         raise ValueError(
             f"{output.final} is inside of the checkpoint that is converted: name another directory"
         )
     conversion.check_output(output)
-    files = {}
-    for path in sorted(opened.directory.rglob("*")):
-        if path.is_file():
-            status = path.stat()
-            files[str(path)] = (status.st_size, status.st_mtime_ns)
-    identity = conversion.fingerprint(str(opened.directory.resolve()), files, options)
     new_notes = conversion.convert(
-        target, output, identity, printer.show_progress, printer.oom_traceback
+        target, output, _identity(opened), printer.show_progress, printer.oom_traceback
     )
     conversion.upload(output)
     notes = sorted({*report.get("notes", []), *new_notes})
@@ -111,6 +98,21 @@ def _convert(
     for line in report.get("lines", []):
         printer.say(line)
     printer.say(f"{opened.directory} ({opened.format}) -> {output.final}")
+
+
+def _identity(opened: Opened) -> str:
+    """Return a digest of the command, its arguments, and all files that it reads."""
+    context = click.get_current_context()
+    given = {
+        name: value for name, value in context.params.items() if name not in _NOT_OF_THE_OUTPUT
+    }
+    files = {}
+    for source in (opened.directory, *given.values()):  # a template is a directory, too
+        for path in (source, *source.rglob("*")) if isinstance(source, Path) else ():
+            if path.is_file():
+                status = path.stat()
+                files[str(path.absolute())] = (status.st_size, status.st_mtime_ns)
+    return conversion.fingerprint(context.command.name, given, files)
 
 
 def _report(state: TrainingState) -> dict[str, Any]:
@@ -201,15 +203,8 @@ def convert_torch_dist_to_fsdp_dtensor(
         must_be_gated=options["swiglu"],
         gated_modules=[module for module in modules if module],
     )
-    asked = {
-        **options,
-        "map": group_numbers,
-        "layers": spelling.transformer_engine,
-        "unknown": allow_unknown_keys,
-        "to": FSDP_DTENSOR,
-    }
     output = directory.new_checkpoint(output_dir, _iteration(opened, state))
-    _convert(opened, target, output, printer, _report(state), asked)
+    _convert(opened, target, output, printer, _report(state))
 
 
 def _json_file(path: Path | None) -> dict[str, Any] | None:
@@ -252,15 +247,9 @@ def convert_fsdp_dtensor_to_torch_dist(
     _expect(opened, FSDP_DTENSOR)
     state = opened.state(allow_unknown=allow_unknown_keys)
     spelling = choose_spelling(state, transformer_impl, rename_mtp_keys)
-    asked = {
-        "layers": spelling.transformer_engine,
-        "mtp": rename_mtp_keys,
-        "unknown": allow_unknown_keys,
-        "to": TORCH_DIST,
-    }
     target = torch_dist.target(state, spelling)
     output = directory.new_checkpoint(output_dir, _iteration(opened, state))
-    _convert(opened, target, output, printer, _report(state), asked)
+    _convert(opened, target, output, printer, _report(state))
 
 
 @command
@@ -322,15 +311,7 @@ def convert_to_hf(
         int(max_shard_size * 2**30),
         vocab_size,
     )
-    asked = {
-        "family": family,
-        "dtype": dtype,
-        "template": template,
-        "vocab": vocab_size,
-        "shard": max_shard_size,
-        "to": HUGGING_FACE,
-    }
-    _convert(opened, target, directory.new_directory(output_dir), printer, _report(state), asked)
+    _convert(opened, target, directory.new_directory(output_dir), printer, _report(state))
 
 
 @command
@@ -382,14 +363,8 @@ def convert_from_hf(
     flags = model_flags(args)
     lines = [_summary(state), "Flags of this model:", "  " + " ".join(flags)]
     report = {"lines": lines, "model_flags": flags, "notes": list(state.notes)}
-    asked = {
-        "to": to,
-        "dtype": params_dtype,
-        "multiple": vocab_multiple,
-        "layers": spelling.transformer_engine,
-    }
     output = directory.new_checkpoint(output_dir, directory.RELEASE)
-    _convert(opened, target, output, printer, report, asked)
+    _convert(opened, target, output, printer, report)
 
 
 @command
@@ -427,4 +402,4 @@ def modify_state_dict(
     }
     target = editing.target(stored, renamed)
     output = directory.same_iteration(opened.directory, output_dir)
-    _convert(opened, target, output, printer, report, {"operations": operations})
+    _convert(opened, target, output, printer, report)

@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from megatron.checkpoint.core.listing import listed
+from megatron.checkpoint.dcp.chunk import Chunk
 from megatron.checkpoint.dcp.dcp_target import DcpTarget, Entry, ObjectEntry, TensorEntry
 from megatron.checkpoint.dcp.stored_checkpoint import StoredCheckpoint
 from megatron.checkpoint.torch_dist import checkpoint as torch_dist
@@ -22,8 +24,8 @@ class EditRule:
 
     Attributes:
         pattern: a regular expression that is searched for in keys.
-        replacement: of every match, with references to groups as in :func:`re.sub`; None removes
-            the entry.
+        replacement: replacement of every match, with references to groups as in :func:`re.sub`;
+            None removes the entry.
     """
 
     pattern: re.Pattern[str]
@@ -111,18 +113,14 @@ def target(stored: StoredCheckpoint, renamed: dict[str, str]) -> DcpTarget:
     """Return a copy of ``stored`` with some of its entries under new names.
 
     Tensors keep their chunks, and files beside those of DCP are copied.
-
-    Args:
-        stored: the checkpoint to copy.
-        renamed: old key -> new key of the entries that are copied.
     """
     entries: list[Entry] = []
     for key, new in renamed.items():
         if key not in stored.tensors:
-            entries.append(ObjectEntry(new, _object_reader(stored, key)))
+            entries.append(ObjectEntry(new, partial(stored.read_object, key)))
             continue
         for chunk in stored.tensors[key].chunks:
-            tensor = stored.lazy_region(key, chunk.offsets, chunk.sizes)
+            tensor = stored.lazy_chunk(key, Chunk.of(chunk))
             entries.append(TensorEntry(new, stored.shape(key), tuple(chunk.offsets), tensor))
     paths = stored.metadata.planner_data
     new_paths: dict[str, tuple[Any, ...]] | None = None
@@ -132,7 +130,7 @@ def target(stored: StoredCheckpoint, renamed: dict[str, str]) -> DcpTarget:
             for key, new in renamed.items()
         }
     files = {
-        name: _file_reader(stored, name)
+        name: (stored.directory / name).read_bytes
         for name in (torch_dist.COMMON_FILE, torch_dist.MARKER)
         if (stored.directory / name).is_file()
     }
@@ -144,14 +142,6 @@ def target(stored: StoredCheckpoint, renamed: dict[str, str]) -> DcpTarget:
             new: mcore_data[key] for key, new in renamed.items() if key in mcore_data
         }
     return DcpTarget(entries, paths=new_paths, extra_files=files, more=more)
-
-
-def _object_reader(stored: StoredCheckpoint, key: str) -> Callable[[], Any]:
-    return lambda: stored.read_object(key)
-
-
-def _file_reader(stored: StoredCheckpoint, name: str) -> Callable[[], bytes]:
-    return lambda: (stored.directory / name).read_bytes()
 
 
 def _path(path: tuple[Any, ...], new: str) -> tuple[Any, ...]:

@@ -10,9 +10,9 @@ from typing import Any
 
 from megatron.checkpoint.core.training_state import TrainingState
 from megatron.checkpoint.dcp.stored_checkpoint import StoredCheckpoint
-from megatron.checkpoint.fsdp_dtensor import reader as fsdp_dtensor
+from megatron.checkpoint.fsdp_dtensor import dtensor_reader as fsdp_dtensor
 from megatron.checkpoint.fsdp_dtensor.keys import MODEL_KEY_PREFIX
-from megatron.checkpoint.hugging_face import reader as hugging_face
+from megatron.checkpoint.hugging_face import model_reader as hugging_face
 from megatron.checkpoint.hugging_face.model_directory import is_model_directory
 from megatron.checkpoint.store import directory, stores
 from megatron.checkpoint.torch_dist import checkpoint as torch_dist
@@ -29,7 +29,7 @@ class Opened:
     """A checkpoint whose format is known.
 
     Attributes:
-        directory: of the iteration, or of the model.
+        directory: directory of the iteration, or of the model.
         format: one of the names above.
         stored: the files of a DCP directory; None for a Hugging Face model.
     """
@@ -43,10 +43,8 @@ class Opened:
     ) -> TrainingState:
         """Read the checkpoint. Tensors are read later, when they are needed.
 
-        Args:
-            group_numbers: parameter name -> number of its param group, for torch_dist, which does
-                not say it. Default: by Megatron-Core's rules.
-            allow_unknown: carry over parameters that no key rule knows.
+        ``group_numbers`` are those of param groups by parameter, for torch_dist, which does not say
+        them; by default they follow from Megatron-Core's rules.
 
         Raises:
             ValueError: if it has no model, or does not follow its format.
@@ -81,8 +79,8 @@ def open_checkpoint(path: str | Path, verify: bool = True) -> Opened:
     What is at a URL is downloaded.
 
     Args:
-        path: of it.
-        verify: compare digests and checksums of what is read of a DCP directory.
+        path: the directory.
+        verify: whether to compare digests and checksums of what is read of a DCP directory.
 
     Raises:
         ValueError: if there is none, or a damaged one.

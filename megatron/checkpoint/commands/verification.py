@@ -9,18 +9,13 @@ from collections.abc import Callable, Iterator
 import torch
 
 from megatron.checkpoint.commands.formats import PLAIN, Opened
-from megatron.checkpoint.core.lazy_tensor import LazyTensor
-from megatron.checkpoint.core.parameter_shapes import Sizes, expected_shape
-from megatron.checkpoint.core.parts import Progress
-from megatron.checkpoint.core.progress import ignore_progress
+from megatron.checkpoint.core.key_rules import expected_shape
+from megatron.checkpoint.core.parts import Progress, ignore_progress
 from megatron.checkpoint.core.training_state import SCHEDULE, TrainingState
-from megatron.checkpoint.dcp.chunk_index import chunks_overlap
+from megatron.checkpoint.dcp.chunk import Chunk, chunks_overlap
 from megatron.checkpoint.dcp.stored_checkpoint import StoredCheckpoint
 from megatron.checkpoint.integrity.manifest import MANIFEST
 from megatron.checkpoint.store import directory
-
-_BLOCK_BYTES = 64 << 20
-"""Tensors are read in blocks of rows of about this size."""
 
 
 def find_problems(
@@ -33,13 +28,8 @@ def find_problems(
     arguments imply, main weights against those of the model, the optimizer's state, and values that
     are NaN or infinite.
 
-    Args:
-        opened: the checkpoint.
-        progress: called with numbers of bytes that were read, once for files and once for values.
-        notes: a list to which harmless entries without meaning to training are added.
-
-    Returns:
-        The problems in words; none for a good checkpoint.
+    Harmless entries without meaning to training are added to ``notes``. The progress counts bytes
+    once for files and once for values.
     """
     problems: list[str] = []
     stored = opened.stored
@@ -105,16 +95,12 @@ def total_bytes(opened: Opened, fast: bool = False) -> int:
 def _wrong_chunks(stored: StoredCheckpoint) -> Iterator[str]:
     """Report tensors whose chunks overlap, reach beyond the shape or leave elements out."""
     for key, entry in stored.tensors.items():
-        volume = 0
-        chunks = []
-        for chunk in entry.chunks:
-            offsets, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
-            dims = zip(offsets, sizes, entry.size)
-            if any(offset < 0 or offset + size > whole for offset, size, whole in dims):
-                yield f"{key}: the chunk at {offsets} sticks out of the shape {tuple(entry.size)}"
-            if math.prod(sizes):
-                chunks.append((offsets, sizes))
-            volume += math.prod(sizes)
+        chunks = list(map(Chunk.of, entry.chunks))
+        for chunk in chunks:
+            if any(chunk.span(dim)[1] > size for dim, size in enumerate(entry.size)):
+                shape = tuple(entry.size)
+                yield f"{key}: the chunk at {chunk.offsets} sticks out of the shape {shape}"
+        volume = sum(chunk.numel for chunk in chunks)
         if volume != math.prod(entry.size):
             yield (
                 f"{key}: its chunks hold {volume} elements, its shape {tuple(entry.size)} has"
@@ -140,9 +126,8 @@ def _wrong_shapes(state: TrainingState) -> Iterator[str]:
     """Report tensors that do not fit the model which the arguments describe."""
     if state.args is None:
         return
-    sizes = Sizes(state.args)
     for name, tensor in [*state.weights.items(), *state.buffers.items()]:
-        expected = expected_shape(name, sizes)
+        expected = expected_shape(name, state.args)
         if expected is not None and not _fits(tensor.shape, expected):
             yield (
                 f"{name} has the shape {tensor.shape}; the arguments of the run make it {expected}"
@@ -199,20 +184,14 @@ def _wrong_values(state: TrainingState, progress: Progress) -> Iterator[str]:
     """
     for kind, name, tensor in state.tensors():
         try:
-            wrong = sum(_count_wrong(block, kind, progress) for block in _blocks(tensor))
+            blocks = (tensor.read_rows(*rows) for rows in tensor.row_blocks())
+            wrong = sum(_count_wrong(block, kind, progress) for block in blocks)
         except (ValueError, NotImplementedError) as error:
             yield f"{name} ({kind}): {error}"
             continue
         if wrong:
             negative = " or negative" if kind == "exp_avg_sq" else ""
             yield f"{name} ({kind}): {wrong} values are NaN or infinite{negative}"
-
-
-def _blocks(tensor: LazyTensor) -> Iterator[torch.Tensor]:
-    row_bytes = max(tensor.num_bytes // max(tensor.num_rows, 1), 1)
-    step = max(_BLOCK_BYTES // row_bytes, 1)
-    for start in range(0, tensor.num_rows, step):
-        yield tensor.read_rows(start, min(start + step, tensor.num_rows))
 
 
 def _count_wrong(block: torch.Tensor, kind: str, progress: Progress) -> int:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of the parameters that models have, which all checkpoint formats use.
+"""The table of the parameters that models have, and their shapes, which all formats use.
 
 The rules of ``MODEL`` and ``LAYER`` list the parameters, in the order in which a GPTModel registers
 them, by canonical name (:mod:`megatron.checkpoint.core.spelling`). Supporting layers with other
@@ -8,9 +8,10 @@ parameters takes a few more rules.
 
 from __future__ import annotations
 
+import argparse
 import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,7 +30,7 @@ class ParameterRule:
 
     Attributes:
         module: path of the module; ``{expert}`` is a number.
-        dims: of the weight, by their names in :mod:`megatron.checkpoint.core.parameter_shapes`.
+        dims: dims of the weight, by their names in :mod:`megatron.checkpoint.core.key_rules`.
         split_dim: dim of the weight that tensor parallelism splits; None for no split. Biases are
             split with dim 0 only.
         gated: if the model's MLPs are gated, dim 0 is the gate, followed by the rows that it
@@ -108,13 +109,8 @@ MODEL: tuple[tuple[str, tuple[ParameterRule, ...]], ...] = (
 class _TableEntry:
     """A rule with the canonical names that it is for, and its position in the table.
 
-    Attributes:
-        pattern: of the canonical names.
-        stack: number of the entry of ``MODEL`` that has the rule.
-        position: of the rule in the whole table.
-        position_of_module: of the first rule for the same module; all rules of an expert are for
-            one module.
-        rule: the rule.
+    ``stack`` is the number of its entry in ``MODEL``, ``position_of_module`` that of the first rule
+    for the same module; all rules of an expert are for one module.
     """
 
     pattern: re.Pattern[str]
@@ -158,13 +154,9 @@ def rule_of(name: str) -> ParameterRule | None:
 def registration_order(name: str, spelling: Spelling | None = None) -> tuple[Any, ...]:
     """Return a key that sorts canonical names in the order in which a GPTModel registers them.
 
-    Unknown names come last, by name.
-
-    Args:
-        name: canonical name.
-        spelling: of the model; default: local layers. Transformer Engine's linear layers register
-            the norm inside before their own weight, and grouped experts the first linear layer of
-            all experts before the second of any.
+    Unknown names come last, by name. The default spelling is that of local layers. Transformer
+    Engine's linear layers register the norm inside before their own weight, and grouped experts the
+    first linear layer of all experts before the second of any.
     """
     module_name = spelling.module_name(name) if spelling is not None else name
     linear, fused, norm_leaf = module_name.rpartition(".layer_norm_")
@@ -183,11 +175,6 @@ def registration_order(name: str, spelling: Spelling | None = None) -> tuple[Any
         in_module = (entry.position, expert)
     leaf = entry.rule.leaves.index(name.rpartition(".")[2])
     return (entry.stack, layer, entry.position_of_module, *in_module, leaf)
-
-
-def is_expert(name: str) -> bool:
-    """Return True if a parameter belongs to an expert of an expert-parallel layer."""
-    return ".mlp.experts." in name
 
 
 def is_buffer(name: str) -> bool:
@@ -210,11 +197,9 @@ def has_extra_state(name: str, transformer_engine: bool) -> bool:
 
 
 def is_gated(name: str, gated_linear_unit: bool = True) -> bool:
-    """Return True if fsdp_dtensor files store the two halves of the parameter separately.
+    """Return True if fsdp_dtensor files of a model store the two halves of a parameter separately.
 
-    Args:
-        name: of the parameter, in any spelling.
-        gated_linear_unit: the model's MLPs are gated.
+    The name can be in any spelling; ``gated_linear_unit`` says that the model's MLPs are gated.
     """
     rule = rule_of(canonical_name(name)) if gated_linear_unit else None
     return rule is not None and rule.gated
@@ -223,23 +208,14 @@ def is_gated(name: str, gated_linear_unit: bool = True) -> bool:
 def has_halves(name: str, shapes: Mapping[str, tuple[int, ...]]) -> bool:
     """Return True if dim 0 of a parameter is a gate, followed by the rows that it multiplies.
 
-    It then has twice as many rows as the next linear layer has columns.
-
-    Args:
-        name: canonical name.
-        shapes: of all parameters of the model, by canonical name.
+    It then has twice as many rows as the next linear layer, whose shape is in ``shapes``, columns.
     """
     following = shapes.get(re.sub(r"linear_fc1\.(weight|bias)$", "linear_fc2.weight", name))
     return is_gated(name) and following is not None and shapes[name][0] == 2 * following[1]
 
 
 def entry_names(name: str, gated_linear_unit: bool) -> list[str]:
-    """Return the names of a parameter in an fsdp_dtensor file: its own, or those of its halves.
-
-    Args:
-        name: of the parameter, in any spelling.
-        gated_linear_unit: the model's MLPs are gated.
-    """
+    """Return the names of a parameter in an fsdp_dtensor file: its own, or those of its halves."""
     return [name + half for half in HALVES] if is_gated(name, gated_linear_unit) else [name]
 
 
@@ -251,3 +227,74 @@ def split_dim(name: str) -> int | None:
     if name.endswith(".bias"):
         return 0 if rule.split_dim == 0 else None
     return rule.split_dim
+
+
+def expected_shape(name: str, args: argparse.Namespace) -> tuple[int | None, ...] | None:
+    """Return the shape that a parameter should have; None for one that is not known.
+
+    Args:
+        name: canonical name.
+        args: the arguments of the run; a dim that they do not determine is None in the result.
+    """
+    rule = rule_of(name)
+    if rule is None:
+        return None
+    dims = rule.dims[:1] if name.endswith(".bias") else rule.dims
+    return tuple(_size(dim, args) for dim in dims)
+
+
+def _size(dim: str, args: argparse.Namespace) -> int | None:
+    try:
+        return _SIZES[dim](args)
+    except (AttributeError, TypeError):  # an argument that is missing or None
+        return None
+
+
+def _gated_rows(args: argparse.Namespace, width: int) -> int:
+    is_gated = args.swiglu or getattr(args, "quick_geglu", False)
+    return width * (2 if is_gated else 1)
+
+
+def _attention_width(args: argparse.Namespace) -> int:
+    head_dim: int = args.v_head_dim if args.multi_latent_attention else args.kv_channels
+    num_heads: int = args.num_attention_heads
+    return num_heads * head_dim
+
+
+def _qkv_rows(args: argparse.Namespace) -> int:
+    num_heads: int = args.num_attention_heads
+    num_groups: int = args.num_query_groups if args.group_query_attention else num_heads
+    head_dim: int = args.kv_channels
+    return (num_heads + 2 * num_groups) * head_dim
+
+
+_SIZES: dict[str, Callable[[argparse.Namespace], int]] = {
+    "one": lambda args: 1,
+    "hidden": lambda args: args.hidden_size,
+    "twice_hidden": lambda args: 2 * args.hidden_size,
+    "vocabulary": lambda args: args.padded_vocab_size,
+    "positions": lambda args: args.max_position_embeddings,
+    "token_types": lambda args: args.num_tokentypes,
+    "head_dim": lambda args: args.kv_channels,
+    "attention_width": _attention_width,
+    "qkv_rows": _qkv_rows,
+    "query_rank": lambda args: args.q_lora_rank,
+    "key_value_rank": lambda args: args.kv_lora_rank,
+    "query_norm": lambda args: (
+        args.q_lora_rank if args.multi_latent_attention else args.kv_channels
+    ),
+    "latent_query_rows": lambda args: (
+        args.num_attention_heads * (args.qk_head_dim + args.qk_pos_emb_head_dim)
+    ),
+    "key_value_down_rows": lambda args: args.kv_lora_rank + args.qk_pos_emb_head_dim,
+    "key_value_up_rows": lambda args: (
+        args.num_attention_heads * (args.qk_head_dim + args.v_head_dim)
+    ),
+    "experts": lambda args: args.num_experts,
+    "expert_width": lambda args: args.moe_ffn_hidden_size,
+    "expert_fc1_rows": lambda args: _gated_rows(args, args.moe_ffn_hidden_size),
+    "shared_width": lambda args: args.moe_shared_expert_intermediate_size,
+    "shared_fc1_rows": lambda args: _gated_rows(args, args.moe_shared_expert_intermediate_size),
+    "mlp_width": lambda args: args.ffn_hidden_size,
+    "fc1_rows": lambda args: _gated_rows(args, args.ffn_hidden_size),
+}

@@ -6,10 +6,12 @@ A conversion is planned over them and has one of them in memory at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+
+_BLOCK_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -17,10 +19,10 @@ class LazyTensor:
     """A tensor that some file has, which is read by rows.
 
     Attributes:
-        shape: of the whole tensor.
-        dtype: of the rows that are read.
-        read_rows: reads the rows ``[start, stop)`` of dim 0 into new memory. A 0-d tensor has one
-            row, the tensor itself.
+        shape: shape of the whole tensor.
+        dtype: dtype of the rows that are read.
+        read_rows: function that reads the rows ``[start, stop)`` of dim 0 into new memory. A 0-d
+            tensor has one row, the tensor itself.
     """
 
     shape: tuple[int, ...]
@@ -40,6 +42,12 @@ class LazyTensor:
     def read(self) -> torch.Tensor:
         """Read the whole tensor."""
         return self.read_rows(0, self.num_rows)
+
+    def row_blocks(self) -> Iterator[tuple[int, int]]:
+        """Yield ``[start, stop)`` of rows that make up about 64 MiB, or of one row."""
+        step = max(_BLOCK_BYTES * self.num_rows // max(self.num_bytes, 1), 1)
+        for start in range(0, self.num_rows, step):
+            yield start, min(start + step, self.num_rows)
 
     def rows(self, start: int, stop: int) -> LazyTensor:
         """Return the rows ``[start, stop)`` of dim 0; nothing else is read for them.
@@ -66,11 +74,9 @@ class LazyTensor:
     def map(
         self, shape: Sequence[int], function: Callable[[torch.Tensor], torch.Tensor]
     ) -> LazyTensor:
-        """Return a function of the whole tensor; reading any of its rows reads the whole tensor.
+        """Return a function of the whole tensor, of this shape, that keeps its dtype.
 
-        Args:
-            shape: of the function's result.
-            function: keeps the dtype.
+        Reading any of its rows reads the whole tensor.
         """
         return LazyTensor(
             tuple(shape),
@@ -84,6 +90,15 @@ def in_memory(tensor: torch.Tensor) -> LazyTensor:
     return LazyTensor(
         tuple(tensor.shape), tensor.dtype, lambda start, stop: _rows_of(tensor, start, stop).clone()
     )
+
+
+def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> LazyTensor:
+    """Return a lazy tensor of zeros."""
+
+    def read_rows(start: int, stop: int) -> torch.Tensor:
+        return torch.zeros((stop - start, *shape[1:]) if shape else (), dtype=dtype)
+
+    return LazyTensor(shape, dtype, read_rows)
 
 
 def concatenate(parts: Sequence[LazyTensor]) -> LazyTensor:

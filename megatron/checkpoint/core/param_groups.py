@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from megatron.checkpoint.core.key_rules import VOCABULARY, is_expert
+from megatron.checkpoint.core.key_rules import VOCABULARY
 from megatron.checkpoint.core.listing import listed, some
-from megatron.checkpoint.core.spelling import canonical_name
+from megatron.checkpoint.core.spelling import canonical_name, is_expert
 from megatron.checkpoint.core.training_state import OptimizerParamGroup
 
 _FIELDS_OF_TORCH = {
@@ -40,7 +40,7 @@ def assign(
     rate.
 
     Args:
-        shapes: of the parameters that the optimizer has, by canonical name.
+        shapes: shapes of the parameters that the optimizer has, by canonical name.
         groups: fields of the optimizer's param groups.
         decay_query_key_norms: the run's --apply-wd-to-qk-layernorm: norms of queries and keys have
             weight decay.
@@ -107,7 +107,9 @@ def _has_own_rate(group: Mapping[str, Any], groups: list[dict[str, Any]]) -> boo
     From 0.16 on ``is_decoupled_lr`` is False in all groups.
     """
     usual = [
-        (each.get("max_lr"), each.get("min_lr")) for each in groups if each.get("default_config")
+        (other.get("max_lr"), other.get("min_lr"))
+        for other in groups
+        if other.get("default_config")
     ]
     is_other = (
         group.get("default_config") is False
@@ -117,11 +119,7 @@ def _has_own_rate(group: Mapping[str, Any], groups: list[dict[str, Any]]) -> boo
 
 
 def group_by_fields(fields_of: Mapping[str, dict[str, Any]]) -> list[OptimizerParamGroup]:
-    """Return one param group for all parameters with the same fields, groups of experts last.
-
-    Args:
-        fields_of: name of each parameter -> fields of its group.
-    """
+    """Return one param group for all parameters with the same fields, groups of experts last."""
     groups: list[OptimizerParamGroup] = []
     for name, fields in fields_of.items():
         group = next((group for group in groups if group.fields == fields), None)
@@ -138,12 +136,7 @@ def _order_of_group(group: OptimizerParamGroup) -> tuple[bool, bool]:
 
 
 def for_any_optimizer(fields: Mapping[str, Any], step: float | None) -> dict[str, Any]:
-    """Complete the fields of a group for both torch's AdamW and Transformer Engine's.
-
-    Args:
-        fields: of the group.
-        step: number of steps done; None if it is not known.
-    """
+    """Complete the fields of a group for both torch's AdamW and Transformer Engine's."""
     complete = {**_FIELDS_OF_TORCH, **_FIELDS_OF_TRANSFORMER_ENGINE, **fields}
     if step is not None:
         complete.setdefault("step", step)
@@ -154,11 +147,7 @@ def parse_group_map(content: Mapping[str, Any], names: Iterable[str]) -> dict[st
     """Return the numbers of param groups by canonical name, from a map that a run has dumped.
 
     A run with several pipeline stages counts layers from 0 in each stage, so its map may lack the
-    later layers. They are left out.
-
-    Args:
-        content: of the file: name in the run -> number.
-        names: of the parameters that are looked for.
+    later layers. They are left out, and so is what is not in ``names``.
 
     Raises:
         ValueError: if it has none of ``names``, or values that are no numbers of groups.

@@ -1,12 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts of an output that can be written one by one, in any order, by any process."""
+"""Parts of an output, which any process writes in any order, and the progress of long work."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TextIO
+
+from tqdm import tqdm
 
 Progress = Callable[[int], None]
 """Called with the number of bytes that were done since the last call."""
@@ -18,10 +23,11 @@ class Part:
 
     Attributes:
         name: unique among the parts, the same in every run of the same conversion, and valid as a
-            file name.
-        num_bytes: of the tensors that it writes, as reported to the progress.
-        write: writes the part into a directory, reports its progress, and returns a JSON value for
-            :meth:`Target.finish`.
+            file name without a dot at its beginning.
+        num_bytes: number of bytes of the tensors that it writes, as reported to the progress.
+        write: function that writes the part into a directory, waits until the disk has it, reports
+            its progress, and returns a dict for :meth:`Target.finish`, with ``notes`` to the user.
+            The dict has values that :mod:`megatron.checkpoint.dcp.safe_pickle` reads.
     """
 
     name: str
@@ -43,3 +49,80 @@ class Target(Protocol):
             staging: the directory.
             results: the results of the parts, by name.
         """
+
+
+# ---- progress on stderr: a bar on a terminal, elsewhere a plain line now and then
+
+LINE_SECONDS = 10.0
+"""Plain lines are at least this far apart, and the first comes after this much work."""
+
+
+@contextmanager
+def progress_of(
+    title: str, total: int, *, unit: str = "B", show: bool = True, stream: TextIO | None = None
+) -> Iterator[Progress]:
+    """Show the progress of the work inside this context, by default on stderr.
+
+    Args:
+        title: the work, as a participle: ``converting``.
+        total: the amount of work, in ``unit``.
+        unit: ``B`` for bytes, which are shown as kB, MB and so on, or the plural of what is
+            counted.
+        show: whether anything is shown.
+        stream: place where it is shown.
+
+    Yields:
+        The function that is called with each amount of work when it is done.
+    """
+    if not show:
+        yield ignore_progress
+        return
+    stream = stream if stream is not None else sys.stderr
+    bar = terminal_bar(stream, desc=title, total=total, unit=unit, unit_scale=unit == "B")
+    if bar is None:
+        yield ProgressLines(title, total, unit, stream, time.monotonic).advance
+        return
+    with bar:
+        yield bar.update
+
+
+def terminal_bar(stream: TextIO | None = None, **options: Any) -> tqdm | None:
+    """Return a new bar of tqdm with these options if ``stream`` is a terminal, else None."""
+    stream = stream if stream is not None else sys.stderr
+    return tqdm(file=stream, **options) if stream.isatty() else None
+
+
+class ProgressLines:
+    """Plain lines about work that takes longer than ``LINE_SECONDS``, for logs and pipes."""
+
+    def __init__(
+        self, title: str, total: int, unit: str, stream: TextIO, clock: Callable[[], float]
+    ):
+        self._title, self._total, self._unit = title, total, unit
+        self._stream, self._clock = stream, clock
+        self._done = 0
+        self._begin = self._last_line = clock()
+
+    def advance(self, amount: int) -> None:
+        """Count ``amount`` as done, and print a line if the last one is long enough ago."""
+        self._done += amount
+        now = self._clock()
+        if now - self._last_line < LINE_SECONDS:
+            return
+        self._last_line = now
+        print(self._line(now - self._begin), file=self._stream, flush=True)
+
+    def _line(self, seconds: float) -> str:
+        """Return ``converting: 25 %, 1.00GB of 4.00GB in 20 s``."""
+        share = f"{100 * self._done // self._total} %, " if self._total else ""
+        of_total = f" of {self._amount(self._total)}" if self._total else ""
+        return f"{self._title}: {share}{self._amount(self._done)}{of_total} in {seconds:.0f} s"
+
+    def _amount(self, amount: int) -> str:
+        if self._unit != "B":
+            return f"{amount} {self._unit}"
+        return f"{tqdm.format_sizeof(amount)}B"
+
+
+def ignore_progress(amount: int) -> None:
+    """Do nothing: the default for callers that do not ask for progress."""

@@ -24,9 +24,9 @@ class OptimizerParamGroup:
     """Parameters that the optimizer treats alike.
 
     Attributes:
-        fields: of the optimizer's group, such as ``lr`` and ``wd_mult``, without ``params``;
+        fields: fields of the optimizer's group, such as ``lr`` and ``wd_mult``, without ``params``;
             ``step`` where it counts per group.
-        names: of the parameters, canonical.
+        names: names of the parameters, canonical.
     """
 
     fields: dict[str, Any]
@@ -42,11 +42,11 @@ class Freshness:
     """The answer whether a parameter's moments were dropped and begin anew, found when asked for.
 
     Args:
-        compare: finds it out, which reads the parameter; None: they were not dropped.
+        compare: function that finds it out, which reads the parameter; None: they were not dropped.
 
     Attributes:
-        known: the answer; None as long as nobody has asked. Ranks that share the comparisons of
-            all parameters set it for each other.
+        known: the answer; None as long as nobody has asked. Ranks that share the comparisons of all
+            parameters set it for each other.
     """
 
     def __init__(self, compare: Callable[[], bool] | None = None):
@@ -77,15 +77,15 @@ class TrainingState:
         steps: name -> number of steps that its moments have seen, if the file has it for each
             parameter.
         is_fresh: name -> whether its moments were dropped and begin anew.
-        groups: of the optimizer; None in a file without one.
+        groups: param groups of the optimizer; None in a file without one.
         scheduler: ``opt_param_scheduler``, the schedule of rates.
         random_states: (pipeline stage, tensor-parallel rank) -> a dict of generator states for each
             data rank that has one.
         args: the arguments of the run. Counters of samples are in it.
         iteration: steps done; None in a release of weights.
         operations: floating-point operations so far.
-        grad_scaler: of fp16 runs.
-        version: of the checkpoint, 3.0 today.
+        grad_scaler: state of the gradient scaler of fp16 runs.
+        version: version of the checkpoint, 3.0 today.
         module_names: name -> name in the model's modules, if the file shows it.
         others: key -> value that no conversion needs and a writer of the same format may keep.
         unknown: keys of a file whose format does not have them.

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """A DCP directory that is written from tensors while they are read.
 
-The writer of torch.distributed.checkpoint (DCP) makes the files and ``.metadata``. It is called for
-one part of the entries after another, each with few tensors in memory.
+Each part of the entries is a file, with one tensor in memory at a time. A run can also load the
+entries without any files (:class:`EntryReader`).
 """
 
 from __future__ import annotations
 
 import io
+import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,11 +16,7 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import (
-    FileSystemWriter,
-    _StorageInfo,
-    _StoragePrefix,
-)
+from torch.distributed.checkpoint.filesystem import _StoragePrefix
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -28,18 +25,25 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
 
 from megatron.checkpoint.core.lazy_tensor import LazyTensor
-from megatron.checkpoint.core.parts import Part, Progress
-from megatron.checkpoint.core.progress import ignore_progress
+from megatron.checkpoint.core.parts import Part, Progress, ignore_progress
 from megatron.checkpoint.dcp import safe_pickle
-from megatron.checkpoint.dcp.stored_metadata import METADATA
-from megatron.checkpoint.integrity.manifest import FileDigest, Manifest, digest_of
+from megatron.checkpoint.dcp.signing_writer import SigningWriter
 
 PART_BYTES = 256 << 20
-"""Size of a part. DCP's writer keeps the tensors of a file in memory until it is written."""
+"""Size of a part, and so of a file: small enough that ranks can share them evenly."""
 
 
 @dataclass(frozen=True)
@@ -47,9 +51,9 @@ class TensorEntry:
     """One chunk of a tensor in the file.
 
     Attributes:
-        key: of the tensor.
-        shape: of the whole tensor.
-        offsets: of the chunk; as long as ``shape``.
+        key: key of the tensor.
+        shape: shape of the whole tensor.
+        offsets: offsets of the chunk; as long as ``shape``.
         tensor: elements of the chunk; leading dims of size 1 may be left out.
     """
 
@@ -70,7 +74,7 @@ class ObjectEntry:
     """An object in the file.
 
     Attributes:
-        key: of the object.
+        key: key of the object.
         value: the object, or a function that makes it when it is written.
     """
 
@@ -99,7 +103,7 @@ class DcpTarget:
 
     Attributes:
         entries: chunks of tensors, and objects.
-        parts: of the directory, which can be written in any order.
+        parts: parts of the directory, which can be written in any order.
     """
 
     def __init__(
@@ -123,19 +127,13 @@ class DcpTarget:
     def _writer(self, number: int, entries: list[Entry]) -> Callable[[Path, Progress], Any]:
         def write(staging: Path, progress: Progress) -> dict[str, Any]:
             known = len(self._notes)
-            planner = EntryPlanner(entries, progress)
             plan = SavePlan(
                 [_write_item(entry) for entry in entries],
                 storage_data=_StoragePrefix(f"__{number}_"),
             )
-            results = FileSystemWriter(staging).write_data(plan, planner).wait()
-            return {
-                "places": list(map(_to_json, results)),
-                "notes": self._notes[known:],
-                "digests": _digests(
-                    {result.storage_data.relative_path for result in results}, staging
-                ),
-            }
+            planner = EntryPlanner(entries, progress)
+            written = SigningWriter(staging).write_data(plan, planner).wait()
+            return {"written": written, "notes": self._notes[known:]}
 
         return write
 
@@ -146,17 +144,9 @@ class DcpTarget:
             staging: the directory.
             results: the results of the parts, by name.
         """
-        written: list[WriteResult] = []
-        digests: dict[str, Any] = {}
-        for part in self.parts:
-            written += map(_from_json, results[part.name]["places"])
-            digests |= results[part.name]["digests"]
-        FileSystemWriter(staging).finish(self.metadata(), [written])
-        for name, content in self._extra_files.items():
-            (staging / name).write_bytes(content())
-        digests |= _digests([METADATA, *self._extra_files], staging)
-        files = {name: FileDigest.of_entry(entry) for name, entry in digests.items()}
-        Manifest(staging, files).write()
+        beside = {name: content() for name, content in self._extra_files.items()}
+        written = [results[part.name]["written"] for part in self.parts]
+        SigningWriter(staging, beside=beside).finish(self.metadata(), written)
 
     def metadata(self) -> Metadata:
         """Return ``.metadata`` without the places of the entries in files."""
@@ -185,10 +175,6 @@ class EntryPlanner(DefaultSavePlanner):
 
     With one of them on every rank, ``torch.distributed.checkpoint.save`` writes the entries of all
     ranks. An entry that several ranks have is written by one of them.
-
-    Args:
-        entries: of this rank, with flat keys.
-        progress: called with the size of every entry that is read.
     """
 
     def __init__(self, entries: list[Entry], progress: Progress = ignore_progress):
@@ -211,38 +197,18 @@ class EntryPlanner(DefaultSavePlanner):
         return entry.tensor.read().reshape(entry.sizes)
 
 
-def _digests(names: Iterable[str], staging: Path) -> dict[str, Any]:
-    """Return the digests of files by name, as JSON has them."""
-    return {name: digest_of(staging / name).entry() for name in sorted(names)}
-
-
 def _write_item(entry: Entry) -> WriteItem:
     if isinstance(entry, ObjectEntry):
         return WriteItem(MetadataIndex(entry.key), WriteItemType.BYTE_IO)
     data = TensorWriteData(
         _chunk(entry), TensorProperties(dtype=entry.tensor.dtype), torch.Size(entry.shape)
     )
-    return WriteItem(_index(entry.key, entry.offsets), WriteItemType.SHARD, tensor_data=data)
+    index = MetadataIndex(entry.key, torch.Size(entry.offsets))
+    return WriteItem(index, WriteItemType.SHARD, tensor_data=data)
 
 
 def _chunk(entry: TensorEntry) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(torch.Size(entry.offsets), torch.Size(entry.sizes))
-
-
-def _index(key: str, offset: Iterable[int] | None) -> MetadataIndex:
-    return MetadataIndex(key, None if offset is None else torch.Size(offset))
-
-
-def _to_json(result: WriteResult) -> list[Any]:
-    """Return key, offsets, file, position in the file and length of an entry, as JSON has them."""
-    index, info = result.index, result.storage_data
-    offsets = None if index.offset is None else list(index.offset)
-    return [index.fqn, offsets, info.relative_path, info.offset, info.length]
-
-
-def _from_json(content: list[Any]) -> WriteResult:
-    key, offsets, file, start, length = content
-    return WriteResult(_index(key, offsets), length, _StorageInfo(file, start, length))
 
 
 def _num_bytes(entry: Entry) -> int:
@@ -261,3 +227,83 @@ def _in_parts(entries: list[Entry]) -> Iterator[list[Entry]]:
         size += _num_bytes(entry)
     if part:
         yield part
+
+
+class EntryReader(StorageReader):
+    """A reader of a DCP directory that is not written, with every tensor in one chunk.
+
+    Of a tensor it reads the rows that are asked for, one tensor after another. Messages have
+    ``name`` for the checkpoint.
+    """
+
+    def __init__(self, target: DcpTarget, name: str):
+        self._metadata = target.metadata()
+        self._entries: dict[str, Entry] = {entry.key: entry for entry in target.entries}
+        self._name = name
+
+    def __str__(self) -> str:
+        return self._name
+
+    def read_metadata(self, *args: object, **options: object) -> Metadata:
+        """Return the metadata of the directory."""
+        return self._metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read the entries of a plan."""
+        items_of: dict[str, list[ReadItem]] = {}
+        for item in plan.items:
+            items_of.setdefault(item.storage_index.fqn, []).append(item)
+        for key, items in items_of.items():
+            entry = self._entries[key]
+            if isinstance(entry, TensorEntry):
+                _read_tensor(entry, items, planner)
+                continue
+            value = entry.value() if callable(entry.value) else entry.value
+            for item in items:
+                planner.load_bytes(item, io.BytesIO(safe_pickle.save_torch(value)))
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    # ---- what torch asks of every reader
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Do nothing: there is no state of a load."""
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
+        """Do nothing: the entries are known."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Return the plan unchanged."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Return the plans unchanged."""
+        return plans
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Return False: no name stands for entries in memory."""
+        return False
+
+
+def _read_tensor(entry: TensorEntry, items: list[ReadItem], planner: LoadPlanner) -> None:
+    """Read the regions of one tensor that a rank asks for, by one read of the rows they span."""
+    if not entry.tensor.shape:
+        for item in items:
+            _hand_over(entry.tensor.read(), item, planner)
+        return
+    start = min(item.storage_offsets[0] for item in items)
+    stop = max(item.storage_offsets[0] + item.lengths[0] for item in items)
+    rows = entry.tensor.read_rows(start, stop)
+    for item in items:
+        # Rows 5 to 9 were read. The region at (6, 2) of sizes (3, 4) is [1:4, 2:6] of them.
+        offsets = (item.storage_offsets[0] - start, *item.storage_offsets[1:])
+        region = [slice(first, first + size) for first, size in zip(offsets, item.lengths)]
+        _hand_over(rows[tuple(region)], item, planner)
+
+
+def _hand_over(value: torch.Tensor, item: ReadItem, planner: LoadPlanner) -> None:
+    target: torch.Tensor = planner.resolve_tensor(item).detach()
+    target.copy_(value)
+    planner.commit_tensor(item, target)

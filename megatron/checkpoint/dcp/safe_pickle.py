@@ -57,43 +57,25 @@ _CLASSES: dict[str, tuple[str, ...]] = {
     "torch": ("Size", "device", "strided", *_STORAGES),
     "torch.serialization": ("_get_layout",),
     "torch.distributed.checkpoint.metadata": (
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
+        *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex"),
+        *("StorageMeta", "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
     ),
     "torch.distributed.checkpoint.planner": (
-        "BytesIOWriteData",
-        "SavePlan",
-        "TensorWriteData",
-        "WriteItem",
-        "WriteItemType",
+        *("BytesIOWriteData", "SavePlan", "TensorWriteData", "WriteItem", "WriteItemType"),
     ),
     "torch.distributed.checkpoint.filesystem": ("_StorageInfo", "_StoragePrefix"),
+    # Results of the parts of a conversion.
+    "torch.distributed.checkpoint.storage": ("WriteResult",),
+    "megatron.checkpoint.integrity.manifest": ("FileDigest",),
     "torch._utils": ("_rebuild_tensor_v2", "_rebuild_tensor_v3", "_rebuild_parameter"),
     "torch.storage": ("UntypedStorage", "TypedStorage"),
     "numpy": ("dtype", "ndarray"),
 }
 _BUILTINS = (
-    "bool",
-    "bytearray",
-    "bytes",
-    "complex",
-    "dict",
-    "float",
-    "frozenset",
-    "int",
-    "list",
-    "range",
-    "set",
-    "slice",
-    "str",
-    "tuple",
+    *("bool", "bytearray", "bytes", "complex", "dict", "float", "frozenset", "int"),
+    *("list", "range", "set", "slice", "str", "tuple"),
 )
+_PATHS = ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")
 _NAMES_OF_PYTHON_2 = {"xrange": "range", "unicode": "str", "long": "int"}
 """Names that `torch.save` still writes."""
 _STAND_INS = re.compile(
@@ -195,12 +177,7 @@ class Unpickler(_PythonUnpickler):
             return _NUMPY_CORE.numeric._frombuffer
         if module == "_codecs" and name == "encode":
             return _encode
-        if module in ("pathlib", "pathlib._local") and name in (
-            "PosixPath",
-            "PurePosixPath",
-            "WindowsPath",
-            "PureWindowsPath",
-        ):
+        if module in ("pathlib", "pathlib._local") and name in _PATHS:
             return getattr(pathlib, "Pure" + name.removeprefix("Pure"))
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
@@ -330,7 +307,12 @@ def load_torch(data: bytes) -> Any:
             io.BytesIO(data), map_location="cpu", weights_only=False, pickle_module=_MODULE
         )
 
-    return _guarded(read)
+    if data not in _read:
+        value = _guarded(read)
+        if not is_scalar(value):
+            return value
+        _read[data] = value
+    return _read[data]
 
 
 def is_scalar(value: Any) -> bool:
@@ -340,6 +322,8 @@ def is_scalar(value: Any) -> bool:
     )
 
 
+# Fields of param groups are a few values, which are stored thousands of times.
+_read: dict[bytes, Any] = {}
 _written: dict[tuple[type, str], bytes] = {}
 
 
@@ -347,7 +331,6 @@ def save_torch(value: Any) -> bytes:
     """Pickle a value with ``torch.save``, with stand-ins under the names of their originals."""
     if not is_scalar(value):
         return _save(value)
-    # Fields of param groups are written thousands of times, once for each parameter.
     key = (type(value), repr(value))
     if key not in _written:
         _written[key] = _save(value)

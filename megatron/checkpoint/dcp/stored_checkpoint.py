@@ -9,9 +9,7 @@ without a manifest the checksums are compared that ``torch.save`` has put beside
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +18,18 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
 
 from megatron.checkpoint.core.lazy_tensor import LazyTensor
-from megatron.checkpoint.core.parts import Progress
-from megatron.checkpoint.core.progress import ignore_progress
+from megatron.checkpoint.core.parts import Progress, ignore_progress
 from megatron.checkpoint.dcp import safe_pickle
-from megatron.checkpoint.dcp.chunk_index import ChunkIndex, ChunkOverlap, chunks_overlap
-from megatron.checkpoint.dcp.payload_reader import PayloadReader
-from megatron.checkpoint.dcp.stored_metadata import (
-    METADATA,
-    DamagedCheckpointError,
-    read_metadata,
+from megatron.checkpoint.dcp.chunk import Chunk, ChunkIndex, chunks_overlap
+from megatron.checkpoint.dcp.stored_metadata import read_metadata
+from megatron.checkpoint.dcp.tensor_payload import (
+    TensorPayload,
+    checksum_of,
+    read_chunk,
+    read_header,
 )
-from megatron.checkpoint.dcp.tensor_payload import TensorPayload, read_header
-from megatron.checkpoint.integrity.file_integrity import FileIntegrity
-from megatron.checkpoint.integrity.manifest import is_of_rank
+from megatron.checkpoint.integrity.manifest import DamagedCheckpointError, FileIntegrity, is_of_rank
+from megatron.checkpoint.store.directory import METADATA
 
 
 class StoredCheckpoint:
@@ -40,8 +37,8 @@ class StoredCheckpoint:
 
     Args:
         directory: path of it.
-        verify: compare digests and checksums. Sizes of files are always compared, and so are the
-            checksums of objects, which are small.
+        verify: whether to compare digests and checksums. Sizes of files are always compared, and so
+            are the checksums of objects, which are small.
 
     Attributes:
         directory: path of it.
@@ -61,7 +58,7 @@ class StoredCheckpoint:
         self.directory = Path(directory)
         self._integrity = FileIntegrity(self.directory, verify)
         self.has_manifest = self._integrity.manifest is not None
-        self.metadata = read_metadata(self.directory, self._integrity.has_sound_metadata)
+        self.metadata = read_metadata(self.directory)
         entries = self.metadata.state_dict_metadata
         self.tensors: dict[str, TensorStorageMetadata] = {
             key: entry for key, entry in entries.items() if isinstance(entry, TensorStorageMetadata)
@@ -73,16 +70,14 @@ class StoredCheckpoint:
         }
         self._chunk_indices: dict[str, ChunkIndex] = {}
         self._payloads: dict[tuple[str, int], TensorPayload] = {}
-        self._reader = PayloadReader(compares=verify and not self.has_manifest)
-        # Fields of param groups are a few values that are stored thousands of times.
-        self._scalars: dict[bytes, Any] = {}
+        self._unchanged: set[TensorPayload] = set()
         self._check_files()
 
     def _check_files(self) -> None:
         problems = list(self._integrity.problems_of_files(self.metadata))
         for key, entry in self.tensors.items():
             offsets = [tuple(chunk.offsets) for chunk in entry.chunks]
-            absent = [each for each in offsets if (key, each) not in self._storage]
+            absent = [offset for offset in offsets if (key, offset) not in self._storage]
             if absent and entry.size.numel():
                 problems.append(f"{key}: its chunks at {absent[:3]} are nowhere in {METADATA}")
         lost = [key for key in self.objects if (key, ()) not in self._storage]
@@ -99,13 +94,8 @@ class StoredCheckpoint:
     ) -> list[str]:
         """Find the files with tensors that have changed or are of another checkpoint.
 
-        Args:
-            rank: reads its share of the files. Those of other ranks count as sound afterwards.
-            world_size: number of ranks that share the work.
-            progress: called with the sizes of the files that were read.
-
-        Returns:
-            The files, with the tensors in them; none if nothing is to be verified.
+        A rank reads its share of the files; those of other ranks count as sound afterwards. If
+        nothing is to be verified, there are none.
         """
         problems: list[str] = []
         if self._integrity.verify:
@@ -144,7 +134,7 @@ class StoredCheckpoint:
             if info is not None and file in (None, info.relative_path):
                 payload = self._payload(key, chunk)
                 if self._integrity.verify:
-                    self._reader.check(payload)
+                    self._compare_checksum(key, payload)
 
     def _refuse_damaged(self, file: str) -> None:
         """Refuse a file that is not the one of the manifest, before anything of it is used."""
@@ -171,96 +161,66 @@ class StoredCheckpoint:
 
     def lazy(self, key: str, index: Sequence[int] = ()) -> LazyTensor:
         """Return the tensor ``key``, or its slice at ``index`` of its leading axes, unread."""
-        index = tuple(index)
         shape = self.shape(key)[len(index) :]
+        # At index (3,) of a shape (8, 5, 4), the slice is the chunk at (3, 0, 0) of (1, 5, 4).
+        chunk = Chunk((*index, *(0,) * len(shape)), (*(1,) * len(index), *shape))
+        return self.lazy_chunk(key, chunk, len(index))
+
+    def lazy_chunk(self, key: str, chunk: Chunk, num_leading: int = 0) -> LazyTensor:
+        """Return a chunk of a tensor, unread, without its ``num_leading`` first dims of size 1."""
+        shape = chunk.sizes[num_leading:]
 
         def read_rows(start: int, stop: int) -> torch.Tensor:
-            ones = (1,) * len(index)
             if not shape:
-                return self.read_region(key, index, ones).reshape(())
-            # At index (3,) of a shape (8, 5, 4), rows 1 to 3 have the offsets (3, 1, 0) and the
-            # sizes (1, 2, 4).
-            offsets = (*index, start, *(0,) * (len(shape) - 1))
-            sizes = (*ones, stop - start, *shape[1:])
-            return self.read_region(key, offsets, sizes).reshape(stop - start, *shape[1:])
+                return self.read_chunk(key, chunk).reshape(())
+            rows = self.read_chunk(key, chunk.rows(start, stop, num_leading))
+            return rows.reshape(stop - start, *shape[1:])
 
         return LazyTensor(shape, self.dtype(key), read_rows)
 
-    def lazy_region(self, key: str, offsets: Sequence[int], sizes: Sequence[int]) -> LazyTensor:
-        """Return the elements ``[offset, offset + size)`` along every dim, unread."""
-
-        def read_rows(start: int, stop: int) -> torch.Tensor:
-            if not sizes:
-                return self.read_region(key, (), ())
-            return self.read_region(
-                key, (offsets[0] + start, *offsets[1:]), (stop - start, *sizes[1:])
-            )
-
-        return LazyTensor(tuple(sizes), self.dtype(key), read_rows)
-
-    def read_region(self, key: str, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
-        """Read the elements ``[offset, offset + size)`` along every dim, a tensor of ``sizes``.
+    def read_chunk(self, key: str, chunk: Chunk) -> torch.Tensor:
+        """Read the elements of a chunk, which need not be one of the file.
 
         Raises:
-            DamagedCheckpointError: if no chunk has some of them, or the stored bytes have changed.
+            DamagedCheckpointError: if the file lacks some of them, or they have changed.
         """
         if key not in self._chunk_indices:
-            self._chunk_indices[key] = ChunkIndex(self.tensors[key].chunks)
-        overlaps = list(self._chunk_indices[key].overlaps(offsets, sizes))
-        missing = math.prod(sizes) - sum(math.prod(overlap.sizes) for overlap in overlaps)
+            self._chunk_indices[key] = ChunkIndex(map(Chunk.of, self.tensors[key].chunks))
+        found = list(self._chunk_indices[key].overlaps(chunk))
+        parts = [part for _, part in found]
+        missing = chunk.numel - sum(part.numel for part in parts)
         if missing > 0:
             raise DamagedCheckpointError(
                 f"{self.directory}: no chunk of {key} has {missing} of its elements"
             )
-        if missing < 0 or chunks_overlap((each.offsets, each.sizes) for each in overlaps):
+        if missing < 0 or chunks_overlap(parts):
             raise DamagedCheckpointError(f"{self.directory}: two chunks of {key} overlap")
-        if len(overlaps) == 1:
-            return self._read_chunk(key, overlaps[0])
-        out = torch.empty(tuple(sizes), dtype=self.dtype(key))
-        for overlap in overlaps:
-            target = []
-            for first, start, size in zip(offsets, overlap.offsets, overlap.sizes):
-                target.append(slice(start - first, start - first + size))
-            out[tuple(target)] = self._read_chunk(key, overlap)
+        # All are checked before there is memory for them: a file can speak of any size.
+        payloads = [self._sound_payload(key, stored) for stored, _ in found]
+        out = torch.empty(chunk.sizes, dtype=self.dtype(key))
+        for (stored, part), payload in zip(found, payloads):
+            starts = [offset - first for offset, first in zip(part.offsets, stored.offsets)]
+            with open(payload.file, "rb", buffering=0) as file:
+                read_chunk(file, payload, starts, out[part.slices(chunk.offsets)])
         return out
 
-    def _read_chunk(self, key: str, overlap: ChunkOverlap) -> torch.Tensor:
-        """Read the elements that a region has in one chunk."""
-        chunk, sizes = overlap.chunk, overlap.sizes
-        self._refuse_damaged(self._storage[key, tuple(chunk.offsets)].relative_path)
-        payload = self._payload(key, chunk)
-        starts = [offset - first for offset, first in zip(overlap.offsets, chunk.offsets)]
-        region = [slice(start, start + size) for start, size in zip(starts, sizes)]
-        if not payload.is_plain:
-            storage = self._reader.read(payload, 0, payload.num_bytes).view(payload.dtype)
-            whole = storage.as_strided(payload.size, payload.stride, payload.start)
-            return whole[tuple(region)].contiguous()
-        if not sizes:
-            return self._reader.read(payload, 0, payload.num_bytes).view(payload.dtype).reshape(())
-        # One contiguous range of bytes is read: the rows along the first dim that has several.
-        # In an fp32 chunk of shape (4, 3, 5), the region at (2, 1, 0) of sizes (1, 2, 3) has two
-        # rows along dim 1. Strides are 60, 20 and 4 bytes, so the range starts at 2 * 60 + 1 * 20 =
-        # 140 and has 2 * 20 = 40 bytes, of shape (1, 2, 5), of which columns 0 to 3 are taken.
-        several = [dim for dim, size in enumerate(sizes) if size > 1]
-        rows_dim = several[0] if several else len(sizes) - 1
-        itemsize = payload.dtype.itemsize
-        strides = [math.prod(payload.size[dim + 1 :]) * itemsize for dim in range(len(sizes))]
-        first_byte = sum(starts[dim] * strides[dim] for dim in range(rows_dim + 1))
-        data = self._reader.read(payload, first_byte, sizes[rows_dim] * strides[rows_dim])
-        shape = (*(1,) * rows_dim, sizes[rows_dim], *payload.size[rows_dim + 1 :])
-        rows = data.view(payload.dtype).reshape(shape)
-        columns = [slice(None)] * (rows_dim + 1) + region[rows_dim + 1 :]
-        return rows[tuple(columns)].contiguous()
+    def _sound_payload(self, key: str, stored: Chunk) -> TensorPayload:
+        """Find a chunk in its file, and compare its digest, or the checksum beside it."""
+        self._refuse_damaged(self._storage[key, stored.offsets].relative_path)
+        payload = self._payload(key, stored)
+        if self._integrity.verify and not self.has_manifest:
+            self._compare_checksum(key, payload)
+        return payload
 
-    def _payload(self, key: str, chunk: ChunkStorageMetadata) -> TensorPayload:
+    def _payload(self, key: str, chunk: Chunk | ChunkStorageMetadata) -> TensorPayload:
         info = self._storage[key, tuple(chunk.offsets)]
         position = (info.relative_path, info.offset)
         if position not in self._payloads:
             try:
-                found = read_header(self.directory / info.relative_path, info)
+                with open(self.directory / info.relative_path, "rb", buffering=0) as file:
+                    payload = read_header(file, info)
             except DamagedCheckpointError as error:
                 raise DamagedCheckpointError(f"{error}; {key} should be there") from error
-            payload = replace(found, key=key)
             if payload.size != tuple(chunk.sizes) or payload.dtype != self.dtype(key):
                 raise DamagedCheckpointError(
                     f"{self.directory}: {key} is {payload.dtype} {payload.size} in"
@@ -269,6 +229,19 @@ class StoredCheckpoint:
                 )
             self._payloads[position] = payload
         return self._payloads[position]
+
+    def _compare_checksum(self, key: str, payload: TensorPayload) -> None:
+        """Read all of a chunk, once, and compare its checksum."""
+        if payload in self._unchanged:
+            return
+        with open(payload.file, "rb", buffering=0) as file:
+            checksum = checksum_of(file, payload)
+        if payload.checksum not in (None, checksum):
+            raise DamagedCheckpointError(
+                f"{payload.file} has changed since it was written: the checksum of {key} at byte"
+                f" {payload.offset} differs"
+            )
+        self._unchanged.add(payload)
 
     def read_object(self, key: str) -> Any:
         """Read the object that is stored under a key.
@@ -285,16 +258,11 @@ class StoredCheckpoint:
         with open(self.directory / info.relative_path, "rb") as file:
             file.seek(info.offset)
             data = file.read(info.length)
-        if data in self._scalars:
-            return self._scalars[data]
         try:
-            value = safe_pickle.load_torch(data)
+            return safe_pickle.load_torch(data)
         except safe_pickle.RefusedPickleError as error:
             raise safe_pickle.RefusedPickleError(f"{self.directory}, {key}: {error}") from None
         except ValueError as error:
             raise DamagedCheckpointError(
                 f"{self.directory}: {key} in {info.relative_path} is damaged: {error}"
             ) from error
-        if safe_pickle.is_scalar(value):
-            self._scalars[data] = value
-        return value

@@ -16,14 +16,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from megatron.checkpoint.dcp import metadata_pickle, safe_pickle
-
-METADATA = ".metadata"
-
-
-class DamagedCheckpointError(ValueError):
-    """A file of a checkpoint is missing, cut off or changed."""
-
+from megatron.checkpoint.dcp import safe_pickle
+from megatron.checkpoint.integrity.manifest import DamagedCheckpointError
+from megatron.checkpoint.store.directory import METADATA
 
 _kept: dict[bytes, Any] | None = None
 """Content of ``.metadata`` files -> what was read of it, within :func:`metadata_read_once`."""
@@ -40,12 +35,8 @@ def metadata_read_once() -> Iterator[None]:
         _kept = None
 
 
-def read_metadata(directory: Path, is_unchanged: bool = False) -> Any:
+def read_metadata(directory: Path) -> Any:
     """Read ``.metadata``: DCP's ``Metadata``, or what stands in for Megatron-Core's own class.
-
-    Args:
-        directory: of the checkpoint.
-        is_unchanged: the file has the digest of the manifest.
 
     Raises:
         DamagedCheckpointError: if it is missing or damaged.
@@ -58,7 +49,7 @@ def read_metadata(directory: Path, is_unchanged: bool = False) -> Any:
     if _kept is not None and data in _kept:
         return _kept[data]
     try:
-        metadata = metadata_pickle.load(data, is_unchanged)
+        metadata = safe_pickle.load(data)
         _check_form(metadata)
     except safe_pickle.RefusedPickleError as error:
         raise safe_pickle.RefusedPickleError(f"{path}: {error}") from None

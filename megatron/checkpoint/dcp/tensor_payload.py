@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Position of a tensor's elements in a file that ``torch.save`` wrote, found without reading them.
+"""Tensors in files that ``torch.save`` wrote: their place, their checksum, and any chunk of them.
 
 ``torch.save`` writes a zip archive: a pickle that describes the tensor, and a record with the bytes
 of its storage, uncompressed, beside which the archive has a checksum. DCP files are such archives
@@ -13,8 +13,9 @@ import math
 import os
 import warnings
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -22,23 +23,29 @@ import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from megatron.checkpoint.dcp import safe_pickle
-from megatron.checkpoint.dcp.stored_metadata import DamagedCheckpointError
+from megatron.checkpoint.integrity.block_digest import crc32
+from megatron.checkpoint.integrity.manifest import DamagedCheckpointError
+from megatron.checkpoint.store.directory import METADATA
+
+_CHECKED_BLOCK = 1 << 22
+"""Bytes that are read at once to compute a checksum."""
+_BLOCK = 1 << 24
+"""Bytes that are read at once if they cannot be read into the tensor itself."""
 
 
 @dataclass(frozen=True)
 class TensorPayload:
-    """The bytes of one chunk in a file.
+    """The bytes of one stored tensor in a file.
 
     Attributes:
-        file: that holds them.
-        offset: of the storage in the file, in bytes.
-        num_bytes: of the storage.
+        file: path of the file.
+        offset: offset of the storage in the file, in bytes.
+        num_bytes: number of bytes of the storage.
         checksum: crc32 of the storage; None if the writer left it out.
-        dtype: of the tensor.
-        size: of the tensor, in elements.
-        stride: of the tensor in the storage, in elements.
-        start: of the tensor in the storage, in elements.
-        key: of the tensor, for messages.
+        dtype: dtype of the tensor.
+        size: size of the tensor, in elements.
+        stride: stride of the tensor in the storage, in elements.
+        start: start of the tensor in the storage, in elements.
     """
 
     file: Path
@@ -49,7 +56,6 @@ class TensorPayload:
     size: tuple[int, ...]
     stride: tuple[int, ...]
     start: int
-    key: str = ""
 
     @property
     def is_plain(self) -> bool:
@@ -63,10 +69,17 @@ class TensorPayload:
         )
 
 
-def read_header(path: Path, info: _StorageInfo) -> TensorPayload:
-    """Find the elements of the tensor that ``torch.save`` wrote at ``info``.
+# ---- the place of a tensor
 
-    The checksums of everything but these elements are compared.
+
+def read_header(file: IO[bytes], info: _StorageInfo, compares: bool = True) -> TensorPayload:
+    """Find the elements of the tensor that ``torch.save`` wrote at ``info``, without reading them.
+
+    Args:
+        file: a file that is open for reading.
+        info: the position of the archive in the file.
+        compares: whether to compare checksums of everything but these elements, and with what torch
+            would read. It is not needed where the digest of the file was compared.
 
     Raises:
         DamagedCheckpointError: if no tensor is there.
@@ -75,53 +88,55 @@ def read_header(path: Path, info: _StorageInfo) -> TensorPayload:
     """
     if getattr(info, "transform_descriptors", None):
         raise NotImplementedError(
-            f"{path} is encoded with {info.transform_descriptors}, which is not read here"
+            f"{file.name} is encoded with {info.transform_descriptors}, which is not read here"
         )
+    window = _Window(file, info.offset, info.length)
     try:
-        with (
-            open(path, "rb") as file,
-            zipfile.ZipFile(window := _Window(file, info.offset, info.length)) as archive,
-        ):
+        with zipfile.ZipFile(window) as archive:
             names = {name.partition("/")[2]: name for name in archive.namelist()}
-            tensor = TensorUnpickler(io.BytesIO(archive.read(names["data.pkl"]))).load()
+            tensor = _described(archive.read(names["data.pkl"]))
             record = archive.getinfo(names[f"data/{tensor.storage.key}"])
-            for other in archive.infolist():
-                if other is not record and other.CRC:
-                    archive.read(other)  # which compares its checksum
+            start = _start_of_record(file, info.offset + record.header_offset)
             if record.compress_type != zipfile.ZIP_STORED:
                 raise ValueError("its data is compressed")
-            start = _start_of_record(file, info.offset + record.header_offset)
-            # Torch reads the archive by other fields of it, which have no checksum.
-            window.seek(0)
-            # Any: torch's annotations lack the method.
-            torch_reader: Any = torch._C.PyTorchFileReader(cast(IO[bytes], window))
-            offset = torch_reader.get_record_offset(f"data/{tensor.storage.key}")
-            if info.offset + offset != start:
-                raise ValueError("torch finds its data elsewhere")
             if start + record.file_size > info.offset + info.length:
                 raise ValueError("its data is longer than the file")
             if math.prod(tensor.size) * tensor.storage.dtype.itemsize > record.file_size:
                 raise ValueError(
                     f"its {record.file_size} bytes are not enough for the shape {tensor.size}"
                 )
+            if compares:
+                for other in archive.infolist():
+                    if other is not record and other.CRC:
+                        archive.read(other)  # which compares its checksum
+                if info.offset + _offset_by_torch(window, tensor) != start:
+                    raise ValueError("torch finds its data elsewhere")
     except safe_pickle.RefusedPickleError as error:
-        raise safe_pickle.RefusedPickleError(f"{path}: {error}") from None
+        raise safe_pickle.RefusedPickleError(f"{file.name}: {error}") from None
     except Exception as error:  # bytes that were changed or cut off fail in every possible way
         raise DamagedCheckpointError(
-            f"{path} is damaged at byte {info.offset}: {type(error).__name__}: {error}"
+            f"{file.name} is damaged at byte {info.offset}: {type(error).__name__}: {error}"
         ) from error
-    # `torch.serialization.set_crc32_options(False)` writes no checksum.
-    checksum = record.CRC or (None if record.file_size else 0)
     return TensorPayload(
-        path,
+        Path(file.name),
         start,
         record.file_size,
-        checksum,
+        # `torch.serialization.set_crc32_options(False)` writes no checksum.
+        record.CRC or (None if record.file_size else 0),
         tensor.storage.dtype,
         tensor.size,
         tensor.stride,
         tensor.start,
     )
+
+
+def _offset_by_torch(window: _Window, tensor: _Tensor) -> int:
+    """Return where torch finds the elements: by fields of the archive that have no checksum."""
+    window.seek(0)
+    # Any: torch's annotations lack the method.
+    reader: Any = torch._C.PyTorchFileReader(cast(IO[bytes], window))
+    offset: int = reader.get_record_offset(f"data/{tensor.storage.key}")
+    return offset
 
 
 def _start_of_record(file: IO[bytes], header: int) -> int:
@@ -178,16 +193,22 @@ class _Tensor:
     stride: tuple[int, ...]
 
 
-class TensorUnpickler(safe_pickle.Unpickler):
+@lru_cache(maxsize=4096)  # tensors of one shape and dtype have the same description
+def _described(description: bytes) -> _Tensor:
+    tensor = _TensorUnpickler(io.BytesIO(description)).load()
+    if not isinstance(tensor, _Tensor):
+        raise ValueError(f"it is a {type(tensor).__name__}, not a tensor")
+    return tensor
+
+
+class _TensorUnpickler(safe_pickle.Unpickler):
     """Reads how ``torch.save`` describes one tensor, and not its elements."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return the class that a pickle names, or a stand-in for torch's function."""
         rebuild = _REBUILD.get(name) if module == "torch._utils" else None
         return super().find_class(module, name) if rebuild is None else rebuild
 
     def persistent_load(self, reference: tuple[Any, ...]) -> _Storage:
-        """Return the dtype of a storage and its name in the archive."""
         _, storage_type, key, _, _ = reference
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch deprecates the storages that its files name
@@ -198,17 +219,9 @@ def _tensor_v2(storage: _Storage, start: int, size: Any, stride: Any, *_: Any) -
     return _Tensor(storage, start, tuple(size), tuple(stride))
 
 
-def _tensor_v3(
-    storage: _Storage,
-    start: int,
-    size: Any,
-    stride: Any,
-    requires_grad: bool,
-    hooks: Any,
-    dtype: torch.dtype,
-    *_: Any,
-) -> _Tensor:
+def _tensor_v3(storage: _Storage, start: int, size: Any, stride: Any, *more: Any) -> _Tensor:
     """Describe a tensor of a dtype without a class of storages, such as FP8."""
+    _requires_grad, _hooks, dtype, *_ = more
     return _Tensor(_Storage(dtype, storage.key), start, tuple(size), tuple(stride))
 
 
@@ -222,3 +235,95 @@ _REBUILD: dict[str, Callable[..., _Tensor]] = {
     "_rebuild_parameter": _parameter,
 }
 """Stand-ins for the functions of ``torch._utils`` that a pickle of a tensor calls."""
+
+
+# ---- its elements
+
+
+def checksum_of(file: IO[bytes], payload: TensorPayload) -> int:
+    """Read all of a stored tensor and return its crc32."""
+    checksum, left = 0, payload.num_bytes
+    file.seek(payload.offset)
+    while left and (block := file.read(min(left, _CHECKED_BLOCK))):
+        checksum, left = crc32(block, checksum), left - len(block)
+    return checksum
+
+
+def read_chunk(
+    file: IO[bytes], payload: TensorPayload, offsets: Sequence[int], target: torch.Tensor
+) -> None:
+    """Read a chunk of a stored tensor into ``target``, which has the sizes of the chunk.
+
+    Args:
+        file: file that holds the tensor.
+        payload: the tensor in the file.
+        offsets: offsets of the chunk in the stored tensor.
+        target: on any device and of any dtype.
+
+    Raises:
+        DamagedCheckpointError: if the stored tensor has no such chunk, or the file ends before.
+    """
+    ends = map(sum, zip(offsets, target.shape))
+    if target.dim() != len(payload.size) or any(map(int.__gt__, ends, payload.size)):
+        raise DamagedCheckpointError(
+            f"{file.name} has a tensor of shape {payload.size} at byte {payload.offset}, where"
+            f" {METADATA} has another one"
+        )
+    if not target.numel():
+        return
+    if payload.is_plain:
+        _read_rows(file, payload.offset, payload.size, payload.dtype, offsets, target)
+        return
+    storage = torch.empty(payload.num_bytes, dtype=torch.uint8)
+    _read_into(file, payload.offset, storage)
+    whole = storage.view(payload.dtype).as_strided(payload.size, payload.stride, payload.start)
+    target.copy_(whole[_slices(offsets, target.shape)])
+
+
+def _read_rows(
+    file: IO[bytes],
+    position: int,
+    whole: Sequence[int],
+    dtype: torch.dtype,
+    offsets: Sequence[int],
+    target: torch.Tensor,
+) -> None:
+    """Read a chunk of a tensor of shape ``whole`` that is stored row after row at ``position``."""
+    is_contiguous = tuple(target.shape[1:]) == tuple(whole[1:])
+    row = math.prod(whole[1:]) * dtype.itemsize
+    first = position + (offsets[0] * row if offsets else 0)
+    is_direct = target.is_cpu and target.dtype == dtype and target.is_contiguous()
+    if is_contiguous and is_direct:
+        _read_into(file, first, target)
+    elif not offsets:
+        element = torch.empty((), dtype=dtype)
+        _read_into(file, first, element)
+        target.copy_(element)
+    elif not is_contiguous and (len(target) == 1 or row > _BLOCK // 16):
+        # Example: columns 2 and 3 of a few long rows. Each row's columns are read on their own.
+        for number in range(len(target)):
+            part = target[number]
+            _read_rows(file, first + number * row, whole[1:], dtype, offsets[1:], part)
+    else:
+        num_rows = max(_BLOCK // row, 1)
+        columns = (slice(None), *_slices(offsets[1:], target.shape[1:]))
+        for begin in range(0, len(target), num_rows):
+            part = target[begin : begin + num_rows]
+            block = torch.empty((len(part), *whole[1:]), dtype=dtype)
+            _read_into(file, first + begin * row, block)
+            part.copy_(block[columns])
+
+
+def _slices(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
+    return tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes))
+
+
+def _read_into(file: IO[bytes], position: int, target: torch.Tensor) -> None:
+    """Fill a contiguous tensor on the CPU with the bytes at ``position``."""
+    view: memoryview = target.reshape(-1).view(torch.uint8).numpy().data
+    done = 0
+    while done < len(view):
+        count = os.preadv(file.fileno(), [view[done:]], position + done)
+        if not count:
+            raise DamagedCheckpointError(f"{file.name} is cut off")
+        done += count

@@ -30,14 +30,9 @@ META_PREFIX = "optimizer.param_to_group_meta."
 
 
 def wrapper_prefix(keys: Iterable[str], names: Iterable[str]) -> str | None:
-    """Return ``<P>.`` of the optimizer keys of a file.
+    """Return ``<P>.`` of the optimizer keys of a file, by names of parameters without wrappers.
 
-    Args:
-        keys: all keys of the file.
-        names: names of parameters of the model, without wrappers.
-
-    Returns:
-        The prefix, or None if the file has a param group for none of ``names``.
+    It is None if the file has a param group for none of them.
     """
     known = set(names)
     for key in keys:
@@ -58,9 +53,7 @@ def without_layout(fields: Mapping[str, Any]) -> dict[str, Any]:
 def split_half(name: str) -> tuple[str, str]:
     """Split the name of one half of a gated weight into the weight's name and the suffix.
 
-    Returns:
-        ``("mlp.linear_fc1.weight", "_w")`` for ``mlp.linear_fc1.weight_w``. The suffix is empty for
-        every name that is not that of a half.
+    ``mlp.linear_fc1.weight_w`` gives ``("mlp.linear_fc1.weight", "_w")``, other names no suffix.
     """
     for half in HALVES:
         stem = name.removesuffix(half)

@@ -7,7 +7,7 @@ import argparse
 from typing import Any
 
 from megatron.checkpoint.hugging_face.model_arguments import layers_with_experts
-from megatron.checkpoint.hugging_face.setting_rule import Config, SettingRule, in_words
+from megatron.checkpoint.hugging_face.setting_rules import Config, SettingRule, in_words
 
 # ---- layers
 
@@ -62,10 +62,6 @@ FIRST_LAYERS_DENSE = SettingRule(
 """The first layers can be dense."""
 
 
-def _read_all_sparse(config: Config, problems: list[str]) -> dict[str, Any]:
-    return {"moe_layer_freq": 1}
-
-
 def _write_all_sparse(args: argparse.Namespace, problems: list[str]) -> Config:
     if not all(layers_with_experts(args)):
         problems.append(
@@ -74,7 +70,9 @@ def _write_all_sparse(args: argparse.Namespace, problems: list[str]) -> Config:
     return {}
 
 
-EXPERTS_EVERYWHERE = SettingRule((), ("moe_layer_freq",), _read_all_sparse, _write_all_sparse)
+EXPERTS_EVERYWHERE = SettingRule(
+    (), ("moe_layer_freq",), lambda config, problems: {"moe_layer_freq": 1}, _write_all_sparse
+)
 """No layer can be dense."""
 
 # ---- shared experts
@@ -119,12 +117,11 @@ def _read_normalized(config: Config, problems: list[str]) -> dict[str, Any]:
     return {"moe_router_pre_softmax": not normalized}
 
 
-def _write_normalized(args: argparse.Namespace, problems: list[str]) -> Config:
-    return {"norm_topk_prob": not args.moe_router_pre_softmax}
-
-
 NORMALIZED_SCORES = SettingRule(
-    ("norm_topk_prob",), ("moe_router_pre_softmax",), _read_normalized, _write_normalized
+    ("norm_topk_prob",),
+    ("moe_router_pre_softmax",),
+    _read_normalized,
+    write=lambda args, problems: {"norm_topk_prob": not args.moe_router_pre_softmax},
 )
 """Scores of the chosen experts add up to 1 exactly if the softmax comes after the choice."""
 
@@ -139,11 +136,12 @@ def _read_sigmoid_scores(config: Config, problems: list[str]) -> dict[str, Any]:
     return {}
 
 
-def _write_sigmoid_scores(args: argparse.Namespace, problems: list[str]) -> Config:
-    return {"norm_topk_prob": args.moe_router_topk != 1}
-
-
-SIGMOID_SCORES = SettingRule(("norm_topk_prob",), (), _read_sigmoid_scores, _write_sigmoid_scores)
+SIGMOID_SCORES = SettingRule(
+    ("norm_topk_prob",),
+    (),
+    _read_sigmoid_scores,
+    write=lambda args, problems: {"norm_topk_prob": args.moe_router_topk != 1},
+)
 """Sigmoid scores of several chosen experts always add up to 1 in Megatron-Core."""
 
 

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Model families with a counterpart in Megatron-Core: names of tensors, settings of config.json.
 
-A family is data. Its rows (:mod:`megatron.checkpoint.hugging_face.tensors`) pair canonical names
-with those of transformers' modules, its rules (:mod:`megatron.checkpoint.hugging_face.settings`)
-pair Megatron-LM's arguments with keys of config.json. Both work in both directions. A setting or an
+A family is data: rows pair canonical names with those of transformers' modules, rules pair
+Megatron-LM's arguments with keys of config.json. Both work in both directions. A setting or an
 argument that no rule of the family covers has to have its default, or the model would compute
 something else.
 
@@ -25,10 +24,23 @@ from megatron.checkpoint.hugging_face.expert_settings import (
     SIGMOID_SCORES,
     SPARSE_LAYERS,
 )
-from megatron.checkpoint.hugging_face.family import Family
+from megatron.checkpoint.hugging_face.family import (
+    FUSED_HEADS,
+    GATE_AND_UP,
+    HEADS,
+    TRANSPOSED,
+    VOCABULARY,
+    Family,
+    TensorRow,
+    Where,
+    compresses_queries,
+    has_experts,
+    is_dense,
+    keeps_queries,
+    untied,
+)
 from megatron.checkpoint.hugging_face.rotary_settings import LLAMA3, YARN, rotary
-from megatron.checkpoint.hugging_face.setting_rule import only, same, without_meaning
-from megatron.checkpoint.hugging_face.settings import (
+from megatron.checkpoint.hugging_face.setting_rules import (
     EPSILON_OF_LATENTS,
     EVEN_HEADS,
     GELU,
@@ -40,21 +52,10 @@ from megatron.checkpoint.hugging_face.settings import (
     QUERY_RANK,
     grouped_queries,
     head_width,
+    only,
+    same,
     tied_embeddings,
-)
-from megatron.checkpoint.hugging_face.tensors import (
-    FUSED_HEADS,
-    GATE_AND_UP,
-    HEADS,
-    TRANSPOSED,
-    VOCABULARY,
-    TensorRow,
-    Where,
-    compresses_queries,
-    has_experts,
-    is_dense,
-    keeps_queries,
-    untied,
+    without_meaning,
 )
 
 SIZES = (
@@ -102,14 +103,14 @@ NORMS = (
 ATTENTION = (
     TensorRow(
         "self_attention.linear_qkv.weight",
-        " ".join(f"self_attn.{each}_proj.weight" for each in "qkv"),
+        " ".join(f"self_attn.{part}_proj.weight" for part in "qkv"),
         HEADS,
     ),
     TensorRow("self_attention.linear_proj.weight", "self_attn.o_proj.weight"),
 )
 QKV_BIAS = TensorRow(
     "self_attention.linear_qkv.bias",
-    " ".join(f"self_attn.{each}_proj.bias" for each in "qkv"),
+    " ".join(f"self_attn.{part}_proj.bias" for part in "qkv"),
     HEADS,
 )
 HEAD_NORMS = (
@@ -147,14 +148,7 @@ transformers does with ``rope_interleave``."""
 def gated_mlp(
     ours: str, theirs: str, where: Where, names: str = "gate_proj up_proj down_proj"
 ) -> tuple[TensorRow, TensorRow]:
-    """Return the rows of a gated MLP.
-
-    Args:
-        ours: path of the MLP in a layer of ours.
-        theirs: path of the MLP in a layer of theirs.
-        where: the layers that have it.
-        names: of their gate, up and down projections.
-    """
+    """Return the rows of a gated MLP at these paths in a layer, with names of its projections."""
     gate, up, down = (f"{theirs}.{name}.weight" for name in names.split())
     return (
         TensorRow(f"{ours}.linear_fc1.weight", f"{gate} {up}", GATE_AND_UP, where),
@@ -403,11 +397,7 @@ FAMILIES: dict[str, Family] = {
 
 
 def family_named(name: Any, where: str) -> Family:
-    """Return the family of a ``model_type``.
-
-    Args:
-        name: the ``model_type``.
-        where: its source, for the message.
+    """Return the family of a ``model_type``; ``where`` is its source, for the error.
 
     Raises:
         ValueError: for a type without counterpart.

@@ -14,8 +14,16 @@ def _always(args: argparse.Namespace) -> bool:
     return True
 
 
-def _latent(args: argparse.Namespace) -> bool:
-    return bool(args.multi_latent_attention)
+def _with(name: str) -> Callable[[argparse.Namespace], bool]:
+    return lambda args: bool(getattr(args, name))
+
+
+_latent = _with("multi_latent_attention")
+_grouped = _with("group_query_attention")
+_stretched = _with("use_rope_scaling")
+_windowed = _with("window_size")
+_mup = _with("use_mup")
+_experts = _with("num_experts")
 
 
 def _not_latent(args: argparse.Namespace) -> bool:
@@ -31,32 +39,12 @@ def _yarn(args: argparse.Namespace) -> bool:
     return bool(args.multi_latent_attention) and args.rope_type != "rope"
 
 
-def _grouped(args: argparse.Namespace) -> bool:
-    return bool(args.group_query_attention)
-
-
 def _rotary(args: argparse.Namespace) -> bool:
     return bool(args.position_embedding_type == "rope")
 
 
 def _rotates(args: argparse.Namespace) -> bool:
     return _rotary(args) or _latent(args)
-
-
-def _stretched(args: argparse.Namespace) -> bool:
-    return bool(args.use_rope_scaling)
-
-
-def _windowed(args: argparse.Namespace) -> bool:
-    return args.window_size is not None
-
-
-def _mup(args: argparse.Namespace) -> bool:
-    return bool(args.use_mup)
-
-
-def _experts(args: argparse.Namespace) -> bool:
-    return bool(args.num_experts)
 
 
 def _limited(args: argparse.Namespace) -> bool:
@@ -74,8 +62,8 @@ class Argument:
 
     Attributes:
         name: the destination.
-        default: of Megatron-LM.
-        flag: of the command line; default: its name. It is a switch if the default is True or
+        default: default of Megatron-LM.
+        flag: flag of the command line; default: its name. It is a switch if the default is True or
             False.
         counts: arguments -> True if this one means anything beside the others; else its value is no
             part of the model.

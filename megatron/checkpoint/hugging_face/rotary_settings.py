@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.checkpoint.hugging_face.setting_rule import Config, SettingRule
+from megatron.checkpoint.hugging_face.setting_rules import Config, SettingRule
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Stretching(ABC):
 
     Attributes:
         name: its ``rope_type``.
-        arguments: of Megatron-LM.
+        arguments: arguments of Megatron-LM.
         fixed: values of the settings that Megatron-LM has no flags for.
         required: those of ``fixed`` that a config must state.
     """

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The manifest of a checkpoint: the size and the digest of each of its files.
+"""The manifest of a checkpoint, the size and the digest of each of its files, and its comparison.
 
 It is written when a checkpoint is published, and signs the set of files: a file of another
 checkpoint or rank is as wrong as a damaged one, although its own checksums are right. Its digest of
-itself shows a change of the manifest. Checkpoints of other programs have none. The digest of a file
-is that of :mod:`megatron.checkpoint.integrity.block_digest`; in manifests of earlier versions it is the
-SHA-256 of the content. Each is named beside it.
+itself shows a change of the manifest. Checkpoints of other programs have none.
 """
 
 from __future__ import annotations
@@ -14,71 +12,55 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from megatron.checkpoint.dcp.stored_metadata import DamagedCheckpointError
+from megatron.checkpoint.core.listing import some
 from megatron.checkpoint.integrity.block_digest import digest_of_blocks
 from megatron.checkpoint.store import durable
+from megatron.checkpoint.store.directory import METADATA
 
 MANIFEST = "manifest.json"
 
-_BLOCK = 1 << 22
-"""Bytes that are read at once."""
+
+class DamagedCheckpointError(ValueError):
+    """A file of a checkpoint is missing, cut off or changed."""
+
+
 _WRITER = re.compile(r"^__(\d+)_")
 _READ_BY_LOADERS = re.compile(r"^(\.metadata|metadata\.json|common\.pt|.*\.distcp)$")
 
 
 BLOCKS = "sha256_of_crc32_of_128_KiB"
-"""The algorithm of :mod:`megatron.checkpoint.integrity.block_digest`."""
+"""Name of the digest of :mod:`megatron.checkpoint.integrity.block_digest`, beside which it lies."""
 SHA256 = "sha256"
+"""Name of the digest of earlier versions, of the content as it is."""
 
-_ALGORITHMS = (BLOCKS, SHA256)
 
-
-@dataclass(frozen=True)
-class FileDigest:
+class FileDigest(NamedTuple):
     """The entry of a file in the manifest.
 
     Attributes:
         bytes: its size.
-        digest: of its content, in hexadecimal digits.
-        algorithm: of the digest.
+        digest: digest of its content, in hexadecimal digits.
+        algorithm: name of the digest.
     """
 
     bytes: int
     digest: str
     algorithm: str = BLOCKS
 
-    @classmethod
-    def of_entry(cls, entry: Mapping[str, Any]) -> FileDigest:
-        """Return the digest of which :meth:`entry` is the form in the manifest.
-
-        Raises:
-            ValueError: if the algorithm is not known.
-        """
-        (algorithm,) = entry.keys() - {"bytes"}
-        if algorithm not in _ALGORITHMS:
-            raise ValueError(f"{algorithm} is not known")
-        return cls(entry["bytes"], entry[algorithm], algorithm)
-
-    def entry(self) -> dict[str, Any]:
-        """Return the form in the manifest: the size, and the digest under its algorithm."""
-        return {"bytes": self.bytes, self.algorithm: self.digest}
-
 
 def digest_of(path: Path, algorithm: str = BLOCKS) -> FileDigest:
     """Read a file and return its size and digest."""
     if algorithm == BLOCKS:
         return FileDigest(*digest_of_blocks(path))
-    size, digest, buffer = 0, hashlib.new(algorithm), bytearray(_BLOCK)
-    with open(path, "rb", buffering=0) as file:
-        while count := file.readinto(buffer):
-            digest.update(memoryview(buffer)[:count])
-            size += count
-    return FileDigest(size, digest.hexdigest(), algorithm)
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(1 << 22):
+            digest.update(block)
+    return FileDigest(path.stat().st_size, digest.hexdigest(), SHA256)
 
 
 def is_of_rank(name: str, rank: int, world_size: int) -> bool:
@@ -118,7 +100,7 @@ class Manifest:
     """The manifest of a checkpoint.
 
     Args:
-        directory: of the checkpoint.
+        directory: directory of the checkpoint.
         files: name -> size and digest.
     """
 
@@ -142,7 +124,8 @@ class Manifest:
         try:
             files = {}
             for name, entry in json.loads(text)["files"].items():
-                files[name] = FileDigest.of_entry(entry)
+                algorithm = BLOCKS if BLOCKS in entry else SHA256
+                files[name] = FileDigest(entry["bytes"], entry[algorithm], algorithm)
             manifest = cls(directory, files)
         except (ValueError, KeyError, TypeError, AttributeError):
             manifest = cls(directory, {})
@@ -161,7 +144,9 @@ class Manifest:
             os.fsync(file.fileno())
 
     def _text(self) -> str:
-        files = {name: digest.entry() for name, digest in self.files.items()}
+        files = {}
+        for name, found in self.files.items():
+            files[name] = {"bytes": found.bytes, found.algorithm: found.digest}
         signature = hashlib.sha256(json.dumps(files).encode()).hexdigest()
         return json.dumps({"sha256": signature, "files": files}, indent=1) + "\n"
 
@@ -184,3 +169,124 @@ class Manifest:
         """Return the files that loaders would read, and that the manifest does not list."""
         present = _files(self.directory)
         return [name for name in present if name not in self.files and _READ_BY_LOADERS.match(name)]
+
+
+class FileIntegrity:
+    """Comparison of the files of a DCP directory with what is known about them.
+
+    Args:
+        directory: directory of the checkpoint.
+        verify: whether to compare the content of files, by their digests; sizes are always
+            compared.
+
+    Attributes:
+        manifest: None if the checkpoint has none, and if a damaged one is not to be verified.
+        data_files: names of the files in which ``.metadata`` places entries.
+
+    Raises:
+        DamagedCheckpointError: if the manifest or ``.metadata`` has changed since it was written.
+    """
+
+    def __init__(self, directory: Path, verify: bool):
+        self._directory = directory
+        self.verify = verify
+        self.manifest: Manifest | None = None
+        try:
+            self.manifest = Manifest.read(directory)
+        except DamagedCheckpointError:
+            if verify:
+                raise
+        self.data_files: list[str] = []
+        self._ends: dict[str, int] = {}
+        self._keys: dict[str, set[str]] = {}
+        # Name of a file whose content was compared -> what is wrong with it.
+        self._verdicts: dict[str, str | None] = {}
+        self._check_metadata()
+
+    def _check_metadata(self) -> None:
+        if self.manifest is None or METADATA not in self.manifest.files:
+            return
+        problem = self.manifest.size_problem(METADATA)
+        if problem is None and self.verify and self.manifest.has_changed(METADATA):
+            problem = f"{METADATA} has changed since it was written"
+        self.raise_if_any([f"{problem}; it lists all tensors"] if problem else [])
+
+    def raise_if_any(self, problems: Sequence[str]) -> None:
+        """Raise one error with all problems."""
+        if problems:
+            raise DamagedCheckpointError(
+                "\n  ".join([f"{self._directory} is damaged or not complete:", *problems])
+            )
+
+    def problems_of_files(self, metadata: Any) -> Iterator[str]:
+        """Find missing files, wrong sizes, and changes of small files; reads no tensor."""
+        for index, info in metadata.storage_data.items():
+            name = info.relative_path
+            self._ends[name] = max(self._ends.get(name, 0), info.offset + info.length)
+            self._keys.setdefault(name, set()).add(index.fqn)
+        self.data_files = sorted(self._ends)
+        for name in self.data_files:
+            if Path(name).is_absolute() or ".." in Path(name).parts:
+                yield f"{METADATA} names a file outside of the checkpoint: {name}"
+            elif self.manifest is None or name not in self.manifest.files:
+                yield from self._problem_of_length(name)
+        if self.manifest is not None:
+            yield from self._unlike_manifest(self.manifest)
+
+    def _problem_of_length(self, name: str) -> Iterator[str]:
+        path, length = self._directory / name, self._ends[name]
+        if not path.is_file():
+            yield f"{name} is missing; {self._content_of(name)}"
+        elif path.stat().st_size < length:
+            size = path.stat().st_size
+            yield f"{name} is cut off: {size} bytes of {length}; {self._content_of(name)}"
+
+    def _unlike_manifest(self, manifest: Manifest) -> Iterator[str]:
+        for name in manifest.files:
+            problem = manifest.size_problem(name)
+            if problem is not None:
+                yield f"{problem}; {self._content_of(name)}"
+            elif self.verify and name not in self._ends and manifest.has_changed(name):
+                yield f"{name} has changed since it was written; {self._content_of(name)}"
+        if self.verify:
+            for name in manifest.foreign_files():
+                yield f"{name} is not listed in {MANIFEST}; {self._content_of(name)}"
+
+    def _content_of(self, name: str) -> str:
+        """Return the entries of a file in words."""
+        keys = sorted(self._keys.get(name, ()))
+        return f"it has {some(keys)}" if keys else "it has no tensors"
+
+    def problem_of_content(
+        self, name: str, changed_entries: Callable[[str, Sequence[str]], Sequence[str]]
+    ) -> str | None:
+        """Return what is wrong with the content of a file, None if nothing is; reads it once.
+
+        The digest of the manifest is compared, or all checksums in the file if there is none:
+        ``changed_entries`` takes the file and its keys, and returns those whose checksums differ.
+        """
+        if name not in self._verdicts:
+            self._verdicts[name] = self._compared(name, changed_entries)
+        return self._verdicts[name]
+
+    def _compared(
+        self, name: str, changed_entries: Callable[[str, Sequence[str]], Sequence[str]]
+    ) -> str | None:
+        if self.manifest is not None and name not in self.manifest.files:
+            return f"{name} is not listed in {MANIFEST}; {self._content_of(name)}"
+        if self.manifest is not None and not self.manifest.has_changed(name):
+            return None
+        changed = changed_entries(name, sorted(self._keys[name]))
+        if changed:
+            return f"{name} has changed since it was written, in {some(changed)}"
+        if self.manifest is None:
+            return None
+        return (
+            f"{name} is not the file of which {MANIFEST} has the digest. The checksums in it are"
+            f" right: it may be of another checkpoint or rank; {self._content_of(name)}"
+        )
+
+    def trust(self, names: Sequence[str]) -> None:
+        """Take these files for sound if they were not compared: another rank compares them."""
+        for name in names:
+            self._verdicts.setdefault(name, None)

@@ -15,6 +15,8 @@ from pathlib import Path
 
 from megatron.checkpoint.store import durable
 
+METADATA = ".metadata"
+"""File of a DCP directory that lists its entries."""
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
 """Stands for the iteration of initial weights that were converted from another program."""
@@ -112,13 +114,13 @@ def locate(path: str | Path) -> Path:
             f"{path} is {'a file' if path.exists() else 'not there'}; a directory of a checkpoint"
             " is expected"
         )
-    if (path / ".metadata").is_file():
+    if (path / METADATA).is_file():
         return path
     iteration = read_tracker(path)
     if iteration is None:
-        inside = sorted(each.name for each in path.iterdir() if is_checkpoint_name(each.name))
+        inside = sorted(found.name for found in path.iterdir() if is_checkpoint_name(found.name))
         hint = f"; name one of {', '.join(inside)}" if inside else ""
-        raise ValueError(f"{path} is no checkpoint: it has neither .metadata nor {TRACKER}{hint}")
+        raise ValueError(f"{path} is no checkpoint: it has neither {METADATA} nor {TRACKER}{hint}")
     found = find(path, iteration)
     if found is None:
         raise ValueError(
@@ -177,13 +179,7 @@ def new_checkpoint(path: str | Path, iteration: int | str) -> OutputDirectory:
 
 
 def same_iteration(source: Path, path: str | Path) -> OutputDirectory:
-    """Return the directory for a changed copy of ``source``.
-
-    It has the same iteration, if the name of ``source`` is one.
-
-    Raises:
-        ValueError: if something is there already.
-    """
+    """Return the directory for a changed copy of ``source``: of its iteration, if it has one."""
     if not is_checkpoint_name(source.name):
         return new_directory(path)
     number = iteration_of(source.name)
@@ -191,18 +187,14 @@ def same_iteration(source: Path, path: str | Path) -> OutputDirectory:
 
 
 def new_directory(path: str | Path) -> OutputDirectory:
-    """Return a new directory without iterations.
-
-    Raises:
-        ValueError: if something is there already.
-    """
+    """Return a new directory without iterations; there must be nothing yet."""
     _refuse_existing(Path(path))
     return OutputDirectory(Path(os.path.abspath(path)))
 
 
 def _refuse_existing(path: Path) -> None:
     content = path.iterdir() if path.is_dir() else []
-    has_content = any(not each.name.startswith(".writing_") for each in content)
+    has_content = any(not found.name.startswith(".writing_") for found in content)
     if path.is_file() or has_content:
         raise ValueError(
             f"{path} exists; nothing is overwritten: name a new directory, or remove it"
@@ -279,10 +271,7 @@ def discard(root: str | Path, iteration: int) -> None:
 
 
 def retain(root: str | Path, interval: int, newest: int) -> None:
-    """Delete the checkpoints whose iteration is no multiple of ``interval``, but not the newest.
-
-    Called on one rank.
-    """
+    """Delete checkpoints that are no multiple of ``interval`` and not the newest; on one rank."""
     for iteration in not_retained(iterations(root), interval, newest):
         delete(root, iteration)
 

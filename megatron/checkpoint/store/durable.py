@@ -41,10 +41,15 @@ def temporary_of(path: Path) -> Path:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file, or replace one, so that it has the old or the new text at any time."""
+    """Write a text as :func:`write_bytes` does."""
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Write a file, or replace one, so that it has the old or the new content at any time."""
     temporary = temporary_of(path)
-    with open(temporary, "w") as file:
-        file.write(text)
+    with open(temporary, "wb") as file:
+        file.write(content)
         file.flush()
         os.fsync(file.fileno())
     rename(temporary, path)

@@ -4,50 +4,41 @@
 A store can neither rename directories nor lock them. So a checkpoint is written into a local
 directory (:mod:`megatron.checkpoint.store.url_staging`) and uploaded from there, and downloaded
 before it is read. While it is uploaded, a marker beside it says that it is not complete, and no
-reader here sees it; the tracker file names it when it is. An upload that replaces a checkpoint goes
-into a hidden directory beside it, so that the old one is there until the new one is complete.
+reader here sees it; the tracker file names it when it is. An upload that replaces a checkpoint
+removes the old one first. Nothing keeps two runs from saving at one URL.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import socket
-import tempfile
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 import fsspec
 from fsspec.implementations.memory import MemoryFileSystem
 
 from megatron.checkpoint.core.listing import some
 from megatron.checkpoint.store import directory, durable
-from megatron.checkpoint.store.url_staging import alone_in, url_of
+from megatron.checkpoint.store.url_staging import alone_in, staged_directory, url_of
 
 INCOMPLETE = ".incomplete"
 """Name of the marker of a store that is uploaded as a whole; with ``_`` and a name, of that one."""
-
-_NEW = ".new_"
-"""Prefix of the directory into which a checkpoint is uploaded that replaces one."""
-_REPLACING = ".replace_"
-"""Prefix of the marker of an exchange that has begun: it lists the files of the new checkpoint."""
-
-LEASE = ".save_lease"
-"""Name of the object by which a run keeps others out; readers do not see it."""
 
 _TELLING = (directory.TRACKER, ".metadata", "config.json")
 """Small files that tell what a directory is."""
 
 
-class StoreReader:
-    """The directory of checkpoints at a URL, and the local one in which it is staged, for reading.
+class Store:
+    """The directory of checkpoints at a URL, and the local one in which it is staged.
 
     Args:
-        url: of the directory.
+        url: URL of the directory.
         staged: path of the local directory.
 
     Raises:
@@ -112,26 +103,18 @@ class StoreReader:
             name = _below(entry["name"], self._root)
             if not name and entry["type"] == "file" and entry.get("size"):
                 raise ValueError("it is a file; a directory with checkpoints is expected")
-            is_directory = entry["type"] == "directory"
-            if name and name != LEASE and not (is_directory and name.startswith(".")):
+            is_hidden = entry["type"] == "directory" and name.startswith(".")
+            if name and not is_hidden:
                 entries[name] = entry
         if INCOMPLETE in entries:
             raise ValueError("an upload to it was broken off: remove what is there")
-        markers = [name for name in entries if name.startswith(f"{INCOMPLETE}_")]
-        for marker in markers:
+        for marker in [name for name in entries if name.startswith(f"{INCOMPLETE}_")]:
             entries.pop(marker)
             entries.pop(marker.removeprefix(f"{INCOMPLETE}_"), None)
-        for marker in [name for name in entries if name.startswith(_REPLACING)]:
-            entries.pop(marker)
-            entries.pop(marker.removeprefix(_REPLACING), None)
         return entries
 
     def fetch(self, path: Path, patterns: Sequence[str] = ("*",)) -> None:
-        """Download the files at or below a staged path that are not there yet.
-
-        Args:
-            path: of a directory.
-            patterns: only files whose names below ``path`` match one of these are downloaded.
+        """Download the files below a staged directory that match a pattern and are not there yet.
 
         Raises:
             OSError: if a file cannot be downloaded.
@@ -180,7 +163,7 @@ class StoreReader:
             name = _below(path, remote)
             if ".." in PurePosixPath(name).parts:
                 raise ValueError(f"{path} is no name of a file")
-            if name and name != LEASE and not name.endswith("/"):
+            if name and not name.endswith("/"):
                 files[name] = (path, entry.get("size"))
         return files
 
@@ -199,9 +182,7 @@ class StoreReader:
         name = name.strip("/")
         return self._root if name in ("", ".") else f"{self._root}/{name}"
 
-
-class Store(StoreReader):
-    """A store for reading and writing."""
+    # ---- writing
 
     def check_writable(self) -> None:
         """Write a file and remove it.
@@ -209,7 +190,7 @@ class Store(StoreReader):
         Raises:
             ValueError: if that fails.
         """
-        name = f"{_NEW}file_{socket.gethostname()}_{os.getpid()}"  # :meth:`tidy` knows it
+        name = _marker(f"file_{socket.gethostname()}_{os.getpid()}")  # :meth:`tidy` knows it
         try:
             with errors_of(self.url):
                 self._write(name, b"")
@@ -217,36 +198,18 @@ class Store(StoreReader):
         except OSError as error:
             raise ValueError(f"{error}; it cannot be written to") from error
 
-    def begin(self, name: str) -> str:
-        """Prepare an upload; called on one rank.
+    def begin(self, name: str) -> None:
+        """Mark a directory as incomplete, and remove what is in it; called on one rank.
 
-        Args:
-            name: of the directory; empty for the whole store, which has no files then.
-
-        Returns:
-            The name of the directory into which files are to be uploaded: a hidden one, where they
-            replace a directory that is there.
+        The empty name stands for the whole store, which has no files then.
         """
         with errors_of(self.url):
-            if name and self._system.exists(self._remote(_REPLACING + name)):
-                self._exchange(name)
-            if name:
-                self._remove(_NEW + name)  # of an upload that was killed
-            if name and self.has(name):
-                return _NEW + name
             self._write(_marker(name), b"an upload has not ended")
             if name:
                 self._remove(name)
-            return name
 
     def upload(self, folder: Path, name: str, files: Sequence[str]) -> None:
-        """Upload files; on every rank those that it has written.
-
-        Args:
-            folder: the local directory.
-            name: of the directory in the store, as :meth:`begin` returns it.
-            files: their names in both.
-        """
+        """Upload files of a local folder; on every rank those that it has written."""
         targets = [self._remote(PurePosixPath(name, file).as_posix()) for file in files]
         with errors_of(self.url):
             for parent in sorted({target.rpartition("/")[0] for target in targets}):
@@ -257,67 +220,21 @@ class Store(StoreReader):
     def finish(self, name: str, sizes: Mapping[str, int]) -> None:
         """Make a directory visible whose files all ranks have uploaded; called on one rank.
 
-        Args:
-            name: of the directory.
-            sizes: of all its files.
-
         Raises:
-            OSError: if some file is not there completely.
+            OSError: if some file is not there with its size in ``sizes``.
         """
         with errors_of(self.url):
             self._system.invalidate_cache()
-            new = _NEW + name if name and self._files(self._remote(_NEW + name)) else name
-            there = {file: size for file, (_, size) in self._files(self._remote(new)).items()}
+            there = {file: size for file, (_, size) in self._files(self._remote(name)).items()}
             wrong = [f"{name}/{file}" for file, size in sizes.items() if there.get(file) != size]
             if wrong:
                 raise ValueError(f"not completely uploaded: {some(wrong)}")
-            if new == name:
-                self._system.rm_file(self._remote(_marker(name)))
-            else:
-                self._write(_REPLACING + name, json.dumps(sorted(sizes)).encode())
-                self._exchange(name)
-
-    def _exchange(self, name: str) -> None:
-        """Let a new directory, which is complete, replace the old one; also where that was begun.
-
-        Readers see neither of the two until it is done.
-        """
-        new, old = self._remote(_NEW + name), self._remote(name)
-        marker = self._remote(_REPLACING + name)
-        try:
-            kept = json.loads(self._system.cat_file(marker))
-        except ValueError:  # a kill has torn it, so nothing has been moved: the old one stays
-            self._system.rm_file(marker)
-            return
-        for file, (path, _) in self._files(new).items():
-            self._make_directory(f"{old}/{file}".rpartition("/")[0])
-            self._copy(path, f"{old}/{file}")
-            self._system.rm_file(path)
-        for file, (path, _) in self._files(old).items():
-            if file not in kept:
-                self._system.rm_file(path)
-        self._remove(_NEW + name)
-        self._system.rm_file(marker)
-
-    def _copy(self, source: str, target: str) -> None:
-        """Copy a file within the store; through this machine where the store cannot."""
-        try:
-            self._system.cp_file(source, target)
-        except NotImplementedError:
-            with tempfile.TemporaryDirectory(dir=self.staged.parent) as folder:
-                local = os.path.join(folder, "file")
-                self._system.get_file(source, local)
-                self._system.put_file(local, target)
+            self._system.rm_file(self._remote(_marker(name)))
 
     def abandon(self, name: str) -> None:
-        """Remove what there is of an upload that has failed; called on one rank.
-
-        A directory that it was to replace stays. :meth:`tidy` ends an exchange that has begun.
-        """
+        """Remove what there is of an upload that has failed; called on one rank."""
         with errors_of(self.url):
             self._system.invalidate_cache()  # another process may have written the marker
-            if name and not self._system.exists(self._remote(_REPLACING + name)):
-                self._remove(_NEW + name)
             if self._system.exists(self._remote(_marker(name))):
                 if name:
                     self._remove(name)
@@ -329,21 +246,11 @@ class Store(StoreReader):
             self._write(directory.TRACKER, str(iteration).encode())
 
     def tidy(self) -> None:
-        """Remove what uploads and deletions that were killed have left, and end exchanges.
-
-        Called on one rank.
-        """
+        """Remove what killed uploads and deletions have left; called on one rank."""
         with errors_of(self.url):
             self._system.invalidate_cache()
             for path in self._system.glob(f"{self._root}/{INCOMPLETE}_*"):
                 self.abandon(_below(path, self._root).removeprefix(f"{INCOMPLETE}_"))
-            begun = self._system.glob(f"{self._root}/{_REPLACING}*")
-            for path in begun:
-                self._exchange(_below(path, self._root).removeprefix(_REPLACING))
-            for path in self._system.glob(f"{self._root}/{_NEW}*"):
-                self._remove(_below(path, self._root))
-            if begun:
-                self.refresh()
 
     def retain(self, interval: int, newest: int) -> None:
         """Delete checkpoints as :func:`directory.retain` does; called on one rank."""
@@ -411,6 +318,33 @@ def _remove(path: Path) -> None:
 
 
 # ---- paths that may be staged
+
+
+def local_path(location: str) -> str:
+    """Return the local path of a location.
+
+    That is a path unchanged, the path of a URL ``file://``, and for any other URL the directory in
+    which its checkpoints are staged, with the names that are at the URL now.
+
+    Raises:
+        ValueError: if there is no file system for the URL, or it cannot be reached.
+    """
+    if "://" not in location:
+        return location
+    parts = urlsplit(location)
+    if parts.scheme == "file":
+        if parts.netloc in ("", "localhost") and parts.path.startswith("/"):
+            return unquote(parts.path)
+        raise ValueError(f"{location}: a directory of this machine is file:///path")
+    url = location.rstrip("/")
+    above, _, name = url.rpartition("/")
+    is_iteration = directory.is_checkpoint_name(name) and not above.endswith("/")
+    store = Store(above if is_iteration else url, staged_directory(above if is_iteration else url))
+    store.refresh()
+    if not is_iteration:
+        return str(store.staged)
+    store.fetch_telling(name)
+    return str(store.staged / name)
 
 
 def store_of(path: str | Path) -> Store | None:

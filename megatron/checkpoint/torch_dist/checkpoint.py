@@ -3,9 +3,8 @@
 
 Runs without FSDP write it. It is a DCP directory with flat keys, one for each tensor of the model
 without regard to any parallelism, with layers and experts stacked along leading axes. What is not
-sharded is in the common state (:mod:`megatron.checkpoint.torch_dist.common_state`). The optimizer's
-tensors have several layouts (:mod:`megatron.checkpoint.torch_dist.optimizer_layouts`), of which
-``fully_reshardable`` is written.
+sharded is the common state (``unsharded_state``). The optimizer's tensors have several layouts
+(``optimizer_layouts``), of which ``fully_reshardable`` is written.
 """
 
 from __future__ import annotations
@@ -20,15 +19,18 @@ from typing import Any
 import torch
 
 from megatron.checkpoint.core import key_rules, param_groups
-from megatron.checkpoint.core.lazy_tensor import LazyTensor
+from megatron.checkpoint.core.lazy_tensor import LazyTensor, zeros
 from megatron.checkpoint.core.listing import listed
 from megatron.checkpoint.core.spelling import Spelling, unstacked
 from megatron.checkpoint.core.training_state import TrainingState
 from megatron.checkpoint.dcp import safe_pickle
 from megatron.checkpoint.dcp.dcp_target import DcpTarget, Entry, ObjectEntry, TensorEntry
 from megatron.checkpoint.dcp.stored_checkpoint import StoredCheckpoint
-from megatron.checkpoint.dcp.stored_metadata import DamagedCheckpointError
-from megatron.checkpoint.torch_dist.common_state import (
+from megatron.checkpoint.integrity.manifest import DamagedCheckpointError
+from megatron.checkpoint.torch_dist.exact_weights import add_optimizer_state
+from megatron.checkpoint.torch_dist.optimizer_keys import is_optimizer_key
+from megatron.checkpoint.torch_dist.optimizer_layouts import OptimizerTensors, read_optimizer
+from megatron.checkpoint.torch_dist.unsharded_state import (
     COMMON_FILE,
     COMMON_OBJECT,
     KNOWN_FIELDS,
@@ -37,9 +39,6 @@ from megatron.checkpoint.torch_dist.common_state import (
     notes_on_steps,
     read_common,
 )
-from megatron.checkpoint.torch_dist.main_weights import add_optimizer_state
-from megatron.checkpoint.torch_dist.optimizer_keys import is_optimizer_key
-from megatron.checkpoint.torch_dist.optimizer_layouts import OptimizerTensors, read_optimizer
 
 __all__ = [
     "COMMON_FILE",
@@ -79,8 +78,8 @@ def read(
         group_numbers: a map of param groups that the run has dumped
             (``--dump-param-to-param-group-map``). It is needed only for groups that a run has made
             by other rules than Megatron-Core's.
-        allow_unknown: carry over parameters that no key rule knows under their own names, with a
-            note, instead of an error.
+        allow_unknown: whether to carry over parameters that no key rule knows under their own
+            names, with a note, instead of an error.
 
     Raises:
         ValueError: for keys or shapes that the key rules do not know, all at once, and where parts
@@ -212,7 +211,7 @@ def target(state: TrainingState, spelling: Spelling) -> DcpTarget:
 
     Args:
         state: the state to write. Values that the format cannot keep are added to its ``notes``.
-        spelling: of the model that will load the checkpoint.
+        spelling: spelling of the model that will load the checkpoint.
 
     Raises:
         ValueError: if some layers or experts have a parameter that others lack.
@@ -283,7 +282,7 @@ def _zero_moments(
     A stacked tensor can have no holes.
     """
     slots_of_key = {keys[name][0]: slots for name, slots in state.moments.items()}
-    zeros: dict[str, dict[str, LazyTensor]] = {}
+    found: dict[str, dict[str, LazyTensor]] = {}
     for name, weight in state.weights.items():
         slots = slots_of_key.get(keys[name][0])
         if name not in state.moments and slots is not None:
@@ -291,15 +290,10 @@ def _zero_moments(
                 f"{name}: it has no optimizer state, but layers that it is stacked with have: zeros"
                 " are written"
             )
-            zeros[name] = {slot: _zeros(weight.shape, each.dtype) for slot, each in slots.items()}
-    return zeros
-
-
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> LazyTensor:
-    def read_rows(start: int, stop: int) -> torch.Tensor:
-        return torch.zeros((stop - start, *shape[1:]) if shape else (), dtype=dtype)
-
-    return LazyTensor(shape, dtype, read_rows)
+            found[name] = {
+                slot: zeros(weight.shape, tensor.dtype) for slot, tensor in slots.items()
+            }
+    return found
 
 
 def _random_state_objects(state: TrainingState) -> Iterator[ObjectEntry]:
@@ -314,9 +308,9 @@ def _random_state_objects(state: TrainingState) -> Iterator[ObjectEntry]:
         if not are_apart:
             yield ObjectEntry(_object_key("rng_state", ranks, sizes), [states])
             continue
-        for data_rank, each in enumerate(states):
+        for data_rank, generators in enumerate(states):
             key = _object_key("rng_state", (*ranks, data_rank), (*sizes, len(states)))
-            yield ObjectEntry(key, [[each]])
+            yield ObjectEntry(key, [[generators]])
 
 
 def extra_state_objects(
@@ -324,10 +318,7 @@ def extra_state_objects(
 ) -> Iterator[ObjectEntry]:
     """Yield the extra states of modules: they are None without FP8, but loaders ask for them.
 
-    Args:
-        names: of parameters, canonical.
-        spelling: of the model that will load the checkpoint.
-        axes: key -> lengths of its axes of layers and experts.
+    ``axes`` are the lengths of the axes of layers and experts of each key.
     """
     seen = set()
     for name in names:

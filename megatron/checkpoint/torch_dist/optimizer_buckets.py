@@ -33,13 +33,14 @@ something does in the file.
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Iterator, Mapping, Sequence
 
-from megatron.checkpoint.core.lazy_tensor import LazyTensor
-from megatron.checkpoint.torch_dist.buffer_placement import Placement
-from megatron.checkpoint.torch_dist.joined_shards import first_of_equal, joined_tensor
+import torch
+
+from megatron.checkpoint.core.lazy_tensor import LazyTensor, concatenate
 from megatron.checkpoint.torch_dist.optimizer_buffers import LayoutMismatchError, OptimizerBuffer
-from megatron.checkpoint.torch_dist.pipeline_split import place_model
+from megatron.checkpoint.torch_dist.pipeline_split import Placement, StoredShard, place_model
 from megatron.checkpoint.torch_dist.registered_model import (
     BucketLayout,
     LayerImplementation,
@@ -73,7 +74,7 @@ def decode(
         experts: buffers of the optimizer that has the experts, if they have one: expert tensor
             parallelism fastest, then expert parallelism, then pipeline stages.
         weights: canonical name -> the model's tensor.
-        args: of the run. All values are tried for the ones that they lack.
+        args: arguments of the run. All values are tried for the ones that they lack.
 
     Raises:
         ValueError: if no layout fits, or several do and ``args`` do not say which it was. While
@@ -144,12 +145,7 @@ def _possible_layouts(
 def _possible_implementations(
     args: argparse.Namespace | None, shows_order: bool
 ) -> list[LayerImplementation]:
-    """List the implementations of layers that are possible, the one of the arguments first.
-
-    Args:
-        args: of the run.
-        shows_order: the file shows where parameters begin.
-    """
+    """List the implementations of layers that are possible, the one of the arguments first."""
     named = getattr(args, "transformer_impl", None)
     if named is None:
         return [*_IMPLEMENTATIONS]
@@ -167,4 +163,84 @@ def _possible_implementations(
 
 
 def _divisors(number: int) -> list[int]:
-    return [each for each in range(1, number + 1) if number % each == 0]
+    return [size for size in range(1, number + 1) if number % size == 0]
+
+
+def joined_tensor(
+    model: RegisteredModel, name: str, slot: str, shards: Sequence[StoredShard]
+) -> LazyTensor:
+    """Join the shards that tensor-parallel ranks have of one slot of a parameter.
+
+    Of a parameter that is not split they are copies, and the first one is used.
+
+    Raises:
+        ValueError: if there are fewer shards than the layout says.
+    """
+    dim = model.layout.split_dim(name)
+    num_shards = 1 if dim is None else model.layout.num_splits(name)
+    if num_shards > len(shards):
+        raise ValueError(f"{name} is divided among {num_shards} ranks, but {len(shards)} have it")
+    shape = model.shard(name).shape
+    tensors = [_shard_tensor(shard, slot, shape) for shard in shards[:num_shards]]
+    if num_shards == 1:
+        return tensors[0]
+    if dim == 1:
+        return _beside_each_other(tensors)
+    if model.has_halves(name):
+        return _with_halves_joined(tensors)
+    return concatenate(tensors)
+
+
+def _with_halves_joined(shards: Sequence[LazyTensor]) -> LazyTensor:
+    """Join shards that consist of rows of a gate, followed by as many rows that it multiplies.
+
+    With gate rows g0 to g3, other rows u0 to u3 and two ranks::
+
+        rank 0: g0 g1 u0 u1     rank 1: g2 g3 u2 u3     whole: g0 g1 g2 g3 u0 u1 u2 u3
+    """
+    half = shards[0].num_rows // 2
+    gates = [shard.rows(0, half) for shard in shards]
+    others = [shard.rows(half, 2 * half) for shard in shards]
+    return concatenate([*gates, *others])
+
+
+def _beside_each_other(shards: Sequence[LazyTensor]) -> LazyTensor:
+    """Join matrices along dim 1."""
+    rows, columns = shards[0].shape
+
+    def read_rows(start: int, stop: int) -> torch.Tensor:
+        return torch.cat([shard.read_rows(start, stop) for shard in shards], dim=1)
+
+    return LazyTensor((rows, columns * len(shards)), shards[0].dtype, read_rows)
+
+
+def _shard_tensor(shard: StoredShard, slot: str, shape: tuple[int, ...]) -> LazyTensor:
+    """Return a shard in its shape; the buffer has its elements row by row."""
+    row = math.prod(shape[1:])
+
+    def read_rows(start: int, stop: int) -> torch.Tensor:
+        elements = shard.buffer.read(slot, shard.location, start * row, stop * row)
+        return elements.reshape(stop - start, *shape[1:])
+
+    return LazyTensor(shape, shard.buffer.slots[slot], read_rows)
+
+
+def first_of_equal(name: str, slot: str, copies: Sequence[LazyTensor]) -> LazyTensor:
+    """Return the first of the copies that pipeline stages have of a parameter's slot.
+
+    Reading it reads the others too, and raises a ValueError if they differ.
+    """
+    first, *others = copies
+    if not others:
+        return first
+
+    def read_rows(start: int, stop: int) -> torch.Tensor:
+        rows = first.read_rows(start, stop)
+        for other in others:
+            if not torch.equal(rows, other.read_rows(start, stop)):
+                raise ValueError(
+                    f"the pipeline stages that share {name} have different copies of its {slot}"
+                )
+        return rows
+
+    return LazyTensor(first.shape, first.dtype, read_rows)

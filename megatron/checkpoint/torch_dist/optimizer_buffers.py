@@ -9,15 +9,21 @@ Both find where the parameters are that a layout puts into them, and read ranges
 
 from __future__ import annotations
 
+import argparse
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
+from megatron.checkpoint.dcp.chunk import Chunk
 from megatron.checkpoint.dcp.stored_checkpoint import StoredCheckpoint
+from megatron.checkpoint.torch_dist import optimizer_keys
+from megatron.checkpoint.torch_dist.optimizer_keys import BucketKey, OptimizerOfRank
+from megatron.checkpoint.torch_dist.unsharded_state import read_sharded_object
 
 PARAMETER_ALIGNMENT = 64
 """Parameters begin at multiples of this number of elements, counted from their bucket's start."""
@@ -33,7 +39,7 @@ class ParameterShard:
 
     Attributes:
         name: canonical name of the parameter.
-        shape: of the shard.
+        shape: shape of the shard.
         has_own_bucket: no other parameter is in its bucket. Word embeddings that two pipeline
             stages share are stored so.
     """
@@ -50,11 +56,9 @@ class ParameterShard:
 
 @dataclass(frozen=True)
 class BufferLocation:
-    """Position of a shard in a stored buffer.
+    """Position of a shard's first element: the number of the stored tensor, and the offset there.
 
-    Attributes:
-        bucket: number of the stored tensor; 0 where all buckets are in one tensor.
-        offset: of the shard's first element in that tensor.
+    ``bucket`` is 0 where all buckets are in one tensor.
     """
 
     bucket: int
@@ -65,7 +69,7 @@ class OptimizerBuffer(Protocol):
     """All parameters of one dtype that a rank has in one model chunk.
 
     Attributes:
-        dtype: of the parameters in the model, as ``torch.bfloat16`` prints.
+        dtype: dtype of the parameters in the model, as ``torch.bfloat16`` prints.
         slots: slot of the optimizer, such as ``exp_avg``, -> dtype of its tensors.
         numel: number of stored elements.
         shows_order: the file shows where parameters begin, not only how many elements there are.
@@ -106,8 +110,8 @@ class ShardedBuffer:
 
     Args:
         stored: the checkpoint.
-        dtype: of the parameters in the model.
-        keys: of each bucket, slot -> key.
+        dtype: dtype of the parameters in the model.
+        keys: keys of each bucket, slot -> key.
 
     Attributes:
         lengths: number of elements of each bucket, without the padding at its end.
@@ -143,10 +147,10 @@ class ShardedBuffer:
         boundaries = []
         for bucket in self._keys:
             key = next(iter(bucket.values()))  # the other slots are cut in the same way
-            chunks = self._stored.tensors[key].chunks
-            starts = {chunk.offsets[0] for chunk in chunks}
-            stops = {chunk.offsets[0] + chunk.sizes[0] for chunk in chunks}
-            boundaries.append(starts | stops)
+            positions: set[int] = set()
+            for chunk in self._stored.tensors[key].chunks:
+                positions.update(Chunk.of(chunk).span(0))
+            boundaries.append(positions)
         return boundaries
 
     def locate(self, shards: Sequence[ParameterShard]) -> list[BufferLocation]:
@@ -184,9 +188,10 @@ class ShardedBuffer:
         return locations[::-1]
 
     def read(self, slot: str, location: BufferLocation, start: int, stop: int) -> torch.Tensor:
-        """Read the elements ``[start, stop)`` of the shard at ``location``, a 1-d tensor."""
+        """Read elements of the shard at ``location``."""
         key = self._keys[location.bucket][slot]
-        return self._stored.read_region(key, [location.offset + start], [stop - start])
+        chunk = Chunk((location.offset + start,), (stop - start,))
+        return self._stored.read_chunk(key, chunk)
 
 
 class GatheredBuffer:
@@ -196,8 +201,9 @@ class GatheredBuffer:
     The tensors are in an object of the file, so that reading any of them reads all of it.
 
     Args:
-        load: reads the object: slot -> tensor, and ``numel_unpadded``, the number of elements.
-        dtype: of the parameters in the model.
+        load: function that reads the object: slot -> tensor, and ``numel_unpadded``, the number of
+            elements.
+        dtype: dtype of the parameters in the model.
         bucket_size: a bucket is closed when it has as many elements; None for one bucket.
 
     Raises:
@@ -244,6 +250,107 @@ class GatheredBuffer:
         return locations[::-1]
 
     def read(self, slot: str, location: BufferLocation, start: int, stop: int) -> torch.Tensor:
-        """Read the elements ``[start, stop)`` of the shard at ``location``, a 1-d tensor."""
+        """Read elements of the shard at ``location``."""
         tensor: torch.Tensor = self._load()[slot]
         return tensor[location.offset + start : location.offset + stop].clone()
+
+
+def sharded_buffers(
+    stored: StoredCheckpoint, keys: Iterable[str]
+) -> dict[OptimizerOfRank, list[ShardedBuffer]]:
+    """Find the buffers of a ``dp_reshardable`` file among the keys of its optimizer."""
+    buckets_of: dict[tuple[OptimizerOfRank, int, str], dict[int, dict[str, str]]] = {}
+    for key in keys:
+        parsed = optimizer_keys.parse(key)
+        if isinstance(parsed, BucketKey):
+            buckets = buckets_of.setdefault((parsed.owner, parsed.buffer, parsed.dtype), {})
+            buckets.setdefault(parsed.bucket, {})[parsed.slot] = key
+    found: dict[OptimizerOfRank, list[ShardedBuffer]] = defaultdict(list)
+    for owner, buffer, dtype in sorted(buckets_of):
+        buckets = buckets_of[owner, buffer, dtype]
+        in_order = [buckets[number] for number in sorted(buckets)]
+        found[owner].append(ShardedBuffer(stored, dtype, in_order))
+    return dict(found)
+
+
+def check_bucket_sizes(
+    stored: StoredCheckpoint,
+    buffers: Mapping[OptimizerOfRank, list[ShardedBuffer]],
+    keys: Mapping[OptimizerOfRank, str],
+) -> None:
+    """Compare the buckets with the sizes that each rank has stored beside them.
+
+    ``keys`` are those of each rank's object ``per_bucket_numel_unpadded``.
+
+    Raises:
+        ValueError: if they differ.
+    """
+    for owner, key in keys.items():
+        expected: list[list[int]] = []
+        for sizes_of_dtypes in read_sharded_object(stored, key):
+            expected += map(list, sizes_of_dtypes.values())
+        actual = [buffer.lengths for buffer in buffers.get(owner, [])]
+        if expected != actual:
+            raise ValueError(
+                f"{key} says that the buckets have {expected} elements, but they have {actual}"
+            )
+
+
+def gathered_buffers(
+    stored: StoredCheckpoint,
+    keys: Mapping[OptimizerOfRank, str],
+    args: argparse.Namespace | None,
+) -> dict[OptimizerOfRank, list[GatheredBuffer]]:
+    """Find the buffers of a ``dp_zero_gather_scatter`` file, reading each object for its sizes.
+
+    Args:
+        stored: the checkpoint.
+        keys: keys of each rank's object ``param_state``.
+        args: arguments of the run that wrote the file. They say where buckets end.
+
+    Raises:
+        ValueError: for objects of early releases, which store buckets one by one.
+    """
+    tensor_parallel_size = getattr(args, "tensor_model_parallel_size", None) or 1
+    pipeline_parallel_size = getattr(args, "pipeline_model_parallel_size", None) or 1
+
+    # One whole parameter is read from the objects of all its tensor-parallel ranks.
+    @functools.lru_cache(maxsize=tensor_parallel_size)
+    def load_object(key: str) -> Any:
+        return read_sharded_object(stored, key)
+
+    def load(key: str, number: int, dtypes: tuple[Any, Any]) -> Any:
+        return load_object(key)[number][dtypes]
+
+    found: dict[OptimizerOfRank, list[GatheredBuffer]] = {}
+    for (chain, rank), key in keys.items():
+        content = load_object(key)
+        if not isinstance(content, dict) or not content.get("buckets_coalesced"):
+            raise ValueError(
+                f"{key} is not {{'buckets_coalesced': True, number: {{dtypes: tensors}}}}"
+            )
+        num_ranks = sum(other == chain for other, _ in keys)
+        is_first_stage = rank < num_ranks // pipeline_parallel_size
+        buffers = found.setdefault((chain, rank), [])
+        for number in sorted(name for name in content if isinstance(name, int)):
+            for dtypes in content[number]:
+                dtype = str(dtypes[0])
+                # Later model chunks have one bucket: their reductions are not on the critical path.
+                is_first_chunk = all(buffer.dtype != dtype for buffer in buffers)
+                bucket_size = _bucket_size(args) if is_first_stage and is_first_chunk else None
+                read = functools.partial(load, key, number, dtypes)
+                buffers.append(GatheredBuffer(read, dtype, bucket_size))
+    return found
+
+
+def _bucket_size(args: argparse.Namespace | None) -> int | None:
+    """Return the number of elements at which Megatron-LM closes a bucket; None for one bucket."""
+    if not getattr(args, "overlap_grad_reduce", False):
+        return None
+    if getattr(args, "ddp_num_buckets", None):
+        raise ValueError(
+            "dp_zero_gather_scatter of a run with --ddp-num-buckets: where its buckets end is not"
+            " known"
+        )
+    asked: int | None = getattr(args, "ddp_bucket_size", None)
+    return asked or max(40_000_000, 1_000_000 * getattr(args, "data_parallel_size", 1))

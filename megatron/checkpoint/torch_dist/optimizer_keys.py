@@ -37,12 +37,7 @@ OptimizerOfRank = tuple[int, int]
 
 @dataclass(frozen=True)
 class StateKey:
-    """A slot of a parameter.
-
-    Attributes:
-        slot: such as ``exp_avg``.
-        model_key: key of the model's tensor.
-    """
+    """A slot of a parameter, such as ``exp_avg``, and the key of the model's tensor."""
 
     slot: str
     model_key: str
@@ -53,11 +48,11 @@ class BucketKey:
     """A slot of a bucket of a rank's buffer.
 
     Attributes:
-        owner: the chained optimizer and the rank.
+        owner: number of the chained optimizer, and the rank.
         buffer: number of the buffer among those of the rank.
-        dtype: of the parameters in the model.
+        dtype: dtype of the parameters in the model.
         bucket: number of the bucket in the buffer.
-        slot: such as ``exp_avg``.
+        slot: slot, such as ``exp_avg``.
     """
 
     owner: OptimizerOfRank
@@ -69,12 +64,7 @@ class BucketKey:
 
 @dataclass(frozen=True)
 class RankObjectKey:
-    """An object of a rank.
-
-    Attributes:
-        owner: the chained optimizer and the rank.
-        name: of the object, such as ``param_state``.
-    """
+    """An object of a rank by its name, such as ``param_state``."""
 
     owner: OptimizerOfRank
     name: str
@@ -95,13 +85,8 @@ def parse(key: str) -> OptimizerKey | None:
         return StateKey(state["slot"], state["key"])
     bucket = _BUCKET.match(key)
     if bucket is not None:
-        return BucketKey(
-            _owner(bucket),
-            int(bucket["buffer"]),
-            bucket["dtype"],
-            int(bucket["bucket"]),
-            bucket["slot"],
-        )
+        buffer, number = int(bucket["buffer"]), int(bucket["bucket"])
+        return BucketKey(_owner(bucket), buffer, bucket["dtype"], number, bucket["slot"])
     rank_object = _OBJECT.match(key)
     if rank_object is not None:
         return RankObjectKey(_owner(rank_object), rank_object["name"])

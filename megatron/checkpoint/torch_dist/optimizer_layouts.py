@@ -26,21 +26,26 @@ from megatron.checkpoint.core.lazy_tensor import LazyTensor
 from megatron.checkpoint.core.listing import listed
 from megatron.checkpoint.core.spelling import unstacked
 from megatron.checkpoint.dcp.stored_checkpoint import StoredCheckpoint
-from megatron.checkpoint.torch_dist import optimizer_buckets, optimizer_keys, stored_param_groups
-from megatron.checkpoint.torch_dist.optimizer_buffers import OptimizerBuffer
+from megatron.checkpoint.torch_dist import optimizer_buckets, optimizer_keys
+from megatron.checkpoint.torch_dist.optimizer_buffers import (
+    OptimizerBuffer,
+    check_bucket_sizes,
+    gathered_buffers,
+    sharded_buffers,
+)
 from megatron.checkpoint.torch_dist.optimizer_keys import (
     BucketKey,
     OptimizerOfRank,
     RankObjectKey,
     StateKey,
 )
-from megatron.checkpoint.torch_dist.rank_buffers import (
-    check_bucket_sizes,
-    gathered_buffers,
-    sharded_buffers,
-)
 from megatron.checkpoint.torch_dist.reformulated_tensor import original_shape, reformulated
-from megatron.checkpoint.torch_dist.sharded_objects import read_sharded_object
+from megatron.checkpoint.torch_dist.unsharded_state import (
+    optimizers_in,
+    optimizers_of_ranks,
+    param_groups_of,
+    read_sharded_object,
+)
 
 FULLY_RESHARDABLE = "fully_reshardable"
 NON_DISTRIBUTED = "non_distributed"
@@ -57,13 +62,14 @@ class OptimizerTensors:
     """An optimizer's state in a file, by canonical name, with whole tensors.
 
     Attributes:
-        layout: of the file; None if it has no optimizer.
+        layout: layout of the file; None if it has no optimizer.
         main: name -> main weight, fp32.
         moments: name -> slot, such as ``exp_avg``, -> tensor shaped like the weight.
-        param_groups: of all optimizers one after another, those of experts last; without
-            ``params``, with ``step`` if the file has it.
+        param_groups: param groups of all optimizers one after another, those of experts last;
+            without ``params``, with ``step`` if the file has it.
         used_keys: all keys of the file that belong to the optimizer.
-        grad_scaler: of fp16 runs whose ranks stored it; others have it in the common state.
+        grad_scaler: state of the gradient scaler of fp16 runs whose ranks stored it; others have it
+            in the common state.
     """
 
     layout: str | None = None
@@ -120,7 +126,7 @@ def read_optimizer(
         _read_by_rank(stored, common, weights, found)
     else:
         _read_by_parameter(stored, weights, found)
-        found.param_groups = stored_param_groups.groups_of(stored_param_groups.in_common(common))
+        found.param_groups = param_groups_of(optimizers_in(common))
     return found
 
 
@@ -197,10 +203,10 @@ def _read_by_rank(
     """Put the ranks' buffers in order, decode them, and add what ranks store beside them."""
     objects = _objects_of_ranks(found.used_keys)
     if objects.get("optimizer"):
-        chains = stored_param_groups.of_ranks(stored, objects["optimizer"])
+        chains = optimizers_of_ranks(stored, objects["optimizer"])
     else:
-        chains = dict(enumerate(stored_param_groups.in_common(common)))
-    found.param_groups = stored_param_groups.groups_of([chains[chain] for chain in sorted(chains)])
+        chains = dict(enumerate(optimizers_in(common)))
+    found.param_groups = param_groups_of([chains[chain] for chain in sorted(chains)])
     for key in objects.get("grad_scaler", {}).values():
         found.grad_scaler = found.grad_scaler or read_sharded_object(stored, key)
 
@@ -234,10 +240,10 @@ def _chain_of_experts(
 ) -> int | None:
     """Return the number of the optimizer that has the experts; None if there is none."""
     for chain, state in chains.items():
-        groups = stored_param_groups.groups_of([state])
+        groups = param_groups_of([state])
         if groups and all(group.get("is_expert_parallel") for group in groups):
             return chain
-    if any(stored_param_groups.groups_of([state]) for state in chains.values()):
+    if any(param_groups_of([state]) for state in chains.values()):
         return None
     # Without any param groups, the last of several optimizers is taken.
     last = max((chain for chain, _ in buffers), default=0)

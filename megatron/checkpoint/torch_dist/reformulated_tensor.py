@@ -23,6 +23,7 @@ from collections.abc import Sequence
 import torch
 
 from megatron.checkpoint.core.lazy_tensor import LazyTensor
+from megatron.checkpoint.dcp.chunk import Chunk
 from megatron.checkpoint.dcp.stored_checkpoint import StoredCheckpoint
 
 _ORIGINAL_SHAPE = "nd_reformulated_orig_global_shape"
@@ -40,12 +41,6 @@ def reformulated(
     """Return a reformulated tensor, or its slice at ``index`` of its leading axes.
 
     Reading rows reads these rows of every block that has some of them, and nothing else.
-
-    Args:
-        stored: the checkpoint.
-        key: of the stored tensor.
-        shape: the original shape.
-        index: along the leading axes.
 
     Raises:
         ValueError: if the stored shape is not that of equal blocks of ``shape``.
@@ -68,10 +63,10 @@ class _Blocks:
 
     Args:
         stored: the checkpoint.
-        key: of the stored tensor.
+        key: key of the stored tensor.
         grid: number of blocks along each axis.
         block: size of a block along each axis.
-        index: along the leading axes.
+        index: position along the leading axes.
     """
 
     def __init__(
@@ -128,5 +123,5 @@ class _Blocks:
 
     def _read_elements(self, position: Sequence[int], offset: int, numel: int) -> torch.Tensor:
         """Read elements of the block at ``position`` of the grid, a 1-d tensor."""
-        offsets, sizes = [*position, offset], [*(1 for _ in position), numel]
-        return self._stored.read_region(self._key, offsets, sizes).reshape(numel)
+        chunk = Chunk((*position, offset), (*(1 for _ in position), numel))
+        return self._stored.read_chunk(self._key, chunk).reshape(numel)

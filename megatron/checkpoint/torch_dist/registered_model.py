@@ -19,6 +19,7 @@ from megatron.checkpoint.core.lazy_tensor import LazyTensor
 from megatron.checkpoint.core.spelling import (
     Spelling,
     expert_number,
+    is_expert,
     layer_kinds,
     layer_number,
 )
@@ -46,13 +47,7 @@ class LayerImplementation:
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """One way in which a run can have laid out its optimizer's buffers over ranks.
-
-    Attributes:
-        tensor_parallel_size: number of ranks that share a parameter.
-        expert_tensor_parallel_size: number of ranks that share a parameter of an expert.
-        layers: implementation of the model's layers.
-    """
+    """One way in which a run can have laid out its optimizer's buffers over ranks."""
 
     tensor_parallel_size: int
     expert_tensor_parallel_size: int
@@ -75,7 +70,7 @@ class BucketLayout:
 
     def num_splits(self, name: str) -> int:
         """Return the number of tensor-parallel ranks that a parameter with a split dim is on."""
-        if key_rules.is_expert(name):
+        if is_expert(name):
             return self.expert_tensor_parallel_size
         return self.tensor_parallel_size
 
@@ -84,14 +79,8 @@ class BucketLayout:
 class ModelChunk:
     """The part of the model that one pipeline stage runs in one go.
 
-    Stages have several chunks under interleaved (virtual) pipeline parallelism.
-
-    Attributes:
-        layers: numbers of its layers of the decoder.
-        has_final_norm: it has the norm after the decoder.
-        has_prediction: it has the layers of multi-token prediction.
-        is_first: it has the embeddings.
-        is_last: it has the output layer.
+    Stages have several chunks under interleaved (virtual) pipeline parallelism. The first one has
+    the embeddings, the last one the output layer.
     """
 
     layers: range

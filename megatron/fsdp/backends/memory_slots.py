@@ -18,14 +18,16 @@ first time in a later step has storage of its own until the end of that step.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-from megatron.fsdp.engine.policy import SlotPolicy
-from megatron.fsdp.trace import recorder
+from megatron.fsdp.engine import observe
+from megatron.fsdp.engine.buffer import FlatBuffer, Storage
+from megatron.fsdp.engine.policy import problems_of_flags, raise_problems
 
 _logger = logging.getLogger(__name__)
 
@@ -33,118 +35,213 @@ AllocateSlots = Callable[[Sequence[int]], list[torch.Tensor]]
 """Allocates memory: from numbers of bytes to ``uint8`` tensors of these sizes."""
 
 
-class SlotUser(Protocol):
-    """A buffer that may live in a slot."""
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """The memory of buffers. See [Note: memory slots].
 
-    name: str
-    num_bytes: int
-    is_allocated: bool
-    slot: MemorySlot | None
+    Args:
+        device: device that the module is moved to; None: the mesh's. Ignored with meta
+            initialisation.
+        uses_slots: gather weights and collect gradients in a fixed set of memory slots. The first
+            step finds out what is needed at the same time. The settings below, but for those that
+            say how, imply it.
+        equal_sizes: give every slot the size of the largest buffer.
+        allows_own_storage: train without the memory of slots if it cannot be allocated.
+        holds_addresses: a buffer that has a slot never leaves it, as CUDA graphs need; that would
+            be an error. So is memory that runs out, whatever ``allows_own_storage`` says.
+        registers: register the slots with NCCL.
+        registers_locally: register them locally, not as symmetric windows.
+        registers_manually: slots are assigned and registered by ``manual_buffer_registration()`` of
+            the wrapper, not when the first step ends.
 
-    def move(self, memory: torch.Tensor | None) -> None:
-        """Use other memory from now on; None: storage of its own. The buffer is not allocated."""
+    Raises:
+        ValueError: lists every wrong value.
+    """
+
+    device: torch.device | str | None = None
+    uses_slots: bool = False
+    equal_sizes: bool = False
+    allows_own_storage: bool = False
+    holds_addresses: bool = False
+    registers: bool = False
+    registers_locally: bool = False
+    registers_manually: bool = False
+
+    def __post_init__(self) -> None:
+        problems = problems_of_flags(self)
+        device = None
+        try:
+            device = None if self.device is None else torch.device(self.device)
+        except (RuntimeError, TypeError):
+            problems.append(
+                f"Memory.device expects a torch.device, its name or None but got {self.device!r}"
+            )
+        if device is not None and device.type == "meta":
+            problems.append(
+                "Memory.device expects one that holds values, not meta; Settings.initialisation is"
+                " for modules built there"
+            )
+        if self.registers_manually and not self.registers:
+            problems.append(
+                "Memory.registers_manually needs Memory.registers: it says when to register"
+            )
+        raise_problems(problems + (problems_of_nccl(device) if self.registers else []))
+        object.__setattr__(self, "device", device)
+        if self.equal_sizes or self.holds_addresses or self.registers:
+            object.__setattr__(self, "uses_slots", True)
+
+
+def problems_of_nccl(device: torch.device | None) -> list[str]:
+    """Return why memory cannot be registered with NCCL: no NCCL, or an allocator of other memory.
+
+    Args:
+        device: of the buffers; None: the accelerator if there is one, otherwise the CPU.
+    """
+    # A build of torch for GPUs has an accelerator wherever it runs.
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    kind = (device or accelerator or torch.device("cpu")).type
+    if kind != "cuda":
+        return [
+            f"Memory.registers registers memory with NCCL, which there is none of on {kind}: use"
+            " Memory.uses_slots alone"
+        ]
+    options = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+    if "expandable_segments:true" in options.lower().replace(" ", ""):
+        return [
+            "Memory.registers needs memory whose segments do not grow: remove expandable_segments"
+            " from PYTORCH_CUDA_ALLOC_CONF"
+        ]
+    return []
 
 
 class MemorySlot:
     """Memory that several buffers use, one at a time.
 
     Args:
-        num_bytes: its size.
+        num_bytes: size of the memory.
     """
 
     def __init__(self, num_bytes: int):
         self.num_bytes = num_bytes
-        self.users: list[SlotUser] = []
-        self.occupant: SlotUser | None = None
+        self.users: list[FlatBuffer] = []
+        self.occupant: FlatBuffer | None = None
         # None if it could not be allocated: then the users have storage of their own.
         self.memory: torch.Tensor | None = None
 
 
-class MemorySlots:
+class MemorySlots(Storage):
     """The slots of all buffers of one kind. See [Note: memory slots].
 
     Args:
-        contents: of the buffers, for messages: "gathered weights".
+        contents: contents of the buffers, for messages: "gathered weights".
         can_move: a buffer may leave its slot in the middle of a step. Gathered weights cannot,
             because autograd refers to their addresses between forward and backward.
         policy: the sizes of slots, and what happens if memory runs out.
         allocate: allocates the memory of slots.
     """
 
-    def __init__(self, contents: str, can_move: bool, policy: SlotPolicy, allocate: AllocateSlots):
+    is_assigned_ahead = True
+
+    def __init__(self, contents: str, can_move: bool, policy: Memory, allocate: AllocateSlots):
+        self.holds_addresses = policy.holds_addresses
         self._contents = contents
         self._can_move = can_move
         self._policy = policy
         self._allocate = allocate
         self._slots: list[MemorySlot] = []
         self._num_before = 0  # slots before the last assignment
-        self._assigned: list[SlotUser] = []  # users that got a slot in it
-        self._allocated: dict[SlotUser, None] = {}
-        self._overlaps: dict[SlotUser, set[SlotUser]] = {}  # in the order of their first use
+        self._assigned: list[FlatBuffer] = []  # buffers that got a slot in it
+        self._slot_of: dict[FlatBuffer, MemorySlot] = {}
+        self._allocated: dict[FlatBuffer, None] = {}
+        self._overlaps: dict[FlatBuffer, set[FlatBuffer]] = {}  # in the order of their first use
 
     @property
     def sizes(self) -> list[int]:
         """Bytes of every slot."""
         return [slot.num_bytes for slot in self._slots]
 
-    @property
-    def holds_addresses(self) -> bool:
-        """True if no address may ever change, also of what is in no slot."""
-        return self._policy.holds_addresses
-
     # ---- use
 
-    def occupy(self, user: SlotUser) -> None:
+    def adopt(self, buffer: FlatBuffer) -> None:
+        """Note a new buffer, which is allocated."""
+        self.occupy(buffer)
+
+    def allocate(self, buffer: FlatBuffer) -> None:
+        """Let a buffer occupy its slot, or allocate storage of its own if it has none."""
+        self.occupy(buffer)
+        if self._has_own_storage(buffer):
+            super().allocate(buffer)
+
+    def free(self, buffer: FlatBuffer) -> None:
+        """Let a buffer leave its slot to others, or free the storage of its own."""
+        if self._has_own_storage(buffer):
+            super().free(buffer)
+        self.vacate(buffer)
+
+    def blocker(self, buffer: FlatBuffer) -> FlatBuffer | None:
+        """Return the other buffer that occupies the slot of this one."""
+        slot = self._slot_of.get(buffer)
+        occupant = None if slot is None else slot.occupant
+        return None if occupant is buffer else occupant
+
+    def _has_own_storage(self, buffer: FlatBuffer) -> bool:
+        slot = self._slot_of.get(buffer)
+        return slot is None or slot.memory is None
+
+    def occupy(self, buffer: FlatBuffer) -> None:
         """Note that a buffer is allocated from now on, and take its slot if it has one.
 
         Raises:
             RuntimeError: if another buffer occupies the slot, and this one cannot move.
         """
-        overlaps = self._overlaps.setdefault(user, set())
+        overlaps = self._overlaps.setdefault(buffer, set())
         for other in self._allocated:
             overlaps.add(other)
-            self._overlaps[other].add(user)
-        self._allocated[user] = None
-        if user.slot is not None and user.slot.occupant is not None:
-            self._leave(user, user.slot.occupant)
-        if user.slot is not None:
-            user.slot.occupant = user
+            self._overlaps[other].add(buffer)
+        self._allocated[buffer] = None
+        slot = self._slot_of.get(buffer)
+        if slot is not None and slot.occupant is not None:
+            self._leave(buffer, slot)
+        elif slot is not None:
+            slot.occupant = buffer
 
-    def vacate(self, user: SlotUser) -> None:
+    def vacate(self, buffer: FlatBuffer) -> None:
         """Note that a buffer is no longer allocated."""
-        self._allocated.pop(user, None)
-        if user.slot is not None and user.slot.occupant is user:
-            user.slot.occupant = None
+        self._allocated.pop(buffer, None)
+        slot = self._slot_of.get(buffer)
+        if slot is not None and slot.occupant is buffer:
+            slot.occupant = None
 
-    def discard(self, user: SlotUser) -> None:
+    def discard(self, buffer: FlatBuffer) -> None:
         """Forget a buffer that is not used any more."""
-        self.vacate(user)
-        self._overlaps.pop(user, None)
+        self.vacate(buffer)
+        self._overlaps.pop(buffer, None)
         for others in self._overlaps.values():
-            others.discard(user)
-        if user.slot is not None:
-            user.slot.users.remove(user)
+            others.discard(buffer)
+        slot = self._slot_of.pop(buffer, None)
+        if slot is not None:
+            slot.users.remove(buffer)
 
-    def _leave(self, user: SlotUser, occupant: SlotUser) -> None:
+    def _leave(self, buffer: FlatBuffer, slot: MemorySlot) -> None:
         """Give a buffer storage of its own until the end of the step."""
-        if self._policy.holds_addresses or not self._can_move:
+        if self.holds_addresses or not self._can_move:
+            assert slot.occupant is not None
             raise RuntimeError(
-                f"{user.name} and {occupant.name} are in use at the same time for the first time"
-                " since the first step. They share a memory slot, whose address is fixed: let the"
-                " first step use units as all later ones do, or train without fsdp_double_buffer"
-                " (nccl_ub and cuda_graph_mode imply it)"
+                f"{buffer.name} and {slot.occupant.name} are in use at the same time for the first"
+                " time since the first step. They share a memory slot, whose address is fixed: let"
+                " the first step use units as all later ones do, or train without"
+                " fsdp_double_buffer (nccl_ub and cuda_graph_mode imply it)"
             )
-        assert user.slot is not None
-        user.slot.users.remove(user)
-        user.slot = None
-        user.move(None)
+        slot.users.remove(buffer)
+        del self._slot_of[buffer]
+        buffer.move(None)
 
     # ---- assignment
 
     @property
     def is_complete(self) -> bool:
         """True if every buffer that was used so far has a slot."""
-        return all(user.slot is not None for user in self._overlaps)
+        return self._overlaps.keys() <= self._slot_of.keys()
 
     def assign(self) -> str | None:
         """Give a slot to each buffer that has none, and tell how many there are and their bytes.
@@ -154,43 +251,47 @@ class MemorySlots:
         Returns:
             An error message if memory ran out and the policy does not allow for that.
         """
-        waiting = [user for user in self._overlaps if user.slot is None and not user.is_allocated]
+        waiting = [
+            buffer
+            for buffer in self._overlaps
+            if buffer not in self._slot_of and not buffer.is_allocated
+        ]
         self._num_before, self._assigned = len(self._slots), waiting
-        for user in sorted(waiting, key=lambda user: -user.num_bytes):
-            user.slot = self._slot_for(user)
-            user.slot.users.append(user)
+        for buffer in sorted(waiting, key=lambda buffer: -buffer.num_bytes):
+            slot = self._slot_of[buffer] = self._slot_for(buffer)
+            slot.users.append(buffer)
         new_slots = self._slots[self._num_before :]
         problem = self._allocate_memory(new_slots)
-        for user in waiting:
-            if user.slot is not None and user.slot.memory is not None:
-                user.move(user.slot.memory)
+        for buffer in waiting:
+            memory = self._slot_of[buffer].memory
+            if memory is not None:
+                buffer.move(memory)
         if new_slots and not problem and _is_first_rank():
             _logger.info("memory slots of %s: %s", self._contents, self._told())
         return problem
 
     def withdraw(self) -> None:
         """Undo the last assignment, where memory ran out on some rank: it is tried again later."""
-        for user in self._assigned:
-            if user.slot is not None:
-                user.slot.users.remove(user)
-                if user.slot.memory is not None:
-                    user.move(None)
-                user.slot = None
+        for buffer in self._assigned:
+            slot = self._slot_of.pop(buffer)
+            slot.users.remove(buffer)
+            if slot.memory is not None:
+                buffer.move(None)
         for slot in self._slots[self._num_before :]:
             if slot.memory is not None:
-                recorder.storage("release", slot.memory)
+                observe.storage("release", slot.memory)
         del self._slots[self._num_before :]
         self._assigned = []
 
-    def _slot_for(self, user: SlotUser) -> MemorySlot:
-        """Return the first slot that ``user`` fits in; add one if there is none."""
-        overlaps = self._overlaps[user]
+    def _slot_for(self, buffer: FlatBuffer) -> MemorySlot:
+        """Return the first slot that ``buffer`` fits in; add one if there is none."""
+        overlaps = self._overlaps[buffer]
         for slot in self._slots:
-            if user.num_bytes <= slot.num_bytes and overlaps.isdisjoint(slot.users):
+            if buffer.num_bytes <= slot.num_bytes and overlaps.isdisjoint(slot.users):
                 return slot
-        num_bytes = user.num_bytes
+        num_bytes = buffer.num_bytes
         if self._policy.equal_sizes:
-            num_bytes = max(each.num_bytes for each in self._overlaps)
+            num_bytes = max(other.num_bytes for other in self._overlaps)
         self._slots.append(MemorySlot(num_bytes))
         return self._slots[-1]
 
@@ -202,7 +303,7 @@ class MemorySlots:
             reason = str(error).strip().splitlines()[0]
             problem = f"the memory slots of {self._contents} cannot be allocated: {self._told()}"
             remedy = f"{problem} ({reason}). Shard over more ranks or into smaller units"
-            if self._policy.holds_addresses:  # storage of their own is freed and allocated again
+            if self.holds_addresses:  # storage of their own is freed and allocated again
                 return f"{remedy}; cuda_graph_mode needs the fixed addresses of slots"
             if not self._policy.allows_own_storage:
                 return (
@@ -213,12 +314,21 @@ class MemorySlots:
             return None
         for slot, tensor in zip(slots, memory, strict=True):
             slot.memory = tensor
-            recorder.storage("allocate", tensor)
+            observe.storage("allocate", tensor)
         return None
 
     def _told(self) -> str:
         sizes = ", ".join(f"{size:,}" for size in self.sizes)
         return f"{len(self._slots)} of {sizes} bytes, {sum(self.sizes):,} in all"
+
+
+def allocate_slots(device: torch.device, sizes: Sequence[int]) -> list[torch.Tensor]:
+    """Return ``uint8`` tensors of these numbers of bytes.
+
+    Raises:
+        RuntimeError: if there is too little memory.
+    """
+    return [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
 
 
 class EngineSlots:
@@ -231,7 +341,7 @@ class EngineSlots:
     """
 
     def __init__(
-        self, policy: SlotPolicy, allocate_weights: AllocateSlots, allocate_gradients: AllocateSlots
+        self, policy: Memory, allocate_weights: AllocateSlots, allocate_gradients: AllocateSlots
     ):
         self.weights = MemorySlots("gathered weights", False, policy, allocate_weights)
         self.gradients = MemorySlots("local gradients", True, policy, allocate_gradients)

@@ -24,7 +24,10 @@ from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import register_rendezvous_handler, rendezvous
 
 INIT_METHOD = "attempt://"
@@ -43,6 +46,26 @@ earlier attempt has failed, and one to start anew."""
 DUMP_SIGNAL = "exception_dump"
 """Key with which a rank whose NCCL collective failed makes all others dump their traces and abort.
 ProcessGroupNCCL writes it into the store itself, past all prefixes."""
+
+
+def default_mesh() -> DeviceMesh:
+    """Return a one-axis mesh over all ranks, on the accelerator if there is one, else on the CPU.
+
+    Initializes torch.distributed if only its environment variables are set.
+
+    Raises:
+        RuntimeError: if the program was not started for torch.distributed.
+    """
+    if not dist.is_initialized() and "RANK" not in os.environ:
+        raise RuntimeError(
+            "fully_shard needs torch.distributed: start the program with torchrun, or call"
+            " torch.distributed.init_process_group first"
+        )
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    device_type = "cpu" if accelerator is None else accelerator.type
+    if not dist.is_initialized():
+        dist.init_process_group(init_method=INIT_METHOD)
+    return init_device_mesh(device_type, (dist.get_world_size(),), mesh_dim_names=("dp_shard",))
 
 
 def agree_on_attempt(store: Store, rank: int, world_size: int, patience: timedelta) -> str:

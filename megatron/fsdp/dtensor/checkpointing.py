@@ -44,7 +44,7 @@ from megatron.fsdp.dtensor.uneven_dtensor import (
 )
 from megatron.fsdp.engine.collectives import agree
 from megatron.fsdp.engine.layout import Chunk, row_size
-from megatron.fsdp.engine.mesh import FSDPDistributedIndex
+from megatron.fsdp.engine.mesh import Mesh
 
 __all__ = [
     "filter_unflattened_state_dict",
@@ -68,7 +68,7 @@ __all__ = [
 def make_fsdp_dtensor(
     local_tensor: torch.Tensor,
     param: nn.Parameter,
-    dist_index: FSDPDistributedIndex,
+    dist_index: Mesh,
     is_sharded_param: bool = True,
     is_expert_param: bool = False,
     run_check: bool = False,
@@ -99,7 +99,7 @@ def make_fsdp_dtensor(
             " tensor-parallel group before"
         )
     axes = dist_index.axes(is_expert_param)
-    mesh = axes.dtensor_mesh(dist_index.hsdp_outer_dp_shard)
+    mesh = axes.dtensor_mesh(getattr(dist_index, "hsdp_outer_dp_shard", False))
     slice_ = (
         sharded_param_of(param).slice
         if is_linked(param)

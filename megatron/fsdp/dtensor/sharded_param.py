@@ -38,9 +38,9 @@ from megatron.fsdp.dtensor.tensor_part import (
     wrap_local,
 )
 from megatron.fsdp.dtensor.uneven_dtensor import UnevenDTensor, dtensor_over
-from megatron.fsdp.engine.axes import Axes
 from megatron.fsdp.engine.buffer import shard_view
 from megatron.fsdp.engine.collectives import all_reduce_over
+from megatron.fsdp.engine.mesh import Axes
 from megatron.fsdp.engine.param_group import ParamGroup
 
 AnyUneven = TypeVar("AnyUneven", bound=UnevenDTensor)
@@ -122,7 +122,7 @@ class ShardedParam:
 
     def _own_part(self, outer: DeviceMesh | None) -> TensorPart:
         layout = self.group.layout
-        start = layout.slots[self.index].start
+        start = layout.positions[self.index].start
         # With the mesh, these determine the part of every rank.
         key = (self.slice.shape, self.slice.dim, start, layout.shard_size, layout.world_size)
         chunks, is_flat = self.slice.chunks(self.flat_range), not self.flat_range.by_rows

@@ -41,8 +41,10 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from megatron.fsdp.engine.collectives import all_gather_uneven
 from megatron.fsdp.engine.layout import Chunk, FlatRange, row_size
-from megatron.fsdp.engine.local_tensor import local_tensor
-from megatron.fsdp.engine.tensor_parallel import get_mcore_tensor_parallel_partition_dim
+from megatron.fsdp.engine.tensor_parallel import (
+    get_mcore_tensor_parallel_partition_dim,
+    local_tensor,
+)
 
 AnyDTensor = TypeVar("AnyDTensor", bound=DTensor)
 

@@ -3,16 +3,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
-from megatron.fsdp.backends.memory_slots import MemorySlot, MemorySlots, SlotUser
-
 # Imported as a module, because tests replace its functions to watch memory.
 from megatron.fsdp.engine import device as memory
+from megatron.fsdp.engine import observe
 from megatron.fsdp.engine.layout import Layout
-from megatron.fsdp.trace import recorder
+
+
+class Storage:
+    """The memory of flat buffers; by default each has its own, which is resized to nothing.
+
+    Attributes:
+        is_assigned_ahead: buffers take turns in memory that is assigned ahead of its use. All ranks
+            must then allocate the same buffers at the same times, also those without gradients.
+        holds_addresses: no address may ever change, as captured graphs expect.
+    """
+
+    is_assigned_ahead = False
+    holds_addresses = False
+
+    def adopt(self, buffer: FlatBuffer) -> None:
+        """Note a new buffer, which is allocated."""
+
+    def allocate(self, buffer: FlatBuffer) -> None:
+        """Give a freed buffer memory; its values are undefined."""
+        memory.allocate(buffer.flat)
+        observe.storage("allocate", buffer.flat)
+
+    def free(self, buffer: FlatBuffer) -> None:
+        """Take the memory of an allocated buffer back."""
+        memory.free(buffer.flat)
+        observe.storage("release", buffer.flat)
+
+    def discard(self, buffer: FlatBuffer) -> None:
+        """Forget a freed buffer that is not used any more, and all uses of it."""
+
+    def blocker(self, buffer: FlatBuffer) -> FlatBuffer | None:
+        """Return the buffer that must be freed before this one can be allocated, if there is one.
+
+        Only buffers that no call uses are asked for: in use, no two buffers share memory.
+        """
+        return None
 
 
 class FlatBuffer:
@@ -23,11 +57,14 @@ class FlatBuffer:
 
     Args:
         layout: the positions of the parameters.
-        dtype: of the flat tensor.
-        device: of the storage.
-        name: for messages.
-        slots: the slots in which the buffer may live; None: it always has storage of its own.
-        on_move: called when the buffer has moved to a slot or back.
+        dtype: dtype of the flat tensor.
+        device: device of the storage.
+        name: name of the buffer, for messages.
+        storage: the memory in which the buffer lives.
+        on_move: called when the buffer has moved to other memory.
+
+    Attributes:
+        num_moves: how often the address has changed for good. Graphs of autograd refer to it.
     """
 
     def __init__(
@@ -36,14 +73,14 @@ class FlatBuffer:
         dtype: torch.dtype,
         device: torch.device,
         name: str,
-        slots: MemorySlots | None = None,
+        storage: Storage,
         on_move: Callable[[], None] | None = None,
     ):
         self.layout = layout
         self.name = name
         self.flat = torch.empty(layout.numel, dtype=dtype, device=device)
         self.num_bytes = self.flat.numel() * self.flat.element_size()
-        recorder.storage("allocate", self.flat)
+        observe.storage("allocate", self.flat)
         # Created now, because a tensor without storage cannot be sliced.
         self.views = views_of(self.flat, layout)
         """The views of whole parameters, in their logical shapes."""
@@ -51,64 +88,51 @@ class FlatBuffer:
         """The slices between parameters."""
         self._slices: list[torch.Tensor] = []
         self.is_allocated = True
-        self.slot: MemorySlot | None = None
-        self._slots = slots
+        self.num_moves = 0
+        self._storage = storage
+        self.is_assigned_ahead = storage.is_assigned_ahead
         self._on_move = on_move
-        if slots is not None:
-            slots.occupy(self)
+        storage.adopt(self)
 
     def allocate(self) -> None:
         """Allocate the storage if it is freed; new storage has undefined values."""
         if not self.is_allocated:
-            if self._slots is not None:
-                self._slots.occupy(self)
-            if self._has_own_storage:
-                memory.allocate(self.flat)
-                recorder.storage("allocate", self.flat)
+            self._storage.allocate(self)
             self.is_allocated = True
 
     def free(self) -> None:
         """Free the storage if it is allocated."""
         if self.is_allocated:
-            if self._has_own_storage:
-                memory.free(self.flat)
-                recorder.storage("release", self.flat)
+            self._storage.free(self)
             self.is_allocated = False
-            if self._slots is not None:
-                self._slots.vacate(self)
 
     def discard(self) -> None:
-        """Free the storage, give up the slot, and forget all uses of the buffer."""
+        """Free the storage, and forget all uses of the buffer."""
         self.free()
-        if self._slots is not None:
-            self._slots.discard(self)
+        self._storage.discard(self)
 
     @property
-    def _has_own_storage(self) -> bool:
-        return self.slot is None or self.slot.memory is None
+    def blocker(self) -> FlatBuffer | None:
+        """The buffer that must be freed before this one can be allocated, if there is one."""
+        return self._storage.blocker(self)
 
-    @property
-    def blocker(self) -> SlotUser | None:
-        """The other buffer that occupies the slot of this one."""
-        occupant = None if self.slot is None else self.slot.occupant
-        return None if occupant is self else occupant
-
-    def move(self, slot_memory: torch.Tensor | None) -> None:
-        """Use the memory of a slot from now on; None: storage of its own. It must be freed.
+    def move(self, memory: torch.Tensor | None) -> None:
+        """Use other memory from now on; None: storage of its own. It must be freed.
 
         The tensors stay the same objects. Aliases made by ``.data`` do not follow them.
 
         Args:
-            slot_memory: ``uint8``, of at least ``num_bytes`` elements.
+            memory: ``uint8``, at least ``num_bytes`` elements.
         """
-        if slot_memory is None:
+        if memory is None:
             storage = torch.UntypedStorage(self.num_bytes, device=self.flat.device)
         else:
-            storage = slot_memory.untyped_storage()
+            storage = memory.untyped_storage()
         for tensor in (self.flat, *self.views, *self.padding, *self._slices):
             tensor.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
-        if slot_memory is None:
+        if memory is None:
             storage.resize_(0)
+        self.num_moves += 1
         if self._on_move is not None:
             self._on_move()
 
@@ -129,42 +153,54 @@ class FlatBuffer:
 
 
 class RunningSum:
-    """A flat tensor ``[numel]`` that the first addend fills and later ones add to.
+    """A flat tensor ``[numel]`` that the first addend fills and later ones are added to.
 
     Args:
         numel: number of elements.
-        dtype: in which addends are summed.
-        device: of the storage, which is allocated with the first addend.
-        holds_address: the storage is never freed.
-
-    While the sum is empty, its storage may be freed (:func:`~megatron.fsdp.engine.device.free`).
+        dtype: dtype in which addends are summed.
+        device: the device of the tensor.
+        holds_address: keep the tensor for all sums, whose address captured graphs know.
+        places: the places of the parameters' gradients in the tensor.
     """
 
     def __init__(
-        self, numel: int, dtype: torch.dtype, device: torch.device, holds_address: bool = False
+        self,
+        numel: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        holds_address: bool,
+        places: Places | None = None,
     ):
         self.dtype = dtype
+        self.places = places or Places([])
         self.is_empty = True
-        self._holds_address = holds_address
         self._numel = numel
         self._device = device
+        self._holds_address = holds_address
         self._total: torch.Tensor | None = None
+        self._views: list[torch.Tensor] | None = None
 
     @property
     def total(self) -> torch.Tensor:
-        """The sum, or zeros if nothing was added; always the same tensor."""
-        total = self.allocated()
-        return total.zero_() if self.is_empty else total
+        """The sum, or zeros if nothing was added."""
+        return self.tensor().zero_() if self.is_empty else self.tensor()
 
-    def allocated(self) -> torch.Tensor:
-        """Return the tensor of the sum, with storage; the values of an empty one are undefined."""
+    def is_in(self, tensor: torch.Tensor | None) -> bool:
+        """Return True if ``tensor`` is the tensor of the sum."""
+        return tensor is not None and tensor is self._total
+
+    def tensor(self) -> torch.Tensor:
+        """Return the tensor of the sum; the values of an empty one are undefined."""
         if self._total is None:
             self._total = torch.empty(self._numel, dtype=self.dtype, device=self._device)
-            recorder.storage("allocate", self._total)
-        elif self.is_empty and not self._total.untyped_storage().nbytes():
-            memory.allocate(self._total)
-            recorder.storage("allocate", self._total)
+            observe.storage("allocate", self._total)
         return self._total
+
+    def views(self) -> list[torch.Tensor]:
+        """Return the parameters' parts of :meth:`tensor`."""
+        if self._views is None:
+            self._views = self.places.within(self.tensor())
+        return self._views
 
     def buffer_for(self, dtype: torch.dtype) -> torch.Tensor:
         """Return a tensor ``[numel]`` for the next addend.
@@ -172,7 +208,7 @@ class RunningSum:
         For the first addend it is the sum itself, if the dtypes are equal, which saves a copy.
         """
         if self.is_empty and dtype == self.dtype:
-            return self.allocated()
+            return self.tensor()
         return torch.empty(self._numel, dtype=dtype, device=self._device)
 
     def add(self, addend: torch.Tensor) -> None:
@@ -180,44 +216,55 @@ class RunningSum:
         if addend is self._total:
             pass  # it was computed in place
         elif self.is_empty:
-            self.allocated().copy_(addend)
+            self.tensor().copy_(addend)
         else:
-            self.allocated().add_(addend)
+            self.tensor().add_(addend)
         self.is_empty = False
 
-    def clear(self) -> None:
-        """Begin a new sum; its storage remains."""
+    def drop(self) -> None:
+        """Begin a new sum, in another tensor unless the address is held."""
+        # The tensor is left to whoever still has it, such as code that keeps a gradient: nothing
+        # writes to it any more. Otherwise its memory is free now.
         self.is_empty = True
+        if self._total is not None and not self._holds_address:
+            observe.storage("release", self._total)
+            self._total = self._views = None
 
-    def abandon(self) -> None:
-        """Begin a new sum in another tensor, where somebody goes on to use this one."""
-        self.is_empty = True
-        self._total = None
 
-    def free(self) -> None:
-        """Begin a new sum, and free the storage unless its address is held."""
-        self.is_empty = True
-        if self._total is None or self._holds_address:
-            return
-        if self._total.untyped_storage().nbytes():
-            recorder.storage("release", self._total)
-            memory.free(self._total)
+class Places:
+    """The places of some tensors in a flat tensor, to make views of others like it.
+
+    Args:
+        views: views of one flat tensor.
+    """
+
+    def __init__(self, views: Sequence[torch.Tensor]):
+        self._shapes = [view.shape for view in views]
+        self._strides = [view.stride() for view in views]
+        self._offsets = [view.storage_offset() for view in views]
+
+    def within(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Return the views of ``flat``."""
+        # Every step does this for all parameters: `map` runs in C.
+        return list(map(flat.as_strided, self._shapes, self._strides, self._offsets))
 
 
 def views_of(flat: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
     """Return the views of whole parameters in a flat tensor, in their logical shapes."""
-    return [flat[slot.start : slot.stop].view(slot.shape) for slot in layout.slots]
+    return [
+        flat[position.start : position.stop].view(position.shape) for position in layout.positions
+    ]
 
 
 def padding_of(flat: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
     """Return the slices of a flat tensor that belong to no parameter."""
     slices = []
     end = 0
-    for slot in sorted(layout.slots, key=lambda slot: slot.start):
-        if slot.numel:
-            if end < slot.start:
-                slices.append(flat[end : slot.start])
-            end = slot.stop
+    for position in sorted(layout.positions, key=lambda position: position.start):
+        if position.numel:
+            if end < position.start:
+                slices.append(flat[end : position.start])
+            end = position.stop
     if end < layout.numel:
         slices.append(flat[end:])
     return slices

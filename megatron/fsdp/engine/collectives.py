@@ -1,18 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The collectives of weights and gradients, and the division of reduced gradients.
-
-[Note: the divisor] A reduced gradient is the sum over the ranks, divided by ``divisor``. It is
-divided in this file and nowhere else:
-    before the collective    in float16, where the sum could overflow
-    inside the collective    if the process group is asked to average (NCCL, in float16 too)
-    on the result            otherwise, because it is the smallest tensor
-
-[Note: one launch for several gathers] The groups of a unit have a buffer each, since they differ in
-dtype or trainability (LoRA: frozen weights and trained adapters). Those that are sharded over the
-same ranks are gathered in one collective: on NCCL all of them are enqueued between one
-``ncclGroupStart`` and ``ncclGroupEnd``, and gloo sends them as one buffer, or as messages that are
-all issued at once. Backends want one dtype in such a collective, so the buffers go as bytes.
-"""
+"""The collectives of weights and gradients, and the division of reduced gradients."""
 
 from __future__ import annotations
 
@@ -25,13 +12,19 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _coalescing_manager
 
-from megatron.fsdp.backends import point_to_point
 from megatron.fsdp.engine.device import Collective, Pending, Streams, Work
-from megatron.fsdp.trace.recorder import GATHER, REDUCE, observed, observing
+from megatron.fsdp.engine.observe import GATHER, REDUCE, observed, observing
 
 # torch 2.13 renamed both and warns about the old names.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+# [Note: one launch for several gathers] The groups of a unit have a buffer each, since they differ
+# in dtype or trainability (LoRA: frozen weights and trained adapters). Those that are sharded over
+# the same ranks are gathered in one collective: on NCCL all of them are enqueued between one
+# ``ncclGroupStart`` and ``ncclGroupEnd``, and gloo sends them as one buffer, or as messages that
+# are all issued at once. Backends want one dtype in such a collective, so the buffers go as bytes.
 
 
 class Gather(NamedTuple):
@@ -49,6 +42,60 @@ class Gather(NamedTuple):
     owned: torch.Tensor | None = None
 
 
+class Transport:
+    """The collectives that move shards; the default is the process group's own.
+
+    At levels 1 and 2 the shard that a rank sends is a slice of the buffer that it receives. A
+    transport must not write that slice, because others may.
+    """
+
+    def all_gather(
+        self,
+        fulls: Sequence[torch.Tensor],
+        shards: Sequence[torch.Tensor],
+        group: dist.ProcessGroup,
+    ) -> Collective:
+        """Return the collective that fills each of ``fulls`` with the shards of all ranks.
+
+        Args:
+            fulls: tensors ``[world_size * n]``; ``n`` and the dtype may differ.
+            shards: for each of them ``[n]``, this rank's shard, which may be a slice of it.
+            group: the ranks.
+        """
+        if len(fulls) == 1:
+            return lambda asynchronous: _all_gather_single(
+                fulls[0], shards[0], group=group, async_op=asynchronous
+            )
+
+        def start(asynchronous: bool) -> Work | None:
+            # The manager only collects the calls inside of it, and issues them when it ends.
+            with _coalescing_manager(group, async_ops=asynchronous) as coalesced:
+                for full, shard in zip(fulls, shards, strict=True):
+                    _all_gather_single(full.view(torch.uint8), shard.view(torch.uint8), group=group)
+            return coalesced if asynchronous else None
+
+        return start
+
+    def reduce_scatter(
+        self,
+        full: torch.Tensor,
+        shard: torch.Tensor,
+        group: dist.ProcessGroup,
+        operation: dist.ReduceOp.RedOpType,
+    ) -> Collective:
+        """Return the collective that makes ``shard`` this rank's slice of the reduced ``full``.
+
+        Args:
+            full: ``[world_size * n]``.
+            shard: ``[n]``, no part of ``full``.
+            group: the ranks.
+            operation: SUM or AVG.
+        """
+        return lambda asynchronous: _reduce_scatter_single(
+            shard, full, op=operation, group=group, async_op=asynchronous
+        )
+
+
 @dataclass
 class Communicator:
     """The collectives of dense or of expert parameters, over an inner and an outer axis.
@@ -63,6 +110,7 @@ class Communicator:
         average_in_collective: let the process groups average. Expert parameters are reduced over
             fewer ranks than there are data ranks; the rest of the divisor is then applied here.
         streams: the streams that the collectives run on.
+        transport: the all-gathers and reduce-scatters of shards.
     """
 
     inner: dist.ProcessGroup
@@ -71,6 +119,7 @@ class Communicator:
     divisor: int
     average_in_collective: bool
     streams: Streams
+    transport: Transport
 
     @cached_property
     def inner_size(self) -> int:
@@ -121,15 +170,24 @@ class Communicator:
         """
         collectives = []
         stale = [gather for gather in gathers if gather.owned is not None]
-        if stale:
+        if stale and self.outer is not None:
             shards = [gather.shard for gather in stale]
             owned = [gather.owned for gather in stale if gather.owned is not None]
-            collectives.append(_observed_all_gather(shards, owned, self.outer))
+            collectives.append(self._gathering(shards, owned, self.outer))
         if self.inner_size > 1:
             fulls = [gather.full for gather in gathers]
             shards = [gather.shard for gather in gathers]
-            collectives.append(_observed_all_gather(fulls, shards, self.all_gather_group))
+            collectives.append(self._gathering(fulls, shards, self.all_gather_group))
         return self.streams.launch("gather", *collectives)
+
+    def _gathering(
+        self,
+        fulls: Sequence[torch.Tensor],
+        shards: Sequence[torch.Tensor],
+        group: dist.ProcessGroup,
+    ) -> Collective:
+        collective = self.transport.all_gather(fulls, shards, group)
+        return observed(GATHER, "all_gather", fulls, group, collective)
 
     def broadcast(
         self, tensor: torch.Tensor, over_inner: bool = True, over_outer: bool = True
@@ -141,6 +199,12 @@ class Communicator:
                     dist.broadcast(tensor, group=group, group_src=0)
 
     # ---- gradients
+    #
+    # [Note: the divisor] A reduced gradient is the sum over the ranks, divided by ``divisor``. It
+    # is divided in this file and nowhere else:
+    #     before the collective    in float16, where the sum could overflow
+    #     inside the collective    if the process group is asked to average (NCCL, in float16 too)
+    #     on the result            otherwise, because it is the smallest tensor
 
     def reduce_scatter(self, full: torch.Tensor, shard: torch.Tensor) -> Pending:
         """Reduce ``full`` over the inner axis; ``shard`` becomes this rank's slice of the result.
@@ -151,17 +215,32 @@ class Communicator:
             full: ``[inner_size * n]``; may be overwritten.
             shard: ``[n]``.
         """
-        reduction = _reduce_scatter(full, shard, self.inner, self._operation(full))
-        reduction = observed(REDUCE, "reduce_scatter", (full,), self.inner, reduction)
-        return self._divide(full, shard, reduction)
+        return self._divide(full, shard, self._scattering(full, shard, self.inner))
+
+    def _scattering(
+        self, full: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup
+    ) -> Collective:
+        reduction = self.transport.reduce_scatter(full, shard, group, self._operation(full))
+        return observed(REDUCE, "reduce_scatter", (full,), group, reduction)
 
     def all_reduce(self, full: torch.Tensor) -> Pending:
         """Reduce ``full`` in place over the inner axis, and divide; see [Note: the divisor]."""
         if self.inner_size == 1:
             return self._divide(full, full, None)
-        reduction = _all_reduce(full, self.inner, self._operation(full))
-        reduction = observed(REDUCE, "all_reduce", (full,), self.inner, reduction)
-        return self._divide(full, full, reduction)
+        return self._divide(full, full, self._reducing(full, self.inner))
+
+    def _reducing(self, tensor: torch.Tensor, group: dist.ProcessGroup | None) -> Collective:
+        operation = self._operation(tensor)
+
+        return observed(
+            REDUCE,
+            "all_reduce",
+            (tensor,),
+            group,
+            lambda asynchronous: dist.all_reduce(
+                tensor, op=operation, group=group, async_op=asynchronous
+            ),
+        )
 
     def reduce_scatter_outer(self, shard: torch.Tensor, owned: torch.Tensor) -> Pending:
         """Reduce ``shard`` over the outer axis; ``owned`` becomes this rank's slice of the result.
@@ -170,15 +249,12 @@ class Communicator:
             shard: ``[outer_size * n]``, already divided by the reduction over the inner axis.
             owned: ``[n]``.
         """
-        reduction = _reduce_scatter(shard, owned, self.outer, self._operation(shard))
-        reduction = observed(REDUCE, "reduce_scatter", (shard,), self.outer, reduction)
-        return self.streams.launch("reduce", reduction)
+        assert self.outer is not None
+        return self.streams.launch("reduce", self._scattering(shard, owned, self.outer))
 
     def all_reduce_outer(self, shard: torch.Tensor) -> Pending:
         """Reduce ``shard`` in place over the outer axis; it is already divided."""
-        reduction = _all_reduce(shard, self.outer, self._operation(shard))
-        reduction = observed(REDUCE, "all_reduce", (shard,), self.outer, reduction)
-        return self.streams.launch("reduce", reduction)
+        return self.streams.launch("reduce", self._reducing(shard, self.outer))
 
     def _averages(self, operand: torch.Tensor) -> bool:
         """Return True to let the process groups average: NCCL divides before it adds, gloo after.
@@ -216,61 +292,6 @@ class Communicator:
             result.div_(divisor)
 
         return Pending(wait_and_divide)
-
-
-def _observed_all_gather(
-    fulls: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], group: dist.ProcessGroup | None
-) -> Collective:
-    return observed(GATHER, "all_gather", fulls, group, _all_gather(fulls, shards, group))
-
-
-def _all_gather(
-    fulls: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], group: dist.ProcessGroup | None
-) -> Collective:
-    """Return the collective that fills each of ``fulls`` with the shards of all ranks."""
-    if group is not None and point_to_point.is_better_all_gather(fulls, shards, group):
-        return point_to_point.all_gather(fulls, shards, group)
-    return all_gather_of_backend(fulls, shards, group)
-
-
-def all_gather_of_backend(
-    fulls: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], group: dist.ProcessGroup | None
-) -> Collective:
-    """Return the backend's own collective that fills each of ``fulls``."""
-    if len(fulls) == 1:
-        return lambda asynchronous: _all_gather_single(
-            fulls[0], shards[0], group=group, async_op=asynchronous
-        )
-
-    def start(asynchronous: bool) -> Work | None:
-        # The manager only collects the calls inside of it, and issues them when it ends.
-        with _coalescing_manager(group, async_ops=asynchronous) as coalesced:
-            for full, shard in zip(fulls, shards, strict=True):
-                _all_gather_single(full.view(torch.uint8), shard.view(torch.uint8), group=group)
-        return coalesced if asynchronous else None
-
-    return start
-
-
-def _reduce_scatter(
-    full: torch.Tensor,
-    shard: torch.Tensor,
-    group: dist.ProcessGroup | None,
-    operation: dist.ReduceOp.RedOpType,
-) -> Collective:
-    if group is not None and point_to_point.is_better_reduce_scatter(full, group):
-        return point_to_point.reduce_scatter(full, shard, group, operation)
-    return lambda asynchronous: _reduce_scatter_single(
-        shard, full, op=operation, group=group, async_op=asynchronous
-    )
-
-
-def _all_reduce(
-    tensor: torch.Tensor, group: dist.ProcessGroup | None, operation: dist.ReduceOp.RedOpType
-) -> Collective:
-    return lambda asynchronous: dist.all_reduce(
-        tensor, op=operation, group=group, async_op=asynchronous
-    )
 
 
 def agree(

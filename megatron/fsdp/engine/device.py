@@ -11,13 +11,11 @@ group, and waiting blocks.
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
-import torch.distributed as dist
 
 
 class Work(Protocol):
@@ -132,68 +130,12 @@ def free(tensor: torch.Tensor) -> None:
     tensor.untyped_storage().resize_(0)
 
 
-def allocate_slots(device: torch.device, sizes: Sequence[int]) -> list[torch.Tensor]:
-    """Return ``uint8`` tensors of these numbers of bytes.
-
-    Raises:
-        RuntimeError: if there is too little memory.
-    """
-    return [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
-
-
-class NcclMemory:
-    """Allocates memory that is registered with the communicators of some process groups.
-
-    NCCL's collectives read and write such memory without a copy of their own. Sources: "User Buffer
-    Registration" in NVIDIA's NCCL user guide; ``torch.cuda.MemPool``. Not yet run on a GPU.
-
-    Args:
-        groups: process groups with an NCCL backend.
-        device: a CUDA device.
-        is_symmetric: register symmetric windows, for which every rank must allocate the same sizes
-            in the same order; otherwise each rank registers its memory locally.
-    """
-
-    def __init__(
-        self, groups: Sequence[dist.ProcessGroup], device: torch.device, is_symmetric: bool
-    ):
-        # Any: CPU builds of torch lack the class of the NCCL backend.
-        self._backends: list[Any] = [group._get_backend(device) for group in dict.fromkeys(groups)]
-        self._device = device
-        self._is_symmetric = is_symmetric
-
-    def allocate(self, sizes: Sequence[int]) -> list[torch.Tensor]:
-        """Return ``uint8`` tensors of these numbers of bytes, in registered memory.
-
-        Raises:
-            torch.OutOfMemoryError: if there is too little memory.
-        """
-        if not sizes:
-            return []
-        pool = torch.cuda.MemPool(self._backends[0].mem_allocator)
-        with torch.cuda.use_mem_pool(pool):
-            memory = [torch.empty(size, dtype=torch.uint8, device=self._device) for size in sizes]
-        for backend in self._backends:
-            backend.register_mem_pool(pool, symm=self._is_symmetric)
-            # A communicator that is destroyed with memory registered reports an error.
-            weakref.finalize(memory[0], _deregister, weakref.ref(backend), pool)
-        return memory
-
-
-def _deregister(backend: weakref.ref[Any], pool: torch.cuda.MemPool) -> None:
-    alive = backend()
-    if alive is not None and dist.is_initialized():
-        alive.deregister_mem_pool(pool)
-
-
 def in_backward() -> bool:
     """Return True if autograd is running a backward pass in this thread."""
     return current_pass() != -1
 
 
-def current_pass() -> int:
-    """Return the number of the backward pass that autograd is running in this thread, or -1.
+current_pass: Callable[[], int] = torch._C._current_graph_task_id
+"""Returns the number of the backward pass that autograd is running in this thread, or -1.
 
-    Activation recomputation runs nested passes, each with a number of its own.
-    """
-    return torch._C._current_graph_task_id()
+Activation recomputation runs nested passes, each with a number of its own."""

@@ -5,40 +5,69 @@
     parameter.grad   the gradient that autograd leaves on a compute parameter; it is set to None
                      when the unit's backward ends
     local gradient   the sum of this rank's gradients since the last reduction, for whole
-                     parameters, in one flat tensor: see [Note: where local gradients accumulate]
+                     parameters, in one flat tensor
     inner sum        hybrid sharding only: this rank's shard of the gradient, reduced over the inner
                      axis and not yet over the outer one, summed over microbatches
     gradient shard   the reduced gradient of the shard that this rank owns, summed over reductions
-                     until it is cleared
     final gradient   the gradient shard in the dtype that the optimizer wants. If that is another
-                     one, the values move there, and back if a further backward adds to them: only
-                     one of the two has storage
+                     one, the values move there, and back if a further backward adds to them
 
 At levels 2 and 3 the reduction over the inner axis follows every backward, because it frees the
-large buffer of local gradients; below, it waits for the last microbatch. Without an outer axis its
-result is added to the gradient shard. With one it is added to the inner sum, and the reduction over
-the outer axis, whose links are slower, waits for the last microbatch. If a rank's part of the inner
-axis is the whole gradient (level 0, or one inner rank), there is no inner sum: local gradients wait
-for the last microbatch and are then reduced over both axes. An axis of one rank has no collectives,
-and without collectives gradients remain in the main gradient dtype.
+large buffer of local gradients; below, it waits for the last microbatch. The reduction over the
+outer axis, whose links are slower, always waits for it. If a rank's part of the inner axis is the
+whole gradient (level 0, or one inner rank), there is no inner sum: local gradients wait for the
+last microbatch and are then reduced over both axes.
+
+[Note: where local gradients accumulate] In a flat buffer of their own, which is freed when it is
+reduced. But a rank whose gradient shard is the whole gradient needs no second buffer of that size,
+nor a copy between the two: as long as the shard has no reduced gradients, local ones accumulate in
+its tensor and are reduced in place.
+    level 0, 3 microbatches    copied into the shard's tensor, added, added, all-reduced there
+    another step on top        the shard has reduced gradients, to which all ranks have added: local
+                               ones accumulate in the buffer, are all-reduced there, and added
+    data axes of one rank      a reduction neither sends nor divides, so gradients that are reduced
+                               at once are added to the reduced ones
+A layer may write its gradient into the flat tensor itself, which saves the copy too. Buffers at
+fixed addresses share no memory with gradient shards, which have none.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
+from itertools import compress, count, repeat
+from operator import attrgetter, is_not
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from megatron.fsdp.backends.memory_slots import MemorySlots
-from megatron.fsdp.engine.buffer import RunningSum
+from megatron.fsdp.engine import observe
+from megatron.fsdp.engine.buffer import (
+    FlatBuffer,
+    Places,
+    RunningSum,
+    Storage,
+    padding_of,
+    shard_view,
+)
 from megatron.fsdp.engine.collectives import Communicator
-from megatron.fsdp.engine.device import Pending
-from megatron.fsdp.engine.layout import Layout
-from megatron.fsdp.engine.local_gradients import LocalGradients, clear_grads
-from megatron.fsdp.engine.partition import Partition
+from megatron.fsdp.engine.layout import Layout, Partition
 from megatron.fsdp.engine.policy import Precision, ShardingStrategy
-from megatron.fsdp.trace.recorder import named
+from megatron.fsdp.engine.states import GradientState, change_state
+from megatron.fsdp.engine.tensor_parallel import local_grad
+
+# Loops over all parameters, which every step repeats, are left to `map`: they run in C.
+_grad = attrgetter("grad")
+_is_sparse = attrgetter("is_sparse")
+
+
+class FlatGradient(NamedTuple):
+    """The flat tensor of local gradients, the views of parameters in it, and the padding."""
+
+    flat: torch.Tensor
+    views: list[torch.Tensor]
+    padding: list[torch.Tensor]
 
 
 class GroupGradients:
@@ -46,14 +75,21 @@ class GroupGradients:
 
     Args:
         parameters: the compute parameters, on which autograd leaves gradients.
-        layout: the positions of the parameters in the flat buffers.
+        layout: the positions of the parameters in the flat tensor.
         partition: the shards of the group, and the one that this rank owns.
         strategy: the ZeRO level.
         precision: dtypes of the group.
         communicator: the axes over which gradients are reduced.
-        device: where the buffers are allocated.
-        unit_name: name of the unit of the group, for traces.
-        slots: memory slots for local gradients; None: they have storage of their own.
+        device: the device of the buffers.
+        unit_name: name of the unit of the group, for traces and messages.
+        storage: the memory of local gradients.
+
+    Attributes:
+        comm_dtype: the dtype in which gradients are reduced; see :meth:`set_comm_dtype`.
+        users: indices of the parameters that got a gradient since reduced ones were dropped.
+        num_forgotten: how often what layers have written was forgotten; what they keep themselves
+            of a pass before is then worthless.
+        holds_addresses: gradients are never at another address, as captured graphs expect.
     """
 
     def __init__(
@@ -66,41 +102,45 @@ class GroupGradients:
         communicator: Communicator,
         device: torch.device,
         unit_name: str,
-        slots: MemorySlots | None = None,
+        storage: Storage,
     ):
         self._parameters = parameters
         self._layout = layout
         self._partition = partition
         self._communicator = communicator
+        self._device = device
         self._unit_name = unit_name
+        self._storage = storage
         self._has_whole = partition.num_inner == 1  # the reduction over the inner axis frees none
         self._frees_local = strategy.shards_gradients and not self._has_whole
-        self._slots = slots
-        self._may_share_sum = partition.num_owned == 1 and slots is None
-        self._main_param_dtype = precision.main_param
+        self._may_share_sum = partition.num_owned == 1 and not storage.is_assigned_ahead
         self._main_dtype = precision.main_grad
         self.comm_dtype = precision.grad_comm
-        """The dtype in which gradients are reduced; see :meth:`set_comm_dtype`."""
+        self.users: set[int] = set()
+        self.num_forgotten = 0
 
-        self.local = LocalGradients(parameters, layout, device, unit_name, slots)
-        """The gradients of this rank that are not in any reduction yet."""
+        self._gaps = Places(padding_of(torch.empty(layout.numel, device="meta"), layout))
+        self.state = GradientState.EMPTY
+        self._local: FlatGradient | None = None  # None also if this rank has none that wait
+        self._buffer: FlatBuffer | None = None  # made when it is first needed
+        self._written: set[int] = set()  # parameters whose gradient a layer has written
+        self._early: dict[int, torch.Tensor] = {}  # what was written long before it arrives
 
-        self.awaits_reduction = False
-        """True from the end of a backward of the unit until the local gradients are reduced.
-
-        Unlike those, it is the same on all ranks: experts without tokens have no gradients."""
-
-        # True if gradients are never at another address, as captured graphs expect.
-        self.holds_addresses = holds = slots is not None and slots.holds_addresses
+        self.holds_addresses = holds = storage.holds_addresses
         shard_numel = layout.numel // partition.num_inner
         self._inner_sum = RunningSum(shard_numel, precision.main_grad, device, holds)
-        self._grad_sum = RunningSum(layout.shard_size, precision.main_grad, device, holds)
-        # Where the dtype of the optimizer is not the sum's. Nothing is ever added to it.
-        self._optimizer_grad = RunningSum(layout.shard_size, precision.main_param, device, holds)
-        self._is_moved = False  # the values are there, and not in the sum
-        self._is_shown = False  # the user may have tensors over the storage of the sum
-        self._reduction: Iterator[Pending] = iter(())  # its collectives, one after the other
-        self._collective: Pending | None = None  # the one under way
+        size = layout.shard_size
+        pattern = torch.empty(size, device="meta")
+        own = [
+            shard_view(pattern, layout, index, partition.rank) for index in range(len(parameters))
+        ]
+        self._grad_sum = RunningSum(size, precision.main_grad, device, holds, Places(own))
+        # Empty, unless it has the values of the sum in the other dtype of the optimizer.
+        self._optimizer_grad = RunningSum(size, precision.main_param, device, holds, Places(own))
+        self._reduction: Iterator[None] | None = None  # the one under way
+
+    def __str__(self) -> str:
+        return f"the gradients of unit {self._unit_name!r}"
 
     @property
     def shard(self) -> torch.Tensor:
@@ -109,11 +149,13 @@ class GroupGradients:
         return self._reduced()
 
     @property
-    def has_inner_sum(self) -> bool:
-        """True if there are gradients that were reduced over the inner axis only.
+    def is_due(self) -> bool:
+        """True if a reduction of local gradients is due; the same on all ranks."""
+        return self.state is GradientState.WAITING
 
-        The reduction over the inner axis may be under way; this waits for it.
-        """
+    @property
+    def has_inner_sum(self) -> bool:
+        """True if there are gradients that were reduced over the inner axis only; waits for it."""
         if not self._communicator.is_hybrid or self._has_whole:
             return False
         self.wait_for_reduce()
@@ -129,43 +171,133 @@ class GroupGradients:
         """
         if self._has_whole:
             self.wait_for_reduce()  # it reduces the tensor of the local gradients
-        self.awaits_reduction = True
-        self.local.accumulate(*self._place(reduces_now))
+        grads = list(map(_grad, self._parameters))
+        arrived = list(compress(count(), map(is_not, grads, repeat(None))))
+        self.users.update(arrived)
+        # Where memory is assigned ahead, all ranks must allocate buffers at the same times. So a
+        # rank that has not used the group (an expert without tokens) accumulates zeros.
+        if arrived or self._written or self._storage.is_assigned_ahead:
+            with observe.work(self._unit_name, "accumulate gradients"):
+                covers_all = len(arrived) == len(grads)
+                local, has_values = self._open(reduces_now, covers_all)
+                if self._written:
+                    arrived = self._take_written(arrived, local)
+                grads = list(map(grads.__getitem__, arrived))
+                if set(map(type, grads)) != {torch.Tensor} or any(map(_is_sparse, grads)):
+                    grads = [local_grad(self._parameters[index]) for index in arrived]
+                targets = list(map(local.views.__getitem__, arrived))
+                if arrived and has_values:
+                    torch._foreach_add_(targets, grads)
+                elif arrived:
+                    torch._foreach_copy_(targets, grads)
+                clear_grads(self._parameters)
+        self.await_reduction()
 
-    @torch.no_grad()
-    def view_to_write(self, index: int) -> torch.Tensor | None:
-        """Return zeros in the flat tensor, into which a layer may write a parameter's gradient.
+    def await_reduction(self) -> None:
+        """Note that a reduction is due, in which this rank takes part with what it has."""
+        self._change_state(GradientState.WAITING)
 
-        The layer then leaves an alias of it on ``parameter.grad``, which :meth:`accumulate` does
-        not copy. None: there are gradients to add to, or another dtype is wanted.
+    def _open(self, reduces_now: bool, covers_all: bool = False) -> tuple[FlatGradient, bool]:
+        """Return the flat tensor, and True if it has values that the caller must add to.
+
+        Args:
+            reduces_now: the gradients are reduced over the inner axis next.
+            covers_all: the caller writes the gradient of every parameter, so only the padding
+                between them has to be zeroed, otherwise all of it.
         """
-        parameter = self._parameters[index]
-        dtype, gradient_sum = self._place(reduces_now=False)
-        if (
-            self._collective is not None  # it may reduce the same tensor
-            or self._slots is not None
-            or parameter.grad is not None
-            or parameter.dtype != (dtype if gradient_sum is None else gradient_sum.dtype)
-        ):
-            return None
-        return self.local.view_to_write(index, dtype, gradient_sum)
+        if self._local is not None:
+            return self._local, True
+        dtype, gradient_sum = self._place(reduces_now)
+        if gradient_sum is not None:
+            total = gradient_sum.tensor()
+            # The rank owns whole parameters, so these are their views too.
+            self._local = FlatGradient(total, gradient_sum.views(), self._gaps.within(total))
+            if not gradient_sum.is_empty:
+                return self._local, True
+        else:
+            buffer = self._open_buffer(dtype)
+            self._local = FlatGradient(buffer.flat, buffer.views, buffer.padding)
+        if not covers_all:
+            self._local.flat.zero_()
+        elif self._local.padding:
+            torch._foreach_zero_(self._local.padding)
+        return self._local, False
 
     def _place(self, reduces_now: bool) -> tuple[torch.dtype, RunningSum | None]:
-        """Return where local gradients accumulate if there are none yet.
-
-        Returns:
-            The dtype of their buffer, and the sum in whose tensor they accumulate instead, or None.
-            Between reductions they accumulate in the main dtype. If every backward is reduced,
-            nothing accumulates in the buffer, and it has the dtype of the reduction.
-        """
+        """Return the dtype of the buffer, and the sum whose tensor is used instead, or None."""
+        # If every backward is reduced, nothing accumulates in the buffer, and it has the dtype of
+        # the reduction.
         dtype = self.comm_dtype if self._frees_local else self._main_dtype
         if not self._may_share_sum:
             return dtype, None
         if reduces_now and self._communicator.is_identity:
             self._move_back()
             return dtype, self._grad_sum
-        has_reduced = self._is_moved or not self._grad_sum.is_empty
+        has_reduced = not (self._grad_sum.is_empty and self._optimizer_grad.is_empty)
         return dtype, None if has_reduced else self._grad_sum
+
+    def _open_buffer(self, dtype: torch.dtype) -> FlatBuffer:
+        if self._buffer is None or self._buffer.flat.dtype != dtype:
+            if self._buffer is not None:
+                self._buffer.discard()
+            name = f"the local gradients of unit {self._unit_name!r}"
+            self._buffer = FlatBuffer(self._layout, dtype, self._device, name, self._storage)
+        self._buffer.allocate()
+        return self._buffer
+
+    # ---- gradients that layers write themselves
+
+    @torch.no_grad()
+    def view_to_write(self, index: int) -> torch.Tensor | None:
+        """Return zeros in the flat tensor, into which a layer may write a parameter's gradient.
+
+        It then leaves an alias of them on ``parameter.grad``, which :meth:`accumulate` does not
+        copy. None: there are gradients to add to, or another dtype is wanted.
+        """
+        parameter = self._parameters[index]
+        dtype, gradient_sum = self._place(reduces_now=False)
+        if (
+            self._reduction is not None  # it may reduce the same tensor
+            or self._storage.is_assigned_ahead
+            or parameter.grad is not None
+            or parameter.dtype != (dtype if gradient_sum is None else gradient_sum.dtype)
+            or self.state not in (GradientState.EMPTY, GradientState.WRITING)
+            or index in self._written
+            # What an outer pass has written long before waits for that pass, and a nested one must
+            # not take it for its own.
+            or index in self._early
+        ):
+            return None
+        if self.state is GradientState.EMPTY:
+            with observe.work(self._unit_name, "accumulate gradients"):
+                self._open(reduces_now=False)
+            self._change_state(GradientState.WRITING)
+        assert self._local is not None
+        self._written.add(index)
+        return self._local.views[index]
+
+    def written(self, index: int) -> torch.Tensor:
+        """Return the gradient of parameter ``index`` that a layer has written, when it arrives."""
+        early = self._early.pop(index, None)
+        if early is not None:
+            return early
+        assert self._local is not None
+        return self._local.views[index]
+
+    def _take_written(self, arrived: list[int], local: FlatGradient) -> list[int]:
+        """Finish gradients that layers have written; return the other parameters of ``arrived``."""
+        for index in self._written:
+            parameter, view = self._parameters[index], local.views[index]
+            if index not in arrived:
+                # Autograd waits for another use of the parameter, and then brings the sum.
+                self._early[index] = view.clone()
+                view.zero_()
+            # Autograd has kept the alias and added to it, or has made a tensor of the sum.
+            elif parameter.grad is not None and parameter.grad.data_ptr() != view.data_ptr():
+                view.copy_(parameter.grad)
+        others = [index for index in arrived if index not in self._written]
+        self._written.clear()
+        return others
 
     # ---- reduction
 
@@ -180,28 +312,30 @@ class GroupGradients:
         """
         self.wait_for_reduce()
         self._move_back()
-        self._reduction = self._reduce(over_inner, over_outer)
-        with named(self._unit_name, "reduce"):
-            self._collective = next(self._reduction, None)
+        with observe.work(self._unit_name, "reduce"):
+            self._go_on(self._reduce(over_inner, over_outer))
 
     def advance_reduce(self) -> bool:
         """Wait for the collective under way and start the next; return False if there is none."""
-        if self._collective is not None:
-            with named(self._unit_name, "wait for reduce"):
-                collective, self._collective = self._collective, None
-                collective.wait()  # a reduction that fails is over, and raises its error once
-                self._collective = next(self._reduction, None)
-        return self._collective is not None
+        if self._reduction is not None:
+            with observe.work(self._unit_name, "wait for reduce"):
+                self._go_on(self._reduction)
+        return self._reduction is not None
+
+    def _go_on(self, reduction: Iterator[None]) -> None:
+        self._reduction = None  # a reduction that fails is over, and raises its error once
+        if next(reduction, "over") is None:
+            self._reduction = reduction
 
     def wait_for_reduce(self) -> None:
         """Wait for all collectives of the reduction that has started."""
-        if self._collective is not None:
+        if self._reduction is not None:
             with torch.no_grad():
                 while self.advance_reduce():
                     pass
 
-    def _reduce(self, over_inner: bool, over_outer: bool) -> Iterator[Pending]:
-        """Yield each collective when it has started; the code after a yield needs its result."""
+    def _reduce(self, over_inner: bool, over_outer: bool) -> Iterator[None]:
+        """Yield whenever a collective has started, whose result the code after the yield needs."""
         is_hybrid = self._communicator.is_hybrid
         if self._has_whole:
             if over_inner and (over_outer or not is_hybrid):
@@ -212,83 +346,87 @@ class GroupGradients:
         if over_outer and is_hybrid:
             yield from self._reduce_outer()
 
-    def _reduce_inner(self, target: RunningSum) -> Iterator[Pending]:
+    def _take_local(self, reduces_now: bool) -> torch.Tensor:
+        """Return the flat tensor of local gradients, or of zeros, for a reduction."""
+        local, _ = self._open(reduces_now)
+        self._change_state(GradientState.REDUCING)
+        return local.flat
+
+    def _reduce_inner(self, target: RunningSum) -> Iterator[None]:
         """Add the local gradients, reduce-scattered over the inner axis, to ``target``."""
-        self.awaits_reduction = False
-        self.local.open(*self._place(False), covers_all=False)  # zeros if there are none
-        full = self.local.take()
+        full = self._take_local(reduces_now=False)
         if full.dtype != self.comm_dtype:
             full = full.to(self.comm_dtype)
         result = target.buffer_for(full.dtype)
-        yield self._communicator.reduce_scatter(full, result)
+        pending = self._communicator.reduce_scatter(full, result)
+        yield
+        pending.wait()
         target.add(result)
-        self.local.free()
+        self._drop_local()
 
-    def _reduce_whole(self) -> Iterator[Pending]:
+    def _reduce_whole(self) -> Iterator[None]:
         """Add the local gradients, reduced over both axes, to the gradient shard."""
         communicator = self._communicator
-        self.awaits_reduction = False
-        self.local.open(*self._place(reduces_now=True), covers_all=False)
-        is_in_sum = self.local.is_in_sum
-        local = self.local.take()
+        local = self._take_local(reduces_now=True)
+        is_in_sum = self._grad_sum.is_in(local)
         if is_in_sum:
             self._grad_sum.add(local)  # in place: from here on these are the reduced gradients
         result = full = local.to(self.comm_dtype) if communicator.has_collectives else local
-        inner = communicator.all_reduce(full)
+        pending = communicator.all_reduce(full)
         if communicator.inner_size > 1:
-            yield inner
-        else:
-            inner.wait()
-        if self._partition.num_outer > 1:
-            result = self._grad_sum.buffer_for(full.dtype)
-            yield communicator.reduce_scatter_outer(full, result)
-        elif communicator.is_hybrid:
-            yield communicator.all_reduce_outer(full)
+            yield
+        pending.wait()
+        if communicator.is_hybrid:
+            if self._partition.num_outer > 1:
+                result = self._grad_sum.buffer_for(full.dtype)
+                pending = communicator.reduce_scatter_outer(full, result)
+            else:
+                pending = communicator.all_reduce_outer(full)
+            yield
+            pending.wait()
         if not is_in_sum:
             self._grad_sum.add(result)
         elif result is not local:
             local.copy_(result)
-        self.local.free()
+        self._drop_local()
 
-    def _reduce_outer(self) -> Iterator[Pending]:
+    def _reduce_outer(self) -> Iterator[None]:
         """Add the inner sum, reduced over the outer axis, to the gradient shard."""
         partial = self._inner_sum.total.to(self.comm_dtype)
+        result = partial
         if self._partition.shards_outer:
             result = self._grad_sum.buffer_for(partial.dtype)
-            yield self._communicator.reduce_scatter_outer(partial, result)
+            pending = self._communicator.reduce_scatter_outer(partial, result)
         else:
-            result = partial
-            yield self._communicator.all_reduce_outer(partial)
+            pending = self._communicator.all_reduce_outer(partial)
+        yield
+        pending.wait()
         self._grad_sum.add(result)
-        self._inner_sum.free()
+        self._inner_sum.drop()
 
     # ---- for the optimizer and the training loop
 
-    def final(self, in_main_dtype: bool = True) -> torch.Tensor:
-        """Return the gradient shard ``[shard_size]`` for the optimizer; zeros if there are none.
-
-        Call it under ``torch.no_grad()``.
+    def final(self, in_main_dtype: bool = True) -> RunningSum:
+        """Return the gradient shard, under ``torch.no_grad()``; zeros if there are none.
 
         Args:
             in_main_dtype: return it in the dtype of the main weights, which torch's optimizers
                 need; otherwise in the main gradient dtype, without a copy.
-
-        Returns:
-            The same tensor in every step, unless the user has kept gradients of the last one.
         """
-        if self._grad_sum.dtype == self._main_param_dtype or not in_main_dtype:
-            self._is_shown = True
-            return self._reduced()
-        gradient = self._optimizer_grad.allocated()
-        if not self._is_moved:
-            gradient.copy_(self._reduced())
-            self._grad_sum.free()
-            self._is_moved = True
-        return gradient
+        if self._grad_sum.dtype == self._optimizer_grad.dtype or not in_main_dtype:
+            self._reduced()
+            return self._grad_sum
+        if self._optimizer_grad.is_empty:
+            self._optimizer_grad.add(self._reduced())
+            self._grad_sum.drop()
+        return self._optimizer_grad
 
     def _reduced(self) -> torch.Tensor:
         """Return the sum; local gradients do not appear in it before they are reduced."""
-        self.local.move_to_buffer()
+        if self._local is not None and self._grad_sum.is_in(self._local.flat):
+            buffer = self._open_buffer(self._local.flat.dtype)
+            buffer.flat.copy_(self._local.flat)
+            self._local = FlatGradient(buffer.flat, buffer.views, buffer.padding)
         total = self._grad_sum.total
         if self._may_share_sum:
             self._grad_sum.add(total)  # in place: even zeros are reduced gradients now
@@ -296,48 +434,60 @@ class GroupGradients:
 
     def _move_back(self) -> None:
         """Let the sum go on from the final gradient, which the user may have changed."""
-        if self._is_moved:
-            self._grad_sum.add(self._optimizer_grad.allocated())
-            self._is_moved = False
+        if not self._optimizer_grad.is_empty:
+            self._grad_sum.add(self._optimizer_grad.total)
+            self._optimizer_grad.drop()
 
     @torch.no_grad()
     def scale(self, factor: float | torch.Tensor) -> None:
         """Multiply all gradients, reduced or not yet, by ``factor``, a number or a 0-d tensor."""
         self.wait_for_reduce()
-        for running_sum in (self._grad_sum, self._inner_sum):
+        for running_sum in (self._grad_sum, self._inner_sum, self._optimizer_grad):
             if not running_sum.is_empty:
                 running_sum.total.mul_(factor)
-        self.local.scale(factor)
-        if self._is_moved:
-            self._optimizer_grad.allocated().mul_(factor)
+        if self._local is not None:
+            self._local.flat.mul_(factor)
 
-    def forget_reduced(self, are_kept: bool = False) -> None:
-        """Drop the reduced gradients: the next reduction begins a new sum.
-
-        Args:
-            are_kept: the user has kept some of them, and later ones get another tensor.
-        """
+    def drop_reduced(self) -> None:
+        """Drop the reduced gradients: the next reduction begins a new sum."""
         self.wait_for_reduce()
-        self._is_moved = False
-        self.local.users.clear()
-        if are_kept:
-            self._grad_sum.abandon()
-            self._optimizer_grad.abandon()
-        elif self._is_shown:
-            self._grad_sum.clear()
-        else:
-            self._grad_sum.free()
+        self.users.clear()
+        with observe.work(self._unit_name, "free gradients"):
+            self._grad_sum.drop()
+            self._optimizer_grad.drop()
 
-    def clear(self) -> None:
+    def drop(self) -> None:
         """Drop all gradients: reduced, partly reduced, local, and those on compute parameters."""
-        self.forget_reduced()
-        self._inner_sum.free()
-        self.awaits_reduction = False
-        self.local.forget_written()
-        self.local.free()
+        self.drop_reduced()
+        self._inner_sum.drop()
+        self.forget_written()
+        self._drop_local()
         clear_grads(self._parameters)
+
+    def forget_written(self) -> None:
+        """Forget what layers have written and autograd has not brought, and will not bring."""
+        # The pass has failed, or it is over and wanted no gradients of these parameters.
+        self.num_forgotten += 1
+        self._early.clear()
+        if self.state is GradientState.WRITING:
+            self._drop_local()
+
+    def _drop_local(self) -> None:
+        self._change_state(GradientState.EMPTY)
+        self._local = None
+        self._written.clear()
+        if self._buffer is not None:
+            self._buffer.free()
 
     def set_comm_dtype(self, dtype: torch.dtype | None) -> None:
         """Reduce gradients in ``dtype`` from now on; None: in the main gradient dtype."""
         self.wait_for_reduce()
         self.comm_dtype = dtype or self._main_dtype
+
+    def _change_state(self, state: GradientState) -> None:
+        self.state = change_state(self, self.state, state)
+
+
+def clear_grads(parameters: Sequence[nn.Parameter]) -> None:
+    """Drop the gradients that autograd has left on the compute parameters."""
+    deque(map(setattr, parameters, repeat("grad"), repeat(None)), maxlen=0)

@@ -22,50 +22,60 @@ place or free them, and they may be of any type that contains tensors.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from megatron.fsdp.engine import observe
 from megatron.fsdp.engine.device import in_backward
 from megatron.fsdp.engine.schedule import Schedule
 from megatron.fsdp.engine.states import CallState
-from megatron.fsdp.engine.unit import Unit, UnitCall
-from megatron.fsdp.module_access.shown_parameters import ShownParameters
-from megatron.fsdp.trace import recorder
+from megatron.fsdp.engine.unit import Unit, UnitCall, UnitCallbacks
+
+
+class PassCallbacks(Protocol):
+    """The client that gets the gradients of backward passes."""
+
+    def begin_backward(self) -> None:
+        """Prepare for the gradients of a pass that has reached the model."""
+
+    def end_backward(self) -> None:
+        """Go on with the gradients of a pass: every unit is finished."""
 
 
 class UnitHooks:
     """Connects the modules of units to their schedule.
 
     Args:
-        schedule: of the units.
-        sharded: the sharded parameter of each compute parameter.
+        schedule: the schedule of the units.
+        gradients: the client that gets the gradients of backward passes.
+        callbacks: what clients do when units are used.
 
     Attributes:
         handles: ids of the hooks on modules, which a copy of the module must not have.
-        shown: the parameters that code sees.
+        calls: forwards and other methods under way, innermost last.
+        unit_of: the unit of each compute parameter.
     """
 
-    def __init__(self, schedule: Schedule, sharded: dict[nn.Parameter, nn.Parameter]):
+    def __init__(self, schedule: Schedule, gradients: PassCallbacks, callbacks: UnitCallbacks):
         self._schedule = schedule
+        self._gradients = gradients
+        self._callbacks = callbacks
         self._root = schedule.units[0]
-        self._unit_of: dict[nn.Parameter, Unit] = {}
-        self._calls: list[UnitCall] = []  # forwards under way, innermost last
+        self.unit_of: dict[nn.Parameter, Unit] = {}
+        self.calls: list[UnitCall] = []
         self._outside = Unit("outside of forwards", None)  # of calls of other methods
         self._awaiting: dict[UnitCall, None] = {}  # their backward awaits gradients of inputs
         self.handles: set[int] = set()
         for unit in schedule.units:
             self._register(unit)
-        assert self._root.module is not None  # only units of shared parameters have none
-        self.shown = ShownParameters(schedule, sharded, self._unit_of, self._calls)
-        self.shown.watch(self._root.module)
 
     def _register(self, unit: Unit) -> None:
         for group in unit.groups:
-            self._unit_of.update(dict.fromkeys(group.parameters, unit))
+            self.unit_of.update(dict.fromkeys(group.parameters, unit))
         for module in unit.modules:
             before = module.register_forward_pre_hook(
                 self._pre_forward_hook(unit), prepend=True, with_kwargs=True
@@ -74,7 +84,8 @@ class UnitHooks:
             self.handles |= {before.id, after.id}
 
         def arrived(parameter: nn.Parameter) -> None:
-            self._enter_backward()
+            if not self._schedule.is_in_backward:
+                self._enter_backward()
             self._schedule.grad_arrived(unit, parameter)
 
         for group in unit.trainable_groups:
@@ -86,16 +97,21 @@ class UnitHooks:
     def _pre_forward_hook(self, unit: Unit) -> Callable[..., None]:
         @_not_traced
         def pre_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            borrowed = self._units_of_arguments(unit, (*args, *kwargs.values()))
-            call = UnitCall(unit, module, borrowed + unit.shared)
-            self._calls.append(call)
-            recorder.begin_forward(call, unit.shown_name, module is self._root.module)
-            if len(self._calls) == 1:
-                self.shown.begin_call()
-            if module is self._root.module:
+            borrowed = list(unit.shared)
+            for argument in (*args, *kwargs.values()):
+                if isinstance(argument, nn.Parameter):
+                    owner = self.unit_of.get(argument, unit)
+                    if owner is not unit and owner not in borrowed:
+                        borrowed.append(owner)
+            call = UnitCall(unit, module, borrowed)
+            self.calls.append(call)
+            is_root = module is self._root.module
+            observe.begin_forward(call, unit.shown_name, is_root)
+            if len(self.calls) == 1:
+                self._callbacks.before_call()
+            if is_root:
                 self._schedule.begin_forward()
-            self._schedule.install_edits()
-            self._unshard(call)
+            self._schedule.begin_use(call)
             if torch.is_grad_enabled():
                 self._watch_inputs(call, (args, kwargs))
 
@@ -104,83 +120,57 @@ class UnitHooks:
     def _post_forward_hook(self, unit: Unit) -> Callable[..., None]:
         @_not_traced
         def post_forward(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            call = self._calls.pop()
-            recorder.end_forward(call)
+            call = self.calls.pop()
+            observe.end_forward(call)
             if torch.is_grad_enabled():
                 self._watch_outputs(call, output)
             call.inputs.clear()
             if in_backward():  # recomputation
                 return
-            self._end_use(call)
+            self._end_use(call, call.used_units)
             if module is self._root.module:
-                self._schedule.end_forward()
+                self._schedule.prefetcher.stop_recording()
 
         return post_forward
 
     def forget_calls(self) -> None:
         """End the forwards under way after an exception for which torch calls no hooks."""
-        while self._calls and not in_backward():
-            call = self._calls.pop()
+        while self.calls and not in_backward():
+            call = self.calls.pop()
             call.inputs.clear()
-            recorder.end_forward(call)
-            self._end_use(call)
+            observe.end_forward(call)
+            self._end_use(call, call.used_units)
 
     def call_method(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a method of a module that is not its forward, and return its result.
-
-        Like a forward, it computes with whole weights: those that it reads by name are gathered
-        when it does, and again for its backward. A method that reads none communicates nothing.
-        """
-        if self._calls or in_backward():
+        """Call a method of a module that is not its forward, and return its result."""
+        # Like a forward, it computes with whole weights: those that it reads by name are gathered
+        # when it does, and again for its backward. A method that reads none communicates nothing.
+        if self.calls or in_backward():
             return method(*args, **kwargs)
-        self.shown.begin_call()
-        self._schedule.install_edits()
+        self._callbacks.before_call()
         call = UnitCall(self._outside, None, [])
-        self._calls.append(call)
+        self.calls.append(call)
         try:
             output = method(*args, **kwargs)
         except BaseException:
             self.forget_calls()
             raise
-        self._calls.remove(call)
+        self.calls.remove(call)
         if torch.is_grad_enabled() and call.borrowed:
             self._watch_outputs(call, output)
-        for unit in call.borrowed:
-            self._schedule.end_use(unit, call)
+        self._end_use(call, call.borrowed)
         return output
 
-    def remove_from_copy(self, copied: nn.Module) -> None:
-        """Remove the hooks from a deep copy of the root's module, which has copied them too."""
-        assert self._root.module is not None
-        for original, module in zip(self._root.module.modules(), copied.modules()):
-            for name, hooks in vars(original).items():
-                if name.endswith("_hooks") and isinstance(hooks, dict):
-                    for number in self.handles.intersection(hooks):
-                        del vars(module)[name][number]
-            vars(module).pop("_apply", None)
+    def borrow(self, unit: Unit) -> None:
+        """Let the innermost call use ``unit`` until it ends, unless a call under way uses it."""
+        if not any(unit in call.used_units for call in self.calls):
+            self.calls[-1].borrowed.append(unit)
+            self._schedule.borrow(unit, self.calls[-1])
 
-    def _unshard(self, call: UnitCall) -> None:
-        for borrowed in call.borrowed:
-            self._schedule.unshard_borrowed(borrowed, call)
-        if call.unit is self._outside:
-            return
-        if call.is_inside_another:
-            self._schedule.unshard_borrowed(call.unit, call)
-        else:
-            self._schedule.unshard(call.unit, call)
-
-    def _end_use(self, call: UnitCall) -> None:
-        for unit in call.used_units:
+    def _end_use(self, call: UnitCall, units: Sequence[Unit]) -> None:
+        for unit in units:
+            self._callbacks.after_use(unit)
             self._schedule.end_use(unit, call)
-
-    def _units_of_arguments(self, unit: Unit, arguments: tuple[Any, ...]) -> list[Unit]:
-        """Return the other units whose parameters are among the arguments of a call of ``unit``."""
-        units: list[Unit] = []
-        for argument in arguments:
-            owner = self._unit_of.get(argument) if isinstance(argument, nn.Parameter) else None
-            if owner is not None and owner is not unit and owner not in units:
-                units.append(owner)
-        return units
 
     # ---- backward
 
@@ -221,31 +211,36 @@ class UnitHooks:
                 base.grad_fn.register_prehook(pre_backward_of_node)
 
     def _enter_backward(self) -> None:
-        if self._schedule.enter_backward(_queue_callback):
+        if not self._schedule.is_in_backward:
+            self._schedule.begin_backward()
             self._awaiting.clear()
-            self.shown.follow_freezing()
+            self._callbacks.before_backward()
+            self._gradients.begin_backward()
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_pass)
+
+    def _end_pass(self) -> None:
+        self._schedule.finish_backward()
+        self._gradients.end_backward()
 
     def _pre_backward(self, call: UnitCall) -> None:
         self._enter_backward()
         if call.unit is self._outside:
-            self._unshard(call)
+            self._schedule.begin_use(call)
         elif call.state is CallState.FORWARD:
-            call.check_slots()
+            call.check_addresses()
             call.unit.begin_backward(call)
             if call.awaited_inputs > 0:
                 self._awaiting[call] = None
             if call.unit.groups:
-                recorder.begin_backward(call.unit.shown_name)
-            self._unshard(call)
+                observe.begin_backward(call.unit.shown_name)
+            self._schedule.begin_use(call)
 
     def _end_later_calls(self, call: UnitCall) -> None:
-        """End the backward of calls that began after the forward of ``call`` had ended.
-
-        Autograd runs the nodes that were made last first, so those of later calls have run when it
-        reaches the node that computed an output of ``call``. The gradients of their inputs need not
-        be complete then: ``call`` and others may have the same inputs (the result of an encoder, a
-        bias of positions). In a second pass over a kept graph, no hooks tell of them any more.
-        """
+        """End the backward of calls that began after the forward of ``call`` had ended."""
+        # Autograd runs the nodes that were made last first, so those of later calls have run when
+        # it reaches the node that computed an output of `call`. The gradients of their inputs need
+        # not be complete then: `call` and others may have the same inputs (the result of an
+        # encoder, a bias of positions). In a second pass over a kept graph, no hooks tell of them.
         for later in list(self._awaiting):
             if later.began > call.ended and later.has_all_grads:
                 self._post_backward(later)
@@ -282,37 +277,35 @@ class UnitHooks:
         if call.state is CallState.FORWARD:
             return
         if not call.has_leaf_inputs:
-            for borrowed in call.borrowed:
-                self._schedule.end_use(borrowed, call)
+            self._end_use(call, call.borrowed)
         self._schedule.inputs_arrived(call)
 
 
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in nested tuples, lists, mappings, dataclasses and registered pytrees."""
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """Return the tensors in nested tuples, lists, mappings, dataclasses and registered pytrees."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    found: list[torch.Tensor] = []
     # Inputs of a unit, (args, kwargs), and its output nearly always hold tensors directly. Torch's
     # walk takes longer.
-    if isinstance(value, torch.Tensor):
-        yield value
-        return
     if type(value) in (tuple, list, dict):
-        for each in value.values() if isinstance(value, dict) else value:
-            yield from tensors_in(each)
-        return
+        for item in value.values() if isinstance(value, dict) else value:
+            if isinstance(item, torch.Tensor):
+                found.append(item)
+            elif item is not None:
+                found += tensors_in(item)
+        return found
     for leaf in tree_leaves(value):
         if isinstance(leaf, torch.Tensor):
-            yield leaf
+            found.append(leaf)
         elif isinstance(leaf, Mapping):
-            yield from tensors_in(list(leaf.values()))
+            found += tensors_in(list(leaf.values()))
         elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            yield from tensors_in([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
+            found += tensors_in([getattr(leaf, item.name) for item in dataclasses.fields(leaf)])
+    return found
 
 
 def _not_traced(hook: Callable[..., None]) -> Callable[..., None]:
     """Keep torch.compile from tracing ``hook``; unlike torch's decorator, this one is typed."""
     untraced: Callable[..., None] = torch.compiler.disable(hook)
     return untraced
-
-
-def _queue_callback(callback: Callable[[], None]) -> None:
-    """Have autograd call ``callback`` when the backward pass under way is over."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)

@@ -1,17 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The layout: which rank owns which elements of which parameter, in integers alone.
-
-[Note: the flat buffer] A group of parameters is one flat buffer of ``world_size * shard_size``
-elements. Parameters lie in it whole and contiguous, in an order that :mod:`.planner` chooses, and
-rank r owns ``[r * shard_size, (r + 1) * shard_size)``. Example: shapes (3, 4) and (6,), 2 ranks.
-
-    element     0       8       16      24      32
-    shard       |    rank 0     |    rank 1     |
-    parameter   | (3, 4)    |...| (6,)|.........|      dots are padding
-
-Every rank computes the same layout. The shards of other ranks follow from it by arithmetic, so no
-collective is ever needed to describe a layout.
-"""
+"""The layout: which rank owns which elements of which parameter, in integers alone."""
 
 from __future__ import annotations
 
@@ -28,6 +16,17 @@ from megatron.fsdp.engine.planner import (
     cuts_are_aligned,
     find_placement,
 )
+
+# [Note: the flat buffer] A group of parameters is one flat buffer of ``world_size * shard_size``
+# elements. Parameters lie in it whole and contiguous, in an order that :mod:`.planner` chooses, and
+# rank r owns ``[r * shard_size, (r + 1) * shard_size)``. Example: shapes (3, 4) and (6,), 2 ranks.
+#
+#     element     0       8       16      24      32
+#     shard       |    rank 0     |    rank 1     |
+#     parameter   | (3, 4)    |...| (6,)|.........|      dots are padding
+#
+# Every rank computes the same layout. The shards of other ranks follow from it by arithmetic, so no
+# collective is ever needed to describe a layout.
 
 Chunk = tuple[tuple[int, ...], tuple[int, ...]]
 """Offsets and sizes of a box in an N-dimensional tensor, as in torch's distributed checkpoints."""
@@ -74,7 +73,7 @@ PREFER_ROWS = Granularity("rows", is_required=False)
 
 
 @dataclass(frozen=True)
-class Slot:
+class Position:
     """The position of one parameter in the flat buffer.
 
     Args:
@@ -105,12 +104,12 @@ class Layout:
     Args:
         world_size: number of shards.
         shard_size: elements of each, a multiple of ``MIN_ALIGNMENT``.
-        slots: one for each parameter, in the order of the parameters.
+        positions: one for each parameter, in the order of the parameters.
     """
 
     world_size: int
     shard_size: int
-    slots: tuple[Slot, ...]
+    positions: tuple[Position, ...]
 
     @property
     def numel(self) -> int:
@@ -120,7 +119,7 @@ class Layout:
     @property
     def padding(self) -> int:
         """Elements of the buffer that belong to no parameter."""
-        return self.numel - sum(slot.numel for slot in self.slots)
+        return self.numel - sum(position.numel for position in self.positions)
 
     def owned(self, index: int, rank: int) -> FlatRange:
         """Return the elements of parameter ``index`` that ``rank`` owns; the range may be empty.
@@ -128,10 +127,10 @@ class Layout:
         Example: a parameter at [10, 30) of the buffer, shards of 16. Rank 0 owns [0, 6) of its
         elements, rank 1 owns [6, 20), and rank 2, whose shard begins at 32, [20, 20).
         """
-        slot = self.slots[index]
-        start = _clamp(rank * self.shard_size - slot.start, slot.numel)
-        stop = _clamp((rank + 1) * self.shard_size - slot.start, slot.numel)
-        return FlatRange(slot.shape, start, stop, slot.by_rows)
+        position = self.positions[index]
+        start = _clamp(rank * self.shard_size - position.start, position.numel)
+        stop = _clamp((rank + 1) * self.shard_size - position.start, position.numel)
+        return FlatRange(position.shape, start, stop, position.by_rows)
 
     def shard_range(self, index: int, rank: int) -> tuple[int, int]:
         """Return the position of :meth:`owned` elements in the rank's shard: ``[start, stop)``.
@@ -142,7 +141,7 @@ class Layout:
         owned = self.owned(index, rank)
         if not owned.numel:
             return 0, 0
-        start = self.slots[index].start + owned.start - rank * self.shard_size
+        start = self.positions[index].start + owned.start - rank * self.shard_size
         return start, start + owned.numel
 
 
@@ -201,6 +200,49 @@ class FlatRange:
         return list(_chunks(self.shape, self.start, self.stop)) if self.numel else []
 
 
+# [Note: shards and owned shards] The ranks of the inner axis divide a group's flat buffer into
+# shards, one each. In hybrid sharding the outer axis usually replicates a shard. If the outer axis
+# shards optimizer state too, each shard is divided once more among its outer ranks, and every rank
+# owns a different part. Example: a buffer of 12 elements, 2 inner and 3 outer ranks.
+#
+#     element          0   1   2   3   4   5 | 6   7   8   9  10  11
+#     shard of         inner rank 0          | inner rank 1
+#     owned shard of   outer 0 outer 1 outer 2 outer 0 outer 1 outer 2
+#     number           0       1       2       3       4       5
+#
+# Both levels are contiguous, so all-gathers over the outer axis fill a shard and all-gathers over
+# the inner axis fill the buffer, without a copy. The layout of the group counts owned shards.
+
+
+@dataclass(frozen=True)
+class Partition:
+    """The number of shards, and the index of the one that this rank owns.
+
+    Args:
+        num_inner: shards of the flat buffer; 1 if every rank updates all parameters.
+        num_outer: owned shards of a shard; 1 unless the outer axis shards optimizer state.
+        inner_rank: the index of this rank's shard.
+        outer_rank: the index of this rank's owned shard within its shard.
+        shards_outer: the outer axis shards optimizer state.
+    """
+
+    num_inner: int
+    num_outer: int
+    inner_rank: int
+    outer_rank: int
+    shards_outer: bool
+
+    @property
+    def num_owned(self) -> int:
+        """Number of owned shards in the whole buffer."""
+        return self.num_inner * self.num_outer
+
+    @property
+    def rank(self) -> int:
+        """Index of this rank's owned shard among all of them."""
+        return self.inner_rank * self.num_outer + self.outer_rank
+
+
 def row_size(shape: Sequence[int]) -> int:
     """Return the number of elements of one row, a slice of dim 0; 1 for vectors and scalars."""
     return max(prod(shape[1:]), 1)
@@ -219,9 +261,10 @@ def plan(
     rank can plan alone. Equal arguments return the same object.
 
     Args:
-        shapes: of the parameters; ``slots`` of the result has the same order, the buffer need not.
+        shapes: shapes of the parameters; ``positions`` of the result has the same order, the
+            buffer need not.
         world_size: number of shards, at least 1.
-        granularity: of all parameters, or one for each.
+        granularity: granularity of all parameters, or one for each.
 
     Raises:
         ValueError: if the world size is below 1, a dim is negative, or the numbers of granularities
@@ -254,24 +297,24 @@ def _plan(
         for shape, granularity in zip(shapes, granularities)
     ]
     placement = find_placement(requests, world_size)
-    slots = _slots(shapes, placement)
-    return Layout(world_size, placement.shard_size, slots)
+    positions = _positions(shapes, placement)
+    return Layout(world_size, placement.shard_size, positions)
 
 
-def _slots(shapes: Sequence[tuple[int, ...]], placement: Placement) -> tuple[Slot, ...]:
-    """Return the slots of all parameters; those without elements lie behind all others."""
+def _positions(shapes: Sequence[tuple[int, ...]], placement: Placement) -> tuple[Position, ...]:
+    """Return the positions of all parameters; those without elements lie behind all others."""
     starts = dict(placement.starts)
     end = max((start + prod(shapes[index]) for index, start in placement.starts), default=0)
     end += -end % MIN_ALIGNMENT
-    slots = []
+    positions = []
     for index, shape in enumerate(shapes):
         start = starts.get(index, end)
         # A scalar has no dim 0, so it has no rows.
         by_rows = bool(shape) and cuts_are_aligned(
             row_size(shape), start, prod(shape), placement.shard_size
         )
-        slots.append(Slot(shape, start, by_rows))
-    return tuple(slots)
+        positions.append(Position(shape, start, by_rows))
+    return tuple(positions)
 
 
 def _clamp(position: int, size: int) -> int:

@@ -1,190 +1,108 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The mesh of a sharded model: which of its axes shard, replicate and split parameters."""
+"""The mesh of a sharded model: which of its axes shard, replicate and split parameters.
+
+[Note: the axes of a parameter]
+    inner     the ranks that shard it
+    outer     in hybrid sharding, the ranks that replicate it, or that shard its optimizer state
+              further
+    tensor    the ranks that have other slices, or copies, of it in tensor parallelism
+
+Expert parameters have an inner axis of their own, on ``expert_mesh``: the ranks that store shards
+of the same experts.
+"""
 
 from __future__ import annotations
 
-import os
+import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import combinations, permutations
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
-from megatron.fsdp.backends import rendezvous
-from megatron.fsdp.engine.axes import Axes, axis_name, data_group_of, submesh
-from megatron.fsdp.engine.mesh_checks import (
-    problems_of_all_gather_group,
-    problems_of_experts,
-    problems_of_hybrid_group,
-    problems_of_mesh,
-    problems_of_names,
-    problems_of_outer,
-    problems_of_overlap,
-    raise_all,
-)
-
-DEFAULT_SHARD_AXIS = "dp_shard"
+from megatron.fsdp.engine.policy import raise_problems
 
 
-class FSDPDistributedIndex:
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Mesh:
     """The mesh of a sharded model and the names of its axes.
 
     Args:
-        device_mesh: mesh with named axes. None: one axis over all ranks, on the accelerator if
-            there is one, otherwise on the CPU.
-        dp_shard_dim: axis to shard over, which may be a flattened one. It may be left out if the
-            mesh has one axis.
-        dp_outer_dim: outer data axis of hybrid sharding.
-        tp_dim: tensor-parallel axis.
-        hybrid_fsdp_group: group over outer x shard; derived from the mesh if it is not given.
-        hybrid_fsdp_expt_group: ``hybrid_fsdp_group`` of expert parameters.
-        hsdp_outer_dp_shard: shard optimizer state over the outer axis too.
-        expt_device_mesh: mesh of expert parameters, with axes of the same names. If it has no outer
-            axis of its own, the outer axis of the dense mesh is used.
-        fsdp_group_ag: second group of the ranks of the shard axis, for all-gathers only, which then
+        device_mesh: mesh with named axes.
+        inner: name of the axis to shard over, which may be a flattened one. It may be left out if
+            the mesh has one axis.
+        outer: name of the outer data axis of hybrid sharding.
+        tensor: name of the tensor-parallel axis.
+        data_group: group over outer x inner; derived from the mesh if it is not given.
+        gather_group: second group of the ranks of the inner axis, for all-gathers only, which then
             do not queue behind reductions.
-        expt_fsdp_group_ag: ``fsdp_group_ag`` of expert parameters.
+        expert_mesh: mesh of expert parameters, with axes of the same names. If it has no outer
+            axis of its own, the outer axis of the dense mesh is used.
+        expert_data_group: ``data_group`` of expert parameters.
+        expert_gather_group: ``gather_group`` of expert parameters.
 
     Raises:
         ValueError: lists every problem of the mesh, the names and the groups.
     """
 
-    def __init__(
-        self,
-        device_mesh: DeviceMesh | None = None,
-        dp_shard_dim: str | None = None,
-        dp_outer_dim: str | None = None,
-        tp_dim: str | None = None,
-        hybrid_fsdp_group: dist.ProcessGroup | None = None,
-        hybrid_fsdp_expt_group: dist.ProcessGroup | None = None,
-        hsdp_outer_dp_shard: bool = False,
-        expt_device_mesh: DeviceMesh | None = None,
-        fsdp_group_ag: dist.ProcessGroup | None = None,
-        expt_fsdp_group_ag: dist.ProcessGroup | None = None,
-    ):
-        self.device_mesh = device_mesh if device_mesh is not None else default_mesh()
-        self.expt_device_mesh = expt_device_mesh
-        self.dp_outer_dim = dp_outer_dim
-        self.tp_dim = tp_dim
-        self.hsdp_outer_dp_shard = hsdp_outer_dp_shard
-        problems = problems_of_mesh("device_mesh", self.device_mesh)
-        if expt_device_mesh is not None:
-            problems += problems_of_mesh("expt_device_mesh", expt_device_mesh)
-        raise_all(problems)
-        raise_all(
-            [
-                *problems_of_names(self.device_mesh, dp_shard_dim, dp_outer_dim, tp_dim),
-                *problems_of_outer(dp_outer_dim, hybrid_fsdp_group, hsdp_outer_dp_shard),
-                *problems_of_experts(
-                    expt_device_mesh,
-                    self.device_mesh,
-                    dp_shard_dim,
-                    dp_outer_dim,
-                    hybrid_fsdp_expt_group,
-                    expt_fsdp_group_ag,
-                ),
-            ]
-        )
-        self.dp_shard_dim = dp_shard_dim or axis_name(self.device_mesh)
-        problems = self._problems_of_groups("", self.device_mesh, hybrid_fsdp_group, fsdp_group_ag)
-        if expt_device_mesh is not None:
+    device_mesh: DeviceMesh
+    inner: str | None = None
+    outer: str | None = None
+    tensor: str | None = None
+    data_group: dist.ProcessGroup | None = None
+    gather_group: dist.ProcessGroup | None = None
+    expert_mesh: DeviceMesh | None = None
+    expert_data_group: dist.ProcessGroup | None = None
+    expert_gather_group: dist.ProcessGroup | None = None
+
+    def __post_init__(self) -> None:
+        # Each check relies on those before it.
+        problems = _problems_of_mesh("Mesh.device_mesh", self.device_mesh)
+        if self.expert_mesh is not None:
+            problems += _problems_of_mesh("Mesh.expert_mesh", self.expert_mesh)
+        raise_problems(problems)
+        raise_problems(self._problems_of_names() + self._problems_of_outer_and_experts())
+        if self.inner is None:
+            object.__setattr__(self, "inner", axis_names(self.device_mesh)[0])
+        problems = self._problems_of_groups("device_mesh", "data_group", "gather_group")
+        if self.expert_mesh is not None:
             problems += self._problems_of_groups(
-                "expt_", expt_device_mesh, hybrid_fsdp_expt_group, expt_fsdp_group_ag
+                "expert_mesh", "expert_data_group", "expert_gather_group"
             )
-        raise_all(problems)
-        self.dense = self._axes_of(self.device_mesh, hybrid_fsdp_group, fsdp_group_ag)
-        self.expert: Axes | None = None
-        if expt_device_mesh is not None:
-            self.expert = self._axes_of(
-                expt_device_mesh, hybrid_fsdp_expt_group, expt_fsdp_group_ag
-            )
+        raise_problems(problems)
+        _ = self.dense, self.expert  # flattened axes are created now, on all ranks
 
-    # ---- construction
+    # ---- axes and groups
 
-    def _problems_of_groups(
-        self, prefix: str, mesh: DeviceMesh, hybrid_group: object, all_gather_group: object
-    ) -> list[str]:
-        inner, outer = self._inner_of(mesh), self._outer_of(mesh)
-        axes = {
-            "dp_shard_dim": inner,
-            "dp_outer_dim": outer,
-            "tp_dim": self._tensor_of(mesh),
-        }
-        return [
-            *problems_of_overlap(f"{prefix}device_mesh", axes),
-            *problems_of_hybrid_group(f"hybrid_fsdp_{prefix}group", hybrid_group, inner, outer),
-            *problems_of_all_gather_group(f"{prefix}fsdp_group_ag", all_gather_group, inner),
-        ]
+    @cached_property
+    def dense(self) -> Axes:
+        """The axes of parameters that are no experts'."""
+        return self._axes_of(self.device_mesh, self.data_group, self.gather_group)
 
-    def _inner_of(self, mesh: DeviceMesh) -> DeviceMesh:
-        inner = submesh(mesh, [self.dp_shard_dim])
-        assert inner is not None  # checked with the names
-        return inner
-
-    def _outer_of(self, mesh: DeviceMesh) -> DeviceMesh | None:
-        if self.dp_outer_dim is None:
+    @cached_property
+    def expert(self) -> Axes | None:
+        """The axes of expert parameters; None without ``expert_mesh``."""
+        if self.expert_mesh is None:
             return None
-        own = submesh(mesh, [self.dp_outer_dim])
-        return own if own is not None else submesh(self.device_mesh, [self.dp_outer_dim])
-
-    def _tensor_of(self, mesh: DeviceMesh) -> DeviceMesh | None:
-        return submesh(mesh, [self.tp_dim]) if self.tp_dim is not None else None
-
-    def _axes_of(
-        self,
-        mesh: DeviceMesh,
-        hybrid_group: dist.ProcessGroup | None,
-        all_gather_group: dist.ProcessGroup | None,
-    ) -> Axes:
-        inner = self._inner_of(mesh)
-        if hybrid_group is not None:
-            data_group: dist.ProcessGroup | None = hybrid_group
-        elif self.dp_outer_dim is None:
-            data_group = inner.get_group()
-        else:
-            data_group = data_group_of(mesh, self.dp_outer_dim, self.dp_shard_dim)
-        return Axes(
-            inner=inner,
-            outer=self._outer_of(mesh),
-            tensor=self._tensor_of(mesh),
-            all_gather_group=all_gather_group
-            if all_gather_group is not None
-            else inner.get_group(),
-            data_group=data_group,
-            root=mesh,
-        )
-
-    # ---- axes, meshes and groups
+        return self._axes_of(self.expert_mesh, self.expert_data_group, self.expert_gather_group)
 
     def axes(self, is_expert_parallel: bool = False) -> Axes:
         """Return the axes of dense or of expert parameters.
 
         Raises:
-            ValueError: for expert parameters without ``expt_device_mesh``.
+            ValueError: for expert parameters without ``expert_mesh``.
         """
         if not is_expert_parallel:
             return self.dense
         if self.expert is None:
             raise ValueError(
-                "expert parameters need expt_device_mesh, the mesh of the ranks that hold the same"
+                "expert parameters need Mesh.expert_mesh, the mesh of the ranks that have the same"
                 " experts"
             )
         return self.expert
-
-    @property
-    def shard_mesh(self) -> DeviceMesh:
-        """The axis that dense parameters are sharded over."""
-        return self.dense.inner
-
-    @property
-    def rank(self) -> int:
-        """Coordinate of this rank on the shard axis."""
-        return self.dense.inner.get_local_rank()
-
-    @property
-    def size(self) -> int:
-        """Number of ranks on the shard axis."""
-        return self.dense.inner.size()
 
     @property
     def device(self) -> torch.device:
@@ -204,77 +122,284 @@ class FSDPDistributedIndex:
             groups.append(self.dense.tensor.get_group())
         return groups
 
-    def get_root_mesh(self, is_expert_parallel: bool = False) -> DeviceMesh:
-        """Return the mesh that the user passed, of dense or of expert parameters."""
-        return self.axes(is_expert_parallel).root
+    def _axis(self, mesh: DeviceMesh, name: str | None) -> DeviceMesh | None:
+        """Return an axis of dense or expert parameters; None if it has no name."""
+        if name is None:
+            return None
+        axis = submesh(mesh, [name])
+        return submesh(self.device_mesh, [name]) if axis is None and name == self.outer else axis
 
-    def get_submesh(
-        self, names: str | Sequence[str], is_expert_parallel: bool = False
-    ) -> DeviceMesh:
-        """Return the mesh of one or several axes.
+    def _axes_of(
+        self,
+        mesh: DeviceMesh,
+        data_group: dist.ProcessGroup | None,
+        gather_group: dist.ProcessGroup | None,
+    ) -> Axes:
+        inner = self._axis(mesh, self.inner)
+        assert inner is not None and self.inner is not None  # checked with the names
+        if data_group is None and self.outer is None:
+            data_group = inner.get_group()
+        elif data_group is None and self.outer is not None:
+            data_group = _data_group_of(mesh, self.outer, self.inner)
+        return Axes(
+            inner=inner,
+            outer=self._axis(mesh, self.outer),
+            tensor=self._axis(mesh, self.tensor),
+            all_gather_group=inner.get_group() if gather_group is None else gather_group,
+            data_group=data_group,
+            root=mesh,
+        )
 
-        Raises:
-            ValueError: for names that the mesh does not have.
-        """
-        mesh = self.get_root_mesh(is_expert_parallel)
-        names = (names,) if isinstance(names, str) else tuple(names)
-        found = submesh(mesh, names)
-        if found is None:
-            raise ValueError(
-                f"the device mesh has the axes {mesh.mesh_dim_names}, not {names}: name one of its"
-                " (or flattened) axes"
+    # ---- checks
+
+    def _problems_of_names(self) -> list[str]:
+        problems = []
+        names = axis_names(self.device_mesh)
+        if self.inner is None and len(names) > 1:
+            problems.append(
+                f"Mesh.inner is required with a mesh of several axes: one of {names}, or a"
+                " flattened one"
             )
-        return found
+        fields = {"inner": self.inner, "outer": self.outer, "tensor": self.tensor}
+        given = {f"Mesh.{field}": name for field, name in fields.items() if name is not None}
+        for field, name in given.items():
+            if not isinstance(name, str):
+                problems.append(
+                    f"{field} expects the name of an axis but got {name!r}: of several axes name"
+                    " the flattened one"
+                )
+            elif submesh(self.device_mesh, [name]) is None:
+                problems.append(
+                    f"{field}={name!r} is not an axis of the device mesh, which has {names}:"
+                    " name one of its (or flattened) axes"
+                )
+        if len(set(map(str, given.values()))) < len(given):
+            listed = ", ".join(f"{field}={name!r}" for field, name in given.items())
+            problems.append(f"{listed}: the axes must differ")
+        return problems
 
-    def get_fsdp_group(
-        self, is_expert_parallel: bool = False, independent_all_gather: bool = False
-    ) -> dist.ProcessGroup:
-        """Return the group of the ranks that a parameter is sharded over.
+    def _problems_of_outer_and_experts(self) -> list[str]:
+        problems = []
+        for field in ("data_group", "expert_data_group"):
+            if getattr(self, field) is not None and self.outer is None:
+                problems.append(f"Mesh.{field} needs Mesh.outer, the name of the outer data axis")
+        if self.expert_mesh is None:
+            for field in ("expert_data_group", "expert_gather_group"):
+                if getattr(self, field) is not None:
+                    problems.append(f"Mesh.{field} needs Mesh.expert_mesh")
+            return problems
+        inner = axis_names(self.device_mesh)[0] if self.inner is None else self.inner
+        if submesh(self.expert_mesh, [inner]) is None:
+            problems.append(
+                f"Mesh.expert_mesh needs the shard axis {inner!r} too, but has"
+                f" {self.expert_mesh.mesh_dim_names}"
+            )
+        kinds = self.expert_mesh.device_type, self.device_mesh.device_type
+        if kinds[0] != kinds[1]:
+            problems.append(f"Mesh.expert_mesh is on {kinds[0]}, Mesh.device_mesh on {kinds[1]}")
+        return problems
+
+    def _problems_of_groups(self, mesh: str, data_group: str, gather_group: str) -> list[str]:
+        """Return the problems of the axes of a mesh, and of its groups.
 
         Args:
-            is_expert_parallel: return the group of expert parameters.
-            independent_all_gather: return the group for all-gathers only, if there is one.
+            mesh: field with the mesh.
+            data_group: field with its group over outer x inner.
+            gather_group: field with its group for all-gathers.
         """
-        axes = self.axes(is_expert_parallel)
-        return axes.all_gather_group if independent_all_gather else axes.inner.get_group()
-
-    def get_dp_group(self, is_expert_parallel: bool = False) -> dist.ProcessGroup:
-        """Return the group of all data ranks of these parameters: inner x outer.
-
-        Raises:
-            ValueError: if hybrid sharding is on, the expert mesh has no outer axis, and
-                ``hybrid_fsdp_expt_group`` was not given.
-        """
-        group = self.axes(is_expert_parallel).data_group
-        if group is None:
-            raise ValueError("expt_device_mesh has no outer axis: pass hybrid_fsdp_expt_group")
-        return group
-
-    def get_outer_fsdp_group(self, is_expert_parallel: bool = False) -> dist.ProcessGroup | None:
-        """Return the group of the outer data axis; None without one."""
-        outer = self.axes(is_expert_parallel).outer
-        return outer.get_group() if outer is not None else None
-
-
-def default_mesh() -> DeviceMesh:
-    """Return a one-axis mesh over all ranks, on the accelerator if there is one, else on the CPU.
-
-    Initializes torch.distributed if only its environment variables are set.
-
-    Raises:
-        RuntimeError: if the program was not started for torch.distributed.
-    """
-    if not dist.is_initialized() and "RANK" not in os.environ:
-        raise RuntimeError(
-            "fully_shard needs torch.distributed: start the program with torchrun, or call"
-            " torch.distributed.init_process_group first"
+        axes = {}
+        for field in ("inner", "outer", "tensor"):
+            axis = self._axis(getattr(self, mesh), getattr(self, field))
+            if axis is not None:
+                axes[field] = axis
+        problems = _problems_of_overlap(f"Mesh.{mesh}", axes)
+        data_axes = [axes[field] for field in ("inner", "outer") if field in axes]
+        problems += _problems_of_data_group(
+            f"Mesh.{data_group}", getattr(self, data_group), data_axes
         )
-    device_type = "cpu"
-    if torch.accelerator.is_available():
-        accelerator = torch.accelerator.current_accelerator()
-        device_type = accelerator.type if accelerator is not None else "cpu"
-    if not dist.is_initialized():
-        dist.init_process_group(init_method=rendezvous.INIT_METHOD)
-    return init_device_mesh(
-        device_type, (dist.get_world_size(),), mesh_dim_names=(DEFAULT_SHARD_AXIS,)
+        group, ranks = getattr(self, gather_group), _group_ranks(axes["inner"])
+        found = _problems_of_group(f"Mesh.{gather_group}", group)
+        if group is not None and not found and dist.get_process_group_ranks(group) != ranks:
+            found = [
+                f"Mesh.{gather_group} has the ranks {dist.get_process_group_ranks(group)}, but the"
+                f" shard axis {ranks}: they must be the same"
+            ]
+        return problems + found
+
+
+@dataclass(frozen=True)
+class Axes:
+    """The axes of dense parameters, or of expert parameters.
+
+    Args:
+        inner: one-axis mesh of the ranks that shard the parameters.
+        outer: one-axis mesh of the outer data axis; None without one.
+        tensor: one-axis mesh of the tensor-parallel axis; None without one.
+        all_gather_group: the inner ranks, for all-gathers of weights.
+        data_group: all data ranks, inner x outer; None if the mesh cannot provide it.
+        root: the mesh to which the axes belong.
+    """
+
+    inner: DeviceMesh
+    outer: DeviceMesh | None
+    tensor: DeviceMesh | None
+    all_gather_group: dist.ProcessGroup
+    data_group: dist.ProcessGroup | None
+    root: DeviceMesh
+
+    @property
+    def num_data_ranks(self) -> int:
+        """Number of ranks that compute on different data with these parameters."""
+        return self.inner.size() * (self.outer.size() if self.outer is not None else 1)
+
+    def dtensor_mesh(self, outer_is_sharded: bool) -> DeviceMesh:
+        """Return the mesh of the DTensors of these parameters.
+
+        Its axes are the tensor axis, the inner axis and, if it shards them, the outer axis, in this
+        order. It is the order in which a parameter is divided: a tensor-parallel slice is sharded
+        over the inner axis, and that shard over the outer one. No process group is created.
+        """
+        axes = [self.inner]
+        if self.tensor is not None:
+            axes.insert(0, self.tensor)
+        if self.outer is not None and outer_is_sharded:
+            axes.append(self.outer)
+        if len(axes) == 1:
+            return self.inner
+        names = [axis_names(axis)[0] for axis in axes]
+        # The outer axis of experts may be that of the dense mesh, and not be part of this root.
+        own_names = [
+            name
+            for name, axis in zip(names, axes)
+            if axis is not self.outer or submesh(self.root, [name]) is not None
+        ]
+        ranks = _ranks_of(self.root, own_names)
+        if self.outer is not None and len(own_names) < len(names):
+            ranks = _extend_along(ranks, self.outer)
+        return DeviceMesh.from_group(
+            [axis.get_group() for axis in axes],
+            self.root.device_type,
+            mesh=ranks,
+            mesh_dim_names=tuple(names),
+        )
+
+
+def axis_names(mesh: DeviceMesh) -> tuple[str, ...]:
+    """Return the names of the mesh's own axes; an empty tuple if it has no names."""
+    return mesh.mesh_dim_names or ()
+
+
+def submesh(mesh: DeviceMesh, names: Sequence[str]) -> DeviceMesh | None:
+    """Return the mesh of the axes ``names``, which may be flattened ones, in this order.
+
+    Return None if ``mesh`` does not have these axes in this order.
+    """
+    if mesh.mesh_dim_names == tuple(names):
+        return mesh
+    with warnings.catch_warnings():
+        # torch deprecates slicing a flattened axis out of its root mesh. Our users pass names, so
+        # they could not act on the warning.
+        warnings.simplefilter("ignore")
+        try:
+            return mesh[names[0] if len(names) == 1 else tuple(names)]
+        except (KeyError, RuntimeError, ValueError, NotImplementedError):
+            return None
+
+
+def _group_ranks(axis: DeviceMesh) -> list[int]:
+    return dist.get_process_group_ranks(axis.get_group())
+
+
+def _data_group_of(mesh: DeviceMesh, outer: str, inner: str) -> dist.ProcessGroup | None:
+    """Return the group over both data axes, created once per mesh; None if the mesh lacks one."""
+    both = submesh(mesh, [outer, inner])
+    if both is None:
+        both = submesh(mesh, [inner, outer])
+    return both._flatten().get_group() if both is not None else None
+
+
+def _ranks_of(mesh: DeviceMesh, names: Sequence[str]) -> torch.Tensor:
+    """Return the ranks of this rank's submesh of ``mesh``, one dim for each name, in their order.
+
+    torch slices axes out of a mesh in the mesh's own order only. Example: the names are (tp, dp),
+    and the submesh exists as (dp, tp) only, with the ranks [[0, 1], [2, 3]]. The result is
+    [[0, 2], [1, 3]].
+    """
+    for order in permutations(names):
+        found = submesh(mesh, order)
+        if found is not None:
+            return found.mesh.permute([order.index(name) for name in names])
+    raise ValueError(
+        f"no mesh of the axes {tuple(names)} can be taken out of one with {mesh.mesh_dim_names}"
     )
+
+
+def _extend_along(ranks: torch.Tensor, axis: DeviceMesh) -> torch.Tensor:
+    """Return ``ranks`` ``[...]`` with a last dim added: the group of each rank on ``axis``.
+
+    Example: for the ranks [0, 1] and an axis with the groups (0, 2) and (1, 3), the result is
+    [[0, 2], [1, 3]].
+    """
+    root = axis._get_root_mesh()
+    dim = axis_names(root).index(axis_names(axis)[0])
+    group_of: dict[int, list[int]] = {}
+    for group in root.mesh.movedim(dim, -1).reshape(-1, axis.size()).tolist():
+        group_of.update(dict.fromkeys(group, group))
+    groups = [group_of[rank] for rank in ranks.flatten().tolist()]
+    return torch.tensor(groups, dtype=ranks.dtype).view(*ranks.shape, -1)
+
+
+# ---- checks of single arguments
+
+
+def _problems_of_mesh(field: str, mesh: object) -> list[str]:
+    if not isinstance(mesh, DeviceMesh):
+        return [f"{field} expects a torch DeviceMesh but got {type(mesh).__name__}"]
+    if not mesh.mesh_dim_names:
+        return [f"{field} expects named axes (mesh_dim_names): Mesh.inner names one of them"]
+    return []
+
+
+def _problems_of_overlap(mesh: str, axes: dict[str, DeviceMesh]) -> list[str]:
+    """Return a problem for each two axes that share ranks, as a flattened axis does with its parts.
+
+    Shards of the one axis would be summed over the other as if they were copies of one shard.
+    """
+    return [
+        f"the axes of {mesh} Mesh.{first}={axis_names(axes[first])[0]!r} and"
+        f" Mesh.{second}={axis_names(axes[second])[0]!r} share ranks: name axes that are no parts"
+        " of one another"
+        for first, second in combinations(axes, 2)
+        if len(set(axes[first].mesh.tolist()) & set(axes[second].mesh.tolist())) > 1
+    ]
+
+
+def _problems_of_group(field: str, group: object) -> list[str]:
+    if group is None or isinstance(group, dist.ProcessGroup):
+        return []
+    return [f"{field} expects a torch.distributed.ProcessGroup but got {type(group).__name__}"]
+
+
+def _problems_of_data_group(
+    field: str, group: dist.ProcessGroup | None, axes: list[DeviceMesh]
+) -> list[str]:
+    """Return the problems of a group that should contain the ranks of all data axes."""
+    problems = _problems_of_group(field, group)
+    if group is None or problems:
+        return problems
+    size = 1
+    wanted: set[int] = set()
+    for axis in axes:
+        size *= axis.size()
+        wanted.update(_group_ranks(axis))
+    if group.size() != size:
+        return [
+            f"{field} has {group.size()} ranks, but the outer and the shard axis together {size}"
+        ]
+    ranks = dist.get_process_group_ranks(group)
+    if not wanted <= set(ranks):
+        return [
+            f"{field} has the ranks {ranks}, which leave out some of the outer and the shard axis:"
+            f" {sorted(wanted)}"
+        ]
+    return []

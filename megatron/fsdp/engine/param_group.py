@@ -26,18 +26,15 @@ from collections.abc import Hashable, Iterable, Sequence
 import torch
 from torch import nn
 
-from megatron.fsdp.backends.memory_slots import MemorySlots, SlotUser
-from megatron.fsdp.engine.buffer import FlatBuffer, shard_view
+from megatron.fsdp.engine import observe
+from megatron.fsdp.engine.buffer import FlatBuffer, Storage, shard_view
 from megatron.fsdp.engine.collectives import Communicator, Gather
-from megatron.fsdp.engine.compute_writes import ComputeWrites
 from megatron.fsdp.engine.device import Pending
 from megatron.fsdp.engine.gradients import GroupGradients
-from megatron.fsdp.engine.layout import PREFER_ROWS, Granularity, plan
-from megatron.fsdp.engine.local_tensor import local_tensor, set_local_tensor
-from megatron.fsdp.engine.partition import Partition
+from megatron.fsdp.engine.layout import PREFER_ROWS, Granularity, Partition, plan
 from megatron.fsdp.engine.policy import Precision, ShardingStrategy
-from megatron.fsdp.engine.states import WeightState, change_state
-from megatron.fsdp.trace.recorder import named
+from megatron.fsdp.engine.states import MainState, WeightState, change_state
+from megatron.fsdp.engine.tensor_parallel import local_tensor, set_local_tensor
 
 
 class ParamGroup:
@@ -53,8 +50,8 @@ class ParamGroup:
         communicator: the collectives over the inner and the outer axis.
         device: where the buffers are allocated.
         unit_name: name of the unit of the group, for traces.
-        weight_slots: memory slots for gathered weights; None: they have storage of their own.
-        gradient_slots: memory slots for local gradients, likewise.
+        weight_storage: the memory of gathered weights.
+        gradient_storage: the memory of local gradients.
         granularity: of all parameters.
     """
 
@@ -68,8 +65,8 @@ class ParamGroup:
         communicator: Communicator,
         device: torch.device,
         unit_name: str,
-        weight_slots: MemorySlots | None = None,
-        gradient_slots: MemorySlots | None = None,
+        weight_storage: Storage,
+        gradient_storage: Storage,
         granularity: Granularity = PREFER_ROWS,
     ):
         self.names = list(names)
@@ -77,48 +74,46 @@ class ParamGroup:
         self.strategy = strategy
         self.precision = precision
         self.unit_name = unit_name
-        # Groups whose main weights the user has written to; the schedule has one set for all.
-        self.edited: set[ParamGroup] = set()
         self.requires_grad = parameters[0].requires_grad
         self.communicator = communicator
-        self._partition = Partition.of(communicator, strategy, shards_outer)
-        self.rank = self._partition.rank
+        self.partition = _partition(communicator, strategy, shards_outer)
+        self.rank = self.partition.rank
         shapes = [tuple(local_tensor(parameter).shape) for parameter in parameters]
-        self.layout = plan(shapes, self._partition.num_owned, granularity)
-        self._reshards_after_use = strategy.shards_parameters and self._partition.num_inner > 1
-        self._make_weights(device, weight_slots if self._reshards_after_use else None)
+        self.layout = plan(shapes, self.partition.num_owned, granularity)
+        self.reshards_after_use = strategy.shards_parameters and self.partition.num_inner > 1
+        self._make_weights(device, weight_storage if self.reshards_after_use else Storage())
         self.gradients = GroupGradients(
             self.parameters,
             self.layout,
-            self._partition,
+            self.partition,
             strategy,
             precision,
             communicator,
             device,
             unit_name,
-            gradient_slots,
+            gradient_storage,
         )
 
     def __str__(self) -> str:
         return f"parameter group {self.names[0]}"
 
-    def _make_weights(self, device: torch.device, slots: MemorySlots | None) -> None:
+    def _make_weights(self, device: torch.device, storage: Storage) -> None:
         """Allocate the tensors of [Note: the weights of a group]; parameters are moved in later."""
-        partition = self._partition
+        partition = self.partition
         name = f"the gathered weights of unit {self.unit_name!r} ({self.names[0]}, ...)"
         self.compute = FlatBuffer(
-            self.layout, self.precision.compute, device, name, slots, self._point_parameters
+            self.layout, self.precision.compute, device, name, storage, self._point_parameters
         )
         self.main_is_compute = self.precision.main_param == self.precision.compute
         gathered_shard = self.compute.slice(partition.inner_rank, partition.num_inner)
         self.compute_shard = gathered_shard
         self._casts_at_unshard = (
-            self._reshards_after_use and not self.main_is_compute and partition.num_outer == 1
+            self.reshards_after_use and not self.main_is_compute and partition.num_outer == 1
         )
-        if self._reshards_after_use:
+        if self.reshards_after_use:
             if not self._casts_at_unshard:
                 self.compute_shard = torch.zeros_like(self.compute_shard)
-            self.compute.discard()  # that was no use: it gets a slot after the first one
+            self.compute.discard()  # that was no use
             self.state = WeightState.SHARDED
         else:
             self.compute.zero_padding()
@@ -131,15 +126,9 @@ class ParamGroup:
             self.main_shard = self._owned_shard
         else:
             self.main_shard = torch.zeros_like(self._owned_shard, dtype=self.precision.main_param)
-        self._kept: torch.Tensor | None = None  # the compute shard, if main weights are newer
-        self._is_cast_due = False  # the owned shard is older than the main weights
-        # True if outer ranks have updated their parts of the compute shard since it was gathered.
-        self._compute_shard_is_stale = False
+        self.main_state = MainState.INSTALLED
+        self._kept: torch.Tensor | None = None  # the compute shard to gather while HELD, if cast
         self._all_gather: Pending | None = None
-        sources = [] if self.compute_shard is gathered_shard else [self.compute_shard]
-        if not self.main_is_compute:
-            sources.append(self.main_shard)
-        self.writes = ComputeWrites(self.parameters, gathered_shard, sources, partition.outer_rank)
 
     @torch.no_grad()
     def shard_parameter(self, index: int) -> None:
@@ -150,20 +139,19 @@ class ParamGroup:
         """
         parameter = self.parameters[index]
         values = local_tensor(parameter).detach().contiguous()
-        with named(self.unit_name, "shard"):
+        with observe.work(self.unit_name, "shard"):
             self.communicator.broadcast(values)
-        slot = self.layout.slots[index]
+        position = self.layout.positions[index]
         if self._casts_at_unshard:
             pass  # the main shard has the values
-        elif self._reshards_after_use:
-            shard_start = self._partition.inner_rank * self.compute_shard.numel()
-            _copy_overlap(values.view(-1), slot.start, self.compute_shard, shard_start)
+        elif self.reshards_after_use:
+            shard_start = self.partition.inner_rank * self.compute_shard.numel()
+            _copy_overlap(values.view(-1), position.start, self.compute_shard, shard_start)
         else:
             self.compute.view(index).copy_(values)
         owned = self.layout.owned(index, self.rank)
         self.main_view(index).view(-1).copy_(values.view(-1)[owned.start : owned.stop])
         self._point_parameters([index])
-        self.writes.begin_use()
 
     @torch.no_grad()
     def _point_parameters(self, indices: Iterable[int] | None = None) -> None:
@@ -182,43 +170,35 @@ class ParamGroup:
     def prepare_unshard(self) -> Gather:
         """Allocate the compute parameters, cast the shard, and return the all-gather to start."""
         self.compute.allocate()
-        if self._is_cast_due:
+        if self.main_state is MainState.DUE:
             self._cast()
         if self._casts_at_unshard:
             with torch.no_grad():
                 self.compute_shard.copy_(self.main_shard if self._kept is None else self._kept)
-        owned = self._owned_shard if self._compute_shard_is_stale else None
+        is_outer_due = self.partition.num_outer > 1 and self.main_state is not MainState.INSTALLED
+        owned = self._owned_shard if is_outer_due else None
         return Gather(self.compute.flat, self.compute_shard, owned)
 
     def begin_unshard(self, all_gather: Pending) -> None:
         """Note that the all-gather of :meth:`prepare_unshard` has started."""
         self._all_gather = all_gather
-        self._compute_shard_is_stale = False
-        self.writes.begin_use()
+        if self.main_state is MainState.DUE:
+            self._change_main_state(MainState.INSTALLED)
         self._become(WeightState.UNSHARDING)
 
     @torch.no_grad()
     def _cast(self) -> None:
-        """Cast main weights into the owned shard."""
-        self._owned_shard.copy_(self.main_shard)
-        self._is_cast_due = False
+        """Cast main weights into the owned shard, where no all-gather does so."""
+        if not (self.main_is_compute or self._casts_at_unshard):
+            self._owned_shard.copy_(self.main_shard)
 
     def wait_for_unshard(self) -> None:
         """Make compute wait for the all-gather that :func:`unshard` has started, if any."""
         if self._all_gather is not None:
-            with named(self.unit_name, "wait for unshard"):
+            with observe.work(self.unit_name, "wait for unshard"):
                 self._all_gather.wait()
             self._all_gather = None
             self._become(WeightState.UNSHARDED)
-
-    def make_readable(self) -> None:
-        """Finish the all-gather if it has started, and cast weights that need none.
-
-        This is no collective. Weights whose all-gather has not started stay as they are.
-        """
-        if self.has_all_shards:
-            unshard([self])
-        self.wait_for_unshard()
 
     def reshard(self) -> None:
         """Free the compute parameters at level 3; at other levels do nothing.
@@ -226,13 +206,12 @@ class ParamGroup:
         The error of an all-gather is raised here only if nobody has got it yet: hooks reshard units
         while it is under way, and torch warns of a second one.
         """
-        if self._reshards_after_use:
+        if self.reshards_after_use:
             if self._all_gather is not None and self._all_gather.has_failed:
                 self._all_gather = None
             else:
                 self.wait_for_unshard()
-                self.writes.take()
-            with named(self.unit_name, "reshard"):
+            with observe.work(self.unit_name, "reshard"):
                 self.compute.free()
             self._become(WeightState.SHARDED)
 
@@ -242,14 +221,9 @@ class ParamGroup:
         return self.layout.world_size == 1
 
     @property
-    def blocker(self) -> SlotUser | None:
-        """The buffer of another group that occupies the memory slot of the compute parameters."""
+    def blocker(self) -> FlatBuffer | None:
+        """The buffer of another group that must be freed before this one is unsharded."""
         return self.compute.blocker
-
-    @property
-    def is_readable(self) -> bool:
-        """True if the compute parameters have the values of the main weights."""
-        return self.state is WeightState.UNSHARDED
 
     # ---- new values
 
@@ -260,16 +234,16 @@ class ParamGroup:
         Where compute weights do not follow every change of the main weights, they are their own
         copy.
         """
-        self.writes.take()
-        self.writes.are_sources_newer = True
-        if self._is_cast_due:
+        if self.main_state is MainState.DUE:
             self._cast()
         if self._casts_at_unshard and self._kept is None:
             self._kept = self.main_shard.to(self.precision.compute)
+        self._change_main_state(MainState.HELD)
 
     def note_edit(self) -> None:
-        """Note that main weights were written to: the next forward installs them."""
-        self.edited.add(self)
+        """Note that main weights were written to: the next use of the unit installs them."""
+        if self.main_state is not MainState.HELD:
+            self._make_due()
 
     @torch.no_grad()
     def install_main_weights(self) -> None:
@@ -277,36 +251,53 @@ class ParamGroup:
 
         Until then, main weights may change further.
         """
-        self.edited.discard(self)
-        self.wait_for_unshard()
-        self.writes.take()
-        self.writes.are_sources_newer = False
         self._kept = None
-        self._is_cast_due = not (self.main_is_compute or self._casts_at_unshard)
-        if self.has_all_shards and not self._is_cast_due:
+        self._make_due()
+        if self.reshards_after_use and self.state is WeightState.STALE:
+            unshard([self])  # a call is using the unit: gather the new values now
+            self.wait_for_unshard()
+
+    def _make_due(self) -> None:
+        self.wait_for_unshard()
+        if self.has_all_shards and self.main_is_compute:
+            self._change_main_state(MainState.INSTALLED)
             return
-        self._compute_shard_is_stale = self._partition.num_outer > 1
+        self._change_main_state(MainState.DUE)
         if self.state is WeightState.UNSHARDED:
             self._become(WeightState.STALE)
-            if self._reshards_after_use:  # a call is using the unit: gather the new values now
-                unshard([self])
-                self.wait_for_unshard()
 
     @torch.no_grad()
     def broadcast(self) -> None:
         """Broadcast main weights from the first of the ranks that own the same shard."""
         num_ranks = self.communicator.inner_size * self.communicator.outer_size
         if self.layout.world_size < num_ranks:
-            with named(self.unit_name, "broadcast"):
+            with observe.work(self.unit_name, "broadcast"):
                 self.communicator.broadcast(
                     self.main_shard,
-                    over_inner=self._partition.num_inner == 1,
-                    over_outer=self._partition.num_outer == 1,
+                    over_inner=self.partition.num_inner == 1,
+                    over_outer=self.partition.num_outer == 1,
                 )
             self.install_main_weights()
 
     def _become(self, state: WeightState) -> None:
         self.state = change_state(self, self.state, state)
+
+    def _change_main_state(self, state: MainState) -> None:
+        self.main_state = change_state(self, self.main_state, state)
+
+
+def _partition(
+    communicator: Communicator, strategy: ShardingStrategy, shards_outer: bool
+) -> Partition:
+    """Return the partition of a group whose ranks are those of ``communicator``."""
+    shards_inner = strategy.shards_optimizer
+    return Partition(
+        num_inner=communicator.inner_size if shards_inner else 1,
+        num_outer=communicator.outer_size if shards_outer else 1,
+        inner_rank=communicator.inner_rank if shards_inner else 0,
+        outer_rank=communicator.outer_rank if shards_outer else 0,
+        shards_outer=shards_outer,
+    )
 
 
 def unshard(groups: Sequence[ParamGroup]) -> None:
@@ -318,7 +309,7 @@ def unshard(groups: Sequence[ParamGroup]) -> None:
     due = [group for group in groups if group.state in (WeightState.SHARDED, WeightState.STALE)]
     if not due:
         return
-    with named(due[0].unit_name, "unshard"):
+    with observe.work(due[0].unit_name, "unshard"):
         for together in _launches(due):
             gathers = [group.prepare_unshard() for group in together]
             first = together[0]

@@ -1,28 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The planner: the order and the starts of parameters in a buffer that is cut into shards.
-
-[Note: how the planner chooses] A flat buffer of ``world_size * shard_size`` elements is cut at the
-multiples of the shard size. Parameters lie in it whole, in any order. The *alignment* of a
-parameter is a number of elements, usually those of one row, that no cut should divide. It is either
-required or preferred.
-
-A parameter that is longer than two shards is cut wherever the shard size says, so its alignment
-must divide the shard size. A shorter one can be moved until its cut falls between rows.
-
-1. The smallest buffer that satisfies the required alignments is found first. It is accepted
-   whatever padding it needs.
-2. To satisfy preferences, the buffer may exceed the elements by 1 % (``PADDING_BUDGET``), by 8
-   elements for each rank and parameter, or be as large as the smallest buffer, whichever is most.
-3. Within that limit, the shard sizes tried are multiples of common multiples of the alignments. The
-   best placement cuts the fewest parameters inside their alignment; among equals, it has the
-   smallest shard.
-
-For one shard size, parameters are placed one after the other. The next is always the one that
-leaves the smallest gap, and among equals the one with the largest alignment. Small parameters
-without an alignment remain to fill gaps. If even the smallest gap is larger than the padding that
-is left, a parameter whose alignment is only preferred is placed without a gap and may be cut
-anywhere.
-"""
+"""The planner: the order and the starts of parameters in a buffer that is cut into shards."""
 
 from __future__ import annotations
 
@@ -30,6 +7,28 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import lcm
+
+# [Note: how the planner chooses] A flat buffer of ``world_size * shard_size`` elements is cut at
+# the multiples of the shard size. Parameters lie in it whole, in any order. The *alignment* of a
+# parameter is a number of elements, usually those of one row, that no cut should divide. It is
+# either required or preferred.
+#
+# A parameter that is longer than two shards is cut wherever the shard size says, so its alignment
+# must divide the shard size. A shorter one can be moved until its cut falls between rows.
+#
+# 1. The smallest buffer that satisfies the required alignments is found first. It is accepted
+#    whatever padding it needs.
+# 2. To satisfy preferences, the buffer may exceed the elements by 1 % (``PADDING_BUDGET``), by 8
+#    elements for each rank and parameter, or be as large as the smallest buffer, whichever is most.
+# 3. Within that limit, the shard sizes tried are multiples of common multiples of the alignments.
+#    The best placement cuts the fewest parameters inside their alignment; among equals, it has the
+#    smallest shard.
+#
+# For one shard size, parameters are placed one after the other. The next is always the one that
+# leaves the smallest gap, and among equals the one with the largest alignment. Small parameters
+# without an alignment remain to fill gaps. If even the smallest gap is larger than the padding that
+# is left, a parameter whose alignment is only preferred is placed without a gap and may be cut
+# anywhere.
 
 # In elements: 16 bytes of a 2-byte dtype, the alignment that vector loads and matrix kernels want.
 # All starts and cuts are multiples of it.

@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Policies: what is sharded, in which precision, and how communication overlaps compute."""
+"""Settings: what is sharded, in which precision, and how communication overlaps compute.
+
+Each of them checks itself. A message names a setting as ``Strategy.level``, which interfaces with
+names of their own can replace.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import IntEnum
 
 import torch
@@ -20,6 +24,9 @@ class ShardingStrategy(IntEnum):
     """Gradients are sharded too: they are reduce-scattered after every backward."""
     OPTIM_GRADS_PARAMS = 3
     """Compute weights are sharded too: they are all-gathered unit by unit."""
+
+    def __str__(self) -> str:
+        return self.name.lower()
 
     @property
     def shards_optimizer(self) -> bool:
@@ -38,7 +45,7 @@ class ShardingStrategy(IntEnum):
 
     @classmethod
     def parse(
-        cls, value: int | str | ShardingStrategy, argument: str = "zero_dp_strategy"
+        cls, value: int | str | ShardingStrategy, argument: str = "Strategy.level"
     ) -> ShardingStrategy:
         """Return the strategy of a number (0 to 3), a name ("optim_grads") or a member.
 
@@ -108,8 +115,8 @@ class Precision:
     grad_comm: torch.dtype
 
 
-@dataclass(frozen=True)
-class OverlapPolicy:
+@dataclass(frozen=True, kw_only=True)
+class Overlap:
     """The overlap of communication with compute.
 
     Args:
@@ -117,7 +124,11 @@ class OverlapPolicy:
         param_gather: overlap the all-gathers of the next units with the compute of this one.
         prefetch_units: how many units may be unsharded ahead of the one in use.
         prefetch_bytes: how many bytes of weights may be unsharded ahead, in place of a number of
-            units; None: no such bound.
+            units, and up to which small units outside the named ones are gathered with the
+            parameters of the root. None: no such bound, and the size of the largest named unit.
+
+    Raises:
+        ValueError: lists every wrong value.
     """
 
     grad_reduce: bool = True
@@ -125,45 +136,29 @@ class OverlapPolicy:
     prefetch_units: int = 1
     prefetch_bytes: int | None = None
 
-
-@dataclass(frozen=True)
-class SlotPolicy:
-    """Memory slots at fixed addresses. See [Note: memory slots] in ``memory_slots.py``.
-
-    Args:
-        equal_sizes: give every slot the size of the largest buffer.
-        allows_own_storage: train without the memory of slots if it cannot be allocated.
-        holds_addresses: a buffer that has a slot never leaves it; that would be an error. So is
-            memory that runs out, whatever ``allows_own_storage`` says.
-        registers: register the slots with NCCL.
-        is_symmetric: register them as symmetric windows, otherwise locally.
-    """
-
-    equal_sizes: bool = False
-    allows_own_storage: bool = False
-    holds_addresses: bool = False
-    registers: bool = False
-    is_symmetric: bool = True
-
-
-@dataclass(frozen=True)
-class GradientPolicy:
-    """The reduction of gradients over ranks: a mean or a sum, and where it is divided.
-
-    Args:
-        sum_only: sum gradients instead of averaging them (per-token loss divides later).
-        average_in_collective: let the collective average; otherwise its sum is divided.
-
-    Raises:
-        ValueError: if both are True.
-    """
-
-    sum_only: bool = False
-    average_in_collective: bool = False
-
     def __post_init__(self) -> None:
-        if self.sum_only and self.average_in_collective:
-            raise ValueError(
-                "calculate_per_token_loss sums gradients: it cannot be combined with"
-                " average_in_collective"
+        problems = problems_of_flags(self)
+        size = self.prefetch_bytes
+        if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+            problems.append(
+                "Overlap.prefetch_bytes expects a positive number of bytes or None but got"
+                f" {size!r}"
             )
+        raise_problems(problems)
+
+
+def problems_of_flags(setting: object) -> list[str]:
+    """Return a problem for every flag of a settings object that is neither True nor False."""
+    problems = []
+    for field in fields(setting):  # type: ignore[arg-type]  # a dataclass
+        value = getattr(setting, field.name)
+        if isinstance(field.default, bool) and value not in (True, False):
+            name = f"{type(setting).__name__}.{field.name}"
+            problems.append(f"{name} expects True or False but got {value!r}")
+    return problems
+
+
+def raise_problems(problems: list[str]) -> None:
+    """Raise one ``ValueError`` with a line for each problem; do nothing if there are none."""
+    if problems:
+        raise ValueError("\n".join(problems))

@@ -8,61 +8,91 @@ are reduced. Collectives are launched in the order of calls, which is the same o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
 
 from megatron.fsdp.engine.device import current_pass, in_backward
-from megatron.fsdp.engine.microbatches import Microbatches
-from megatron.fsdp.engine.param_group import ParamGroup
-from megatron.fsdp.engine.policy import OverlapPolicy, ShardingStrategy
-from megatron.fsdp.engine.prefetch import Prefetcher
-from megatron.fsdp.engine.reductions import Reductions
+from megatron.fsdp.engine.gradients import GroupGradients
+from megatron.fsdp.engine.param_group import unshard
+from megatron.fsdp.engine.policy import Overlap, ShardingStrategy
 from megatron.fsdp.engine.unit import GRAPH, Unit, UnitCall
+
+
+class Microbatches:
+    """The caller's statements about the backward passes to come.
+
+    Args:
+        sync_each: every pass ends with final gradients on the parameters.
+    """
+
+    # Gradients of a pass that does not synchronise accumulate: on this rank where a ZeRO level
+    # keeps whole gradients, otherwise in the gradient shards. What is not reduced then is reduced
+    # before the optimizer's step.
+
+    def __init__(self, sync_each: bool):
+        self.sync_each = sync_each
+        self._is_last = True
+        self._are_marked = False  # by `no_sync`: a pass outside of it is the last one of its step
+
+    @property
+    def is_last(self) -> bool:
+        """True outside of ``no_sync``; may be assigned."""
+        return self._is_last
+
+    @is_last.setter
+    def is_last(self, value: bool) -> None:
+        self._is_last = value
+        self._are_marked = self._are_marked or not value
+
+    @property
+    def are_synchronised(self) -> bool:
+        """True if gradients of the pass under way are reduced completely."""
+        return self._is_last and (self.sync_each or self._are_marked)
+
+    def end_pass(self) -> None:
+        """Note that a backward pass is over: marks count until the last pass of their step."""
+        if self._is_last:
+            self._are_marked = False
+
+    def set_sync_each(self, sync_each: bool) -> None:
+        """Choose whether every pass ends with final gradients, and forget earlier marks."""
+        self.sync_each = sync_each
+        self._are_marked = False
 
 
 class Schedule:
     """Turns the calls of units, forward and backward, into all-gathers and reductions.
 
     Args:
-        units: the root first, then in the order of registration.
+        units: the units of the model, the root first, then in the order of registration.
         strategy: the ZeRO level.
         overlap: how communication overlaps compute.
         microbatches: tells which backward passes are synchronised.
-        on_backward_begin: called when a backward pass first reaches the model.
-        on_backward_end: called when that pass is over and every unit is finished.
+        reduces_late: reduce gradients when the backward pass is over, where no level forbids that.
+            The loss may then reach other units on other ranks, at levels 0 and 1. Levels 2 and 3
+            reduce and gather unit by unit, so their ranks must reach the same ones.
     """
 
     def __init__(
         self,
         units: list[Unit],
         strategy: ShardingStrategy,
-        overlap: OverlapPolicy,
+        overlap: Overlap,
         microbatches: Microbatches,
-        on_backward_begin: Callable[[], None],
-        on_backward_end: Callable[[], None],
+        reduces_late: bool,
     ):
         self.units = units
-        self._root = units[0]
+        self.microbatches = microbatches
         self._strategy = strategy
-        self._microbatches = microbatches
-        self._on_backward_begin = on_backward_begin
-        self._on_backward_end = on_backward_end
-        self._edited: set[ParamGroup] = set()
-        for unit in units:
-            for group in unit.groups:
-                group.edited = self._edited
-        self._prefetcher = Prefetcher(units, overlap)
-        self._reductions = Reductions(overlap.grad_reduce)
-        self.reduces_late = False
-        """True to reduce gradients when the backward pass is over, where no level forbids that.
-
-        The loss may then reach other units on other ranks, at levels 0 and 1. Levels 2 and 3 reduce
-        and gather unit by unit, so their ranks must reach the same ones."""
-
-        self._is_in_backward = False
+        self._overlaps_reductions = overlap.grad_reduce
+        self._reduces_late = reduces_late
+        self.prefetcher = Prefetcher(units, overlap)
+        self._reducing: list[GroupGradients] = []  # whose reductions are under way, oldest first
+        self.is_in_backward = False
         # True while autograd records the backward pass itself (create_graph=True). The recorded
         # graph needs the weights later.
         self._keeps_graph = False
@@ -73,61 +103,39 @@ class Schedule:
         """Prepare for a forward of the root."""
         if in_backward():
             return
-        if self._is_in_backward:
+        if self.is_in_backward:
             self._abandon_backward()
-        self._prefetcher.start_recording()
-        self.install_edits()
+        self.prefetcher.start_recording()
         if not self._strategy.shards_parameters:
-            self._prefetcher.unshard_all()
-
-    def end_forward(self) -> None:
-        """Finish a forward of the root."""
-        self._prefetcher.stop_recording()
-
-    def install_edits(self) -> None:
-        """Install the main weights that operations on parameters have written to.
-
-        These operations run on every rank, so that all ranks gather the same groups again.
-        """
-        if self._edited and not in_backward():
+            # Their storage is allocated anyway: gather all that are stale.
             for unit in self.units:
-                for group in unit.groups:
-                    if group in self._edited:
-                        group.install_main_weights()
+                unit.unshard()
+                if not self.prefetcher.is_enabled:
+                    unit.wait_for_unshard()
 
-    def weights_change(self) -> None:
-        """Prepare for new values of the main weights."""
-        self._prefetcher.weights_change()
+    def begin_use(self, call: UnitCall) -> None:
+        """Unshard the units that a call uses, and prefetch those that follow its own."""
+        for borrowed in call.borrowed:
+            self.borrow(borrowed, call)
+        unit = call.unit
+        if not unit.modules:
+            return  # a method of no unit's module
+        # A call of a merged module, while its unit is in use, is not recorded.
+        is_recorded = call.module is unit.module or not unit.users
+        self.borrow(unit, call)
+        if is_recorded:
+            self.prefetcher.reached(unit)
 
-    def start_next_forward(self) -> None:
-        """Start the all-gathers with which the next forward begins."""
-        self._prefetcher.start_next_forward()
-
-    def is_of_next_forward(self, unit: Unit) -> bool:
-        """Return True if the unit was unsharded for a forward that has not begun to use it."""
-        return self._prefetcher.is_of_next_forward(unit)
-
-    def unshard(self, unit: Unit, user: Hashable) -> None:
-        """Unshard a unit for ``user``, and prefetch the units that follow it."""
-        self.unshard_borrowed(unit, user)
-        self._prefetcher.reached(unit)
-
-    def unshard_borrowed(self, unit: Unit, user: Hashable) -> None:
-        """Unshard a unit for a call of another unit; it is neither recorded nor prefetched from."""
+    def borrow(self, unit: Unit, user: Hashable) -> None:
+        """Unshard a unit for a user; the use is neither recorded nor prefetched from."""
         unit.users[user] = current_pass()
-        self._prefetcher.make_room(unit)
-        unit.unshard()
+        self.prefetcher.used(unit)
+        unshard(unit.groups)
         unit.wait_for_unshard()
 
     def end_use(self, unit: Unit, user: Hashable) -> None:
-        """Note that ``user`` no longer needs the unit, and reshard it after its last user.
-
-        Units that are used again at once stay unsharded.
-        """
+        """Note that ``user`` no longer needs the unit, and reshard it after its last user."""
         unit.users.pop(user, None)
-        for group in unit.groups:
-            if group.is_readable:  # not after an exception
-                group.writes.end_use()
         if not unit.users:
             self._reshard(unit)
 
@@ -135,29 +143,20 @@ class Schedule:
         if self._keeps_graph:
             # The unit stays unsharded until the end of the next backward pass that is not recorded.
             unit.users[GRAPH] = max(current_pass(), 0)
-        elif not self._prefetcher.keep(unit):
+        elif not self.prefetcher.keep(unit):
             unit.reshard()
 
     # ---- gradients
 
-    def enter_backward(self, queue_callback: Callable[[Callable[[], None]], None]) -> bool:
-        """Note that a backward pass has reached the model, and return True if it had not before.
-
-        Args:
-            queue_callback: has autograd call a function when the pass is over.
-        """
-        if self._is_in_backward:
-            return False
-        self._is_in_backward = True
+    def begin_backward(self) -> None:
+        """Note that a backward pass has reached the model."""
+        self.is_in_backward = True
         self._keeps_graph = torch.is_grad_enabled()
-        self._on_backward_begin()
-        queue_callback(self._finish_backward)
-        return True
 
     def grad_arrived(self, unit: Unit, parameter: nn.Parameter) -> None:
         """Note that autograd has accumulated the gradient of a compute parameter of ``unit``."""
         unit.add_grad(parameter)
-        if _is_complete(unit, self.reduces_late) and not unit.awaits_inputs:
+        if unit.has_all_grads and not (self._reduces_late or unit.awaits_inputs):
             self._finish_unit(unit)
 
     def inputs_arrived(self, call: UnitCall) -> None:
@@ -166,58 +165,48 @@ class Schedule:
         unit.end_backward(call)
         if unit.awaits_inputs:
             return
-        if _is_complete(unit, self.reduces_late) or not unit.has_calls_in_backward:
+        # Where the loss may reach other parameters on other ranks, counting them would finish units
+        # in another order there.
+        has_all = unit.has_all_grads and not self._reduces_late
+        if has_all or not unit.calls_in_backward:
             self._finish_unit(unit)
 
     def _finish_unit(self, unit: Unit) -> None:
         """End the backward of a unit: reduce its gradients if it is time, and reshard it."""
-        if unit.has_grads:
+        if unit.arrived:
             # Autograd records hooks only with create_graph=True, and a context has its price.
             with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
                 self._reduce(unit)
-        unit.reset_backward(is_over=not self._is_in_backward)
+        unit.reset_backward(is_over=not self.is_in_backward)
         if not unit.users:
             self._reshard(unit)
-        if self._is_in_backward:
-            self._prefetcher.prefetch()
+        if self.is_in_backward:
+            self.prefetcher.prefetch()
 
     def _reduce(self, unit: Unit) -> None:
         """Accumulate the gradients of a unit, and reduce them if it is time."""
-        self._reductions.advance()
-        is_complete = self._microbatches.are_synchronised
-        reduces_now = self._strategy.shards_gradients or (is_complete and not self.reduces_late)
+        # The flat gradient buffers of the previous unit are freed here, so that only one unit's
+        # buffers are allocated at a time.
+        self._advance_reductions()
+        is_complete = self.microbatches.are_synchronised
+        reduces_now = self._strategy.shards_gradients or (is_complete and not self._reduces_late)
         for group in unit.trained_groups:
             group.gradients.accumulate(reduces_now)
         if reduces_now:  # over the inner axis, and the outer one if it is the last microbatch
             for group in unit.trained_groups:
-                self._reductions.start(group, True, is_complete)
+                self._start_reduction(group.gradients, True, is_complete)
 
-    def _finish_backward(self) -> None:
-        """End the backward pass: finish the units that have not been finished yet."""
-        self._is_in_backward = False
-        for unit in reversed(self.units):
-            if unit.is_in_backward:
-                self._finish_unit(unit)
-            for group in unit.trainable_groups:
-                group.gradients.local.forget_written()
-        self._keeps_graph = False
-        self._prefetcher.reshard_unused()
-        self._on_backward_end()
+    def _start_reduction(
+        self, gradients: GroupGradients, over_inner: bool, over_outer: bool
+    ) -> None:
+        gradients.reduce(over_inner, over_outer)
+        self._reducing.append(gradients)
+        if not self._overlaps_reductions:
+            self.wait_for_reductions()
 
-    @torch.no_grad()
-    def _abandon_backward(self) -> None:
-        """Clean up after a backward pass that ended in an exception, and drop all gradients."""
-        self._is_in_backward = self._keeps_graph = False
-        self._reductions.wait()
-        for unit in self.units:
-            for group in unit.trainable_groups:
-                # The sums of some groups already include the failed pass, those of others do not.
-                group.gradients.clear()
-            unit.reset_backward()
-            unit.users.clear()
-            unit.reshard()
-
-    # ---- reductions
+    def _advance_reductions(self) -> None:
+        """Wait for every collective under way, and start the next one of each reduction."""
+        self._reducing = [gradients for gradients in self._reducing if gradients.advance_reduce()]
 
     @torch.no_grad()
     def reduce_pending(self) -> None:
@@ -225,17 +214,254 @@ class Schedule:
         for unit in reversed(self.units):
             for group in unit.trainable_groups:
                 # Both are the same on all ranks, whichever of them have gradients.
-                has_local = group.gradients.awaits_reduction
-                if has_local or group.gradients.has_inner_sum:
-                    self._reductions.start(group, has_local, True)
+                is_due = group.gradients.is_due
+                if is_due or group.gradients.has_inner_sum:
+                    self._start_reduction(group.gradients, is_due, True)
 
     @torch.no_grad()
     def wait_for_reductions(self) -> None:
         """Wait until the results of all reductions that have started are in the gradient shards."""
-        self._reductions.wait()
+        while self._reducing:
+            self._advance_reductions()
+
+    def finish_backward(self) -> None:
+        """End the backward pass: finish the units that have not been finished yet."""
+        self.is_in_backward = False
+        for unit in reversed(self.units):
+            if unit.is_in_backward:
+                self._finish_unit(unit)
+            for group in unit.trainable_groups:
+                group.gradients.forget_written()
+        self._keeps_graph = False
+        self.prefetcher.reshard_unused()
+
+    @torch.no_grad()
+    def _abandon_backward(self) -> None:
+        """Clean up after a backward pass that ended in an exception, and drop all gradients."""
+        self.is_in_backward = self._keeps_graph = False
+        self.wait_for_reductions()
+        for unit in self.units:
+            for group in unit.trainable_groups:
+                # The sums of some groups already include the failed pass, those of others do not.
+                group.gradients.drop()
+            unit.reset_backward()
+            unit.users.clear()
+            unit.reshard()
 
 
-def _is_complete(unit: Unit, reduces_late: bool) -> bool:
-    # Where the loss may reach other parameters on other ranks, counting them would finish units in
-    # another order there.
-    return unit.has_all_grads and not reduces_late
+@dataclass(frozen=True)
+class UseOrder:
+    """The order in which a forward has used units.
+
+    Args:
+        forward: the units; one may be there several times.
+        backward: the reverse order, but for the root: backward begins with it, and never comes back
+            to it, since it is in use until the end.
+        kept: the units that stay unsharded at the end of the forward, as backward begins with them.
+        num_before: how many uses come before those of ``kept``.
+        num_updates: how many updates of the main weights came before the forward.
+    """
+
+    forward: list[Unit] = field(default_factory=list)
+    backward: list[Unit] = field(default_factory=list)
+    kept: list[Unit] = field(default_factory=list)
+    num_before: int = 0
+    num_updates: int = 0
+
+
+class Prefetcher:
+    """Unshards units before they are used, never more of them than the window allows.
+
+    Args:
+        units: the units of the model, the root first.
+        overlap: enables prefetching, and gives the size of the window in units or bytes.
+    """
+
+    # The order is recorded in every forward of the root, so a model may change it from step to
+    # step. All ranks prefetch the same units at the same points, because only calls of units, and
+    # of `start_param_sync`, trigger prefetching.
+
+    def __init__(self, units: list[Unit], overlap: Overlap):
+        self.is_enabled = overlap.param_gather
+        self._units = units
+        self._max_units = overlap.prefetch_units
+        self._max_bytes = overlap.prefetch_bytes
+        # Otherwise weights stay allocated, and each forward begins with all gathers that are due.
+        self._are_resharded = any(unit.is_resharded for unit in units)
+        # Several units may then have the same memory, which holds one of them at a time.
+        self._are_assigned_ahead = any(unit.is_assigned_ahead for unit in units)
+        self._recorded: list[Unit] = []  # in the forward under way
+        self._order = UseOrder()  # of the last forward
+        self._current = units[0]  # the unit that was used last
+        self._position = -1  # of that use in the order that is followed
+        self._upcoming: list[Unit] = []  # the window after it
+        self._in_use: dict[Unit, None] = {}  # units that calls use, and some that were used
+        self._prefetched: set[Unit] = set()  # unsharded, and no call uses them yet
+        self._of_next_forward: set[Unit] = set()  # those that were unsharded before it began
+        self._num_updates = 0  # of the main weights since the last forward began
+
+    # ---- the order
+
+    def start_recording(self) -> None:
+        """Start to record the order of units, at the beginning of the root's forward."""
+        self._recorded = []
+        self._follow_from(-1)
+        if self._num_updates:  # none between microbatches
+            self._order = replace(self._order, num_updates=self._num_updates)
+            self._num_updates = 0
+        # Those kept for a backward that has not come are resharded: weights may change till then.
+        self._reshard_prefetched(self._prefetched - self._of_next_forward)
+
+    def stop_recording(self) -> None:
+        """Keep the recorded order, and reshard units that were prefetched but not used."""
+        kept = self._prefetched.intersection(self._order.kept)
+        if not torch.is_grad_enabled():
+            kept.clear()
+        self._reshard_prefetched(self._prefetched - kept)
+        order = self._recorded
+        last: list[Unit] = []
+        for unit in order[:0:-1] if self.is_enabled else ():
+            if not self._fits([*last, unit]):
+                break
+            last.append(unit)
+        self._order = UseOrder(
+            forward=list(order),
+            backward=order[:1] + order[:0:-1],
+            kept=order[:1] + last,
+            num_before=len(order) - max(1, len(last)),
+            num_updates=self._order.num_updates,
+        )
+        self._follow_from(-1)
+
+    def reached(self, unit: Unit) -> None:
+        """Record that a call of ``unit`` begins, and prefetch the units that follow it."""
+        is_backward = in_backward()
+        if self._units[0].users and not is_backward:
+            self._recorded.append(unit)
+        self._current = unit
+        order = self._order.backward if is_backward else self._order.forward
+        self._position = _position_of(unit, order, self._position + 1)
+        self.prefetch()
+
+    def _follow_from(self, position: int) -> None:
+        """Set the position in the order that is followed, -1 for before its first unit."""
+        self._position = position
+        self._upcoming = []
+
+    # ---- unsharding ahead
+
+    def prefetch(self) -> None:
+        """Unshard the units in the window, and reshard prefetched ones that have left it."""
+        if not (self.is_enabled and self._are_resharded):
+            return
+        self._upcoming = self._window()
+        if self._prefetched:
+            wanted = [*self._upcoming, *self._kept_for_backward()]
+            self._reshard_prefetched(self._prefetched.difference(wanted))
+        self._unshard_ahead(self._upcoming)
+
+    def _unshard_ahead(self, units: list[Unit]) -> None:
+        for unit in units:
+            if not unit.users and not (self._are_assigned_ahead and unit.blockers):
+                unit.unshard()
+                self._prefetched.add(unit)
+
+    def _window(self) -> list[Unit]:
+        """Return the units that follow the current one, with their units of shared parameters."""
+        ahead: list[Unit] = []
+        order = self._order.forward
+        if in_backward():
+            order = self._order.backward
+            # When a unit's backward begins, the unit above it is still unsharded: count it too.
+            others = (self._current, self._units[0])
+            self._in_use = {unit: None for unit in self._in_use if unit.users}
+            ahead = [unit for unit in self._in_use if unit not in others]
+        window: list[Unit] = []
+        for index in range(self._position + 1, len(order)):
+            unit = order[index]
+            if unit in window or not self._fits([*ahead, unit]):
+                break
+            ahead.append(unit)
+            window += [unit, *unit.shared]
+        return window
+
+    def _fits(self, units: Sequence[Unit]) -> bool:
+        """Return True if so many units may be unsharded beside the one in use."""
+        if self._max_bytes is None:
+            return len(units) <= self._max_units
+        num_bytes = 0
+        for unit in units:
+            num_bytes += sum(group.compute.num_bytes for group in unit.groups)
+        return num_bytes <= self._max_bytes
+
+    def weights_change(self) -> None:
+        """Reshard all prefetched units, because main weights have new values."""
+        self._num_updates += 1
+        self.reshard_unused()
+
+    def start_next_forward(self) -> None:
+        """Unshard the units with which the last forward began, after an optimizer's step."""
+        root = self._units[0]
+        # Where several optimizers step parts of the model, the step of the last one begins this.
+        is_early = self._num_updates < self._order.num_updates
+        if not self.is_enabled or is_early or root.users or in_backward():
+            return
+        self._current = root
+        self._follow_from(0)
+        window = [root, *self._window()] if self._order.forward else []
+        self._unshard_ahead(window)
+        self._of_next_forward.update(self._prefetched.intersection(window))
+
+    # ---- resharding
+
+    def keep(self, unit: Unit) -> bool:
+        """Keep a unit whose call ends unsharded if it is used again at once."""
+        # It may be called again, or its backward is among the first: that is so for the root, with
+        # which backward begins, and for the units that would be prefetched then. They count as
+        # prefetched, so nothing more than the window is unsharded.
+        is_kept = unit in self._upcoming or unit in self._kept_for_backward()
+        if is_kept:
+            self._prefetched.add(unit)
+        return is_kept
+
+    def _kept_for_backward(self) -> list[Unit]:
+        """Return the units that stay unsharded from now on: the last ones of a forward."""
+        is_end_of_forward = len(self._recorded) > self._order.num_before and not in_backward()
+        return self._order.kept if is_end_of_forward and torch.is_grad_enabled() else []
+
+    def used(self, unit: Unit) -> None:
+        """Prepare for a call that uses ``unit`` now: reshard unused units in its memory."""
+        self._in_use[unit] = None
+        self._prefetched.discard(unit)
+        self._of_next_forward.discard(unit)
+        blockers = unit.blockers if self._are_assigned_ahead else ()
+        for other in self._units if blockers else ():
+            if not other.users and any(group.compute in blockers for group in other.groups):
+                self._prefetched.discard(other)
+                self._of_next_forward.discard(other)
+                other.reshard()
+
+    def reshard_unused(self) -> None:
+        """Reshard all prefetched units that no call uses."""
+        self._upcoming = []
+        self._reshard_prefetched(set(self._prefetched))
+
+    def _reshard_prefetched(self, units: set[Unit]) -> None:
+        if not units:
+            return
+        for unit in self._units:  # the order of a set differs between ranks
+            if unit in units:
+                self._prefetched.discard(unit)
+                self._of_next_forward.discard(unit)
+                if not unit.users:
+                    unit.reshard()
+
+
+def _position_of(unit: Unit, order: list[Unit], start: int) -> int:
+    """Return where ``order`` uses ``unit``: next from ``start``, otherwise the first time."""
+    for begin in (start, 0):
+        try:
+            return order.index(unit, begin)
+        except ValueError:
+            continue
+    return len(order)  # the order does not have it: nothing is prefetched after it

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The states of weights and of units, and the table of allowed transitions between them.
+"""The states of weights, gradients and units, and the table of allowed transitions between them.
 
 [Note: the life of a unit] Take a transformer layer at ZeRO level 3, trained for one step.
 
@@ -14,13 +14,14 @@
     its parameters' gradients arrive      UNSHARDED                        RUNNING
     the gradients of its inputs arrive    UNSHARDED -> SHARDED             RUNNING -> IDLE
 
-In the last line, the local gradients move into the group's flat buffer and their reduction begins.
-The optimizer then updates the main weights, which changes no state at level 3: the next all-gather
-sends the new values (``start_param_sync`` starts it for the units that the next forward uses
-first). At levels 1 and 2 weights stay allocated on every rank. New main weights make them STALE;
-the next forward gathers them again when it begins, unless ``start_param_sync`` has done so. At
-level 0 they are STALE where main weights of another dtype have to be cast, otherwise always
-UNSHARDED.
+In the last line, the local gradients move into the group's flat buffer (GradientState EMPTY ->
+WAITING) and their reduction begins (-> REDUCING); when it is over they are in the gradient shard
+(-> EMPTY), which parameters show at the end of the pass (ShownState HIDDEN -> FINAL). The optimizer
+then updates the main weights (MainState INSTALLED -> DUE). At level 3 the next all-gather sends the
+new values (``start_param_sync`` starts it for the units that the next forward uses first). At
+levels 1 and 2 weights stay allocated on every rank. New main weights make them STALE; the next
+forward gathers them again when it begins, unless ``start_param_sync`` has done so. At level 0 they
+are STALE where main weights of another dtype have to be cast, otherwise always UNSHARDED.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from typing import TypeVar
 
 
 class EngineState(Enum):
-    """A state, with a hash that is no Python code, as that of Enum is: units change state often."""
+    """An Enum that hashes by identity: Enum.__hash__ is Python code and showed up in profiles."""
 
     __hash__ = object.__hash__
 
@@ -48,6 +49,46 @@ class WeightState(EngineState):
     """They have storage and the values of the main weights: a forward may read them."""
 
 
+class MainState(EngineState):
+    """The way of new main weights into the compute shard, which all-gathers send."""
+
+    INSTALLED = auto()
+    """The compute shard has the values of the main weights, or each all-gather casts them."""
+    DUE = auto()
+    """Main weights are newer: the next all-gather first casts them, and gathers the owned shards of
+    the outer ranks."""
+    HELD = auto()
+    """Main weights are newer, after a step that installs none: all-gathers send the values that the
+    compute shard had before, until somebody installs them."""
+
+
+class GradientState(EngineState):
+    """The local gradients of a group: this rank's sum since the last reduction."""
+
+    EMPTY = auto()
+    """There are none."""
+    WRITING = auto()
+    """Layers write gradients into the flat tensor themselves; autograd has not brought any yet."""
+    WAITING = auto()
+    """A backward of the unit has ended, and a reduction is due. All ranks take part in it, also one
+    that has no gradients itself (experts without tokens)."""
+    REDUCING = auto()
+    """Their reduction is under way; nothing may be added to them."""
+
+
+class ShownState(EngineState):
+    """The gradients that the sharded parameters of a model show."""
+
+    NONE = auto()
+    """Nothing: no backward pass has ended since all gradients were dropped."""
+    HIDDEN = auto()
+    """Nothing, or what was there before the backward pass under way; there are gradients."""
+    SHOWN = auto()
+    """Reduced gradients; others may wait for their reduction."""
+    FINAL = auto()
+    """All gradients: no backward pass has ended since they were reduced."""
+
+
 class BackwardState(EngineState):
     """The progress of a unit in the backward pass."""
 
@@ -56,7 +97,7 @@ class BackwardState(EngineState):
     RUNNING = auto()
     """A call is in backward, or gradients arrive; the unit is done when every parameter has one."""
     RECOMPUTED = auto()
-    """Another pass than the one in which the unit came into use has produced gradients for it: the
+    """A pass other than the one in which the unit came into use has produced gradients for it: the
     nested backward of activation recomputation, a backward inside a forward, or one of several over
     a kept graph. More may follow for the same parameters, so counting does not tell the end."""
 
@@ -74,7 +115,7 @@ class CallState(EngineState):
     unit's parameters, or the end of the pass, will tell when it is over."""
 
 
-_State = TypeVar("_State", WeightState, BackwardState, CallState)
+State = TypeVar("State", bound=EngineState)
 
 _ALLOWED: dict[EngineState, tuple[EngineState, ...]] = {
     WeightState.SHARDED: (WeightState.UNSHARDING,),
@@ -82,6 +123,18 @@ _ALLOWED: dict[EngineState, tuple[EngineState, ...]] = {
     # SHARDED if the all-gather has failed.
     WeightState.UNSHARDING: (WeightState.UNSHARDED, WeightState.SHARDED),
     WeightState.UNSHARDED: (WeightState.SHARDED, WeightState.STALE),
+    MainState.INSTALLED: (MainState.DUE, MainState.HELD),
+    MainState.DUE: (MainState.INSTALLED, MainState.HELD),
+    MainState.HELD: (MainState.DUE, MainState.INSTALLED),
+    # EMPTY without a reduction if gradients are dropped.
+    GradientState.EMPTY: (GradientState.WRITING, GradientState.WAITING),
+    GradientState.WRITING: (GradientState.WAITING, GradientState.EMPTY),
+    GradientState.WAITING: (GradientState.REDUCING, GradientState.EMPTY),
+    GradientState.REDUCING: (GradientState.EMPTY,),
+    ShownState.NONE: (ShownState.HIDDEN, ShownState.FINAL),
+    ShownState.HIDDEN: (ShownState.SHOWN, ShownState.FINAL, ShownState.NONE),
+    ShownState.SHOWN: (ShownState.FINAL, ShownState.HIDDEN, ShownState.NONE),
+    ShownState.FINAL: (ShownState.SHOWN, ShownState.HIDDEN, ShownState.NONE),
     BackwardState.IDLE: (BackwardState.RUNNING, BackwardState.RECOMPUTED),
     BackwardState.RUNNING: (BackwardState.RECOMPUTED, BackwardState.IDLE),
     BackwardState.RECOMPUTED: (BackwardState.IDLE,),
@@ -92,7 +145,7 @@ _ALLOWED: dict[EngineState, tuple[EngineState, ...]] = {
 """The states that may follow each state, other than itself."""
 
 
-def change_state(owner: object, state: _State, new_state: _State) -> _State:
+def change_state(owner: object, state: State, new_state: State) -> State:
     """Return ``new_state`` if it may follow ``state``.
 
     Args:

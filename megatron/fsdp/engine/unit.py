@@ -6,15 +6,16 @@ from __future__ import annotations
 from collections.abc import Hashable
 from functools import cached_property
 from itertools import count
+from operator import attrgetter
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from megatron.fsdp.backends.memory_slots import MemorySlot
+from megatron.fsdp.engine.buffer import FlatBuffer
 from megatron.fsdp.engine.device import current_pass
 from megatron.fsdp.engine.param_group import ParamGroup, unshard
-from megatron.fsdp.engine.states import BackwardState, CallState, change_state
+from megatron.fsdp.engine.states import BackwardState, CallState, WeightState, change_state
 
 FORWARD = -1
 """The number that stands for the forward; no backward pass has it."""
@@ -23,6 +24,20 @@ GRAPH = "graph"
 """A user of a unit's weights: the graph that autograd records of a backward (create_graph=True)."""
 
 _clock = count()
+_state = attrgetter("state")
+
+
+class UnitCallbacks:
+    """Actions of clients when units are used; every method does nothing by default."""
+
+    def before_call(self) -> None:
+        """Act before the outermost forward or method."""
+
+    def before_backward(self) -> None:
+        """Act when a backward pass first reaches the model."""
+
+    def after_use(self, unit: Unit) -> None:
+        """Act after a call has used the weights of ``unit``, before they are resharded."""
 
 
 class UnitCall:
@@ -43,7 +58,7 @@ class UnitCall:
         self.began = self.ended = next(_clock)
         # Inputs that require gradients, with their versions, by id; empty after the forward.
         self.inputs: dict[int, tuple[torch.Tensor, int]] = {}
-        self.slots: list[MemorySlot | None] = []  # of the weights that the forward used
+        self._num_moves = 0  # of the weights that the forward used, by then
         self.num_inputs = 0  # that get gradients and have hooks, of which a few count as one
         self.awaited_inputs = 0  # of them, those whose gradients are outstanding in this pass
         self.input_hooks: list[RemovableHandle] = []
@@ -53,11 +68,6 @@ class UnitCall:
 
     def __str__(self) -> str:
         return f"a call of {self.unit}"
-
-    @property
-    def is_inside_another(self) -> bool:
-        """True for a call of a merged module while its unit is in use: it is not recorded."""
-        return self.module is not self.unit.module and bool(self.unit.users)
 
     @property
     def used_units(self) -> list[Unit]:
@@ -71,44 +81,42 @@ class UnitCall:
 
     def note_input(self, tensor: torch.Tensor) -> None:
         """Note an input, and the tensor that it is a view of."""
-        for each in (tensor, tensor._base):
-            if each is not None:
-                self.inputs[id(each)] = each, each._version
+        self.inputs[id(tensor)] = tensor, tensor._version
+        base = tensor._base
+        if base is not None:
+            self.inputs[id(base)] = base, base._version
 
     def is_unchanged_input(self, tensor: torch.Tensor) -> bool:
         """Return True for an input that the forward passes on: it needs no weights in backward."""
         return id(tensor) in self.inputs and self.inputs[id(tensor)][1] == tensor._version
 
     def end_forward(self) -> None:
-        """Note the end of a forward that has a backward, and the memory slots of the weights."""
+        """Note the end of a forward that has a backward."""
         self.ended = next(_clock)
-        self.slots = self._current_slots()
+        self._num_moves = self._count_moves()
 
-    def check_slots(self) -> None:
+    def check_addresses(self) -> None:
         """Check that the weights are at the addresses to which the graph of the forward refers.
 
         Raises:
-            RuntimeError: if they have moved to memory slots meanwhile.
+            RuntimeError: if they have moved to other memory meanwhile.
         """
-        if self.slots != self._current_slots():
+        if self._num_moves != self._count_moves():
             raise RuntimeError(
                 f"{self.unit}: its forward came before the optimizer's step that assigned memory"
                 " slots, its backward comes after, and the graph refers to the old addresses. Run"
-                " the backward before the step, or train without fsdp_double_buffer"
+                " the backward before the step, or train without slots"
             )
 
-    def _current_slots(self) -> list[MemorySlot | None]:
-        slots = []
+    def _count_moves(self) -> int:
+        num_moves = 0
         for unit in self.used_units:
-            slots += [group.compute.slot for group in unit.groups]
-        return slots
+            for group in unit.groups:
+                num_moves += group.compute.num_moves
+        return num_moves
 
     def change_state(self, state: CallState) -> None:
-        """Move on to ``state``.
-
-        Raises:
-            RuntimeError: if the table of states does not allow it.
-        """
+        """Move on to ``state``, if the table of states allows it."""
         self.state = change_state(self, self.state, state)
 
 
@@ -125,6 +133,7 @@ class Unit:
 
     def __init__(self, name: str, module: nn.Module | None, is_automatic: bool = False):
         self.name = name
+        self.shown_name = name or "root"  # in traces
         self.module = module
         # The modules whose calls use the unit: its own, and small ones inside that were merged.
         self.modules = [] if module is None else [module]
@@ -139,16 +148,11 @@ class Unit:
         self.trained_groups: list[ParamGroup] = []
         self._num_trained = 0
         self._has_frozen = False
-        self._calls_in_backward: list[UnitCall] = []
-        self._arrived: set[int] = set()  # ids of the parameters that have their gradient
+        self.calls_in_backward: list[UnitCall] = []  # whose backward is not known to be over
+        self.arrived: set[int] = set()  # ids of parameters with gradients not yet accumulated
 
     def __str__(self) -> str:
         return f"unit {self.name!r}"
-
-    @property
-    def shown_name(self) -> str:
-        """The name in traces, where that of the root is not empty."""
-        return self.name or "root"
 
     @cached_property
     def trainable_groups(self) -> list[ParamGroup]:
@@ -182,25 +186,33 @@ class Unit:
             group.reshard()
 
     @property
-    def is_blocked(self) -> bool:
-        """True if other units occupy memory slots of this one's weights."""
-        return any(group.blocker is not None for group in self.groups)
+    def is_resharded(self) -> bool:
+        """True if weights are freed between uses."""
+        return any(group.reshards_after_use for group in self.groups)
 
     @property
-    def is_readable(self) -> bool:
+    def is_assigned_ahead(self) -> bool:
+        """True if weights get memory that is assigned ahead of their use."""
+        return any(group.compute.is_assigned_ahead for group in self.groups)
+
+    @property
+    def blockers(self) -> set[FlatBuffer]:
+        """The buffers of other units in the memory of this one's weights."""
+        return {group.blocker for group in self.groups if group.blocker is not None}
+
+    @property
+    def is_unsharded(self) -> bool:
         """True if the compute parameters have the values of the main weights."""
-        return all(group.is_readable for group in self.groups)
+        return set(map(_state, self.groups)) <= {WeightState.UNSHARDED}
 
     # ---- backward
 
     def begin_backward(self, call: UnitCall) -> None:
         """Note that the backward of ``call``, a call of this unit, has begun."""
         call.awaited_inputs = call.num_inputs
-        if call.awaited_inputs > 0:
-            call.change_state(CallState.AWAITING_INPUTS)
-        else:
-            call.change_state(CallState.AWAITING_PARAMETERS)
-        self._calls_in_backward.append(call)
+        awaits = CallState.AWAITING_INPUTS if call.num_inputs else CallState.AWAITING_PARAMETERS
+        call.change_state(awaits)
+        self.calls_in_backward.append(call)
         if self.state is BackwardState.IDLE:
             self._change_state(BackwardState.RUNNING)
 
@@ -210,15 +222,15 @@ class Unit:
             call.change_state(CallState.AWAITING_PARAMETERS)
         else:
             call.change_state(CallState.FORWARD)
-            self._calls_in_backward.remove(call)
+            self.calls_in_backward.remove(call)
 
     def add_grad(self, parameter: nn.Parameter) -> None:
         """Note that autograd has accumulated the gradient of a compute parameter."""
-        self._arrived.add(id(parameter))
+        self.arrived.add(id(parameter))
         # Recomputation runs a nested backward inside the pass in which the unit was unsharded, and
         # the outer pass may use the same parameter again.
         number = current_pass()
-        for since in self.users.values():  # any() would make a generator for every parameter
+        for since in self.users.values():
             if since != number:
                 self._change_state(BackwardState.RECOMPUTED)
                 return
@@ -226,31 +238,19 @@ class Unit:
             self._change_state(BackwardState.RUNNING)
 
     @property
-    def has_grads(self) -> bool:
-        """True if some compute parameters have gradients that are not accumulated yet."""
-        return bool(self._arrived)
-
-    @property
     def has_all_grads(self) -> bool:
-        """True if every parameter that is trained has its gradient; never after recomputation.
-
-        Never for a unit in which all are frozen: only its inputs tell when its backward is over.
-        Nor while another unit's backward uses frozen parameters of this one.
-        """
-        if not 0 < len(self._arrived) == self._num_trained:
+        """True if every parameter that is trained has its gradient; never after recomputation."""
+        # Never for a unit in which all are frozen: only its inputs tell when its backward is over.
+        # Nor while another unit's backward uses frozen parameters of this one.
+        if not 0 < len(self.arrived) == self._num_trained:
             return False
         is_lent = self._has_frozen and any(_borrows(user, self) for user in self.users)
         return self.state is not BackwardState.RECOMPUTED and not is_lent
 
     @property
-    def has_calls_in_backward(self) -> bool:
-        """True if the backward of some call has begun and is not known to be over."""
-        return bool(self._calls_in_backward)
-
-    @property
     def awaits_inputs(self) -> bool:
         """True if gradients of some call's inputs are outstanding."""
-        return any(call.state is CallState.AWAITING_INPUTS for call in self._calls_in_backward)
+        return CallState.AWAITING_INPUTS in map(_state, self.calls_in_backward)
 
     @property
     def is_in_backward(self) -> bool:
@@ -267,10 +267,10 @@ class Unit:
                 this unit may lie, still use the unit unless all of its gradients are there.
         """
         keeps_borrowers = not (is_over or self.has_all_grads)
-        self._arrived.clear()
-        for call in self._calls_in_backward:
+        self.arrived.clear()
+        for call in self.calls_in_backward:
             call.change_state(CallState.FORWARD)
-        self._calls_in_backward.clear()
+        self.calls_in_backward.clear()
         # A forward that contains a backward continues to use the unit.
         self.users = {
             user: since
@@ -284,5 +284,5 @@ class Unit:
 
 
 def _borrows(user: Hashable, unit: Unit) -> bool:
-    """Return True if a user of a unit is a call of another one."""
+    # Other users are the graph of a backward, and calls of the unit itself.
     return isinstance(user, UnitCall) and user.unit is not unit

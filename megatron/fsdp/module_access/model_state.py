@@ -1,22 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loading of a state dict into a sharded model."""
+"""Loading of state dicts into a sharded model, or into the module inside it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
-from megatron.fsdp.dtensor.sharded_param import ShardedParam
+from megatron.fsdp.dtensor.sharded_param import ShardedParam, is_linked, sharded_param_of
+from megatron.fsdp.engine.param_group import ParamGroup
+from megatron.fsdp.module_access.shown_parameters import WatchedParameters
 
 
 def load_model_state(
     module: nn.Module,
-    sharded_params: dict[str, ShardedParam],
-    names: set[str],
+    find: Callable[[Any], ShardedParam | None],
     state: Mapping[str, Any],
     strict: bool,
 ) -> _IncompatibleKeys:
@@ -24,8 +25,7 @@ def load_model_state(
 
     Args:
         module: the wrapped module.
-        sharded_params: its sharded parameters, by the names in its state dict.
-        names: all names in its state dict.
+        find: returns the sharded parameter of an entry of the module's own state dict, if any.
         state: full tensors, or DTensors of the same layout, under those names or the wrapper's.
         strict: treat missing and unexpected keys as errors.
 
@@ -35,7 +35,15 @@ def load_model_state(
     Raises:
         RuntimeError: lists wrong shapes and, if ``strict``, missing and unexpected keys. Nothing
             has been changed then.
+        TypeError: for anything but a mapping.
     """
+    if not isinstance(state, Mapping):
+        raise TypeError(f"state_dict expects a mapping but got {type(state).__name__}")
+    # Wrappers inside (Float16Module) may rename keys, so the keys are those of the module's state
+    # dict, not the paths of its parameters.
+    entries = {name: find(value) for name, value in module.state_dict(keep_vars=True).items()}
+    names = set(entries)
+    sharded_params = {name: found for name, found in entries.items() if found is not None}
     own = _without_wrapper_prefix(names, state)
     weights = {name: own.pop(name) for name in list(own) if name in sharded_params}
     shards: dict[str, torch.Tensor] = {}
@@ -60,14 +68,19 @@ def load_model_state(
             "the state dict does not fit the sharded model:\n  " + "\n  ".join(problems)
         )
 
-    with torch.no_grad():
-        for name, shard in shards.items():
-            sharded_param = sharded_params[name]
-            sharded_param.group.main_view(sharded_param.index).copy_(shard)
+    _write({sharded_params[name]: shard for name, shard in shards.items()})
     module.load_state_dict(
         {name: value for name, value in own.items() if name in expected}, strict=False
     )
     return _IncompatibleKeys(missing, unexpected)
+
+
+@torch.no_grad()
+def _write(shards: dict[ShardedParam, torch.Tensor]) -> None:
+    for sharded_param, shard in shards.items():
+        sharded_param.group.main_view(sharded_param.index).copy_(shard)
+    for group in {sharded_param.group: None for sharded_param in shards}:
+        group.install_main_weights()
 
 
 def _without_wrapper_prefix(names: set[str], state: Mapping[str, Any]) -> dict[str, Any]:
@@ -76,3 +89,62 @@ def _without_wrapper_prefix(names: set[str], state: Mapping[str, Any]) -> dict[s
     if all_prefixed and not any(key in names for key in state):
         return {key.removeprefix("module."): value for key, value in state.items()}
     return dict(state)
+
+
+def accept_full_tensors(module: nn.Module) -> set[int]:
+    """Let ``load_state_dict`` of a sharded module and of the modules in it load full tensors.
+
+    torch would copy full tensors into DTensors, which it refuses, or put them in their place. So
+    before a module loads its own parameters, their values are copied into the shards, and the state
+    dict gets the sharded parameters instead, which torch then finds in place. Afterwards the new
+    weights are installed, as after an optimizer's step.
+
+    Values of a wrong shape are left to torch, which lists them. With ``assign=True`` values are
+    copied too: weights remain views of flat buffers, in their own dtype.
+
+    Args:
+        module: the wrapped module, whose parameters are watched.
+
+    Returns:
+        Ids of the hooks on modules.
+    """
+    changed: dict[ParamGroup, None] = {}  # groups whose main weights are newer
+
+    def load_own(
+        inner: nn.Module,
+        state_dict: dict[str, Any],
+        prefix: str,
+        metadata: dict[str, Any],
+        strict: bool,
+        missing: list[str],
+        unexpected: list[str],
+        errors: list[str],
+    ) -> None:
+        for name, parameter in inner._parameters.items():
+            value = state_dict.get(prefix + name)
+            if parameter is None or not is_linked(parameter) or not isinstance(value, torch.Tensor):
+                continue
+            sharded_param = sharded_param_of(parameter)
+            shape = sharded_param.slice.shape
+            if tuple(value.shape) not in (shape, shape or (1,)):
+                continue
+            try:
+                sharded_param.load(value)
+                changed[sharded_param.group] = None
+            except ValueError as error:
+                errors.append(str(error))
+            state_dict[prefix + name] = parameter
+
+    def install(inner: nn.Module, incompatible_keys: Any) -> None:
+        for group in changed:
+            group.install_main_weights()
+        changed.clear()
+
+    handles: set[int] = set()
+    # Functions, not methods: a copy of the module would copy the owner of a method too.
+    for inner in module.modules():
+        if isinstance(inner._parameters, WatchedParameters):
+            before = inner.register_load_state_dict_pre_hook(load_own)
+            after = inner.register_load_state_dict_post_hook(install)
+            handles |= {before.id, after.id}
+    return handles

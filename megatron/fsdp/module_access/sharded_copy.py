@@ -13,17 +13,16 @@ from torch import nn
 
 from megatron.fsdp.dtensor.sharded_param import ShardedParam
 from megatron.fsdp.dtensor.tensor_part import full_tensor
-from megatron.fsdp.settings import ShardingSettings
-from megatron.fsdp.sharding import ShardedParams
+from megatron.fsdp.settings import Settings
 from megatron.fsdp.warnings_once import IS_COMPUTE
 
 
 def copied_module(
     module: nn.Module,
-    sharded_params: ShardedParams,
-    settings: ShardingSettings,
+    sharded_params: dict[nn.Parameter, ShardedParam],
+    settings: Settings,
     memo: dict[int, Any],
-) -> tuple[nn.Module, ShardingSettings]:
+) -> tuple[nn.Module, Settings]:
     """Return a deep copy of a sharded module that is not sharded, and the settings to shard it.
 
     It still has the hooks of the original.
@@ -41,8 +40,18 @@ def copied_module(
         vars(parameter).update(attributes)
         memo[id(compute)] = memo[id(sharded_param.parameter)] = parameter
     copied = copy.deepcopy(module, memo)
-    units = [memo.get(id(each), each) for each in settings.fsdp_unit_modules or ()]
-    return copied, replace(settings, fsdp_unit_modules=units)
+    units = [memo.get(id(unit), unit) for unit in settings.units or ()]
+    return copied, replace(settings, units=units, initialisation=None)
+
+
+def remove_hooks(original: nn.Module, copied: nn.Module, handles: set[int]) -> None:
+    """Remove the hooks with these ids from a deep copy of a module, which has copied them too."""
+    for source, target in zip(original.modules(), copied.modules()):
+        for name, hooks in vars(source).items():
+            if name.endswith("_hooks") and isinstance(hooks, dict):
+                for number in handles.intersection(hooks):
+                    del vars(target)[name][number]
+        vars(target).pop("_apply", None)
 
 
 @torch.no_grad()

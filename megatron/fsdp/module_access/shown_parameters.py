@@ -3,17 +3,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NoReturn
 
 from torch import nn
 from torch._dynamo.eval_frame import OptimizedModule
 
 from megatron.fsdp.engine.device import in_backward
-from megatron.fsdp.engine.param_group import ParamGroup
-from megatron.fsdp.engine.schedule import Schedule
-from megatron.fsdp.engine.trainability import Trainability
-from megatron.fsdp.engine.unit import Unit, UnitCall
+from megatron.fsdp.engine.hooks import UnitHooks
+from megatron.fsdp.engine.unit import Unit
+from megatron.fsdp.module_access.trainability import Trainability
 
 PASSED_ON = "_fsdp_passed_on"
 """Attribute of parameters that code reads only to pass them on as arguments.
@@ -29,130 +28,76 @@ REFUSED_COPY = (
 
 
 class ShownParameters:
-    """Chooses between the compute parameter and the sharded one, and follows what code changes.
+    """Chooses between the compute parameter and the sharded one when code reads a parameter.
 
     Args:
-        schedule: of the units.
-        sharded: the sharded parameter of each compute parameter. Code outside a forward gets it
-            instead of a compute parameter whose unit is not unsharded.
-        unit_of: the unit of each compute parameter.
-        calls: forwards and methods under way, innermost last.
-
-    Attributes:
-        trainability: which parameters are frozen.
+        hooks: the hooks of the units, which know the calls under way.
+        sharded: the sharded parameter of each compute parameter.
+        trainability: the parameters that are frozen.
+        module: the module whose parameters are watched, with all modules in it.
     """
 
     def __init__(
         self,
-        schedule: Schedule,
+        hooks: UnitHooks,
         sharded: dict[nn.Parameter, nn.Parameter],
-        unit_of: dict[nn.Parameter, Unit],
-        calls: list[UnitCall],
+        trainability: Trainability,
+        module: nn.Module,
     ):
-        self._schedule = schedule
+        self._hooks = hooks
         self._sharded = sharded
         self._compute = {parameter: compute for compute, parameter in sharded.items()}
-        self._unit_of = unit_of
-        self._calls = calls
-        self.trainability = Trainability(schedule.units, sharded)
-        # Groups whose compute weights code has got outside of forwards.
-        self._given: dict[ParamGroup, None] = {}
-
-    def watch(self, module: nn.Module) -> None:
-        """Have the modules in ``module`` call back when code reads their parameters."""
-        for each in _not_compiled(module):
-            if next(each.parameters(recurse=False), None) is not None:
-                each._parameters = WatchedParameters(
-                    each._parameters, self._read_by_name, self._look_at, self._to_store
-                )
-
-    # ---- what code has changed
-
-    def begin_call(self) -> None:
-        """Take over what code has changed since the last forward or method, before the next.
-
-        Raises:
-            RuntimeError: for parameters that were frozen when the model was sharded.
-        """
-        if not in_backward():
-            self.follow_changes()
-            self._given.clear()
-            self.trainability.refuse_thawed()
-
-    def follow_changes(self, goes_on: bool = False) -> None:
-        """Take over which parameters are frozen, and what was written to compute weights.
-
-        Args:
-            goes_on: code may write more to the compute weights that it has got.
-        """
-        self.follow_freezing()
-        for group in self._given:
-            group.writes.take(goes_on)
-
-    def follow_freezing(self) -> None:
-        """Take over which parameters are frozen now."""
-        self.trainability.follow()
-
-    def _give(self, unit: Unit) -> None:
-        """Note that code outside of forwards gets the compute weights of a unit."""
-        for group in unit.groups:
-            if group.is_readable:
-                group.writes.watch()
-                self._given[group] = None
+        self._trainability = trainability
+        for inner in _not_compiled(module):
+            if next(inner.parameters(recurse=False), None) is not None:
+                inner._parameters = WatchedParameters(inner._parameters, self)
 
     # ---- reads and assignments
 
-    def _look_at(self, parameter: nn.Parameter) -> nn.Parameter:
+    def look_at(self, parameter: nn.Parameter) -> nn.Parameter:
         """Return the parameter that code sees when it lists a module's parameters.
 
         Inside a forward it is the compute parameter, which is unsharded before it is used. Outside,
         and in other methods, it is the sharded parameter, at every level and for every number of
         ranks: it has the gradient, and an optimizer steps it.
         """
-        unit = self._unit_of.get(parameter)
-        if unit is None or (self._calls and self._calls[-1].module is not None):
+        unit = self._hooks.unit_of.get(parameter)
+        calls = self._hooks.calls
+        if unit is None or (calls and calls[-1].module is not None):
             return parameter
-        if in_backward():  # recomputation may list what it computes with
-            return self._readable(unit, parameter)
-        self.trainability.follow_one(parameter)
-        for group in unit.groups:
-            group.writes.take(goes_on=True)
-        return self._sharded[parameter]
+        return self._outside(unit, parameter)
 
-    def _readable(self, unit: Unit, parameter: nn.Parameter) -> nn.Parameter:
-        """Return a compute parameter if it is readable, otherwise the sharded one."""
-        if self._schedule.is_of_next_forward(unit):  # an edit of the gathered weights would be lost
-            return self._sharded[parameter]
-        for group in unit.groups:
-            group.make_readable()
-        return parameter if unit.is_readable else self._sharded[parameter]
-
-    def _read_by_name(self, parameter: nn.Parameter) -> nn.Parameter:
+    def read_by_name(self, parameter: nn.Parameter) -> nn.Parameter:
         """Return the parameter that code sees when it reads one by name.
 
-        Inside a forward, the innermost call borrows the parameter's unit until it ends, unless one
-        of the calls under way uses the unit already. Outside, code may compute with the result at
-        levels whose compute parameters stay readable.
+        Inside a forward, or a method called on the wrapper, it is the compute parameter, whose unit
+        the innermost call borrows until it ends.
         """
-        unit = self._unit_of.get(parameter)
+        unit = self._hooks.unit_of.get(parameter)
         if unit is None:
             return parameter
-        found = parameter
-        if not self._calls:
-            found = self._readable(unit, parameter)
-        else:
-            call = self._calls[-1]
-            # Nearly always the innermost call reads a parameter of its own unit.
-            if call.unit is not unit and not hasattr(parameter, PASSED_ON):
-                self._borrow(unit)
-            if call.module is not None:
-                return parameter
-        self.trainability.follow_one(parameter)
-        if found is parameter and not (in_backward() or hasattr(parameter, PASSED_ON)):
-            self._give(unit)
-        return found
+        calls = self._hooks.calls
+        if not calls:
+            return self._outside(unit, parameter)
+        # Nearly always the innermost call reads a parameter of its own unit.
+        if calls[-1].unit is not unit and not hasattr(parameter, PASSED_ON):
+            self._hooks.borrow(unit)
+        if calls[-1].module is None:
+            self._trainability.follow_one(parameter)
+        return parameter
 
-    def _to_store(
+    def _outside(self, unit: Unit, parameter: nn.Parameter) -> nn.Parameter:
+        """Return the parameter for code outside of forwards: the sharded one.
+
+        In backward, functions of users may compute with weights that are unsharded.
+        """
+        if in_backward():
+            unit.wait_for_unshard()
+            return parameter if unit.is_unsharded else self._sharded[parameter]
+        self._trainability.follow_one(parameter)
+        return self._sharded[parameter]
+
+    def to_store(
         self, name: str, value: nn.Parameter | None, present: nn.Parameter | None
     ) -> nn.Parameter | None:
         """Return the parameter to store where code assigns one to a module: never a sharded one.
@@ -166,7 +111,11 @@ class ShownParameters:
             ValueError: for a weight that is tied to another one only now: both are sharded already.
         """
         compute = value if value is None else self._compute.get(value, value)
-        if compute is present or compute not in self._unit_of or present not in self._unit_of:
+        if (
+            compute is present
+            or compute not in self._hooks.unit_of
+            or present not in self._hooks.unit_of
+        ):
             return compute
         raise ValueError(
             f"{self._name_of(present)} cannot be tied to {self._name_of(compute)}: they were two"
@@ -175,16 +124,11 @@ class ShownParameters:
         )
 
     def _name_of(self, parameter: nn.Parameter) -> str:
-        for group in self._unit_of[parameter].groups:
+        for group in self._hooks.unit_of[parameter].groups:
             for name, each in zip(group.names, group.parameters):
                 if each is parameter:
                     return name
         raise AssertionError("every parameter of a unit is in one of its groups")
-
-    def _borrow(self, unit: Unit) -> None:
-        if not any(unit in call.used_units for call in self._calls):
-            self._calls[-1].borrowed.append(unit)
-            self._schedule.unshard_borrowed(unit, self._calls[-1])
 
 
 class WatchedParameters(dict[str, "nn.Parameter | None"]):
@@ -192,35 +136,24 @@ class WatchedParameters(dict[str, "nn.Parameter | None"]):
 
     Args:
         parameters: the module's own ``_parameters``.
-        read_by_name: called with a parameter that is read by name; returns the one that code gets.
-        look_at: called with a parameter that is listed; returns the one that code gets.
-        to_store: called with a name, the parameter that code assigns to it, and the one that is
-            there; returns the one that is stored.
+        shown: chooses the parameters that code gets.
     """
 
-    def __init__(
-        self,
-        parameters: dict[str, nn.Parameter | None],
-        read_by_name: Callable[[nn.Parameter], nn.Parameter],
-        look_at: Callable[[nn.Parameter], nn.Parameter],
-        to_store: Callable[[str, nn.Parameter | None, nn.Parameter | None], nn.Parameter | None],
-    ):
+    def __init__(self, parameters: dict[str, nn.Parameter | None], shown: ShownParameters):
         super().__init__(parameters)
-        self._read_by_name = read_by_name
-        self._look_at = look_at
-        self._to_store = to_store
+        self._shown = shown
 
     def __setitem__(self, name: str, value: nn.Parameter | None) -> None:
-        super().__setitem__(name, self._to_store(name, value, super().get(name)))
+        super().__setitem__(name, self._shown.to_store(name, value, super().get(name)))
 
     def __getitem__(self, name: str) -> nn.Parameter | None:
         parameter = super().__getitem__(name)
-        return None if parameter is None else self._read_by_name(parameter)
+        return None if parameter is None else self._shown.read_by_name(parameter)
 
     def items(self) -> list[tuple[str, nn.Parameter | None]]:  # type: ignore[override]  # no view
         """Return names and parameters; a list, not a view."""
         return [
-            (name, None if parameter is None else self._look_at(parameter))
+            (name, None if parameter is None else self._shown.look_at(parameter))
             for name, parameter in super().items()
         ]
 

@@ -329,9 +329,11 @@ def _runs(members: Sequence[Member], group: Setting) -> list[Run]:
         for index in _order(param_group):
             current = by_index.get(index)
             if current is not None:
-                if previous is None or previous.signature != current.signature:
-                    own.append([])
-                elif is_dense and previous.stop != current.start:
+                if (
+                    previous is None
+                    or previous.signature != current.signature
+                    or (is_dense and previous.stop != current.start)
+                ):
                     own.append([])
                 own[-1].append(current)
             previous = current

@@ -21,7 +21,6 @@ from torch import nn
 from megatron.fsdp.dtensor.sharded_param import ShardedParam, is_linked, sharded_param_of
 from megatron.fsdp.dtensor.tensor_part import gathered_bytes
 from megatron.fsdp.gradient_sync import clear_gradient_shard
-from megatron.fsdp.model import MegatronFSDP, is_owned, owner_of
 from megatron.fsdp.optimizer.flat_update import FlatUpdate
 from megatron.fsdp.optimizer.optimizer_state import (
     OptimizerClass,
@@ -35,14 +34,15 @@ from megatron.fsdp.optimizer.optimizer_state import (
     shard_slots,
 )
 from megatron.fsdp.problems import Problems
+from megatron.fsdp.sharded_module import ShardedModule, is_owned, owner_of
 from megatron.fsdp.warnings_once import warn, warn_of_absent_state
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
     """The methods that sharding adds to an optimizer; see [Note: the sharded optimizer]."""
 
-    _fsdp_models: list[MegatronFSDP]
-    _fsdp_whole_models: list[MegatronFSDP]  # those whose parameters no other optimizer steps
+    _fsdp_models: list[ShardedModule]
+    _fsdp_whole_models: list[ShardedModule]  # those whose parameters no other optimizer steps
     _fsdp_checkpoint_ready: bool
     _fsdp_flat: FlatUpdate | None  # of element-wise optimizers of torch
     _fsdp_must_tell: bool  # what the step gathers has not been said yet
@@ -109,7 +109,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if not set_to_none:
                 model.attach_grad_to_optimizer_state()  # zeros
 
-    def _clear_own_shards(self, model: MegatronFSDP) -> None:
+    def _clear_own_shards(self, model: ShardedModule) -> None:
         """Clear the gradients of the parameters of a model that this optimizer steps."""
         model.finish_grad_sync()  # gradients that are not reduced yet would be added later
         for sharded_param in self._sharded_params():
@@ -221,7 +221,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             # An all-gather under way, for another optimizer's step or for an unused unit, would
             # overwrite the new weights with the old ones.
             model.synchronize_param_gather()
-            model._hooks.shown.follow_changes()
+            model._trainability.follow()
             if reduce:
                 model.finish_grad_sync()
 
@@ -296,7 +296,7 @@ def shard_optimizer(
     return sharded
 
 
-def swap_parameters(optimizer: torch.optim.Optimizer, model: MegatronFSDP) -> None:
+def swap_parameters(optimizer: torch.optim.Optimizer, model: ShardedModule) -> None:
     """Replace the module's parameters in an optimizer by the sharded ones, with groups and state.
 
     Raises:

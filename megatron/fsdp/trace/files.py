@@ -13,7 +13,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron.fsdp.trace.recorder import COMPUTE, GATHER, OTHER, REDUCE, STORAGE, TraceEntry
+from megatron.fsdp.engine.observe import GATHER, OTHER, REDUCE
+from megatron.fsdp.trace.recorder import COMPUTE, STORAGE, TraceEntry
 
 TRACKS = (COMPUTE, GATHER, REDUCE, OTHER)
 """The tracks that are threads, in the order in which viewers show them."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The recorder of this rank's collectives, flat storage and units, and ranges for torch.profiler.
+"""The recorder: an observer that keeps this rank's collectives, flat storage and work on units.
 
 [Note: recorded times] Times are of the host. A collective begins when it is launched. On CPU it
 ends when :meth:`~megatron.fsdp.engine.device.Pending.wait` returns, which may be later than its
@@ -8,33 +8,30 @@ last byte. On CUDA it ends when it is enqueued: device times are what torch.prof
 [Note: microbatches] The microbatch of an entry is the number of forwards, or of backward passes,
 that this rank has begun since the last step of the optimizer, counted from 0. Forwards in
 evaluation count too, and so does every model chunk of a pipeline stage.
-
-Nothing is recorded until :func:`start`. Until then every call from the engine ends after one or two
-tests of module attributes, and the store of one, ``position``.
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 
 import torch
 import torch.distributed as dist
-from torch.autograd import profiler
 
-from megatron.fsdp.engine.device import Collective, Work, in_backward
+from megatron.fsdp.engine.observe import (
+    BACKWARD,
+    FORWARD,
+    GATHER,
+    OTHER,
+    REDUCE,
+    Observer,
+    current_phase,
+)
 
-FORWARD, BACKWARD, STEP = "forward", "backward", "step"
-"""Phases: a forward of any unit, a backward pass, and everything around the optimizer's step."""
-
-COMPUTE, GATHER, REDUCE, OTHER, STORAGE = "compute", "gather", "reduce", "other", "storage"
-"""Tracks: ranges of host work and of units; three kinds of collectives; flat buffers."""
-
-NOTHING: AbstractContextManager[None] = nullcontext()
+COMPUTE, STORAGE = "compute", "storage"
+"""The tracks that are no kind of collective: work on units, and flat storage."""
 
 
 class CollectiveError(RuntimeError):
@@ -88,11 +85,11 @@ class TraceEntry:
         return text if self.microbatch is None else f"{text}, microbatch {self.microbatch}"
 
 
-class Recorder:
+class Recorder(Observer):
     """Entries of this rank, in the order in which they began.
 
     Args:
-        keep: keep this many of the last entries; None: keep all.
+        keep: the number of entries to keep, the last ones; None: all.
 
     Attributes:
         entries: the recorded entries.
@@ -107,6 +104,7 @@ class Recorder:
         self._ranks: dict[dist.ProcessGroup | None, tuple[int, ...]] = {}
         self._offset = time.time() - time.perf_counter()
         self._backward: TraceEntry | None = None
+        self._units: list[str] = []  # the units of the work under way, innermost last
 
     @property
     def collectives(self) -> list[TraceEntry]:
@@ -118,42 +116,24 @@ class Recorder:
         """Return the time in seconds since the epoch, from a clock that never goes back."""
         return self._offset + time.perf_counter()
 
-    def begin(
+    def add(
         self, track: str, name: str, unit: str, operands: Sequence[torch.Tensor] = ()
     ) -> TraceEntry:
         """Add an entry that begins now."""
         phase = current_phase()
         passes = self._num_passes.get(phase)
-        entry = TraceEntry(
-            track,
-            name,
-            unit,
-            phase,
-            None if passes is None else max(passes - 1, 0),
-            self.now(),
-        )
-        entry.num_bytes = sum(each.numel() * each.element_size() for each in operands)
-        dtypes = [str(each.dtype).removeprefix("torch.") for each in operands]
+        microbatch = None if passes is None else max(passes - 1, 0)
+        entry = TraceEntry(track, name, unit, phase, microbatch, self.now())
+        entry.num_bytes = sum(operand.numel() * operand.element_size() for operand in operands)
+        dtypes = [str(operand.dtype).removeprefix("torch.") for operand in operands]
         entry.dtype = "+".join(dict.fromkeys(dtypes))
         self.entries.append(entry)
         return entry
 
-    def begin_collective(
-        self,
-        track: str,
-        name: str,
-        unit: str,
-        operands: Sequence[torch.Tensor],
-        group: dist.ProcessGroup | None,
-    ) -> TraceEntry:
-        """Add a collective over the ranks of ``group`` that begins now."""
-        entry = self.begin(track, name, unit, operands)
-        if group not in self._ranks:
-            self._ranks[group] = tuple(dist.get_process_group_ranks(group))
-        entry.ranks = self._ranks[group]
-        entry.number = self._num_collectives[entry.ranks]
-        self._num_collectives[entry.ranks] += 1
-        return entry
+    def _current_unit(self) -> str:
+        return self._units[-1] if self._units else ""
+
+    # ---- what the engine tells
 
     def begin_pass(self, phase: str) -> None:
         """Count a forward of a root, or a backward pass."""
@@ -163,51 +143,55 @@ class Recorder:
         """Count microbatches from 0 again."""
         self._num_passes = dict.fromkeys(self._num_passes, 0)
 
-    def begin_backward(self, unit: str) -> None:
-        """Record that a unit is in backward, until the next unit is or the pass ends."""
-        self.end_backward()
-        self._backward = self.begin(COMPUTE, BACKWARD, unit)
+    def begin_work(self, unit: str, work: str) -> TraceEntry:
+        """Add work on a unit."""
+        self._units.append(unit)
+        return self.add(COMPUTE, work, unit)
 
-    def end_backward(self) -> None:
-        """Record that no unit is in backward any more."""
+    def end_work(self, begun: TraceEntry) -> None:
+        """Note the end of work on a unit."""
+        self._units.pop()
+        begun.end = self.now()
+
+    def begin_backward(self, unit: str) -> None:
+        """Add the backward of a unit, which ends with that of the next one or with the pass."""
+        self.end_backward_pass()
+        self._backward = self.add(COMPUTE, BACKWARD, unit)
+
+    def end_backward_pass(self) -> None:
+        """Note that no unit is in backward any more."""
         if self._backward is not None:
             self._backward.end = self.now()
             self._backward = None
 
+    def storage(self, action: str, tensor: torch.Tensor) -> None:
+        """Add an allocation or a release of flat storage."""
+        entry = self.add(STORAGE, action, self._current_unit(), (tensor,))
+        entry.end = entry.begin
 
-position = ("", "")
-"""The work that this rank has begun last, and its unit: for messages about ranks that hang.
+    def begin_collective(
+        self,
+        kind: str,
+        name: str,
+        operands: Sequence[torch.Tensor],
+        group: dist.ProcessGroup | None,
+    ) -> TraceEntry:
+        """Add a collective over the ranks of ``group``."""
+        entry = self.add(kind, name, self._current_unit(), operands)
+        if group not in self._ranks:
+            self._ranks[group] = tuple(dist.get_process_group_ranks(group))
+        entry.ranks = self._ranks[group]
+        entry.number = self._num_collectives[entry.ranks]
+        self._num_collectives[entry.ranks] += 1
+        return entry
 
-It is stored whether anything is recorded or not, and another thread reads it."""
+    def end_collective(self, begun: TraceEntry) -> None:
+        """Note the end of a collective."""
+        begun.end = self.now()
 
-_recorder: Recorder | None = None
-_forwards: dict[Hashable, _Range] = {}  # the calls of units under way
-_units: list[str] = []  # of the ranges under way, innermost last
-
-
-def start(recorder: Recorder) -> None:
-    """Record everything from now on.
-
-    Raises:
-        RuntimeError: if a recorder has been started before and not stopped.
-    """
-    global _recorder
-    if _recorder is not None:
-        raise RuntimeError("a trace is being recorded already: only one can be at a time")
-    _recorder = recorder
-
-
-def stop() -> None:
-    """Stop recording."""
-    global _recorder
-    _recorder = None
-
-
-def current_phase() -> str:
-    """Return the phase in which the engine is."""
-    if in_backward():
-        return BACKWARD
-    return FORWARD if _forwards else STEP
+    def fail_collective(self, begun: TraceEntry, error: Exception) -> None:
+        """Raise an error with the last collectives of this rank."""
+        raise CollectiveError(self.explain(begun, error)) from error
 
 
 def last_lines(recorder: Recorder, count: int = 20) -> str:
@@ -221,186 +205,3 @@ def last_lines(recorder: Recorder, count: int = 20) -> str:
 
 def _explain_alone(entry: TraceEntry, error: Exception) -> str:
     return f"failed: {entry}: {error}"
-
-
-# ---- ranges of host work
-
-
-class _Range(AbstractContextManager[None]):
-    """Work for a unit, on the host: an entry of the recorder and a range of torch.profiler."""
-
-    def __init__(self, unit: str, work: str):
-        self._unit = unit
-        self._work = work
-        self._entry: TraceEntry | None = None
-        self._profiled: profiler.record_function | None = None
-
-    def __enter__(self) -> None:
-        _units.append(self._unit)
-        if profiler._is_profiler_enabled:
-            name = f"FSDP::{self._work} ({self._unit}, {current_phase()})"
-            self._profiled = profiler.record_function(name)
-            self._profiled.__enter__()
-        if _recorder is not None:
-            self._entry = _recorder.begin(COMPUTE, self._work, self._unit)
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        _units.pop()
-        if self._profiled is not None:
-            self._profiled.__exit__(kind, error, traceback)
-        if self._entry is not None and _recorder is not None:
-            self._entry.end = _recorder.now()
-
-
-def named(unit: str, work: str) -> AbstractContextManager[None]:
-    """Return a context for work on a unit; collectives and storage inside it are the unit's."""
-    global position
-    position = (work, unit)
-    if _recorder is None and not profiler._is_profiler_enabled:
-        return NOTHING
-    return _Range(unit, work)
-
-
-def begin_forward(call: Hashable, unit: str, is_root: bool) -> None:
-    """Note that ``call``, a forward of ``unit``, begins."""
-    global position
-    position = (FORWARD, unit)
-    if _recorder is None and not profiler._is_profiler_enabled:
-        return
-    if _recorder is not None and is_root and not in_backward():
-        _recorder.begin_pass(FORWARD)
-    _forwards[call] = _Range(unit, FORWARD)
-    _forwards[call].__enter__()
-
-
-def end_forward(call: Hashable) -> None:
-    """Note that ``call`` has ended."""
-    if _forwards:
-        forward = _forwards.pop(call, None)
-        if forward is not None:
-            forward.__exit__(None, None, None)
-
-
-def begin_backward(unit: str) -> None:
-    """Note that the backward of a call of ``unit`` begins."""
-    global position
-    position = (BACKWARD, unit)
-    if _recorder is not None:
-        _recorder.begin_backward(unit)
-
-
-def begin_backward_pass() -> None:
-    """Note that a backward pass has reached a model."""
-    if _recorder is not None:
-        _recorder.begin_pass(BACKWARD)
-
-
-def end_backward_pass() -> None:
-    """Note that the backward pass is over."""
-    if _recorder is not None:
-        _recorder.end_backward()
-
-
-def begin_step() -> None:
-    """Note that the optimizer has made a step."""
-    if _recorder is not None:
-        _recorder.begin_step()
-
-
-# ---- storage and collectives
-
-
-def storage(name: str, tensor: torch.Tensor) -> None:
-    """Note that the storage of a flat tensor is allocated or released."""
-    if _recorder is not None:
-        entry = _recorder.begin(STORAGE, name, _units[-1] if _units else "", (tensor,))
-        entry.end = entry.begin
-
-
-class _Observation(AbstractContextManager[None]):
-    """A collective that is recorded. If it fails, the error tells the last ones of this rank."""
-
-    def __init__(
-        self,
-        recorder: Recorder,
-        track: str,
-        name: str,
-        operands: Sequence[torch.Tensor],
-        group: dist.ProcessGroup | None,
-    ):
-        self._recorder = recorder
-        unit = _units[-1] if _units else ""
-        self.entry = recorder.begin_collective(track, name, unit, operands, group)
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if isinstance(error, Exception):
-            raise CollectiveError(self._recorder.explain(self.entry, error)) from error
-        self.entry.end = self._recorder.now()
-
-
-class _ObservedWork:
-    """A collective under way whose end is recorded."""
-
-    def __init__(self, observation: _Observation, work: Work):
-        self._observation = observation
-        self._work = work
-
-    def wait(self) -> None:
-        """Wait for the collective to finish."""
-        with self._observation:
-            self._work.wait()
-
-
-def observed(
-    track: str,
-    name: str,
-    operands: Sequence[torch.Tensor],
-    group: dist.ProcessGroup | None,
-    collective: Collective,
-) -> Collective:
-    """Return ``collective``, recorded if a recorder has been started.
-
-    Args:
-        track: ``GATHER`` or ``REDUCE``.
-        name: of the operation.
-        operands: the whole tensors: the results of a gather, the operand of a reduction.
-        group: of the collective; None: all ranks.
-        collective: starts it.
-    """
-    recorder = _recorder
-    if recorder is None:
-        return collective
-
-    def start_observed(asynchronous: bool) -> Work | None:
-        observation = _Observation(recorder, track, name, operands, group)
-        with observation:
-            work = collective(asynchronous)
-        if work is None:
-            return None
-        observation.entry.end = None  # it is over when somebody has waited for it
-        return _ObservedWork(observation, work)
-
-    return start_observed
-
-
-def observing(
-    name: str, operand: torch.Tensor | None, group: dist.ProcessGroup | None
-) -> AbstractContextManager[None]:
-    """Return a context for a synchronous collective, recorded if a recorder has been started."""
-    if _recorder is None:
-        return NOTHING
-    operands = () if operand is None else (operand,)
-    return _Observation(_recorder, OTHER, name, operands, group)

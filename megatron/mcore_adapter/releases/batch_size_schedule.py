@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from megatron.core import num_microbatches_calculator
 
-from megatron.mcore_adapter.releases.signatures import accepts
+from megatron.mcore_adapter.releases.process_groups import accepts
 
 
 def ramp_steps(rampup_batch_size: Sequence[int], global_batch_size: int) -> list[tuple[int, int]]:

@@ -16,7 +16,7 @@ from megatron.core.dist_checkpointing import serialization
 from megatron.core.dist_checkpointing.core import CheckpointingConfig
 from megatron.core.dist_checkpointing.strategies import common
 
-from megatron.checkpoint.torch_dist.common_state import COMMON_OBJECT
+from megatron.checkpoint.torch_dist.unsharded_state import COMMON_OBJECT
 
 
 @contextmanager

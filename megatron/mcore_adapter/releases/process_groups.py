@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Process groups that releases of Megatron-Core create and keep in different places."""
+"""Process groups that releases of Megatron-Core create, keep and pass in different ways."""
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
-
-from megatron.mcore_adapter.releases.signatures import accepts
+from megatron.core.utils import get_batch_on_this_cp_rank
+from torch import Tensor
 
 _made: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 """Data-parallel group -> the group for all-gathers that was made beside it."""
@@ -55,3 +57,24 @@ def all_gather_group(
             group_desc="DATA_PARALLEL_GROUP_WITH_CP_AG",
         )
     return _made[data_parallel]
+
+
+def batch_on_this_rank(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return this rank's two chunks of every sequence in a batch without packed sequences.
+
+    Args:
+        batch: tensors ``[batch, sequence]``, masks ``[batch, 1, sequence, sequence]``.
+    """
+    group = parallel_state.get_context_parallel_group()
+    settings: dict[str, Any] = {}
+    if accepts(get_batch_on_this_cp_rank, "is_hybrid_cp"):
+        settings["is_hybrid_cp"] = False  # 0.18: sequences of different lengths may have own groups
+    return get_batch_on_this_cp_rank(batch, cp_group=group, **settings)
+
+
+def accepts(function: Callable[..., Any], name: str) -> bool:
+    """Return True if the function takes an argument of this name."""
+    parameters = inspect.signature(function).parameters
+    return name in parameters or any(
+        each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values()
+    )

@@ -52,17 +52,14 @@ def check() -> Release:
         ReleaseError: one line that names the files.
     """
     found = list(releases_on_path())
-    reason = _missing_folder()
     if not found:
         raise ReleaseError(
-            f"Megatron-Core is not installed{f' ({reason})' if reason else ''}: pip install"
+            "Megatron-Core is not installed: pip install"
             f" 'megatron-core>={TESTED[0]}', or put a checkout of Megatron-LM on PYTHONPATH"
         )
     problem = _too_old(found[0]) or _two_checkouts(found) or _other_loop(found[0])
     if problem is not None:
         raise ReleaseError(problem)
-    if reason is not None and os.environ.get("RANK", "0") == "0":
-        _say_once(f"{reason}; Megatron-Core {found[0]} ({found[0].file}) is used")
     newest = tuple(int(number) for number in TESTED[-1].split("."))
     if found[0].numbers[:2] > newest[:2] and os.environ.get("RANK", "0") == "0":
         _say_once(
@@ -156,17 +153,6 @@ def read_release(core: Path) -> Release | None:
             return None
         numbers.append(int(match.group(1)))
     return Release(file, (numbers[0], numbers[1], numbers[2]))
-
-
-def _missing_folder() -> str | None:
-    """Find a folder of PYTHONPATH that was meant to have a release, and is not there.
-
-    Relative entries were meant from where the program started, which may have been elsewhere.
-    """
-    for entry in _python_path():
-        if os.path.isabs(entry) and "megatron" in entry.lower() and not Path(entry).exists():
-            return f"PYTHONPATH names {entry}, which does not exist"
-    return None
 
 
 def _too_old(release: Release) -> str | None:

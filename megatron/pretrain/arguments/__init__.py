@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command line of pretrain_gpt.py.
 
-`config_flags`, `program_flags` and `checkpoint_flags` list the flags, `not_built` those that are
-refused and why.
-`rules` lists the rules that complete and check their values, which are in one module for each
+`config_flags` and `program_flags` list the flags, `not_built` those that are refused and why.
+`parser` applies the rules that complete and check their values, which are in one module for each
 subject (`model_rules`, `parallel_rules` and so on). `configs` makes Megatron-Core's config objects
-from the result, which is read-only during a run (`frozen`).
+from the result, which is read-only during a run (`check.FrozenArguments`).
 """
 
-from megatron.pretrain.arguments.check import CommandLineError
+from megatron.pretrain.arguments.check import CommandLineError, FrozenArguments
 from megatron.pretrain.arguments.parser import (
     all_flags,
     build_parser,
@@ -16,4 +15,11 @@ from megatron.pretrain.arguments.parser import (
     parse_arguments,
 )
 
-__all__ = ["CommandLineError", "all_flags", "build_parser", "dry_run_ranks", "parse_arguments"]
+__all__ = [
+    "CommandLineError",
+    "FrozenArguments",
+    "all_flags",
+    "build_parser",
+    "dry_run_ranks",
+    "parse_arguments",
+]

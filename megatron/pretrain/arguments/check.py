@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The object that every rule about arguments works on, and the error that lists all problems."""
+"""Arguments while rules complete and check them, and as the parts of a run see them."""
 
 import argparse
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 
 class CommandLineError(ValueError):
@@ -18,6 +18,25 @@ class CommandLineError(ValueError):
 
     def __reduce__(self) -> tuple[type, tuple[list[str]]]:
         return type(self), (self.problems,)
+
+
+class FrozenArguments(argparse.Namespace):
+    """A copy of ``args`` that cannot be changed, with ``values`` put in.
+
+    What changes during a run is in :class:`megatron.pretrain.run_state.Progress`.
+
+    Raises:
+        AttributeError: on every attempt to set or delete an attribute.
+    """
+
+    def __init__(self, args: argparse.Namespace, **values: Any) -> None:
+        vars(self).update(vars(args) | values)
+
+    def __setattr__(self, name: str, value: object) -> NoReturn:
+        raise AttributeError(f"arguments are read-only during a run: cannot set {name}")
+
+    def __delattr__(self, name: str) -> NoReturn:
+        raise AttributeError(f"arguments are read-only during a run: cannot delete {name}")
 
 
 @dataclass(frozen=True)
@@ -52,8 +71,6 @@ class Check:
     """Destination -> the flag as it is written."""
     defaults: dict[str, Any]
     machine: Machine
-    further: frozenset[str] = frozenset()
-    """Destinations of flags that a config field brings without a line of ours."""
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -64,6 +81,11 @@ class Check:
     def changed(self, dest: str) -> bool:
         """Return True if the command line gave a value other than the default."""
         return dest in self.given and self.given[dest] != self.defaults[dest]
+
+    def set_default(self, dest: str) -> None:
+        """Go on as if the flag, whose problem is recorded, were not on the command line."""
+        self.given.pop(dest, None)
+        setattr(self.args, dest, self.defaults[dest])
 
     def require(self, condition: object, problem: str) -> None:
         """Record the problem unless the condition holds."""

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rules of locations of checkpoints and of --use-checkpoint-args, and those of saves."""
+"""Rules of checkpoints: where they lie, --use-checkpoint-args, and flags of saves and loads."""
 
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from megatron.checkpoint.hugging_face.model_arguments import ARGUMENTS, Argument, completed
-from megatron.checkpoint.store.stores import fetch, is_staged, store_of
-from megatron.checkpoint.store.urls import local_path
+from megatron.checkpoint.store.stores import fetch, is_staged, local_path, store_of
 from megatron.pretrain.arguments.check import Check
 from megatron.pretrain.checkpoints.checkpoint_arguments import (
     is_stored,
@@ -19,8 +19,12 @@ from megatron.pretrain.errors import RunError
 
 LOCATIONS = ("save", "load", "pretrained_checkpoint")
 """Directories of checkpoints, or URLs."""
-DIRECTORIES = ("non_persistent_global_ckpt_dir", "non_persistent_local_ckpt_dir", "log_dir")
-"""Paths, or URLs ``file://``."""
+EXTRA_SAVES = "non_persistent_global_ckpt_dir"
+"""A directory, or a URL ``file://``."""
+PATHS = (EXTRA_SAVES, "data_cache_path", "tensorboard_dir", "wandb_save_dir")
+"""Further directories, which need not exist."""
+SOURCES = ("load", "pretrained_checkpoint")
+"""Directories that --use-checkpoint-args reads."""
 LEFT_TO_THE_RUN = ("bf16", "fp16", "apply_layernorm_1p")
 """Precision is no property of weights. The last is another name of an argument that is taken."""
 OF_LOADS = "finetune exit_on_missing_checkpoint no_load_optim no_load_rng no_verify_integrity"
@@ -32,7 +36,7 @@ UNLESS_GIVEN = ("max_position_embeddings", "padded_vocab_size")
 def replace_urls(check: Check) -> None:
     """Replace URLs by paths: of this machine, or of the directories in which they are staged."""
     args = check.args
-    for dest in (*LOCATIONS, *DIRECTORIES):
+    for dest in (*LOCATIONS, EXTRA_SAVES):
         if getattr(args, dest):
             try:
                 setattr(args, dest, _path_of(check, dest))
@@ -45,6 +49,11 @@ def replace_urls(check: Check) -> None:
             f"{check.flag(dest)} {getattr(args, dest)}: not with"
             f" {' and '.join(map(check.flag, staged))} at a URL",
         )
+    check.require(
+        not (args.overwrite and "save" in staged),
+        "--overwrite: nothing can be moved aside at a URL: name another --save, or remove what is"
+        " there",
+    )
 
 
 def _path_of(check: Check, dest: str) -> str:
@@ -61,6 +70,22 @@ def _path_of(check: Check, dest: str) -> str:
             f"{location} is the memory of one process: it needs one rank, and no --async-save"
         )
     return path
+
+
+def check_directories(check: Check) -> None:
+    """Refuse files where directories are needed."""
+    # With --use-checkpoint-args an earlier rule has looked at those with checkpoints.
+    is_read = check.args.use_checkpoint_args
+    for dest in (*LOCATIONS, *PATHS):
+        given = getattr(check.args, dest)
+        if not given or is_staged(given) or (is_read and dest in SOURCES):
+            continue
+        target = Path(given).absolute()
+        nearest = next(path for path in (target, *target.parents) if path.exists())
+        check.require(
+            nearest.is_dir(),
+            f"{check.flag(dest)} {given}: {nearest} is a file, not a directory",
+        )
 
 
 def take_checkpoint_arguments(check: Check) -> None:
@@ -126,28 +151,19 @@ def _take(check: Check, saved: argparse.Namespace) -> list[str]:
 def check_saves(check: Check) -> None:
     """Check the flags of saves in the background and of non-persistent ones."""
     args = check.args
+    check.at_most_one("verify_integrity", "no_verify_integrity")
+    if args.save_retain_interval and args.save_interval:
+        check.require(
+            args.save_retain_interval % args.save_interval == 0,
+            f"--save-retain-interval {args.save_retain_interval} must be a multiple of"
+            f" --save-interval {args.save_interval}",
+        )
     if args.save_interval and args.non_persistent_save_interval:
         check.require(
             args.non_persistent_save_interval % args.save_interval,
             f"--non-persistent-save-interval {args.non_persistent_save_interval} must be no"
             f" multiple of --save-interval {args.save_interval}, which saves there anyway",
         )
-    if args.non_persistent_ckpt_type == "local":
-        check.require(
-            args.non_persistent_local_ckpt_dir,
-            "--non-persistent-ckpt-type local needs --non-persistent-local-ckpt-dir",
-        )
-        check.require(
-            args.use_megatron_fsdp,
-            "--non-persistent-ckpt-type local needs --use-megatron-fsdp: without it Megatron-Core"
-            " divides a checkpoint between the ranks, and none has all of its own state; use"
-            " global",
-        )
-        if args.async_save:
-            check.notes.append(
-                "--async-save: local checkpoints are written while training waits, others in the"
-                " background"
-            )
     is_gathered = args.distrib_optim_fully_reshardable_mem_efficient
     if is_gathered and not args.use_megatron_fsdp:
         flag = check.flag("distrib_optim_fully_reshardable_mem_efficient")

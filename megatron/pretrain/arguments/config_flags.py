@@ -1,32 +1,62 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The flags that are fields of Megatron-Core's config classes, and their differences from these."""
+"""Flags of the fields of Megatron-Core's config classes, so that new fields are flags at once.
 
+The installed release decides which there are. Name, type, choices, default and help are those of
+the field, except for `CHANGES`. Values reach the config object (`configs`), or are refused by name
+(`not_built`).
+"""
+
+import ast
+import enum
 import functools
+import inspect
+import itertools
+import textwrap
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from dataclasses import MISSING, Field, fields
+from fnmatch import fnmatchcase
+from typing import Any, Literal
 
-import torch
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from megatron.pretrain.arguments.flags import ConfigFields, Flag, frequency, integer_pair, one_of
-from megatron.pretrain.arguments.further_fields import absent_further_flags
-
-FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-FLOATS_OR_AUTO = FLOATS | {"auto": None}
-"""`auto` stands for the dtype of the parameter, or of the main gradient."""
-STATE_DTYPES = FLOATS | {"fp8": torch.uint8}
-
-SHARDING = ("no_shard", "optim", "optim_grads", "optim_grads_params")
-ROUTER_BALANCING = (
-    "aux_loss",
-    "seq_aux_loss",
-    "global_aux_loss",
-    "sinkhorn",
-    "quantile_balancing",
-    "none",
+from megatron.pretrain.arguments.flags import (
+    FLOATS,
+    STATE_DTYPES,
+    Flag,
+    enum_member,
+    frequency,
+    integer_pair,
+    one_of,
+    spelled,
 )
 
-CONTEXT_COMMUNICATION = ("p2p", "a2a", "all_gather", "a2a+p2p")
+CONFIGS: dict[str, type] = {
+    "model": TransformerConfig,
+    "optimizer": OptimizerConfig,
+    "data parallelism": DistributedDataParallelConfig,
+    "multi-latent attention": MLATransformerConfig,
+}
+"""Title of a group in --help -> config. A field of several configs is a flag of the first."""
+PARTS_OF_THE_MODEL: dict[str, str] = {
+    "mixture of experts": "moe_* *_moe_* ep_overlap_* overlap_dispatch_* delay_wgrad_compute",
+    "low precision and graphs": "fp16 bf16 fp8* fp4* *cuda_graph* *_bf16 use_te_rng_tracker",
+    "model parallelism": """*_parallel_* *parallel sequence_parallel *pipeline* *_p2p_* *_vp_stage
+        cp_comm_type *tp_comm_* *embedding_wgrad_compute wgrad_deferral_limit""",
+}
+"""Title of a group -> patterns of fields of the first config, which has most of all fields."""
+
+NO_FLAG = """virtual_pipeline_model_parallel_size params_dtype pipeline_dtype autocast_dtype
+    enable_autocast variable_seq_lengths batch_p2p_* deallocate_pipeline_outputs
+    gated_linear_unit bias_activation_fusion persist_layer_norm quant_recipe is_hybrid_model
+    mtp_standalone num_microbatches_with_partial_activation_checkpoints
+    heterogeneous_block_specs hetereogenous_dist_checkpoint inference_sampling_seed
+    inference_rng_tracker mup_width_mult gtp_weight_remat_size expert_gtp_weight_remat_size
+    num_buckets cpu_offloading timers barrier_with_L1_time _*"""
+"""Fields that the program derives, or whose flag has another name."""
 
 
 def named(name: str, **more: object) -> dict[str, object]:
@@ -34,339 +64,269 @@ def named(name: str, **more: object) -> dict[str, object]:
     return {"names": (name,), **more}
 
 
-def off(name: str) -> dict[str, object]:
+def renamed(dest: str) -> dict[str, object]:
+    """Return a change of the flag's name and of its destination alike."""
+    return named(spelled(dest), dest=dest)
+
+
+def off(name: str, **more: object) -> dict[str, object]:
     """Return a change that makes the flag a switch that turns a default off."""
-    return {"names": (name,), "kind": "off", "default": True}
+    return {"names": (name,), "kind": "off", "default": True, **more}
 
 
-MODEL = ConfigFields(
-    TransformerConfig,
-    (
-        "num_layers",
-        "hidden_size",
-        "ffn_hidden_size",
-        "num_attention_heads",
-        "kv_channels",
-        "num_query_groups",
-        "normalization",
-        "layernorm_epsilon",
-        "layernorm_zero_centered_gamma",
-        "add_bias_linear",
-        "add_qkv_bias",
-        "qk_layernorm",
-        "qk_l2_norm",
-        "attention_dropout",
-        "hidden_dropout",
-        "attention_softmax_in_fp32",
-        "apply_query_key_layer_scaling",
-        "softmax_scale",
-        "softmax_type",
-        "rotary_interleaved",
-        "no_rope_freq",
-        "window_size",
-        "fp32_residual_connection",
-        "apply_residual_connection_post_layernorm",
-        "init_method_std",
-        "embedding_init_method_std",
-        "transformer_impl",
-        "attention_backend",
-        "masked_softmax_fusion",
-        "bias_dropout_fusion",
-        "apply_rope_fusion",
-        "gradient_accumulation_fusion",
-        "cross_entropy_loss_fusion",
-        "cross_entropy_fusion_impl",
-        "recompute_granularity",
-        "recompute_method",
-        "recompute_num_layers",
-        "recompute_modules",
-        "calculate_per_token_loss",
-        "deterministic_mode",
-        "disable_bf16_reduced_precision_matmul",
-        "use_cpu_initialization",
-        "init_model_with_meta_device",
-        "test_mode",
-        "mtp_num_layers",
-        "mtp_loss_scaling_factor",
-        "multi_latent_attention",
-    ),
-    {
-        "num_layers": {"default": None, "names": ("--num-layers", "--encoder-num-layers")},
-        "hidden_size": {"default": None},
-        "num_attention_heads": {"default": None},
-        "num_query_groups": {"default": 1},
-        "layernorm_epsilon": named("--norm-epsilon"),
-        "layernorm_zero_centered_gamma": named("--apply-layernorm-1p"),
-        "add_bias_linear": off("--disable-bias-linear"),
-        "attention_softmax_in_fp32": {
-            "names": ("--attention-softmax-in-fp32",),
-            "kind": "switch",
-            "default": False,
-        },
-        "no_rope_freq": {"type": frequency},
-        "window_size": {"type": integer_pair, "nargs": None},
-        "masked_softmax_fusion": off("--no-masked-softmax-fusion"),
-        "bias_dropout_fusion": off("--no-bias-dropout-fusion"),
-        "apply_rope_fusion": off("--no-rope-fusion"),
-        "gradient_accumulation_fusion": off("--no-gradient-accumulation-fusion"),
+CHANGES: dict[str, dict[str, Any]] = {
+    # Data parallelism.
+    "data_parallel_sharding_strategy": {
+        "choices": ("no_shard", "optim", "optim_grads", "optim_grads_params")
     },
-)
-
-LATENT_ATTENTION = ConfigFields(
-    MLATransformerConfig,
-    (
-        "q_lora_rank",
-        "kv_lora_rank",
-        "qk_head_dim",
-        "qk_pos_emb_head_dim",
-        "v_head_dim",
-        "rope_type",
-        "rotary_scaling_factor",
-        "mscale",
-        "mscale_all_dim",
+    "outer_dp_sharding_strategy": {"choices": ("no_shard", "optim")},
+    "align_param_gather": off("--no-align-param-gather"),
+    "grad_reduce_in_fp32": renamed("accumulate_allreduce_grads_in_fp32"),
+    "check_for_nan_in_grad": off(
+        "--no-check-for-nan-in-loss-and-grad", dest="check_for_nan_in_loss_and_grad"
     ),
-    {
-        "q_lora_rank": {"default": None},
-        "kv_lora_rank": {"default": 32},
-        "rotary_scaling_factor": {"default": 1.0},
-        "rope_type": {"default": None, "choices": ("rope", "yarn")},
-    },
-)
-
-MIXTURE_OF_EXPERTS = ConfigFields(
-    TransformerConfig,
-    (
-        "num_moe_experts",
-        "moe_ffn_hidden_size",
-        "moe_layer_freq",
-        "moe_shared_expert_intermediate_size",
-        "moe_shared_expert_gate",
-        "moe_shared_expert_overlap",
-        "moe_router_topk",
-        "moe_router_pre_softmax",
-        "moe_router_num_groups",
-        "moe_router_group_topk",
-        "moe_router_topk_scaling_factor",
-        "moe_router_score_function",
-        "moe_router_enable_expert_bias",
-        "moe_router_bias_update_rate",
-        "moe_router_dtype",
-        "moe_router_load_balancing_type",
-        "moe_router_force_load_balancing",
-        "moe_aux_loss_coeff",
-        "moe_z_loss_coeff",
-        "moe_input_jitter_eps",
-        "moe_token_dispatcher_type",
-        "moe_expert_capacity_factor",
-        "moe_pad_expert_input_to_capacity",
-        "moe_token_drop_policy",
-        "moe_grouped_gemm",
-        "moe_use_legacy_grouped_gemm",
-        "moe_enable_deepep",
-        "moe_flex_dispatcher_backend",
-        "moe_permute_fusion",
-        "moe_router_fusion",
-        "moe_per_layer_logging",
-        "overlap_moe_expert_parallel_comm",
-        "delay_wgrad_compute",
+    "bucket_size": renamed("ddp_bucket_size"),
+    "pad_buckets_for_high_nccl_busbw": renamed("ddp_pad_buckets_for_high_nccl_busbw"),
+    "reduce_scatter_with_fp32_accumulation": renamed("ddp_reduce_scatter_with_fp32_accumulation"),
+    "average_in_collective": renamed("ddp_average_in_collective"),
+    "param_name_patterns_for_fp32_local_accumulation": named(
+        "--ddp-param-name-patterns-for-fp32-local-accumulation"
     ),
-    {
-        "num_moe_experts": named("--num-experts", dest="num_experts"),
-        "moe_layer_freq": {"type": frequency},
-        "moe_router_score_function": {"choices": ("softmax", "sigmoid", "sqrtsoftplus")},
-        "moe_router_load_balancing_type": {"type": str, "nargs": "+", "choices": ROUTER_BALANCING},
-        "moe_aux_loss_coeff": {"type": float, "nargs": "+"},
-        "moe_flex_dispatcher_backend": {"choices": ("deepep", "hybridep", "ncclep")},
+    "gradient_reduce_div_fusion": off("--no-gradient-reduce-div-fusion"),
+    "nccl_ub": named("--use-nccl-ub"),
+    # Optimizer.
+    "optimizer": {"choices": ("adam", "sgd", "muon", "dist_muon", "lion", "soap", "adaptive_muon")},
+    "min_lr": {"default": 0.0},
+    "optimizer_offload_fraction": {"default": 1.0},
+    "main_grads_dtype": {"type": one_of({word: FLOATS[word] for word in ("fp32", "bf16")})},
+    "main_params_dtype": {"type": one_of({word: FLOATS[word] for word in ("fp32", "fp16")})},
+    "exp_avg_dtype": {"type": one_of(STATE_DTYPES)},
+    "exp_avg_sq_dtype": {"type": one_of(STATE_DTYPES)},
+    # Model.
+    "num_layers": {"default": None, "names": ("--num-layers", "--encoder-num-layers")},
+    "hidden_size": {"default": None},
+    "num_attention_heads": {"default": None},
+    "num_query_groups": {"default": 1},
+    "layernorm_epsilon": named("--norm-epsilon"),
+    "layernorm_zero_centered_gamma": named("--apply-layernorm-1p"),
+    "add_bias_linear": off("--disable-bias-linear"),
+    "attention_softmax_in_fp32": named("--attention-softmax-in-fp32", kind="switch", default=False),
+    "no_rope_freq": {"type": frequency},
+    "window_size": {"type": integer_pair, "nargs": None},
+    "masked_softmax_fusion": off("--no-masked-softmax-fusion"),
+    "bias_dropout_fusion": off("--no-bias-dropout-fusion"),
+    "apply_rope_fusion": off("--no-rope-fusion"),
+    "gradient_accumulation_fusion": off("--no-gradient-accumulation-fusion"),
+    "q_lora_rank": {"default": None},
+    "kv_lora_rank": {"default": 32},
+    "rotary_scaling_factor": {"default": 1.0},
+    "rope_type": {"default": None, "choices": ("rope", "yarn")},
+    # Mixture of experts.
+    "num_moe_experts": renamed("num_experts"),
+    "moe_layer_freq": {"type": frequency},
+    "moe_router_score_function": {"choices": ("softmax", "sigmoid", "sqrtsoftplus")},
+    "moe_router_load_balancing_type": {
+        "type": str,
+        "nargs": "+",
+        "choices": (
+            *("aux_loss", "seq_aux_loss", "global_aux_loss"),
+            *("sinkhorn", "quantile_balancing", "none"),
+        ),
     },
-)
-
-LOW_PRECISION = ConfigFields(
-    TransformerConfig,
-    (
-        "fp8",
-        "fp8_recipe",
-        "fp8_param",
-        "fp8_margin",
-        "fp8_amax_history_len",
-        "fp8_amax_compute_algo",
-        "first_last_layers_bf16",
-        "num_layers_at_start_in_bf16",
-        "num_layers_at_end_in_bf16",
-        "fp4",
-        "fp4_param",
-        "cuda_graph_impl",
-        "use_te_rng_tracker",
-    ),
-    {
-        "fp8": named("--fp8-format"),
-        "fp8_param": named("--fp8-param-gather", dest="fp8_param_gather"),
-        "fp4": named("--fp4-format"),
-        "fp4_param": named("--fp4-param-gather"),
-        "cuda_graph_impl": {"choices": ("none", "local", "transformer_engine", "full_iteration")},
-        "use_te_rng_tracker": named("--te-rng-tracker", dest="te_rng_tracker"),
+    "moe_aux_loss_coeff": {"type": float, "nargs": "+"},
+    "moe_flex_dispatcher_backend": {"choices": ("deepep", "hybridep", "ncclep")},
+    # Low precision and graphs.
+    "fp8": named("--fp8-format"),
+    "fp8_param": renamed("fp8_param_gather"),
+    "fp4": named("--fp4-format"),
+    "fp4_param": named("--fp4-param-gather"),
+    "cuda_graph_impl": {"choices": ("none", "local", "transformer_engine", "full_iteration")},
+    "cuda_graph_scope": {"nargs": "+"},
+    "cuda_graph_modules": {"nargs": "+"},
+    "use_te_rng_tracker": renamed("te_rng_tracker"),
+    # Model parallelism.
+    "num_layers_in_first_pipeline_stage": renamed("decoder_first_pipeline_num_layers"),
+    "num_layers_in_last_pipeline_stage": renamed("decoder_last_pipeline_num_layers"),
+    "pipeline_model_parallel_layout": {"type": str},
+    "overlap_p2p_comm": off("--no-overlap-p2p-communication"),
+    "cp_comm_type": {
+        "type": str,
+        "nargs": "+",
+        "default": ["p2p"],
+        "choices": ("p2p", "a2a", "all_gather", "a2a+p2p"),
     },
-)
-
-PARALLELISM = ConfigFields(
-    TransformerConfig,
-    (
-        "tensor_model_parallel_size",
-        "pipeline_model_parallel_size",
-        "context_parallel_size",
-        "expert_model_parallel_size",
-        "expert_tensor_parallel_size",
-        "sequence_parallel",
-        "num_layers_in_first_pipeline_stage",
-        "num_layers_in_last_pipeline_stage",
-        "pipeline_model_parallel_layout",
-        "overlap_p2p_comm",
-        "cp_comm_type",
-        "hierarchical_context_parallel_sizes",
-        "defer_embedding_wgrad_compute",
-        "wgrad_deferral_limit",
-    ),
-    {
-        "num_layers_in_first_pipeline_stage": named(
-            "--decoder-first-pipeline-num-layers", dest="decoder_first_pipeline_num_layers"
-        ),
-        "num_layers_in_last_pipeline_stage": named(
-            "--decoder-last-pipeline-num-layers", dest="decoder_last_pipeline_num_layers"
-        ),
-        "pipeline_model_parallel_layout": {"type": str},
-        "overlap_p2p_comm": off("--no-overlap-p2p-communication"),
-        "cp_comm_type": {
-            "type": str,
-            "nargs": "+",
-            "default": ["p2p"],
-            "choices": CONTEXT_COMMUNICATION,
-        },
-    },
-)
-
-OPTIMIZER = ConfigFields(
-    OptimizerConfig,
-    (
-        "optimizer",
-        "lr",
-        "min_lr",
-        "decoupled_lr",
-        "decoupled_min_lr",
-        "weight_decay",
-        "apply_wd_to_qk_layernorm",
-        "adam_beta1",
-        "adam_beta2",
-        "adam_eps",
-        "sgd_momentum",
-        "clip_grad",
-        "log_num_zeros_in_grad",
-        "fp16",
-        "bf16",
-        "loss_scale",
-        "initial_loss_scale",
-        "min_loss_scale",
-        "loss_scale_window",
-        "hysteresis",
-        "use_distributed_optimizer",
-        "overlap_param_gather",
-        "overlap_param_gather_with_optimizer_step",
-        "use_precision_aware_optimizer",
-        "main_grads_dtype",
-        "main_params_dtype",
-        "exp_avg_dtype",
-        "exp_avg_sq_dtype",
-        "optimizer_cpu_offload",
-        "optimizer_offload_fraction",
-    ),
-    {
-        "optimizer": {
-            "choices": ("adam", "sgd", "muon", "dist_muon", "lion", "soap", "adaptive_muon")
-        },
-        "min_lr": {"default": 0.0},
-        "optimizer_offload_fraction": {"default": 1.0},
-        "main_grads_dtype": one_of({k: FLOATS[k] for k in ("fp32", "bf16")}),
-        "main_params_dtype": one_of({k: FLOATS[k] for k in ("fp32", "fp16")}),
-        "exp_avg_dtype": one_of(STATE_DTYPES),
-        "exp_avg_sq_dtype": one_of(STATE_DTYPES),
-    },
-)
-
-DATA_PARALLEL = ConfigFields(
-    DistributedDataParallelConfig,
-    (
-        "use_megatron_fsdp",
-        "data_parallel_sharding_strategy",
-        "outer_dp_sharding_strategy",
-        "num_distributed_optimizer_instances",
-        "overlap_grad_reduce",
-        "align_param_gather",
-        "grad_reduce_in_fp32",
-        "check_for_nan_in_grad",
-        "check_for_large_grads",
-        "bucket_size",
-        "pad_buckets_for_high_nccl_busbw",
-        "reduce_scatter_with_fp32_accumulation",
-        "average_in_collective",
-        "gradient_reduce_div_fusion",
-        "reuse_grad_buf_for_mxfp8_param_ag",
-        "suggested_communication_unit_size",
-        "keep_fp8_transpose_cache",
-        "nccl_ub",
-        "disable_symmetric_registration",
-        "fsdp_manual_registration",
-        "fsdp_double_buffer",
-    ),
-    {
-        "data_parallel_sharding_strategy": {"choices": SHARDING},
-        "outer_dp_sharding_strategy": {"choices": ("no_shard", "optim")},
-        "align_param_gather": off("--no-align-param-gather"),
-        "grad_reduce_in_fp32": named(
-            "--accumulate-allreduce-grads-in-fp32", dest="accumulate_allreduce_grads_in_fp32"
-        ),
-        "check_for_nan_in_grad": (
-            off("--no-check-for-nan-in-loss-and-grad") | {"dest": "check_for_nan_in_loss_and_grad"}
-        ),
-        "bucket_size": named("--ddp-bucket-size", dest="ddp_bucket_size"),
-        "pad_buckets_for_high_nccl_busbw": named(
-            "--ddp-pad-buckets-for-high-nccl-busbw", dest="ddp_pad_buckets_for_high_nccl_busbw"
-        ),
-        "reduce_scatter_with_fp32_accumulation": named(
-            "--ddp-reduce-scatter-with-fp32-accumulation",
-            dest="ddp_reduce_scatter_with_fp32_accumulation",
-        ),
-        "average_in_collective": named(
-            "--ddp-average-in-collective", dest="ddp_average_in_collective"
-        ),
-        "gradient_reduce_div_fusion": off("--no-gradient-reduce-div-fusion"),
-        "nccl_ub": named("--use-nccl-ub"),
-    },
-)
-
-CONFIG_GROUPS: dict[str, ConfigFields] = {
-    "data parallelism": DATA_PARALLEL,
-    "optimizer": OPTIMIZER,
-    "model": MODEL,
-    "multi-latent attention": LATENT_ATTENTION,
-    "mixture of experts": MIXTURE_OF_EXPERTS,
-    "low precision and graphs": LOW_PRECISION,
-    "model parallelism": PARALLELISM,
 }
+"""Name of a field -> settings of its `Flag` that the field itself does not imply."""
+
+OF_SOME_RELEASES = """async_tensor_model_parallel_allreduce moe_extended_tp fused_residual_rmsnorm
+    tensor_parallel_num_weight_shards expert_tensor_parallel_num_weight_shards
+    mtp_detach_heads mtp_use_repeated_layer flash_attention_version dsa_indexer_topk_freq
+    dsa_kernel_backend use_mup mup_base_hidden_size mup_embedding_mult mup_output_mult
+    mup_base_head_dim mup_attn_scale_power use_transformer_engine_op_fuser fp8_output_proj
+    high_priority_a2a_comm_stream use_grouped_gemm_for_shared_expert
+    use_grouped_gemm_for_dense_mlp moe_router_force_biased moe_router_quantile_balancing_ema
+    moe_single_grouped_weight moe_single_grouped_bias moe_permute_fusion_into_hybridep
+    moe_flex_dispatcher_num_sms moe_ncclep_static_shape moe_ncclep_zero_copy
+    moe_mlp_glu_interleave_size moe_expert_rank_capacity_factor moe_use_legacy_grouped_gemm
+    mlp_chunks_for_training delay_offload_until_cuda_graph delta_offload_bytes_across_pp_ranks
+    activation_offload_fraction moe_paged_stash moe_paged_stash_page_size cuda_graph_modules
+    overlap_dispatch_backward_with_experts_wgrad mla_down_proj_fusion muon_nesterov
+    muon_use_nesterov muon_coefficient_type muon_scalar_optimizer lion_beta1 lion_beta2
+    soap_shampoo_beta soap_precondition_frequency adaptive_muon_moment2_method
+    adaptive_muon_beta2 adaptive_muon_eps grad_norm_skip_threshold optimizer_cuda_graph
+    preserve_fp32_weights fsdp_all_gather_in_start_param_sync
+    megatron_fsdp_use_decoupled_grad megatron_fsdp_cuda_graph_mode
+    use_layer_wise_distributed_optimizer cpu_offloading_retain_pinned_cpu_buffers
+    nccl_all_reduce_for_prefill moe_pad_experts_for_cuda_graph_inference
+    mtp_hybrid_override_pattern param_name_patterns_for_fp32_local_accumulation"""
+"""Fields that some of the releases 0.16 to 0.19 lack, to tell them from unknown flags."""
 
 
-def config_flags() -> dict[str, list[Flag]]:
-    """Return the generated flags by the title of their group in --help."""
-    return {title: source.flags() for title, source in CONFIG_GROUPS.items()}
+def field_flags(program_flags: Iterable[Flag] = ()) -> dict[str, dict[str, Flag]]:
+    """Return the flags of fields by the title of their group in --help and the field's name.
+
+    Args:
+        program_flags: flags of other tables, which come before fields of the same name. Two fields
+            may also have one flag: --fp4-param-gather is `fp4_param` and `fp4_param_gather`.
+    """
+    seen = {flag.dest for flag in program_flags}
+    written = set(itertools.chain.from_iterable(flag.names for flag in program_flags))
+    groups: dict[str, dict[str, Flag]] = {}
+    for title, config in CONFIGS.items():
+        hints = typing.get_type_hints(config)
+        for declared in fields(config):
+            name = declared.name
+            is_taken = name in seen or not declared.init or matches(name, NO_FLAG)
+            if is_taken or not (can_be_written(hints[name]) or name in CHANGES):
+                continue
+            seen.add(name)
+            flag = field_flag(config, declared, hints[name])
+            if written.isdisjoint(flag.names):
+                parts = PARTS_OF_THE_MODEL if config is TransformerConfig else {}
+                part = next((t for t, names in parts.items() if matches(name, names)), title)
+                groups.setdefault(part, {})[name] = flag
+            written.update(flag.names)
+    return groups
+
+
+def field_flag(config: type, declared: Field[Any], hint: Any) -> Flag:
+    """Return the flag of a field."""
+    name = declared.name
+    settings = from_annotation(hint, default_of(declared)) | {"dest": name}
+    settings |= {"help": field_docstrings(config).get(name, "")} | from_metadata(declared)
+    changes = CHANGES.get(name, {})
+    choices = (*changes.get("choices", ()), *(settings.get("choices") or ()))
+    settings |= changes
+    if choices:
+        settings["choices"] = tuple(dict.fromkeys(choices))
+    if "names" not in settings:
+        prefixes = ("no-", "disable-") if settings["kind"] == "off" else ("",)
+        settings["names"] = tuple(spelled(prefix + name) for prefix in prefixes)
+    return Flag(**settings)
 
 
 @functools.cache
 def absent_flags() -> set[str]:
-    """Return the flags of fields that this release of Megatron-Core lacks, as they are written."""
-    return absent_further_flags().union(*(source.absent() for source in CONFIG_GROUPS.values()))
+    """Return the flags of other releases' fields that this release lacks, as they are written."""
+    here = {f.name for f in itertools.chain.from_iterable(map(fields, CONFIGS.values()))}
+    written: set[str] = set()
+    for name in set(OF_SOME_RELEASES.split()) - here:
+        written.update(CHANGES.get(name, {}).get("names", (spelled(name),)))
+    return written
 
 
 @functools.cache
 def absent_values() -> dict[str, set[str]]:
     """Return the choices that this release of Megatron-Core lacks, by destination."""
     lacking: dict[str, set[str]] = {}
-    for source in CONFIG_GROUPS.values():
-        lacking |= source.absent_choices()
+    for config in CONFIGS.values():
+        for name, hint in typing.get_type_hints(config).items():
+            choices = CHANGES.get(name, {}).get("choices")
+            if choices and typing.get_origin(without_none(hint)) is Literal:
+                lacking[name] = set(choices) - set(typing.get_args(without_none(hint)))
     return lacking
+
+
+def matches(name: str, patterns: str) -> bool:
+    """Return True if the name matches one of the patterns of `fnmatch`, separated by blanks."""
+    return any(fnmatchcase(name, pattern) for pattern in patterns.split())
+
+
+def default_of(declared: Field[Any]) -> Any:
+    """Return a field's default, None for a field that must be given."""
+    if declared.default is not MISSING:
+        return declared.default
+    return None if declared.default_factory is MISSING else declared.default_factory()
+
+
+def from_metadata(declared: Field[Any]) -> dict[str, Any]:
+    """Return the `Flag` settings that a release of Megatron-Core adds to one of its fields."""
+    given: Mapping[str, Any] = declared.metadata.get("argparse_meta", {})
+    settings = {name: given[name] for name in ("dest", "type", "choices", "nargs") if name in given}
+    if "arg_names" in given:
+        settings["names"] = tuple(given["arg_names"])
+    return settings
+
+
+def from_annotation(annotation: Any, default: Any) -> dict[str, Any]:
+    """Return the `Flag` settings that a field's type and default imply."""
+    annotation = without_none(annotation)
+    origin = typing.get_origin(annotation)
+    if annotation is bool:
+        return {"kind": "off" if default else "switch", "default": bool(default)}
+    settings: dict[str, Any] = {"kind": "value", "default": default}
+    if origin is Literal:
+        choices = typing.get_args(annotation)
+        return settings | {"choices": choices, "type": type(choices[0])}
+    if is_list_or_item(annotation):
+        return settings | {"type": frequency}
+    if origin in (list, tuple):
+        return settings | {"nargs": "+", "type": typing.get_args(annotation)[0]}
+    if isinstance(annotation, type) and issubclass(annotation, enum.Enum):
+        return settings | {"choices": tuple(annotation), "type": enum_member(annotation)}
+    if annotation in (int, float, str):
+        return settings | {"type": annotation}
+    return settings  # `CHANGES` must name the type
+
+
+def can_be_written(annotation: Any) -> bool:
+    """Return True if values of this type can be written on a command line."""
+    annotation = without_none(annotation)
+    origin = typing.get_origin(annotation)
+    if origin is Literal or is_list_or_item(annotation):
+        return True
+    if origin in (list, tuple):
+        return typing.get_args(annotation)[0] in (int, float, str)
+    is_enum = isinstance(annotation, type) and issubclass(annotation, enum.Enum)
+    return is_enum or annotation in (bool, int, float, str)
+
+
+def without_none(annotation: Any) -> Any:
+    """Return `X` for `Optional[X]`, anything else unchanged."""
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        rest = [a for a in typing.get_args(annotation) if a is not type(None)]
+        if len(rest) == 1:
+            return rest[0]
+    return annotation
+
+
+def is_list_or_item(annotation: Any) -> bool:
+    """Return True for ``int | list[int]``, with or without None."""
+    parts = [part for part in typing.get_args(annotation) if part is not type(None)]
+    lists = [part for part in parts if typing.get_origin(part) is list]
+    return len(parts) == 2 and int in parts and [typing.get_args(x) for x in lists] == [(int,)]
+
+
+@functools.cache
+def field_docstrings(config: type) -> dict[str, str]:
+    """Return the string literals below the fields of a dataclass and its bases, by field name."""
+    docs: dict[str, str] = {}
+    for base in reversed(config.__mro__[:-1]):
+        definition = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]
+        assert isinstance(definition, ast.ClassDef)
+        for statement, following in itertools.pairwise(definition.body):
+            if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+                value = following.value if isinstance(following, ast.Expr) else None
+                if isinstance(value, ast.Constant) and isinstance(value.value, str):
+                    docs[statement.target.id] = " ".join(value.value.split())
+    return docs

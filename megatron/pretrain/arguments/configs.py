@@ -18,7 +18,7 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch.nn.functional import gelu, silu
 
-from megatron.pretrain.arguments.flags import default_of
+from megatron.pretrain.arguments.config_flags import default_of
 
 Config = TypeVar("Config")
 

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from megatron.pretrain.arguments.check import Check
-from megatron.pretrain.arguments.not_built import OTHER_TOKENIZERS
 from megatron.pretrain.data.splits import DEFAULT_SPLIT, check_weights
 from megatron.pretrain.data.tokenizer_choice import TokenizerChoice
 from megatron.pretrain.data.tokenizer_record import read_record
@@ -71,7 +70,6 @@ def check_data(check: Check) -> None:
     note_without_blend(check)
     args.dataloader_type = args.dataloader_type or "single"
     check_full_validation(check, flags)
-    check_fill_in_the_middle(check)
     choose_tokenizer(check)
 
 
@@ -177,30 +175,6 @@ def check_full_validation(check: Check, flags: dict[str, str]) -> None:
     )
 
 
-def check_fill_in_the_middle(check: Check) -> None:
-    """Check the flags of --fim-data."""
-    args = check.args
-    for dest in ("fim_rate", "fim_spm_rate", "fim_fragment_rate"):
-        value = getattr(args, dest)
-        check.require(
-            value is None or 0 <= value <= 1,
-            f"{check.flag(dest)} must be from 0 to 1, got {value}",
-        )
-    if args.fim_data:
-        check.require(
-            not args.mock_data, "--fim-data needs text: give --data-path instead of --mock-data"
-        )
-        check.require(
-            not args.tokenizer_hf_include_special_tokens,
-            "--fim-data cuts documents into parts, each of which would get special tokens: leave"
-            " out --tokenizer-hf-include-special-tokens",
-        )
-        check.require(
-            args.fim_split_sample is None or args.fim_fragment_rate is not None,
-            "--fim-split-sample needs --fim-fragment-rate",
-        )
-
-
 def choose_tokenizer(check: Check) -> None:
     """Complete the type of the tokenizer and check its settings and files."""
     args = check.args
@@ -210,8 +184,6 @@ def choose_tokenizer(check: Check) -> None:
             args.tokenizer_type = "GPT2BPETokenizer"  # as in Megatron-LM
         else:
             args.tokenizer_type = "NullTokenizer" if args.mock_data else "ByteTokenizer"
-    if args.tokenizer_type in OTHER_TOKENIZERS:  # refused already
-        return
     check.problems += TokenizerChoice.of(args).problems()
     if args.legacy_tokenizer:
         if args.tokenizer_type in OTHER_WHEN_LEGACY:

@@ -1,19 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Command-line flags as data, and flags made from the fields of Megatron-Core's config classes."""
+"""Flags of the command line as data: rows of tables, their values, and their lines in --help."""
 
 import argparse
 import ast
 import enum
-import functools
-import inspect
-import itertools
 import re
-import textwrap
-import types
-import typing
-from collections.abc import Callable, Sequence
-from dataclasses import MISSING, Field, dataclass, field, fields
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
+
+import torch
+
+FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+FLOATS_OR_AUTO = FLOATS | {"auto": None}
+"""`auto` stands for the dtype of the parameter, or of the main gradient."""
+STATE_DTYPES = FLOATS | {"fp8": torch.uint8}
+
+COMMON = """use_megatron_fsdp data_parallel_sharding_strategy num_distributed_optimizer_instances lr
+    num_layers hidden_size num_attention_heads swiglu position_embedding_type normalization
+    num_experts tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size
+    expert_model_parallel_size bf16 seq_length micro_batch_size global_batch_size train_iters
+    data_path tokenizer_type tokenizer_model save load save_interval dry_run"""
+"""Destinations that --help shows."""
+WIDTH = 100
+START_OF_HELP = 46
+"""Columns of --help, and the column at which the help of a flag begins."""
+
+HEAD = """usage: torchrun --nproc_per_node RANKS pretrain_gpt.py FLAGS
+
+Train a GPT model with Megatron-Core."""
+END_OF_COMMON = """
+--help-all lists all flags. --dry-run checks a command line and prints what follows from it."""
 
 
 @dataclass(frozen=True)
@@ -37,79 +54,37 @@ class Flag:
     help: str = ""
     """Text for --help."""
 
-    def add_to(self, group: argparse._ArgumentGroup) -> None:
-        """Declare this flag in an argparse group."""
-        shown = str(getattr(self.default, "name", self.default))
-        help = (
-            f"{self.help} (default: {shown})"
-            if self.kind == "value" and self.default is not None
-            else self.help
-        )
-        shared = {"dest": self.dest, "default": self.default, "help": help.replace("%", "%%")}
+    def add_to(self, parser: argparse.ArgumentParser) -> None:
+        """Declare this flag in a parser."""
+        settings: dict[str, Any] = {"dest": self.dest, "default": self.default}
         if self.kind == "value":
-            group.add_argument(
-                *self.names, type=self.type, choices=self.choices, nargs=self.nargs, **shared
-            )
+            settings |= {"type": self.type, "choices": self.choices, "nargs": self.nargs}
         else:
-            action = "store_true" if self.kind == "switch" else "store_false"
-            group.add_argument(*self.names, action=action, **shared)
+            settings["action"] = "store_true" if self.kind == "switch" else "store_false"
+        parser.add_argument(*self.names, **settings)
 
 
-@dataclass(frozen=True)
-class ConfigFields:
-    """Fields of one config class that become flags."""
+def row(names: str, kind: Any, help: str, default: Any = None, **more: Any) -> Flag:
+    """Return a flag that is written as one line of a table.
 
-    config: type
-    names: tuple[str, ...]
-    """The names of the fields."""
-    changes: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Name of a field -> settings of its `Flag` that the field itself does not imply."""
-
-    def flags(self) -> list[Flag]:
-        """Return the flags of the fields that this release has, in the order of `names`."""
-        declared = {f.name: f for f in fields(self.config)}
-        hints = typing.get_type_hints(self.config)
-        helps = field_docstrings(self.config)
-        made = []
-        for name in self.names:
-            if name not in declared:
-                continue
-            settings = from_annotation(hints[name], default_of(declared[name]))
-            settings |= {"help": helps.get(name, "")} | from_metadata(declared[name])
-            settings = with_changes(settings, self.changes.get(name, {}))
-            settings.setdefault("dest", name)
-            if "names" not in settings:
-                prefixes = ("no-", "disable-") if settings["kind"] == "off" else ("",)
-                settings["names"] = tuple(spelled(prefix + name) for prefix in prefixes)
-            made.append(Flag(**settings))
-        return made
-
-    def absent_choices(self) -> dict[str, set[str]]:
-        """Return choices of other releases that this release's fields lack, by destination."""
-        hints = typing.get_type_hints(self.config)
-        lacking: dict[str, set[str]] = {}
-        for name, change in self.changes.items():
-            annotation = without_none(hints.get(name))
-            if "choices" in change and typing.get_origin(annotation) is Literal:
-                here = set(typing.get_args(annotation))
-                lacking[change.get("dest", name)] = set(change["choices"]) - here
-        return lacking
-
-    def absent(self) -> list[str]:
-        """Return the flags of `names` that are fields of other releases, as they are written."""
-        declared = {f.name for f in fields(self.config)}
-        written: list[str] = []
-        for name in self.names:
-            if name not in declared:
-                written.extend(self.changes.get(name, {}).get("names", (spelled(name),)))
-        return written
-
-
-def with_changes(settings: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings with the changes, and with the choices of both."""
-    choices = (*changes.get("choices", ()), *(settings.get("choices") or ()))
-    both = settings | changes
-    return both | {"choices": tuple(dict.fromkeys(choices))} if choices else both
+    Args:
+        names: spellings, separated by blanks. The first gives the destination, unless `dest` does.
+        kind: "switch", "off", the words that are allowed as "one|other", or the type of the value.
+        help: text for --help.
+        default: value without the flag.
+        **more: other settings of `Flag`.
+    """
+    spellings = tuple(names.split())
+    dest = spellings[0].removeprefix("--").replace("-", "_")
+    settings: dict[str, Any] = {"type": kind, "default": default}
+    if kind == "off":
+        dest = dest.removeprefix("no_")
+        settings = {"kind": kind, "default": True}
+    elif kind == "switch":
+        settings = {"kind": kind, "default": bool(default)}
+    elif isinstance(kind, str):
+        settings = {"choices": tuple(kind.split("|")), "default": default}
+    return Flag(spellings, **({"dest": dest, "help": help} | settings | more))
 
 
 def spelled(name: str) -> str:
@@ -117,79 +92,29 @@ def spelled(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def default_of(declared: Field[Any]) -> Any:
-    """Return a field's default, None for a field that must be given."""
-    if declared.default is not MISSING:
-        return declared.default
-    return None if declared.default_factory is MISSING else declared.default_factory()
-
-
-def from_metadata(declared: Field[Any]) -> dict[str, Any]:
-    """Return the `Flag` settings that a release of Megatron-Core adds to one of its fields."""
-    given = declared.metadata.get("argparse_meta", {})
-    settings = {name: given[name] for name in ("dest", "type", "choices", "nargs") if name in given}
-    if "arg_names" in given:
-        settings["names"] = tuple(given["arg_names"])
-    return settings
-
-
-def from_annotation(annotation: Any, default: Any) -> dict[str, Any]:
-    """Return the `Flag` settings that a field's type and default imply."""
-    annotation = without_none(annotation)
-    origin = typing.get_origin(annotation)
-    if annotation is bool:
-        return {"kind": "off" if default else "switch", "default": bool(default)}
-    settings: dict[str, Any] = {"kind": "value", "default": default}
-    if origin is Literal:
-        choices = typing.get_args(annotation)
-        return settings | {"choices": choices, "type": type(choices[0])}
-    if is_list_or_item(annotation):
-        return settings | {"type": frequency}
-    if origin in (list, tuple):
-        return settings | {"nargs": "+", "type": typing.get_args(annotation)[0]}
-    if isinstance(annotation, type) and issubclass(annotation, enum.Enum):
-        return settings | {"choices": tuple(annotation), "type": enum_member(annotation)}
-    if annotation in (int, float, str):
-        return settings | {"type": annotation}
-    return settings  # the table of changes must name the type
-
-
-def without_none(annotation: Any) -> Any:
-    """Return `X` for `Optional[X]`, anything else unchanged."""
-    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
-        rest = [a for a in typing.get_args(annotation) if a is not type(None)]
-        if len(rest) == 1:
-            return rest[0]
-    return annotation
-
-
-def is_list_or_item(annotation: Any) -> bool:
-    """Return True for ``int | list[int]``, with or without None."""
-    parts = [part for part in typing.get_args(annotation) if part is not type(None)]
-    lists = [part for part in parts if typing.get_origin(part) is list]
-    return len(parts) == 2 and int in parts and [typing.get_args(x) for x in lists] == [(int,)]
+def as_written(value: Any) -> str:
+    """Return the words that stand for a value on the command line."""
+    if isinstance(value, list):
+        return " ".join(map(as_written, value))
+    if isinstance(value, torch.dtype):
+        return next(word for word, dtype in STATE_DTYPES.items() if dtype == value)
+    return str(getattr(value, "name", value))
 
 
 def enum_member(members: type[enum.Enum]) -> Callable[[str], enum.Enum]:
     """Return a converter from a member's name to the member."""
-
-    def convert(text: str) -> enum.Enum:
-        if text not in members.__members__:
-            raise argparse.ArgumentTypeError(f"choose from {', '.join(members.__members__)}")
-        return members[text]
-
-    return convert
+    return one_of(dict(members.__members__))
 
 
-def one_of(table: dict[str, Any]) -> dict[str, Any]:
-    """Return the `Flag` settings of words that are keys of `table` and mean its values."""
+def one_of(table: Mapping[str, Any]) -> Callable[[str], Any]:
+    """Return a converter from words that are keys of `table` to its values."""
 
     def convert(text: str) -> Any:
         if text not in table:
             raise argparse.ArgumentTypeError(f"choose from {', '.join(table)}")
         return table[text]
 
-    return {"kind": "value", "type": convert}
+    return convert
 
 
 def frequency(text: str) -> int | list[int]:
@@ -243,41 +168,49 @@ def integer_pair(text: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
-@functools.cache
-def field_docstrings(config: type) -> dict[str, str]:
-    """Return the string literals below the fields of a dataclass and its bases, by field name."""
-    docs: dict[str, str] = {}
-    for base in reversed(config.__mro__[:-1]):
-        definition = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]
-        assert isinstance(definition, ast.ClassDef)
-        for statement, following in itertools.pairwise(definition.body):
-            if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
-                text = literal_string(following)
-                if text:
-                    docs[statement.target.id] = " ".join(text.split())
-    return docs
-
-
-def literal_string(statement: ast.stmt) -> str | None:
-    """Return the text of a statement that is nothing but a string, else None."""
-    if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
-        return statement.value.value if isinstance(statement.value.value, str) else None
-    return None
-
-
-def row(names: str, kind: Any, help: str, default: Any = None, **more: Any) -> Flag:
-    """Return a flag that is written as one line of a table.
+def help_text(
+    groups: Mapping[str, Sequence[Flag]], reason_of: Callable[[str], str | None], is_all: bool
+) -> str:
+    """Return the flags of every group, one line each, with type, help and default.
 
     Args:
-        names: its spellings, separated by blanks. The first gives the destination, unless `dest`
-            does.
-        kind: "switch", "off", or the type of the value.
-        help: text for --help.
-        default: the value without the flag.
-        **more: other settings of `Flag`.
+        groups: flags by the title of their group.
+        reason_of: function that says why the flag of a destination is refused, or None.
+        is_all: show all flags instead of those of `COMMON`.
     """
-    spellings: Sequence[str] = names.split()
-    more.setdefault("dest", spellings[0].removeprefix("--").replace("-", "_"))
-    if kind in ("switch", "off"):
-        return Flag(tuple(spellings), kind=kind, default=kind == "off", help=help, **more)
-    return Flag(tuple(spellings), type=kind, default=default, help=help, **more)
+    lines = [HEAD]
+    common = COMMON.split()
+    for title, flags in groups.items():
+        shown = [flag for flag in flags if is_all or flag.dest in common]
+        if shown:
+            lines += ["", f"{title}:", *(line_of(flag, reason_of(flag.dest)) for flag in shown)]
+    return "\n".join(lines if is_all else [*lines, END_OF_COMMON])
+
+
+def line_of(flag: Flag, reason: str | None) -> str:
+    """Return the line of a flag; the help of a refused one is the reason."""
+    words = " ".join([flag.names[0], *value_words(flag)])
+    text = f"[only the default: {reason}]" if reason else flag.help
+    # The docstrings of Megatron-Core have several sentences; the first says what a field is.
+    text = re.split(r"(?<=[a-z\])])\. ", text)[0].rstrip(".")
+    if flag.kind == "value" and flag.default not in (None, "", []) and not reason:
+        default = f" (default: {getattr(flag.default, 'name', flag.default)})"
+    else:
+        default = ""
+    room = WIDTH - START_OF_HELP - len(default)
+    text = text if len(text) <= room else f"{text[: max(room, 3) - 3]}..."
+    return f"  {words:<{START_OF_HELP - 4}}  {text}{default}".rstrip()
+
+
+def value_words(flag: Flag) -> Iterator[str]:
+    """Yield the words that stand for a flag's values."""
+    if flag.kind != "value":
+        return
+    if flag.choices and len(flag.choices) < 3:
+        yield "|".join(str(getattr(choice, "name", choice)) for choice in flag.choices)
+    elif flag.type in (int, float):
+        yield "N" if flag.type is int else "X"
+    else:
+        yield "WORD"
+    if flag.nargs:
+        yield "..."

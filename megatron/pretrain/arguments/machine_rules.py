@@ -1,14 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules that fit the arguments to the machine, so that one command runs on CPU and on GPU.
+"""Rules of the machine: what runs on it, and what it can observe of a run.
+
+One command runs on CPU and on GPU.
 
 Settings that only change speed (backend, layer implementation, fused kernels) are replaced with a
 note, even if they were given. Settings that would change results are refused.
 """
 
+import importlib.util
+import os
+from pathlib import Path
 from typing import Any
 
 from megatron.core.transformer.enums import AttnBackend
 
+from megatron.checkpoint.store.stores import is_staged
 from megatron.pretrain.arguments.check import Check
 
 PLAIN_LAYERS = {
@@ -189,3 +195,86 @@ def fit_connections(check: Check, single: bool) -> None:
             "tensor and context parallelism overlap only with the environment variable"
             " CUDA_DEVICE_MAX_CONNECTIONS=1 on GPUs before Blackwell: set it there"
         )
+
+
+def check_observing(check: Check) -> None:
+    """Refuse what this machine cannot observe, with the reason."""
+    args = check.args
+    check.require(
+        check.machine.cuda or not args.record_memory_history,
+        "--record-memory-history needs CUDA: the recorder is that of its allocator; give --profile",
+    )
+    check.require(
+        not args.wandb_project or importlib.util.find_spec("wandb") is not None,
+        "--wandb-project needs the package wandb: pip install wandb",
+    )
+    check.require(
+        not (args.wandb_project and is_staged(args.save or "")) or args.wandb_save_dir,
+        "--wandb-project with a URL for --save: its files are local, and would go with the staged"
+        " ones; give --wandb-save-dir",
+    )
+    if args.profile:
+        check_profile(check)
+    check_rerun(check)
+    check_replicas_to_compare(check)
+    note_untimed(check)
+
+
+def check_profile(check: Check) -> None:
+    """Check the steps and the ranks of a profile."""
+    args = check.args
+    start, ranks = args.profile_step_start, args.profile_ranks
+    check.require(not args.skip_train, "--profile and --skip-train exclude each other")
+    check.require(
+        0 <= start < args.profile_step_end,
+        "--profile-step-start must be less than --profile-step-end",
+    )
+    check.require(
+        not args.train_iters or start < args.train_iters,
+        f"--profile-step-start {start} must be less than --train-iters {args.train_iters}",
+    )
+    check.require(
+        all(0 <= rank < check.machine.world_size for rank in ranks),
+        f"--profile-ranks {' '.join(map(str, ranks))}: must be less than the number of ranks,"
+        f" {check.machine.world_size}",
+    )
+
+
+def check_rerun(check: Check) -> None:
+    """Check what the rerun machine writes."""
+    args = check.args
+    if args.rerun_mode != "validate_results":
+        return
+    if not args.save:
+        check.notes.append(
+            "--rerun-mode validate_results without --save: a run that ends to repeat a step"
+            " elsewhere leaves no checkpoint to resume from; give --save"
+        )
+    if args.result_rejected_tracker_filename:
+        folder = Path(args.result_rejected_tracker_filename).absolute().parent
+        check.require(
+            folder.is_dir() and os.access(folder, os.W_OK),
+            f"--result-rejected-tracker-filename: {folder} is no directory that can be written",
+        )
+
+
+def check_replicas_to_compare(check: Check) -> None:
+    """Refuse to compare replicas where every weight is on one rank only."""
+    args = check.args
+    is_sharded = (
+        args.use_megatron_fsdp and args.data_parallel_sharding_strategy == "optim_grads_params"
+    )
+    check.require(
+        not (args.check_weight_hash_across_dp_replicas_interval and is_sharded),
+        "--check-weight-hash-across-dp-replicas-interval needs replicas, which"
+        " --data-parallel-sharding-strategy optim_grads_params does not have",
+    )
+
+
+def note_untimed(check: Check) -> None:
+    """Say which flags of timers change nothing without timers."""
+    for dest in ("timing_log_option", "barrier_with_L1_time", "log_timers_to_tensorboard"):
+        if check.changed(dest) and not check.args.timing_log_level:
+            check.notes.append(
+                f"{check.flag(dest)}: no effect with --timing-log-level 0, give 1 or 2"
+            )

@@ -1,30 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Flags and values that the command line knows but this version does not implement.
+"""Flags and values that are known but cannot be honoured: refused with the reason, never ignored.
 
-They are refused with the reason, never ignored. A flag listed here is accepted at its default only,
-so that scripts that spell a default out keep working.
+A flag listed here is accepted at its default only, so that scripts that spell a default out keep
+working. Names are patterns: a field that a newer release adds to a feature is refused too.
 """
 
-import argparse
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import megatron.core
 from megatron.core.transformer.enums import AttnBackend
 
-FP8 = "FP8 and FP4 training is not built yet; use --bf16"
-STATE_DTYPE = (
-    "needs Transformer Engine's fused Adam, not built yet; leave it out, optimizer state is fp32"
-)
-OFFLOAD = "optimizer state on the host is not built yet"
-LATE_OUTPUT = (
-    "needs a CUDA kernel for late weight gradients, not built yet; leave it out, results are the"
-    " same"
-)
-EXPERT_OVERLAP = (
-    "hiding expert communication behind other work is not built yet; leave it out, results are the"
-    " same"
-)
-MOE_KERNELS = "needs fused kernels that this program has not been run with"
+from megatron.pretrain.arguments.check import Check
+from megatron.pretrain.arguments.config_flags import absent_values, matches
+from megatron.pretrain.arguments.flags import as_written
+
 OTHER_TOKENIZERS: dict[Any, str] = {
     "BertWordPieceLowerCase": "is for BERT",
     "BertWordPieceCase": "is for BERT",
@@ -33,21 +24,27 @@ OTHER_TOKENIZERS: dict[Any, str] = {
     "SFTTokenizer": "is for fine-tuning on conversations",
 }
 """Tokenizers of Megatron-LM that are none of a GPT's training on text."""
-OTHER_FSDP = "PyTorch's FSDP2 is not a choice here; use --use-megatron-fsdp"
 
-_REFUSED: dict[str, str] = {
-    FP8: (
-        """fp8 fp8_recipe fp8_param_gather fp8_margin fp8_amax_history_len fp8_amax_compute_algo
-        first_last_layers_bf16 num_layers_at_start_in_bf16 num_layers_at_end_in_bf16
-        reuse_grad_buf_for_mxfp8_param_ag keep_fp8_transpose_cache fp4 fp4_param"""
-    ),
-    STATE_DTYPE: (
+REFUSED: dict[str, str] = {
+    "FP8 and FP4 training is not built yet; use --bf16": """fp8* fp4* first_last_layers_bf16
+        num_layers_at_start_in_bf16 num_layers_at_end_in_bf16 reuse_grad_buf_for_mxfp8_param_ag
+        keep_fp8_transpose_cache activation_func_fp8_input_store tp_only_amax_red use_kitchen*
+        kitchen_* disable_parameter_transpose_cache moe_router_padding_for_*
+        *_glu_interleave_size preserve_fp32_weights use_grouped_gemm_for_*""",
+    "needs Transformer Engine's fused Adam, not built yet; leave it out, optimizer state is fp32": (
         """use_precision_aware_optimizer main_grads_dtype main_params_dtype exp_avg_dtype
-        exp_avg_sq_dtype"""
+        exp_avg_sq_dtype store_param_remainders megatron_fsdp_use_decoupled_grad"""
     ),
-    OFFLOAD: "optimizer_cpu_offload optimizer_offload_fraction",
-    LATE_OUTPUT: "defer_embedding_wgrad_compute wgrad_deferral_limit",
-    EXPERT_OVERLAP: "overlap_moe_expert_parallel_comm delay_wgrad_compute",
+    "activations and optimizer state on the host are not built yet": """optimizer_cpu_offload
+        optimizer_offload_fraction cpu_offloading_* fine_grained_* offload_modules
+        min_offloaded_tensor_size delay_offload* delta_offload* activation_offload_fraction
+        moe_paged_stash* use_torch_optimizer_for_cpu_offload overlap_cpu_optimizer_d2h_h2d
+        pin_cpu_*""",
+    "late weight gradients are not built yet; leave it out, results are the same": """
+        defer_embedding_wgrad_compute wgrad_deferral_limit""",
+    "hiding expert communication is not built yet; leave it out, results are the same": """
+        overlap_moe_expert_parallel_comm delay_wgrad_compute overlap_dispatch_backward_*
+        ep_overlap_early_attn_memory_release high_priority_a2a_comm_stream""",
     "two optimizers on a rank are not built yet; use --overlap-param-gather": (
         "overlap_param_gather_with_optimizer_step"
     ),
@@ -55,55 +52,72 @@ _REFUSED: dict[str, str] = {
         "enable_full_sharding_in_hsdp"
     ),
     "the second generation's switches are not built; leave it out": "megatron_fsdp_version",
-    "reducing in the network's switches is not built yet; leave it out, results are the same": (
-        "use_sharp"
-    ),
+    "torchrun has it: torchrun --log-dir DIR --redirects 3 --local-ranks-filter 0": "log_dir",
+    "use --timing-log-level 1 --timing-log-option all, or --profile": "*straggler*",
+    "nvidia-smi and DCGM measure energy": "log_energy",
+    "reducing in the network is not built yet; leave it out, results are the same": "use_sharp",
     "gradients are always scaled in one place; choosing where is not built": (
         "gradient_reduce_div_fusion"
     ),
-    "CUDA graphs are not built yet": "cuda_graph_impl",
+    "CUDA graphs are not built yet": "*cuda_graph*",
     "needs Transformer Engine's random tracker, which is not built in yet": "te_rng_tracker",
-    OTHER_FSDP: "use_torch_fsdp2 torch_fsdp2_reshard_after_forward",
-    "this program always builds its process groups at the start and on ordinary streams": (
-        """
-        high_priority_stream_groups lazy_mpu_init"""
+    "PyTorch's FSDP2 is not a choice here; use --use-megatron-fsdp": "*torch_fsdp2*",
+    "process groups are always built at the start and on ordinary streams": (
+        "high_priority_stream_groups lazy_mpu_init"
     ),
     "start the program with torchrun, which sets LOCAL_RANK": "local_rank",
     "one process of each rank writes; leave it out": "dist_ckpt_workers",
+    "checkpoints on the disks of nodes are not built; use --async-save": "non_persistent_local_*",
+    "fill-in-the-middle data is not built; rearrange documents before they are tokenized": "fim_*",
     "Megatron-Core no longer writes fully_sharded_model_space; leave it out, it is still read": (
         "dist_ckpt_save_pre_mcore_014"
     ),
-    "learning from a teacher with ModelOpt is not built": (
-        "export_te_mcore_model export_kd_teacher_load export_kd_cfg"
-    ),
+    "learning from a teacher with ModelOpt is not built": "export_te_mcore_model export_kd_*",
     "main weights are part of the optimizer's state here": "load_main_params_from_ckpt",
     "deprecated; use --position-embedding-type none": "add_position_embedding",
     "no layer of this release of Megatron-Core reads it": (
         "apply_residual_connection_post_layernorm"
     ),
-    MOE_KERNELS: "moe_use_legacy_grouped_gemm",
+    "needs fused kernels that this program has not been run with": "moe_use_legacy_grouped_gemm",
+    "belongs to optimizers that are not built yet; use adam or sgd": """muon_* adaptive_muon_*
+        lion_* soap_* use_layer_wise_distributed_optimizer qk_clip*""",
+    "is for inference; this program trains": """flash_decode batch_invariant_mode inference_*
+        symmetric_ar_type use_inference_optimized_layers mlp_chunks_for_prefill cache_mla_latents
+        nccl_all_reduce_for_prefill moe_pad_experts_for_cuda_graph_inference""",
+    "belongs to models that are no GPT": """mamba_* use_mamba_mem_eff_path mrope_section
+        mtp_hybrid_override_pattern""",
+    "needs layers of its own, which are not built in yet; use --spec": (
+        "experimental_attention_variant dsa_* linear_*"
+    ),
+    "sequences of several lengths in a batch are not built": (
+        "hybrid_context_parallel max_seqlen_per_dp_cp_rank"
+    ),
+    "replaying the choices of a router is not built": "moe_enable_routing_replay",
+    "largest attention logits are not logged": "log_max_attention_logit",
+    "weights that are gathered again for each product are not built; use --use-megatron-fsdp": (
+        "*num_weight_shards"
+    ),
+    "experts with one weight for all are not built": "moe_single_grouped_*",
+    "stages send with the library of --distributed-backend": (
+        "pipeline_model_parallel_comm_backend use_ring_exchange_p2p"
+    ),
+    "the first gathers begin with the first forward": "fsdp_all_gather_in_start_param_sync",
+    "deprecated; use --expert-tensor-parallel-size": "moe_extended_tp",
+    "deprecated; use --moe-expert-capacity-factor": "moe_token_dropping",
+    "deprecated; use --moe-router-num-groups and --moe-router-group-topk": (
+        "moe_router_topk_limited_devices"
+    ),
+    "deprecated; use --use-megatron-fsdp": "use_custom_fsdp",
 }
-"""Reason -> destinations, separated by blanks."""
-
-
-def _by_destination(refused: dict[str, str]) -> dict[str, str]:
-    reasons: dict[str, str] = {}
-    for reason, dests in refused.items():
-        reasons.update(dict.fromkeys(dests.split(), reason))
-    return reasons
-
-
-NOT_BUILT = _by_destination(_REFUSED)
-"""Destination -> the reason why any value but the default is refused."""
+"""Reason -> patterns of destinations, separated by blanks."""
 
 NOT_BUILT_VALUES: dict[str, dict[Any, str]] = {
     "ckpt_format": dict.fromkeys(
         ("torch", "torch_dcp"), "not written or read here; use torch_dist or fsdp_dtensor"
     ),
-    "non_persistent_ckpt_type": {"in_memory": "not built; use local, with a directory in memory"},
-    "non_persistent_local_ckpt_algo": {
-        "fully_parallel": "not built: loads would exchange tensors between nodes; use atomic"
-    },
+    "non_persistent_ckpt_type": dict.fromkeys(
+        ("local", "in_memory"), "not built; use --async-save, or global"
+    ),
     "optimizer": dict.fromkeys(
         ("muon", "dist_muon", "lion", "soap", "adaptive_muon"), "not built yet; use adam or sgd"
     ),
@@ -123,239 +137,253 @@ NOT_BUILT_VALUES: dict[str, dict[Any, str]] = {
 }
 """Destination -> value -> the reason why this one value is refused."""
 
+SAME_HERE: dict[str, str] = {
+    "deprecated, is the default": """deprecated_use_mcore_models log_batch_size_to_tensorboard
+        ckpt_fully_parallel_save_deprecated log_learning_rate_to_tensorboard""",
+    "is the default": """log_throughput verify_integrity auto_detect_ckpt_format
+        use_tokenizer_model_from_checkpoint_args""",
+    "that logger is not public; nothing is sent anyway": "enable_one_logger",
+    "names a logger that is not public; nothing is sent": "one_logger_* app_tag_run_*",
+    "deprecated, Megatron-Core decides it": "async_tensor_model_parallel_allreduce",
+}
+"""What is the same with and without a flag -> patterns of destinations."""
+
 
 @dataclass(frozen=True)
 class Needs:
     """A rule about flags that have an effect only beside another flag, and are refused without."""
 
     dests: str
-    """Their destinations, separated by blanks."""
-    attribute: str
+    """Patterns of their destinations, separated by blanks."""
+    other: str
     """The destination of the other flag."""
-    values: tuple[Any, ...]
+    values: tuple[Any, ...] = ()
     """Its values that they need; empty for any that is set."""
-    remedy: str
-    """The end of the error message, which begins with the refused flag."""
-    unless: str | None = None
+    remedy: str = ""
+    """The end of the error message, where it is not the plain one of `end`."""
+    unless: str = ""
     """Another destination that also gives them an effect when it is set."""
 
-    def is_met(self, args: argparse.Namespace) -> bool:
+    def is_met(self, args: object) -> bool:
         """Return True if the flags have an effect."""
         if self.unless and getattr(args, self.unless):
             return True
-        value = getattr(args, self.attribute)
-        return value in self.values if self.values else bool(value)
+        value = getattr(args, self.other)
+        found = value if isinstance(value, list) else [value]
+        return any(item in self.values for item in found) if self.values else bool(value)
 
+    def end(self, flag: Callable[[str], str]) -> str:
+        """Return the end of the error message, in which `flag` gives the spelling of flags."""
+        if self.remedy:
+            return self.remedy
+        if self.values == (False,):
+            return f"does nothing with {flag(self.other)}"
+        switch = self.values in ((), (True,))
+        words = "" if switch else f" {' or '.join(map(as_written, self.values))}"
+        return f"needs {flag(self.other)}{words}" + (
+            f" or {flag(self.unless)}" if self.unless else ""
+        )
+
+
+SHARDED = ("optim", "optim_grads", "optim_grads_params")
+LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss", "quantile_balancing")
 
 NEEDS: tuple[Needs, ...] = (
     Needs(
-        "data_parallel_sharding_strategy megatron_fsdp_main_params_dtype"
-        " megatron_fsdp_main_grads_dtype megatron_fsdp_grad_comm_dtype"
-        " megatron_fsdp_enable_fine_grained_param_gather create_all_gather_group"
+        "data_parallel_sharding_strategy megatron_fsdp_* create_all_gather_group"
         " outer_dp_sharding_strategy init_model_with_meta_device strict_fsdp_dtensor_load"
-        " fsdp_double_buffer megatron_fsdp_max_pool_double_buffer"
-        " fsdp_db_use_persist_buf_on_alloc_fail suggested_communication_unit_size",
+        " fsdp_double_buffer fsdp_db_use_persist_buf_on_alloc_fail"
+        " suggested_communication_unit_size",
         "use_megatron_fsdp",
-        (True,),
-        "needs --use-megatron-fsdp",
     ),
-    Needs(
-        "disable_symmetric_registration fsdp_manual_registration",
-        "nccl_ub",
-        (True,),
-        "needs --use-nccl-ub",
-    ),
+    Needs("disable_symmetric_registration fsdp_manual_registration", "nccl_ub"),
     Needs(
         "ddp_bucket_size ddp_num_buckets ddp_pad_buckets_for_high_nccl_busbw"
         " ddp_reduce_scatter_with_fp32_accumulation",
         "use_megatron_fsdp",
         (False,),
-        "does nothing with --use-megatron-fsdp",
     ),
     Needs(
-        "ddp_bucket_size ddp_num_buckets",
-        "overlap_grad_reduce",
-        (True,),
-        "needs --overlap-grad-reduce",
+        "param_name_patterns_for_fp32_local_accumulation",
+        "use_megatron_fsdp",
+        (False,),
+        "does nothing with --use-megatron-fsdp; see --megatron-fsdp-main-grads-dtype",
     ),
+    Needs("ddp_bucket_size ddp_num_buckets align_grad_reduce", "overlap_grad_reduce"),
     Needs(
         "ddp_pad_buckets_for_high_nccl_busbw ddp_reduce_scatter_with_fp32_accumulation"
         " num_distributed_optimizer_instances",
         "use_distributed_optimizer",
-        (True,),
-        "needs --use-distributed-optimizer",
     ),
-    Needs(
-        "q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim rope_type"
-        " rotary_scaling_factor mscale mscale_all_dim",
-        "multi_latent_attention",
-        (True,),
-        "needs --multi-latent-attention",
-    ),
-    Needs(
-        "add_qkv_bias qk_l2_norm softmax_scale rotary_interleaved no_rope_freq use_rope_scaling",
-        "multi_latent_attention",
-        (False,),
-        "does nothing with --multi-latent-attention",
-    ),
-    Needs("mtp_loss_scaling_factor", "mtp_num_layers", (), "needs --mtp-num-layers"),
     Needs(
         "megatron_fsdp_enable_fine_grained_param_gather create_all_gather_group",
         "data_parallel_sharding_strategy",
-        ("optim", "optim_grads", "optim_grads_params"),
+        SHARDED,
         "does nothing with --data-parallel-sharding-strategy no_shard, which gathers nothing",
     ),
     Needs(
-        "recompute_method recompute_num_layers",
-        "recompute_granularity",
-        ("full",),
-        "needs --recompute-granularity full",
+        "perform_initialization",
+        "init_model_with_meta_device",
+        (False,),
+        "contradicts --init-model-with-meta-device, which initialises",
     ),
     Needs(
-        "recompute_modules",
-        "recompute_granularity",
-        ("selective",),
-        "needs --recompute-granularity selective",
+        "q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim rope_type mscale"
+        " rotary_scaling_factor mscale_all_dim original_max_position_embeddings beta_fast"
+        " beta_slow mla_down_proj_fusion",
+        "multi_latent_attention",
     ),
-    Needs("align_grad_reduce", "overlap_grad_reduce", (True,), "needs --overlap-grad-reduce"),
-    Needs("test_mode", "qk_layernorm", (True,), "needs --qk-layernorm, whose weights it compares"),
     Needs(
-        "moe_enable_deepep moe_flex_dispatcher_backend",
+        "add_qkv_bias qk_l2_norm softmax_scale rotary_interleaved no_rope_freq use_rope_scaling"
+        " attention_output_gate",
+        "multi_latent_attention",
+        (False,),
+    ),
+    Needs("mtp_*", "mtp_num_layers"),
+    Needs("recompute_method recompute_num_layers", "recompute_granularity", ("full",)),
+    Needs("distribute_saved_activations", "recompute_granularity", ("full",)),
+    Needs("recompute_modules", "recompute_granularity", ("selective",)),
+    Needs("test_mode apply_wd_to_qk_layernorm", "qk_layernorm"),
+    Needs(
+        "moe_enable_deepep moe_flex_dispatcher_* moe_deepep_* moe_hybridep_* moe_ncclep_*"
+        " moe_permute_fusion_into_hybridep",
         "moe_token_dispatcher_type",
         ("flex",),
-        "needs --moe-token-dispatcher-type flex",
     ),
-    Needs("apply_wd_to_qk_layernorm", "qk_layernorm", (True,), "needs --qk-layernorm"),
-    Needs("num_query_groups", "group_query_attention", (True,), "needs --group-query-attention"),
     Needs(
-        "use_rope_scaling rope_scaling_factor rotary_interleaved no_rope_freq",
+        "moe_shared_expert_gate moe_shared_expert_overlap", "moe_shared_expert_intermediate_size"
+    ),
+    Needs("moe_token_drop_policy", "moe_expert_capacity_factor"),
+    Needs("moe_router_bias_update_rate", "moe_router_enable_expert_bias"),
+    Needs("moe_router_num_groups", "moe_router_group_topk"),
+    Needs("moe_aux_loss_coeff", "moe_router_load_balancing_type", LOSSES),
+    Needs("num_query_groups", "group_query_attention"),
+    Needs(
+        "use_rope_scaling rope_scaling_factor rotary_interleaved no_rope_freq"
+        " rotary_seq_len_interpolation_factor",
         "position_embedding_type",
         ("rope",),
-        "needs --position-embedding-type rope",
     ),
     Needs(
         "rotary_base rotary_percent",
         "position_embedding_type",
         ("rope",),
-        "needs --position-embedding-type rope or --multi-latent-attention",
         unless="multi_latent_attention",
     ),
+    Needs("rope_scaling_factor", "use_rope_scaling"),
+    Needs("use_fused_weighted_squared_relu", "num_experts"),
+    Needs("use_fused_weighted_squared_relu", "squared_relu"),
+    Needs("activation_func_clamp_value glu_linear_offset", "swiglu"),
+    Needs("window_attn_skip_freq", "window_size"),
+    Needs("mup_*", "use_mup"),
     Needs(
-        "rotary_seq_len_interpolation_factor",
-        "position_embedding_type",
-        ("rope",),
-        "needs --position-embedding-type rope",
+        "memory_efficient_layer_norm fused_single_qkv_rope use_te_activation_func"
+        " fused_residual_rmsnorm use_transformer_engine_op_fuser mla_down_proj_fusion"
+        " flash_attention_version tp_comm_overlap window_attn_skip_freq",
+        "transformer_impl",
+        ("transformer_engine",),
+        "needs Transformer Engine, which only --transformer-impl transformer_engine on GPUs uses;"
+        " leave it out",
     ),
+    Needs("tp_comm_*_*", "tp_comm_overlap"),
+    Needs("tp_comm_overlap clone_scatter_output_in_embedding", "sequence_parallel"),
     Needs(
-        "use_fused_weighted_squared_relu",
-        "num_experts",
-        (),
-        "weighs routed tokens: needs --num-experts",
+        "microbatch_group_size_per_vp_stage overlap_p2p_comm_warmup_flush",
+        "virtual_pipeline_model_parallel_size",
+        remedy="needs virtual pipeline stages, see --num-virtual-stages-per-pipeline-rank",
     ),
-    Needs("rope_scaling_factor", "use_rope_scaling", (True,), "needs --use-rope-scaling"),
-    Needs(
-        "fim_rate fim_spm_rate fim_split_sample fim_no_prefix fim_prefix_token fim_middle_token"
-        " fim_suffix_token fim_pad_token fim_eod_token",
-        "fim_data",
-        (True,),
-        "needs --fim-data",
-    ),
-    Needs("fim_fragment_rate", "fim_split_sample", (), "needs --fim-split-sample"),
-    Needs("full_validation", "eval_interval", (), "needs --eval-interval", unless="skip_train"),
-    Needs("multiple_validation_sets", "full_validation", (True,), "needs --full-validation"),
-    Needs(
-        "lr_wsd_decay_iters lr_wsd_decay_samples lr_wsd_decay_style",
-        "lr_decay_style",
-        ("WSD",),
-        "needs --lr-decay-style WSD",
-    ),
-    Needs("sgd_momentum", "optimizer", ("sgd",), "needs --optimizer sgd"),
-    Needs("adam_beta1 adam_beta2 adam_eps", "optimizer", ("adam",), "needs --optimizer adam"),
-    Needs("dry_run_ranks", "dry_run", (True,), "needs --dry-run"),
-    Needs("manual_gc_interval", "manual_gc", (True,), "needs --manual-gc"),
-    Needs(
-        "profile_step_start profile_step_end profile_ranks use_pytorch_profiler",
-        "profile",
-        (True,),
-        "needs --profile",
-    ),
-    Needs("grad_reduce_in_bf16", "bf16", (True,), "needs --bf16"),
-    Needs(
-        "initial_loss_scale min_loss_scale loss_scale_window hysteresis",
-        "fp16",
-        (True,),
-        "needs --fp16",
-    ),
-    Needs("ckpt_step", "load", (), "needs --load"),
+    Needs("full_validation", "eval_interval", unless="skip_train"),
+    Needs("multiple_validation_sets", "full_validation"),
+    Needs("lr_wsd_decay_*", "lr_decay_style", ("WSD",)),
+    Needs("sgd_momentum", "optimizer", ("sgd",)),
+    Needs("adam_beta1 adam_beta2 adam_eps decoupled_weight_decay", "optimizer", ("adam",)),
+    Needs("dry_run_ranks", "dry_run"),
+    Needs("manual_gc_interval", "manual_gc"),
+    Needs("profile_* use_pytorch_profiler", "profile"),
+    Needs("grad_reduce_in_bf16", "bf16"),
+    Needs("initial_loss_scale min_loss_scale loss_scale_window hysteresis", "fp16"),
+    Needs("ckpt_step", "load"),
     Needs(
         "use_checkpoint_args no_check_checkpoint_args no_load_fallback",
         "load",
-        (),
-        "needs --load or --pretrained-checkpoint",
         unless="pretrained_checkpoint",
     ),
     Needs(
         "save_retain_interval log_progress overwrite async_save non_persistent_save_interval",
         "save",
-        (),
-        "needs --save",
     ),
-    Needs("save_retain_interval", "save_interval", (), "needs --save-interval"),
-    Needs("use_persistent_ckpt_worker async_strategy", "async_save", (True,), "needs --async-save"),
+    Needs("save_retain_interval", "save_interval"),
+    Needs("use_persistent_ckpt_worker async_strategy", "async_save"),
     Needs(
-        "non_persistent_save_interval",
-        "non_persistent_ckpt_type",
-        ("global", "local"),
-        "needs --non-persistent-ckpt-type global or local",
-    ),
-    Needs(
-        "non_persistent_global_ckpt_dir",
+        "non_persistent_save_interval non_persistent_global_ckpt_dir",
         "non_persistent_ckpt_type",
         ("global",),
-        "needs --non-persistent-ckpt-type global",
     ),
-    Needs(
-        "non_persistent_local_ckpt_dir non_persistent_local_ckpt_algo",
-        "non_persistent_ckpt_type",
-        ("local",),
-        "needs --non-persistent-ckpt-type local",
-    ),
-    Needs(
-        "non_persistent_ckpt_type",
-        "load",
-        (),
-        "needs --non-persistent-save-interval or --load",
-        unless="non_persistent_save_interval",
-    ),
+    Needs("non_persistent_ckpt_type", "load", unless="non_persistent_save_interval"),
     Needs(
         "log_validation_ppl_to_tensorboard log_memory_to_tensorboard tensorboard_log_interval"
         " log_timers_to_tensorboard log_loss_scale_to_tensorboard log_world_size_to_tensorboard"
         " moe_per_layer_logging",
         "tensorboard_dir",
-        (),
-        "needs --tensorboard-dir or --wandb-project",
         unless="wandb_project",
     ),
-    Needs("tensorboard_queue_size", "tensorboard_dir", (), "needs --tensorboard-dir"),
-    Needs(
-        "memory_snapshot_path", "record_memory_history", (True,), "needs --record-memory-history"
-    ),
-    Needs(
-        "disable_straggler_on_startup straggler_ctrlr_port straggler_minmax_count",
-        "log_straggler",
-        (True,),
-        "needs --log-straggler",
-    ),
-    Needs(
-        "wandb_exp_name wandb_entity wandb_save_dir",
-        "wandb_project",
-        (),
-        "needs --wandb-project",
-    ),
+    Needs("tensorboard_queue_size", "tensorboard_dir"),
+    Needs("memory_snapshot_path", "record_memory_history"),
+    Needs("wandb_exp_name wandb_entity wandb_save_dir", "wandb_project"),
     Needs(
         "error_injection_rate error_injection_type result_rejected_tracker_filename",
         "rerun_mode",
         ("validate_results",),
-        "needs --rerun-mode validate_results",
     ),
 )
+
+
+def refusal(dest: str) -> str | None:
+    """Return the reason why any value but the default of a destination is refused, or None."""
+    return next((why for why, patterns in REFUSED.items() if matches(dest, patterns)), None)
+
+
+def same_here(dest: str) -> str | None:
+    """Return what is the same with and without a flag, or None."""
+    return next((what for what, patterns in SAME_HERE.items() if matches(dest, patterns)), None)
+
+
+def refuse_not_built(check: Check) -> None:
+    """Refuse what this program or this release cannot honour, and go on with the default."""
+    absent = absent_values()
+    for dest, value in [*check.given.items()]:
+        name, shown = check.flag(dest), as_written(value)
+        reason = refusal(dest)
+        problems = []
+        if reason and check.changed(dest):
+            problems.append(f"{name if isinstance(value, bool) else f'{name} {shown}'}: {reason}")
+        for item in value if isinstance(value, list) else [value]:
+            if item in NOT_BUILT_VALUES.get(dest, {}):
+                problems.append(f"{name} {shown}: {NOT_BUILT_VALUES[dest][item]}")
+            if item in absent.get(dest, ()):
+                release = megatron.core.__version__
+                problems.append(f"{name} {item}: Megatron-Core {release} has no such choice")
+        if problems:
+            check.problems += problems
+            check.set_default(dest)
+
+
+def note_what_is_the_same(check: Check) -> None:
+    """Note flags that choose what this program does anyway."""
+    for dest in check.given:
+        sentence = same_here(dest)
+        if sentence and check.changed(dest):
+            check.notes.append(f"{check.flag(dest)}: {sentence}; leave it out")
+
+
+def check_needs(check: Check) -> None:
+    """Refuse flags that would have no effect beside the others."""
+    changed = [dest for dest in check.given if check.changed(dest)]
+    refused = set()
+    for rule in NEEDS:
+        for dest in changed:
+            if matches(dest, rule.dests) and not rule.is_met(check.args):
+                check.problems.append(f"{check.flag(dest)} {rule.end(check.flag)}")
+                refused.add(dest)
+    for dest in refused:
+        check.set_default(dest)

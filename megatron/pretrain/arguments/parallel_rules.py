@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules of parallelism: the division of ranks, layers, sequences and batches over the axes."""
+"""Rules of parallelism: data parallelism, and ranks, layers, sequences and batches over the axes.
+
+What Megatron-Core's config checks itself is left to it.
+"""
 
 import math
 
@@ -7,30 +10,131 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import PipelinePar
 
 from megatron.pretrain.arguments.check import Check
 
-AXES = (
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "context_parallel_size",
-    "expert_model_parallel_size",
-    "expert_tensor_parallel_size",
-    "num_distributed_optimizer_instances",
-)
+STRICT = ("raise_all", "raise_unexpected")
+LENIENT = ("log_all", "ignore_all")
+"""Values of --dist-ckpt-strictness that loads of fsdp_dtensor can follow."""
 UNEVEN = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
 ACCOUNTED = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
 """Switches that count the embedding, or the output layer, as a layer of its stage."""
 INTERLEAVED = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
 
 
+def choose_data_parallelism(check: Check) -> None:
+    """Choose fully sharded or Megatron-Core's own data parallelism, and check the flags of both."""
+    args = check.args
+    if args.use_megatron_fsdp:
+        imply_fsdp(check)
+    else:
+        check.require(
+            args.ckpt_format != "fsdp_dtensor",
+            "--ckpt-format fsdp_dtensor needs --use-megatron-fsdp",
+        )
+        check.at_most_one("ddp_bucket_size", "ddp_num_buckets")
+    check.require(
+        not args.nccl_ub or check.machine.cuda,
+        "--use-nccl-ub registers memory with NCCL, which needs GPUs: give --fsdp-double-buffer"
+        " alone",
+    )
+    sharded = args.use_distributed_optimizer
+    check.require(
+        not (args.overlap_param_gather and not args.overlap_grad_reduce),
+        "--overlap-param-gather needs --overlap-grad-reduce",
+    )
+    check.require(
+        not args.overlap_param_gather or sharded,
+        "--overlap-param-gather needs --use-distributed-optimizer or --use-megatron-fsdp",
+    )
+    check.require(
+        args.optimizer != "sgd" or not sharded,
+        "--optimizer sgd works without --use-distributed-optimizer and --use-megatron-fsdp only:"
+        " use adam",
+    )
+    check.at_most_one("ddp_average_in_collective", "calculate_per_token_loss")
+    check.at_most_one("ddp_average_in_collective", "ddp_reduce_scatter_with_fp32_accumulation")
+    check.require(
+        not args.ddp_reduce_scatter_with_fp32_accumulation
+        or args.num_distributed_optimizer_instances == 1,
+        "--ddp-reduce-scatter-with-fp32-accumulation does not go with several"
+        " --num-distributed-optimizer-instances: leave one out",
+    )
+
+
+def imply_fsdp(check: Check) -> None:
+    """Apply the settings that --use-megatron-fsdp implies, and print them in one line."""
+    args = check.args
+    implied = {
+        "data_parallel_sharding_strategy": "optim_grads_params",
+        "use_distributed_optimizer": True,
+        "ckpt_format": "fsdp_dtensor",
+    }
+    new = {dest: value for dest, value in implied.items() if dest not in check.given}
+    for dest, value in new.items():
+        setattr(args, dest, value)
+    if new:
+        words = []
+        for dest, value in new.items():
+            name = dest.replace("_", "-")
+            words.append(name if value is True else f"{name} {value}")
+        check.notes.append(f"--use-megatron-fsdp sets {', '.join(words)}")
+    choose_strictness(check)
+    check_outer_axis(check)
+    if args.init_model_with_meta_device and args.data_parallel_sharding_strategy == "no_shard":
+        check.problems.append(
+            "--init-model-with-meta-device does not go with --data-parallel-sharding-strategy"
+            " no_shard, where every rank has all weights anyway: leave it out"
+        )
+
+
+def choose_strictness(check: Check) -> None:
+    """Let --dist-ckpt-strictness say how strict loads of fsdp_dtensor are, where it fits."""
+    args, flag = check.args, check.flag("dist_ckpt_strictness")
+    if not check.changed("dist_ckpt_strictness"):
+        return
+    choice = args.dist_ckpt_strictness
+    check.require(
+        choice in STRICT or choice in LENIENT,
+        f"{flag} {choice}: loads with --use-megatron-fsdp are strict about missing and unexpected"
+        f" keys alike: give one of {', '.join((*STRICT, *LENIENT))}",
+    )
+    if choice in LENIENT:
+        args.strict_fsdp_dtensor_load = False
+        check.notes.append(f"{flag} {choice} sets {check.flag('strict_fsdp_dtensor_load')}")
+    elif not args.strict_fsdp_dtensor_load:
+        check.problems.append(
+            f"{flag} {choice} contradicts {check.flag('strict_fsdp_dtensor_load')}: leave one out"
+        )
+
+
+def check_outer_axis(check: Check) -> None:
+    """Check the flags of hybrid sharding, which has an outer data axis."""
+    args = check.args
+    instances = args.num_distributed_optimizer_instances
+    if args.outer_dp_sharding_strategy == "optim":
+        check.require(
+            args.data_parallel_sharding_strategy == "optim_grads_params",
+            "--outer-dp-sharding-strategy optim needs --data-parallel-sharding-strategy"
+            f" optim_grads_params, got {args.data_parallel_sharding_strategy}",
+        )
+        check.require(
+            instances > 1,
+            "--outer-dp-sharding-strategy optim needs an outer axis: give"
+            " --num-distributed-optimizer-instances, at least 2",
+        )
+    check.require(
+        not args.create_all_gather_group or instances == 1,
+        "--create-all-gather-group makes a group of all data ranks, but"
+        f" --num-distributed-optimizer-instances {instances} gathers over parts of them: leave"
+        " one out",
+    )
+
+
 def complete_parallelism(check: Check) -> None:
     """Complete the sizes of the axes, and check them against layers and sequence length."""
     args = check.args
     args.world_size = check.machine.world_size
-    args.data_parallel_size = 1
     args.virtual_pipeline_model_parallel_size = None
     if args.expert_tensor_parallel_size is None:
         args.expert_tensor_parallel_size = args.tensor_model_parallel_size
-    if any(getattr(args, dest) < 1 for dest in AXES):
-        return  # reported as wrong numbers
     divide_ranks(check)
     complete_sequence_parallelism(check)
     complete_pipeline(check)
@@ -39,51 +143,38 @@ def complete_parallelism(check: Check) -> None:
 def divide_ranks(check: Check) -> None:
     """Find the number of data-parallel ranks, and check that every axis divides the ranks."""
     args = check.args
-    world, tensor, pipeline = (
-        args.world_size,
-        args.tensor_model_parallel_size,
-        args.pipeline_model_parallel_size,
-    )
-    model = tensor * pipeline * args.context_parallel_size
-    experts = args.expert_tensor_parallel_size * args.expert_model_parallel_size * pipeline
+    world, tensor = args.world_size, args.tensor_model_parallel_size
+    pipeline, context = args.pipeline_model_parallel_size, args.context_parallel_size
+    expert_tensor, expert = args.expert_tensor_parallel_size, args.expert_model_parallel_size
+    model, experts = tensor * pipeline * context, expert_tensor * expert * pipeline
     args.data_parallel_size = max(1, world // model)
-    axes = {f"tensor {tensor} x pipeline {pipeline} x context {args.context_parallel_size}": model}
+    axes = {f"tensor {tensor} x pipeline {pipeline} x context {context}": model}
+    sizes = {"data x context ranks": world // (tensor * pipeline)}
     if args.num_experts:
-        tensor_of_experts, ranks_of_experts = (
-            args.expert_tensor_parallel_size,
-            args.expert_model_parallel_size,
-        )
-        axes[
-            f"expert tensor {tensor_of_experts} x expert {ranks_of_experts} x pipeline {pipeline}"
-        ] = experts
-    wrong = [
-        f"{words} parallelism needs a multiple of {size} ranks"
-        for words, size in axes.items()
-        if world % size
-    ]
-    for problem in wrong:
+        axes[f"expert tensor {expert_tensor} x expert {expert} x pipeline {pipeline}"] = experts
+        sizes["expert data ranks"] = world // experts
+    wrong = [words for words, size in axes.items() if world % size]
+    for words in wrong:
         check.problems.append(
-            f"{problem}, not {world}: change --nproc_per_node of torchrun or these sizes"
+            f"{words} parallelism needs a multiple of {axes[words]} ranks, not {world}: change"
+            " --nproc_per_node of torchrun or these sizes"
         )
     if wrong:
         return
     instances = args.num_distributed_optimizer_instances
-    sizes = {"data x context ranks": world // (tensor * pipeline)}
-    if args.num_experts:
-        sizes["expert data ranks"] = world // experts
     for words, size in sizes.items():
         check.require(
             size % instances == 0,
             f"--num-distributed-optimizer-instances {instances} must divide the {size} {words}",
         )
-    if args.num_experts and args.expert_model_parallel_size == 1:
+    if args.num_experts and expert == 1:
         # Without expert parallelism Megatron-Core reduces experts over the data ranks of everything
         # else.
         check.require(
-            args.expert_tensor_parallel_size == tensor,
-            f"--expert-tensor-parallel-size {args.expert_tensor_parallel_size} beside"
-            f" --tensor-model-parallel-size {tensor} needs --expert-model-parallel-size of at least"
-            " 2: Megatron-Core would reduce experts over the wrong ranks",
+            expert_tensor == tensor,
+            f"--expert-tensor-parallel-size {expert_tensor} beside --tensor-model-parallel-size"
+            f" {tensor} needs --expert-model-parallel-size of at least 2: Megatron-Core would"
+            " reduce experts over the wrong ranks",
         )
     if args.num_experts and args.use_tp_pp_dp_mapping and pipeline > 1:
         # Megatron-Core then needs the same pipeline groups for experts and for everything else.
@@ -103,7 +194,16 @@ def complete_sequence_parallelism(check: Check) -> None:
         context > 1 or not check.changed("cp_comm_type"),
         "--cp-comm-type needs --context-parallel-size above 1",
     )
-    check_two_levels(check)
+    levels = args.hierarchical_context_parallel_sizes
+    check.require(
+        ("a2a+p2p" in args.cp_comm_type) == bool(levels),
+        "--cp-comm-type a2a+p2p and --hierarchical-context-parallel-sizes need each other",
+    )
+    check.require(
+        not levels or math.prod(levels) == context,
+        f"--hierarchical-context-parallel-sizes {' '.join(map(str, levels or ()))} must multiply to"
+        f" --context-parallel-size {context}",
+    )
     if args.sequence_parallel and tensor == 1:
         args.sequence_parallel = False
         check.notes.append(
@@ -121,28 +221,13 @@ def complete_sequence_parallelism(check: Check) -> None:
             2 * context,
             f"every one of {context} context-parallel ranks has two chunks",
         )
-    if args.sequence_parallel and args.seq_length and args.seq_length % context == 0:
-        check.require(
-            args.seq_length // context % tensor == 0,
-            f"--seq-length {args.seq_length} must be a multiple of {tensor * context}:"
-            f" --sequence-parallel divides it over {tensor} tensor-parallel ranks"
+    if args.sequence_parallel and args.seq_length % context == 0:
+        check.require_multiple(
+            "seq_length",
+            tensor * context,
+            f"--sequence-parallel divides it over {tensor} tensor-parallel ranks"
             + (f" after {context} context-parallel ones" if context > 1 else ""),
         )
-
-
-def check_two_levels(check: Check) -> None:
-    """Check context parallelism on two levels, all-to-all inside and point to point outside."""
-    args = check.args
-    sizes = args.hierarchical_context_parallel_sizes
-    check.require(
-        ("a2a+p2p" in args.cp_comm_type) == bool(sizes),
-        "--cp-comm-type a2a+p2p and --hierarchical-context-parallel-sizes need each other",
-    )
-    check.require(
-        not sizes or math.prod(sizes) == args.context_parallel_size,
-        f"--hierarchical-context-parallel-sizes {' '.join(map(str, sizes or ()))} must multiply to"
-        f" --context-parallel-size {args.context_parallel_size}",
-    )
 
 
 def complete_pipeline(check: Check) -> None:
@@ -150,13 +235,14 @@ def complete_pipeline(check: Check) -> None:
     args = check.args
     if args.pipeline_model_parallel_size == 1:
         for dest in (*INTERLEAVED, *UNEVEN, *ACCOUNTED, "pipeline_model_parallel_layout"):
-            check.require(
-                not getattr(args, dest),
-                f"{check.flag(dest)} needs --pipeline-model-parallel-size of at least 2",
-            )
+            if getattr(args, dest):
+                check.problems.append(
+                    f"{check.flag(dest)} needs --pipeline-model-parallel-size of at least 2"
+                )
+                check.set_default(dest)
     elif args.pipeline_model_parallel_layout:
         follow_layout(check)
-    elif args.num_layers and args.num_layers > 0:
+    else:
         divide_layers(check)
     if args.pipeline_model_parallel_size > 1 and args.init_model_with_meta_device:
         # The last stage's copy of the embedding gets its values from the first stage's while the
@@ -188,9 +274,7 @@ def complete_pipeline(check: Check) -> None:
 def follow_layout(check: Check) -> None:
     """Take the stages from --pipeline-model-parallel-layout."""
     args = check.args
-    others = [
-        check.flag(dest) for dest in (*INTERLEAVED, *UNEVEN, *ACCOUNTED) if getattr(args, dest)
-    ]
+    others = [check.flag(dest) for dest in INTERLEAVED if getattr(args, dest)]
     check.require(
         not others, f"--pipeline-model-parallel-layout says it all: leave out {', '.join(others)}"
     )
@@ -199,11 +283,8 @@ def follow_layout(check: Check) -> None:
             args.pipeline_model_parallel_layout, args.pipeline_model_parallel_size
         )
         predicts_alone = layout.validate_layer_layout(args.num_layers, args.mtp_num_layers)
-    except (AssertionError, NotImplementedError) as error:
-        check.problems.append(
-            f"--pipeline-model-parallel-layout {args.pipeline_model_parallel_layout}: {error}"
-        )
-        return
+    except (AssertionError, NotImplementedError):
+        return  # Megatron-Core's config says what is wrong
     check.require(
         not predicts_alone,
         f"--pipeline-model-parallel-layout {args.pipeline_model_parallel_layout}: m (the layers"
@@ -215,119 +296,77 @@ def follow_layout(check: Check) -> None:
 
 
 def divide_layers(check: Check) -> None:
-    """Divide the layers evenly over stages, except a first and a last with numbers of their own."""
+    """Find the number of virtual stages; Megatron-Core's config checks those of uneven sizes."""
     args = check.args
     check.at_most_one(*INTERLEAVED)
-    ends = [getattr(args, dest) for dest in UNEVEN if getattr(args, dest)]
-    accounted = [check.flag(dest) for dest in ACCOUNTED if getattr(args, dest)]
-    stages = args.pipeline_model_parallel_size - len(ends)
-    layers = args.num_layers - sum(ends) + len(accounted)
-    problem = uneven_division(check, stages, layers, accounted)
-    if problem:
-        check.problems.append(problem)
+    stages, virtual = args.pipeline_model_parallel_size, args.num_virtual_stages_per_pipeline_rank
+    is_uneven = any(getattr(args, dest) for dest in (*UNEVEN, *ACCOUNTED))
+    if not is_uneven and args.num_layers % stages:
+        check.problems.append(
+            f"--num-layers {args.num_layers} must be a multiple of --pipeline-model-parallel-size"
+            f" {stages}, or give --decoder-first-pipeline-num-layers,"
+            " --decoder-last-pipeline-num-layers or --pipeline-model-parallel-layout"
+        )
         return
-    virtual = args.num_virtual_stages_per_pipeline_rank or 1
     if args.num_layers_per_virtual_pipeline_stage:
-        if ends:
+        if any(getattr(args, dest) for dest in UNEVEN):
             check.problems.append(
                 "--num-layers-per-virtual-pipeline-stage is for stages of one size: use"
                 " --num-virtual-stages-per-pipeline-rank"
             )
             return
-        per_stage, per_pipeline_stage = args.num_layers_per_virtual_pipeline_stage, layers // stages
-        virtual = max(1, per_pipeline_stage // per_stage)
+        accounted = sum(getattr(args, dest) for dest in ACCOUNTED)
+        per_virtual = args.num_layers_per_virtual_pipeline_stage
+        per_stage = (args.num_layers + accounted) // stages
         check.require(
-            per_pipeline_stage % per_stage == 0,
-            f"--num-layers-per-virtual-pipeline-stage {per_stage} must divide the"
-            f" {per_pipeline_stage} layers of a pipeline stage",
+            per_stage % per_virtual == 0,
+            f"--num-layers-per-virtual-pipeline-stage {per_virtual} must divide the {per_stage}"
+            " layers of a pipeline stage",
         )
-    else:
-        for count in sorted({*ends, *([layers // stages] if stages else [])}):
-            check.require(
-                count % virtual == 0,
-                f"--num-virtual-stages-per-pipeline-rank {virtual} must divide the {count} layers"
-                " of a pipeline stage",
-            )
-    args.virtual_pipeline_model_parallel_size = virtual if virtual > 1 else None
-
-
-def uneven_division(check: Check, stages: int, layers: int, accounted: list[str]) -> str:
-    """Return why layers cannot be divided over stages, or nothing.
-
-    Args:
-        check: the arguments.
-        stages: number of stages whose number of layers is not given.
-        layers: number of layers that are left for them, with those of `accounted`.
-        accounted: flags that count the embedding or the output layer as a layer.
-    """
-    args = check.args
-    named = [f"{check.flag(dest)} {getattr(args, dest)}" for dest in UNEVEN if getattr(args, dest)]
-    if named and accounted:
-        return f"{', '.join(accounted)} divide layers evenly: leave out {', '.join(named)}"
-    if (stages == 0 and layers == 0) or (stages and layers > 0 and layers % stages == 0):
-        return ""
-    if named:
-        return (
-            f"{', '.join(named)}: {layers} layers are left for {stages} other pipeline stages, each"
-            " of which must get the same number"
+        virtual = per_stage // per_virtual
+    elif virtual and not is_uneven:
+        check.require(
+            args.num_layers // stages % virtual == 0,
+            f"--num-virtual-stages-per-pipeline-rank {virtual} must divide the"
+            f" {args.num_layers // stages} layers of a pipeline stage",
         )
-    counted = f"--num-layers {args.num_layers}"
-    if accounted:
-        counted += f" and {', '.join(accounted)}: {layers} layers"
-    return (
-        f"{counted} must be a multiple of --pipeline-model-parallel-size {stages}, or give"
-        " --decoder-first-pipeline-num-layers, --decoder-last-pipeline-num-layers or"
-        " --pipeline-model-parallel-layout"
-    )
+    args.virtual_pipeline_model_parallel_size = virtual if virtual and virtual > 1 else None
 
 
 def check_microbatches(check: Check) -> None:
-    """Check that the microbatches of an interleaved schedule are a multiple of the stages."""
+    """Check that the microbatches of an interleaved schedule fit its stages."""
     args = check.args
-    if (
-        args.virtual_pipeline_model_parallel_size is None
-        or not args.micro_batch_size
-        or args.micro_batch_size < 1
-    ):
+    if args.virtual_pipeline_model_parallel_size is None:
         return
-    if args.microbatch_group_size_per_vp_stage:
-        check_microbatch_groups(check)
-        return
-    stages = args.pipeline_model_parallel_size
-    step = args.micro_batch_size * args.data_parallel_size * stages
-    why = (
-        f"virtual stages need a multiple of {stages} microbatches on each of"
-        f" {args.data_parallel_size} data-parallel ranks"
-    )
-    check.require_multiple("global_batch_size", step, why)
-    if args.rampup_batch_size:
-        start, increment, _ = args.rampup_batch_size
-        check.require(
-            start % step == 0 and increment % step == 0,
-            f"--rampup-batch-size: start {start} and increment {increment} must be multiples of"
-            f" {step}: {why}",
-        )
-
-
-def check_microbatch_groups(check: Check) -> None:
-    """Check the microbatches that a virtual stage works on in a row."""
-    args = check.args
     stages, group = args.pipeline_model_parallel_size, args.microbatch_group_size_per_vp_stage
+    one = args.micro_batch_size * args.data_parallel_size
     batches = [args.global_batch_size]
     if args.rampup_batch_size is not None and args.rampup_batch_size[1] > 0:
         start, increment, _ = args.rampup_batch_size
         batches = [*range(start, args.global_batch_size + 1, increment)]
+    if group:
+        for batch in batches:
+            check_microbatch_group(check, group, stages, batch // one)
+        return
+    uneven = [batch for batch in batches if batch % (one * stages)]
+    check.require(
+        not uneven,
+        f"--global-batch-size {', '.join(map(str, uneven))} must be a multiple of {one * stages}:"
+        f" virtual stages need a multiple of {stages} microbatches on each of"
+        f" {args.data_parallel_size} data-parallel ranks",
+    )
+
+
+def check_microbatch_group(check: Check, group: int, stages: int, microbatches: int) -> None:
+    """Check the microbatches that a virtual stage works on in a row.
+
+    Args:
+        check: the arguments.
+        group: number of these microbatches.
+        stages: number of pipeline stages.
+        microbatches: number of microbatches of a step.
+    """
     flag = check.flag("microbatch_group_size_per_vp_stage")
-    for batch in batches:
-        check_microbatch_group(
-            check, flag, group, stages, batch // (args.micro_batch_size * args.data_parallel_size)
-        )
-
-
-def check_microbatch_group(
-    check: Check, flag: str, group: int, stages: int, microbatches: int
-) -> None:
-    """Check groups of microbatches beside the microbatches of a step."""
     check.require(
         stages <= group <= microbatches,
         f"{flag} {group} must be from {stages} (the pipeline stages) to {microbatches} (the"

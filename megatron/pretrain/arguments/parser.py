@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parser of the command line, which reports all problems at once."""
+"""The parser of the command line, which reports all problems at once, and its rules in order."""
 
 import argparse
 import difflib
-import functools
 import importlib.util
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any, NoReturn
@@ -14,16 +13,69 @@ from typing import Any, NoReturn
 import megatron.core
 
 from megatron.pretrain.arguments.check import Check, CommandLineError, Machine
-from megatron.pretrain.arguments.config_flags import CONFIG_GROUPS, absent_flags, config_flags
+from megatron.pretrain.arguments.checkpoint_rules import (
+    check_directories,
+    check_saves,
+    note_flags_without_effect,
+    replace_urls,
+    take_checkpoint_arguments,
+)
+from megatron.pretrain.arguments.config_flags import absent_flags, field_flags
 from megatron.pretrain.arguments.configs import ddp_config, optimizer_config, transformer_config
-from megatron.pretrain.arguments.flags import Flag
-from megatron.pretrain.arguments.further_fields import CONFIGS, further_flags, refusal
-from megatron.pretrain.arguments.help_text import help_text
-from megatron.pretrain.arguments.not_built import NOT_BUILT
+from megatron.pretrain.arguments.data_rules import check_data
+from megatron.pretrain.arguments.flags import Flag, help_text
+from megatron.pretrain.arguments.machine_rules import check_observing, fit_to_machine
+from megatron.pretrain.arguments.model_rules import complete_model, complete_sizes
+from megatron.pretrain.arguments.not_built import (
+    check_needs,
+    note_what_is_the_same,
+    refusal,
+    refuse_not_built,
+)
+from megatron.pretrain.arguments.parallel_rules import (
+    check_microbatches,
+    choose_data_parallelism,
+    complete_parallelism,
+)
 from megatron.pretrain.arguments.program_flags import PROGRAM_GROUPS
-from megatron.pretrain.arguments.rules import RULES
+from megatron.pretrain.arguments.training_rules import (
+    check_numbers,
+    choose_precision,
+    complete_batch,
+    complete_length,
+    complete_schedule,
+)
 
-FURTHER_TITLES = tuple(CONFIGS)
+Rule = Callable[[Check], None]
+
+RULES_OF_FLAGS: tuple[Rule, ...] = (
+    choose_data_parallelism,
+    choose_precision,
+    complete_length,
+    complete_model,
+)
+RULES_OF_SIZES: tuple[Rule, ...] = (
+    complete_parallelism,
+    complete_sizes,
+    complete_batch,
+    check_microbatches,
+)
+"""Rules that compute with sizes, and wait until these are there and positive."""
+LAST_RULES: tuple[Rule, ...] = (
+    complete_schedule,
+    check_data,
+    check_directories,
+    check_saves,
+    check_observing,
+    fit_to_machine,
+    check_needs,
+    note_flags_without_effect,
+)
+TITLES = (
+    *("data parallelism", "optimizer", "model", "multi-latent attention", "mixture of experts"),
+    *("low precision and graphs", "model parallelism"),
+)
+"""Titles of groups in --help that come first, in this order."""
 
 
 class CommandLineParser(argparse.ArgumentParser):
@@ -37,27 +89,18 @@ class CommandLineParser(argparse.ArgumentParser):
         raise CommandLineError([message])
 
 
-@functools.cache
-def further_destinations() -> frozenset[str]:
-    """Return the destinations of flags that a config field brings without a line of ours."""
-    groups = all_flags()
-    further = chain.from_iterable(groups[title] for title in FURTHER_TITLES)
-    return frozenset(flag.dest for flag in further)
-
-
 def all_flags() -> dict[str, list[Flag]]:
     """Return all flags by the title of their group in --help.
 
     Flags of Megatron-Core's configs come before those of the program.
     """
-    groups = config_flags()
+    groups: dict[str, list[Flag]] = {title: [] for title in TITLES}
+    fields = field_flags([*chain.from_iterable(PROGRAM_GROUPS.values())])
+    for title, named in fields.items():
+        groups.setdefault(title, []).extend(named.values())
     for title, flags in PROGRAM_GROUPS.items():
         groups.setdefault(title, []).extend(flags)
-    listed = [*chain.from_iterable(groups.values())]
-    taken = {flag.dest for flag in listed}
-    for source in CONFIG_GROUPS.values():
-        taken.update(source.names)
-    return groups | further_flags(taken, chain.from_iterable(flag.names for flag in listed))
+    return groups
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -70,10 +113,8 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("-h", "--help", action=PrintHelp, nargs=0, dest="help")
     parser.add_argument("--help-all", action=PrintHelp, nargs=0, dest="help")
-    for title, flags in all_flags().items():
-        group = parser.add_argument_group(title)
-        for flag in flags:
-            flag.add_to(group)
+    for flag in chain.from_iterable(all_flags().values()):
+        flag.add_to(parser)
     return parser
 
 
@@ -88,15 +129,7 @@ class PrintHelp(argparse.Action):
         option_string: str | None = None,
     ) -> None:
         """Print and exit."""
-        groups = all_flags()
-        further = further_destinations()
-
-        def reason_of(flag: Flag) -> str | None:
-            return NOT_BUILT.get(flag.dest) or (
-                refusal(flag.dest) if flag.dest in further else None
-            )
-
-        print(help_text(groups, reason_of, is_all=option_string == "--help-all"))
+        print(help_text(all_flags(), refusal, is_all=option_string == "--help-all"))
         parser.exit()
 
 
@@ -143,12 +176,8 @@ def parse_arguments(
     machine = Machine(
         world_size, cuda, transformer_engine, fused_weight_gradient, expert_dispatch, environment
     )
-    further = further_destinations()
-    check = Check(args, given, names, defaults, machine, further, problems)
-    for rule in RULES:
-        rule(check)
-    if not check.problems:
-        check_configs(check)
+    check = Check(args, given, names, defaults, machine, problems)
+    apply_rules(check)
     if check.problems:
         raise CommandLineError(check.problems)
     return args, check.notes
@@ -222,6 +251,20 @@ def suggestion(name: str, known: set[str]) -> str:
     """Return a hint at the known flag that is spelled most like `name`, or nothing."""
     close = difflib.get_close_matches(name.replace("_", "-"), known, n=1, cutoff=0.7)
     return f", did you mean {close[0]}?" if close else ""
+
+
+def apply_rules(check: Check) -> None:
+    """Complete and check the arguments."""
+    replace_urls(check)
+    take_checkpoint_arguments(check)
+    refuse_not_built(check)
+    note_what_is_the_same(check)
+    has_sizes = check_numbers(check)
+    sizes = RULES_OF_SIZES if has_sizes else ()
+    for rule in (*RULES_OF_FLAGS, *sizes, *LAST_RULES):
+        rule(check)
+    if has_sizes:
+        check_configs(check)
 
 
 def check_configs(check: Check) -> None:

@@ -21,13 +21,13 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from megatron.fsdp.engine.collectives import agree
 from megatron.pretrain.checkpoints import checkpointing
+from megatron.pretrain.checkpoints.checkpoint_format import attempt, collector_paused
 from megatron.pretrain.checkpoints.checkpoint_source import Say
-from megatron.pretrain.checkpoints.checkpoint_writer import WriteRequest, WriterProcess, WriterWorld
+from megatron.pretrain.checkpoints.checkpoint_writer import WriterProcess, WriterWorld
+from megatron.pretrain.checkpoints.staging import StagingBuffer
 from megatron.pretrain.errors import RunError
 from megatron.pretrain.model.forward_writes import WeightWrites, is_buffer_of
-from megatron.pretrain.checkpoints.fsdp_dtensor_checkpoint import collector_paused
-from megatron.pretrain.progress import Progress
-from megatron.pretrain.checkpoints.staging import StagingBuffer
+from megatron.pretrain.run_state import Progress
 
 _WAITING_INTERVAL = 0.05
 """Seconds between two looks at the writers while nothing else is done."""
@@ -35,16 +35,19 @@ _WAITING_INTERVAL = 0.05
 
 @dataclass
 class PendingSave:
-    """A checkpoint that is being written."""
+    """A checkpoint that is being written.
+
+    Attributes:
+        problems: those of this rank's writer; None until it has ended.
+        agreed: all writers have ended, or one has failed, and every rank knows it.
+        failed: some rank's writer has failed, and every rank knows it.
+    """
 
     root: str
     progress: Progress
     problems: list[str] | None = None
-    """Of this rank's writer; None until it has ended."""
     agreed: bool = False
-    """All writers have ended, or one has failed, and every rank knows it."""
     failed: bool = False
-    """Some rank's writer has failed, and every rank knows it."""
 
 
 class BackgroundSaves:
@@ -58,9 +61,9 @@ class BackgroundSaves:
     collectives.
 
     Args:
-        args: of the run. With ``use_persistent_ckpt_worker`` one writer process of each rank lives
-            as long as this object; otherwise every save has its own.
-        device: of tensors for collectives.
+        args: arguments of the run. With ``use_persistent_ckpt_worker`` one writer process of each
+            rank lives as long as this object; otherwise every save has its own.
+        device: device of tensors for collectives.
         say: prints a line.
         published: called with the progress of a checkpoint that has been published.
     """
@@ -102,7 +105,7 @@ class BackgroundSaves:
         self._has_reserved = True
         with collector_paused(), suppress(RunError):  # what cannot be saved, a save reports
             content = checkpointing.collect(self._args, model, optimizer, scheduler, progress)
-            checkpointing.attempt(lambda: self._buffer.reserve(content))
+            attempt(lambda: self._buffer.reserve(content))
         self._writes.watch(model, with_content=True)
 
     def save(
@@ -123,35 +126,24 @@ class BackgroundSaves:
         """
         self.wait()
         with collector_paused():  # training waits
-            self._begin(model, optimizer, scheduler, progress, root)
+            content = checkpointing.collect(self._args, model, optimizer, scheduler, progress)
+            target = checkpointing.prepare(root, progress.iteration)
+
+            def begin() -> None:
+                writer = self._writer = self._writer or self._start_writer()
+                self._buffer.stage(
+                    content,
+                    is_changing=(lambda _: True) if self._writes.may_come else is_buffer_of(model),
+                    then=lambda staged: writer.write(staged, target),
+                )
+
+            self._writes.watch(model)
+            problems = attempt(begin)
+            if problems:
+                self._kill()
+                checkpointing.conclude(self._args, root, progress, problems, self._say)
         self._pending = PendingSave(root, replace(progress))
         self._say(f"writing the checkpoint of iteration {progress.iteration} in the background")
-
-    def _begin(
-        self,
-        model: list[MegatronModule],
-        optimizer: MegatronOptimizer | None,
-        scheduler: OptimizerParamScheduler | None,
-        progress: Progress,
-        root: str,
-    ) -> None:
-        """Begin to copy the state of the run; the writer is told when it is copied."""
-        content = checkpointing.collect(self._args, model, optimizer, scheduler, progress)
-        target = checkpointing.prepare(root, progress.iteration)
-
-        def begin() -> None:
-            writer = self._writer = self._writer or self._start_writer()
-            self._buffer.stage(
-                content,
-                is_changing=(lambda _: True) if self._writes.may_come else is_buffer_of(model),
-                then=lambda staged: writer.write(WriteRequest(staged, target)),
-            )
-
-        self._writes.watch(model)
-        problems = checkpointing.attempt(begin)
-        if problems:
-            self._kill()
-            checkpointing.conclude(self._args, root, progress, problems, self._say)
 
     def finish_copying(self) -> None:
         """Wait until the state is copied, so that the optimizer may change it.
@@ -159,7 +151,7 @@ class BackgroundSaves:
         Training is held for all copies until a forward is known not to write to weights, and after
         the first write that was seen; a copy during that first one fails.
         """
-        self._finish_copying(self._writes.end())
+        self._finish_copying(has_written=self._writes.end())
 
     def _finish_copying(self, has_written: bool) -> None:
         problem = ""
@@ -173,11 +165,6 @@ class BackgroundSaves:
             problem = f"{type(error).__name__}: {error}"
         if problem and self._pending is not None:
             self._pending.problems = [f"rank {dist.get_rank()}: {problem}"]
-
-    @property
-    def under_way(self) -> int | None:
-        """Iteration of the checkpoint that is being written; None if there is none."""
-        return None if self._pending is None else self._pending.progress.iteration
 
     @property
     def num_staged_bytes(self) -> int:
@@ -301,7 +288,7 @@ def _open_store(args: argparse.Namespace) -> tuple[TCPStore | None, WriterWorld]
                 TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
             )
 
-    problems = checkpointing.attempt(open_store)
+    problems = attempt(open_store)
     if problems:
         raise RunError("--async-save has no store for its writers:\n" + "\n".join(problems))
     ports: list[Any] = [stores[0].port if stores else 0]

@@ -15,10 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
-
 from megatron.checkpoint.dcp.stored_checkpoint import StoredCheckpoint
-from megatron.checkpoint.hugging_face import reader as hugging_face
+from megatron.checkpoint.hugging_face import model_reader as hugging_face
 from megatron.checkpoint.hugging_face.model_arguments import (
     ARGUMENTS,
     Argument,
@@ -27,8 +25,8 @@ from megatron.checkpoint.hugging_face.model_arguments import (
     num_query_groups,
 )
 from megatron.checkpoint.hugging_face.model_directory import is_model_directory
-from megatron.checkpoint.torch_dist.common_state import COMMON_FILE, COMMON_OBJECT, read_common
-from megatron.fsdp.engine.collectives import agree
+from megatron.checkpoint.torch_dist.unsharded_state import COMMON_FILE, COMMON_OBJECT, read_common
+from megatron.pretrain.first_rank import on_first_rank
 
 if TYPE_CHECKING:
     from megatron.pretrain.checkpoints.checkpoint_source import Say
@@ -222,42 +220,31 @@ def training_differences(saved: argparse.Namespace, own: argparse.Namespace) -> 
 def check_arguments(source: Path, args: argparse.Namespace, say: Say) -> None:
     """Refuse a checkpoint whose weights mean something else in this run; a collective.
 
-    Print one line about arguments that differ and may.
-
-    Args:
-        source: the directory of the checkpoint, which the first rank reads.
-        args: of this run.
-        say: prints a line on the first rank.
+    Print one line about arguments that differ and may. The first rank reads the checkpoint.
 
     Raises:
         ValueError: on every rank, listing the values of the file and of this run.
     """
-    problems: list[str] = []
-    harmless: list[str] = []
-    if dist.get_rank() == 0:
-        try:
-            problems, harmless = _compared(source, stored_arguments(source), args)
-        except (ValueError, OSError) as error:
-            problems = [str(error)]
-        except Exception as error:  # values of no sensible type; the other ranks wait
-            problems = [f"{source}: its arguments cannot be compared: {error!r}"]
-    problems = agree(problems)
-    if problems:
-        raise ValueError(problems[0])
+    harmless = on_first_rank(lambda: _compared(source, args))
     if harmless:
         say(f"arguments that may differ from those of {source}, and do: {'; '.join(harmless)}")
 
 
-def _compared(
-    source: Path, saved: argparse.Namespace | None, args: argparse.Namespace
-) -> tuple[list[str], list[str]]:
-    """Return the error, if there is one, and the differences that do no harm."""
+def _compared(source: Path, args: argparse.Namespace) -> list[str]:
+    """Return the differences that do no harm, and raise the others."""
+    saved = stored_arguments(source)
     if saved is None:
-        return [], []
-    different = "\n  ".join(model_differences(saved, args))
-    refusal = (
-        f"{source} is a checkpoint of another model, whose weights would mean something else here:"
-        f"\n  {different}\n--use-checkpoint-args takes the file's values,"
-        " --no-check-checkpoint-args keeps this run's"
-    )
-    return [refusal] if different else [], training_differences(saved, args)
+        return []
+    try:
+        different = model_differences(saved, args)
+        harmless = training_differences(saved, args)
+    except Exception as error:  # values of no sensible type
+        raise ValueError(f"{source}: its arguments cannot be compared: {error!r}") from error
+    if different:
+        lines = "\n  ".join(different)
+        raise ValueError(
+            f"{source} is a checkpoint of another model, whose weights would mean something else"
+            f" here:\n  {lines}\n--use-checkpoint-args takes the file's values,"
+            " --no-check-checkpoint-args keeps this run's"
+        )
+    return harmless

@@ -9,18 +9,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.checkpoint.commands.formats import TORCH_DIST, open_checkpoint
-from megatron.checkpoint.store import directory
-from megatron.checkpoint.store import stores
 from megatron.checkpoint.core.listing import listed
 from megatron.checkpoint.dcp.safe_pickle import RefusedPickleError
 from megatron.checkpoint.dcp.stored_checkpoint import StoredCheckpoint
-from megatron.checkpoint.dcp.stored_metadata import METADATA
 from megatron.checkpoint.hugging_face.model_directory import CONFIG, is_model_directory
+from megatron.checkpoint.store import directory, stores
+from megatron.checkpoint.store.directory import METADATA
 from megatron.checkpoint.torch_dist.checkpoint import check_marker
-from megatron.checkpoint.torch_dist.common_state import COMMON_FILE, read_common
+from megatron.checkpoint.torch_dist.unsharded_state import COMMON_FILE, read_common
 from megatron.pretrain.checkpoints.checkpoint_arguments import stored_arguments
 from megatron.pretrain.errors import RunError, is_of_machine
-from megatron.pretrain.checkpoints.followed_checkpoint import followed_by, is_given_up, tracked_in
 
 Say = Callable[[str], None]
 """Prints one line for the user, on the first rank."""
@@ -48,8 +46,6 @@ class CheckpointSource:
     """Load the weights and start anew: no optimizer state, no schedule, no progress."""
     is_newest: bool
     """It was chosen for being the newest sound one, not by --ckpt-step."""
-    is_local: bool = False
-    """Every rank has a path of its own, to the part that it wrote."""
 
     def in_words(self, iteration: int) -> str:
         """Return the path and the iteration that was in it, which should be that of its name."""
@@ -65,17 +61,15 @@ class CheckpointSource:
 def find_source(args: argparse.Namespace, say: Say, damage: Damage) -> CheckpointSource | None:
     """Return the checkpoint to load, None to start from scratch; reads no tensor.
 
-    Those at a URL are downloaded to this node before they are looked at.
+    Those at a URL are downloaded to this node before they are looked at. ``args.load`` goes first,
+    at iteration ``ckpt_step`` or the newest. Of ``pretrained_checkpoint`` only weights are ever
+    loaded. Both may be a Hugging Face model, which has nothing but weights.
 
     Args:
-        args: ``load`` goes first, at iteration ``ckpt_step`` or the newest; only weights of it are
-            loaded with ``finetune``. Of ``pretrained_checkpoint`` only weights are ever loaded.
-            Both may be a Hugging Face model, which has nothing but weights.
-            ``exit_on_missing_checkpoint`` refuses a ``load`` without a checkpoint, and
-            ``no_load_fallback`` one whose newest is damaged.
+        args: arguments of the run.
         say: prints a line.
-        damage: what earlier calls and :func:`pass_over` have put in is passed over; what else is
-            passed over is put in.
+        damage: checkpoints to pass over, from earlier calls and :func:`pass_over`; those that this
+            call passes over are added.
 
     Raises:
         ValueError: there is no such checkpoint, or it is not clear which one is meant.
@@ -148,11 +142,16 @@ def continues(args: argparse.Namespace, source: CheckpointSource | None) -> bool
     """Return True if the run goes on with its own checkpoints; one may be non-persistent."""
     if continues_in(args.save, source):
         return True
-    if not args.save or not args.load or Path(args.save).resolve() != Path(args.load).resolve():
+    if not is_own(args):
         return False
-    if source is not None and source.is_local:
-        return True
     return continues_in(non_persistent_root(args, args.save), source)
+
+
+def is_own(args: argparse.Namespace) -> bool:
+    """Return True if the run loads what is in its --save directory, to go on with it."""
+    if not args.save or not args.load or args.finetune:
+        return False
+    return Path(args.load).resolve() == Path(args.save).resolve()
 
 
 # ---- the newest
@@ -168,6 +167,8 @@ def _newer_of_both(
 ) -> tuple[str, int | str | None]:
     """Return the directory and the iteration of the newest checkpoint, non-persistent or not.
 
+    As in Megatron-LM, a newer non-persistent one goes before what the tracker file names.
+
     Raises:
         ValueError: as :func:`_newest_sound` does, if it has no substitute of the other kind.
     """
@@ -181,34 +182,25 @@ def _newer_of_both(
                 " --non-persistent-ckpt-type global loads"
             )
         return load, newest
-    newest, problem = _attempted(load, args, damage)
-    if isinstance(newest, int) and newest >= max(directory.iterations(extra_root), default=0):
-        return load, newest
-    extra, extra_problem = _attempted(extra_root, args, damage)
-    for wrong, substitute in ((problem, extra), (extra_problem, newest)):
-        if wrong is not None and (args.no_load_fallback or substitute is None):
-            raise wrong
-    if extra is None or (isinstance(newest, int) and newest >= int(extra)):
-        return load, newest
-    found = directory.find(extra_root, extra)
-    assert found is not None  # it is the newest sound one
-    if newest is None or not is_given_up(int(extra), followed_by(found), tracked_in(load)):
-        return extra_root, extra
-    if not damage:
-        say(
-            f"{found} is newer, and is not loaded: {Path(load) / directory.TRACKER} names another"
-            " checkpoint than the one that it followed"
-        )
-    return load, newest
+    found: list[tuple[str, int | str | None]] = []
+    problems: list[ValueError] = []
+    latest_extra = max(directory.iterations(extra_root), default=1)
+    for root in (load, extra_root):
+        try:
+            found.append((root, _newest_sound(root, args, damage)))
+        except ValueError as error:
+            problems.append(error)
+        if found and _number(found[0]) >= latest_extra:
+            break  # an older non-persistent one may be damaged
+    sound = [(root, iteration) for root, iteration in found if iteration is not None]
+    if problems and (args.no_load_fallback or not sound):
+        raise problems[0]
+    return max(sound, key=_number, default=(load, None))
 
 
-def _attempted(
-    root: str, args: argparse.Namespace, damage: Damage
-) -> tuple[int | str | None, ValueError | None]:
-    try:
-        return _newest_sound(root, args, damage), None
-    except ValueError as error:
-        return None, error
+def _number(found: tuple[str, int | str | None]) -> int:
+    """Return the iteration that was found, 0 for none and for a release."""
+    return found[1] if isinstance(found[1], int) else 0
 
 
 def _newest_sound(root: str, args: argparse.Namespace, damage: Damage) -> int | str | None:

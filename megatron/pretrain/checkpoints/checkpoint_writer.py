@@ -34,8 +34,9 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 from megatron.mcore_adapter import cpu
 from megatron.pretrain.checkpoints import checkpointing
-from megatron.pretrain.ranks import initialize_model_parallel
+from megatron.pretrain.checkpoints.saved_state import pickle_enums_by_value
 from megatron.pretrain.checkpoints.staging import StagedContent, StagingBuffer
+from megatron.pretrain.ranks import initialize_model_parallel
 
 GRACE_SECONDS = 10
 """Time that a writer without work has to end."""
@@ -43,32 +44,28 @@ GRACE_SECONDS = 10
 
 @dataclass(frozen=True)
 class WriterWorld:
-    """The world that the writers of all ranks form."""
+    """The world that the writers of all ranks form.
+
+    Attributes:
+        host: machine of the store in which they meet.
+        port: port of that store.
+        name: prefix of this world's keys in the store.
+    """
 
     rank: int
     world_size: int
     host: str
-    """Of the store in which they meet."""
     port: int
     name: str
-    """Of this world in the store."""
     timeout: timedelta
-
-
-@dataclass(frozen=True)
-class WriteRequest:
-    """One checkpoint to write."""
-
-    content: StagedContent
-    target: Path
 
 
 class WriterProcess:
     """The writer process of this rank, as the rank sees it.
 
     Args:
-        world: that it joins.
-        buffer: from which it reads.
+        world: the world that it joins.
+        buffer: memory from which it reads.
     """
 
     def __init__(self, world: WriterWorld, buffer: StagingBuffer):
@@ -81,7 +78,7 @@ class WriterProcess:
             "import signal, sys; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
             f" sys.path[:] = {sys.path!r};"
             " from megatron.pretrain.report.logging_setup import set_up_logging; set_up_logging();"
-            f" from megatron.pretrain.checkpoints.checkpoint_writer import serve; serve{descriptors}"
+            f" from {__name__} import serve; serve{descriptors}"
         )
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "TORCHDYNAMO_DISABLE": "1"}
         self._process = subprocess.Popen(
@@ -99,10 +96,10 @@ class WriterProcess:
         """Number of the process, and of its group."""
         return self._process.pid
 
-    def write(self, request: WriteRequest) -> None:
-        """Let the writer begin; a writer that has died is found by :meth:`poll`."""
+    def write(self, content: StagedContent, target: Path) -> None:
+        """Let it write content into a directory; :meth:`poll` finds a writer that has died."""
         with suppress(OSError):
-            self._connection.send(request)
+            self._connection.send((content, target))
 
     def poll(self) -> list[str] | None:
         """Return the problems of a save that has ended, None while it is under way."""
@@ -157,7 +154,8 @@ def serve(connection_descriptor: int, buffer_descriptor: int) -> None:
         cpu.install()
         buffer = StagingBuffer(buffer_descriptor)
         while (request := received.get()) is not None:
-            connection.send(_write(buffer.read(request.content), request.target))
+            content, target = request
+            connection.send(_write(buffer.read(content), target))
         dist.destroy_process_group()
     except Exception as error:  # of another rank's writer that has died, in most cases
         connection.send([f"rank {world.rank}: {type(error).__name__}: {error}"])
@@ -175,7 +173,7 @@ def _receive(connection: Connection, received: queue.SimpleQueue[Any]) -> None:
 
 def _write(content: dict[str, Any], target: Path) -> list[str]:
     args = content["args"]
-    checkpointing.pickle_enums_by_value(args)
+    pickle_enums_by_value(args)
     if args.ckpt_format == "torch_dist" and not parallel_state.model_parallel_is_initialized():
         initialize_model_parallel(args)  # ranks that have the same tensors share the work
     return checkpointing.write(args, content, target)

@@ -8,6 +8,8 @@ every rank reads the rows of its own shards from the original files.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch.distributed as dist
@@ -18,14 +20,14 @@ from megatron.checkpoint.commands.formats import (
     TORCH_DIST,
     open_checkpoint,
 )
-from megatron.checkpoint.dcp.entry_reader import EntryReader
-from megatron.checkpoint.dcp.stored_checkpoint import StoredCheckpoint
-from megatron.checkpoint.dcp.stored_metadata import METADATA
+from megatron.checkpoint.core.spelling import choose_spelling
 from megatron.checkpoint.core.training_state import TrainingState
-from megatron.checkpoint.fsdp_dtensor import writer as fsdp_dtensor
-from megatron.checkpoint.fsdp_dtensor.spelling_choice import choose_spelling
-from megatron.checkpoint.hugging_face import reader as hugging_face
+from megatron.checkpoint.dcp.dcp_target import EntryReader
+from megatron.checkpoint.dcp.stored_checkpoint import StoredCheckpoint
+from megatron.checkpoint.fsdp_dtensor import dtensor_writer as fsdp_dtensor
+from megatron.checkpoint.hugging_face import model_reader as hugging_face
 from megatron.checkpoint.hugging_face.model_directory import is_model_directory
+from megatron.checkpoint.store.directory import METADATA
 from megatron.checkpoint.torch_dist import checkpoint as torch_dist
 from megatron.fsdp.engine.collectives import agree
 from megatron.pretrain.checkpoints.checkpoint_source import Say
@@ -51,22 +53,13 @@ def format_of(source: Path) -> str:
 def open_converted(source: Path, args: argparse.Namespace, say: Say) -> EntryReader:
     """Return a reader of what ``source`` would be after a conversion to fsdp_dtensor; a collective.
 
-    Args:
-        source: a torch_dist checkpoint whose files have been checked, or a Hugging Face model.
-        args: of the run that loads it.
-        say: prints a line on the first rank.
-
     Raises:
         ValueError: on every rank, if it cannot be converted.
     """
-    problems: list[str] = []
-    try:
+    with _raised_together(source):
         state = _training_state(source, args)
         # The loader finds parameters by their canonical names, whatever layers its model has.
         target = fsdp_dtensor.target(state, choose_spelling(state, "local"))
-    except Exception as error:  # files can hold anything, and the other ranks wait
-        problems = [_message(source, error)]
-    _raise_together(problems)
     notes = set(state.notes)
     say(f"{source} is in the format {format_of(source)}: converted in memory")
     _share_comparisons(source, state)
@@ -99,17 +92,27 @@ def _share_comparisons(source: Path, state: TrainingState) -> None:
     names = [name for name, is_fresh in state.is_fresh.items() if is_fresh.known is None]
     # The largest first, each to the next rank: the shares are about as large as each other.
     names.sort(key=lambda name: (-state.weights[name].num_bytes, name))
-    fresh, problems = [], []
-    try:
+    fresh = []
+    with _raised_together(source):
         for name in names[dist.get_rank() :: dist.get_world_size()]:
             if state.is_fresh[name]():
                 fresh.append(name)
-    except Exception as error:  # files can hold anything, and the other ranks wait
-        problems = [_message(source, error)]
-    _raise_together(problems)
     all_fresh = set(agree(fresh))
     for name in names:
         state.is_fresh[name].known = name in all_fresh
+
+
+@contextmanager
+def _raised_together(source: Path) -> Iterator[None]:
+    """Raise the errors of all ranks as one ValueError on every rank; the exit is a collective."""
+    problems: list[str] = []
+    try:
+        yield
+    except Exception as error:  # files can hold anything, and the other ranks wait
+        problems = [_message(source, error)]
+    problems = agree(problems)
+    if problems:
+        raise ValueError("\n".join(problems))
 
 
 def _message(source: Path, error: Exception) -> str:
@@ -119,9 +122,3 @@ def _message(source: Path, error: Exception) -> str:
     if "(--" in str(error):
         message += "\nThe flags are those of tools/checkpoint/checkpoint_inspector.py"
     return message
-
-
-def _raise_together(problems: list[str]) -> None:
-    problems = agree(problems)
-    if problems:
-        raise ValueError("\n".join(problems))

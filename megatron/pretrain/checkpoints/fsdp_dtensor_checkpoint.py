@@ -5,9 +5,8 @@ from __future__ import annotations
 
 import argparse
 import copy
-import gc
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,18 +18,18 @@ from megatron.core import parallel_state
 from megatron.core.optimizer import MegatronOptimizer
 from torch import nn
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import STORAGE_TYPES
 from torch.distributed.checkpoint.state_dict_loader import load as load_entries
 from torch.distributed.checkpoint.state_dict_saver import save as save_entries
 from torch.distributed.checkpoint.storage import StorageReader
 
-from megatron.checkpoint.dcp.dcp_saving import EvenPlanner, SigningWriter
+from megatron.checkpoint.commands.formats import FSDP_DTENSOR
 from megatron.checkpoint.core.listing import some
-from megatron.checkpoint.dcp.safe_loading import PartReader, SafePlanner, SafeReader
 from megatron.checkpoint.core.spelling import canonical_name, plain_name
+from megatron.checkpoint.dcp.safe_loading import SafePlanner, SafeReader
+from megatron.checkpoint.dcp.save_planner import EvenPlanner, PlanReuse
+from megatron.checkpoint.dcp.signing_writer import SigningWriter
 from megatron.checkpoint.fsdp_dtensor.keys import (
-    CHECKPOINT_VERSION,
     MODEL_PREFIX,
     STATE_PREFIX,
     names_in_file,
@@ -50,148 +49,126 @@ from megatron.mcore_adapter.checkpoint_entries import (
     state_entries,
 )
 from megatron.mcore_adapter.file_differences import FileDifferences
-from megatron.pretrain.checkpoints.planned_save import save_planned
+from megatron.pretrain.checkpoints.checkpoint_format import attempt, collector_paused
+from megatron.pretrain.checkpoints.checkpoint_source import Say
+from megatron.pretrain.checkpoints.converted_source import format_of, open_converted
 from megatron.pretrain.model.vocabulary_padding import VocabularyArguments, fit_padding
-
-__all__ = ["CHECKPOINT_VERSION", "collect", "load", "write", "write_part"]
 
 Model = list[FullyShardedDataParallel]
 """The chunks of this pipeline stage."""
 
-Source = Path | StorageReader
-"""A directory in this format, a reader of what a conversion would write there, or of a part."""
 
+class FsdpDtensorFormat:
+    """The format fsdp_dtensor, which every run with FSDP loads, and into which it converts others.
 
-@contextmanager
-def collector_paused() -> Iterator[None]:
-    """Pause Python's garbage collector.
-
-    A save or a load makes thousands of objects that stay, for which it would look through all
-    objects of the process, once or twice.
+    With --ckpt-assume-constant-structure the plan of the save before is used again.
     """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
+    def __init__(self) -> None:
+        self._plans = PlanReuse()
 
-@collector_paused()
-def collect(
-    args: argparse.Namespace,
-    state: dict[str, Any],
-    model: Model,
-    optimizer: MegatronOptimizer | None,
-) -> dict[str, Any]:
-    """Return the content of a checkpoint; its tensors share storage with model and optimizer.
+    @collector_paused()
+    def collect(
+        self,
+        args: argparse.Namespace,
+        state: dict[str, Any],
+        model: Model,
+        optimizer: MegatronOptimizer | None,
+    ) -> dict[str, Any]:
+        """Return the content of a checkpoint, by the keys of the file."""
+        names = EntryNames.of(args)
+        content = {**_with_rng_by_stage(state), "model": model_entries(model, names)}
+        if optimizer is not None:
+            prefix = own_prefix(model)
+            content["optimizer"] = optimizer_entries(model, optimizer, prefix, names)
+            if optimizer.grad_scaler is not None:
+                content["grad_scaler"] = optimizer.grad_scaler.state_dict()
+        return content
 
-    Args:
-        args: of the run.
-        state: everything but weights and optimizer.
-        model: the chunks of this pipeline stage.
-        optimizer: None: its state is not saved.
-    """
-    names = EntryNames(args.swiglu, not args.untie_embeddings_and_output_weights)
-    content = {**_with_rng_by_stage(state), "model": model_entries(model, names)}
-    if optimizer is not None:
-        prefix = own_prefix(model)
-        content["optimizer"] = optimizer_entries(model, optimizer, prefix, names)
-        if optimizer.grad_scaler is not None:
-            content["grad_scaler"] = optimizer.grad_scaler.state_dict()
-    return content
+    def write(self, args: argparse.Namespace, content: dict[str, Any], target: Path) -> list[str]:
+        """Write content into the directory ``target``, and sign it; return all ranks' problems."""
+        return self._save(args, content, SigningWriter(target), EvenPlanner)
 
+    @collector_paused()
+    def _save(
+        self,
+        args: argparse.Namespace,
+        content: dict[str, Any],
+        writer: SigningWriter,
+        new_planner: Callable[..., EvenPlanner],
+    ) -> list[str]:
+        """Write content by torch.distributed.checkpoint; return the problems of all ranks.
 
-@collector_paused()
-def write(args: argparse.Namespace, content: dict[str, Any], target: Path) -> None:
-    """Write what :func:`collect` returned into the directory ``target``; a collective.
+        Args:
+            args: arguments of the run. Without ``ckpt_fully_parallel_save`` the first rank that has
+                an entry writes it, instead of any.
+            content: entries of this rank, as the planner takes them.
+            writer: writer of the files.
+            new_planner: maker of the planner; takes the arguments ``reuse`` and ``spreads``.
+        """
+        reuse = self._plans if args.ckpt_assume_constant_structure else None
+        planner = new_planner(reuse=reuse, spreads=args.ckpt_fully_parallel_save)
+        with _without_warnings():
+            problems = attempt(
+                lambda: save_entries(content, storage_writer=writer, planner=planner)
+            )
+        if problems:
+            self._plans.forget()
+        return problems
 
-    The ranks are those of the run, or the writer processes of a background save.
+    @collector_paused()
+    def load(
+        self,
+        args: argparse.Namespace,
+        state: dict[str, Any],
+        model: Model,
+        optimizer: MegatronOptimizer | None,
+        source: Path,
+        say: Say,
+    ) -> dict[str, Any]:
+        """Load a checkpoint of any format into the model, the optimizer and a copy of ``state``.
 
-    Args:
-        args: of the run.
-        content: of this rank, or a copy of it.
-        target: exists and is empty.
-    """
-    save_planned(args, content, SigningWriter(target), EvenPlanner)
-
-
-@collector_paused()
-def write_part(content: dict[str, Any], target: Path) -> None:
-    """Write what :func:`collect` returned on this rank, and nothing else, into ``target``.
-
-    This is no collective: the directory is this rank's own, and exists and is empty.
-    """
-    writer, planner = SigningWriter(target), EvenPlanner(is_whole=False)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's checkpoint uses names that torch deprecates
-        try:
-            save_entries(content, storage_writer=writer, planner=planner, no_dist=True)
-        except CheckpointException as error:  # which knows this rank as rank 0
-            raise error.failures[0][0] from None
-
-
-@collector_paused()
-def load(
-    args: argparse.Namespace,
-    state: dict[str, Any],
-    model: Model,
-    optimizer: MegatronOptimizer | None,
-    source: Source,
-) -> dict[str, Any]:
-    """Load ``source`` into the model, the optimizer and a copy of ``state``, which is returned.
-
-    This is a collective.
-
-    Args:
-        args: of the run.
-        state: everything but weights and optimizer, as a fresh run has it.
-        model: the chunks of this pipeline stage.
-        optimizer: None: its state is not loaded.
-        source: the directory of the checkpoint, or a reader of one, or each rank's reader of the
-            part that it wrote in this very layout.
-
-    Raises:
-        ValueError: on every rank, listing the entries that are missing on any rank or of another
-            shape, unless partial loads are allowed; before anything is overwritten.
-    """
-    stored = _read_metadata(source)
-    is_tied = not args.untie_embeddings_and_output_weights
-    names = EntryNames(args.swiglu, is_tied, names_in_file(stored))
-    content: dict[str, Any] = {
-        **_with_rng_of_file(state, stored),
-        "model": model_entries(model, names),
-    }
-    del content["checkpoint_version"]
-    if "num_floating_point_operations_so_far" not in stored:
-        del content["num_floating_point_operations_so_far"]
-    if optimizer is not None:
-        prefix = _prefix_in_file(model, stored, names)
-        content["optimizer"] = optimizer_entries(model, optimizer, prefix, names)
-        if optimizer.grad_scaler is not None and has_loss_scaler(stored):
-            content["grad_scaler"] = optimizer.grad_scaler.state_dict()
-    fit_padding(
-        content,
-        stored,
-        VocabularyArguments.of(args),
-        lambda: VocabularyArguments.of(_read_args(source)),
-    )
-    _check(content, stored, source, is_partial=not args.strict_fsdp_dtensor_load)
-    if optimizer is not None:
-        drop_absent_settings(content["optimizer"]["param_to_group_meta"], stored)
-    _read(content, source)
-    # Weights and moments were read in place. Values derived from them remain to be updated.
-    for chunk in model:
-        chunk.load_state_dict(chunk.state_dict())
-    if optimizer is not None:
-        saved = content["optimizer"]["param_to_group_meta"]
-        _load_settings(model, optimizer, saved, names)
-        if "grad_scaler" in content:
-            optimizer.grad_scaler.load_state_dict(content["grad_scaler"])
-    if "rng_state" in content:
-        content["rng_state"] = content["rng_state"][_rng_key()]
-    return content
+        Raises:
+            ValueError: on every rank, listing the entries that are missing on any rank or of
+                another shape, unless partial loads are allowed; before anything is overwritten.
+        """
+        reader: StorageReader = SafeReader(source)
+        if format_of(source) != FSDP_DTENSOR:
+            reader = open_converted(source, args, say)
+        stored = _read_metadata(reader)
+        names = EntryNames.of(args, names_in_file(stored))
+        content: dict[str, Any] = {
+            **_with_rng_of_file(state, stored),
+            "model": model_entries(model, names),
+        }
+        del content["checkpoint_version"]
+        if "num_floating_point_operations_so_far" not in stored:
+            del content["num_floating_point_operations_so_far"]
+        if optimizer is not None:
+            prefix = _prefix_in_file(model, stored, names)
+            content["optimizer"] = optimizer_entries(model, optimizer, prefix, names)
+            if optimizer.grad_scaler is not None and has_loss_scaler(stored):
+                content["grad_scaler"] = optimizer.grad_scaler.state_dict()
+        fit_padding(
+            content,
+            stored,
+            VocabularyArguments.of(args),
+            lambda: VocabularyArguments.of(_read_args(reader)),
+        )
+        _check(content, stored, source, is_partial=not args.strict_fsdp_dtensor_load)
+        if optimizer is not None:
+            drop_absent_settings(content["optimizer"]["param_to_group_meta"], stored)
+        _read(content, reader)
+        # Weights and moments were read in place. Values derived from them remain to be updated.
+        for chunk in model:
+            chunk.load_state_dict(chunk.state_dict())
+        if optimizer is not None:
+            _load_settings(model, optimizer, content["optimizer"]["param_to_group_meta"], names)
+            if "grad_scaler" in content:
+                optimizer.grad_scaler.load_state_dict(content["grad_scaler"])
+        if "rng_state" in content:
+            content["rng_state"] = content["rng_state"][_rng_key()]
+        return content
 
 
 # ---- entries of the model and the optimizer
@@ -211,6 +188,11 @@ class EntryNames:
     gated: bool
     is_tied: bool
     in_file: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, args: argparse.Namespace, in_file: Mapping[str, str] | None = None) -> EntryNames:
+        """Return the names for the model of ``args``."""
+        return cls(args.swiglu, not args.untie_embeddings_and_output_weights, in_file or {})
 
     def name(self, own: str) -> str:
         """Return the name in the file of a parameter or buffer that the model calls ``own``."""
@@ -247,11 +229,7 @@ def optimizer_entries(
 ) -> dict[str, dict[str, Any]]:
     """Return state and settings of the optimizer's parameters by the file's names.
 
-    Args:
-        model: the chunks of this pipeline stage.
-        optimizer: over their parameters.
-        prefix: one ``module.`` for each wrapper of the run that writes, or wrote, the file.
-        names: of the parameters in the file.
+    ``prefix`` is one ``module.`` for each wrapper of the run that writes, or wrote, the file.
     """
     raw = optimizer.sharded_state_dict({}, metadata={"distrib_optim_sharding_type": "fsdp_dtensor"})
 
@@ -343,11 +321,7 @@ def _with_rng_of_file(state: dict[str, Any], stored: Mapping[str, Any]) -> dict[
 # ---- the file
 
 
-def _reader(source: Source) -> StorageReader:
-    return SafeReader(source) if isinstance(source, Path) else source
-
-
-def _read_metadata(source: Source) -> dict[str, STORAGE_TYPES]:
+def _read_metadata(reader: StorageReader) -> dict[str, STORAGE_TYPES]:
     """Read the metadata of the file's entries, by key; a collective.
 
     Raises:
@@ -356,7 +330,7 @@ def _read_metadata(source: Source) -> dict[str, STORAGE_TYPES]:
     stored: dict[str, STORAGE_TYPES] = {}
     damage = []
     try:
-        stored = _reader(source).read_metadata().state_dict_metadata
+        stored = reader.read_metadata().state_dict_metadata
     except ValueError as error:
         damage = [str(error)]
     damage = agree(damage)
@@ -365,23 +339,29 @@ def _read_metadata(source: Source) -> dict[str, STORAGE_TYPES]:
     return stored
 
 
-def _read(content: dict[str, Any], source: Source) -> None:
+def _read(content: dict[str, Any], reader: StorageReader) -> None:
     """Read the entries of ``content`` from the file, in place; a collective."""
-    reader, planner = _reader(source), SafePlanner(allow_partial_load=True)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's checkpoint uses names that torch deprecates
-        load_entries(content, storage_reader=reader, planner=planner)
+    with _without_warnings():
+        load_entries(content, storage_reader=reader, planner=SafePlanner(allow_partial_load=True))
 
 
-def _read_args(source: Source) -> argparse.Namespace | None:
+def _read_args(reader: StorageReader) -> argparse.Namespace | None:
     """Read the arguments of the run that wrote the file; a collective."""
     content: dict[str, argparse.Namespace | None] = {"args": None}
-    _read(content, source)
+    _read(content, reader)
     return content["args"]
 
 
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """Silence warnings: torch's checkpoint uses names that torch itself deprecates."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
 def _check(
-    content: dict[str, Any], stored: Mapping[str, STORAGE_TYPES], source: Source, is_partial: bool
+    content: dict[str, Any], stored: Mapping[str, STORAGE_TYPES], source: Path, is_partial: bool
 ) -> None:
     """Compare the entries that all ranks ask for with those of the file; a collective.
 
@@ -393,10 +373,7 @@ def _check(
     differences = FileDifferences(agree(own.shapes), agree(own.missing))
     starts = ("model.", STATE_PREFIX) if "optimizer" in content else ("model.",)
     keys = [key for key in sorted(stored) if key.startswith(starts)]
-    if isinstance(source, PartReader):
-        unexpected = agree(key for key in keys if key not in asked)
-    else:
-        unexpected = _asked_nowhere(keys, asked)
+    unexpected = _asked_nowhere(keys, asked)
     if is_partial:
         problems = differences.without_missing().problems()
     else:

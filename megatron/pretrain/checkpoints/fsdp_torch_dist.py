@@ -23,8 +23,6 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.tensor import DTensor
 
 from megatron.checkpoint.core import key_rules, param_groups
-from megatron.checkpoint.dcp.dcp_saving import EvenPlanner, SigningWriter
-from megatron.checkpoint.dcp.dcp_target import Entry, EntryPlanner, ObjectEntry, TensorEntry
 from megatron.checkpoint.core.lazy_tensor import in_memory
 from megatron.checkpoint.core.spelling import (
     HALVES,
@@ -36,77 +34,68 @@ from megatron.checkpoint.core.spelling import (
     plain_name,
 )
 from megatron.checkpoint.core.training_state import TrainingState
+from megatron.checkpoint.dcp.dcp_target import Entry, EntryPlanner, ObjectEntry, TensorEntry
+from megatron.checkpoint.dcp.save_planner import EvenPlanner
+from megatron.checkpoint.dcp.signing_writer import SigningWriter
 from megatron.checkpoint.fsdp_dtensor.keys import split_half
 from megatron.checkpoint.torch_dist.checkpoint import extra_state_objects, files_beside
 from megatron.fsdp.dtensor.tensor_part import as_chunked_tensor, part_of
-from megatron.fsdp.engine.collectives import agree
 from megatron.mcore_adapter.checkpoint_entries import sharded_params
+from megatron.pretrain.checkpoints.checkpoint_format import attempt
 from megatron.pretrain.checkpoints.fsdp_dtensor_checkpoint import (
     EntryNames,
+    FsdpDtensorFormat,
     Model,
-    collector_paused,
     model_entries,
     optimizer_entries,
     own_prefix,
 )
-from megatron.pretrain.checkpoints.planned_save import save_planned
 from megatron.pretrain.checkpoints.torch_dist_checkpoint import sharded_random_state
 
 
-def collect(
-    args: argparse.Namespace,
-    state: dict[str, Any],
-    model: Model,
-    optimizer: MegatronOptimizer | None,
-) -> dict[str, Any]:
-    """Return ``args``, the ``entries`` of this rank and the ``files`` beside them; a collective.
+class FsdpTorchDistFormat(FsdpDtensorFormat):
+    """The format torch_dist of a run with FSDP, which loads it as one with fsdp_dtensor does."""
 
-    Tensors share storage with model and optimizer. Everything can be pickled, for the process of a
-    background save. Only the first rank has files.
+    def collect(
+        self,
+        args: argparse.Namespace,
+        state: dict[str, Any],
+        model: Model,
+        optimizer: MegatronOptimizer | None,
+    ) -> dict[str, Any]:
+        """Return ``args``, the ``entries`` of this rank and, on the first one, the ``files``."""
+        names = EntryNames.of(args)
+        entries: list[ChunkEntry | ObjectEntry] = []
+        slots: dict[str, dict[str, Any]] = {}
+        settings: dict[str, dict[str, Any]] = {}
 
-    Args:
-        args: of the run.
-        state: everything but weights and optimizer.
-        model: the chunks of this pipeline stage.
-        optimizer: None: its state is not saved.
-    """
-    names = EntryNames(args.swiglu, not args.untie_embeddings_and_output_weights)
-    slots: dict[str, dict[str, Any]] = {}
-    settings: dict[str, dict[str, Any]] = {}
-    entries: list[ChunkEntry | ObjectEntry] = []
-    problems = []
-    try:
-        weights = _canonical(model_entries(model, names))
-        if optimizer is not None:
-            of_optimizer = optimizer_entries(model, optimizer, own_prefix(model), names)
-            slots = _canonical(of_optimizer["state"])
-            settings = _canonical(of_optimizer["param_to_group_meta"])
-        layout = StackedLayout.of(args, [split_half(name)[0] for name in weights])
-        entries += _random_state(state)
-        entries += extra_state_objects(layout.axes_of_names, layout.spelling, layout.axes_of_keys)
-        entries += _tensors(layout, weights, slots, _compute_dtypes(model))
-    except Exception as error:  # the other ranks wait
-        problems = [f"rank {dist.get_rank()}: {type(error).__name__}: {error}"]
-    problems = agree(problems)
-    if problems:
-        raise ValueError("\n".join(problems))
-    files = files_beside(_common_state(state, settings, slots, optimizer))
-    written = {}
-    if dist.get_rank() == 0:
-        written = {name: content() for name, content in files.items()}
-    return {"args": state["args"], "entries": entries, "files": written}
+        def collect_own() -> None:
+            weights = _canonical(model_entries(model, names))
+            if optimizer is not None:
+                of_optimizer = optimizer_entries(model, optimizer, own_prefix(model), names)
+                slots.update(_canonical(of_optimizer["state"]))
+                settings.update(_canonical(of_optimizer["param_to_group_meta"]))
+            layout = StackedLayout.of(args, [split_half(name)[0] for name in weights])
+            entries.extend(_random_state(state))
+            entries.extend(
+                extra_state_objects(layout.axes_of_names, layout.spelling, layout.axes_of_keys)
+            )
+            entries.extend(_tensors(layout, weights, slots, _compute_dtypes(model)))
 
+        problems = attempt(collect_own)
+        if problems:
+            raise ValueError("\n".join(problems))
+        files = files_beside(_common_state(state, settings, slots, optimizer))
+        written = {}
+        if dist.get_rank() == 0:
+            written = {name: content() for name, content in files.items()}
+        return {"args": state["args"], "entries": entries, "files": written}
 
-@collector_paused()
-def write(args: argparse.Namespace, content: dict[str, Any], target: Path) -> None:
-    """Write what :func:`collect` returned into the empty directory ``target``, and sign it.
-
-    This is a collective.
-    """
-    entries = [_lazy(entry) for entry in content["entries"]]
-    save_planned(
-        args, {}, SigningWriter(target, beside=content["files"]), partial(_Planner, entries)
-    )
+    def write(self, args: argparse.Namespace, content: dict[str, Any], target: Path) -> list[str]:
+        """Write content into the directory ``target``, and sign it; return all ranks' problems."""
+        entries = [_lazy(entry) for entry in content["entries"]]
+        writer = SigningWriter(target, beside=content["files"])
+        return self._save(args, {}, writer, partial(_Planner, entries))
 
 
 class _Planner(EvenPlanner):
@@ -128,11 +117,11 @@ class ChunkEntry:
     """One chunk of a tensor in the file, whose elements are in memory.
 
     Attributes:
-        key: of the tensor.
-        shape: of the whole tensor.
-        offsets: of the chunk; as long as ``shape``.
-        elements: of the chunk; leading dims of size 1 may be left out.
-        dtype: of the tensor in the file.
+        key: key of the tensor.
+        shape: shape of the whole tensor.
+        offsets: start of the chunk, one offset for each dim of ``shape``.
+        elements: elements of the chunk; leading dims of size 1 may be left out.
+        dtype: dtype of the tensor in the file.
     """
 
     key: str
@@ -175,7 +164,7 @@ class StackedLayout:
     """Keys and shapes of the format's tensors, in which layers and experts are stacked.
 
     Attributes:
-        spelling: of the run's model.
+        spelling: spelling of the model's keys.
         axes_of_names: canonical name of a parameter of this rank -> lengths of the axes of layers
             and experts of its tensor.
     """

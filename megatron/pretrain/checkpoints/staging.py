@@ -13,7 +13,6 @@ import io
 import mmap
 import os
 import pickle
-import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
-from megatron.checkpoint.dcp.reading_threads import in_threads
+from megatron.checkpoint.core.reading_threads import in_threads
 from megatron.fsdp.dtensor.tensor_part import ChunkedTensor, TensorPart, as_chunked_tensor
 
 _ALIGNMENT = 64
@@ -37,12 +36,10 @@ _GROWTH = 1 << 22
 
 
 class StagedContent(NamedTuple):
-    """The location of a staged checkpoint in the buffer, in bytes."""
+    """The size of the buffer, and the range in it of the pickled content, which follows tensors."""
 
     size: int
-    """Of the buffer."""
     begin: int
-    """Start of the pickled content, which follows its tensors."""
     end: int
 
 
@@ -78,16 +75,6 @@ class StagedTensor:
         """Size of the tensor in the buffer."""
         return prod(self.shape) * self.dtype.itemsize
 
-    def over(self, memory: mmap.mmap) -> torch.Tensor:
-        """Return the tensor over its part of the buffer, without chunks.
-
-        Its storage is that part alone, so that DCP writes it without another copy.
-        """
-        if not self.num_bytes:
-            return torch.empty(self.shape, dtype=self.dtype)
-        part = torch.frombuffer(memory, dtype=torch.uint8, count=self.num_bytes, offset=self.offset)
-        return part.view(self.dtype).as_strided(self.shape, self.strides)
-
     def fill(self, content: torch.Tensor, tensor: torch.Tensor) -> None:
         """Copy ``tensor`` to its part of a buffer with the bytes ``content``."""
         part = content[self.offset : self.offset + self.num_bytes]
@@ -102,8 +89,16 @@ class StagedTensor:
             part.view(self.dtype).copy_(tensor.reshape(-1), non_blocking=True)
 
     def read(self, memory: mmap.mmap) -> torch.Tensor:
-        """Return the tensor as checkpoints take it."""
-        tensor = self.over(memory).requires_grad_(self.requires_grad)
+        """Return the tensor over its part of the buffer, as checkpoints take it.
+
+        Its storage is that part alone, so that DCP writes it without another copy.
+        """
+        tensor = torch.empty(self.shape, dtype=self.dtype)
+        if self.num_bytes:
+            count, offset = self.num_bytes, self.offset
+            part = torch.frombuffer(memory, dtype=torch.uint8, count=count, offset=offset)
+            tensor = part.view(self.dtype).as_strided(self.shape, self.strides)
+        tensor.requires_grad_(self.requires_grad)
         return tensor if self.part is None else as_chunked_tensor(tensor, self.part)
 
 
@@ -154,11 +149,6 @@ class _CopyingThread:
     """A thread that copies tensors which nobody writes to; see [Note: copies during the next step].
 
     On a GPU the copies have a stream of their own. Not yet run on a GPU.
-
-    Args:
-        copies: what to copy.
-        content: the bytes of the buffer.
-        then: called in the thread when all is copied.
     """
 
     def __init__(self, copies: Copies, content: torch.Tensor, then: Callable[[], None]):
@@ -211,14 +201,14 @@ class StagingBuffer:
     It is an anonymous file in memory, not a segment of /dev/shm, which containers limit to 64 MB.
 
     Args:
-        file_descriptor: of the buffer of another process; None for a new one.
-
-    Attributes:
-        file_descriptor: to be inherited by the writer process.
+        file_descriptor: descriptor of the buffer of another process; None for a new one. The
+            writer process inherits the attribute of this name.
     """
 
     def __init__(self, file_descriptor: int | None = None):
-        self.file_descriptor = _open_memory() if file_descriptor is None else file_descriptor
+        if file_descriptor is None:
+            file_descriptor = os.memfd_create("checkpoint")
+        self.file_descriptor = file_descriptor
         self._memory: mmap.mmap | None = None
         self._pinned = 0
         self._reserving: Thread | None = None
@@ -318,9 +308,8 @@ class StagingBuffer:
             size = -(-num_bytes // _GROWTH) * _GROWTH
             self._unpin()
             os.truncate(self.file_descriptor, size)
-            if hasattr(os, "posix_fallocate"):
-                # Otherwise a machine without memory would kill the process in the midst of a copy.
-                os.posix_fallocate(self.file_descriptor, 0, size)
+            # Otherwise a machine without memory would kill the process in the midst of a copy.
+            os.posix_fallocate(self.file_descriptor, 0, size)
             self._memory = mmap.mmap(self.file_descriptor, size)
         return self._memory
 
@@ -344,10 +333,3 @@ class StagingBuffer:
         self._unpin()
         self._memory = None
         os.close(self.file_descriptor)
-
-
-def _open_memory() -> int:
-    if hasattr(os, "memfd_create"):
-        return os.memfd_create("checkpoint")
-    with tempfile.TemporaryFile() as file:  # systems without anonymous files in memory
-        return os.dup(file.fileno())

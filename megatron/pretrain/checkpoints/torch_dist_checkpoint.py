@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject, apply_factories
@@ -30,93 +29,105 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.checkpoint.dcp.stored_checkpoint import StoredCheckpoint
 from megatron.checkpoint.dcp.stored_metadata import read_metadata
 from megatron.checkpoint.torch_dist.checkpoint import check_marker
-from megatron.checkpoint.torch_dist.common_state import COMMON_FILE, read_common
+from megatron.checkpoint.torch_dist.unsharded_state import COMMON_FILE, read_common
 from megatron.fsdp.engine.collectives import agree
 from megatron.mcore_adapter.releases.common_state import common_object_readable
+from megatron.pretrain.checkpoints.checkpoint_format import attempt, sign
+from megatron.pretrain.checkpoints.checkpoint_source import Say
+from megatron.pretrain.checkpoints.torch_dist_saving import (
+    SaveStrategies,
+    load_strategy,
+    written_by_threads,
+)
+from megatron.pretrain.first_rank import on_first_rank
 from megatron.pretrain.model.gpt_model import unwrap
-from megatron.pretrain.checkpoints.save_strategy import SaveStrategies, load_strategy
-from megatron.pretrain.checkpoints.write_results import written_by_threads
 
 SHARDING_TYPE = "distrib_optim_sharding_type"
 """The field of the description that names the distributed optimizer's layout; absent without it."""
 MEMORY_EFFICIENT = "distrib_optim_fully_reshardable_mem_efficient"
 """The field of the description that says how a save gathers the optimizer's state."""
 
-_STRATEGIES = SaveStrategies()
-"""Of the saves of this process."""
+
+class TorchDistFormat:
+    """The format torch_dist of runs without FSDP, by Megatron-Core's dist_checkpointing."""
+
+    def __init__(self) -> None:
+        self._strategies = SaveStrategies()
+
+    def collect(
+        self,
+        args: argparse.Namespace,
+        state: dict[str, Any],
+        model: list[MegatronModule],
+        optimizer: MegatronOptimizer | None,
+    ) -> dict[str, Any]:
+        """Return ``state``, the model and the optimizer in Megatron-Core's sharded form."""
+        with gathered_weights(model), without_warnings():
+            content = sharded_state(state, model, optimizer, metadata_of(args), is_loading=False)
+            apply_factories(content)  # they are functions, which no other process could be sent
+        return content
+
+    def write(self, args: argparse.Namespace, content: dict[str, Any], target: Path) -> list[str]:
+        """Write content into the directory ``target``, and sign it; return all ranks' problems."""
+
+        def save() -> None:
+            metadata = metadata_of(args)
+            with without_warnings(), written_by_threads():
+                strategy = self._strategies.strategy(args, content)
+                dist_checkpointing.save(content, str(target), strategy, content_metadata=metadata)
+
+        problems = attempt(save)
+        if problems:
+            self._strategies.forget()
+        return problems or sign(target)
+
+    def load(
+        self,
+        args: argparse.Namespace,
+        state: dict[str, Any],
+        model: list[MegatronModule],
+        optimizer: MegatronOptimizer | None,
+        source: Path,
+        say: Say,
+    ) -> dict[str, Any]:
+        """Load a torch_dist checkpoint into the model and the optimizer, and return the rest.
+
+        Raises:
+            ValueError: it does not fit this run.
+        """
+        on_first_rank(lambda: _refuse_code(source))
+        with gathered_weights(model), without_warnings(), _common_state_readable(source):
+            described = dist_checkpointing.load_content_metadata(str(source))
+            if described and optimizer is not None:
+                _refuse_other_optimizer(args, described, source)
+            metadata = described or metadata_of(args)
+            # A load needs no gathering, and gloo groups only with it.
+            metadata = {**metadata, MEMORY_EFFICIENT: False}
+            content = sharded_state(state, model, optimizer, metadata, is_loading=True)
+            _drop_absent_random_state(content, source)
+            loaded = _load_sharded(args, content, source)
+            for key, chunk in named_chunks(model).items():
+                unwrap(chunk).load_state_dict(loaded[key])
+            if optimizer is not None:
+                load_optimizer(optimizer, loaded["optimizer"])
+        return loaded
 
 
-def collect(
-    args: argparse.Namespace,
-    state: dict[str, Any],
-    model: list[MegatronModule],
-    optimizer: MegatronOptimizer | None,
+def _load_sharded(
+    args: argparse.Namespace, content: dict[str, Any], source: Path
 ) -> dict[str, Any]:
-    """Return ``state``, the model and the optimizer in Megatron-Core's sharded form.
-
-    Tensors share storage with the model and the optimizer. This is a collective.
-    """
-    metadata = metadata_of(args)
-    with gathered_weights(model), without_warnings():
-        content = sharded_state(state, model, optimizer, metadata, is_loading=False)
-        apply_factories(content)  # they are functions, which no other process could be sent
-    return content
-
-
-def write(args: argparse.Namespace, content: dict[str, Any], target: Path) -> None:
-    """Write what :func:`collect` returned into the empty directory ``target``; a collective.
-
-    The ranks are those of the run, or the writer processes of a background save.
-    """
-    metadata = metadata_of(args)
-    with without_warnings(), written_by_threads():
-        try:
-            strategy = _STRATEGIES.strategy(args, content)
-            dist_checkpointing.save(content, str(target), strategy, content_metadata=metadata)
-        except BaseException:
-            _STRATEGIES.forget()
-            raise
-
-
-def load(
-    args: argparse.Namespace,
-    state: dict[str, Any],
-    model: list[MegatronModule],
-    optimizer: MegatronOptimizer | None,
-    source: Path,
-) -> dict[str, Any]:
-    """Load ``source`` into the model and the optimizer, and return the rest of its content.
-
-    Raises:
-        ValueError: it does not fit this run.
-    """
-    _refuse_code(source)
-    with gathered_weights(model), without_warnings(), _common_state_readable(source):
-        described = dist_checkpointing.load_content_metadata(str(source))
-        if described and optimizer is not None:
-            _refuse_other_optimizer(args, described, source)
-        metadata = described or metadata_of(args)
-        # A load needs no gathering, and gloo groups only with it.
-        metadata = {**metadata, MEMORY_EFFICIENT: False}
-        content = sharded_state(state, model, optimizer, metadata, is_loading=True)
-        _drop_absent_random_state(content, source)
-        try:
-            loaded = dist_checkpointing.load(
-                content,
-                str(source),
-                sharded_strategy=load_strategy(args, source),
-                strict=StrictHandling(args.dist_ckpt_strictness),
-            )
-        except (CheckpointingException, KeyError, RuntimeError) as error:
-            raise ValueError(
-                f"{source} is a checkpoint of another model or run: {error}"
-            ) from error
-        if isinstance(loaded, tuple):  # return_unexpected and return_all give the differences too
-            loaded = loaded[0]
-        for key, chunk in named_chunks(model).items():
-            unwrap(chunk).load_state_dict(loaded[key])
-        if optimizer is not None:
-            load_optimizer(optimizer, loaded["optimizer"])
+    """Load content in Megatron-Core's sharded form; a collective."""
+    try:
+        loaded = dist_checkpointing.load(
+            content,
+            str(source),
+            sharded_strategy=load_strategy(args, source),
+            strict=StrictHandling(args.dist_ckpt_strictness),
+        )
+    except (CheckpointingException, KeyError, RuntimeError) as error:
+        raise ValueError(f"{source} is a checkpoint of another model or run: {error}") from error
+    if isinstance(loaded, tuple):  # return_unexpected and return_all give the differences too
+        loaded = loaded[0]
     return loaded
 
 
@@ -126,9 +137,9 @@ def _refuse_other_optimizer(
     """Refuse optimizer state that Megatron-Core's optimizer of this run cannot read.
 
     Args:
-        args: of this run.
-        described: the description in the file, as :func:`content_metadata` makes it.
-        source: the checkpoint.
+        args: arguments of this run.
+        described: description in the file, as :func:`metadata_of` makes it.
+        source: directory of the checkpoint.
 
     Raises:
         ValueError: the file has the state of the distributed optimizer and this run has another
@@ -148,24 +159,14 @@ def _refuse_other_optimizer(
 def _refuse_code(source: Path) -> None:
     """Read everything in the file as data first, because Megatron-Core unpickles any content.
 
-    This is a collective.
-
     Raises:
         ValueError: a file is damaged, or names what checkpoints do not hold.
     """
-    problems = []
-    if dist.get_rank() == 0:
-        try:
-            check_marker(source)
-            stored = StoredCheckpoint(source, verify=False)  # its files are verified already
-            read_common(stored)
-            for key in stored.objects:
-                stored.read_object(key)
-        except ValueError as error:
-            problems = [str(error)]
-    problems = agree(problems)
-    if problems:
-        raise ValueError(problems[0])
+    check_marker(source)
+    stored = StoredCheckpoint(source, verify=False)  # its files are verified already
+    read_common(stored)
+    for key in stored.objects:
+        stored.read_object(key)
 
 
 def _common_state_readable(source: Path) -> AbstractContextManager[None]:
@@ -190,32 +191,20 @@ def _drop_absent_random_state(content: dict[str, Any], source: Path) -> None:
 
 
 def metadata_of(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the description of the optimizer's layout in the files of a run."""
-    return content_metadata(
-        args.use_distributed_optimizer,
-        args.dist_ckpt_optim_fully_reshardable,
-        args.distrib_optim_fully_reshardable_mem_efficient,
-    )
+    """Return the description of the optimizer's layout in the files of a run.
 
-
-def content_metadata(
-    use_distributed_optimizer: bool, fully_reshardable: bool, memory_efficient: bool
-) -> dict[str, Any]:
-    """Return the description of the optimizer's layout that the file carries.
-
-    Args:
-        use_distributed_optimizer: each rank has a part of the state.
-        fully_reshardable: the file has it parameter by parameter.
-        memory_efficient: for that it is gathered over gloo, on the first data-parallel rank alone,
-            which writes all of it. Otherwise every rank gathers all and writes its share.
+    A layout that is fully reshardable has the state parameter by parameter. For that it is gathered
+    on every rank, which writes its share; or, to need less memory, over gloo on the first
+    data-parallel rank alone, which writes all of it.
     """
     metadata: dict[str, Any] = {
         "singleton_local_shards": False,
         "chained_optim_avoid_prefix": True,
     }
-    if use_distributed_optimizer:
-        metadata[SHARDING_TYPE] = "fully_reshardable" if fully_reshardable else "dp_reshardable"
-        metadata[MEMORY_EFFICIENT] = fully_reshardable and memory_efficient
+    if args.use_distributed_optimizer:
+        is_whole = args.dist_ckpt_optim_fully_reshardable
+        metadata[SHARDING_TYPE] = "fully_reshardable" if is_whole else "dp_reshardable"
+        metadata[MEMORY_EFFICIENT] = is_whole and args.distrib_optim_fully_reshardable_mem_efficient
     return metadata
 
 
@@ -247,18 +236,16 @@ def _sharded_models(model: list[MegatronModule], metadata: dict[str, Any]) -> di
             stages must not wait for it in a collective.
     """
     models: dict[str, Any] = {}
-    problems: list[str] = []
-    try:
+
+    def shard() -> None:
         for key, chunk in named_chunks(model).items():
             models[key] = unwrap(chunk).sharded_state_dict(metadata=metadata)
-    except Exception as error:  # assertions about layouts, for the most part
-        problems = [
-            f"Megatron-Core cannot save or load this model in torch_dist: {type(error).__name__}:"
-            f" {error}"
-        ]
-    problems = agree(problems)
+
+    problems = attempt(shard)  # assertions about layouts, for the most part
     if problems:
-        raise ValueError(problems[0])
+        raise ValueError(
+            f"Megatron-Core cannot save or load this model in torch_dist: {problems[0]}"
+        )
     return models
 
 
@@ -266,10 +253,8 @@ def sharded_random_state(states: list[dict[str, Any]]) -> ShardedObject:
     """Return the generators of this rank in Megatron-Core's sharded form.
 
     The file has one entry for each pipeline stage and tensor-parallel rank, and with expert
-    parallelism for each data rank.
-
-    Args:
-        states: of :func:`~megatron.pretrain.random_state.gather_random_state`.
+    parallelism for each data rank. ``states`` are those that
+    :func:`~megatron.pretrain.run_state.gather_random_state` returns.
     """
     offset = [
         parallel_state.get_pipeline_model_parallel_rank(),

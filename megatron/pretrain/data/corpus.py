@@ -25,22 +25,14 @@ from megatron.core.datasets.indexed_dataset import (
     get_idx_path,
 )
 
-from megatron.checkpoint.core.parts import Progress
-from megatron.checkpoint.core.progress import progress_of
+from megatron.checkpoint.core.parts import Progress, progress_of
 from megatron.checkpoint.store import durable
-from megatron.pretrain.data.tokenizer import Tokenizer
 from megatron.pretrain.data.tokenizer_record import record_path
+from megatron.pretrain.data.tokenizers import Tokenizer
 
 JSON_LINES_SUFFIXES = (".jsonl", ".ndjson", ".json")
 # Installed packages are not the library, and its tests are mostly tables of odd data.
-SKIPPED_LIBRARY_FOLDERS = {
-    "__pycache__",
-    "site-packages",
-    "dist-packages",
-    "test",
-    "tests",
-    "idle_test",
-}
+SKIPPED_FOLDERS = {"__pycache__", "site-packages", "dist-packages", "test", "tests", "idle_test"}
 LIBRARY_SHUFFLE_SEED = 1234
 
 
@@ -79,7 +71,7 @@ def write_corpus(
         output_prefix: path without suffix; missing folders are made.
         tokenizer: its vocabulary decides the width of a stored token (2 bytes below 65500 ids, else
             4).
-        json_key: the member of a JSON line that holds the text.
+        json_key: member of a JSON line that holds the text.
         append_eod: end every document with `tokenizer.eod`.
         progress: show on stderr how far the work is: a bar on a terminal, else a plain line now and
             then.
@@ -122,9 +114,9 @@ def standard_library_corpus(
     caches of another one.
 
     Args:
-        directory: the folder of the corpus; made if missing.
+        directory: folder of the corpus; made if missing.
         tokenizer: any that reads text.
-        library: a folder to read instead of the running Python's standard library.
+        library: folder to read instead of the running Python's standard library.
 
     Raises:
         ValueError: the folder holds no Python files, or the tokenizer cannot read text.
@@ -155,9 +147,6 @@ def standard_library_files(library: str | Path | None = None) -> list[Path]:
     Training and validation data are cut from a corpus by document; in the order of names,
     validation would be a few packages late in the alphabet.
 
-    Args:
-        library: a folder to read instead of the running Python's standard library.
-
     Raises:
         ValueError: there are none, as in a Python that keeps its library in an archive.
     """
@@ -165,8 +154,7 @@ def standard_library_files(library: str | Path | None = None) -> list[Path]:
     files = sorted(
         file
         for file in root.rglob("*.py")
-        if not SKIPPED_LIBRARY_FOLDERS.intersection(file.relative_to(root).parent.parts)
-        and file.is_file()
+        if not SKIPPED_FOLDERS.intersection(file.relative_to(root).parent.parts) and file.is_file()
     )
     if not files:
         raise ValueError(
@@ -182,18 +170,13 @@ def _expand(inputs: Sequence[str | Path]) -> list[Path]:
         raise ValueError(f"no such file or folder: {', '.join(missing)}")
     files: list[Path] = []
     for path in map(Path, inputs):
-        files.extend(_files_below(path) if path.is_dir() else [path])
+        if path.is_file():
+            files.append(path)
+        for file in sorted(path.rglob("*")):
+            is_hidden = any(part.startswith(".") for part in file.relative_to(path).parts)
+            if file.is_file() and not is_hidden:
+                files.append(file)
     return files
-
-
-def _files_below(folder: Path) -> list[Path]:
-    visible = (
-        file
-        for file in folder.rglob("*")
-        if file.is_file()
-        and not any(part.startswith(".") for part in file.relative_to(folder).parts)
-    )
-    return sorted(visible)
 
 
 def _add_documents(
@@ -243,11 +226,9 @@ def _text_of_json_line(line: bytes, json_key: str, where: str) -> str:
             f"{where}: not a JSON value ({error}); the file must hold one JSON object per line"
         ) from error
     if not isinstance(record, dict) or json_key not in record:
-        found = (
-            f"the keys {', '.join(map(repr, record))}"
-            if isinstance(record, dict)
-            else f"a {type(record).__name__}"
-        )
+        found = f"a {type(record).__name__}"
+        if isinstance(record, dict):
+            found = f"the keys {', '.join(map(repr, record))}"
         raise ValueError(f"{where}: expects an object with the key {json_key!r}, but got {found}")
     text = record[json_key]
     if not isinstance(text, str):

@@ -209,12 +209,12 @@ def check_samples(
     would end in mid-run, or return other text.
 
     Args:
-        lengths: of the documents of the dataset.
-        split: numbers of those that are used.
-        documents: these in the order of the training data, in several epochs several times.
-        samples: for every sample, the place of its first document in `documents`, and the token at
+        lengths: lengths of the documents of the dataset.
+        split: numbers of the documents that are used.
+        documents: the same in the order of the training data, in several epochs several times.
+        samples: place of the first document of every sample in `documents`, and the token at
             which it begins there; one more for the end of the last, `[samples + 1, 2]`.
-        order: in which samples are read.
+        order: order in which samples are read.
         sequence_length: tokens from the beginning of a sample to that of the next one.
 
     Raises:

@@ -2,9 +2,12 @@
 """Training data: Megatron-Core's GPT datasets, built from the files that the command line names."""
 
 import argparse
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain
+from pathlib import Path
 
+import numpy as np
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.blended_megatron_dataset_config import (
     convert_split_vector_to_split_matrix,
@@ -13,15 +16,10 @@ from megatron.core.datasets.blended_megatron_dataset_config import (
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from torch.utils.data import Dataset
 
+from megatron.checkpoint.core.listing import some
 from megatron.pretrain.data import dataset_helpers
 from megatron.pretrain.data.corpus import standard_library_corpus
 from megatron.pretrain.data.dataset_files import check_samples
-from megatron.pretrain.data.fill_in_the_middle import (
-    FillInTheMiddle,
-    FillInTheMiddleConfig,
-    FillInTheMiddleDataset,
-)
-from megatron.pretrain.data.index_cache import cache_of, check_visible, damage_named
 from megatron.pretrain.data.splits import (
     DEFAULT_SPLIT,
     Blend,
@@ -30,9 +28,9 @@ from megatron.pretrain.data.splits import (
     check_splits,
     check_weights,
 )
-from megatron.pretrain.data.tokenizer import Tokenizer
 from megatron.pretrain.data.tokenizer_choice import TokenizerChoice
 from megatron.pretrain.data.tokenizer_record import check_records, record_path
+from megatron.pretrain.data.tokenizers import Tokenizer
 from megatron.pretrain.first_rank import on_first_rank
 
 DEFAULT_CORPUS_DIRECTORY = "data"
@@ -45,36 +43,36 @@ def find_data(args: argparse.Namespace, tokenizer: Tokenizer) -> DataSource | No
 
     A collective that returns the same on every rank, and None for a run without samples. Rank 0
     checks the data, and writes the default corpus if no data is named. All ranks must see the same
-    file system.
+    file system. The tokenizer must be the one the data was written with.
 
-    Args:
-        args: one of `mock_data`, `data_path` (cut by `split`), or `train_data_path`,
-            `valid_data_path` and `test_data_path`; without any, the Python standard library, in
-            `data_cache_path` or the folder "data".
-        tokenizer: must be the one the data was written with.
+    Data is named by one of `mock_data`, `data_path` (cut by `split`), or `train_data_path`,
+    `valid_data_path` and `test_data_path`; without any, it is the Python standard library, in
+    `data_cache_path` or the folder "data".
 
     Raises:
         ValueError: the data is missing, damaged, contradictory or too small; the same on every
             rank.
         OSError: the data cannot be read, or the default corpus be written; the same on every rank.
     """
-    sizes = _sizes(args)
+    sizes = wanted_samples(args)
     if not any(map(_is_wanted, sizes)):
         return None
     return on_first_rank(lambda: _find_source(args, tokenizer, sizes))
 
 
-def _sizes(args: argparse.Namespace) -> Sizes:
-    sizes = wanted_samples(
-        train_samples=args.train_samples,
-        train_iters=args.train_iters,
-        global_batch_size=args.global_batch_size,
-        eval_iters=args.eval_iters,
-        eval_interval=args.eval_interval,
-    )
+def wanted_samples(args: argparse.Namespace) -> Sizes:
+    """Return how many samples the run takes from the training, validation and test data."""
+    evaluation = (args.eval_iters or 0) * args.global_batch_size
+    iterations = args.train_iters or 0
+    train = iterations * args.global_batch_size
+    if args.train_samples is not None:
+        train = args.train_samples
+        if args.train_iters is None:
+            iterations = train // args.global_batch_size
+    num_evaluations = iterations // args.eval_interval + 1 if args.eval_interval else 0
     if args.full_validation and (args.eval_interval or args.skip_train):
-        return sizes[0], None, sizes[2]
-    return sizes
+        return train, None, evaluation
+    return train, num_evaluations * evaluation, evaluation
 
 
 def _is_wanted(size: int | None) -> bool:
@@ -91,17 +89,15 @@ def build_datasets(
     0 builds the index caches that the other ranks then read.
 
     Args:
-        args: of the run.
-        tokenizer: must be the one the data was written with.
+        args: arguments of the run.
+        tokenizer: tokenizer that the data was written with.
         source: result of `find_data`, which is called without it, and may raise.
     """
     dataset_helpers.compile_if_missing()
     source = source or find_data(args, tokenizer)
     if source is None:
         return None, None, None
-    if source.cache is not None and args.data_cache_path is None:
-        check_visible(source.cache)
-    sizes = _sizes(args)
+    sizes = wanted_samples(args)
     config = _config(args, tokenizer, source)
     if source.blend_per_split is None:
         # The config derives these from the split alone (from a fixed one for mock data). A split
@@ -110,9 +106,7 @@ def build_datasets(
         config.split_matrix = source.bookends
         config.split = source.split
     dataset_class = MockGPTDataset if args.mock_data else GPTDataset
-    if args.fim_data:
-        dataset_class = FillInTheMiddleDataset
-    with damage_named(source.cache):
+    with damage_named(source):
         train, valid, test = BlendedMegatronDatasetBuilder(
             dataset_class, list(sizes), lambda: True, config
         ).build()
@@ -126,9 +120,7 @@ def build_datasets(
 
 def _config(args: argparse.Namespace, tokenizer: Tokenizer, source: DataSource) -> GPTDatasetConfig:
     """Return Megatron-Core's settings of the datasets."""
-    if args.allow_ambiguous_pad_tokens and tokenizer.ambiguous_pad >= 0:
-        tokenizer.pad = tokenizer.ambiguous_pad
-    settings: dict[str, Any] = dict(
+    return GPTDatasetConfig(
         random_seed=args.seed,
         sequence_length=args.seq_length,
         blend=source.blend,
@@ -147,10 +139,35 @@ def _config(args: argparse.Namespace, tokenizer: Tokenizer, source: DataSource) 
         eod_mask_loss=args.eod_mask_loss,
         create_attention_mask=args.create_attention_mask_in_dataloader,
     )
-    if args.fim_data:
-        fill_in_the_middle = FillInTheMiddle.of(args, tokenizer)
-        return FillInTheMiddleConfig(**settings, fill_in_the_middle=fill_in_the_middle)
-    return GPTDatasetConfig(**settings)
+
+
+@contextmanager
+def damage_named(source: DataSource) -> Iterator[None]:
+    """Name the damaged index caches of the data where datasets cannot be made from them.
+
+    Raises:
+        ValueError: instead of the error that the first of them causes, which may not name it.
+    """
+    try:
+        yield
+    except (ValueError, OSError, EOFError) as error:
+        folders = source.cache_folders()
+        files = chain.from_iterable(sorted(folder.glob("**/*.npy")) for folder in folders)
+        damaged = [path for path in files if _is_cut(path)]
+        if not damaged:
+            raise
+        raise ValueError(
+            f"index caches in {damaged[0].parent} are cut off or damaged, as a kill leaves them:"
+            f" {some([path.name for path in damaged])}; remove them ({error})"
+        ) from error
+
+
+def _is_cut(path: Path) -> bool:
+    try:
+        np.load(path, mmap_mode="r")
+    except (ValueError, OSError, EOFError):
+        return True
+    return False
 
 
 def _check_caches(datasets: Sequence[Dataset | None]) -> None:
@@ -179,30 +196,6 @@ def _check_caches(datasets: Sequence[Dataset | None]) -> None:
                 ) from error
 
 
-def wanted_samples(
-    *,
-    train_samples: int | None,
-    train_iters: int | None,
-    global_batch_size: int,
-    eval_iters: int | None,
-    eval_interval: int | None,
-) -> tuple[int, int, int]:
-    """Return how many samples the run takes from the training, validation and test data.
-
-    Args:
-        train_samples: length of the run in samples; None if `train_iters` gives it.
-        train_iters: length of the run in iterations.
-        global_batch_size: samples in an iteration.
-        eval_iters: global batches in an evaluation.
-        eval_interval: iterations between evaluations; None or 0 for none during training.
-    """
-    evaluation = (eval_iters or 0) * global_batch_size
-    train = train_samples if train_samples is not None else (train_iters or 0) * global_batch_size
-    iterations = train_iters if train_iters is not None else train // global_batch_size
-    num_evaluations = iterations // eval_interval + 1 if eval_interval else 0
-    return train, num_evaluations * evaluation, evaluation
-
-
 def parse_blend(values: Sequence[str]) -> Blend:
     """Read a data path: prefixes, or pairs of weight and prefix.
 
@@ -227,19 +220,8 @@ def parse_blend(values: Sequence[str]) -> Blend:
 
 def _find_source(args: argparse.Namespace, tokenizer: Tokenizer, sizes: Sizes) -> DataSource:
     """Return the checked source of the data, writing the default corpus if none is named."""
-    if args.fim_data:
-        FillInTheMiddle.of(args, tokenizer)  # raises an error before a model is built
     per_split = [args.train_data_path, args.valid_data_path, args.test_data_path]
-    problems = _source_problems(
-        mock_data=bool(args.mock_data),
-        data_path=bool(args.data_path),
-        path_per_split=any(per_split),
-        split=args.split is not None,
-    )
-    if args.reset_attention_mask and not args.create_attention_mask_in_dataloader:
-        problems.append(
-            "--reset-attention-mask has no effect with --no-create-attention-mask-in-dataloader"
-        )
+    problems = _source_problems(args, any(per_split))
     if problems:
         raise ValueError("; ".join(problems))
     if any(per_split):
@@ -269,33 +251,31 @@ def _find_source(args: argparse.Namespace, tokenizer: Tokenizer, sizes: Sizes) -
         check_records(prefixes, TokenizerChoice.of(args), tokenizer)
     source.lines = check_splits(source, tokenizer.vocab_size, least_tokens)
     source.cache = args.data_cache_path
-    if prefixes and source.cache is None:
-        source.cache = str(cache_of(prefixes))
+    for folder in source.cache_folders():
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise OSError(f"{folder} cannot be made ({error}): give --data-cache-path") from error
     return source
 
 
-def _source_problems(
-    *, mock_data: bool, data_path: bool, path_per_split: bool, split: bool
-) -> list[str]:
-    """Return what is wrong with flags of the source that are given together.
-
-    Args:
-        mock_data: --mock-data is given.
-        data_path: --data-path is given.
-        path_per_split: --train-data-path, --valid-data-path or --test-data-path is given.
-        split: --split is given.
-    """
+def _source_problems(args: argparse.Namespace, per_split: bool) -> list[str]:
+    """Return what is wrong with flags of the source that are given together."""
     sources = {
-        "--mock-data": mock_data,
-        "--data-path": data_path,
-        "--train-data-path, --valid-data-path, --test-data-path": path_per_split,
+        "--mock-data": args.mock_data,
+        "--data-path": args.data_path,
+        "--train-data-path, --valid-data-path, --test-data-path": per_split,
     }
+    given = [flag for flag, value in sources.items() if value]
     problems = []
-    if sum(sources.values()) > 1:
-        given = " and ".join(flag for flag, value in sources.items() if value)
-        problems.append(f"only one source of data can be used, but got {given}")
-    if path_per_split and split:
+    if len(given) > 1:
+        problems.append(f"only one source of data can be used, but got {' and '.join(given)}")
+    if per_split and args.split is not None:
         problems.append("--split cuts --data-path; leave it out where every split has its own path")
+    if args.reset_attention_mask and not args.create_attention_mask_in_dataloader:
+        problems.append(
+            "--reset-attention-mask has no effect with --no-create-attention-mask-in-dataloader"
+        )
     return problems
 
 

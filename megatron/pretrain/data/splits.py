@@ -5,6 +5,7 @@ import logging
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 from megatron.core.datasets.indexed_dataset import IndexedDataset
@@ -33,7 +34,7 @@ class DataSource:
     blend: Blend | None = None
     blend_per_split: list[Blend | None] | None = None
     cache: str | None = None
-    """The folder of index caches; None for mock data."""
+    """The folder of index caches; None for Megatron-Core's own, beside each dataset."""
     lines: list[str] = field(default_factory=list)
     """For the log: what each split gets."""
 
@@ -48,6 +49,13 @@ class DataSource:
         for blend in self.blends():
             prefixes.update(blend[0] if blend else ())
         return sorted(prefixes)
+
+    def cache_folders(self) -> list[Path]:
+        """Return the folders of index caches; none for mock data."""
+        prefixes = self.prefixes()
+        if self.cache is not None:
+            return [Path(self.cache)] if prefixes else []
+        return [Path(prefix, "cache") for prefix in prefixes]
 
 
 def check_weights(split: str) -> None:

@@ -11,22 +11,18 @@ import importlib.util
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from megatron.pretrain.data.library_tokenizers import (
-    PACKAGES,
-    GPT2BPETokenizer,
-    HuggingFaceTokenizer,
-    SentencePieceTokenizer,
-    TikTokenizer,
-    missing_package,
-)
-from megatron.pretrain.data.tokenizer import (
-    ByteTokenizer,
-    NullTokenizer,
-    Tokenizer,
-    padded_vocab_size,
-)
-
-SENTENCE_PIECE = tuple(each for each, package in PACKAGES.items() if package == "sentencepiece")
+PACKAGES = {
+    "HuggingFaceTokenizer": "transformers",
+    "GPT2BPETokenizer": "tokenizers",
+    "SentencePieceTokenizer": "sentencepiece",
+    "GPTSentencePieceTokenizer": "sentencepiece",
+    "Llama2Tokenizer": "sentencepiece",
+    "TikTokenizer": "tiktoken",
+}
+"""Type of tokenizer -> the package that it needs."""
+EXTRAS = {"tokenizers": "transformers"}
+"""Package -> the extra of this project that brings it, where that has another name."""
+SENTENCE_PIECE = tuple(kind for kind, package in PACKAGES.items() if package == "sentencepiece")
 TOKENIZER_TYPES = ("ByteTokenizer", "NullTokenizer", *PACKAGES)
 OF_TYPES = {
     "vocab_size": ("NullTokenizer", "TikTokenizer"),
@@ -46,7 +42,7 @@ NEEDED = {
     "TikTokenizer": {"tokenizer_model": "a vocabulary in JSON"},
     "GPT2BPETokenizer": {"vocab_file": "vocab.json", "merge_file": "merges.txt"},
     "NullTokenizer": {"vocab_size": "the number of ids before the end-of-document token"},
-    **{each: {"tokenizer_model": "a model file of sentencepiece"} for each in SENTENCE_PIECE},
+    **{kind: {"tokenizer_model": "a model file of sentencepiece"} for kind in SENTENCE_PIECE},
 }
 """Type -> settings without which it cannot be built, with what they are."""
 
@@ -78,7 +74,7 @@ class TokenizerChoice:
     @classmethod
     def of(cls, args: argparse.Namespace) -> TokenizerChoice:
         """Take the settings from the arguments of a run; those that it lacks keep their default."""
-        names = [each.name for each in fields(cls) if hasattr(args, each.name)]
+        names = [field.name for field in fields(cls) if hasattr(args, field.name)]
         return cls(**{name: getattr(args, name) for name in names})
 
     def problems(self) -> list[str]:
@@ -107,15 +103,14 @@ class TokenizerChoice:
     def _misplaced(self) -> list[str]:
         """Return the settings that this type would ignore."""
         problems = []
-        for each in fields(self):
-            types = OF_TYPES.get(each.name, TOKENIZER_TYPES)
+        for field in fields(self):
+            types = OF_TYPES.get(field.name, TOKENIZER_TYPES)
             # A size that is no smaller than the vocabulary is told to other types by many scripts.
-            if each.name == "vocab_size" or self.tokenizer_type in types:
+            if field.name == "vocab_size" or self.tokenizer_type in types:
                 continue
-            value = getattr(self, each.name)
-            if value != each.default:
+            if getattr(self, field.name) != field.default:
                 problems.append(
-                    f"{_flag(each.name)} is for {' or '.join(types)}, not for"
+                    f"{_flag(field.name)} is for {' or '.join(types)}, not for"
                     f" {self.tokenizer_type}: leave it out"
                 )
         return problems
@@ -139,73 +134,14 @@ class TokenizerChoice:
         return problems
 
 
-def build_tokenizer(choice: TokenizerChoice) -> Tokenizer:
-    """Build the tokenizer that was chosen.
-
-    Raises:
-        ValueError: a setting, a file or the size of the vocabulary does not fit.
-        ImportError: the package of this type is not installed.
-    """
-    problems = choice.problems()
-    if problems:
-        raise ValueError("; ".join(problems))
-    tokenizer = _build(choice)
-    size = choice.vocab_size
-    if choice.tokenizer_type == "NullTokenizer" or size is None or size >= tokenizer.vocab_size:
-        return tokenizer
-    raise ValueError(
-        f"--vocab-size {size} is smaller than the vocabulary of {choice.tokenizer_type}"
-        f" ({tokenizer.vocab_size} with the end-of-document token): leave the flag out"
-    )
-
-
-def _build(choice: TokenizerChoice) -> Tokenizer:
-    kind = choice.tokenizer_type
-    if kind == "ByteTokenizer":
-        return ByteTokenizer()
-    if kind == "NullTokenizer":
-        assert choice.vocab_size is not None  # a problem otherwise, as for the files below
-        return NullTokenizer(choice.vocab_size)
-    if kind == "GPT2BPETokenizer":
-        assert choice.vocab_file is not None and choice.merge_file is not None
-        return GPT2BPETokenizer(choice.vocab_file, choice.merge_file)
-    assert choice.tokenizer_model is not None
-    if kind == "HuggingFaceTokenizer":
-        return HuggingFaceTokenizer(
-            choice.tokenizer_model,
-            include_special_tokens=choice.tokenizer_hf_include_special_tokens,
-            trust_remote_code=choice.trust_remote_code,
-        )
-    if kind == "TikTokenizer":
-        return TikTokenizer(
-            choice.tokenizer_model,
-            vocab_size=choice.vocab_size,
-            pattern=choice.tiktoken_pattern,
-            num_special_tokens=choice.tiktoken_num_special_tokens,
-            special_tokens=choice.tokenizer_special_tokens,
-        )
-    return SentencePieceTokenizer(
-        choice.tokenizer_model,
-        tokenizer_type=kind,
-        special_tokens=choice.tokenizer_special_tokens,
-        legacy=choice.tokenizer_sentencepiece_legacy,
+def missing_package(tokenizer_type: str) -> str:
+    """Return the line that says how to install what a type of tokenizer needs."""
+    package = PACKAGES[tokenizer_type]
+    return (
+        f"{tokenizer_type} needs the package {package}: pip install {package} (the extra"
+        f" [{EXTRAS.get(package, package)}] of this project)"
     )
 
 
 def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
-
-
-def embedding_rows(args: argparse.Namespace, tokenizer: Tokenizer) -> int:
-    """Return the number of rows of the embedding that the arguments and the tokenizer need.
-
-    Raises:
-        ValueError: --padded-vocab-size does not fit, see :func:`padded_vocab_size`.
-    """
-    return padded_vocab_size(
-        tokenizer,
-        padded_size=args.padded_vocab_size,
-        vocab_size=args.vocab_size,
-        divisible_by=args.make_vocab_size_divisible_by,
-        tensor_size=args.tensor_model_parallel_size,
-    )

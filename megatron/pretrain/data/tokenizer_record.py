@@ -15,8 +15,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from megatron.pretrain.data.tokenizer import Tokenizer
 from megatron.pretrain.data.tokenizer_choice import TOKENIZER_TYPES, TokenizerChoice
+from megatron.pretrain.data.tokenizers import Tokenizer
 
 SUFFIX = ".tokenizer.json"
 PATHS = ("tokenizer_model", "vocab_file", "merge_file")
@@ -39,12 +39,14 @@ class TokenizerRecord:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Return the settings that differ from their defaults, the type among them."""
-        return {
-            each.name: getattr(self.choice, each.name)
-            for each in fields(TokenizerChoice)
-            if getattr(self.choice, each.name) != each.default
-        }
+        """The settings that differ from their defaults, the type among them."""
+        return changed(self.choice)
+
+
+def changed(choice: TokenizerChoice) -> dict[str, Any]:
+    """Return the settings that differ from their defaults, the type among them."""
+    values = {field.name: (getattr(choice, field.name), field.default) for field in fields(choice)}
+    return {name: value for name, (value, default) in values.items() if value != default}
 
 
 def record_path(prefix: str | Path) -> Path:
@@ -59,9 +61,7 @@ def record_text(prefix: str | Path, choice: TokenizerChoice, tokenizer: Tokenize
         OSError: a file of the tokenizer cannot be read.
     """
     settings = {
-        each.name: getattr(choice, each.name)
-        for each in fields(choice)
-        if each.name not in LEFT_TO_THE_RUN and getattr(choice, each.name) != each.default
+        name: value for name, value in changed(choice).items() if name not in LEFT_TO_THE_RUN
     }
     folder = record_path(prefix).absolute().parent
     for name in PATHS:
@@ -85,7 +85,7 @@ def read_record(prefix: str | Path) -> TokenizerRecord | None:
     path = record_path(prefix)
     if not path.is_file():
         return None
-    names = {each.name for each in fields(TokenizerChoice)} - set(LEFT_TO_THE_RUN)
+    names = {field.name for field in fields(TokenizerChoice)} - set(LEFT_TO_THE_RUN)
     try:
         content = json.loads(path.read_text())
         kind, settings, identity = (
@@ -112,7 +112,7 @@ def identity_of(choice: TokenizerChoice, tokenizer: Tokenizer) -> dict[str, Any]
         OSError: a file of the tokenizer cannot be read.
     """
     identity: dict[str, Any] = {
-        "class": type(tokenizer).__name__,
+        "class": tokenizer.kind,
         "vocab_size": tokenizer.vocab_size,
         "eod": tokenizer.eod,
     }
@@ -132,7 +132,7 @@ def _digest(path: Path) -> str:
     files = [path]
     if path.is_dir():
         files = sorted(
-            each for each in path.iterdir() if each.name in FOLDER_FILES or each.suffix == ".model"
+            file for file in path.iterdir() if file.name in FOLDER_FILES or file.suffix == ".model"
         )
     digest = hashlib.sha256()
     for file in files:
@@ -143,12 +143,7 @@ def _digest(path: Path) -> str:
 
 
 def check_records(prefixes: Iterable[str], choice: TokenizerChoice, tokenizer: Tokenizer) -> None:
-    """Check that datasets with a record were written with this tokenizer.
-
-    Args:
-        prefixes: of the datasets.
-        choice: of the run's tokenizer.
-        tokenizer: of the run.
+    """Check that datasets with a record were written with this tokenizer, that of the run.
 
     Raises:
         ValueError: lists those that were not, with what differs.

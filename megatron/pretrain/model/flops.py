@@ -53,17 +53,14 @@ def layers_with_experts(
 ) -> list[bool]:
     """Return for every layer True if it has experts.
 
-    Args:
-        num_layers: number of layers of the model.
-        num_experts: None or 0 for a model without experts.
-        moe_layer_freq: 1 or 0 for every layer, or a number n: every n-th layer, beginning with the
-            first, has experts.
+    ``moe_layer_freq`` is 1 or 0 for every layer, or a number n: every n-th layer, beginning with
+    the first, has experts.
     """
     if not num_experts:
         return [False] * num_layers
     if isinstance(moe_layer_freq, int):
         return [number % moe_layer_freq == 0 for number in range(num_layers)]
-    return [bool(each) for each in moe_layer_freq]
+    return [bool(layer) for layer in moe_layer_freq]
 
 
 def attention_multiply_adds(args: argparse.Namespace) -> float:
@@ -84,13 +81,7 @@ def attention_multiply_adds(args: argparse.Namespace) -> float:
 
 
 def mlp_multiply_adds(hidden_size: int, width: int, *, is_gated: bool) -> float:
-    """Return the multiply-adds of an MLP for one token.
-
-    Args:
-        hidden_size: features of its input and of its output.
-        width: features between its matrices.
-        is_gated: it has a third matrix, whose product gates the others.
-    """
+    """Return the multiply-adds of an MLP for one token; a gated one has a third matrix."""
     num_matrices = 3 if is_gated else 2
     return num_matrices * hidden_size * width
 

@@ -5,20 +5,18 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.distributed as dist
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.utils import StragglerDetector
 
-from megatron.mcore_adapter.releases.context_parallel_batch import batch_on_this_rank
+from megatron.mcore_adapter.releases.process_groups import batch_on_this_rank
 from megatron.pretrain.errors import RunError
 from megatron.pretrain.report.timing import BATCH, PhaseTimes
-from megatron.pretrain.watch import rerun
+from megatron.pretrain.watch import position, rerun
 
 Microbatches = Generator[dict[str, torch.Tensor], None, None]
-"""Microbatches of one rank, see :func:`megatron.pretrain.data.microbatches.build_iterator`."""
+"""Microbatches of one rank, see :func:`megatron.pretrain.data.samplers.build_iterator`."""
 Loss = tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
 """Sum of losses, number of tokens, and the values that the schedule returns for the report."""
 
@@ -26,11 +24,7 @@ Loss = tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
 class ForwardStep:
     """A forward step that returns the losses of a microbatch and the function that sums them.
 
-    Args:
-        args: of the run, which say what losses are checked for.
-        device: the device of the model.
-        iteration: the training steps done so far, for error messages.
-        times: measures how long data takes.
+    ``iteration`` counts the training steps done so far, for error messages.
     """
 
     def __init__(
@@ -40,8 +34,6 @@ class ForwardStep:
         self._device = device
         self._iteration = iteration
         self._times = times
-        # Without it no context: it logs the tracebacks of errors that pass.
-        self._stragglers = StragglerDetector() if args.log_straggler else None
 
     def __call__(
         self, data: Microbatches, model: MegatronModule
@@ -52,26 +44,21 @@ class ForwardStep:
             The model's output, on the last pipeline stage the loss of every token, and the function
             that sums it.
         """
-        with self._times.measured(BATCH, level=2), self._watched(is_batch=True):
+        with self._times.measured(BATCH, level=2), position.during(position.READING):
             batch = {
                 name: value.to(self._device, non_blocking=True)
                 for name, value in next(data).items()
             }
         batch = batch_on_this_rank(batch)
         mask = batch["loss_mask"]
-        with self._watched():
-            output = model(
-                batch["tokens"],
-                batch["position_ids"],
-                batch.get("attention_mask"),
-                labels=batch["labels"],
-                loss_mask=mask,
-            )
+        output = model(
+            batch["tokens"],
+            batch["position_ids"],
+            batch.get("attention_mask"),
+            labels=batch["labels"],
+            loss_mask=mask,
+        )
         return output, lambda output: self.loss(output, mask)
-
-    def _watched(self, is_batch: bool = False) -> AbstractContextManager[object]:
-        """Return the context in which --log-straggler measures: of a batch, or of the model."""
-        return self._stragglers(bdata=is_batch) if self._stragglers else nullcontext()
 
     def loss(self, losses: torch.Tensor, mask: torch.Tensor) -> Loss:
         """Sum the losses where ``mask`` is 1.

@@ -18,7 +18,7 @@ def is_buffer_of(model: Sequence[MegatronModule]) -> Callable[[torch.Tensor], bo
     modules = itertools.chain.from_iterable(chunk.modules() for chunk in model)
     # Not buffers(): Megatron-Core's DDP has an attribute of that name.
     buffers = itertools.chain.from_iterable(module._buffers.values() for module in modules)
-    storages = {each.untyped_storage().data_ptr() for each in buffers if each is not None}
+    storages = {buffer.untyped_storage().data_ptr() for buffer in buffers if buffer is not None}
     return lambda tensor: tensor.untyped_storage().data_ptr() in storages
 
 
@@ -28,9 +28,6 @@ class WeightWrites:
     Writes show in the version counters of weights, but those through ``parameter.data`` do not.
     Therefore the first forward and backward that are watched must also leave the content of all
     weights as it was. Later, writes through ``parameter.data`` alone are not found.
-
-    Args:
-        is_fully_sharded: the models are wrapped by this package, not by Megatron-Core's DDP.
 
     Attributes:
         may_come: forwards have been found to write, or have not been watched yet.
@@ -44,12 +41,7 @@ class WeightWrites:
         self.may_come = True
 
     def watch(self, model: Sequence[MegatronModule], with_content: bool = False) -> None:
-        """Begin to watch, between two steps of the optimizer.
-
-        Args:
-            model: the chunks of this pipeline stage.
-            with_content: note the content of all weights too.
-        """
+        """Begin to watch, between two steps of the optimizer; note the content of weights too."""
         self._model, self._number = model, self._number_of(model)
         if with_content:
             self._content = self._content_of(model)
@@ -74,12 +66,12 @@ class WeightWrites:
 
     def _number_of(self, model: Sequence[MegatronModule]) -> int:
         """Return a number that grows with writes."""
-        return sum(map(self._number_of_chunk, model))
-
-    def _number_of_chunk(self, chunk: MegatronModule) -> int:
-        if self._is_fully_sharded:
-            return sum(group.writes.number for group in chunk.module.groups)
-        return sum(parameter._version for parameter in chunk.parameters())
+        if self._is_fully_sharded:  # a forward writes to the parameters of the module inside
+            groups = itertools.chain.from_iterable(chunk.module.groups for chunk in model)
+            weights = itertools.chain.from_iterable(group.parameters for group in groups)
+        else:
+            weights = itertools.chain.from_iterable(chunk.parameters() for chunk in model)
+        return sum(weight._version for weight in weights)
 
     def _content_of(self, model: Sequence[MegatronModule]) -> list[int]:
         """Return the sum of the bits of every weight that the optimizer or DDP has."""
@@ -90,5 +82,5 @@ class WeightWrites:
             else:
                 weights += chunk.parameters()
         integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-        bits = [each.detach().contiguous().view(integers[each.itemsize]) for each in weights]
-        return [int(each.sum()) for each in bits]
+        bits = [weight.detach().contiguous().view(integers[weight.itemsize]) for weight in weights]
+        return [int(part.sum()) for part in bits]

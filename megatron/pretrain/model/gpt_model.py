@@ -26,13 +26,7 @@ def build_model(
 ) -> list[MegatronModule]:
     """Build the model chunks of this pipeline stage, wrapped for data parallelism.
 
-    Args:
-        args: the completed arguments.
-        padded_vocab_size: rows of the embedding.
-        device: the device of the model.
-
-    Returns:
-        One chunk, or one for each virtual stage.
+    There is one, or one for each virtual stage. The embedding has ``padded_vocab_size`` rows.
     """
     config = transformer_config(args)
     num_chunks = args.virtual_pipeline_model_parallel_size
@@ -110,12 +104,12 @@ def wrap(
     """Wrap a chunk: fully sharded with --use-megatron-fsdp, else Megatron-Core's data parallelism.
 
     Args:
-        args: the completed arguments.
-        config: of the model.
-        model: the chunk.
-        disable_bucketing: for Megatron-Core's data parallelism, where gradients of later chunks are
-            complete too early to gain from buckets.
-        device: of a fully sharded model; None: the accelerator if there is one, otherwise the CPU.
+        args: completed arguments.
+        config: settings of the model.
+        model: chunk to wrap.
+        disable_bucketing: setting of Megatron-Core's data parallelism: gradients of later chunks
+            are complete too early to gain from buckets.
+        device: device of a fully sharded model; None: the accelerator if there is one, or the CPU.
     """
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     num_parameters = sum(parameter.numel() for parameter in trainable)

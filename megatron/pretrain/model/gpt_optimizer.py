@@ -19,7 +19,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_model_config
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from megatron.mcore_adapter.optimizer_state import make_optimizer_state
+from megatron.mcore_adapter.core_optimizers import make_optimizer_state
 from megatron.pretrain.arguments.configs import optimizer_config
 
 
@@ -59,11 +59,6 @@ def write_group_numbers(
 
     Megatron-Core writes it in runs without --use-megatron-fsdp only. There experts have an
     optimizer, and so numbers, after all others, and names have one ``module.`` less.
-
-    Args:
-        optimizer: of this rank.
-        model: the chunks whose parameters it has.
-        directory: where to write.
     """
     number_of: dict[str, int] = {}
     experts_last = sorted(optimizer.param_groups, key=lambda group: group["is_expert_parallel"])

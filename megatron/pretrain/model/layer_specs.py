@@ -59,10 +59,8 @@ def named_spec(words: Sequence[str]) -> LayerSpec:
 def check_whole_block(spec: LayerSpec, num_layers: int, num_stages: int) -> None:
     """Check that a block with layers of its own is the whole model.
 
-    Args:
-        spec: what --spec names. One specification for all layers fits any model.
-        num_layers: of the model.
-        num_stages: of the pipeline. A block is built as it is on each of them.
+    One specification for all layers fits any model. A block is built as it is on each stage of the
+    pipeline.
 
     Raises:
         ValueError: the block has another number of layers, or there are several stages.
@@ -87,8 +85,8 @@ def layer_spec(
         config: determines the layers: ``transformer_impl`` ("transformer_engine", or "local" for
             layers in plain PyTorch), number of experts, latent attention, norms. Its pipeline sizes
             and this rank's stage determine which layers this stage has.
-        vp_stage: the virtual stage; None without virtual stages.
-        named: the words of --spec, which names the layers instead.
+        vp_stage: virtual stage; None without virtual stages.
+        named: words of --spec, which names the layers instead.
     """
     with_engine = _with_engine(config)
     if named:
@@ -109,13 +107,8 @@ def mtp_block_spec(
 ) -> MultiTokenPredictionBlockSubmodules | None:
     """Return the layers that predict further tokens, for GPTModel's ``mtp_block_spec``.
 
-    Args:
-        config: as for :func:`layer_spec`.
-        spec: the result of that. Predicting layers are made like the model's last.
-        vp_stage: as for :func:`layer_spec`.
-
-    Returns:
-        None on stages without such layers.
+    They are made like the last of ``spec``, the result of :func:`layer_spec`. None on stages
+    without such layers.
     """
     if not config.mtp_num_layers:
         return None
@@ -154,7 +147,7 @@ def _with_classes(spec: Any, classes: dict[type, type]) -> Any:
     if isinstance(spec, type):
         return classes.get(spec, spec)
     if isinstance(spec, list):
-        return [_with_classes(each, classes) for each in spec]
+        return [_with_classes(part, classes) for part in spec]
     if is_dataclass(spec):
         values = {
             field.name: _with_classes(getattr(spec, field.name), classes) for field in fields(spec)

@@ -50,20 +50,15 @@ def forget() -> None:
     else:
         moe_utils.clear_aux_losses_tracker()
     if MTPLossLoggingHelper.tracker:
-        name = next(each for each in EMPTYING if hasattr(MTPLossLoggingHelper, each))
+        name = next(name for name in EMPTYING if hasattr(MTPLossLoggingHelper, name))
         getattr(MTPLossLoggingHelper, name)()
 
 
 def take(args: argparse.Namespace, num_microbatches: int) -> dict[str, float]:
     """Return the losses of the last step and empty the trackers; a collective.
 
-    Args:
-        args: of the run.
-        num_microbatches: of the step, over which the losses are averaged.
-
-    Returns:
-        The losses by the names that Megatron-LM gives them, as means over layers; with
-        --moe-per-layer-logging those of every layer too. Empty for a model that has none.
+    They have the names that Megatron-LM gives them, and are means over layers and microbatches;
+    with --moe-per-layer-logging those of every layer are there too.
     """
     collector = LossCollector()
     if args.num_experts is not None:

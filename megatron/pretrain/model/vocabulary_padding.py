@@ -23,14 +23,7 @@ from megatron.fsdp.engine.collectives import agree
 
 
 class VocabularyEntry(NamedTuple):
-    """An entry with one row per token, and the numbers of rows in the model and in the file.
-
-    Attributes:
-        entries: the dict that has the entry's tensor.
-        name: its key there.
-        rows: of the model.
-        rows_in_file: of the file.
-    """
+    """A tensor with one row per token in a dict, and its rows in the model and in the file."""
 
     entries: dict[str, DTensor]
     name: str
@@ -40,14 +33,7 @@ class VocabularyEntry(NamedTuple):
 
 @dataclass(frozen=True)
 class VocabularyArguments:
-    """The arguments of a run that say how many rows its vocabulary has.
-
-    Attributes:
-        vocab_size: tokens of the tokenizer; None if it is not known.
-        tokenizer_type: the tokenizer's name.
-        make_vocab_size_divisible_by: divisor of the rows of one tensor-parallel rank.
-        tensor_model_parallel_size: number of tensor-parallel ranks.
-    """
+    """The arguments of a run that say how many rows its vocabulary has; None is not known."""
 
     vocab_size: int | None = None
     tokenizer_type: str | None = None
@@ -57,7 +43,7 @@ class VocabularyArguments:
     @classmethod
     def of(cls, args: argparse.Namespace | None) -> VocabularyArguments:
         """Take the fields from ``args``; those that it lacks keep their defaults."""
-        names = [each.name for each in fields(cls) if hasattr(args, each.name)]
+        names = [field.name for field in fields(cls) if hasattr(args, field.name)]
         return cls(**{name: getattr(args, name) for name in names})
 
 
@@ -74,8 +60,8 @@ def fit_padding(
 
     Args:
         content: what will be loaded, nested; changed in place.
-        stored: the metadata of the file's entries, by key.
-        arguments: of this run.
+        stored: metadata of the file's entries, by key.
+        arguments: those of this run.
         read_saved_arguments: reads those of the run that wrote the file; a collective.
     """
     entries = vocabulary_entries(content, stored)
@@ -98,20 +84,15 @@ def vocabulary_entries(
     content: dict[str, Any], stored: Mapping[str, STORAGE_TYPES]
 ) -> Iterator[VocabularyEntry]:
     """Yield the entries of the model and the optimizer with one row a token that the file has."""
-    candidates = [
-        ("model.", content["model"], name) for name in content["model"] if _has_row_per_token(name)
-    ]
+    model = content["model"]
+    candidates = [("model.", model, name) for name in model if plain_name(name) in VOCABULARY]
     for name, slots in content.get("optimizer", {}).get("state", {}).items():
-        if _has_row_per_token(name):
+        if plain_name(name) in VOCABULARY:
             candidates += [(f"{STATE_PREFIX}{name}.", slots, slot) for slot in slots]
     for start, entries, name in candidates:
         entry = stored.get(start + name)
         if isinstance(entry, TensorStorageMetadata) and isinstance(entries[name], DTensor):
             yield VocabularyEntry(entries, name, entries[name].shape[0], entry.size[0])
-
-
-def _has_row_per_token(name: str) -> bool:
-    return plain_name(name) in VOCABULARY
 
 
 def least_vocabulary(rows: int, arguments: VocabularyArguments) -> int:

@@ -15,11 +15,8 @@ def set_up_logging(level: int | None = None) -> None:
     """Set the log level, and drop messages of libraries that the user cannot act on.
 
     Dropped are messages about missing GPU packages, whose fallback was chosen on purpose, and
-    about names that torch deprecates inside Megatron-Core.
-
-    Args:
-        level: level of Python's :mod:`logging`; None for ``logging.WARNING``, and the sizes of
-            memory slots.
+    about names that torch deprecates inside Megatron-Core. Without a level it is that of warnings,
+    and the sizes of memory slots are told.
     """
     logging.basicConfig(format="%(message)s", stream=sys.stderr)
     logging.getLogger().setLevel(logging.WARNING if level is None else level)

@@ -1,95 +1,59 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The history of a run's losses, in a file beside its checkpoints, whose truth it follows."""
+"""The losses of a run: their history beside its checkpoints, and a plot of them."""
 
 from __future__ import annotations
 
-import itertools
 import json
+import os
 from pathlib import Path
 
 from megatron.checkpoint.store import durable
+from megatron.pretrain.report.quantities import significant
 
 HISTORY = "losses.jsonl"
-STAGED_HISTORIES = ".losses_*.jsonl"
-
 Entry = dict[str, float]
 """``iteration``, and ``train`` or ``validation``: a loss in nats per token."""
+Points = list[tuple[int, float]]
 
 
 class LossHistory:
-    """The losses of all iterations up to the last, one JSON object a line.
+    """The losses of all iterations, one JSON object a line.
 
-    The file belongs to the newest checkpoint. While one is saved, the history up to it is in a
-    second file, which replaces the first when the checkpoint is published. So at any time there is
-    a history without a gap for both.
+    The file is written before a checkpoint is published. A run that resumes takes the losses up to
+    its checkpoint, so there is no gap for either the old or the new one.
 
     Args:
-        folder: of the checkpoints.
+        folder: folder of the checkpoints.
 
     Attributes:
-        entries: by rising iteration.
+        entries: losses by rising iteration.
     """
 
     def __init__(self, folder: Path):
         self.entries: list[Entry] = []
         self._path = folder / HISTORY
-        self._staged: Path | None = None
 
     def resume(self, iteration: int) -> str | None:
-        """Take up the history of the checkpoint of ``iteration``, without what came after it.
-
-        Returns:
-            A note, if a file was damaged. It is set aside, and its sound lines are taken.
-        """
-        staged = self._staged_of(iteration)
-        # It is there if the run was killed when the checkpoint had just been published.
-        path = staged if staged.is_file() else self._path
-        if not path.is_file():
+        """Take up the history up to ``iteration``; return a note if lines were damaged."""
+        if not self._path.is_file():
             return None
-        lines = path.read_text(errors="replace").splitlines()
+        lines = self._path.read_text(errors="replace").splitlines()
         sound = [entry for entry in map(_parsed, lines) if entry is not None]
         self.entries = [entry for entry in sound if entry["iteration"] <= iteration]
-        if len(sound) == len(lines):
+        num_damaged = len(lines) - len(sound)
+        if not num_damaged:
             return None
-        aside = _set_aside(path)
-        damaged = len(lines) - len(sound)
-        return f"{damaged} of {len(lines)} lines of {path} are damaged: it is now {aside.name}"
+        return f"{num_damaged} of {len(lines)} lines of {self._path} are damaged and left out"
 
-    def stage(self, iteration: int) -> None:
-        """Write the history up to ``iteration``, whose checkpoint is about to be published."""
+    def write(self) -> None:
+        """Write the history so far."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        staged = self._staged_of(iteration)
-        durable.write_text(staged, self._text())
-        self._staged = staged
+        lines = [json.dumps(entry) + "\n" for entry in self.entries]
+        durable.write_text(self._path, "".join(lines))
 
-    def keep(self) -> None:
-        """Make the history that of the newest checkpoint."""
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        if self._staged is not None:
-            durable.rename(self._staged, self._path)
-            self._staged = None
-        else:
-            durable.write_text(self._path, self._text())
-        for staged in self._path.parent.glob(STAGED_HISTORIES):
-            staged.unlink()  # of a checkpoint that was never published, or is not the newest
-
-    def curve(self, name: str) -> list[tuple[int, float]]:
+    def curve(self, name: str) -> Points:
         """Return the points of ``train`` or ``validation``."""
         return [(int(entry["iteration"]), entry[name]) for entry in self.entries if name in entry]
-
-    def _staged_of(self, iteration: int) -> Path:
-        return self._path.with_name(f".{self._path.stem}_{iteration:07d}.jsonl")
-
-    def _text(self) -> str:
-        return "".join(json.dumps(entry) + "\n" for entry in self.entries)
-
-
-def _set_aside(path: Path) -> Path:
-    """Rename a damaged file and return its new path."""
-    numbered = (path.with_name(f"{path.name}.damaged_{number}") for number in itertools.count(1))
-    aside = next(each for each in numbered if not each.exists())
-    durable.rename(path, aside)
-    return aside
 
 
 def _parsed(line: str) -> Entry | None:
@@ -100,4 +64,53 @@ def _parsed(line: str) -> Entry | None:
     is_entry = isinstance(entry, dict) and isinstance(entry.get("iteration"), int)
     if not is_entry or not all(isinstance(value, (int, float)) for value in entry.values()):
         return None
-    return {str(name): value for name, value in entry.items()}
+    return entry
+
+
+def draw_loss_curves(path: Path, train: Points, valid: Points) -> bool:
+    """Draw the loss curves of a run as a PNG of 1280 x 800 pixels.
+
+    The file appears complete or not at all. Losses that are not finite leave a gap.
+
+    Args:
+        path: the PNG to write; missing folders are made.
+        train: (iteration, training loss in nats per token), by rising iteration.
+        valid: (iteration, validation loss in nats per token); may be empty.
+
+    Returns:
+        True if a plot was written; False without matplotlib, or without any point.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        return False
+    curves = {"training": train, "validation": valid}
+    drawn = {name: points for name, points in curves.items() if points}
+    if not drawn:
+        return False
+    figure = Figure(figsize=(8, 5), dpi=160, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    for name, points in drawn.items():
+        # A single point is invisible without a marker; hundreds of markers hide the line.
+        axes.plot(*zip(*points), marker="o" if len(points) <= 30 else "", label=name)
+    axes.set_xlabel("iteration")
+    axes.set_ylabel("loss (nats per token)")
+    last = [f"{name} {significant(points[-1][1], 4)}" for name, points in drawn.items()]
+    iteration = max(points[-1][0] for points in drawn.values())
+    axes.set_title(f"Loss after {iteration} iterations: {', '.join(last)}")
+    axes.grid(alpha=0.3)
+    axes.legend()
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        figure.savefig(temporary, format="png")
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return True

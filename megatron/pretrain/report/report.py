@@ -5,30 +5,27 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
 from pathlib import Path
 
 import psutil
 import torch
 from tqdm import tqdm
 
-from megatron.checkpoint.core.progress import terminal_bar
+from megatron.checkpoint.core.parts import terminal_bar
 from megatron.checkpoint.hugging_face.model_directory import CONFIG
 from megatron.checkpoint.store.url_staging import with_urls
 from megatron.pretrain.model.router_losses import LAYERS
-from megatron.pretrain.progress import Progress
 from megatron.pretrain.ranks import environment_rank
-from megatron.pretrain.report.decorations import Decorations
-from megatron.pretrain.report.device_records import DeviceRecords
-from megatron.pretrain.report.loss_curve import draw_loss_curves
-from megatron.pretrain.report.loss_history import HISTORY, LossHistory
-from megatron.pretrain.report.quantities import rows, significant, size
-from megatron.pretrain.report.run_config import write_config
+from megatron.pretrain.report.loss_history import HISTORY, LossHistory, draw_loss_curves
+from megatron.pretrain.report.quantities import clock, rows, significant, size
+from megatron.pretrain.report.run_files import Decorations, write_config
 from megatron.pretrain.report.scalars import ScalarWriters
 from megatron.pretrain.report.speed import Speed, SpeedClock
-from megatron.pretrain.report.terminal import fitted
 from megatron.pretrain.report.timing import PhaseTimes
+from megatron.pretrain.run_state import Progress
 
+MAX_ALLOCATIONS = 100_000
+"""Allocations and releases that --record-memory-history keeps, the last ones."""
 PICTURE = "loss_curves.png"
 PROGRESS = "progress.txt"
 LABELS = {
@@ -36,8 +33,6 @@ LABELS = {
     "params-norm": "params norm",
     "num-zeros": "num zeros",
     "loss-scale": "loss scale",
-    "iter-energy/gpu": "energy per device (J)",
-    "power/gpu": "power per device (W)",
 }
 """Name of a number of a step -> its label on the log."""
 UNKNOWN_PEAK = "no MFU for {}, whose peak is not known here: give --device-peak-tflops"
@@ -46,13 +41,8 @@ UNKNOWN_PEAK = "no MFU for {}, whose peak is not known here: give --device-peak-
 class Report:
     """The report of the first rank; other ranks report nothing but their times.
 
-    Args:
-        args: of the run. With ``save``, they are written to ``config.json``. Losses are kept
-            in ``losses.jsonl`` (one JSON object a line, with ``iteration`` and ``train`` or
-            ``validation``) and drawn in ``loss_curves.png``.
-
-    Attributes:
-        times: of the phases of training, on this rank.
+    With ``args.save`` all arguments are written to ``config.json``, losses to ``losses.jsonl`` and
+    ``loss_curves.png``.
     """
 
     def __init__(self, args: argparse.Namespace):
@@ -62,18 +52,17 @@ class Report:
         self._bar: tqdm | None = None
         self._decorations = Decorations(self.say)
         self._scalars = ScalarWriters(args, self._decorations, writes=self._speaks)
-        self.times = PhaseTimes(args, self.say)
-        self._devices = DeviceRecords(args, self._decorations)
+        self.times = PhaseTimes(args, self.say)  # of the phases of training, on this rank
         self._clock = SpeedClock(args)
         self._first_iteration = 1
         self._iterations_since_line = 0
         self._skipped_since_line = 0
-        self._flops_at_line = 0.0
 
     def begin(self, progress: Progress) -> None:
         """Begin to report training, or continue at ``progress`` with the history of the run."""
-        self._devices.start()
-        self._flops_at_line = progress.num_floating_point_operations_so_far
+        if self._args.record_memory_history:
+            # torch has no public name for its recorder, which it documents under these two.
+            torch.cuda.memory._record_memory_history(max_entries=MAX_ALLOCATIONS)
         self._first_iteration = progress.iteration + 1
         knows_peak = self._clock.start(progress)
         if not self._speaks:
@@ -100,25 +89,17 @@ class Report:
         """Print a line, above the progress bar if there is one."""
         if not self._speaks:
             return
-        line = with_urls(line)
-        line = fitted(line, sys.stdout)
         if self._bar is not None:
-            tqdm.write(line)
+            tqdm.write(with_urls(line))
         else:
-            print(line, flush=True)
+            print(with_urls(line), flush=True)
 
     def is_due(self, progress: Progress, is_last: bool = False) -> bool:
-        """Return True if this step is reported, the same on every rank.
-
-        Args:
-            progress: with the step counted.
-            is_last: no step follows in this run.
-        """
+        """Return True if a step that has been counted is reported, the same on every rank."""
         args = self._args
-        writes = args.tensorboard_dir or args.wandb_project
-        return self._has_line(progress, is_last) or (
-            bool(writes) and progress.is_multiple_of(args.tensorboard_log_interval)
-        )
+        writes = bool(args.tensorboard_dir or args.wandb_project)
+        has_point = writes and progress.is_multiple_of(args.tensorboard_log_interval)
+        return has_point or self._has_line(progress, is_last)
 
     def _has_line(self, progress: Progress, is_last: bool) -> bool:
         """Return True for the first and the last step of this run, and every ``log_interval``."""
@@ -133,15 +114,15 @@ class Report:
         skipped: bool,
         is_last: bool = False,
     ) -> None:
-        """Report one training step; a collective at every line if phases are timed.
+        """Report one training step that has been counted; a collective if phases are timed.
 
         Args:
-            progress: with that step counted.
+            progress: progress of the run.
             values: ``lm loss`` (nats per token), ``learning-rate``, ``batch-size`` (sequences),
                 ``grad-norm``, ``num-zeros``, ``loss-scale`` and ``params-norm``, None for those
                 that are not known, and other losses by their names.
-            skipped: the loss scaler skipped the optimizer step.
-            is_last: no step follows in this run.
+            skipped: True if the loss scaler skipped the optimizer step.
+            is_last: True if no step follows in this run.
         """
         self._iterations_since_line += 1
         self._skipped_since_line += skipped
@@ -168,19 +149,15 @@ class Report:
 
     def _end_interval(self, progress: Progress, values: dict[str, float | None]) -> None:
         """Report what took place since the last line."""
-        num_iterations = self._iterations_since_line
-        speed = self._clock.end_interval(progress)
-        flops = progress.num_floating_point_operations_so_far
-        energy = self._devices.end_interval(
-            num_iterations, speed.seconds, flops - self._flops_at_line
-        )
-        memory = memory_in_use()
+        speed, memory = self._clock.end_interval(progress), memory_in_use()
+        if self._speaks and self._args.record_memory_history:
+            with self._decorations.guard(self._args.memory_snapshot_path, Exception):
+                torch.cuda.memory._dump_snapshot(self._args.memory_snapshot_path)
         if self._speaks:
-            shown = _known(values) | energy
-            self.say(rows(self._parts(progress, shown, speed, memory)))
-        numbers = speed.scalars() | {"memory-bytes": memory} | energy
-        self._scalars.add(numbers | self.times.report(num_iterations), progress)
-        self._flops_at_line = flops
+            self.say(rows(self._parts(progress, _known(values), speed, memory)))
+        numbers = speed.scalars() | {"memory-bytes": memory}
+        times = self.times.report(self._iterations_since_line)
+        self._scalars.add(numbers | times, progress)
         self._iterations_since_line = self._skipped_since_line = 0
 
     def times_of(self, name: str, progress: Progress) -> None:
@@ -209,7 +186,7 @@ class Report:
                 parts.append(f"{name}: {value:.6E}")
         if self._skipped_since_line:
             parts.append(f"skipped iterations: {self._skipped_since_line}")
-        return [*parts, *speed.parts(), size(memory), speed.left()]
+        return [*parts, *speed.parts(), size(memory), f"ETA {clock(speed.remaining)}"]
 
     def evaluation(self, progress: Progress, loss: float, name: str = "validation") -> None:
         """Report an evaluation: the mean loss of the split ``name``, in nats per token."""
@@ -228,50 +205,39 @@ class Report:
             numbers[f"{loss_name} ppl"] = perplexity
         self._scalars.add(numbers, progress, by_samples=(loss_name,))
 
-    def stage(self, progress: Progress) -> None:
-        """Write the history that belongs to the checkpoint which is saved next."""
+    def keep_history(self) -> None:
+        """Write the history of losses: before a checkpoint is published, so that it has its own."""
         if self._speaks and self._args.save:
             with self._decorations.guard(HISTORY):
-                self._history.stage(progress.iteration)
+                self._history.write()
+
+    def keep(self) -> None:
+        """Write the history of losses and its plot beside the checkpoints."""
+        self.keep_history()
+        if self._speaks and self._args.save:
+            with self._decorations.guard(PICTURE):
+                curves = self._history.curve("train"), self._history.curve("validation")
+                draw_loss_curves(Path(self._args.save) / PICTURE, *curves)
 
     def saved(self, progress: Progress) -> None:
-        """Report that a checkpoint has been published: keep the history that belongs to it."""
+        """Report that a checkpoint has been published."""
         self.keep()
         if self._speaks and self._args.log_progress:
-            with (
-                self._decorations.guard(PROGRESS),
-                open(Path(self._args.save) / PROGRESS, "a") as file,
-            ):
+            path = Path(self._args.save) / PROGRESS
+            with self._decorations.guard(PROGRESS), path.open("a") as file:
                 file.write(
                     f"iteration {progress.iteration}\tsamples {progress.consumed_train_samples}\t"
                     f"operations {progress.num_floating_point_operations_so_far:.4e}\n"
                 )
 
-    def keep(self) -> None:
-        """Write the history of losses and its plot beside the checkpoints."""
-        if not (self._speaks and self._args.save):
-            return
-        self.keep_history()
-        with self._decorations.guard(PICTURE):
-            curves = self._history.curve("train"), self._history.curve("validation")
-            draw_loss_curves(Path(self._args.save) / PICTURE, *curves)
-
-    def keep_history(self) -> None:
-        """Write the history of losses, without its plot: drawing takes longer than a local save."""
-        if self._speaks and self._args.save:
-            with self._decorations.guard(HISTORY):
-                self._history.keep()
-
     def stop_clock(self) -> None:
         """Leave the time until :meth:`restart_clock` out of the time that steps take."""
         self.times.stop_interval()
-        self._devices.pause()
         self._clock.stop()
 
     def restart_clock(self) -> None:
         """Count time as training time again."""
         self.times.resume_interval()
-        self._devices.resume()
         self._clock.restart()
 
     def end(self) -> None:
@@ -279,7 +245,8 @@ class Report:
         if self._bar is not None:
             self._bar.close()
         self._scalars.close()
-        self._devices.end()
+        if self._args.record_memory_history:
+            torch.cuda.memory._record_memory_history(enabled=None)
 
 
 def _known(values: dict[str, float | None]) -> dict[str, float]:
@@ -313,12 +280,12 @@ def memory_numbers() -> dict[str, float]:
 
 def memory_line(iteration: int) -> str:
     """Return the line of --log-memory-interval, of the first rank."""
-    numbers = ", ".join(
-        f"{name.removeprefix('mem-').removesuffix('-bytes').replace('-', ' ')} {size(value)}"
-        for name, value in memory_numbers().items()
-        if name.endswith("-bytes")
-    )
-    return f"memory of rank 0 after {iteration} iterations: {numbers}"
+    numbers = []
+    for name, value in memory_numbers().items():
+        if name.endswith("-bytes"):
+            words = name.removeprefix("mem-").removesuffix("-bytes").replace("-", " ")
+            numbers.append(f"{words} {size(value)}")
+    return f"memory of rank 0 after {iteration} iterations: {', '.join(numbers)}"
 
 
 def memory_in_use() -> int:

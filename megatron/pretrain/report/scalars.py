@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron.pretrain.progress import Progress
-from megatron.pretrain.report.decorations import Decorations
+from megatron.pretrain.report.run_files import Decorations
+from megatron.pretrain.run_state import Progress
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -23,12 +23,7 @@ SAMPLES = "samples vs steps"
 class ScalarWriters:
     """Numbers that go to TensorBoard with --tensorboard-dir, to W&B with --wandb-project.
 
-    Where one of them fails, training goes on without it.
-
-    Args:
-        args: of the run.
-        decorations: the guard around both.
-        writes: False on all ranks but the first, which write nothing.
+    Where one of them fails, training goes on without it. Only the first rank ``writes``.
     """
 
     def __init__(self, args: argparse.Namespace, decorations: Decorations, writes: bool):
@@ -51,13 +46,10 @@ class ScalarWriters:
     def add(
         self, values: Mapping[str, float], progress: Progress, by_samples: tuple[str, ...] = ()
     ) -> None:
-        """Write numbers of the iteration that ``progress`` is at.
+        """Write numbers of the iteration that ``progress`` is at, by their names.
 
-        Args:
-            values: name -> number.
-            progress: of the run.
-            by_samples: names of those that TensorBoard gets over the consumed samples too. In W&B
-                any number can be drawn over ``samples vs steps``.
+        TensorBoard gets those that are named in ``by_samples`` over the consumed samples too. In
+        W&B any number can be drawn over ``samples vs steps``.
         """
         iteration, samples = progress.iteration, progress.consumed_train_samples
         if self._tensorboard is not None:

@@ -1,18 +1,62 @@
 # SPDX-License-Identifier: Apache-2.0
 """The speed of a run: time of a step, tokens, FLOP/s and their part of the peak, time that is left.
 
-A clock measures it from one line of the log to the next, without evaluations and checkpoints.
+A clock measures it from one line of the log to the next, without evaluations and checkpoints. The
+peak of a GPU is the figure of its data sheet for dense matrix products in bf16 (fp16 where the GPU
+has no bf16), whatever the run computes in, or --device-peak-tflops. A CPU is measured.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import time
 from dataclasses import dataclass
 
-from megatron.pretrain.progress import Progress
-from megatron.pretrain.report.device_peak import peak_flops
-from megatron.pretrain.report.quantities import clock, duration, significant
+import torch
+
+from megatron.pretrain.report.quantities import duration, significant
+from megatron.pretrain.run_state import Progress
+
+PEAK_TFLOPS = {
+    "GB300": 2500,
+    "GB200": 2500,
+    "B300": 2250,
+    "B200": 2250,
+    "B100": 1750,
+    "GH200": 989,
+    "H200 NVL": 835,
+    "H200": 989,
+    "H100 NVL": 835,
+    "H100 PCIe": 756,
+    "H100": 989,
+    "H800": 989,
+    "H20": 148,
+    "A100": 312,
+    "A800": 312,
+    "A40": 150,
+    "A30": 165,
+    "A10G": 70,
+    "A10": 125,
+    "L40S": 362,
+    "L40": 181,
+    "L4": 121,
+    "RTX 6000 Ada": 364,
+    "RTX A6000": 155,
+    "RTX 4090": 165,
+    "RTX 3090": 71,
+    "V100": 125,
+    "T4": 65,
+    "MI355X": 2516,
+    "MI325X": 1307,
+    "MI300X": 1307,
+    "MI250X": 383,
+}
+"""Part of the name that CUDA gives a GPU -> TFLOP/s of its data sheet, dense. The first that fits
+counts, so that a longer name stands before those that it contains."""
+
+MATRIX_SIZE = 768
+MEASURED_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
@@ -42,10 +86,6 @@ class Speed:
             tflops += f" ({significant(100 * self.mfu, 2)} % MFU)"
         return [f"step {duration(self.seconds)}", f"{significant(self.tokens)} tokens/s", tflops]
 
-    def left(self) -> str:
-        """Return the time that remains, as a part of a line of the log."""
-        return f"ETA {clock(self.remaining)}"
-
     def scalars(self) -> dict[str, float]:
         """Return the numbers for TensorBoard; two have the names that Megatron-LM gives them."""
         numbers = {
@@ -57,11 +97,7 @@ class Speed:
 
 
 class SpeedClock:
-    """The clock of a run, which counts time of training only.
-
-    Args:
-        args: of the run.
-    """
+    """The clock of a run, which counts time of training only."""
 
     def __init__(self, args: argparse.Namespace):
         self._args = args
@@ -115,3 +151,38 @@ class SpeedClock:
         elif iteration > self._warm[1]:
             seconds = (now - self._warm[0]) / (iteration - self._warm[1])
         return max(self._args.train_iters - iteration, 0) * seconds
+
+
+def peak_flops(args: argparse.Namespace) -> float | None:
+    """Return the peak FLOP/s of this rank's device, None for a GPU that is not known."""
+    if args.device_peak_tflops:
+        return args.device_peak_tflops * 1e12
+    if not torch.cuda.is_available():
+        return measured_flops(args.params_dtype)
+    return known_flops(torch.cuda.get_device_name())
+
+
+def known_flops(name: str) -> float | None:
+    """Return the peak FLOP/s of the GPU that CUDA calls ``name``, None if it is not in the list."""
+    words = name.replace("-", " ").split()
+    for part, tflops in PEAK_TFLOPS.items():
+        wanted = part.split()
+        starts = range(len(words) - len(wanted) + 1)
+        if any(words[start : start + len(wanted)] == wanted for start in starts):
+            return tflops * 1e12
+    return None
+
+
+@functools.cache
+def measured_flops(dtype: torch.dtype) -> float:
+    """Return the FLOP/s of a matrix product on the threads of this process, measured once."""
+    matrix = torch.ones(MATRIX_SIZE, MATRIX_SIZE, dtype=dtype)
+    out = torch.empty_like(matrix)
+    best, end = float("inf"), time.perf_counter() + MEASURED_SECONDS
+    with torch.no_grad():
+        torch.mm(matrix, matrix, out=out)  # the first one loads kernels
+        while best == float("inf") or time.perf_counter() < end:
+            started = time.perf_counter()
+            torch.mm(matrix, matrix, out=out)
+            best = min(best, time.perf_counter() - started)
+    return 2 * MATRIX_SIZE**3 / best

@@ -11,14 +11,10 @@ import argparse
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-import torch
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.timers import Timers
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import get_model_config
-
-from megatron.pretrain.report.collective_times import NAMES as COLLECTIVES
-from megatron.pretrain.report.collective_times import CollectiveTimes
 
 INTERVAL = "interval-time"
 SAVE, LOAD = "save-checkpoint", "load-checkpoint"
@@ -53,18 +49,12 @@ LEVEL_2 = (
     "backward-send-forward-recv",
     "backward-send-backward-recv",
     "forward-backward-send-forward-backward-recv",
-    *COLLECTIVES,
 )
 """Timers that run many times in an iteration."""
 
 
 class PhaseTimes:
-    """Timers of this rank, which all ranks report together.
-
-    Args:
-        args: of the run, with the flags of timing.
-        say: prints a line on the first rank.
-    """
+    """Timers of this rank, which all ranks report together."""
 
     def __init__(self, args: argparse.Namespace, say: Callable[[str], None]):
         level = args.timing_log_level
@@ -76,23 +66,13 @@ class PhaseTimes:
         self._say = say
         self._configs: list[object] = []
         self._is_paused = False
-        self.collectives: CollectiveTimes | None = None
-        """Times of FSDP's collectives, at level 2 of a run with --use-megatron-fsdp."""
-        if level > 1 and args.use_megatron_fsdp:
-            if torch.cuda.is_available():
-                say(
-                    "--timing-log-level 2: on a GPU collectives of FSDP end after they are"
-                    " launched, so only a profile shows their times: see --use-pytorch-profiler"
-                )
-            else:
-                self.collectives = CollectiveTimes()
 
     def connect(self, model: list[MegatronModule], optimizer: MegatronOptimizer | None) -> None:
         """Let Megatron-Core's schedules, gradient reductions and optimizers measure too."""
         self._configs = [get_model_config(chunk) for chunk in model]
         if optimizer is not None:
             chained = getattr(optimizer, "chained_optimizers", [optimizer])
-            self._configs += [each.config for each in chained]
+            self._configs += [part.config for part in chained]
         self._let_megatron_core_measure(self.timers)
 
     def _let_megatron_core_measure(self, timers: Timers | None) -> None:
@@ -112,12 +92,9 @@ class PhaseTimes:
 
     @contextmanager
     def measured(self, name: str, level: int = 1) -> Iterator[None]:
-        """Measure the time inside the context, on this rank.
+        """Measure the time inside the context, on this rank, from a level of detail on.
 
-        Args:
-            name: of the timer.
-            level: of detail from which on it is measured. At level 1 ranks wait for each other
-                first, unless --no-barrier-with-level-1-timing.
+        At level 1 ranks wait for each other first, unless --no-barrier-with-level-1-timing.
         """
         if self.timers is None or self._is_paused:
             yield
@@ -126,29 +103,13 @@ class PhaseTimes:
         yield
         self.timers(name).stop()
 
-    @contextmanager
-    def recording(self) -> Iterator[None]:
-        """Measure intervals, and collectives, inside the context."""
-        if self.collectives is not None:
-            self.collectives.start()
-        self.resume_interval()
-        try:
-            yield
-        finally:
-            if self.collectives is not None:
-                self.collectives.stop()
-
     def stop_interval(self) -> None:
         """Leave the time until :meth:`resume_interval` out of the interval; after every step."""
         if self.timers is not None:
             self.timers(INTERVAL).stop()
-        if self.collectives is not None:
-            self.collectives.count()
 
     def resume_interval(self) -> None:
-        """Count time as that of the interval again, without the collectives since its stop."""
-        if self.collectives is not None:
-            self.collectives.discard()
+        """Count time as that of the interval from now on."""
         if self.timers is not None:
             self.timers(INTERVAL, log_level=1).start()
 
@@ -159,8 +120,6 @@ class PhaseTimes:
             Name -> seconds, for TensorBoard: the longest of all ranks, with
             --log-timers-to-tensorboard.
         """
-        if self.timers is not None and self.collectives is not None:
-            self.collectives.add_to(self.timers)
         return self._report(self._names, num_iterations)
 
     def report_once(self, name: str) -> dict[str, float]:

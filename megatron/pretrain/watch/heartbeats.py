@@ -1,38 +1,145 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Heartbeats: what this rank says of itself through the store, and what it reads of others."""
+"""Heartbeats: what this rank says of itself through the store, and what it reads of others.
+
+Calls of the store end soon, also when its host hangs or is gone.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import queue
 import socket
+import threading
 import time
+import uuid
+from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
+from typing import Any, TypeVar
 
-from megatron.pretrain.progress import Progress
+import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+
 from megatron.pretrain.ranks import environment_rank, environment_world_size
+from megatron.pretrain.run_state import Progress
 from megatron.pretrain.watch.peers import DEAD, RUNNING, Heartbeat, Peer, this_machine
 from megatron.pretrain.watch.position import Position
-from megatron.pretrain.watch.short_calls import ShortCalls, StoreError
 
 RANKS_PER_SECOND = 2000
 """Heartbeats that the store shall have to take; more ranks send them less often."""
 SILENT_PERIODS = 4
 """A rank that has sent no heartbeat for so many periods is silent."""
 
+CALL_SECONDS = 5.0
+"""Time that a call of the store may take."""
+T = TypeVar("T")
+
 END, STALL = "end", "stall"
 """Reports, as ranks know of them: of an end, and of a stall that torch will end."""
+
+
+class StoreError(RuntimeError):
+    """The store does not answer."""
+
+
+class ShortCalls:
+    """A connection of its own to the store of the process group, used from one thread.
+
+    The process group's connection may be blocked by a collective that is about to begin. A store
+    that hangs once is not asked again.
+
+    Args:
+        store: store of the process group.
+        name: name of the run among those that share the store.
+    """
+
+    def __init__(self, store: TCPStore, name: str):
+        self.address = f"{store.host}:{store.port}"
+        connection = TCPStore(
+            store.host,
+            store.port,
+            is_master=False,
+            timeout=timedelta(seconds=CALL_SECONDS),
+            wait_for_workers=False,
+        )
+        self._store = PrefixStore(f"peers_{name}", connection)
+        self._is_lost = False
+        self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        threading.Thread(target=self._work, name="store", daemon=True).start()
+
+    @classmethod
+    def to_default_store(cls) -> ShortCalls | None:
+        """Connect to the store of the default process group; None if it is no TCPStore.
+
+        A collective: the first rank names the run, so that a restart finds nothing of the last one.
+        The default store is one of this attempt alone. The number of restarts is no part of the
+        key: every agent counts for itself, so ranks of several nodes may have different ones.
+        """
+        default = dist.distributed_c10d._get_default_store()
+        if dist.get_rank() == 0:
+            default.set("run", uuid.uuid4().hex)
+        name = default.get("run").decode()
+        store = default
+        while isinstance(store, PrefixStore):
+            store = store.underlying_store
+        return cls(store, name) if isinstance(store, TCPStore) else None
+
+    def set(self, key: str, value: str) -> None:
+        """Set a value."""
+        self._call(lambda: self._store.set(key, value))
+
+    def get(self, key: str) -> str | None:
+        """Return a value; None if there is none."""
+        return self._call(
+            lambda: self._store.get(key).decode() if self._store.check([key]) else None
+        )
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a counter, and return its new value."""
+        return self._call(lambda: self._store.add(key, amount))
+
+    def _call(self, call: Callable[[], T]) -> T:
+        """Return the result of a call.
+
+        Raises:
+            StoreError: it failed, or took too long.
+        """
+        if self._is_lost:
+            raise StoreError(f"the store at {self.address} does not answer")
+        results: queue.SimpleQueue[tuple[bool, Any]] = queue.SimpleQueue()
+
+        def run() -> None:
+            try:
+                results.put((True, call()))
+            except RuntimeError as error:
+                results.put((False, error))
+
+        self._calls.put(run)
+        try:
+            is_done, result = results.get(timeout=CALL_SECONDS)
+        except queue.Empty:
+            is_done, result = False, None
+        if not is_done:
+            self._is_lost = True
+            raise StoreError(f"the store at {self.address} does not answer") from result
+        value: T = result
+        return value
+
+    def _work(self) -> None:
+        while True:
+            self._calls.get()()
 
 
 class Heartbeats:
     """The heartbeats of all ranks. Nothing is sent before :meth:`connect`.
 
     Args:
-        file: for this rank's errors.
+        file: file for this rank's errors.
 
     Attributes:
         period: seconds between two heartbeats.
-        progress: of the run.
+        progress: progress of the run.
         is_connected: True if there are other ranks and a store to which heartbeats go.
     """
 
@@ -69,7 +176,7 @@ class Heartbeats:
         if iteration != self._iteration:
             self._iteration, self._finished = iteration, time.time()
             self._since = time.time()
-        elif now.key != before.key:
+        elif (now.collective or now.work) != (before.collective or before.work):
             self._since = time.time()
         self._position = now
 

@@ -139,26 +139,17 @@ class Verdict:
 def judge(peers: Sequence[Peer]) -> Verdict:
     """Return who has failed, see [Note: who has failed]."""
     troubles = {peer.beat.rank: peer.trouble for peer in peers}
+    beats = [peer.beat for peer in peers if peer.beat.state != LEFT]
+    found, failed = "", []
     for trouble in (*DEAD, "sigterm", "hangs"):
         if trouble in troubles.values():
-            return _verdict(
-                trouble, peers, [rank for rank in troubles if troubles[rank] == trouble]
-            )
-    positions = Counter(peer.beat.position for peer in peers if peer.beat.state != LEFT)
-    if len(positions) > 1:
-        (usual, most), (_, next_most) = positions.most_common(2)
-        if most > next_most:
-            odd = [peer.beat.rank for peer in peers if peer.beat.position != usual]
-            return _verdict("differs", peers, odd)
-    return Verdict("", [], [peer.beat for peer in peers])
-
-
-def _verdict(trouble: str, peers: Sequence[Peer], failed: Sequence[int]) -> Verdict:
-    return Verdict(
-        trouble,
-        [peer.beat for peer in peers if peer.beat.rank in failed],
-        [peer.beat for peer in peers if peer.beat.rank not in failed and peer.beat.state != LEFT],
-    )
+            found, failed = trouble, [beat for beat in beats if troubles[beat.rank] == trouble]
+            break
+    else:
+        positions = Counter(beat.position for beat in beats).most_common(2)
+        if len(positions) > 1 and positions[0][1] > positions[1][1]:
+            found, failed = "differs", [beat for beat in beats if beat.position != positions[0][0]]
+    return Verdict(found, failed, [beat for beat in beats if beat not in failed])
 
 
 # ---- the message
@@ -222,15 +213,8 @@ def message(verdict: Verdict, error: str) -> str:
 
 
 def _filled(text: str, beat: Heartbeat) -> str:
-    return text.format(
-        rank=beat.rank,
-        pid=beat.pid,
-        host=beat.host,
-        place=beat.place,
-        position=beat.position,
-        beat=_moment(beat.time),
-        since=_moment(beat.since),
-    )
+    times = {"beat": _moment(beat.time), "since": _moment(beat.since)}
+    return text.format(**asdict(beat) | times, position=beat.position)
 
 
 def _history(beat: Heartbeat) -> str:

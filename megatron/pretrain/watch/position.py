@@ -1,29 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The position of a rank: the collective or the line of code that its main thread is in.
+"""The position of a rank: what its main thread does or waits for.
 
-It is read from another thread, out of the stack that Python keeps anyway, so training pays nothing
-for it. The engine adds the unit at which it worked last.
+Another thread reads it: out of the stack that Python keeps anyway, the work that the engine has
+begun last, and the phase that the loop notes. So training pays next to nothing for it.
 """
 
 from __future__ import annotations
 
-import linecache
 import os
 import sys
 import sysconfig
 import threading
 import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
 
+import megatron.core
 import torch
+import torch.distributed as dist
 
-from megatron.fsdp.trace import recorder
+from megatron.fsdp.engine import observe
 
-ENGINE = os.path.join("megatron", "fsdp", "engine", "")
+ENGINE = os.path.join("megatron", "fsdp", "")
 COLLECTIVES = os.path.join("torch", "distributed", "distributed_c10d.py")
-WAITS = (".wait(", ".item()", ".tolist()", "synchronize(")
-"""Calls, as they are written, in which a thread waits for a collective or for the device."""
 WORKS = {
     "shard": "broadcast",
     "broadcast": "broadcast",
@@ -33,17 +34,67 @@ WORKS = {
     "wait for reduce": "gradient reduction",
 }
 """Work of the engine that communicates -> its collective."""
-METHODS = {
-    "shard_parameter": "broadcast",
-    "broadcast": "broadcast",
-    "unshard": "all-gather",
-    "wait_for_unshard": "all-gather",
-    "reduce": "gradient reduction",
-    "advance_reduce": "gradient reduction",
-}
-"""Methods of parameter groups and their gradients -> the collective in which they may fail."""
 TORCH = os.path.dirname(torch.__file__)
 STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"]
+
+READING, SAVING = "reading data", "saving"
+phase = ""
+"""The phase of the run, if it is one of the above."""
+
+
+@contextmanager
+def during(name: str) -> Iterator[None]:
+    """Note a phase inside the context, on the main thread."""
+    global phase
+    before, phase = phase, name
+    try:
+        yield
+    finally:
+        phase = before
+
+
+class LastWork(observe.Observer):
+    """The work of the engine that began last; another thread reads it.
+
+    Attributes:
+        work: the work, and the unit that it is for.
+        failed: the collective of a unit that has failed, and the error.
+    """
+
+    def __init__(self) -> None:
+        self.work = ("", "")
+        self.failed: tuple[str, BaseException | None] = ("", None)
+
+    def begin_work(self, unit: str, work: str) -> None:
+        """Note work on a unit."""
+        self.work = (work, unit)
+
+    def begin_backward(self, unit: str) -> None:
+        """Note the backward of a unit."""
+        self.work = (observe.BACKWARD, unit)
+
+    def begin_collective(
+        self,
+        kind: str,
+        name: str,
+        operands: Sequence[torch.Tensor],
+        group: dist.ProcessGroup | None,
+    ) -> str:
+        """Return the collective as messages name it; empty if it is of no unit."""
+        return self.collective()
+
+    def fail_collective(self, begun: str, error: Exception) -> None:
+        """Note the collective that has failed."""
+        self.failed = (begun, error)
+
+    def collective(self) -> str:
+        """Return the collective of the last work; empty if that does not communicate."""
+        work, unit = self.work
+        return f"the {WORKS[work]} of unit {unit!r}" if work in WORKS else ""
+
+
+last_work = LastWork()
+"""The observer of this process, which the watch adds to the engine's."""
 
 
 @dataclass(frozen=True)
@@ -51,24 +102,25 @@ class Position:
     """A position of a rank.
 
     Attributes:
-        collective: in which the rank is or for which it waits; empty if it is in none.
+        collective: collective in which the rank is or for which it waits; empty if it is in none.
         place: file, line and function, the innermost outside of torch.
-        work: of the engine that began last, with its unit; empty before there is any.
+        work: work of the engine that began last, with its unit; empty before there is any.
     """
 
     collective: str
     place: str
     work: str
 
-    @property
-    def key(self) -> str:
-        """The part that changes when the rank gets on: the collective, or else the work."""
-        return self.collective or self.work
-
 
 def current() -> Position:
     """Return the position of the main thread."""
-    return _position(_frames(_main_frame()))
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    frames = []
+    while frame is not None:
+        frames.append((frame, frame.f_lineno))
+        frame = frame.f_back
+    is_inside = ENGINE in _place(frames)[0].f_code.co_filename
+    return _position(frames, last_work.collective() if is_inside else "")
 
 
 def of_error(error: BaseException) -> Position:
@@ -78,77 +130,46 @@ def of_error(error: BaseException) -> Position:
     """
     while error.__cause__ is not None:
         error = error.__cause__
-    position = _position(traceback.extract_tb(error.__traceback__)[::-1])
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        owner = frame.f_locals.get("self")
-        unit = getattr(owner, "unit_name", getattr(owner, "_unit_name", None))
-        collective = METHODS.get(frame.f_code.co_name)
-        if unit is not None and collective and ENGINE in frame.f_code.co_filename:
-            return Position(f"the {collective} of unit {unit!r}", position.place, position.work)
-    return position
+    frames = list(traceback.walk_tb(error.__traceback__))[::-1]
+    collective, failure = last_work.failed
+    return _position(frames, collective if failure is error else "")
 
 
-def is_inside(filename: str) -> bool:
-    """Return True if the main thread is in a function of a file, or in one that this has called."""
-    return any(frame.filename == filename for frame in _frames(_main_frame()))
+def _position(frames: list[tuple[FrameType, int]], collective: str) -> Position:
+    """Return the position that a stack shows, innermost frame first.
 
-
-def _main_frame() -> FrameType | None:
-    return sys._current_frames().get(threading.main_thread().ident or 0)
-
-
-def _position(frames: list[traceback.FrameSummary]) -> Position:
-    """Return the position that a stack shows, innermost frame first."""
-    name, unit = recorder.position
-    work = f"{name} of unit {unit!r}" if name else ""
-    if not frames:
-        return Position("", "unknown", work)
-    place = next((frame for frame in frames if not _is_of_torch(frame.filename)), frames[0])
-    return Position(_collective(frames, place), _shown(place), work)
-
-
-def _frames(frame: FrameType | None) -> list[traceback.FrameSummary]:
-    """Return the stack of a thread, innermost first, without reading the sources."""
-    frames = []
-    while frame is not None:
-        code = frame.f_code
-        frames.append(
-            traceback.FrameSummary(
-                code.co_filename, frame.f_lineno, code.co_name, lookup_line=False
-            )
-        )
-        frame = frame.f_back
-    return frames
-
-
-def _collective(frames: list[traceback.FrameSummary], place: traceback.FrameSummary) -> str:
-    """Return the collective that a stack is in; empty for none.
-
-    Args:
-        frames: the stack, innermost first.
-        place: its innermost frame outside of torch.
+    ``collective`` is the engine's collective that it is in, empty if it is in none.
     """
-    innermost = frames[0]
-    names = [frame.name for frame in frames if frame.filename.endswith(COLLECTIVES)]
-    line = linecache.getline(innermost.filename, innermost.lineno or 0)
-    if not names and (innermost is not place or not any(call in line for call in WAITS)):
-        return ""
-    work, unit = recorder.position
-    if ENGINE in place.filename and work in WORKS:
-        return f"the {WORKS[work]} of unit {unit!r}"
-    return f"{names[-1]} at {_shown(place)}" if names else f"a wait at {_shown(place)}"
+    name, unit = last_work.work
+    work = f"{name} of unit {unit!r}" if name else ""
+    frame, line = _place(frames)
+    filename = frame.f_code.co_filename
+    place = f"{os.sep.join(filename.split(os.sep)[-2:])}:{line} in {frame.f_code.co_name}"
+    calls = [
+        frame.f_code.co_name
+        for frame, _ in frames
+        if frame.f_code.co_filename.endswith(COLLECTIVES)
+    ]
+    # Code of Megatron stays at a line only to wait, for a peer or for the device.
+    waits = filename.startswith(tuple(megatron.__path__)) and phase != READING
+    if not collective and calls:
+        collective = f"{calls[-1]} at {place}"
+    elif not collective and waits:
+        collective = f"a wait at {place}"
+    return Position(collective, place, work)
 
 
-def _is_of_torch(filename: str) -> bool:
+def _place(frames: list[tuple[FrameType, int]]) -> tuple[FrameType, int]:
+    """Return the innermost frame outside of torch, with its line."""
+    return next((pair for pair in frames if not _is_of_torch(pair[0])), frames[0])
+
+
+def _is_of_torch(frame: FrameType) -> bool:
     """Return True for files of torch and of Python, which are not what a user looks for."""
+    filename = frame.f_code.co_filename
     if "site-packages" in filename:
         return filename.startswith(TORCH)
     return filename.startswith((TORCH, STANDARD_LIBRARY, "<"))
-
-
-def _shown(frame: traceback.FrameSummary) -> str:
-    path = os.sep.join(frame.filename.split(os.sep)[-2:])
-    return f"{path}:{frame.lineno} in {frame.name}"
 
 
 def stacks() -> str:
@@ -156,7 +177,6 @@ def stacks() -> str:
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     parts = []
     for ident, frame in sys._current_frames().items():
-        parts.append(
-            f"thread {names.get(ident, ident)}:\n" + "".join(traceback.format_stack(frame))
-        )
+        text = "".join(traceback.format_stack(frame))
+        parts.append(f"thread {names.get(ident, ident)}:\n{text}")
     return "\n".join(parts)

@@ -1,31 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The check that replicas of weights are equal, by hashes, as Megatron-Core makes them.
+"""The check that replicas of weights are equal, by hashes.
 
-Only what is replicated is compared: all weights under Megatron-Core's data parallelism, the
-gathered weights of levels 0 to 2 of --use-megatron-fsdp, and at level 3 the shards of instances.
+Compared are all weights under Megatron-Core's data parallelism, and the gathered weights of levels
+0 to 2 of --use-megatron-fsdp. Level 3 is refused, as in Megatron-LM.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
-import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
-from itertools import chain
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.utils import check_param_hashes_across_dp_replicas
-from torch import nn
 
 from megatron.fsdp.engine.collectives import agree
-from megatron.mcore_adapter import FullyShardedDataParallel
 from megatron.pretrain.checkpoints.torch_dist_checkpoint import gathered_weights
 from megatron.pretrain.errors import RunError
-
-SHARDED = "optim_grads_params"
 
 
 def check_replicas(args: argparse.Namespace, model: list[MegatronModule], iteration: int) -> None:
@@ -34,15 +27,15 @@ def check_replicas(args: argparse.Namespace, model: list[MegatronModule], iterat
     Raises:
         RunError: on every rank, with the names of the weights that differ.
     """
-    if args.use_megatron_fsdp and args.data_parallel_sharding_strategy == SHARDED:
-        names = list(chain.from_iterable(map(_differing_shards, model)))
-    elif args.use_megatron_fsdp:
-        for chunk in model:
+    names: list[str] = []
+    for chunk in model:
+        if args.use_megatron_fsdp:
             chunk.start_param_sync(force_sync=True)
-        names = _differing([GatheredWeights(chunk) for chunk in model])
-    else:
-        with gathered_weights(model):
-            names = _differing(model)
+            sharded = chunk.module.sharded_params
+            names += _differing((parameter.name, parameter.compute) for parameter in sharded)
+        else:
+            with gathered_weights([chunk]):
+                names += _differing(chunk.named_parameters())
     problems = agree([f"rank {dist.get_rank()}: {name}" for name in names])
     if problems:
         raise RunError(
@@ -51,72 +44,20 @@ def check_replicas(args: argparse.Namespace, model: list[MegatronModule], iterat
         )
 
 
-class GatheredWeights(nn.Module):
-    """The weights with which a sharded chunk computes, by the names of Megatron-Core's modules."""
-
-    def __init__(self, chunk: FullyShardedDataParallel):
-        super().__init__()
-        self._weights = [(each.name, each.compute) for each in chunk.module.sharded_params]
-
-    def named_parameters(  # type: ignore[override]  # Megatron-Core calls it without arguments
-        self,
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the weights, whole, in the dtype of the model."""
-        yield from self._weights
-
-
-def _differing(model: list[nn.Module]) -> list[str]:
-    """Return the names of this rank's weights that differ, by Megatron-Core's check."""
-    with _messages() as messages:
-        equal = check_param_hashes_across_dp_replicas(model, cross_check=True)
-    # "[Rank 1] Hash not matching for NAME in model chunk0"
-    marked = [text.partition(" for ")[2].partition(" in model chunk")[0] for text in messages]
-    return [] if equal else marked
-
-
-@contextmanager
-def _messages() -> Iterator[list[str]]:
-    """Collect what Megatron-Core logs about differing weights, instead of showing it."""
-    messages: list[str] = []
-
-    def keep(record: logging.LogRecord) -> None:
-        messages.append(record.getMessage())
-
-    handler = logging.Handler()
-    handler.emit = keep  # type: ignore[method-assign]
-    logger = logging.getLogger("megatron.core.utils")
-    before = logger.level, logger.propagate
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    logger.propagate = False
-    try:
-        yield messages
-    finally:
-        logger.setLevel(before[0])
-        logger.propagate = before[1]
-        logger.removeHandler(handler)
-
-
-def _differing_shards(chunk: FullyShardedDataParallel) -> list[str]:
-    """Return the names of this rank's shards that differ from those of the first instance."""
-    index = chunk.module.get_distributed_index()
+def _differing(weights: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
+    """Return the names of this rank's weights that differ from those of the first replica."""
+    hashes: dict[bool, dict[str, str]] = {False: {}, True: {}}
+    for name, weight in weights:
+        data = weight.detach().cpu().float().numpy(force=True)
+        is_expert = not getattr(weight, "allreduce", True)
+        hashes[is_expert][name] = hashlib.sha1(data.tobytes(), usedforsecurity=False).hexdigest()
     differing = []
-    for is_expert in (False, True):
-        hashes = {
-            each.name: _hash(each.parameter.to_local())
-            for each in chunk.module.sharded_params
-            if getattr(each.compute, "allreduce", True) is not is_expert
-        }
-        if not hashes:
-            continue
-        outer = index.axes(is_expert and index.expert is not None).outer
-        assert outer is not None  # the command line is refused without several instances
-        everyone: list[dict[str, str]] = [{}] * outer.size()
-        dist.all_gather_object(everyone, hashes, group=outer.get_group())
-        differing += [name for name, digest in hashes.items() if digest != everyone[0][name]]
+    for is_expert, own in hashes.items():
+        if own:
+            group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+            if is_expert:
+                group = parallel_state.get_expert_data_parallel_group()
+            everyone: list[dict[str, str]] = [{}] * group.size()
+            dist.all_gather_object(everyone, own, group=group)
+            differing += [name for name, digest in own.items() if digest != everyone[0][name]]
     return differing
-
-
-def _hash(shard: torch.Tensor) -> str:
-    data = shard.detach().cpu().float().numpy(force=True)
-    return hashlib.sha1(data.tobytes(), usedforsecurity=False).hexdigest()

@@ -57,20 +57,13 @@ ENDINGS = {
 
 
 class RerunExitError(Exception):
-    """The end of a run that the rerun machine asks for, on every rank.
-
-    Attributes:
-        code: the exit code of the program, 16 or 17 as that of Megatron-LM.
-    """
+    """The end of a run that the rerun machine asks for, on every rank, with its exit code."""
 
     def __init__(self, code: int):
         super().__init__(
             f"{ENDINGS.get(code, 'the rerun machine ends this run')} (exit code {code})"
         )
         self.code = code
-
-    def __reduce__(self) -> tuple[type, tuple[int]]:
-        return type(self), (self.code,)
 
 
 def is_repeating(args: argparse.Namespace) -> bool:
@@ -87,13 +80,7 @@ def validates(args: argparse.Namespace) -> bool:
 def machine(
     args: argparse.Namespace, model: list[MegatronModule], say: Callable[[str], None]
 ) -> Iterator[None]:
-    """Have a rerun machine inside the context.
-
-    Args:
-        args: of the run.
-        model: the chunks of this rank, whose buffers are restored before a step is repeated.
-        say: prints a line.
-    """
+    """Have a rerun machine inside the context; it restores the buffers of the model's chunks."""
     destroy_rerun_state_machine()  # one that Megatron-Core has made because there was none
     with _quiet() if not is_repeating(args) else nullcontext():
         initialize_rerun_state_machine(
@@ -117,13 +104,7 @@ def machine(
 def _report_statistics(
     results: RerunStateMachine, interval: int, say: Callable[[str], None]
 ) -> None:
-    """Say how much the results of repeated steps differ, over all ranks; a collective.
-
-    Args:
-        results: the machine.
-        interval: iterations between reports.
-        say: prints a line on the first rank.
-    """
+    """Say how much the results of repeated steps differ, over all ranks; a collective."""
     if results.current_iteration % interval:
         return
     everyone: list[Any] = [None] * dist.get_world_size()
@@ -133,8 +114,8 @@ def _report_statistics(
         own, *others = (stats[caller] for stats in everyone if caller in stats)
         own.combine(others)
         say(f"repeated steps, {caller.message}: {own.print_stats()}")
-    for each in results.stats.values():
-        each.reset()
+    for statistics in results.stats.values():
+        statistics.reset()
 
 
 @contextmanager
@@ -152,7 +133,7 @@ def _quiet() -> Iterator[None]:
 def replayable(data: Any) -> Any:
     """Return the iterator of each model chunk with a memory for the microbatches of a step."""
     if isinstance(data, list):
-        return [RerunDataIterator(each) for each in data]
+        return [RerunDataIterator(iterator) for iterator in data]
     return RerunDataIterator(data)
 
 
@@ -200,12 +181,7 @@ def pending_state() -> str:
 
 
 def resume(text: str, say: Callable[[str], None]) -> None:
-    """Let the machine repeat the step for which :func:`pending_state` was saved.
-
-    Args:
-        text: what it returned.
-        say: prints a line.
-    """
+    """Let the machine repeat the step for which :func:`pending_state` has returned a text."""
     state = json.loads(text)
     if len(state["ranks"]) != dist.get_world_size():
         say(
@@ -242,21 +218,10 @@ def validate_loss(args: argparse.Namespace, loss: torch.Tensor) -> None:
 
     Without reruns, NaN and Inf are the business of the caller.
     """
-    results = get_rerun_state_machine()
-    if args.check_for_nan_in_loss_and_grad and is_repeating(args):
-        for rejects, name in ((torch.isnan, "NaN"), (torch.isinf, "Inf")):
-            results.validate_result(
-                result=loss,
-                rejection_func=rejects,
-                message=f"found {name} in local forward loss calculation",
-            )
+    checks = args.check_for_nan_in_loss_and_grad and is_repeating(args)
+    _validate(loss, "{} in local forward loss calculation" if checks else "")
     if args.check_for_spiky_loss:
-        results.validate_result(
-            result=loss,
-            rejection_func=partial(results.is_unexpectedly_large, threshold=SPIKE, context="loss"),
-            message="spiky loss",
-            fatal=False,
-        )
+        _warn_of_spike(loss, "loss", "spiky loss")
 
 
 def validate_gradients(args: argparse.Namespace, model: list[MegatronModule]) -> None:
@@ -264,36 +229,42 @@ def validate_gradients(args: argparse.Namespace, model: list[MegatronModule]) ->
 
     Megatron-Core's own wrapper does so by itself. Without reruns, the engine looks for NaN and Inf.
     """
-    finite = args.check_for_nan_in_loss_and_grad and is_repeating(args)
-    if not args.use_megatron_fsdp or not (finite or args.check_for_large_grads):
+    checks = args.check_for_nan_in_loss_and_grad and is_repeating(args)
+    if not args.use_megatron_fsdp or not (checks or args.check_for_large_grads):
         return
-    results = get_rerun_state_machine()
-    norm = _local_norm(model)
+    parameters = chain.from_iterable(chunk.parameters() for chunk in model)
+    gradients = [parameter.grad for parameter in parameters]
+    norm = torch.nn.utils.get_total_norm(
+        [grad.to_local().float() for grad in gradients if isinstance(grad, DTensor)]
+    )
     # Backward passes of some attention kernels differ by this much from one another.
     tolerance = 0.001
-    if finite:
-        for rejects, name in ((torch.isnan, "NaN"), (torch.isinf, "Inf")):
-            results.validate_result(
-                result=norm,
+    _validate(norm, "{} in the norm of this rank's gradients" if checks else "", tolerance)
+    if args.check_for_large_grads:
+        _warn_of_spike(norm, "grads", "found unexpectedly large gradients", tolerance)
+
+
+def _validate(result: torch.Tensor, message: str, tolerance: float = 0.0) -> None:
+    """Let the machine reject NaN and Inf, if there is a message for it."""
+    for rejects, name in ((torch.isnan, "NaN"), (torch.isinf, "Inf")):
+        if message:
+            get_rerun_state_machine().validate_result(
+                result=result,
                 rejection_func=rejects,
-                message=f"found {name} in the norm of this rank's gradients",
+                message=f"found {message.format(name)}",
                 tolerance=tolerance,
             )
-    if args.check_for_large_grads:
-        results.validate_result(
-            result=norm,
-            rejection_func=partial(results.is_unexpectedly_large, threshold=SPIKE, context="grads"),
-            message="found unexpectedly large gradients",
-            tolerance=tolerance,
-            fatal=False,
-        )
 
 
-def _local_norm(model: list[MegatronModule]) -> torch.Tensor:
-    parameters = chain.from_iterable(chunk.parameters() for chunk in model)
-    gradients = [
-        parameter.grad.to_local().float()
-        for parameter in parameters
-        if isinstance(parameter.grad, DTensor)
-    ]
-    return torch.nn.utils.get_total_norm(gradients)
+def _warn_of_spike(
+    result: torch.Tensor, context: str, message: str, tolerance: float = 0.0
+) -> None:
+    """Let the machine warn of a result that is much larger than all of the first 100."""
+    results = get_rerun_state_machine()
+    results.validate_result(
+        result=result,
+        rejection_func=partial(results.is_unexpectedly_large, threshold=SPIKE, context=context),
+        message=message,
+        tolerance=tolerance,
+        fatal=False,
+    )

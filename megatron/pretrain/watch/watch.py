@@ -6,8 +6,8 @@ also while the main thread waits in a collective that never ends. Nothing here i
 
 [Note: ends of a run]
     a collective fails     the first rank that sees it asks the heartbeats who has failed (see
-                           :mod:`megatron.pretrain.watch.peers`), and prints the one message. Each rank
-                           writes torch's traceback to a file, and exits with 1
+                           :mod:`megatron.pretrain.watch.peers`), and prints the one message. Each
+                           rank writes torch's traceback to a file, and exits with 1
     a rank has an error    the first rank that has one prints it, the others are silent
     SIGTERM                if a peer has failed, as above: torchrun sends it to the ranks that are
                            left. Otherwise the loop stops after its step, if it was told to; without
@@ -41,12 +41,11 @@ from typing import NoReturn
 import torch.distributed as dist
 
 from megatron.checkpoint.store.stores import is_staged
-from megatron.pretrain.checkpoints import background_save, checkpointing
-from megatron.pretrain.progress import Progress
-from megatron.pretrain.ranks import environment_rank
-from megatron.pretrain.report.terminal import complain
+from megatron.fsdp.engine import observe
+from megatron.pretrain.ranks import complain, environment_rank
+from megatron.pretrain.run_state import Progress
 from megatron.pretrain.watch import position
-from megatron.pretrain.watch.heartbeats import Heartbeats
+from megatron.pretrain.watch.heartbeats import Heartbeats, StoreError
 from megatron.pretrain.watch.peers import (
     DEAD,
     LEFT,
@@ -57,7 +56,6 @@ from megatron.pretrain.watch.peers import (
     judge,
     message,
 )
-from megatron.pretrain.watch.short_calls import StoreError
 
 INTERRUPT_SECONDS = 10.0
 """Time that the step under way may take after SIGINT; a checkpoint is always finished."""
@@ -73,17 +71,12 @@ SIGINT_CODE, SIGTERM_CODE = 128 + signal.SIGINT, 128 + signal.SIGTERM
 
 
 class Watch:
-    """The watch of this rank, for as long as the ``with`` block lasts.
-
-    Args:
-        args: of the run.
-    """
+    """The watch of this rank, for as long as the ``with`` block lasts."""
 
     def __init__(self, args: argparse.Namespace):
         self._timeout = timedelta(minutes=args.distributed_timeout_minutes).total_seconds()
         self._announces_stalls = args.distributed_backend in ABORTING_BACKENDS
-        self._has_log = bool(args.log_dir)
-        self._file = error_file(args.save, args.log_dir)
+        self._file = error_file(args.save)
         self._hearts = Heartbeats(self._file)
         # Times of the signals that have arrived, and of a report of another rank.
         self._signals: dict[int, list[float]] = {signal.SIGTERM: [], signal.SIGINT: []}
@@ -103,6 +96,8 @@ class Watch:
         self._mouth.setblocking(False)
         before = signal.set_wakeup_fd(self._mouth.fileno(), warn_on_full_buffer=False)
         self._restore.callback(signal.set_wakeup_fd, before)
+        observe.add(position.last_work)
+        self._restore.callback(observe.remove, position.last_work)
         self._thread.start()
         return self
 
@@ -162,15 +157,11 @@ class Watch:
         """Report an error; the process ends here if a collective has failed.
 
         Other errors are reported by who raised them, and are only made known to the other ranks.
-        With --log-dir their traceback goes to a file.
         """
         if _is_of_collective(error):
             self._error = error
             self._wake()
             self._thread.join()
-        if self._has_log:
-            _add(self._file, "".join(traceback.format_exception(error)))
-            return
         self._is_leaving = True
         with contextlib.suppress(StoreError):
             if self._hearts.claim():
@@ -215,15 +206,13 @@ class Watch:
 
     def _look_at_interrupt(self, times: list[float]) -> None:
         is_late = time.monotonic() - times[0] > INTERRUPT_SECONDS
-        is_saving = any(map(position.is_inside, (checkpointing.__file__, background_save.__file__)))
-        if len(times) > 1 or (is_late and not is_saving):
+        if len(times) > 1 or (is_late and position.phase != position.SAVING):
             self._exit(self.interrupted())
 
     def _look_at_sigterm(self, seconds: float) -> None:
-        """End the process, unless the loop does; if a peer has failed, with a message.
+        """End the process some seconds after SIGTERM, unless the loop does.
 
-        Args:
-            seconds: since the signal.
+        If a peer has failed, there is a message.
         """
         if self._reported is not None:
             self._leave(SIGTERM_CODE)
@@ -322,33 +311,16 @@ class Watch:
         os._exit(code)
 
 
-def error_file(save: str | None, log_dir: str | None = None) -> Path:
-    """Return the file for the errors of this rank: beside its log or the checkpoints, or temporary.
+def error_file(save: str | None) -> Path:
+    """Return the file for the errors of this rank: beside the checkpoints, or temporary.
 
     It is a temporary one too if the checkpoints are at a URL. It is there only if there was an
     error: its time tells other ranks whether one has just been reported.
     """
     name = f"rank{environment_rank()}.txt"
-    if log_dir:
-        return Path(log_dir).absolute() / name
     if save and not is_staged(save):
         return Path(save, "errors", name)
     return Path(tempfile.gettempdir(), f"pretrain_gpt_errors_{os.getuid()}", name)
-
-
-def in_one_line(error: Exception, file: Path) -> str:
-    """Return an error of this rank with the place where it was raised.
-
-    Args:
-        error: the error.
-        file: that has its traceback.
-    """
-    text = " ".join(str(error).split())
-    place = position.of_error(error).place
-    return (
-        f"error: rank {environment_rank()}: {type(error).__name__}: {text} (at {place});"
-        f" traceback: {file}"
-    )
 
 
 def _add(path: Path, text: str) -> None:

@@ -20,10 +20,10 @@ from megatron.checkpoint.commands.comparison import compare_entries
 from megatron.checkpoint.commands.conversion import ConversionError, convert, fingerprint
 from megatron.checkpoint.commands.formats import open_checkpoint
 from megatron.checkpoint.core.parts import Part, Progress
+from megatron.checkpoint.core.spelling import choose_spelling
 from megatron.checkpoint.dcp import dcp_target
 from megatron.checkpoint.dcp.stored_checkpoint import StoredCheckpoint
-from megatron.checkpoint.fsdp_dtensor import writer as fsdp_dtensor
-from megatron.checkpoint.fsdp_dtensor.spelling_choice import choose_spelling
+from megatron.checkpoint.fsdp_dtensor import dtensor_writer as fsdp_dtensor
 from megatron.checkpoint.store.directory import OutputDirectory, new_checkpoint
 from tests.support.checkpoint import samples, small_models
 from tests.support.checkpoint.changed_checkpoints import without_manifest
@@ -111,7 +111,7 @@ def in_a_child(action: Callable[[], Any]) -> int:
     return os.waitpid(child, 0)[1]
 
 
-def interrupted(tmp_path: Path, identity: str = "a") -> OutputDirectory:
+def interrupted(tmp_path: Path, identity: str | None = "a") -> OutputDirectory:
     """Two parts are done, the third was begun."""
     output = OutputDirectory(tmp_path / "out")
 
@@ -131,6 +131,22 @@ def test_a_killed_conversion_goes_on_and_does_nothing_twice(tmp_path: Path) -> N
     assert written(tmp_path / "log") == [f"part{number}" for number in range(6)]
     assert content(output.final) == COMPLETE
     assert len(notes) == 6  # those of the first run too
+
+
+def test_an_error_of_a_continued_conversion_leaves_nothing(tmp_path: Path) -> None:
+    output = interrupted(tmp_path)
+    with pytest.raises(ConversionError, match="No space left"):
+        convert(Lines(tmp_path / "log", fails=lambda name: name == "part5"), output, "a", False)
+    assert {path.name for path in tmp_path.iterdir()} == {"log"}
+    convert(Lines(tmp_path / "log"), output, "a", show_progress=False)
+    assert content(output.final) == COMPLETE
+
+
+def test_a_conversion_without_an_identity_begins_anew(tmp_path: Path) -> None:
+    output = interrupted(tmp_path, None)
+    convert(Lines(tmp_path / "log"), output, None, show_progress=False)
+    assert written(tmp_path / "log").count("part0") == 2
+    assert content(output.final) == COMPLETE
 
 
 def test_another_conversion_begins_anew(tmp_path: Path) -> None:
@@ -216,6 +232,7 @@ def on_first(num_ranks: int) -> list[tuple[list[str], str]]:
     return [([f"note of part{number}" for number in range(6)], "")] + [([], "")] * (num_ranks - 1)
 
 
+@pytest.mark.always("2")
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_ranks_share_the_parts(ranks: Any, num_ranks: int, tmp_path: Path) -> None:
     results = ranks(num_ranks, convert_lines, str(tmp_path))
@@ -231,6 +248,16 @@ def test_ranks_take_up_what_one_process_began(ranks: Any, tmp_path: Path) -> Non
     ranks(2, convert_lines, str(tmp_path))
     assert written(tmp_path / "log") == [f"part{number}" for number in range(6)]
     assert content(output.final) == COMPLETE
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_rank_that_fails_before_its_parts_leaves_those_of_the_interrupted_conversion(
+    ranks: Any, failing: int, tmp_path: Path
+) -> None:
+    interrupted(tmp_path)
+    assert ranks(2, fail_before, str(tmp_path), failing) == ["this rank cannot read the source"] * 2
+    assert ranks(3, convert_lines, str(tmp_path)) == on_first(3)
+    assert written(tmp_path / "log") == [f"part{number}" for number in range(6)]
 
 
 @pytest.mark.parametrize("failing", [0, 1])

@@ -176,6 +176,7 @@ def test_a_wrong_map_is_refused(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.always("transformer_layer")
 @pytest.mark.parametrize("module_name", ["transformer_layer", "mtp_model_layer"])
 def test_layers_that_predict_further_tokens_are_called_as_loaders_want(
     module_name: str, tmp_path: Path

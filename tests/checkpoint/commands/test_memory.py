@@ -12,8 +12,8 @@ import torch
 from megatron.checkpoint.commands import conversion
 from megatron.checkpoint.core.lazy_tensor import LazyTensor
 from megatron.checkpoint.core.param_groups import for_any_optimizer
+from megatron.checkpoint.core.spelling import choose_spelling
 from megatron.checkpoint.core.training_state import MOMENTS, OptimizerParamGroup, TrainingState
-from megatron.checkpoint.fsdp_dtensor.spelling_choice import choose_spelling
 from megatron.checkpoint.store import directory
 from megatron.checkpoint.torch_dist import checkpoint as torch_dist
 
@@ -28,7 +28,7 @@ PART_BYTES = 2 * TENSOR
 CHILD = """
 import re, sys
 from pathlib import Path
-from megatron.checkpoint.core import dcp_target
+from megatron.checkpoint.dcp import dcp_target
 from megatron.checkpoint.commands.command_line import main
 
 def kibibytes(field):
@@ -72,8 +72,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     conversion.convert(
         torch_dist.target(state, choose_spelling(state)),
         directory.new_checkpoint(root, 1),
-        "made",
-        False,
+        show_progress=False,
     )
     return root
 
@@ -92,6 +91,7 @@ def peaks_of(*commands: tuple[str | Path, ...]) -> list[int]:
     return [int(line) for line in result.stdout.splitlines() if line.isdecimal()]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux resets the peak")
 def test_a_conversion_holds_one_part_and_two_tensors_at_most(
     checkpoint: Path, tmp_path: Path

@@ -14,8 +14,7 @@ from megatron.checkpoint.commands.formats import open_checkpoint
 from megatron.checkpoint.commands.verification import find_problems
 from megatron.checkpoint.core.training_state import TrainingState
 from megatron.checkpoint.dcp.stored_checkpoint import StoredCheckpoint
-from megatron.checkpoint.dcp.stored_metadata import DamagedCheckpointError
-from megatron.checkpoint.integrity.manifest import MANIFEST
+from megatron.checkpoint.integrity.manifest import MANIFEST, DamagedCheckpointError
 from tests.support.checkpoint import small_models
 from tests.support.checkpoint.changed_checkpoints import without_manifest
 
@@ -56,6 +55,7 @@ FILES = {
 }
 
 
+@pytest.mark.always("torch_dist")
 @pytest.mark.parametrize("form", FILES)
 def test_every_flipped_bit_is_told_or_harmless(
     form: str, small: dict[str, Path], tmp_path: Path

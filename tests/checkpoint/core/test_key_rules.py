@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from megatron.checkpoint.core import key_rules
-from megatron.checkpoint.core.key_rules import rule_of
-from megatron.checkpoint.core.parameter_shapes import Sizes, expected_shape
+from megatron.checkpoint.core.key_rules import _SIZES, MODEL, expected_shape, rule_of
 from megatron.checkpoint.core.spelling import (
     INNER_LAYER,
     OTHER_INNER_LAYER,
@@ -274,18 +273,35 @@ def test_shapes_follow_from_the_arguments(sample: str) -> None:
     from megatron.checkpoint.commands.formats import open_checkpoint
 
     path = samples.torch_dist(sample)
-    sizes = Sizes(open_checkpoint(path).state().args)
+    sizes = open_checkpoint(path).state().args
     for name, tensor in samples.expected(path)["param"].items():
         assert expected_shape(name, sizes) == tuple(tensor.shape), name
 
 
 def test_sizes_that_the_arguments_do_not_say_are_none() -> None:
-    assert expected_shape("output_layer.weight", Sizes(argparse.Namespace(hidden_size=4))) == (
+    assert expected_shape("output_layer.weight", argparse.Namespace(hidden_size=4)) == (
         None,
         4,
     )
     assert expected_shape(
         "decoder.layers.0.mlp.linear_fc1.weight",
-        Sizes(argparse.Namespace(swiglu=True, ffn_hidden_size=None)),
+        argparse.Namespace(swiglu=True, ffn_hidden_size=None),
     ) == (None, None)
-    assert expected_shape("strange", Sizes(argparse.Namespace())) is None
+    assert expected_shape("strange", argparse.Namespace()) is None
+
+
+def test_every_dim_of_every_rule_has_a_size() -> None:
+    dims = set()
+    for _, rules in MODEL:
+        dims.update(*(rule.dims for rule in rules))
+    assert dims and dims <= set(_SIZES)
+
+
+def test_a_size_that_the_arguments_lack_is_none() -> None:
+    sizes = argparse.Namespace(hidden_size=8)
+    name = "embedding.tokentype_embeddings.weight"
+    assert expected_shape(name, sizes) == (None, 8)
+    assert expected_shape(name, argparse.Namespace(hidden_size=8, num_tokentypes=2)) == (
+        2,
+        8,
+    )

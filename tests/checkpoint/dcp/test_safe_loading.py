@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Regions read into place, quick headers, and quick metadata: the same as the careful readers."""
+"""Chunks read into place, headers and metadata: the same as the careful readers."""
 
-import copyreg
-import io
 import pickle
 from pathlib import Path
 from typing import Any
@@ -10,22 +8,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import (
-    _MEM_FORMAT_ENCODING,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import WriteItem
 
-from megatron.checkpoint.dcp import metadata_pickle, reading_threads, safe_loading, safe_pickle
-from megatron.checkpoint.dcp.dcp_saving import EvenPlanner, SigningWriter, assign
-from megatron.checkpoint.dcp.quick_header import QuickHeaders
+from megatron.checkpoint.core import reading_threads
+from megatron.checkpoint.dcp import safe_pickle, tensor_payload
 from megatron.checkpoint.dcp.safe_loading import SafePlanner, SafeReader
+from megatron.checkpoint.dcp.save_planner import EvenPlanner, assign
+from megatron.checkpoint.dcp.signing_writer import SigningWriter
 from megatron.checkpoint.dcp.stored_checkpoint import StoredCheckpoint
-from megatron.checkpoint.dcp.stored_metadata import DamagedCheckpointError
 from megatron.checkpoint.dcp.tensor_payload import read_header
+from megatron.checkpoint.integrity.manifest import DamagedCheckpointError
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -95,36 +88,35 @@ def test_the_safe_reader_reads_what_torch_has_written(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("block", [1 << 24, 280 * 16, 300])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_any_region_is_read(
+def test_any_chunk_is_read(
     saved: Path, block: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(safe_loading, "_BLOCK", block)
+    monkeypatch.setattr(tensor_payload, "_BLOCK", block)
     whole = content()["view"]
     info = StoredCheckpoint(saved)._storage["view", (0, 0)]
     path = saved / info.relative_path
     with open(path, "rb", buffering=0) as file:
-        payload = QuickHeaders().read(file, path, info)
+        payload = read_header(file, info)
         for row, column, height, width in (
             *((0, 0, 60, 70), (3, 5, 7, 9), (3, 0, 7, 70), (4, 4, 1, 3), (0, 69, 60, 1)),
             (5, 3, 0, 4),
         ):
             target = torch.zeros(height, width, dtype=dtype)
-            safe_loading._read_region(file, payload, (row, column), target)
+            tensor_payload.read_chunk(file, payload, (row, column), target)
             expected = whole[row : row + height, column : column + width].to(dtype)
             assert torch.equal(target, expected)
         with pytest.raises(DamagedCheckpointError, match="has another one"):
-            safe_loading._read_region(file, payload, (59, 0), torch.zeros(2, 70))
+            tensor_payload.read_chunk(file, payload, (59, 0), torch.zeros(2, 70))
 
 
-def test_quick_headers_are_those_of_the_careful_reader(saved: Path) -> None:
+def test_headers_are_the_same_without_a_comparison(saved: Path) -> None:
     stored = StoredCheckpoint(saved)
-    headers = QuickHeaders()
     for key, entry in stored.tensors.items():
         for chunk in entry.chunks:
             info = stored._storage[key, tuple(chunk.offsets)]
             path = saved / info.relative_path
             with open(path, "rb", buffering=0) as file:
-                assert headers.read(file, path, info) == read_header(path, info)
+                assert read_header(file, info, compares=False) == read_header(file, info)
 
 
 @pytest.mark.parametrize("number", [1, 3])
@@ -140,28 +132,6 @@ def test_a_cut_file_is_refused(saved: Path, number: int, monkeypatch: pytest.Mon
         dcp.load(state, storage_reader=reader, planner=SafePlanner(), no_dist=True)
 
 
-def test_quick_metadata_is_that_of_the_careful_reader(saved: Path) -> None:
-    data = (saved / ".metadata").read_bytes()
-    quick = metadata_pickle._Unpickler(io.BytesIO(data)).load()
-    assert quick == safe_pickle.load(data) and type(quick) is Metadata
-    assert {type(index) for index in quick.storage_data} == {MetadataIndex}
-
-
-def test_quick_metadata_has_members_of_enums_by_name() -> None:
-    """As early releases of Python 3.11 store them."""
-    by_name = TensorStorageMetadata(TensorProperties(), torch.Size([2]), [])
-    file = io.BytesIO()
-    pickler = pickle.Pickler(file)
-    pickler.dispatch_table = copyreg.dispatch_table | {
-        _MEM_FORMAT_ENCODING: lambda one: (getattr, (type(one), one.name))
-    }
-    pickler.dump(Metadata({"weight": by_name}))
-    assert b"builtins" in file.getvalue()
-    assert metadata_pickle._Unpickler(io.BytesIO(file.getvalue())).load().state_dict_metadata == {
-        "weight": by_name
-    }
-
-
 def test_a_pickle_cannot_change_the_classes_of_metadata() -> None:
     """`BUILD` on the class itself, which the unpickler in C would obey."""
     module, name = Metadata.__module__, Metadata.__qualname__
@@ -169,14 +139,8 @@ def test_a_pickle_cannot_change_the_classes_of_metadata() -> None:
     assert pickle.loads(data) is Metadata and Metadata.new == 1
     del Metadata.new
     with pytest.raises(safe_pickle.RefusedPickleError):
-        metadata_pickle.load(data, is_unchanged=False)
-    metadata_pickle.load(data, is_unchanged=True)
+        safe_pickle.load(data)
     assert not hasattr(Metadata, "new")
-
-
-def test_classes_that_are_not_listed_are_refused() -> None:
-    with pytest.raises(safe_pickle.RefusedPickleError):
-        metadata_pickle.load(b"cos\nsystem\n.", is_unchanged=True)
 
 
 @pytest.mark.parametrize(

@@ -391,7 +391,7 @@ def test_stand_ins_need_no_megatron_core(tmp_path: Path) -> None:
     source, target = tmp_path / "in.pt", tmp_path / "out.pt"
     torch.save({"backend": AttnBackend.fused}, source)
     program = (
-        BLOCKED + "from megatron.checkpoint.core import safe_pickle\n"
+        BLOCKED + "from megatron.checkpoint.dcp import safe_pickle\n"
         f"value = safe_pickle.load_torch(open({str(source)!r}, 'rb').read())\n"
         f"open({str(target)!r}, 'wb').write(safe_pickle.save_torch(value))\n"
     )

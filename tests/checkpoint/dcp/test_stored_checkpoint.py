@@ -3,7 +3,6 @@
 
 import contextlib
 import itertools
-import math
 import pickle
 import random
 import shutil
@@ -20,13 +19,12 @@ from megatron.checkpoint.commands.conversion import convert
 from megatron.checkpoint.commands.formats import open_checkpoint
 from megatron.checkpoint.commands.verification import find_problems
 from megatron.checkpoint.core.lazy_tensor import in_memory
-from megatron.checkpoint.dcp import safe_pickle
-from megatron.checkpoint.dcp.chunk_index import chunks_overlap
+from megatron.checkpoint.dcp import safe_pickle, tensor_payload
+from megatron.checkpoint.dcp.chunk import Chunk, chunks_overlap
 from megatron.checkpoint.dcp.dcp_target import DcpTarget, ObjectEntry, TensorEntry
-from megatron.checkpoint.dcp.payload_reader import PayloadReader
 from megatron.checkpoint.dcp.safe_pickle import RefusedPickleError
 from megatron.checkpoint.dcp.stored_checkpoint import StoredCheckpoint
-from megatron.checkpoint.dcp.stored_metadata import DamagedCheckpointError
+from megatron.checkpoint.integrity.manifest import DamagedCheckpointError
 from megatron.checkpoint.store.directory import OutputDirectory, locate
 from tests.support.checkpoint import samples, small_models
 from tests.support.checkpoint.changed_checkpoints import without_manifest, write_entries
@@ -79,10 +77,11 @@ def chunked(path: Path, tensor: torch.Tensor, cuts: list[list[int]]) -> StoredCh
         entries.append(
             TensorEntry("tensor", tuple(tensor.shape), tuple(a for a, _ in cell), in_memory(box))
         )
-    convert(DcpTarget(entries), OutputDirectory(path), "test", show_progress=False)
+    convert(DcpTarget(entries), OutputDirectory(path), show_progress=False)
     return StoredCheckpoint(without_manifest(path))
 
 
+@pytest.mark.always("[[2], [1], []]")
 @pytest.mark.parametrize(
     "cuts", [[[], [], []], [[2], [1], []], [[1, 4], [], [3]], [[3], [1, 2], [1, 2]]], ids=str
 )
@@ -96,11 +95,11 @@ def test_every_box_of_every_chunking_is_read(cuts: list[list[int]], tmp_path: Pa
     for box in itertools.product(*ranges):
         offsets, sizes = zip(*box)
         expected = tensor[tuple(slice(a, a + n) for a, n in box)]
-        assert torch.equal(stored.read_region("tensor", offsets, sizes), expected), box
+        assert torch.equal(stored.read_chunk("tensor", Chunk(offsets, sizes)), expected), box
     assert torch.equal(stored.lazy("tensor", (2,)).rows(1, 3).read(), tensor[2, 1:3])
     assert torch.equal(stored.lazy("tensor", (2, 1, 3)).read(), tensor[2, 1, 3])
     assert torch.equal(
-        stored.lazy_region("tensor", (1, 0, 2), (3, 3, 1)).read(), tensor[1:4, :, 2:3]
+        stored.lazy_chunk("tensor", Chunk((1, 0, 2), (3, 3, 1))).read(), tensor[1:4, :, 2:3]
     )
 
 
@@ -108,13 +107,15 @@ def test_what_is_asked_for_is_read_and_no_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stored = chunked(tmp_path / "out", torch.zeros(64, 1024), [[], []])
-    stored.read_region("tensor", (0, 0), (1, 1024))  # compares the checksum of the whole
+    stored.read_chunk("tensor", Chunk((0, 0), (1, 1024)))  # compares the checksum of the whole
     lengths = []
-    original = PayloadReader.read
+    original = tensor_payload._read_into
     monkeypatch.setattr(
-        PayloadReader, "read", lambda *args: lengths.append(args[-1]) or original(*args)
+        tensor_payload,
+        "_read_into",
+        lambda *args: lengths.append(args[-1].nbytes) or original(*args),
     )
-    stored.read_region("tensor", (5, 0), (2, 1024))
+    stored.read_chunk("tensor", Chunk((5, 0), (2, 1024)))
     assert lengths == [2 * 1024 * 4]
 
 
@@ -358,7 +359,7 @@ def test_no_part_of_a_checkpoint_runs_anything(place: str, tmp_path: Path) -> No
         TensorEntry("tensor", (4,), (0,), in_memory(torch.ones(4))),
         ObjectEntry("object", [1]),
     ]
-    convert(DcpTarget(entries), OutputDirectory(path), "test", show_progress=False)
+    convert(DcpTarget(entries), OutputDirectory(path), show_progress=False)
     without_manifest(path)
     if place == ".metadata":
         (path / ".metadata").write_bytes(touch(marker))
@@ -388,7 +389,6 @@ def test_a_tensor_that_repeats_few_bytes_is_refused(tmp_path: Path) -> None:
     convert(
         DcpTarget([TensorEntry("tensor", (4,), (0,), in_memory(torch.ones(4)))]),
         OutputDirectory(path),
-        "test",
         show_progress=False,
     )
     without_manifest(path)
@@ -417,8 +417,8 @@ def test_overlap_is_found_as_a_count_of_elements_finds_it() -> None:
     for _ in range(500):
         boxes = []
         for _ in range(random_numbers.randrange(1, 5)):
-            offsets = [random_numbers.randrange(4) for _ in range(2)]
-            boxes.append((offsets, [random_numbers.randrange(1, 3) for _ in range(2)]))
+            offsets = tuple(random_numbers.randrange(4) for _ in range(2))
+            boxes.append(Chunk(offsets, tuple(random_numbers.randrange(1, 3) for _ in range(2))))
         cells = []
         for (a, b), (n, m) in boxes:
             cells += itertools.product(range(a, a + n), range(b, b + m))
@@ -427,9 +427,9 @@ def test_overlap_is_found_as_a_count_of_elements_finds_it() -> None:
         seen.add(expected)
     assert seen == {True, False}
     assert (
-        chunks_overlap([((), ()), ((), ())])
-        and not chunks_overlap([((), ())])
-        and math.prod(()) == 1
+        chunks_overlap([Chunk((), ()), Chunk((), ())])
+        and not chunks_overlap([Chunk((), ())])
+        and Chunk((), ()).numel == 1
     )
 
 

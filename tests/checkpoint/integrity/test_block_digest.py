@@ -10,13 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from megatron.checkpoint.dcp import reading_threads
+from megatron.checkpoint.core import reading_threads
 from megatron.checkpoint.integrity import block_digest
 from megatron.checkpoint.integrity.block_digest import (
     BLOCK,
     BlockDigest,
     digest_of_blocks,
-    join_checksums,
 )
 from megatron.checkpoint.integrity.manifest import BLOCKS, SHA256, FileDigest, Manifest, digest_of
 
@@ -71,13 +70,6 @@ def test_threads_that_read_a_file_find_the_same_digest(
         assert digest_of_blocks(path) == (size, expected)
         if size:
             content[random.randrange(size)] ^= 1
-
-
-@pytest.mark.parametrize("length", [0, 1, 1000, BLOCK, 3 * BLOCK + 5])
-def test_checksums_of_joined_bytes(length: int) -> None:
-    first, second = CONTENT[:777], CONTENT[777 : 777 + length]
-    joined = join_checksums(zlib.crc32(first), zlib.crc32(second), length)
-    assert joined == zlib.crc32(first + second)
 
 
 def test_every_flipped_bit_changes_it() -> None:

@@ -4,26 +4,24 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import fsspec
 import pytest
-from fsspec import AbstractFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
 from megatron.checkpoint.store import stores, url_staging
 from megatron.checkpoint.store.directory import TRACKER
-from megatron.checkpoint.store.stores import store_of
+from megatron.checkpoint.store.stores import local_path, store_of
 from megatron.checkpoint.store.url_staging import (
     BASE_VARIABLE,
     directory_token,
     url_of,
     with_urls,
 )
-from megatron.checkpoint.store.urls import local_path
 
 ROOT = Path(__file__).parents[3]
 
@@ -159,7 +157,7 @@ def test_readers_see_an_upload_when_it_is_complete(tmp_path: Path) -> None:
     assert names(path) == ["b", "iter_0000003"]
 
 
-CHANGES = ("pipe_file", "put_file", "cp_file", "rm_file", "rm")
+CHANGES = ("pipe_file", "put_file", "rm_file", "rm")
 
 
 class StoppedError(Exception):
@@ -186,95 +184,42 @@ def stopped_at(number: int) -> Iterator[list[str]]:
         yield changes
 
 
-@pytest.mark.parametrize("can_copy", [True, False])
-def test_a_replaced_checkpoint_is_there_at_any_time(tmp_path: Path, can_copy: bool) -> None:
+def test_readers_see_the_old_checkpoint_or_the_new_one_or_none(tmp_path: Path) -> None:
     """An upload that replaces one is broken off before each of its changes, and tidied up."""
     for name in ("a", "b"):
         (tmp_path / name).write_text(f"new {name}")
-    seen = set()
-    with ExitStack() as stack:
-        if not can_copy:
-            refused = AbstractFileSystem.cp_file
-            stack.enter_context(patch.object(MemoryFileSystem, "cp_file", refused))
-        for number in range(1, 100):
-            MemoryFileSystem.store.clear()
-            fill(run__iter_0000003__a=b"old a", run__iter_0000003__c=b"old c")
-            path = Path(local_path("memory://run"))
-            store = store_of(path)
-            assert store is not None
-            with stopped_at(number) as changes, suppress(OSError):
-                into = store.begin("iter_0000003")
-                assert into == ".new_iter_0000003"
-                store.upload(tmp_path, into, ["a", "b"])
-                store.finish("iter_0000003", {"a": 5, "b": 5})
-            store.tidy()
-            there = {name: bytes(file.getbuffer()) for name, file in MemoryFileSystem.store.items()}
-            old = {"/run/iter_0000003/a": b"old a", "/run/iter_0000003/c": b"old c"}
-            new = {"/run/iter_0000003/a": b"new a", "/run/iter_0000003/b": b"new b"}
-            assert there in (old, new), (number, there)
-            seen.add("old" if there == old else "new")
-            if len(changes) < number:
-                break
-    assert seen == {"old", "new"} and there == new
-
-
-def test_a_failed_upload_leaves_the_checkpoint_that_it_was_to_replace(tmp_path: Path) -> None:
-    fill(run__iter_0000003__a=b"old a")
-    store = store_of(local_path("memory://run"))
-    assert store is not None
-    (tmp_path / "a").write_text("new a")
-    store.upload(tmp_path, store.begin("iter_0000003"), ["a"])
-    with pytest.raises(OSError, match="not completely uploaded: iter_0000003/b"):
-        store.finish("iter_0000003", {"a": 5, "b": 5})
-    store.refresh()
-    assert names(store.staged) == ["iter_0000003"]
-    store.abandon("iter_0000003")
-    assert sorted(MemoryFileSystem.store) == ["/run/iter_0000003/a"]
-
-
-def test_readers_see_no_exchange_that_is_half_done(tmp_path: Path) -> None:
-    fill(run__iter_0000003__a=b"old a", run__iter_0000001__a=b"a")
-    MemoryFileSystem().pipe_file("run/.new_iter_0000003/a", b"new a")
-    MemoryFileSystem().pipe_file("run/.replace_iter_0000003", b'["a"]')
-    path = Path(local_path("memory://run"))
-    assert names(path) == ["iter_0000001"]
-    store = store_of(path)
-    assert store is not None
-    assert store.begin("iter_0000003") == ".new_iter_0000003"  # the exchange is done first
-    assert MemoryFileSystem().cat_file("run/iter_0000003/a") == b"new a"
-
-
-def test_a_torn_mark_of_an_exchange_leaves_the_old_checkpoint() -> None:
-    fill(run__iter_0000003__a=b"old a")
-    MemoryFileSystem().pipe_file("run/.new_iter_0000003/a", b"new a")
-    MemoryFileSystem().pipe_file("run/.replace_iter_0000003", b"")
-    path = Path(local_path("memory://run"))
-    store = store_of(path)
-    assert store is not None
-    store.tidy()
-    assert names(path) == ["iter_0000003"]
-    assert sorted(MemoryFileSystem.store) == ["/run/iter_0000003/a"]
-
-
-def test_an_exchange_that_a_start_ends_is_seen_by_that_start() -> None:
-    fill(run__iter_0000003__a=b"old a")
-    MemoryFileSystem().pipe_file("run/.new_iter_0000003/a", b"new a")
-    MemoryFileSystem().pipe_file("run/.replace_iter_0000003", b'["a"]')
-    path = Path(local_path("memory://run"))
-    assert not names(path)
-    store = store_of(path)
-    assert store is not None
-    store.tidy()
-    assert names(path) == ["iter_0000003"]
+    old = {"/run/iter_0000003/a": b"old a", "/run/iter_0000003/c": b"old c"}
+    new = {"/run/iter_0000003/a": b"new a", "/run/iter_0000003/b": b"new b"}
+    seen = []
+    for number in range(1, 100):
+        MemoryFileSystem.store.clear()
+        fill(run__iter_0000003__a=b"old a", run__iter_0000003__c=b"old c")
+        path = Path(local_path("memory://run"))
+        store = store_of(path)
+        assert store is not None
+        with stopped_at(number) as changes, suppress(OSError):
+            store.begin("iter_0000003")
+            store.upload(tmp_path, "iter_0000003", ["a", "b"])
+            store.finish("iter_0000003", {"a": 5, "b": 5})
+        store.refresh()
+        is_visible = names(path) == ["iter_0000003"]
+        store.tidy()
+        there = {name: bytes(file.getbuffer()) for name, file in MemoryFileSystem.store.items()}
+        assert there in ((old, new) if is_visible else ({},)), (number, there)
+        seen.append(there)
+        if len(changes) < number:
+            break
+    assert seen[0] == old and seen[-1] == new and {} in seen
 
 
 def test_what_a_killed_upload_has_left_is_no_part_of_the_next_one(tmp_path: Path) -> None:
-    MemoryFileSystem().pipe_file("run/.new_iter_0000003/old", b"old")
+    MemoryFileSystem().pipe_file("run/iter_0000003/old", b"old")
+    MemoryFileSystem().pipe_file("run/.incomplete_iter_0000003", b"")
     (tmp_path / "a").write_text("a")
     store = store_of(local_path("memory://run"))
     assert store is not None
-    into = store.begin("iter_0000003")
-    store.upload(tmp_path, into, ["a"])
+    store.begin("iter_0000003")
+    store.upload(tmp_path, "iter_0000003", ["a"])
     store.finish("iter_0000003", {"a": 1})
     assert sorted(MemoryFileSystem.store) == ["/run/iter_0000003/a"]
 
@@ -334,18 +279,3 @@ def test_paths_need_no_directory_of_temporary_files() -> None:
     with patch.object(url_staging, "_base", side_effect=FileNotFoundError):
         assert with_urls("a line of /path") == "a line of /path"
         assert url_of(Path("/path")) is None
-
-
-def test_the_lease_of_a_run_is_no_file_of_a_checkpoint_or_a_model(tmp_path: Path) -> None:
-    fill(**{"leased__.save_lease": b"{}", "leased__config.json": b"{}"})
-    path = Path(local_path("memory://leased"))
-    assert names(path) == ["config.json"]
-    stores.fetch(path)
-    assert names(path) == ["config.json"]
-    store = store_of(path)
-    assert store is not None and store.has("")
-    store.tidy()
-    store.retain(2, 4)
-    assert MemoryFileSystem().cat_file("/leased/.save_lease") == b"{}"
-    MemoryFileSystem().rm_file("/leased/config.json")
-    assert not store.has("")

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.checkpoint import samples
 from tests.support.checkpoint.torch_dist.stored_optimizers import (
     DISTRIBUTED,
     ZERO,
     File,
-    sample,
     written,
 )
 from tests.support.pretrain.parity import GPT2, Combination
@@ -23,7 +23,7 @@ def counting_corpus() -> None:
 
 @pytest.fixture
 def space() -> File:
-    return File(sample("v015_dense_tp2_dp2_model_space"))
+    return File(samples.torch_dist("v015_dense_tp2_dp2_model_space"))
 
 
 @pytest.fixture(scope="session")

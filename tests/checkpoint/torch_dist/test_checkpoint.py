@@ -8,7 +8,7 @@ import torch
 
 from megatron.checkpoint.commands import conversion
 from megatron.checkpoint.commands.formats import open_checkpoint
-from megatron.checkpoint.fsdp_dtensor.spelling_choice import choose_spelling
+from megatron.checkpoint.core.spelling import choose_spelling
 from megatron.checkpoint.store import directory
 from megatron.checkpoint.store.directory import new_checkpoint
 from megatron.checkpoint.torch_dist import checkpoint as torch_dist
@@ -112,7 +112,7 @@ def test_a_release_stays_a_release(tmp_path: Path) -> None:
     state.iteration = 0
     release = new_checkpoint(tmp_path / "in", directory.RELEASE)
     conversion.convert(
-        torch_dist.target(state, choose_spelling(state)), release, "test", show_progress=False
+        torch_dist.target(state, choose_spelling(state)), release, show_progress=False
     )
     run_json(TO_FSDP, tmp_path / "in", tmp_path / "there")
     run_json(TO_TORCH_DIST, tmp_path / "there", tmp_path / "back")

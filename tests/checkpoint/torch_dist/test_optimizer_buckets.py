@@ -11,6 +11,7 @@ from megatron.core.transformer.module import Float16Module
 
 from megatron.checkpoint.core import key_rules
 from megatron.checkpoint.core.spelling import canonical_name
+from megatron.checkpoint.dcp.chunk import Chunk
 from megatron.pretrain.model.gpt_model import unwrap
 from tests.support.checkpoint.torch_dist.stored_optimizers import (
     DISTRIBUTED,
@@ -65,6 +66,7 @@ def write_as_engine(command_line: str, layout: str | None) -> State | None:
         return write(command_line, layout)
 
 
+@pytest.mark.always("experts")
 @pytest.mark.parametrize("model", [UNTIED, ALLTOALL], ids=["dense", "experts"])
 def test_layers_of_transformer_engine_are_told_from_local_ones_by_the_chunks(
     model: str, tmp_path: Path
@@ -101,6 +103,7 @@ def test_registration_order_is_that_of_the_models() -> None:
         assert sorted(names, key=key_rules.registration_order) == names
 
 
+@pytest.mark.always("objects")
 @pytest.mark.parametrize("kind", ["buckets", "objects"])
 def test_buckets_of_another_model_do_not_fit(kind: str, folders: dict[str, Path]) -> None:
     file = File(folders[kind])
@@ -135,13 +138,13 @@ def test_sizes_that_ranks_stored_must_be_those_of_the_buckets(folders: dict[str,
 @pytest.mark.parametrize("slot", ["param", "exp_avg_sq"])
 def test_copies_of_tied_embeddings_must_agree(slot: str, folders: dict[str, Path]) -> None:
     file = File(folders["buckets"])
-    read_region = file.stored.read_region
+    read_chunk = file.stored.read_chunk
 
-    def with_another_copy(key: str, offsets: Any, sizes: Any) -> torch.Tensor:
-        box = read_region(key, offsets, sizes)
-        return box + 1 if "dp_group_idx_1" in key and key.endswith(f".{slot}") else box
+    def with_another_copy(key: str, chunk: Chunk) -> torch.Tensor:
+        tensor = read_chunk(key, chunk)
+        return tensor + 1 if "dp_group_idx_1" in key and key.endswith(f".{slot}") else tensor
 
-    file.stored.read_region = with_another_copy
+    file.stored.read_chunk = with_another_copy
     found = file.read()
     name = "embedding.word_embeddings.weight"
     tensor = found.main[name] if slot == "param" else found.moments[name][slot]

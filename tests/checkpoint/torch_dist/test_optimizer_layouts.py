@@ -12,19 +12,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.checkpoint.core.lazy_tensor import LazyTensor
+from megatron.checkpoint.dcp.chunk import Chunk
 from megatron.checkpoint.torch_dist.optimizer_layouts import read_optimizer
 from megatron.checkpoint.torch_dist.reformulated_tensor import reformulated
+from tests.support.checkpoint import samples
 from tests.support.checkpoint.torch_dist.stored_optimizers import (
     DISTRIBUTED,
     RUNS,
     ZERO,
     File,
     assert_is,
-    sample,
     written,
 )
 from tests.support.pretrain.parity import LLAMA, Combination
-from tests.support.selection import mostly_in_full
 
 SAMPLES = {
     "v015_dense_tp2_dp2_model_space": "fully_sharded_model_space",
@@ -38,9 +38,17 @@ SAMPLES = {
 }
 
 
+@pytest.mark.always(
+    "v015_experts_ep2_dp2_model_space_chained",
+    "dense_gelu_tied_fp32_dp2",
+    "v019_dense_dp2_common_state",
+)
 @pytest.mark.parametrize("name", SAMPLES)
 def test_a_sample_has_the_state_that_the_run_had(name: str) -> None:
-    file, expected = File(sample(name)), torch.load(sample(name) / "expected.pt", weights_only=True)
+    file, expected = (
+        File(samples.torch_dist(name)),
+        torch.load(samples.torch_dist(name) / "expected.pt", weights_only=True),
+    )
     found = file.read()
     assert found.layout == SAMPLES[name]
     assert_is(found, file.weights, expected)
@@ -57,7 +65,7 @@ def test_a_sample_has_the_state_that_the_run_had(name: str) -> None:
 
 
 def test_a_file_without_an_optimizer_has_no_layout() -> None:
-    file = File(sample("v015_dense_tp2_dp2_model_space"))
+    file = File(samples.torch_dist("v015_dense_tp2_dp2_model_space"))
     file.stored.tensors = {
         key: entry for key, entry in file.stored.tensors.items() if "optimizer." not in key
     }
@@ -73,21 +81,16 @@ def test_a_file_without_an_optimizer_has_no_layout() -> None:
 
 def test_a_common_state_without_anything_gives_tensors_and_no_groups() -> None:
     name = "v015_dense_tp2_dp2_model_space"
-    file = File(sample(name))
+    file = File(samples.torch_dist(name))
     file.common = {}
     assert_is(
-        file.read(), file.weights, torch.load(sample(name) / "expected.pt", weights_only=True)
+        file.read(),
+        file.weights,
+        torch.load(samples.torch_dist(name) / "expected.pt", weights_only=True),
     )
     assert file.read().param_groups == []
 
 
-SHORT_RUNS = (
-    "buckets of tp2 dp2",
-    "buckets of pp2 ep2 dense and expert layers",
-    "objects of ep2",
-    "fully reshardable tp2 pp2",
-    "not distributed, bf16, tp2",
-)
 LAYOUTS = {
     "buckets": "dp_reshardable",
     "objects": ZERO,
@@ -96,7 +99,8 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("name", mostly_in_full(RUNS, SHORT_RUNS))
+@pytest.mark.always("not distributed, bf16, tp2")
+@pytest.mark.parametrize("name", RUNS)
 def test_a_written_file_has_the_state_that_the_ranks_had(name: str, tmp_path: Path) -> None:
     run, layout = RUNS[name]
     expected = written(run, tmp_path, layout)
@@ -119,9 +123,10 @@ def test_a_written_file_has_the_state_that_the_ranks_had(name: str, tmp_path: Pa
         assert_is(bare, file.weights, expected)
 
 
+@pytest.mark.exhaustive
 def test_rows_of_a_parameter_are_read_and_nothing_else(tmp_path: Path) -> None:
     written(RUNS["buckets of tp2 dp2"][0], tmp_path)
-    for file in (File(tmp_path), File(sample("v015_dense_tp2_dp2_model_space"))):
+    for file in (File(tmp_path), File(samples.torch_dist("v015_dense_tp2_dp2_model_space"))):
         found = file.read()
         for name, tensor in found.main.items():
             file.boxes.clear()
@@ -146,12 +151,8 @@ def test_pieces_of_any_grid_are_put_together(data: st.DataObject) -> None:
         dtype = staticmethod(lambda key: pieces.dtype)
 
         @staticmethod
-        def read_region(key: str, offsets: list[int], sizes: list[int]) -> torch.Tensor:
-            return pieces[
-                tuple(
-                    slice(start, start + size) for start, size in zip(offsets, sizes, strict=True)
-                )
-            ]
+        def read_chunk(key: str, chunk: Chunk) -> torch.Tensor:
+            return pieces[chunk.slices([0] * len(pieces.shape))]
 
     tensor = reformulated(Stored, "key", shape, index)
     expected = whole[tuple(index)]

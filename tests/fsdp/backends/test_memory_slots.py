@@ -11,8 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.fsdp.backends.memory_slots import MemorySlot, MemorySlots
-from megatron.fsdp.engine.policy import SlotPolicy
+from megatron.fsdp.backends.memory_slots import Memory, MemorySlots
 
 
 class PlainBuffer:
@@ -22,7 +21,6 @@ class PlainBuffer:
         self.name = name
         self.num_bytes = num_bytes
         self.is_allocated = False
-        self.slot: MemorySlot | None = None
         self.memory: torch.Tensor | None = None
 
     def move(self, memory: torch.Tensor | None) -> None:
@@ -49,7 +47,7 @@ def slots_of(
     *passes: tuple[PlainBuffer, ...], can_move: bool = False, **policy: bool
 ) -> MemorySlots:
     """Return assigned slots after some sets of buffers were each allocated together."""
-    slots = MemorySlots("weights", can_move, SlotPolicy(**policy), allocate)
+    slots = MemorySlots("weights", can_move, Memory(**policy), allocate)
     for together in passes:
         use(slots, *together)
     assert slots.assign() is None
@@ -117,7 +115,7 @@ def test_a_buffer_that_may_move_leaves_a_slot_that_is_taken_until_the_end_of_the
     slots = slots_of((left,), (right,), can_move=True)
     assert slots.sizes == [8]
     use(slots, left, right)
-    assert right.slot is None and right.memory is None and not slots.is_complete
+    assert slots.blocker(right) is None and right.memory is None and not slots.is_complete
     assert slots.assign() is None
     assert slots.sizes == [8, 8] and left.memory is not right.memory
 
@@ -134,7 +132,7 @@ def test_a_buffer_that_may_not_move_names_the_two_that_share_a_slot(
 
 def test_a_buffer_in_use_gets_its_slot_when_it_is_free() -> None:
     buffer = PlainBuffer("late", 8)
-    slots = MemorySlots("weights", False, SlotPolicy(), allocate)
+    slots = MemorySlots("weights", False, Memory(), allocate)
     slots.occupy(buffer)
     buffer.is_allocated = True
     assert slots.assign() is None and buffer.memory is None
@@ -154,7 +152,7 @@ def test_a_discarded_buffer_leaves_room_for_another() -> None:
 
 def test_slots_that_do_not_fit_in_memory_are_told_with_their_bytes() -> None:
     buffers = PlainBuffer("left", 1000), PlainBuffer("right", 500)
-    slots = MemorySlots("weights", False, SlotPolicy(), fail)
+    slots = MemorySlots("weights", False, Memory(), fail)
     use(slots, *buffers)
     problem = slots.assign()
     assert problem is not None and "2 of 1,000, 500 bytes, 1,500 in all" in problem
@@ -164,7 +162,7 @@ def test_slots_that_do_not_fit_in_memory_are_told_with_their_bytes() -> None:
 
 
 def test_slots_whose_addresses_are_held_must_fit() -> None:
-    policy = SlotPolicy(allows_own_storage=True, holds_addresses=True)
+    policy = Memory(allows_own_storage=True, holds_addresses=True)
     slots = MemorySlots("weights", False, policy, fail)
     use(slots, PlainBuffer("one", 1000))
     problem = slots.assign()
@@ -173,7 +171,7 @@ def test_slots_whose_addresses_are_held_must_fit() -> None:
 
 def test_slots_that_do_not_fit_may_leave_buffers_their_own_storage() -> None:
     buffers = PlainBuffer("left", 1000), PlainBuffer("right", 500)
-    slots = MemorySlots("weights", False, SlotPolicy(allows_own_storage=True), fail)
+    slots = MemorySlots("weights", False, Memory(allows_own_storage=True), fail)
     use(slots, *buffers)
     assert slots.assign() is None
     assert [buffer.memory for buffer in buffers] == [None, None]

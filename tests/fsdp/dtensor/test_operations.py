@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from megatron.fsdp import MegatronFSDP, fully_shard_model
 from megatron.fsdp.dtensor.operations import NO_GRADIENT, STALE_VIEW
 from megatron.fsdp.dtensor.tensor_part import full_tensor
+from megatron_fsdp import MegatronFSDP, fully_shard_model
 from tests.support.fsdp.dtensor.operations import ELEMENTWISE, IN_PLACE, REFUSED, WHOLE, Operation
 from tests.support.fsdp.meshes import mesh_of
 from tests.support.fsdp.reference import Ranks

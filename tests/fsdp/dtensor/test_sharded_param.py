@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from megatron.fsdp import fully_shard_model
-from megatron.fsdp.dtensor.uneven_dtensor import full_tensor
+from megatron.fsdp.dtensor.tensor_part import full_tensor
+from megatron_fsdp import fully_shard_model
 from tests.fsdp.test_tensor_parallel import data_place, mesh_arguments, whole
 from tests.support.fsdp.reference import Ranks, close
 

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron.fsdp import fully_shard_model
-from megatron.fsdp.dtensor.uneven_dtensor import full_tensor
+from megatron.fsdp.dtensor.tensor_part import full_tensor
+from megatron_fsdp import fully_shard_model
 from tests.support.fsdp.meshes import shard_mesh
 from tests.support.fsdp.models import WIDTH, ResidualBlock, Stack, TanhLayer, build_stack
 from tests.support.fsdp.reference import LEVELS, Ranks, batch, close, compare_shards, loss_of
@@ -128,6 +128,7 @@ def train_at_all_levels(name: str) -> None:
         )
 
 
+@pytest.mark.always("FunctionsOfOthers", "ForcesOfSharedInput")
 @pytest.mark.parametrize("model", BUILDERS)
 def test_models_with_functions_of_their_own_match_the_unsharded_ones(
     ranks: Ranks, model: str
@@ -201,6 +202,7 @@ def use_at_all_levels(name: str) -> None:
         train_side_by_side(build_stack, USES[name], level, mesh=mesh)
 
 
+@pytest.mark.always("backward_twice", "gradient_of_a_hidden_state")
 @pytest.mark.parametrize("use", USES)
 def test_gradients_are_those_of_the_unsharded_model(ranks: Ranks, use: str) -> None:
     ranks(2, use_at_all_levels, use)
@@ -234,6 +236,7 @@ def double_backward(level: int, name: str) -> str:
     return "right"
 
 
+@pytest.mark.always("*-penalty")
 @pytest.mark.parametrize("use", ["penalty", "create_graph", "in_forward"])
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_gradient_of_a_gradient_is_right_or_refused(ranks: Ranks, level: int, use: str) -> None:

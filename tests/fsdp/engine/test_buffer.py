@@ -9,10 +9,10 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from megatron.fsdp import fully_shard_model
 from megatron.fsdp.engine import device
 from megatron.fsdp.engine.collectives import Communicator
 from megatron.fsdp.engine.device import Pending
+from megatron_fsdp import fully_shard_model
 from tests.support.fsdp.meshes import shard_mesh
 from tests.support.fsdp.models import BATCH, WIDTH, ResidualBlock
 from tests.support.fsdp.reference import Ranks

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron.fsdp import fully_shard
 from megatron.fsdp.engine.hooks import tensors_in
+from megatron_fsdp import fully_shard
 from tests.support.fsdp import models
 from tests.support.fsdp.meshes import shard_mesh
 from tests.support.fsdp.models import ResidualBlock, Stack
@@ -175,6 +175,7 @@ def recover(level: int, when: str) -> None:
         optimizer.step()
 
 
+@pytest.mark.always("0-backward", "2-forward", "3-backward")
 @pytest.mark.parametrize("when", ["forward", "backward"])
 @pytest.mark.parametrize("level", [0, 1, 2, 3])
 def test_an_exception_is_followed_by_a_good_step(ranks: Ranks, level: int, when: str) -> None:

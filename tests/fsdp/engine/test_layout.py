@@ -65,12 +65,12 @@ def check_shard_ranges(module: Module, world_size: int) -> None:
     """Write each element's name into the flat buffer and read every rank's shard back."""
     layout = plan_module(module, world_size)
     flat: list[tuple[int, int] | None] = [None] * layout.numel
-    for index, slot in enumerate(layout.slots):
-        assert slot.shape == module[index][0]
-        assert slot.start % MIN_ALIGNMENT == 0
-        for element in range(slot.numel):
-            assert flat[slot.start + element] is None
-            flat[slot.start + element] = (index, element)
+    for index, position in enumerate(layout.positions):
+        assert position.shape == module[index][0]
+        assert position.start % MIN_ALIGNMENT == 0
+        for element in range(position.numel):
+            assert flat[position.start + element] is None
+            flat[position.start + element] = (index, element)
     for rank in range(world_size):
         shard = flat[rank * layout.shard_size : (rank + 1) * layout.shard_size]
         assert len(shard) == layout.shard_size
@@ -90,16 +90,16 @@ def test_shard_ranges_are_where_the_flat_buffer_has_them(count: int) -> None:
 
 def check_whole_rows(module: Module, world_size: int) -> None:
     layout = plan_module(module, world_size)
-    for index, slot in enumerate(layout.slots):
+    for index, position in enumerate(layout.positions):
         runs = [layout.owned(index, rank) for rank in range(world_size)]
         whole = all(
-            run.start % row_size(slot.shape) == 0 and run.stop % row_size(slot.shape) == 0
+            run.start % row_size(position.shape) == 0 and run.stop % row_size(position.shape) == 0
             for run in runs
             if run.numel
         )
-        assert slot.by_rows == (whole and slot.shape != ())
-        if slot.by_rows:
-            assert all(run.local_shape[1:] == slot.shape[1:] for run in runs if run.numel)
+        assert position.by_rows == (whole and position.shape != ())
+        if position.by_rows:
+            assert all(run.local_shape[1:] == position.shape[1:] for run in runs if run.numel)
 
 
 @few_or_many(60, 500)
@@ -113,12 +113,12 @@ def test_no_cut_violates_a_granularity_in_random_modules(count: int) -> None:
     cut_inside = 0
     for module, world_size in random_modules(seed=1, count=count, requirement_share=0.3):
         layout = plan_module(module, world_size)
-        for slot, (shape, granularity) in zip(layout.slots, module, strict=True):
-            between_rows = all(allowed_cut(shape, ROWS, cut) for cut in cuts(slot, layout))
-            assert slot.by_rows == (between_rows and shape != ())
+        for position, (shape, granularity) in zip(layout.positions, module, strict=True):
+            between_rows = all(allowed_cut(shape, ROWS, cut) for cut in cuts(position, layout))
+            assert position.by_rows == (between_rows and shape != ())
             cut_inside += not between_rows
             if granularity.is_required:
-                assert all(allowed_cut(shape, granularity, cut) for cut in cuts(slot, layout))
+                assert all(allowed_cut(shape, granularity, cut) for cut in cuts(position, layout))
     assert cut_inside > count / 3  # or this would say little about the fall back
 
 
@@ -135,11 +135,11 @@ def test_requirements_come_before_preferences_where_space_is_short(count: int) -
             (shape, random.choice([PREFER_ROWS, ROWS, Granularity("rows", 3)])) for shape in shapes
         ]
         layout = plan_module(module, random.randint(2, 5))
-        for slot, (shape, granularity) in zip(layout.slots, module, strict=True):
+        for position, (shape, granularity) in zip(layout.positions, module, strict=True):
             assert not granularity.is_required or all(
-                allowed_cut(shape, granularity, cut) for cut in cuts(slot, layout)
+                allowed_cut(shape, granularity, cut) for cut in cuts(position, layout)
             )
-            given_up += not slot.by_rows
+            given_up += not position.by_rows
     assert given_up > count / 40
 
 
@@ -149,19 +149,22 @@ def test_every_element_has_one_owner_in_random_modules(count: int) -> None:
         layout = plan_module(module, world_size)
         assert layout.numel == world_size * layout.shard_size
         end = 0
-        for slot in sorted(layout.slots, key=lambda slot: slot.start):
-            assert slot.start >= end and slot.start % MIN_ALIGNMENT == 0
-            end = slot.stop
+        for position in sorted(layout.positions, key=lambda position: position.start):
+            assert position.start >= end and position.start % MIN_ALIGNMENT == 0
+            end = position.stop
         assert end <= layout.numel
-        for index, slot in enumerate(layout.slots):
+        for index, position in enumerate(layout.positions):
             owners = (
-                range(slot.start // layout.shard_size, -(-slot.stop // layout.shard_size))
-                if slot.numel
+                range(position.start // layout.shard_size, -(-position.stop // layout.shard_size))
+                if position.numel
                 else range(0)
             )
             owned = [layout.owned(index, rank) for rank in owners]
             assert [run.start for run in owned] == [0, *(run.stop for run in owned)][: len(owned)]
-            assert all(run.numel for run in owned) and sum(run.numel for run in owned) == slot.numel
+            assert (
+                all(run.numel for run in owned)
+                and sum(run.numel for run in owned) == position.numel
+            )
             others = {0, world_size // 2, world_size - 1, owners.start - 1, owners.stop}.difference(
                 owners
             )
@@ -176,11 +179,11 @@ def test_chunks_of_random_modules_agree_with_brute_force(count: int) -> None:
     random = Random(3)
     for module, world_size in random_modules(seed=3, count=count, requirement_share=0.2):
         layout = plan_module([entry for entry in module if prod(entry[0]) <= 100_000], world_size)
-        for index, slot in enumerate(layout.slots):
-            ranks = {min(slot.start // layout.shard_size + i, world_size - 1) for i in (0, 1)} | {
-                random.randrange(world_size)
-            }
-            numbers = torch.arange(slot.numel).view(slot.shape)
+        for index, position in enumerate(layout.positions):
+            ranks = {
+                min(position.start // layout.shard_size + i, world_size - 1) for i in (0, 1)
+            } | {random.randrange(world_size)}
+            numbers = torch.arange(position.numel).view(position.shape)
             for run in (layout.owned(index, rank) for rank in ranks):
                 boxes = run.chunks()
                 parts = [
@@ -190,8 +193,8 @@ def test_chunks_of_random_modules_agree_with_brute_force(count: int) -> None:
                 assert torch.equal(
                     torch.cat([numbers.new_empty(0), *parts]), torch.arange(run.start, run.stop)
                 )
-                assert len(boxes) <= max(2 * len(slot.shape) - 1, 1)
-                assert not slot.by_rows or len(boxes) <= 1
+                assert len(boxes) <= max(2 * len(position.shape) - 1, 1)
+                assert not position.by_rows or len(boxes) <= 1
 
 
 @st.composite
@@ -220,7 +223,7 @@ def test_chunks_are_the_range_in_order(count: int) -> None:
 
 def test_rows_are_kept_whole_where_that_is_cheap() -> None:
     layout = plan([(64, 16), (64,), (30, 16)], 4)
-    assert all(slot.by_rows for slot in layout.slots)
+    assert all(position.by_rows for position in layout.positions)
     assert [layout.owned(0, rank).local_shape for rank in range(4)] == [
         (25, 16),
         (25, 16),
@@ -295,11 +298,11 @@ def test_parameters_without_elements_lie_behind_all_others() -> None:
     """Between two others they would split a gap, or look like an end inside a parameter."""
     layout = plan([(0,), (5, 3), (0, 7), (12,)], 2)
     assert all(
-        slot.start >= max(layout.slots[1].stop, layout.slots[3].stop)
-        for slot in (layout.slots[0], layout.slots[2])
+        position.start >= max(layout.positions[1].stop, layout.positions[3].stop)
+        for position in (layout.positions[0], layout.positions[2])
     )
     assert plan([(0,), (3, 0)], 4).numel == 4 * MIN_ALIGNMENT
-    assert plan([], 4).slots == ()
+    assert plan([], 4).positions == ()
 
 
 def test_the_layout_does_not_depend_on_the_hash_seed_and_needs_no_torch() -> None:

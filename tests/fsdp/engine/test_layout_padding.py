@@ -120,8 +120,11 @@ def test_small_modules_keep_all_rows_nearly_as_often_as_the_best_order_and_shard
         layout = plan(shapes, world_size)
         if not broken:
             possible += 1
-            reached += all(slot.by_rows for slot in layout.slots)
-            smallest += all(slot.by_rows for slot in layout.slots) and layout.shard_size == shard
+            reached += all(position.by_rows for position in layout.positions)
+            smallest += (
+                all(position.by_rows for position in layout.positions)
+                and layout.shard_size == shard
+            )
     assert possible > 300
     assert reached >= 0.98 * possible and smallest >= 0.97 * possible
 
@@ -135,7 +138,7 @@ for _model, _units in MODELS.items():
 def test_padding_of_known_models_is_at_most_one_percent(unit: PlannedUnit) -> None:
     for world_size in (1, 3, 8, 64, 256, 1024, 4096):
         layout = plan(shapes_on_one_rank(unit, 1), world_size)
-        assert layout.padding <= 0.01 * sum(slot.numel for slot in layout.slots)
+        assert layout.padding <= 0.01 * sum(position.numel for position in layout.positions)
 
 
 def test_the_padding_table_is_a_command_that_judges_its_figures() -> None:
@@ -164,8 +167,10 @@ def test_the_shapes_of_known_models_add_up(model: str, unit: str, millions: floa
 def test_only_the_parameter_whose_rows_cost_too_much_falls_back() -> None:
     """Whole rows of 8192 and 28672 elements need shards of a multiple of 57344: 1.2 % here."""
     layer = MODELS["Llama-3-70B"][0].shapes
-    assert [slot.shape for slot in plan(layer, 256).slots if not slot.by_rows] == [(8192, 28672)]
-    assert not [slot.shape for slot in plan(layer, 64).slots if not slot.by_rows]
+    assert [position.shape for position in plan(layer, 256).positions if not position.by_rows] == [
+        (8192, 28672)
+    ]
+    assert not [position.shape for position in plan(layer, 64).positions if not position.by_rows]
 
 
 GPT_OSS_ATTENTION = [
@@ -200,7 +205,9 @@ def test_padding_is_small_and_rows_that_are_promised_whole_are_never_cut() -> No
     for shapes in modules:
         for granularity in (ROWS, PREFER_ROWS):
             layout = plan(shapes, 2, granularity)
-            promised = [index for index, slot in enumerate(layout.slots) if slot.by_rows]
+            promised = [
+                index for index, position in enumerate(layout.positions) if position.by_rows
+            ]
             assert granularity is PREFER_ROWS or len(promised) == len(shapes)
             for index in promised:
                 row = prod(shapes[index][1:])

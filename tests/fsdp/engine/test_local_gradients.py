@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from megatron.fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard_model
-from megatron.fsdp.dtensor.uneven_dtensor import full_tensor
+from megatron.fsdp.dtensor.tensor_part import full_tensor
 from megatron.fsdp.engine import device
+from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard_model
 from tests.support.fsdp.meshes import shard_mesh
 from tests.support.fsdp.models import TanhLayer
 from tests.support.fsdp.reference import LEVELS, Ranks
@@ -214,7 +214,7 @@ def stored_gradients(model: MegatronFSDP) -> int:
     total = 0
     for group in model.groups:
         gradients = group.gradients
-        buffer = gradients.local._buffer
+        buffer = gradients._buffer
         tensors = (gradients._grad_sum._total, gradients._inner_sum._total)
         for each in (*tensors, gradients._optimizer_grad._total, buffer.flat if buffer else None):
             total += 0 if each is None else each.untyped_storage().nbytes()

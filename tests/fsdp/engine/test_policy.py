@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from megatron.fsdp.engine.policy import (
-    GradientPolicy,
     MixedPrecisionPolicy,
     Precision,
     ShardingStrategy,
 )
-from megatron.fsdp.settings import precision_policy
+from megatron.fsdp.settings import Gradients
+from megatron_fsdp.translation import precision_policy
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -98,5 +98,5 @@ def test_policy_and_contradicting_old_keyword_are_refused(
 
 
 def test_a_sum_cannot_be_averaged_in_the_collective() -> None:
-    with pytest.raises(ValueError, match=r"calculate_per_token_loss .* average_in_collective"):
-        GradientPolicy(sum_only=True, average_in_collective=True)
+    with pytest.raises(ValueError, match=r"Gradients.sum_only .* Gradients.average_in_collective"):
+        Gradients(sum_only=True, average_in_collective=True)

@@ -15,14 +15,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from megatron.fsdp import fully_shard, fully_shard_model, fully_shard_optimizer
-from megatron.fsdp.dtensor.uneven_dtensor import full_tensor
+from megatron.fsdp import trace
+from megatron.fsdp.dtensor.tensor_part import full_tensor
 from megatron.fsdp.engine.collectives import Communicator
 from megatron.fsdp.engine.device import Pending
+from megatron.fsdp.engine.gradients import GroupGradients
+from megatron.fsdp.engine.observe import GATHER
 from megatron.fsdp.engine.param_group import ParamGroup
-from megatron.fsdp.engine.reductions import Reductions
-from megatron.fsdp.trace import record as trace
-from megatron.fsdp.trace.recorder import GATHER
+from megatron.fsdp.engine.schedule import Schedule
+from megatron_fsdp import fully_shard, fully_shard_model, fully_shard_optimizer
 from tests.support.fsdp import models
 from tests.support.fsdp.meshes import shard_mesh
 from tests.support.fsdp.models import WIDTH, Stack, TanhLayer, build_stack
@@ -143,6 +144,7 @@ def use_at_all_levels(name: str) -> None:
         train_side_by_side(build_stack, USES[name], level, mesh=mesh)
 
 
+@pytest.mark.always("evaluation_in_between")
 @pytest.mark.parametrize("use", USES)
 def test_gradients_and_weights_are_those_of_the_unsharded_model(ranks: Ranks, use: str) -> None:
     ranks(2, use_at_all_levels, use)
@@ -176,20 +178,20 @@ def test_a_failed_forward_leaves_no_unit_unsharded(ranks: Ranks, interrupt: bool
 
 def order_of_communication(name: str) -> list[tuple[str, str]]:
     calls: list[tuple[str, str]] = []
-    unshard, start = ParamGroup.begin_unshard, Reductions.start
+    unshard, start = ParamGroup.begin_unshard, Schedule._start_reduction
 
     def watched_unshard(self: ParamGroup, all_gather: Pending) -> None:
         calls.append(("gather", self.names[0]))
         unshard(self, all_gather)
 
-    def watched_start(self: Reductions, group: ParamGroup, *arguments: bool) -> None:
-        calls.append(("reduce", group.names[0]))
-        start(self, group, *arguments)
+    def watched_start(self: Schedule, gradients: GroupGradients, *arguments: bool) -> None:
+        calls.append(("reduce", str(gradients)))
+        start(self, gradients, *arguments)
 
     module = models.build(name)
     with (
         patch.object(ParamGroup, "begin_unshard", watched_unshard),
-        patch.object(Reductions, "start", watched_start),
+        patch.object(Schedule, "_start_reduction", watched_start),
     ):
         model, optimizer = fully_shard(
             module, optimizer_over(module), shard_mesh(), fsdp_unit_modules=type(module).units
@@ -201,6 +203,7 @@ def order_of_communication(name: str) -> list[tuple[str, str]]:
     return calls
 
 
+@pytest.mark.always("parallel_branches")
 @pytest.mark.parametrize("name", ["parallel_branches", "tied_across_units", "unused_parameters"])
 def test_collectives_have_one_order_on_all_ranks(ranks: Ranks, name: str) -> None:
     orders = ranks(4, order_of_communication, name)

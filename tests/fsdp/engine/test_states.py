@@ -8,11 +8,17 @@ import pytest
 import torch
 from torch import nn
 
-from megatron.fsdp.engine.states import BackwardState, CallState, WeightState, change_state
+from megatron.fsdp.engine.states import (
+    BackwardState,
+    CallState,
+    EngineState,
+    WeightState,
+    change_state,
+)
 from megatron.fsdp.engine.unit import Unit, UnitCall
 
 
-@pytest.mark.parametrize("states", [WeightState, BackwardState, CallState])
+@pytest.mark.parametrize("states", EngineState.__subclasses__())
 def test_every_state_can_be_left_and_reached(states: type[Enum]) -> None:
     def may_follow(state: Any, new_state: Any) -> bool:
         try:
@@ -41,12 +47,12 @@ def test_a_unit_follows_its_calls_through_a_backward_pass() -> None:
     unit.begin_backward(second)
     assert unit.state is BackwardState.RUNNING and unit.awaits_inputs
     unit.end_backward(first)
-    assert not unit.awaits_inputs and unit.has_calls_in_backward
+    assert not unit.awaits_inputs and unit.calls_in_backward
     unit.add_grad(nn.Parameter(torch.zeros(1)))
-    assert unit.has_grads
+    assert unit.arrived
     unit.reset_backward()
     assert (unit.state, second.state) == (BackwardState.IDLE, CallState.FORWARD)
-    assert not unit.has_grads and not unit.is_in_backward
+    assert not unit.arrived and not unit.is_in_backward
 
 
 def test_gradients_of_a_nested_backward_do_not_count() -> None:

@@ -11,12 +11,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from megatron.fsdp import fully_shard, fully_shard_model
 from megatron.fsdp.dtensor.checkpointing import (
     gather_uneven_dtensor_to_full_tensor,
     redistribute_uneven_dtensor_to_replicated,
     uneven_dtensor_to_full_tensor,
 )
+from megatron_fsdp import fully_shard, fully_shard_model
 from tests.support.fsdp import models
 from tests.support.fsdp.meshes import shard_mesh
 from tests.support.fsdp.models import ResidualBlock
@@ -46,6 +46,7 @@ def look_at_any_moment(name: str, level: int) -> None:
         assert torch.equal(left, right)
 
 
+@pytest.mark.always("*-0")
 @pytest.mark.parametrize("level", [0, 1, 2, 3])
 @pytest.mark.parametrize("name", NAMES)
 def test_state_dict_has_full_shapes_and_current_weights_at_any_moment(
@@ -110,6 +111,7 @@ def keep_the_best(level: int) -> None:
     assert_equal(whole(model.state_dict()), later)
 
 
+@pytest.mark.always("0")
 @pytest.mark.parametrize("level", [0, 1, 3])
 def test_deepcopy_and_torch_save_keep_a_state(ranks: Ranks, level: int) -> None:
     ranks(2, keep_the_best, level)
@@ -142,6 +144,7 @@ def load_unsharded(level: int) -> None:
         )
 
 
+@pytest.mark.always("0")
 @pytest.mark.parametrize("level", [0, 1, 3])
 def test_state_of_the_unsharded_model_and_optimizer_loads(ranks: Ranks, level: int) -> None:
     ranks(2, load_unsharded, level)
@@ -264,6 +267,7 @@ def copy_and_train_on(level: int, dtype: torch.dtype) -> None:
     assert {float(slots["step"]) for slots in optimizer.state_dict()["state"].values()} == {1.0}
 
 
+@pytest.mark.always("torch.bfloat16")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 def test_state_dicts_can_be_deep_copied(ranks: Ranks, dtype: torch.dtype) -> None:
     for level in (1, 3):

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from megatron.fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard, fully_shard_model
 from megatron.fsdp.dtensor.tensor_part import full_tensor
+from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard, fully_shard_model
 from tests.support.fsdp import models
 from tests.support.fsdp.models import ResidualBlock
 from tests.support.fsdp.reference import LEVELS, Ranks, batch, evaluate, loss_of

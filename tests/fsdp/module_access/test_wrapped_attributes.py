@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-from megatron.fsdp import fully_shard
 from megatron.fsdp.dtensor.tensor_part import full_tensor
+from megatron_fsdp import fully_shard
 from tests.fsdp.test_hugging_face import LLAMA_LAYER, build_llama, build_tied_llama, tokens
 from tests.support.fsdp.models import WIDTH, ResidualBlock
 from tests.support.fsdp.reference import LEVELS, Ranks, batch, close

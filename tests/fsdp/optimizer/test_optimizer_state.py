@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as torch_state_dict
 from torch.distributed.tensor import DTensor
 
-from megatron.fsdp import fully_shard, fully_shard_model, fully_shard_optimizer
-from megatron.fsdp.dtensor.uneven_dtensor import full_tensor
+from megatron.fsdp.dtensor.tensor_part import full_tensor
+from megatron_fsdp import fully_shard, fully_shard_model, fully_shard_optimizer
 from tests.support.fsdp import models
 from tests.support.fsdp.meshes import shard_mesh
 from tests.support.fsdp.optimizers import (
@@ -167,6 +167,7 @@ def load_by_name(source: str) -> None:
         assert_same_state(optimizer, saved)
 
 
+@pytest.mark.always("sharded")
 @pytest.mark.parametrize("source", ["sharded", "torch_functions", "unsharded"])
 def test_state_loads_by_name(ranks: Ranks, source: str) -> None:
     ranks(2, load_by_name, source)
@@ -241,6 +242,7 @@ def copy_state(level: int, flatten: bool) -> None:
     assert next(iter(optimizer.state.values()))["step"].item() == 2  # looking has taken no step
 
 
+@pytest.mark.always("0")
 @pytest.mark.parametrize(
     ("level", "flatten"), [(0, False), (3, False), (3, True)], ids=["0", "3", "3_flat"]
 )

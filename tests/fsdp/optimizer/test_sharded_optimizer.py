@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import lr_scheduler
 
-from megatron.fsdp import fully_shard, fully_shard_model, fully_shard_optimizer
 from megatron.fsdp.dtensor.checkpointing import uneven_dtensor_to_full_tensor
 from megatron.fsdp.optimizer.optimizer_state import elementwise_class
+from megatron_fsdp import fully_shard, fully_shard_model, fully_shard_optimizer
 from tests.support.fsdp import models
 from tests.support.fsdp.meshes import shard_mesh
 from tests.support.fsdp.models import ResidualBlock
@@ -36,6 +36,7 @@ from tests.support.fsdp.reference import Ranks, batch, compare_shards, loss_of
 from tests.support.fsdp.wrong_calls import Scene, WrongCall, check_refusal, sharded_linear
 
 
+@pytest.mark.always("adam_maximize", "asgd", "adadelta_foreach")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_updates_match_the_unsharded_optimizer(ranks: Ranks, name: str) -> None:
     ranks(2, train_both, OPTIMIZERS[name], before=0, level=None)
@@ -54,6 +55,7 @@ KEPT = [
 ]
 
 
+@pytest.mark.always("adamw")
 @pytest.mark.parametrize("name", KEPT)
 def test_state_made_before_sharding_is_kept(ranks: Ranks, name: str) -> None:
     ranks(3, train_both, OPTIMIZERS[name], before=2, level=2)
@@ -91,6 +93,7 @@ def test_state_of_scalars_alone_is_kept(ranks: Ranks) -> None:
     ranks(2, keep_state_of_scalars)
 
 
+@pytest.mark.always("0")
 @pytest.mark.parametrize("level", [0, 1, 2, 3])
 def test_optimizer_made_after_sharding(ranks: Ranks, level: int) -> None:
     ranks(2, train_both, OPTIMIZERS["adamw"], before=0, level=level, made_after=True)
@@ -166,6 +169,11 @@ def train_with_scheduler(scheduler_name: str, optimizer_name: str, made_before: 
     assert scheduler.get_last_lr() != start
 
 
+@pytest.mark.always(
+    "lambda-adamw-before_sharding",
+    "one_cycle-adamw-before_sharding",
+    "sequence-adamw-before_sharding",
+)
 @pytest.mark.parametrize("made_before", [True, False], ids=["before_sharding", "after_sharding"])
 @pytest.mark.parametrize(
     ("scheduler", "optimizer"),

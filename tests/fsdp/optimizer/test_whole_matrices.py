@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from megatron.fsdp import fully_shard, fully_shard_model, fully_shard_optimizer
+from megatron_fsdp import fully_shard, fully_shard_model, fully_shard_optimizer
 from tests.fsdp.test_warnings_once import Messages
 from tests.support.fsdp import matrix_optimizers as written
 from tests.support.fsdp import models

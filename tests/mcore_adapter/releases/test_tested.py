@@ -146,33 +146,6 @@ def test_an_editable_install_is_found_through_its_hook(
         assert tested.check() == tested.Release(core / "package_info.py", (0, 19, 0))
 
 
-def test_a_folder_of_the_path_that_is_not_there_explains_that_nothing_is_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    absent = tmp_path / "Megatron-LM"
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{absent}")
-    with path_of(absent):
-        assert f"not installed (PYTHONPATH names {absent}, which does not exist)" in refusal()
-        monkeypatch.setenv("PYTHONPATH", "Megatron-LM")
-        assert "PYTHONPATH names" not in refusal()
-
-
-def test_a_folder_of_the_path_that_is_not_there_stops_no_installed_release(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    absent = tmp_path / "megatron-hooks"
-    monkeypatch.setenv("PYTHONPATH", f"{absent}{os.pathsep}Megatron-LM")
-    said: list[str] = []
-    monkeypatch.setattr(tested, "_say_once", said.append)
-    with path_of(checkout(tmp_path / "lib" / "site-packages", "0.19.0")):
-        release = tested.check()
-    assert str(release) == "0.19.0"
-    assert said == [
-        f"PYTHONPATH names {absent}, which does not exist; Megatron-Core 0.19.0 ({release.file})"
-        " is used"
-    ]
-
-
 def test_two_checkouts_of_different_releases_are_both_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,8 +6,6 @@ import pytest
 from megatron.checkpoint.store.url_staging import with_urls
 from tests.support.pretrain.arguments.command_lines import MOCK, parse, problems
 
-LOCAL = "--non-persistent-ckpt-type local"
-
 
 @pytest.mark.parametrize(
     ("flags", "problem"),
@@ -19,11 +17,11 @@ LOCAL = "--non-persistent-ckpt-type local"
             "--non-persistent-ckpt-type global --non-persistent-save-interval 20",
             "--non-persistent-save-interval 20 must be no multiple of --save-interval 10",
         ),
-        ("--non-persistent-save-interval 3", "needs --non-persistent-ckpt-type global or local"),
-        (LOCAL, "--non-persistent-ckpt-type local needs --non-persistent-local-ckpt-dir"),
-        (LOCAL, "--non-persistent-ckpt-type local needs --use-megatron-fsdp: without it"),
+        ("--non-persistent-save-interval 3", "needs --non-persistent-ckpt-type global"),
+        ("--non-persistent-ckpt-type local", "type local: not built; use --async-save, or global"),
         (
-            f"{LOCAL} --non-persistent-local-ckpt-dir s3://x",
+            "--non-persistent-ckpt-type global --non-persistent-save-interval 3"
+            " --non-persistent-global-ckpt-dir s3://x",
             "s3://x: only checkpoints are written to URLs",
         ),
     ],
@@ -66,11 +64,6 @@ def test_flags_of_background_and_extra_saves_fit_together() -> None:
         " --non-persistent-global-ckpt-dir other"
     )
     assert any(note.startswith("--async-strategy: each rank's writer process") for note in notes)
-    _, notes = parse(
-        f"{line} --non-persistent-save-interval 3 {LOCAL} --non-persistent-local-ckpt-dir other"
-        " --non-persistent-local-ckpt-algo atomic"
-    )
-    assert any(note.startswith("--async-save: local checkpoints are written") for note in notes)
 
 
 def test_a_url_is_of_a_store_that_is_known_or_refused() -> None:
@@ -93,6 +86,7 @@ def test_a_url_of_a_directory_is_its_path() -> None:
     [
         ("--async-save", 1, "--save memory://a is the memory of one process"),
         ("", 2, "--save memory://a is the memory of one process"),
+        ("--overwrite", 1, "--overwrite: nothing can be moved aside at a URL"),
         (
             "--non-persistent-save-interval 2 --non-persistent-ckpt-type global",
             1,

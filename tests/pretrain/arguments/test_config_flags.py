@@ -1,15 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Flags that are generated from Megatron-Core's configs reach these configs."""
+"""Every field of the installed release is a flag: its value reaches the config, or is refused."""
 
 import argparse
-from dataclasses import fields
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Literal
+from unittest.mock import patch
 
 import pytest
 import torch
 
-from megatron.pretrain.arguments.config_flags import CONFIG_GROUPS
+from megatron.pretrain.arguments import config_flags
+from megatron.pretrain.arguments.config_flags import absent_flags, field_flags, matches
 from megatron.pretrain.arguments.configs import ddp_config, optimizer_config, transformer_config
-from megatron.pretrain.arguments.not_built import NOT_BUILT
+from megatron.pretrain.arguments.flags import row
+from megatron.pretrain.arguments.not_built import refusal
+from megatron.pretrain.arguments.program_flags import PROGRAM_GROUPS
 from tests.support.pretrain.arguments.command_lines import (
     EXPERTS,
     LATENT,
@@ -17,20 +23,22 @@ from tests.support.pretrain.arguments.command_lines import (
     PREDICTION,
     other_value,
     parse,
+    problems,
 )
+
+GROUPS = field_flags([*chain.from_iterable(PROGRAM_GROUPS.values())])
 
 
 def config_parts() -> list[tuple[str, str]]:
-    """(field, flag) of every generated flag that holds a plain value and is built."""
-    skipped = set(NOT_BUILT) | NOT_SEEN_ALONE | {"attention_backend", "transformer_impl"}
-    found = []
-    for source in CONFIG_GROUPS.values():
-        declared = {each.name for each in fields(source.config)}
-        names = [name for name in source.names if name in declared]  # some releases lack some
-        for name, flag in zip(names, source.flags()):
-            if flag.dest not in skipped:
-                found.append((name, flag.names[0]))
-    return found
+    """(field, flag) of every flag of a field that is built and shows its value alone."""
+    flags = chain.from_iterable(named.items() for named in GROUPS.values())
+    return [
+        (name, flag.names[0])
+        for name, flag in flags
+        if not refusal(flag.dest)
+        and name not in {*NOT_SEEN_ALONE, *NEEDS_ENGINE.split()}
+        and not matches(name, DISPATCHERS)
+    ]
 
 
 NUMBERS = {
@@ -60,9 +68,14 @@ NUMBERS = {
     "adam_beta1": "0.5",
     "adam_beta2": "0.5",
     "sgd_momentum": "0.5",
+    "microbatch_group_size_per_vp_stage": "2",
 }
 
 PIPELINE = "--pipeline-model-parallel-size 2"
+STAGES = f"{PIPELINE} --num-layers 7"
+VIRTUAL = (
+    f"{PIPELINE} --num-layers 8 --num-virtual-stages-per-pipeline-rank 2 --global-batch-size 64"
+)
 
 COMPANIONS = {
     "moe_per_layer_logging": "--tensorboard-dir logs",
@@ -114,7 +127,22 @@ COMPANIONS = {
     "moe_router_bias_update_rate": (
         "--moe-router-score-function sigmoid --moe-router-enable-expert-bias"
     ),
-    **dict.fromkeys(CONFIG_GROUPS["multi-latent attention"].names, LATENT),
+    "microbatch_group_size_per_vp_stage": VIRTUAL,
+    "overlap_p2p_comm_warmup_flush": VIRTUAL,
+    "account_for_embedding_in_pipeline_split": STAGES,
+    "account_for_loss_in_pipeline_split": STAGES,
+    "distribute_saved_activations": (
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+    ),
+    "activation_func_clamp_value": "--swiglu",
+    "glu_linear_offset": "--swiglu",
+    "clone_scatter_output_in_embedding": "--tensor-model-parallel-size 2 --sequence-parallel",
+    "use_fused_weighted_squared_relu": "--squared-relu --num-experts 4 --disable-bias-linear",
+    **dict.fromkeys(
+        ("mtp_detach_heads", "mtp_use_repeated_layer"), f"{PREDICTION} --mtp-num-layers 1"
+    ),
+    **dict.fromkeys(GROUPS["multi-latent attention"], LATENT),
+    **{name: "--use-mup" for name in GROUPS["model"] if name.startswith("mup_")},
 }
 
 # Where the machine decides, the value needs a GPU with Transformer Engine to arrive.
@@ -128,8 +156,10 @@ NEEDS_GPU = {
     "cross_entropy_fusion_impl",
 }
 
-# These have tests of their own: they go with pipelines, context parallelism or kernels only.
+# These have tests of their own, or go with kernels or rules of Megatron-Core's own only.
 NOT_SEEN_ALONE = {
+    "attention_backend",
+    "transformer_impl",
     "align_param_gather",
     "overlap_p2p_comm",
     "pipeline_model_parallel_layout",
@@ -138,7 +168,21 @@ NOT_SEEN_ALONE = {
     "moe_enable_deepep",
     "moe_flex_dispatcher_backend",
     "hierarchical_context_parallel_sizes",
+    "config_logger_dir",
+    "moe_layer_recompute",
+    "moe_expert_rank_capacity_factor",
+    "moe_apply_probs_on_input",
+    "async_tensor_model_parallel_allreduce",
 }
+
+DISPATCHERS = "moe_deepep_* moe_hybridep_* moe_ncclep_* moe_flex_* moe_permute_fusion_*"
+"""Settings of --moe-token-dispatcher-type flex, which needs its kernels."""
+
+NEEDS_ENGINE = """memory_efficient_layer_norm fused_single_qkv_rope use_te_activation_func
+    fused_residual_rmsnorm use_transformer_engine_op_fuser mla_down_proj_fusion
+    flash_attention_version window_attn_skip_freq"""
+"""Fields that only Transformer Engine's layers read, and those that are about its communication."""
+NEEDS_ENGINE += " ".join(["", *(name for name in GROUPS["model parallelism"] if "tp_comm" in name)])
 
 
 @pytest.mark.parametrize(("name", "flag"), config_parts(), ids=[name for name, _ in config_parts()])
@@ -199,3 +243,58 @@ def test_gelu_keeps_its_numbers_where_the_fused_kernel_is_switched_off() -> None
     torch.testing.assert_close(without_flag, torch.nn.functional.gelu(x, approximate="tanh"))
     torch.testing.assert_close(exact, torch.nn.functional.gelu(x))
     assert not torch.equal(without_flag, exact)
+
+
+@pytest.mark.parametrize("name", [name for name in NEEDS_ENGINE.split() if name in GROUPS["model"]])
+def test_a_field_of_transformer_engine_is_refused_without_it(
+    name: str, known: dict[str, argparse.Action]
+) -> None:
+    flag = GROUPS["model"][name].names[0]
+    found = problems(f"{MOCK} {flag} {other_value(known[flag])}")
+    assert any(p.startswith(f"{flag} needs Transformer Engine") for p in found)
+
+
+@dataclass
+class NewerConfig:
+    """The config of a release that nobody has seen."""
+
+    warp_factor: int = 3
+    """How fast."""
+    engine_kind: Literal["ion", "warp"] = "ion"
+    shields: bool = True
+    decks: list[str] = field(default_factory=list)
+    renamed: float = field(default=1.0, metadata={"argparse_meta": {"arg_names": ["--other"]}})
+    muon_surprise: int = 0
+
+
+def test_a_new_field_is_a_flag_with_type_choices_default_and_help() -> None:
+    with patch.object(config_flags, "CONFIGS", {"new": NewerConfig}):
+        flags = field_flags()["new"]
+    warp = flags["warp_factor"]
+    assert (warp.names, warp.type, warp.default) == (("--warp-factor",), int, 3)
+    assert warp.help == "How fast."
+    assert flags["engine_kind"].choices == ("ion", "warp")
+    assert flags["shields"].names == ("--no-shields", "--disable-shields")
+    assert (flags["decks"].nargs, flags["decks"].default) == ("+", [])
+    assert flags["renamed"].names == ("--other",)
+    assert refusal("muon_surprise"), "a pattern covers fields that a feature gets later"
+
+
+def test_a_flag_that_two_fields_would_bring_is_one_flag() -> None:
+    with patch.object(config_flags, "CONFIGS", {"new": NewerConfig}):
+        flags = field_flags([row("--other", int, "the flag of another field")])["new"]
+    assert "renamed" not in flags and "warp_factor" in flags
+
+
+def test_a_field_of_another_release_is_refused_by_name() -> None:
+    for name in sorted(absent_flags()):
+        assert any(p.startswith(f"{name}: Megatron-Core") for p in problems(f"{MOCK} {name}"))
+
+
+def test_a_choice_of_another_release_is_refused_by_name() -> None:
+    with patch(
+        "megatron.pretrain.arguments.not_built.absent_values",
+        lambda: {"moe_router_score_function": {"sigmoid"}},
+    ):
+        found = problems(f"{MOCK} --num-experts 4 --moe-router-score-function sigmoid")
+    assert any("--moe-router-score-function sigmoid: Megatron-Core" in p for p in found)

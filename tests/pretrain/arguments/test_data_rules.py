@@ -124,7 +124,7 @@ def test_vocabulary_and_merges_alone_choose_gpt2(prefixes: list[str], tmp_path: 
             "--tokenizer-type TikTokenizer --tokenizer-model x --legacy-tokenizer",
             "reads special tokens in a text as plain text",
         ),
-        ("--fim-data --tokenizer-hf-include-special-tokens", "cuts documents into parts"),
+        ("--fim-data --fim-rate 0.5", "rearrange documents before they are tokenized"),
     ],
 )
 def test_settings_of_a_tokenizer_that_do_not_fit_are_refused(flags: str, problem: str) -> None:

@@ -19,11 +19,10 @@ from megatron.core.optimizer import get_standard_config_overrides
 
 from megatron.pretrain import ranks
 from megatron.pretrain.arguments import CommandLineError, build_parser, parse_arguments
-from megatron.pretrain.arguments.config_flags import CONFIG_GROUPS, absent_flags
+from megatron.pretrain.arguments.config_flags import field_flags
 from megatron.pretrain.arguments.configs import ddp_config, optimizer_config, transformer_config
-from megatron.pretrain.arguments.flags import spelled
-from megatron.pretrain.arguments.parser import further_destinations
-from megatron.pretrain.arguments.same_here import SAME_HERE
+from megatron.pretrain.arguments.not_built import same_here
+from megatron.pretrain.arguments.program_flags import PROGRAM_GROUPS
 from megatron.pretrain.checkpoints import torch_dist_checkpoint
 from megatron.pretrain.data.tokenizer_choice import TokenizerChoice
 from megatron.pretrain.model import gpt_optimizer
@@ -85,7 +84,7 @@ def torch_dist(args: argparse.Namespace) -> dict[str, Any]:
         raise KeyError("enough seen")
 
     inner = {"gathered_weights": lambda model: nullcontext(), "sharded_state": lambda *a, **k: {}}
-    inner |= {"_refuse_code": lambda source: None, "agree": lambda problems: list(problems)}
+    inner |= {"on_first_rank": lambda action: None, "agree": lambda problems: list(problems)}
     inner["read_metadata"] = lambda source: argparse.Namespace(state_dict_metadata={})
     inner["_common_state_readable"] = lambda source: nullcontext()
     outer = {"load": load, "load_content_metadata": lambda source: {}}
@@ -94,7 +93,7 @@ def torch_dist(args: argparse.Namespace) -> dict[str, Any]:
         patch.multiple(torch_dist_checkpoint.dist_checkpointing, **outer),
         pytest.raises(ValueError, match="enough seen"),
     ):
-        torch_dist_checkpoint.load(args, {}, [], None, Path("nowhere"))
+        torch_dist_checkpoint.TorchDistFormat().load(args, {}, [], None, Path("nowhere"), print)
     return seen
 
 
@@ -167,7 +166,8 @@ def test_a_flag_is_refused_with_its_reason(row: FlagRow, refusals: list[str]) ->
 @rows("shown_by")
 def test_a_flag_of_the_loop_is_shown_by_a_test_that_exists(row: FlagRow) -> None:
     path, _, name = row.shown_by.partition("::")
-    text = (ROOT / path).read_text()
+    (file,) = (ROOT / "tests" / "pretrain").rglob(path)
+    text = file.read_text()
     assert name in {
         node.name for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)
     }
@@ -206,13 +206,13 @@ READ_BY = {
         rotary_seq_len_interpolation_factor spec max_position_embeddings
         untie_embeddings_and_output_weights"""
     ),
-    "data": (
+    "gpt_datasets": (
         """seq_length mock_data data_path train_data_path valid_data_path
             test_data_path split data_cache_path mmap_bin_files
             create_attention_mask_in_dataloader reset_position_ids reset_attention_mask
             eod_mask_loss eval_iters train_samples num_dataset_builder_threads
             mid_level_dataset_surplus allow_ambiguous_pad_tokens full_validation
-            multiple_validation_sets fim_data"""
+            multiple_validation_sets"""
     ),
     "loop": (
         """padded_vocab_size micro_batch_size
@@ -220,7 +220,7 @@ READ_BY = {
             exit_signal_handler skip_train eval_interval manual_gc manual_gc_interval
             check_weight_hash_across_dp_replicas_interval"""
     ),
-    "tokenizer_choice": "make_vocab_size_divisible_by",
+    "tokenizers": "make_vocab_size_divisible_by",
     "training_step": "empty_unused_memory_level log_params_norm",
     "timing": ("timing_log_level timing_log_option log_timers_to_tensorboard barrier_with_L1_time"),
     "scalars": (
@@ -230,39 +230,30 @@ READ_BY = {
         """rerun_mode error_injection_rate error_injection_type check_for_spiky_loss
             result_rejected_tracker_filename"""
     ),
-    "device_records": (
-        """log_straggler disable_straggler_on_startup straggler_ctrlr_port straggler_minmax_count
-            record_memory_history memory_snapshot_path log_energy"""
-    ),
-    "microbatches": "dataloader_type num_workers",
-    "fill_in_the_middle": (
-        """fim_rate fim_spm_rate fim_split_sample fim_fragment_rate fim_no_prefix fim_prefix_token
-            fim_middle_token fim_suffix_token fim_pad_token fim_eod_token"""
-    ),
+    "samplers": "dataloader_type num_workers",
     "profiling": (
         """profile profile_step_start profile_step_end profile_ranks use_pytorch_profiler"""
     ),
-    "ranks": "seed",
-    "device_peak": "device_peak_tflops",
-    "watch": "log_dir",
-    "user_buffers": "tp_comm_overlap_cfg",
-    "../../pretrain_gpt": "logging_level dry_run",
+    "ranks": "seed tp_comm_overlap_cfg",
+    "speed": "device_peak_tflops",
+    "pretrain_gpt": "logging_level dry_run",
     "report": (
         """log_interval log_validation_ppl_to_tensorboard log_memory_to_tensorboard
             tensorboard_dir tensorboard_log_interval log_progress log_memory_interval
-            log_loss_scale_to_tensorboard log_world_size_to_tensorboard"""
+            log_loss_scale_to_tensorboard log_world_size_to_tensorboard
+            record_memory_history memory_snapshot_path"""
     ),
 }
 
 
+TABLES = ("program_flags.py", "config_flags.py")
+
+
 def sources(name: str) -> str:
+    """Return the text of a module or package of this name."""
     folder = ROOT / "megatron" / "pretrain"
-    files = sorted((folder / name).glob("*.py")) if name == "arguments" else [folder / f"{name}.py"]
-    return "\n".join(
-        path.read_text()
-        for path in files
-        if path.name not in ("program_flags.py", "checkpoint_flags.py", "config_flags.py")
-    )
+    files = {*ROOT.glob(f"{name}.py"), *folder.rglob(f"{name}.py"), *folder.glob(f"{name}/*.py")}
+    return "\n".join(path.read_text() for path in files if path.name not in TABLES)
 
 
 @pytest.mark.parametrize("module", READ_BY)
@@ -276,16 +267,15 @@ def test_no_flag_is_accepted_and_ignored() -> None:
     of_rows = {row.name for row in ROWS}
     in_tables = {action.dest for action in actions if of_rows & set(action.option_strings)}
     # Each field has a test in test_config_flags.py.
-    flags = chain.from_iterable(source.flags() for source in CONFIG_GROUPS.values())
+    program = [*chain.from_iterable(PROGRAM_GROUPS.values())]
+    flags = chain.from_iterable(named.values() for named in field_flags(program).values())
     fields = {flag.dest for flag in flags}
     read = set(" ".join(READ_BY.values()).split())
-    # Each setting is tested in test_tokenizer_choice.py.
+    # Each setting is tested in test_tokenizers.py.
     read |= {setting.name for setting in dataclasses.fields(TokenizerChoice)}
     known = {action.dest for action in actions}
-    # Each further field has a test in test_further_fields.py.
-    further = set(further_destinations())
-    shown = in_tables | fields | read | further | {"dry_run_ranks"}
-    same = {dest for dest in SAME_HERE if spelled(dest) not in absent_flags()}
+    shown = in_tables | fields | read | {"dry_run_ranks"}
+    same = {dest for dest in known if same_here(dest)}
     assert known == shown | REFUSED_HERE | same
     assert read.isdisjoint(in_tables | fields | REFUSED_HERE), "listed twice"
 

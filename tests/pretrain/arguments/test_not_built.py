@@ -2,11 +2,24 @@
 """Flags that are not built are refused with their reason unless they have their default."""
 
 import argparse
+from dataclasses import fields
+from itertools import chain
 from typing import Any
 
 import pytest
 
-from megatron.pretrain.arguments.not_built import NEEDS, NOT_BUILT, NOT_BUILT_VALUES
+from megatron.pretrain.arguments import build_parser
+from megatron.pretrain.arguments.config_flags import CONFIGS, OF_SOME_RELEASES, matches
+from megatron.pretrain.arguments.flags import spelled
+from megatron.pretrain.arguments.not_built import (
+    LOSSES,
+    NEEDS,
+    NOT_BUILT_VALUES,
+    REFUSED,
+    SAME_HERE,
+    Needs,
+    refusal,
+)
 from tests.support.pretrain.arguments.command_lines import (
     MOCK,
     REFUSED_HERE,
@@ -21,12 +34,23 @@ for _dest, _values in NOT_BUILT_VALUES.items():
     REFUSED_VALUES += [(_dest, value) for value in _values]
 
 
-def test_tables_of_refusals_name_known_destinations(known: dict[str, argparse.Action]) -> None:
-    destinations = {action.dest for action in known.values()}
-    refused = set(" ".join(rule.dests for rule in NEEDS).split())
-    switches = {rule.attribute for rule in NEEDS} | {rule.unless for rule in NEEDS if rule.unless}
-    assert REFUSED_HERE | set(NOT_BUILT_VALUES) | refused | switches <= destinations
-    assert not refused & set(NOT_BUILT)
+FLAGS = {action.dest: action.option_strings[0] for action in build_parser()._actions}
+KNOWN = FLAGS.keys() | set(OF_SOME_RELEASES.split())
+KNOWN |= {field.name for field in chain.from_iterable(map(fields, CONFIGS.values()))}
+"""Destinations here, and fields of some release."""
+
+
+def flag_of(dest: str) -> str:
+    return FLAGS.get(dest, spelled(dest))
+
+
+def test_tables_of_refusals_name_known_destinations() -> None:
+    tables = [*REFUSED.values(), *SAME_HERE.values(), *(rule.dests for rule in NEEDS)]
+    for patterns in tables:
+        for pattern in patterns.split():
+            assert any(matches(name, pattern) for name in KNOWN), pattern
+    others = {rule.other for rule in NEEDS} | {rule.unless for rule in NEEDS if rule.unless}
+    assert NOT_BUILT_VALUES.keys() | others - {"virtual_pipeline_model_parallel_size"} <= KNOWN
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +69,7 @@ def test_a_flag_that_is_not_built_is_refused_with_its_reason(
 ) -> None:
     name = next(name for name, action in known.items() if action.dest == dest)
     assert any(
-        p.startswith((f"{name}:", f"{name} ")) and p.endswith(NOT_BUILT[dest])
+        p.startswith((f"{name}:", f"{name} ")) and p.endswith(str(refusal(dest)))
         for p in refused_together
     )
 
@@ -70,21 +94,27 @@ def test_a_refused_flag_is_accepted_at_its_default() -> None:
     assert args.expert_tensor_parallel_size == 1
 
 
-@pytest.mark.parametrize("rule", NEEDS, ids=lambda rule: rule.remedy.replace(" ", "-"))
+BESIDE = {
+    ("use_megatron_fsdp", (False,)): "--use-megatron-fsdp",
+    ("multi_latent_attention", (False,)): "--multi-latent-attention",
+    ("init_model_with_meta_device", (False,)): "--init-model-with-meta-device --use-megatron-fsdp",
+    ("use_rope_scaling", ()): "--use-megatron-fsdp",
+    ("optimizer", ("adam",)): "--optimizer sgd",
+    ("moe_router_load_balancing_type", LOSSES): "--moe-router-load-balancing-type none",
+}
+"""Values of the other flag that are not the default -> the flags that give them."""
+
+
+@pytest.mark.parametrize("rule", NEEDS, ids=lambda rule: rule.end(flag_of).replace(" ", "-"))
 def test_a_flag_that_would_do_nothing_is_refused(
-    rule: Any, known: dict[str, argparse.Action]
+    rule: Needs, known: dict[str, argparse.Action]
 ) -> None:
-    for dest in rule.dests.split():
-        name = next(name for name, action in known.items() if action.dest == dest)
+    found = [dest for dest in FLAGS if matches(dest, rule.dests) and not refusal(dest)]
+    for dest in found:
+        name = FLAGS[dest]
         line = f"{SMALL} --mock-data {name} {other_value(known[name])}"
-        if rule.attribute == "use_megatron_fsdp" and rule.values == (False,):
-            line += " --use-megatron-fsdp"
-        if rule.attribute == "multi_latent_attention" and rule.values == (False,):
-            line += " --multi-latent-attention"
-        if rule.attribute in ("ckpt_format", "use_rope_scaling"):
-            line += " --use-megatron-fsdp"
-        elif rule.attribute == "optimizer":
-            line += " --optimizer " + ("sgd" if rule.values == ("adam",) else "adam")
-        elif rule.attribute == "tokenizer_type":
-            line += " --tokenizer-type ByteTokenizer"
-        assert f"{name} {rule.remedy}" in problems(line)
+        line += f" {BESIDE.get((rule.other, rule.values), '')}"
+        if dest.startswith("moe_"):
+            line += " --num-experts 4"
+        if dest != rule.other:
+            assert f"{name} {rule.end(flag_of)}" in problems(line)

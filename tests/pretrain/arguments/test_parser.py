@@ -3,7 +3,7 @@
 
 import argparse
 import json
-from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import megatron.core
@@ -11,8 +11,14 @@ import pytest
 from megatron.core.transformer.enums import AttnBackend
 
 from megatron.pretrain.arguments import all_flags, config_flags
-from megatron.pretrain.arguments.config_flags import STATE_DTYPES
-from megatron.pretrain.arguments.flags import frequency
+from megatron.pretrain.arguments.flags import (
+    COMMON,
+    STATE_DTYPES,
+    WIDTH,
+    frequency,
+    line_of,
+    row,
+)
 from tests.support.pretrain.arguments.command_lines import (
     MOCK,
     OWN_DEFAULTS,
@@ -90,6 +96,32 @@ def test_both_spellings_of_the_scheduler_flags(spelling: str) -> None:
     assert parse(f"{MOCK} --use-checkpoint-{spelling}")[0].use_checkpoint_opt_param_scheduler
 
 
+def shown(flag: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    with pytest.raises(SystemExit) as ended:
+        parse(flag)
+    assert not ended.value.code
+    return capsys.readouterr().out.splitlines()
+
+
+def test_help_is_short_and_help_all_has_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    short, everything = shown("--help", capsys), shown("--help-all", capsys)
+    every = [*chain.from_iterable(all_flags().values())]
+    flags = {flag.dest: flag for flag in every}
+    assert set(COMMON.split()) <= set(flags)
+    names_in_short = {line.split()[0] for line in short if line.startswith("  --")}
+    assert names_in_short == {flags[dest].names[0] for dest in COMMON.split()}
+    assert len(short) < 60
+    names = {line.split()[0] for line in everything if line.startswith("  --")}
+    assert names == {flag.names[0] for flag in every}
+
+
+def test_a_line_has_the_type_the_first_sentence_and_the_default() -> None:
+    flag = row("--steps", int, "Number of steps. There may be many of them.", 7)
+    assert " ".join(line_of(flag, None).split()) == "--steps N Number of steps (default: 7)"
+    assert "[only the default: too slow]" in line_of(flag, "too slow")
+    assert len(line_of(row("--x", str, "y" * 200), None)) <= WIDTH
+
+
 def test_help_is_printed_and_explains_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         parse("--help")
@@ -108,13 +140,9 @@ def test_frequency_reads_numbers_and_list_expressions() -> None:
 def test_a_flag_whose_field_the_release_lacks_is_refused_by_name(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    source = config_flags.CONFIG_GROUPS["optimizer"]
-    longer = replace(
-        source,
-        names=(*source.names, "field_of_tomorrow", "renamed_field"),
-        changes={**source.changes, "renamed_field": config_flags.named("--written-otherwise")},
-    )
-    monkeypatch.setitem(config_flags.CONFIG_GROUPS, "optimizer", longer)
+    monkeypatch.setattr(config_flags, "OF_SOME_RELEASES", "field_of_tomorrow renamed_field")
+    otherwise = config_flags.named("--written-otherwise")
+    monkeypatch.setitem(config_flags.CHANGES, "renamed_field", otherwise)
     config_flags.absent_flags.cache_clear()
     found = problems(f"{MOCK} --field-of-tomorrow 3 --written-otherwise")
     config_flags.absent_flags.cache_clear()

@@ -113,10 +113,7 @@ def test_all_conflicts_are_reported_at_once() -> None:
         "--bf16 and --fp16 exclude",
         "--train-iters and --train-samples exclude",
         "--min-lr 1.0",
-        (
-            "--use-torch-fsdp2: not built: PyTorch's FSDP2 is not a choice here; use"
-            " --use-megatron-fsdp"
-        ),
+        "--use-torch-fsdp2: PyTorch's FSDP2 is not a choice here; use --use-megatron-fsdp",
         "--ckpt-format torch_dcp: not written or read here",
         "--overlap-param-gather needs --overlap-grad-reduce",
         "--optimizer sgd",
@@ -260,7 +257,7 @@ def test_weights_of_splits_that_are_no_shares_are_refused(split: str) -> None:
     assert any("--split expects" in found for found in problems(f"{MOCK} --split={split}"))
 
 
-FILES = "--save --load --pretrained-checkpoint --data-cache-path --log-dir --tensorboard-dir"
+FILES = "--save --load --pretrained-checkpoint --data-cache-path --tensorboard-dir"
 
 
 @pytest.mark.parametrize("below", ["", "/below"])

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.transformer.enums import AttnBackend
 
-from megatron.checkpoint.dcp.dcp_saving import SigningWriter
+from megatron.checkpoint.dcp.signing_writer import SigningWriter
 from megatron.pretrain.checkpoints import checkpointing
 from tests.support.pretrain.saved_runs import (
     DROPOUT,
@@ -36,10 +36,10 @@ from tests.support.pretrain.training_runs import (
     train,
 )
 from tests.support.rank_pool import run_ranks
-from tests.support.selection import mostly_in_full
 
 
-@pytest.mark.parametrize("strategy", mostly_in_full(STRATEGIES, ("no_shard", "optim_grads_params")))
+@pytest.mark.always("no_shard")
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_resumed_run_has_bitwise_the_losses_of_one_that_never_stopped(
     strategy: str, tmp_path: Path
 ) -> None:
@@ -71,6 +71,7 @@ def test_a_run_resumes_at_another_strategy(fp32: tuple[Path, Record]) -> None:
         assert_close(resumed.losses, unbroken.losses[3:], 1e-6)
 
 
+@pytest.mark.always("1")
 @pytest.mark.parametrize("num_ranks", [1, 4])
 def test_a_run_resumes_on_another_number_of_ranks(
     num_ranks: int, fp32: tuple[Path, Record]
@@ -275,19 +276,20 @@ def test_a_partial_load_takes_what_there_is_and_a_strict_one_says_what_is_missin
 
 def failing_save(command_line: str, failing_rank: int) -> str:
     """Job: a run whose second save fails on one rank; the error."""
-    original = checkpointing.FORMATS["fsdp_dtensor"].write
+    form = checkpointing.FORMATS[True, "fsdp_dtensor"]
+    original = form.write
 
-    def write(args: Any, content: dict[str, Any], target: Path) -> None:
+    def write(args: Any, content: dict[str, Any], target: Path) -> list[str]:
         if content["iteration"] == 2 and dist.get_rank() == failing_rank:
             with patch.object(SigningWriter, "write_data", side_effect=OSError("disk full")):
-                original(args, content, target)
-        else:
-            original(args, content, target)
+                return original(args, content, target)
+        return original(args, content, target)
 
-    with patch.object(checkpointing.FORMATS["fsdp_dtensor"], "write", write):
+    with patch.object(form, "write", write):
         return refuse(command_line)
 
 
+@pytest.mark.always("0")
 @pytest.mark.parametrize("failing_rank", [0, 1])
 def test_a_save_that_fails_on_one_rank_leaves_the_checkpoint_before_it(
     failing_rank: int, tmp_path: Path
@@ -320,6 +322,7 @@ def refused_load(command_line: str) -> tuple[str, bool]:
     raise AssertionError("the load was not refused")
 
 
+@pytest.mark.always("hidden_size", "untied_unchecked")
 @pytest.mark.parametrize(
     ("flags", "words"),
     [

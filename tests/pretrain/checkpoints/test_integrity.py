@@ -7,12 +7,20 @@ from random import Random
 
 import pytest
 
-from megatron.checkpoint.store.directory import TRACKER
-from megatron.checkpoint.integrity.manifest import MANIFEST
 from megatron.checkpoint.dcp.stored_checkpoint import StoredCheckpoint
+from megatron.checkpoint.integrity.manifest import MANIFEST
+from megatron.checkpoint.store.directory import TRACKER
 from tests.support.checkpoint.changed_checkpoints import without_manifest
 from tests.support.checkpoint.command_runs import run, run_json
-from tests.support.pretrain.flips import ITERATION, LINES, Flip, draw_flips, outcomes_of, save, toggle
+from tests.support.pretrain.flips import (
+    ITERATION,
+    LINES,
+    Flip,
+    draw_flips,
+    outcomes_of,
+    save,
+    toggle,
+)
 from tests.support.pretrain.training_runs import refuse, train
 from tests.support.rank_pool import run_ranks
 

@@ -3,7 +3,9 @@
 
 import errno
 import fcntl
+import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -14,14 +16,17 @@ from unittest.mock import patch
 
 import pytest
 
+from megatron.checkpoint.store import directory
 from megatron.checkpoint.store.directory import TRACKER
-from megatron.pretrain.checkpoints import save_lock
+from megatron.pretrain.checkpoints import save_directory
 from megatron.pretrain.checkpoints.checkpoint_source import CheckpointSource
-from megatron.pretrain.checkpoints.save_directory import refuse_overwriting
-from megatron.pretrain.checkpoints.save_lock import LOCK, locked
-from tests.support.pretrain.saved_runs import LINE, saved_at
+from megatron.pretrain.checkpoints.save_directory import LOCK, locked, refuse_overwriting, settle
+from megatron.pretrain.report.loss_history import HISTORY
+from tests.pretrain.report.test_loss_history import killed_at
 from tests.pretrain.test_newest_checkpoint import arguments
+from tests.pretrain.test_non_persistent_saves import broken_off
 from tests.pretrain.test_pretrain_gpt import ROOT, tree
+from tests.support.pretrain.saved_runs import LINE, saved_at
 from tests.support.pretrain.training_runs import refuse, train
 from tests.support.rank_pool import run_ranks
 
@@ -47,7 +52,12 @@ def test_a_run_overwrites_nothing_that_it_does_not_continue(tmp_path: Path) -> N
     )[0]
     assert going_on.column("iteration") == [3] and elsewhere.column("iteration") == [2, 3]
     assert anew.column("iteration") == [1]
+    assert (
+        f"moved iter_0000001, iter_0000002, {TRACKER}, iter_0000003 of {mine} into replaced_1"
+        in anew.lines
+    )
     saved_at(mine, 1)
+    saved_at(mine / "replaced_1", 1, 2, 3)
     saved_at(other, 2, 3)
 
 
@@ -79,6 +89,58 @@ def test_later_checkpoints_than_those_that_a_run_goes_on_from_are_kept(
     refuse_overwriting(args, source)
 
 
+def test_what_a_run_replaces_is_moved_aside_and_can_be_loaded_from_there(tmp_path: Path) -> None:
+    """Also the non-persistent one, and the history of losses."""
+    kind = "--non-persistent-ckpt-type global --non-persistent-save-interval"
+    line = f"{LINE} --save {tmp_path} {kind}"
+    assert "broken off" in run_ranks(2, broken_off, f"{line} 5 --save-interval 2", 5)[0]
+    anew = f"{line} 5 --seed 7 --save-interval 3"
+    weights = f"--load {tmp_path} --finetune --overwrite --exit-interval 3"
+    (other,) = run_ranks(2, train, f"{anew} {weights}")[0]
+    assert f"loaded the weights of {tmp_path}/non_persistent/iter_0000005" in other.lines
+    assert directory.iterations(tmp_path) == [3]
+    assert not directory.iterations(tmp_path / "non_persistent")
+    aside = tmp_path / "replaced_1"
+    saved_at(aside, 2, 4)
+    assert directory.iterations(tmp_path / "non_persistent" / "replaced_1") == [5]
+    resumed, old = run_ranks(
+        2,
+        train,
+        f"{anew} --load {tmp_path} --exit-interval 4",
+        f"{LINE} --load {aside} --save {aside} --exit-interval 5",
+    )[0]
+    assert resumed.column("iteration") == [4] and old.column("iteration") == [5]
+    for folder, last in ((tmp_path, 4), (aside, 5)):
+        history = [json.loads(text) for text in (folder / HISTORY).read_text().splitlines()]
+        assert [entry["iteration"] for entry in history] == list(range(1, last + 1))
+
+
+@pytest.mark.parametrize("step", [None, 2])
+def test_a_kill_while_checkpoints_are_moved_aside_loses_none(
+    step: int | None, tmp_path: Path
+) -> None:
+    """The newest of those that have not been moved can be loaded."""
+    old, change, is_killed = tmp_path / "old", 0, True
+    for iteration in (2, 4, 6):
+        (directory.prepare(old, iteration) / "content").write_text(str(iteration))
+        directory.publish(old, iteration)
+    while is_killed:
+        change += 1
+        save = Path(shutil.copytree(old, tmp_path / str(change)))
+        load = None if step is None else str(save)
+        args = arguments(save, overwrite=True, load=load, ckpt_step=step)
+        source = CheckpointSource(save / "iter_0000002", 2, False, False) if step else None
+        is_killed = killed_at(save, change, lambda args=args, source=source: settle(args, source))
+        left = directory.iterations(save)
+        tracked = directory.read_tracker(save)
+        assert tracked in ((2,) if step and change > 3 else (None, 2, *left[:1]))
+        assert {path.read_text() for path in save.rglob("content")} == {"2", "4", "6"}
+        moved = directory.iterations(save / "replaced_1")
+        assert sorted(left + moved) == [2, 4, 6] and (not left or max(left, default=0) >= 2)
+        assert not moved or not left or step or max(left) > max(moved)
+    assert left == ([2] if step else []) and change > 5
+
+
 @pytest.mark.parametrize("name", ["save", "load"])
 def test_the_directory_of_the_non_persistent_checkpoint_is_no_other_one(
     name: str, tmp_path: Path
@@ -97,7 +159,7 @@ HOLDER = f"""
 import os, sys, time
 from pathlib import Path
 sys.path.insert(0, {str(ROOT)!r})
-from megatron.pretrain.checkpoints.save_lock import locked
+from megatron.pretrain.checkpoints.save_directory import locked
 with locked(Path(sys.argv[1]), print):
     child = os.fork()
     if child == 0:
@@ -121,7 +183,7 @@ def holder(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], int]]:
 
 def refuse_without_waiting(line: str) -> str:
     """Job: the error of a run that does not wait for another one."""
-    with patch.object(save_lock, "WAIT_SECONDS", 0.0):
+    with patch.object(save_directory, "WAIT_SECONDS", 0.0):
         return refuse(line)
 
 
@@ -136,7 +198,7 @@ def test_a_second_run_is_refused_until_the_first_is_dead(
     process.kill()
     process.wait()
     # The child that it has forked lives, and has inherited the open file.
-    with patch.object(save_lock, "WAIT_SECONDS", 0.0), locked(folder, print):
+    with patch.object(save_directory, "WAIT_SECONDS", 0.0), locked(folder, print):
         assert str(os.getpid()) in (folder / LOCK).read_text()
     assert not (folder / LOCK).exists()
 

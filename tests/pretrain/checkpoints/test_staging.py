@@ -10,7 +10,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from megatron.checkpoint.dcp import reading_threads
+from megatron.checkpoint.core import reading_threads
 from megatron.fsdp.dtensor.tensor_part import ChunkedTensor, TensorPart, as_chunked_tensor
 from megatron.pretrain.checkpoints.staging import StagingBuffer
 from tests.support.rank_pool import run_ranks

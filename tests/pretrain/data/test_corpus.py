@@ -15,7 +15,7 @@ from megatron.pretrain.data.corpus import (
     standard_library_files,
     write_corpus,
 )
-from megatron.pretrain.data.tokenizer import ByteTokenizer, NullTokenizer
+from megatron.pretrain.data.tokenizers import ByteTokenizer, NullTokenizer
 from tests.support.pretrain.tokenizer_arguments import BYTES
 
 

@@ -20,8 +20,8 @@ from megatron.pretrain.data.gpt_datasets import (
     parse_blend,
     wanted_samples,
 )
-from megatron.pretrain.data.microbatches import build_iterator
-from megatron.pretrain.data.tokenizer import ByteTokenizer, NullTokenizer
+from megatron.pretrain.data.samplers import MicrobatchSampler, build_iterator
+from megatron.pretrain.data.tokenizers import ByteTokenizer, NullTokenizer
 from tests.support.rank_pool import run_ranks
 
 BYTES = ByteTokenizer()
@@ -49,7 +49,6 @@ def namespace(**given: Any) -> argparse.Namespace:
         full_validation=False,
         multiple_validation_sets=False,
         skip_train=False,
-        fim_data=False,
         mmap_bin_files=True,
         seed=1234,
         seq_length=16,
@@ -80,16 +79,15 @@ def corpus(tmp_path: Path) -> str:
 def microbatches(
     dataset: Any, args: argparse.Namespace, consumed: int = 0, rank: int = 0, ranks: int = 1
 ) -> Iterator[dict[str, torch.Tensor]]:
-    return build_iterator(
-        dataset,
-        micro_batch_size=args.micro_batch_size,
-        dataloader_type=args.dataloader_type,
-        seed=args.seed,
-        num_workers=args.num_workers,
+    sampler = MicrobatchSampler(
+        num_samples=len(dataset),
         consumed_samples=consumed,
-        data_parallel_rank=rank,
-        data_parallel_size=ranks,
+        micro_batch_size=args.micro_batch_size,
+        rank=rank,
+        num_ranks=ranks,
+        shuffle_seed=args.seed if args.dataloader_type == "cyclic" else None,
     )
+    return build_iterator(dataset, sampler, args.seed, args.num_workers)
 
 
 def numbers_in(dataset: Any) -> set[int]:
@@ -113,9 +111,7 @@ def numbers_in(dataset: Any) -> set[int]:
 def test_samples_wanted_follow_from_the_length_of_the_run(
     arguments: dict[str, Any], samples: tuple[int, ...]
 ) -> None:
-    names = "train_samples train_iters global_batch_size eval_iters eval_interval"
-    args = namespace(**arguments)
-    assert wanted_samples(**{name: getattr(args, name) for name in names.split()}) == samples
+    assert wanted_samples(namespace(**arguments)) == samples
 
 
 def test_samples_are_the_tokens_of_the_corpus_and_labels_come_one_later(tmp_path: Path) -> None:
@@ -183,6 +179,7 @@ def test_index_caches_go_where_they_are_told(tmp_path: Path, corpus: str) -> Non
     assert not Path(corpus).exists()
 
 
+@pytest.mark.always("null")
 @pytest.mark.parametrize("tokenizer", [BYTES, NUMBERS], ids=["bytes", "null"])
 def test_mock_data_needs_no_files(tokenizer: Any) -> None:
     arguments = namespace(mock_data=True, split="99,1,0")
@@ -381,21 +378,9 @@ def test_a_single_pass_ends_with_an_explanation_and_the_same_number_of_batches_o
             next(iterator)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        (dict(dataloader_type="batch"), ValueError, "expects single or cyclic, but got batch"),
-        (dict(dataloader_type="external"), NotImplementedError, "your own iterator"),
-        (dict(consumed=-1), ValueError, "consumed_samples expects a number from 0 on"),
-        (dict(rank=2, ranks=2), ValueError, "data_parallel_rank expects 0 to 1, but got 2"),
-        (dict(num_samples=0), ValueError, "the dataset is empty"),
-    ],
-)
-def test_iterator_arguments_out_of_range_are_refused(
-    arguments: dict[str, Any], error: type[Exception], message: str
-) -> None:
-    with pytest.raises(error, match=message):
-        samples_read(**{"num_samples": 8, "count": 8, **arguments})
+def test_an_empty_dataset_is_refused() -> None:
+    with pytest.raises(ValueError, match="the dataset is empty"):
+        samples_read(num_samples=0, count=8)
 
 
 def build_on_rank(folder: str, prefix: str) -> list[list[list[int]]]:

@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 
 from megatron.pretrain.data.corpus import write_corpus
-from megatron.pretrain.data.library_tokenizers import PACKAGES
-from megatron.pretrain.data.tokenizer_choice import TokenizerChoice, build_tokenizer
+from megatron.pretrain.data.tokenizer_choice import PACKAGES, TokenizerChoice
 from megatron.pretrain.data.tokenizer_record import (
     check_records,
     read_record,
     record_path,
     record_text,
 )
-from tests.pretrain.data.test_library_tokenizers import settings_of
+from megatron.pretrain.data.tokenizers import build_tokenizer
+from tests.pretrain.data.test_tokenizers import settings_of
 from tests.support.pretrain.arguments.command_lines import SMALL, parse, problems
 from tests.support.pretrain.vocabularies import TEXT, sentence_piece
 

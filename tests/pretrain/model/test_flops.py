@@ -36,6 +36,7 @@ def counted_and_expected(line: str) -> tuple[float, float]:
     return counter.get_total_flops(), expected + 6 * masked * args.seq_length
 
 
+@pytest.mark.always("gpt2", "mtp")
 @pytest.mark.parametrize(
     "model",
     [GPT2, LLAMA, MOE_SHARED, MLA, f"{LLAMA} {MTP}", DEEPSEEK],

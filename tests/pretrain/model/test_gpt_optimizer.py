@@ -50,6 +50,7 @@ DUMPED = {
 }
 
 
+@pytest.mark.always("experts")
 @pytest.mark.parametrize("run", DUMPED)
 def test_the_map_of_parameter_groups_is_that_of_ddp(run: str, tmp_path: Path) -> None:
     combination = DUMPED[run]

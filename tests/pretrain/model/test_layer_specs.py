@@ -18,7 +18,7 @@ from torch import nn
 from megatron.checkpoint.core.spelling import canonical_name
 from megatron.mcore_adapter import cpu
 from megatron.mcore_adapter.meta_init import MegatronCoreInitialiser
-from megatron.mcore_adapter.releases.context_parallel_batch import batch_on_this_rank
+from megatron.mcore_adapter.releases.process_groups import batch_on_this_rank
 from megatron.pretrain.model import layer_specs
 from megatron.pretrain.model.layer_specs import layer_spec, mtp_block_spec
 from tests.support.model_parallel import ONE_AXIS, initialize
@@ -228,6 +228,7 @@ def compare_with_one_rank(
 TENSOR = {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 2}
 
 
+@pytest.mark.always("tensor")
 @pytest.mark.parametrize(
     ("kinds", "layout", "sequence_parallel"),
     [

@@ -24,6 +24,7 @@ def column(record: Record, name: str) -> list[float]:
     return record.column(name)
 
 
+@pytest.mark.always("dp2")
 @pytest.mark.parametrize("layout", ["", "--expert-model-parallel-size 2"], ids=["dp2", "ep2"])
 def test_router_losses_are_those_of_one_rank(layout: str) -> None:
     alone = run_ranks(1, train, LINE)[0][0]

@@ -13,7 +13,7 @@ from unittest.mock import patch
 
 import pytest
 
-from megatron.fsdp.trace import record as trace
+from megatron.fsdp.trace import recording
 from tests.support.pretrain.saved_runs import FSDP
 from tests.support.pretrain.training_runs import SMALL, Record, refuse, train
 from tests.support.rank_pool import run_ranks
@@ -70,7 +70,10 @@ def train_and_complain(folder: Path, command_line: str) -> tuple[int, str]:
     """Train where traces cannot be written; return the last iteration and what was complained."""
     errors = io.StringIO()
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    with contextlib.redirect_stderr(errors), patch.object(trace, "write_trace", side_effect=full):
+    with (
+        contextlib.redirect_stderr(errors),
+        patch.object(recording, "write_trace", side_effect=full),
+    ):
         (record,) = train_in(folder, command_line)
     return record.iteration, errors.getvalue()
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Quantities keep their digits, and rows of them fit a terminal."""
 
-import io
-
 import pytest
 
 from megatron.pretrain.report.quantities import (
@@ -14,7 +12,6 @@ from megatron.pretrain.report.quantities import (
     significant,
     size,
 )
-from megatron.pretrain.report.terminal import fitted
 
 
 @pytest.mark.parametrize(
@@ -63,22 +60,3 @@ def test_rows_are_broken_between_parts() -> None:
     assert len(lines) == 3 and all(len(line) <= WIDTH for line in lines)
     assert [line.startswith("  part") for line in lines] == [False, True, True]
     assert " | ".join(line.strip() for line in lines) == " | ".join(parts)
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def test_messages_are_broken_between_words_on_a_terminal_only(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
-    message = "error: short\n  " + "a long line of words " * 10 + "/a/path/" + "x" * 120
-    assert fitted(message, io.StringIO()) == message
-    lines = fitted(message, Terminal()).splitlines()
-    assert lines[0] == "error: short" and lines[1].startswith("  a long")
-    assert all(len(line) <= 100 for line in lines[:-1]) and "/a/path/" + "x" * 120 in lines[-1]
-    assert " ".join(" ".join(lines).split()) == " ".join(message.split())
-    monkeypatch.setenv("COLUMNS", "60")
-    assert max(map(len, fitted(message, Terminal()).splitlines()[:-1])) <= 60

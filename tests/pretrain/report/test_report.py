@@ -12,11 +12,11 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron.checkpoint.hugging_face.model_directory import CONFIG
-from megatron.pretrain.progress import Progress
 from megatron.pretrain.report.loss_history import HISTORY
 from megatron.pretrain.report.report import PICTURE, PROGRESS, Report
-from megatron.pretrain.report.run_config import write_config
-from megatron.pretrain.training_run import TrainingRun
+from megatron.pretrain.report.run_files import write_config
+from megatron.pretrain.run_state import Progress
+from megatron.pretrain.training_step import TrainingRun
 from megatron.pretrain.watch.stopping import StopRequest
 
 VALUES = {
@@ -50,9 +50,8 @@ def namespace(**given: Any) -> argparse.Namespace:
         timing_log_option="minmax",
         barrier_with_L1_time=True,
         use_megatron_fsdp=False,
-        log_energy=False,
-        log_straggler=False,
         record_memory_history=False,
+        memory_snapshot_path=None,
         wandb_project=None,
         wandb_exp_name=None,
         wandb_entity=None,
@@ -295,14 +294,14 @@ def test_what_only_decorates_may_fail_and_is_told_once(
     for name in (HISTORY, PICTURE, PROGRESS):
         (tmp_path / name).mkdir()
     for _ in range(2):
-        report.stage(progress)
+        report.keep_history()
         report.saved(progress)
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 3
     for name, line in zip((HISTORY, PICTURE, PROGRESS), lines):
         assert line.startswith(f"{name} cannot be written, training goes on without: ")
         (tmp_path / name).rmdir()
-    report.stage(progress)
+    report.keep_history()
     report.saved(progress)
     assert history(tmp_path) == [{"iteration": 1, "train": 5.0}]
     assert (tmp_path / PROGRESS).read_text().startswith("iteration 1\tsamples 4\toperations ")

@@ -6,16 +6,14 @@ from argparse import Namespace
 from collections import Counter
 from contextlib import nullcontext
 from pathlib import Path
-from unittest.mock import Mock, patch
+from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
 from megatron.core import timers
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megatron.fsdp.trace.recorder import GATHER
 from megatron.mcore_adapter import cpu
-from megatron.pretrain.report.collective_times import CollectiveTimes
 from megatron.pretrain.report.timing import BATCH, PhaseTimes
 from tests.support.pretrain.saved_runs import FSDP
 from tests.support.pretrain.training_runs import SMALL, Record, pretrain, train
@@ -48,17 +46,16 @@ def test_phases_of_a_sharded_run_are_timed_on_the_log_and_in_tensorboard(tmp_pat
     assert set(first) == set(last) == set(second)
     phases = {"forward-backward", "optimizer", "all-grads-sync", "optimizer-inner-step"}
     parts = {"forward-compute", "backward-compute", "batch-generator"}
-    communication = {"fsdp-all-gather", "fsdp-reduce-scatter"}
-    assert phases | parts | communication | {"interval-time"} <= set(second)
+    assert phases | parts | {"interval-time"} <= set(second)
     for low, high in second.values():
         assert 0 <= low <= high
-    for name in phases | parts | communication:
+    for name in phases | parts:
         assert second[name][1] > 0 or name == "all-grads-sync"  # over when backward is
     compute = second["forward-compute"][1] + second["backward-compute"][1]
     assert compute < 1.1 * second["forward-backward"][1] < 1.1 * second["interval-time"][1]
 
     points = scalars(tmp_path / "board")
-    assert points["fsdp-all-gather-time"] == points["forward-backward-time"] == [1, 2, 4]
+    assert points["forward-backward-time"] == [1, 2, 4]
     assert points["save-checkpoint-time"] == [4] and points["load-checkpoint-time"] == [0]
     assert points["iteration-time"] == points["throughput"] == points["mfu"] == [1, 2, 4]
 
@@ -74,7 +71,7 @@ def test_times_of_ranks_are_shown_as_asked(option: str, shown: str) -> None:
     line = f"{LINE} --exit-interval 2 --timing-log-level 1 --timing-log-option {option}"
     lines = run_ranks(2, train, f"{line} --no-barrier-with-level-1-timing")[0][0].lines
     assert any(re.search(shown, each) for each in lines)
-    assert not any("forward-compute" in each or "fsdp-" in each for each in lines)
+    assert not any("forward-compute" in each for each in lines)
 
 
 def count_collectives(command_line: str) -> tuple[Counter[str], Record]:
@@ -109,14 +106,6 @@ def test_level_0_calls_no_collective_and_level_1_waits_unless_told() -> None:
     assert waiting["barrier"] > eager["barrier"] == plain["barrier"]
 
 
-def test_a_profile_keeps_its_recorder_and_times_go_on(tmp_path: Path) -> None:
-    profile = f"--profile --profile-step-start 1 --profile-step-end 3 --tensorboard-dir {tmp_path}"
-    record = run_ranks(2, train, f"{LINE} --timing-log-level 2 {profile}")[0][0]
-    texts = [each for each in record.lines if "fsdp-all-gather" in each]
-    assert len(texts) == 2  # before, after: what the profile has seen is in the last
-    assert (tmp_path / "rank0.json").is_file()
-
-
 def test_an_evaluation_is_not_timed() -> None:
     line = LINE.replace("--eval-iters 0", "--eval-iters 4 --eval-interval 1")
     record = run_ranks(2, train, f"{line} --timing-log-level 2")[0][0]
@@ -148,19 +137,3 @@ def measure_paused() -> list[bool]:
 
 def test_nothing_is_measured_while_times_are_paused() -> None:
     assert run_ranks(1, measure_paused)[0] == [False, True]
-
-
-def test_collectives_between_a_stop_and_a_resumption_are_not_counted() -> None:
-    times = CollectiveTimes()
-    counted: list[object] = []
-    times.start()
-    try:
-        assert times._recorder is not None
-        times._recorder.entries.append(entry := Mock(track=GATHER, end=3.0, begin=1.0))
-        entry.name = "all-gather"
-        with patch.object(times, "_add", counted.extend):
-            times.discard()
-            times.count()
-    finally:
-        times.stop()
-    assert not counted

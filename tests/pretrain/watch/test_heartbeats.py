@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from megatron.pretrain.watch.heartbeats import Heartbeats
+from megatron.pretrain.watch.heartbeats import Heartbeats, ShortCalls
 from megatron.pretrain.watch.peers import RUNNING, Peer
-from megatron.pretrain.watch.short_calls import ShortCalls
 
 
 def test_ranks_that_gather_at_the_same_moment_do_not_seem_silent(

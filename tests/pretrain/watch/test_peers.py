@@ -9,14 +9,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from megatron.fsdp.engine import observe
 from megatron.fsdp.engine.gradients import GroupGradients
 from megatron.fsdp.engine.param_group import ParamGroup
-from megatron.fsdp.trace import recorder
 from megatron.pretrain.watch import position
 from megatron.pretrain.watch.peers import (
     LEFT,
@@ -190,34 +192,47 @@ def test_the_main_thread_is_seen_at_its_line() -> None:
 
     found = watcher.position_while(wait_here)
     assert found.collective == "" and found.place.endswith(" in wait_here")
-    assert found.place.startswith(f"pretrain/{os.path.basename(__file__)}:")
+    assert found.place.startswith(f"watch/{os.path.basename(__file__)}:")
 
 
 def test_the_last_work_of_the_engine_is_known() -> None:
-    with recorder.named("decoder.layers.0", "unshard"):
-        pass
+    position.last_work.begin_work("decoder.layers.0", "unshard")
     watcher = Watcher()
     found = watcher.position_while(watcher.wait)
     assert found.work == "unshard of unit 'decoder.layers.0'" and found.collective == ""
 
 
-def waiting(wait: object) -> SimpleNamespace:
+def waiting(wait: Callable[[], object]) -> SimpleNamespace:
     """Return what an all-gather and a reduction of a unit need, with a wait of the test's own."""
     work = SimpleNamespace(wait=wait)
-    return SimpleNamespace(
+    local = torch.zeros(1)
+    group = SimpleNamespace(
         unit_name="head",
         _unit_name="head",
         _all_gather=work,
-        _collective=work,
-        _reduction=iter([]),
         _become=lambda state: None,
+        comm_dtype=local.dtype,
+        _take_local=lambda reduces_now: local,
+        _communicator=SimpleNamespace(reduce_scatter=lambda full, result: work),
+        _drop_local=lambda: None,
     )
+    target = SimpleNamespace(buffer_for=lambda dtype: local, add=lambda result: None)
+    group._go_on = partial(GroupGradients._go_on, group)
+    group._go_on(GroupGradients._reduce_inner(group, target))
+    return group
 
 
 METHODS: dict[str, Callable[[Any], object]] = {
     "all-gather": ParamGroup.wait_for_unshard,
     "gradient reduction": GroupGradients.advance_reduce,
 }
+
+
+@pytest.fixture(autouse=True)
+def observed() -> Iterator[None]:
+    observe.add(position.last_work)
+    yield
+    observe.remove(position.last_work)
 
 
 @pytest.mark.parametrize("collective", METHODS)
@@ -233,14 +248,24 @@ def test_a_wait_of_the_engine_names_the_unit(collective: str) -> None:
     assert found.collective == f"the {collective} of unit 'head'"
 
 
-@pytest.mark.parametrize("collective", METHODS)
-def test_an_error_of_the_engine_names_the_unit_also_after_other_work(collective: str) -> None:
-    def fail() -> None:
+def failing(asynchronous: bool) -> SimpleNamespace:
+    def wait() -> None:
         raise RuntimeError("[/pytorch/third_party/gloo/pair.cc:1] Connection closed by peer")
 
-    with pytest.raises(RuntimeError) as caught:
-        METHODS[collective](waiting(fail))
-    with recorder.named("decoder.layers.0", "reshard"):
+    return SimpleNamespace(wait=wait)
+
+
+@pytest.mark.parametrize(
+    ("work", "collective"), [("unshard", "all-gather"), ("reduce", "gradient reduction")]
+)
+def test_an_error_of_the_engine_names_the_unit_also_after_other_work(
+    work: str, collective: str
+) -> None:
+    with observe.work("head", work):
+        pending = observe.observed("gather", "all_gather", (), None, failing)(True)
+    with observe.work("decoder.layers.0", "reshard"):
         pass
+    with pytest.raises(RuntimeError) as caught:
+        pending.wait()
     found = position.of_error(caught.value)
     assert found.collective == f"the {collective} of unit 'head'"

@@ -47,6 +47,7 @@ def train_counted(command_line: str) -> tuple[Record, int]:
         return pretrain(command_line), count
 
 
+@pytest.mark.always("zero3", "experts")
 @pytest.mark.parametrize(
     "flags",
     [
@@ -80,6 +81,7 @@ def stopped(command_line: str, node: str = "first") -> tuple[int, Record | None]
             return request.code, None
 
 
+@pytest.mark.always("zero3")
 @pytest.mark.parametrize("flags", [f"{SHARDED} optim_grads_params", ""], ids=["zero3", "ddp"])
 def test_an_error_that_is_gone_ends_the_run_with_17(flags: str, tmp_path: Path) -> None:
     line = f"{SHORT} {flags} --save {tmp_path} --save-interval 4 {VALIDATE} transient_error"
@@ -90,6 +92,7 @@ def test_an_error_that_is_gone_ends_the_run_with_17(flags: str, tmp_path: Path) 
         assert list(tmp_path.glob("iter_*")) == []
 
 
+@pytest.mark.always("fsdp_dtensor")
 @pytest.mark.parametrize(
     ("kind", "flags"),
     [
@@ -132,6 +135,7 @@ def train_with_low_limits(command_line: str, name: str) -> tuple[Record, int]:
         return train_counted(command_line)
 
 
+@pytest.mark.always("loss")
 @pytest.mark.parametrize(
     ("flag", "name", "flags"),
     [

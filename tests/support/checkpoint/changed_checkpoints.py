@@ -44,7 +44,7 @@ def write_entries(content: dict[str, Any], output: OutputDirectory, **options: A
         whole(key, in_memory(value)) if isinstance(value, torch.Tensor) else ObjectEntry(key, value)
         for key, value in content.items()
     ]
-    conversion.convert(DcpTarget(entries, **options), output, "test", show_progress=False)
+    conversion.convert(DcpTarget(entries, **options), output, show_progress=False)
     return output.final
 
 

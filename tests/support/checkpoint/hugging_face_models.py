@@ -15,16 +15,15 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
-from megatron.checkpoint.core.key_rules import is_buffer
+from megatron.checkpoint.core.key_rules import expected_shape, is_buffer
 from megatron.checkpoint.core.lazy_tensor import in_memory
-from megatron.checkpoint.core.parameter_shapes import Sizes, expected_shape
 from megatron.checkpoint.core.spelling import canonical_name
 from megatron.checkpoint.core.training_state import TrainingState
-from megatron.checkpoint.hugging_face import reader as hugging_face
+from megatron.checkpoint.hugging_face import model_reader as hugging_face
 from megatron.checkpoint.hugging_face.families import FAMILIES
 from megatron.checkpoint.hugging_face.model_arguments import model_flags
 from megatron.checkpoint.hugging_face.model_directory import INDEX
-from megatron.checkpoint.hugging_face.writer import HuggingFaceTarget
+from megatron.checkpoint.hugging_face.model_writer import HuggingFaceTarget
 from megatron.mcore_adapter import cpu
 from megatron.pretrain.arguments import parse_arguments
 from megatron.pretrain.arguments.configs import transformer_config
@@ -183,7 +182,7 @@ def random_state(kind: str, dtype: torch.dtype = torch.float32, **changes: Any) 
     generator = torch.Generator().manual_seed(7)
     state = TrainingState({}, args=args)
     for name in dict.fromkeys(pairing.ours for pairing in FAMILIES[KINDS[kind][0]].pairings(args)):
-        values = torch.randn(expected_shape(name, Sizes(args)), generator=generator)
+        values = torch.randn(expected_shape(name, args), generator=generator)
         if is_buffer(name):
             state.buffers[name] = in_memory(values)
         else:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sample checkpoints: those beside the tests, and more where they are at hand."""
+"""The sample checkpoints: those beside the tests, and larger ones where they are at hand."""
 
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 DATA = Path(__file__).parents[2] / "data"
-MORE = Path(__file__).parents[4] / "shared" / "data"
+MORE = Path(os.environ.get("MEGATRON_SAMPLES", DATA.parents[2] / "shared" / "data"))
 
 TORCH_DIST = (
     "dense_swiglu_bf16_tp2_dp2",
@@ -29,7 +30,8 @@ def torch_dist(name: str) -> Path:
         if (root / "torch_dist" / name).is_dir():
             return root / "torch_dist" / name
     pytest.skip(
-        f"the sample {name} is not beside the tests and not in {MORE.relative_to(DATA.parents[2])}"
+        f"the sample {name} is not kept in the repository, nor in {MORE}: MEGATRON_SAMPLES names"
+        " another folder, tests/data/torch_dist/README.md the run that writes such a file"
     )
 
 

@@ -12,9 +12,9 @@ import torch
 from megatron.checkpoint.commands import conversion
 from megatron.checkpoint.commands.formats import open_checkpoint
 from megatron.checkpoint.core.lazy_tensor import in_memory
+from megatron.checkpoint.core.spelling import choose_spelling
 from megatron.checkpoint.core.training_state import SCHEDULE, OptimizerParamGroup, TrainingState
-from megatron.checkpoint.fsdp_dtensor import writer as fsdp_dtensor
-from megatron.checkpoint.fsdp_dtensor.spelling_choice import choose_spelling
+from megatron.checkpoint.fsdp_dtensor import dtensor_writer as fsdp_dtensor
 from megatron.checkpoint.store.directory import new_checkpoint
 from megatron.checkpoint.torch_dist import checkpoint as torch_dist
 
@@ -173,7 +173,7 @@ def write(state: TrainingState, path: Path, form: str = "torch_dist", **options:
     spelling = choose_spelling(state, state.args.transformer_impl)
     make = torch_dist.target if form == "torch_dist" else fsdp_dtensor.target
     output = new_checkpoint(path, state.iteration)
-    conversion.convert(make(state, spelling, **options), output, "test", show_progress=False)
+    conversion.convert(make(state, spelling, **options), output, show_progress=False)
     return output.final
 
 

@@ -33,7 +33,7 @@ def write(command_line: str, layout: str | None = None) -> State | None:
     from tests.support.pretrain.training_runs import pretrain
 
     states: list[State | None] = []
-    original, metadata = checkpointing.save, torch_dist_checkpoint.content_metadata
+    original, metadata = checkpointing.save, torch_dist_checkpoint.metadata_of
 
     def save(args: Any, model: Any, optimizer: Any, *rest: Any) -> None:
         original(args, model, optimizer, *rest)
@@ -44,7 +44,7 @@ def write(command_line: str, layout: str | None = None) -> State | None:
 
     with (
         patch.object(checkpointing, "save", save),
-        patch.object(torch_dist_checkpoint, "content_metadata", with_layout),
+        patch.object(torch_dist_checkpoint, "metadata_of", with_layout),
     ):
         pretrain(command_line)
     return states[-1]

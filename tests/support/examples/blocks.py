@@ -21,7 +21,7 @@ class Block:
     Attributes:
         page: path in the repository.
         language: the word behind the fence, with what `bash` blocks say about their end.
-        title: of a block that has one, else "".
+        title: the title of a block that has one, else "".
         code: its lines.
     """
 

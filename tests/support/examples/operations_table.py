@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from megatron.fsdp.dtensor import tensor_part
-from megatron.fsdp.dtensor.uneven_dtensor import full_tensor
+from megatron.fsdp.dtensor.tensor_part import full_tensor
 from tests.fsdp.dtensor.test_operations import is_same, odd_model, plain
 
 Row = tuple[list[str], str, str]

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.optim.swa_utils import AveragedModel
 
-from megatron.fsdp import fully_shard, fully_shard_model
+from megatron_fsdp import fully_shard, fully_shard_model
 from tests.fsdp.dtensor.test_operations import plain
 from tests.support.fsdp.matrix_optimizers import orthogonal
 from tests.support.huggingface.tiny_runs import (
@@ -40,7 +40,7 @@ class PageProgram:
 
     Attributes:
         before: gives the names that the page assumes the reader to have.
-        checks: for each block, looks at the names that there are after it.
+        checks: a function for each block, which looks at the names that there are after it.
     """
 
     before: Callable[[], Names]

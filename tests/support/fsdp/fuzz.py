@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from megatron.checkpoint.core.progress import progress_of
-from megatron.fsdp import MixedPrecisionPolicy
+from megatron.checkpoint.core.parts import progress_of
+from megatron_fsdp import MixedPrecisionPolicy
 from tests.support import rank_pool
 from tests.support.fsdp.meshes import Meshes
 from tests.support.fsdp.models import MODELS

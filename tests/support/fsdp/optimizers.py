@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron.fsdp import (
+from megatron_fsdp import (
     MixedPrecisionPolicy,
     fully_shard,
     fully_shard_model,

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from megatron.fsdp import MegatronFSDP, fully_shard
-from megatron.fsdp.trace import record as trace
+from megatron.fsdp import trace
 from megatron.fsdp.trace.recorder import TraceEntry
+from megatron_fsdp import MegatronFSDP, fully_shard
 from tests.support.fsdp.meshes import Meshes
 from tests.support.fsdp.models import BATCH, WIDTH, ResidualBlock, Stack
 from tests.support.fsdp.reference import loss_of, optimizer_over

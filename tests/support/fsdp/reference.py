@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from megatron.fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard
 from megatron.fsdp.engine.hooks import tensors_in
+from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard
 from tests.support.fsdp import models
 from tests.support.fsdp.meshes import Meshes
 from tests.support.fsdp.random_models import Drawn, DrawnModel, ExpertPlaces

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from megatron.fsdp import MegatronFSDP, fully_shard
-from megatron.fsdp.dtensor.uneven_dtensor import full_tensor
+from megatron.fsdp.dtensor.tensor_part import full_tensor
+from megatron_fsdp import MegatronFSDP, fully_shard
 from tests.support.fsdp.meshes import shard_mesh
 from tests.support.fsdp.models import ResidualBlock
 from tests.support.fsdp.reference import (

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Records of the collectives, streams and dtypes that a model uses."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -9,7 +9,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from megatron.fsdp.engine import collectives
+from megatron.fsdp.engine.collectives import Communicator
 from megatron.fsdp.engine.device import CpuStreams, Pending
 
 
@@ -17,17 +17,17 @@ from megatron.fsdp.engine.device import CpuStreams, Pending
 def watching_collectives() -> Iterator[list[tuple[str, Any, Any]]]:
     """Record name, group and operation of every gather and reduction."""
     calls: list[tuple[str, Any, Any]] = []
-    gather, scatter = collectives._all_gather, collectives._reduce_scatter
+    gather, scatter = Communicator._gathering, Communicator._scattering
 
-    def watched_gather(fulls: Sequence[Tensor], shards: Sequence[Tensor], group: Any) -> Any:
+    def watched_gather(self: Communicator, fulls: Any, shards: Any, group: Any) -> Any:
         calls.append(("gather", group, None))
-        return gather(fulls, shards, group)
+        return gather(self, fulls, shards, group)
 
-    def watched_scatter(full: Tensor, shard: Tensor, group: Any, operation: Any) -> Any:
-        calls.append(("reduce", group, operation))
-        return scatter(full, shard, group, operation)
+    def watched_scatter(self: Communicator, full: Tensor, shard: Tensor, group: Any) -> Any:
+        calls.append(("reduce", group, self._operation(full)))
+        return scatter(self, full, shard, group)
 
-    with patch.multiple(collectives, _all_gather=watched_gather, _reduce_scatter=watched_scatter):
+    with patch.multiple(Communicator, _gathering=watched_gather, _scattering=watched_scatter):
         yield calls
 
 
@@ -35,13 +35,13 @@ def watching_collectives() -> Iterator[list[tuple[str, Any, Any]]]:
 def watching_dtypes() -> Iterator[list[torch.dtype]]:
     """Record the dtypes in which gradients travel."""
     dtypes: list[torch.dtype] = []
-    scatter = collectives._reduce_scatter
+    scatter = Communicator._scattering
 
-    def watched(full: Tensor, *arguments: Any) -> Any:
+    def watched(self: Communicator, full: Tensor, *arguments: Any) -> Any:
         dtypes.append(full.dtype)
-        return scatter(full, *arguments)
+        return scatter(self, full, *arguments)
 
-    with patch.object(collectives, "_reduce_scatter", watched):
+    with patch.object(Communicator, "_scattering", watched):
         yield dtypes
 
 
@@ -76,17 +76,15 @@ def watching_streams() -> Iterator[list[tuple[str, int]]]:
 def watching_reductions() -> Iterator[list[torch.dtype]]:
     """Record the dtype of everything that travels in a reduction."""
     dtypes: list[torch.dtype] = []
-    reduce_scatter, all_reduce = collectives._reduce_scatter, collectives._all_reduce
+    scatter, reduce = Communicator._scattering, Communicator._reducing
 
-    def watched_reduce_scatter(full: Tensor, *arguments: Any) -> Any:
+    def watched_scatter(self: Communicator, full: Tensor, *arguments: Any) -> Any:
         dtypes.append(full.dtype)
-        return reduce_scatter(full, *arguments)
+        return scatter(self, full, *arguments)
 
-    def watched_all_reduce(tensor: Tensor, *arguments: Any) -> Any:
+    def watched_reduce(self: Communicator, tensor: Tensor, *arguments: Any) -> Any:
         dtypes.append(tensor.dtype)
-        return all_reduce(tensor, *arguments)
+        return reduce(self, tensor, *arguments)
 
-    with patch.multiple(
-        collectives, _reduce_scatter=watched_reduce_scatter, _all_reduce=watched_all_reduce
-    ):
+    with patch.multiple(Communicator, _scattering=watched_scatter, _reducing=watched_reduce):
         yield dtypes

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from megatron.fsdp import MegatronFSDP, fully_shard, fully_shard_model
 from megatron.fsdp.engine import device
 from megatron.fsdp.engine.gradients import GroupGradients
+from megatron_fsdp import MegatronFSDP, fully_shard, fully_shard_model
 from tests.support.fsdp.meshes import shard_mesh
 from tests.support.fsdp.models import BATCH, WIDTH, ResidualBlock, Stack
 from tests.support.fsdp.reference import loss_of
@@ -90,7 +90,7 @@ def look_at(model: MegatronFSDP) -> Sample:
 
 
 def local_gradients(group: Any) -> Tensor | None:
-    buffer = group.gradients.local._buffer
+    buffer = group.gradients._buffer
     return buffer.flat if buffer is not None else None
 
 

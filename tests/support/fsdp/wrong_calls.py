@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron.fsdp import MegatronFSDP, fully_shard
+from megatron_fsdp import MegatronFSDP, fully_shard
 from tests.support.fsdp.meshes import mesh_of
 from tests.support.fsdp.models import WIDTH, ResidualBlock
 from tests.support.fsdp.reference import Ranks

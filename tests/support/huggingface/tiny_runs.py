@@ -129,8 +129,8 @@ def values(trainer: Any, name: str) -> list[float]:
 
 def whole_weights(model: nn.Module) -> dict[str, Tensor]:
     """Return the weights of a plain or sharded model, under the names of the innermost module."""
-    from megatron.fsdp import MegatronFSDP
     from megatron.huggingface.states import whole_state_dict
+    from megatron_fsdp import MegatronFSDP
 
     if isinstance(model, MegatronFSDP):
         return whole_state_dict(model)

@@ -12,7 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from megatron.checkpoint.core.spelling import plain_name
-from megatron.fsdp.dtensor.uneven_dtensor import full_tensor
+from megatron.fsdp.dtensor.tensor_part import full_tensor
 from megatron.mcore_adapter import cpu, drop_in
 from tests.support.mcore_adapter.megatron_lm_loop import arguments, loaded
 from tests.support.model_parallel import ONE_AXIS, initialize

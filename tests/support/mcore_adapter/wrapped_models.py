@@ -7,7 +7,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from megatron.fsdp.dtensor.uneven_dtensor import full_tensor
+from megatron.fsdp.dtensor.tensor_part import full_tensor
 from megatron.mcore_adapter import FullyShardedDataParallel
 from megatron.pretrain.arguments.configs import ddp_config, transformer_config
 from megatron.pretrain.model import gpt_model

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """pretrain_gpt.py with a fault on one rank, for tests: a program for torchrun.
 
-    FAULT="hang 1 3" TIMEOUT=6 torchrun --nproc_per_node 2 tests/support/pretrain/faulty_run.py FLAGS
+    export FAULT="hang 1 3" TIMEOUT=6
+    torchrun --nproc_per_node 2 tests/support/pretrain/faulty_run.py FLAGS
 
 FAULT names what happens, on which rank, and after how many iterations; TIMEOUT is that of
 collectives, in seconds. Both may be left out.

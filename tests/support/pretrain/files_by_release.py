@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints of every release of Megatron-Core, loaded and converted under every other one.
 
-    python -m tests.support.pretrain.files_by_release                            every pair of releases
-    python -m tests.support.pretrain.files_by_release --releases installed 0.19.0      pairs of these
-    python -m tests.support.pretrain.files_by_release --models llama --write FILE      and as Markdown
+    python -m tests.support.pretrain.files_by_release                  every pair of releases
+        --releases installed 0.19.0                                    pairs of these
+        --models llama --write FILE                                    and as Markdown
 
 Under each release Megatron-Core's DDP trains four steps, and checkpoints are written after two of
 them: by DDP in torch_dist with both layouts of its optimizer, and by --use-megatron-fsdp in both

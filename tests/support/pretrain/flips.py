@@ -32,7 +32,7 @@ from tqdm import tqdm
 
 from megatron.checkpoint.commands.formats import open_checkpoint
 from megatron.checkpoint.commands.verification import find_problems
-from megatron.checkpoint.core.progress import progress_of
+from megatron.checkpoint.core.parts import progress_of
 from megatron.pretrain.loop import TrainingRun
 from tests.support.checkpoint.changed_checkpoints import without_manifest
 from tests.support.pretrain.saved_runs import FSDP, GATED, SIX

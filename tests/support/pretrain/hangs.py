@@ -28,7 +28,7 @@ import torch
 from tests.support.pretrain.training_runs import DATA, NO_DROPOUT, write_counting_corpus
 from tests.support.warm_programs import ROOT, free_port
 
-PROGRAM = str(ROOT / "tests" / "pretrain" / "faulty_run.py")
+PROGRAM = str(ROOT / "tests" / "support" / "pretrain" / "faulty_run.py")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 LINE = (
     "--use-megatron-fsdp --num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32"

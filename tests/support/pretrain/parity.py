@@ -2,9 +2,9 @@
 """Megatron-Core's data parallelism and ours under the same flags, in a table of combinations.
 
     python -m tests.support.pretrain.parity                  every row
-    python -m tests.support.pretrain.parity "tp2 pp2" cp     rows whose names contain one of the words
-    python -m tests.support.pretrain.parity --exactly "2 ranks, pp2, level 3, llama"    rows by their names
-    python -m tests.support.pretrain.parity --write FILE     and the table as Markdown
+        "tp2 pp2" cp                                         rows whose names have one of the words
+        --exactly "2 ranks, pp2, level 3, llama"             rows by their names
+        --write FILE                                         and the table as Markdown
 
 Both train ten steps on the same data. Losses and gradient norms agree within 1e-5 in fp32; in bf16
 losses within 1e-2 and the first gradient norm within 1e-3.

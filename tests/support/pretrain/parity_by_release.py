@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """A covering part of the parity table, on another release of Megatron-Core.
 
-    python -m tests.support.pretrain.parity_by_release --release 0.19.0             every row
-    python -m tests.support.pretrain.parity_by_release --release 0.19.0 tp2 mla     rows with such words
-    python -m tests.support.pretrain.parity_by_release --release 0.19.0 --write FILE     and as Markdown
+    python -m tests.support.pretrain.parity_by_release --release 0.19.0    every row
+        tp2 mla                                                            rows with such words
+        --write FILE                                                       and as Markdown
 
-Both runs of a row are of that release: `python -m tests.support.pretrain.parity` says what is compared. The
-release `installed` stands for the one of the virtual environment.
+Both runs of a row are of that release: `python -m tests.support.pretrain.parity` says what is
+compared. The release `installed` stands for the one of the virtual environment.
 """
 
 from __future__ import annotations

@@ -1,10 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tokenizers and padded vocabularies with defaults for what a test does not name."""
 
+from argparse import Namespace
 from typing import Any
 
-from megatron.pretrain.data.tokenizer import ByteTokenizer, Tokenizer, padded_vocab_size
-from megatron.pretrain.data.tokenizer_choice import TokenizerChoice, build_tokenizer
+from megatron.pretrain.data.tokenizer_choice import TokenizerChoice
+from megatron.pretrain.data.tokenizers import (
+    ByteTokenizer,
+    Tokenizer,
+    build_tokenizer,
+    embedding_rows,
+)
 
 BYTES = ByteTokenizer()
 
@@ -25,10 +31,10 @@ def rows_of_bytes(
     tensor_size: int = 1,
 ) -> int:
     """Return the rows of the embedding with ByteTokenizer."""
-    return padded_vocab_size(
-        BYTES,
-        padded_size=padded_size,
+    arguments = Namespace(
+        padded_vocab_size=padded_size,
         vocab_size=vocab_size,
-        divisible_by=divisible_by,
-        tensor_size=tensor_size,
+        make_vocab_size_divisible_by=divisible_by,
+        tensor_model_parallel_size=tensor_size,
     )
+    return embedding_rows(arguments, BYTES)

@@ -25,19 +25,19 @@ from megatron.core.num_microbatches_calculator import destroy_num_microbatches_c
 from megatron.core.transformer.module import MegatronModule
 
 from megatron.checkpoint.core.spelling import plain_name
-from megatron.fsdp.dtensor.uneven_dtensor import full_tensor
+from megatron.fsdp.dtensor.tensor_part import full_tensor
 from megatron.mcore_adapter import cpu
 from megatron.mcore_adapter.checkpoint_entries import named_parameters
 from megatron.pretrain import loop, ranks
 from megatron.pretrain.arguments import parse_arguments
-from megatron.pretrain.checkpoints import checkpointing, save_lease
-from megatron.pretrain.data.tokenizer import Tokenizer
-from megatron.pretrain.data.tokenizer_choice import TokenizerChoice, build_tokenizer, embedding_rows
+from megatron.pretrain.checkpoints import checkpointing
+from megatron.pretrain.data.tokenizer_choice import TokenizerChoice
+from megatron.pretrain.data.tokenizers import Tokenizer, build_tokenizer, embedding_rows
 from megatron.pretrain.model.gpt_model import build_model
 from megatron.pretrain.model.gpt_optimizer import build_optimizer
-from megatron.pretrain.progress import Progress
 from megatron.pretrain.report.logging_setup import set_up_logging
 from megatron.pretrain.report.report import Report
+from megatron.pretrain.run_state import Progress
 from tests.support.model_parallel import initialize
 
 SIZES = (
@@ -146,11 +146,7 @@ def pretrain(command_line: str) -> Record:
     arguments = dict(vars(args))
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        # No two runs of a test start at one URL at once.
-        with (
-            patch.object(loop, "Report", report),
-            patch.object(save_lease, "SETTLING_SECONDS", 0.0),
-        ):
+        with patch.object(loop, "Report", report):
             progress = loop.pretrain(args, device)
     finally:
         for number, handler in before.items():

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 TEXT = "the cat sat on the mat and the dog ran to the hat"
-FIM_TOKENS = ["<fim_prefix>", "<fim_middle>", "<fim_suffix>", "<fim_pad>"]
 
 
 def sentence_piece(folder: Path, *, symbols: tuple[str, ...] = (), **settings: object) -> str:
@@ -33,7 +32,7 @@ def gpt2_bpe(folder: Path) -> tuple[str, str]:
 
     trained = tokenizers.ByteLevelBPETokenizer()
     trained.train_from_iterator(
-        [TEXT], vocab_size=270, min_frequency=1, special_tokens=["<|endoftext|>", *FIM_TOKENS]
+        [TEXT], vocab_size=270, min_frequency=1, special_tokens=["<|endoftext|>"]
     )
     trained.save_model(str(folder))
     return str(folder / "vocab.json"), str(folder / "merges.txt")

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.checkpoint.core.training_state import TrainingState
-from megatron.checkpoint.hugging_face.writer import HuggingFaceTarget
+from megatron.checkpoint.hugging_face.model_writer import HuggingFaceTarget
 from tests.support.checkpoint.hugging_face_models import write
 
 

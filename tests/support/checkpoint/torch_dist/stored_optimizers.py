@@ -3,16 +3,15 @@
 
 import argparse
 import copy
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 from megatron.checkpoint.core import spelling
 from megatron.checkpoint.core.lazy_tensor import LazyTensor
+from megatron.checkpoint.dcp.chunk import Chunk
 from megatron.checkpoint.dcp.stored_checkpoint import StoredCheckpoint
 from megatron.checkpoint.torch_dist import checkpoint as torch_dist
 from megatron.checkpoint.torch_dist.optimizer_layouts import OptimizerTensors, read_optimizer
@@ -30,9 +29,6 @@ from tests.support.pretrain.parity import (
 )
 from tests.support.rank_pool import run_ranks
 
-OWN_SAMPLES = Path(__file__).parents[3] / "data" / "torch_dist"
-MORE_SAMPLES = Path(__file__).parents[5] / "shared" / "data" / "torch_dist"
-
 
 class File:
     """A checkpoint opened for `read_optimizer`, with parts that a test may change."""
@@ -47,13 +43,13 @@ class File:
                     self.weights[name] = self.stored.lazy(key, index)
         self.boxes: list[int] = []
         """Elements of every read."""
-        read_region = self.stored.read_region
+        read_chunk = self.stored.read_chunk
 
-        def recording(key: str, offsets: Any, sizes: Any) -> torch.Tensor:
-            self.boxes.append(math.prod(sizes))
-            return read_region(key, offsets, sizes)
+        def recording(key: str, chunk: Chunk) -> torch.Tensor:
+            self.boxes.append(chunk.numel)
+            return read_chunk(key, chunk)
 
-        self.stored.read_region = recording
+        self.stored.read_chunk = recording
 
     def read(self) -> OptimizerTensors:
         return read_optimizer(self.stored, self.common, self.weights)
@@ -66,15 +62,6 @@ class File:
         }
         changed.common = {**self.common, "args": argparse.Namespace(**args)}
         return changed
-
-
-def sample(name: str) -> Path:
-    folder = next(
-        (root / name for root in (OWN_SAMPLES, MORE_SAMPLES) if (root / name).is_dir()), None
-    )
-    if folder is None:
-        pytest.skip(f"the sample {name} is larger than what the repository keeps, and is not here")
-    return folder
 
 
 def assert_is(found: OptimizerTensors, weights: dict[str, LazyTensor], expected: State) -> None:

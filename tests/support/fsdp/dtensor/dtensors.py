@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from megatron.fsdp import MixedPrecisionPolicy, fully_shard
+from megatron_fsdp import MixedPrecisionPolicy, fully_shard
 from tests.support.fsdp import models, reference
 from tests.support.fsdp.meshes import shard_mesh
 from tests.support.fsdp.reference import batch, loss_of, optimizer_over

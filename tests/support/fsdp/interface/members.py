@@ -1,12 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Entries of the walk: keywords of the sharded optimizer and members of `MegatronFSDP`."""
 
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megatron.fsdp import builder, checks
+from megatron.fsdp.backends import memory_slots
+from megatron.fsdp.backends.memory_slots import allocate_slots
 from megatron_fsdp import (
     FSDPDistributedIndex,
     MegatronFSDP,
@@ -126,6 +131,35 @@ def shows_plain_members(make: Make) -> None:
     )
 
 
+@shows("members", "manual_buffer_registration")
+@shows("fully_shard_model", "fsdp_manual_registration")
+def shows_manual_registration(make: Make) -> None:
+    """Show that slots are assigned by the call; registration itself needs NCCL."""
+    units = {"fsdp_unit_modules": [ResidualBlock]}
+    with (
+        mock.patch.object(memory_slots, "problems_of_nccl", return_value=[]),
+        mock.patch.object(checks, "problems_of_nccl", return_value=[]),
+        mock.patch.object(builder, "NcclMemory") as nccl,
+    ):
+        nccl.return_value.allocate.side_effect = partial(allocate_slots, torch.device("cpu"))
+        for manual in (False, True):
+            model = fully_shard_model(
+                build_stack(), nccl_ub=True, fsdp_manual_registration=manual, **units
+            )
+            if manual:
+                assert "a step first" in message_of(RuntimeError, model.manual_buffer_registration)
+            backward(model)
+            model.install_optimized_model_weights()
+            assert bool(model.memory_slots["weights"]) is not manual
+            if manual:
+                model.manual_buffer_registration()
+                assert len(model.memory_slots["weights"]) == 3
+            backward(model)
+    fully_shard_model(build_stack()).manual_buffer_registration()  # nothing was left to it
+    refused = {"fsdp_manual_registration": True}
+    assert "needs nccl_ub" in message_of(ValueError, fully_shard_model, build_stack(), **refused)
+
+
 @shows("members", "memory_slots")
 def shows_memory_slots(make: Make) -> None:
     model = wrapped(build_stack(), fsdp_unit_modules=[ResidualBlock], fsdp_double_buffer=True)
@@ -237,7 +271,8 @@ def shows_broadcast_params(make: Make) -> None:
         for parameter in model.parameters():
             parameter.to_local().add_(dist.get_rank())
     model.broadcast_params()
-    close(model.module.head.weight.detach(), build_stack().head.weight.detach(), "weight", 1e-6)
+    weight = model.module.head.weight.full_tensor().detach().double()
+    close(weight, build_stack().head.weight.detach(), "weight", 1e-6)
 
 
 @shows("members", "stop_communication")
@@ -285,6 +320,7 @@ def shows_mixed_precision_context(make: Make) -> None:
     "sharded_params",
     "groups",
     "initialiser",
+    "checkpoint_ready",
 )
 def shows_what_a_module_has(make: Make) -> None:
     model = wrapped(build_stack())

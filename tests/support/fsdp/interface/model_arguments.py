@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron.fsdp import sharding
+from megatron.fsdp import builder
 from megatron.fsdp.gradient_sync import GradientError
 from megatron_fsdp import (
     MegatronFSDP,
@@ -335,7 +335,7 @@ def shows_double_buffer(make: Make) -> None:
 
 @shows_both("fsdp_db_use_persist_buf_on_alloc_fail")
 def shows_own_storage(make: Make) -> None:
-    with mock.patch.object(sharding, "allocate_slots", side_effect=RuntimeError("none left")):
+    with mock.patch.object(builder, "allocate_slots", side_effect=RuntimeError("none left")):
         assert "bytes" in message_of(RuntimeError, slots_of, make, fsdp_double_buffer=True)
         slots_of(make, fsdp_double_buffer=True, fsdp_db_use_persist_buf_on_alloc_fail=True)
 

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from megatron.fsdp.trace import record as trace
-from megatron.fsdp.trace.recorder import GATHER
+from megatron.fsdp import trace
+from megatron.fsdp.engine.observe import GATHER
 from megatron_fsdp import (
     DistributedDataParallelConfig,
     FSDPDistributedIndex,

@@ -12,7 +12,6 @@ from tests.support.pretrain.arguments.flag_rows import (
 SAVES_IN_BACKGROUND = "--save s --save-interval 1 --async-save"
 IN_BACKGROUND = "test_background_save.py::test_a_save_in_the_background_is_a_blocking_one"
 NON_PERSISTENT = "test_non_persistent_saves.py::test_the_newer_checkpoint_of_both_kinds_is_loaded"
-LOCAL = "test_local_checkpoints.py::test_a_run_goes_on_from_its_local_checkpoint_bitwise"
 CHECKPOINTING = "test_checkpointing.py::"
 
 LEFT_OUT_OF_SAVE = (
@@ -74,10 +73,10 @@ CHECKPOINTS = (
     refused("--dist-ckpt-workers 2", "one process of each rank writes"),
     shown("--non-persistent-save-interval", NON_PERSISTENT),
     shown("--non-persistent-ckpt-type", NON_PERSISTENT),
-    refused("--non-persistent-ckpt-type in_memory", "use local, with a directory in memory"),
+    refused("--non-persistent-ckpt-type in_memory", "not built; use --async-save, or global"),
     shown("--non-persistent-global-ckpt-dir", NON_PERSISTENT),
-    shown("--non-persistent-local-ckpt-dir", LOCAL),
-    refused("--non-persistent-local-ckpt-algo fully_parallel", "use atomic"),
+    refused("--non-persistent-local-ckpt-dir d", "use --async-save"),
+    refused("--non-persistent-local-ckpt-algo atomic", "use --async-save"),
     FlagRow(
         "--ckpt-fully-parallel-save",
         changes={"notes": "--ckpt-fully-parallel-save: deprecated, is the default; leave it out"},

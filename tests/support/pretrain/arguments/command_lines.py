@@ -3,14 +3,14 @@
 
 import argparse
 import json
+from itertools import chain
 from pathlib import Path
 
 import pytest
 
-from megatron.pretrain.arguments import CommandLineError, parse_arguments
+from megatron.pretrain.arguments import CommandLineError, all_flags, parse_arguments
 from megatron.pretrain.arguments.config_flags import absent_flags
-from megatron.pretrain.arguments.flags import spelled
-from megatron.pretrain.arguments.not_built import NOT_BUILT
+from megatron.pretrain.arguments.not_built import refusal
 
 DATA = Path(__file__).parents[3] / "pretrain" / "data"
 ROWS_OF_ALL_RELEASES = json.loads((DATA / "flags.json").read_text())
@@ -18,17 +18,17 @@ ROWS_OF_ALL_RELEASES = json.loads((DATA / "flags.json").read_text())
 TABLE = [row for row in ROWS_OF_ALL_RELEASES if row["name"] not in absent_flags()]
 """Flags of Megatron-LM, but those whose field the installed release of Megatron-Core lacks."""
 
-REFUSED_HERE = {dest for dest in NOT_BUILT if spelled(dest) not in absent_flags()}
-"""Destinations of `NOT_BUILT`, but such; of these the command line says that there is no field."""
+DESTINATIONS = {flag.dest for flag in chain.from_iterable(all_flags().values())}
+REFUSED_HERE = {dest for dest in DESTINATIONS if refusal(dest)}
+"""Destinations of flags that are refused at any value but the default."""
 
 SMALL = """--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32
     --micro-batch-size 2 --lr 0.005 --train-iters 20"""
 
 MOCK = SMALL + " --mock-data --vocab-size 100"
 
-# This program differs on purpose: it repeats no iteration, and loads of local checkpoints exchange
-# no tensors.
-OWN_DEFAULTS = {"rerun_mode": "disabled", "non_persistent_local_ckpt_algo": "atomic"}
+OWN_DEFAULTS = {"rerun_mode": "disabled"}
+"""This program differs on purpose: it repeats no iteration."""
 
 
 def parse(line: str, **machine: object) -> tuple[argparse.Namespace, list[str]]:

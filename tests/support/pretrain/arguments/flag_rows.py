@@ -17,7 +17,7 @@ class FlagRow:
 
     `changes`: what the flag makes of a value that is another one without it, as "place.name" ->
     value.
-    `shown_by`: a test whose runs show it, where the effect lies in the training loop.
+    `shown_by`: a test below tests/pretrain whose runs show it, where it lies in the training loop.
     `refused`: what the error says.
     """
 
@@ -47,7 +47,7 @@ def refused(flag: str, reason: str) -> FlagRow:
 
 
 def shown(flag: str, test: str) -> FlagRow:
-    return FlagRow(flag, shown_by=f"tests/pretrain/{test}")
+    return FlagRow(flag, shown_by=test)
 
 
 FSDP = "--use-megatron-fsdp"

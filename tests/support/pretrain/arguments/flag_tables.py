@@ -25,7 +25,7 @@ VIRTUAL_OF_FOUR = "--pipeline-model-parallel-size 4 --num-virtual-stages-per-pip
 EXPERTS = "--num-experts 8 --disable-bias-linear"
 NO_LOW_PRECISION = "FP8 and FP4 training is not built yet"
 NO_STATE_DTYPE = "needs Transformer Engine's fused Adam"
-NO_OFFLOAD = "optimizer state on the host is not built yet"
+NO_OFFLOAD = "optimizer state on the host are not built yet"
 bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
 
 DATA_PARALLELISM = (
@@ -155,19 +155,17 @@ DATA_PARALLELISM = (
     refused("--exp-avg-sq-dtype bf16", NO_STATE_DTYPE),
     refused("--optimizer-cpu-offload", NO_OFFLOAD),
     refused("--optimizer-offload-fraction 0.5", NO_OFFLOAD),
-    refused(
-        "--delay-wgrad-compute", "hiding expert communication behind other work is not built yet"
-    ),
+    refused("--delay-wgrad-compute", "hiding expert communication is not built yet"),
     refused("--cuda-graph-impl local", "CUDA graphs are not built yet"),
     refused("--use-torch-fsdp2", "use --use-megatron-fsdp"),
     refused("--torch-fsdp2-no-reshard-after-forward", "use --use-megatron-fsdp"),
     shown(
         "--no-align-grad-reduce",
-        "arguments/test_flags.py::test_gradients_of_stages_are_reduced_together_unless_told_otherwise",
+        "test_flags.py::test_gradients_of_stages_are_reduced_together_unless_told_otherwise",
     ),
     changes("--no-align-param-gather", f"{OVERLAP} {VIRTUAL}", ddp__align_param_gather=False),
-    refused("--defer-embedding-wgrad-compute", "needs a CUDA kernel for late weight gradients"),
-    refused("--wgrad-deferral-limit 3", "needs a CUDA kernel for late weight gradients"),
+    refused("--defer-embedding-wgrad-compute", "late weight gradients are not built yet"),
+    refused("--wgrad-deferral-limit 3", "late weight gradients are not built yet"),
     refused("--use-sharp", "reducing in the network"),
     changes("--check-for-large-grads", ddp__check_for_large_grads=True),
     changes("--no-check-for-nan-in-loss-and-grad", ddp__check_for_nan_in_grad=False),
@@ -326,10 +324,10 @@ PARALLELISM = (
     changes("--disable-gloo-process-groups", groups__create_gloo_process_groups=False),
     refused("--high-priority-stream-groups dp_cp", "on ordinary streams"),
     refused("--local-rank 1", "sets LOCAL_RANK"),
-    refused("--lazy-mpu-init", "process groups at the start"),
+    refused("--lazy-mpu-init", "process groups are always built at the start"),
     refused(
         "--overlap-moe-expert-parallel-comm",
-        "hiding expert communication behind other work is not built yet",
+        "hiding expert communication is not built yet",
     ),
 )
 

@@ -1,0 +1,286 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Planner for ``torch.distributed.checkpoint.save``: torch's own plans with less work.
+
+torch's own planner sends every entry of every rank to the first one and back. DCP's plan caching is
+not used: it keeps plans in the class of planners, for all runs of a process, and sends every rank
+its entries of the merged plan.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import math
+import uuid
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.default_planner import (
+    DefaultSavePlanner,
+    _validate_global_plan,
+    create_default_global_save_plan,
+)
+from torch.distributed.checkpoint.metadata import (
+    Metadata,
+    MetadataIndex,
+)
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
+
+from megatron.checkpoint.dcp import safe_pickle
+
+_OVERHEAD = 1200
+"""About the bytes that ``torch.save`` writes beside the elements of a tensor, or for a number."""
+
+
+class EvenPlanner(DefaultSavePlanner):
+    """A planner that has every entry written once, and about as many bytes by each rank.
+
+    Ranks send the first one their tensors and the names of their objects, and get back the
+    positions of those that they write: the thousands of small objects of param groups are on every
+    rank.
+
+    Args:
+        reuse: the plan of the save before, which is used again if it fits; None: none is kept.
+        spreads: whether to share out what several ranks have. False: the first of them writes it.
+    """
+
+    def __init__(self, reuse: PlanReuse | None = None, spreads: bool = True):
+        super().__init__()
+        self._reuse, self._spreads = reuse, spreads
+
+    def own_entries(self) -> tuple[list[WriteItem], dict[str, Any] | None]:
+        """Return the items that this rank could write, and the paths of keys in a nested dict."""
+        plan = super().create_local_plan()
+        return plan.items, plan.planner_data
+
+    def create_local_plan(self) -> SavePlan:
+        """Return the tensors of this rank as items, and the paths of all entries."""
+        items, self._paths = self.own_entries()
+        self._own_items = sorted(items, key=lambda item: item.type == WriteItemType.BYTE_IO)
+        if self._reuse is not None:
+            unchanged = self._reuse.unchanged(self._own_items, self._paths)
+            if unchanged is not None:
+                return SavePlan([], planner_data=unchanged)
+        tensors = [item for item in items if item.type != WriteItemType.BYTE_IO]
+        objects = [item.index.fqn for item in self._own_items[len(tensors) :]]
+        return SavePlan(tensors, planner_data=_LocalEntries(objects, self._paths))
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """Choose the rank that writes each entry; called on the first rank.
+
+        Returns:
+            For each rank the positions of its items that it writes, and the metadata of all.
+
+        Raises:
+            ValueError: if the chunks of a tensor overlap or do not make it up.
+        """
+        if self._reuse is not None:
+            kept = self._reuse.metadata_of(all_plans)
+            if kept is not None:
+                self.metadata = kept
+                return all_plans, kept
+            all_plans = self._reuse.whole(all_plans)
+        objects = _Items()
+        items_of_ranks = [
+            [*plan.items, *map(objects.__getitem__, plan.planner_data.objects)]
+            for plan in all_plans
+        ]
+        chosen = assign(items_of_ranks, self._spreads)
+        plans = [
+            SavePlan([items[position] for position in positions])
+            for items, positions in zip(items_of_ranks, chosen)
+        ]
+        plans, metadata = create_default_global_save_plan(plans, rewrite_index_hints=False)
+        paths: dict[str, Any] = {}
+        for plan in all_plans:
+            for key, path in (plan.planner_data.paths or {}).items():
+                paths.setdefault(key, path)
+        metadata = dataclasses.replace(metadata, planner_data=paths or None)
+        problems = _validate_global_plan(plans, metadata)
+        if problems:
+            raise ValueError(f"the ranks do not have each tensor once: {'; '.join(problems)[:500]}")
+        self.global_plan, self.metadata = plans, metadata
+        save = "" if self._reuse is None else self._reuse.keep_all(all_plans, metadata)
+        answers = [ChosenItems(positions, save) for positions in chosen]
+        return [SavePlan([], planner_data=answer) for answer in answers], metadata
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        """Return the items that this rank writes."""
+        answer = new_plan.planner_data
+        if isinstance(answer, ChosenItems):
+            positions = answer.positions
+            if self._reuse is not None:
+                self._reuse.keep(self._own_items, self._paths, answer)
+        else:
+            assert self._reuse is not None  # nothing else lets a plan be unchanged
+            positions = self._reuse.positions()
+        items = [self._own_items[position] for position in positions]
+        self.plan = SavePlan(items, storage_data=new_plan.storage_data)
+        return self.plan
+
+    def transform_object(self, write_item: WriteItem, object: Any) -> torch.Tensor | io.BytesIO:
+        """Return a tensor, or the pickle of an object."""
+        if write_item.type == WriteItemType.BYTE_IO and safe_pickle.is_scalar(object):
+            return io.BytesIO(safe_pickle.save_torch(object))
+        data: torch.Tensor | io.BytesIO = super().transform_object(write_item, object)
+        return data
+
+
+@dataclass(frozen=True)
+class _LocalEntries:
+    """The keys of a rank's objects, and of all entries the paths in the nested dict, if any."""
+
+    objects: list[str]
+    paths: dict[str, Any] | None
+
+
+class _Items(dict[str, WriteItem]):
+    """The items of objects, by key: one for all ranks."""
+
+    def __missing__(self, key: str) -> WriteItem:
+        self[key] = WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO)
+        return self[key]
+
+
+def assign(items_of_ranks: Sequence[Sequence[WriteItem]], spreads: bool) -> list[list[int]]:
+    """Choose for each item one of the ranks that have it.
+
+    Items of one rank alone are its own. The others, from the largest to the smallest, go to the
+    rank that has the fewest bytes until then, or to the first rank that has them.
+
+    Args:
+        items_of_ranks: the items that each rank could write.
+        spreads: whether to let ranks have about as many bytes.
+
+    Returns:
+        The positions of the items that each rank writes, in order.
+    """
+    candidates: dict[Any, list[tuple[int, int]]] = {}
+    sizes: dict[Any, int] = {}
+    for rank, items in enumerate(items_of_ranks):
+        for position, item in enumerate(items):
+            key = (item.index.fqn, item.index.offset)
+            candidates.setdefault(key, []).append((rank, position))
+            sizes[key] = _num_bytes(item)
+    num_bytes = [0] * len(items_of_ranks)
+    chosen: list[list[int]] = [[] for _ in items_of_ranks]
+    for key in sorted(sizes, key=lambda key: (len(candidates[key]) > 1, -sizes[key])):
+        owners = candidates[key] if spreads else candidates[key][:1]
+        rank, position = min(owners, key=lambda owner: num_bytes[owner[0]])
+        num_bytes[rank] += sizes[key]
+        chosen[rank].append(position)
+    return [sorted(positions) for positions in chosen]
+
+
+def _num_bytes(item: WriteItem) -> int:
+    """Return about the bytes of an item in a file.
+
+    ``WriteItem.tensor_storage_size`` counts the whole tensor for each of its chunks.
+    """
+    data = item.tensor_data
+    if data is None or data.chunk is None:
+        return _OVERHEAD
+    return _OVERHEAD + math.prod(data.chunk.sizes) * data.properties.dtype.itemsize
+
+
+# ---- plans that later saves of the same structure use again
+
+
+@dataclass(frozen=True)
+class UnchangedPlan:
+    """The word for the entries of a rank if they are those of the plan that is kept as ``save``."""
+
+    save: str
+
+
+@dataclass(frozen=True)
+class ChosenItems:
+    """The positions of the items that a rank writes, in the plan that is kept as ``save``."""
+
+    positions: list[int]
+    save: str
+
+
+@dataclass
+class _OfRank:
+    """The plan of a rank, which every rank keeps."""
+
+    group: weakref.ref[Any]
+    items: list[WriteItem]
+    paths: Any
+    chosen: ChosenItems
+
+
+@dataclass
+class _OfFirstRank:
+    """The plans of all ranks, which the first rank keeps."""
+
+    save: str
+    plans: list[SavePlan]
+    metadata: Metadata
+
+
+class PlanReuse:
+    """The plan of the save before."""
+
+    def __init__(self) -> None:
+        self._own: _OfRank | None = None
+        self._all: _OfFirstRank | None = None
+
+    def forget(self) -> None:
+        """Forget the plan: after a save that failed, ranks may have kept different ones."""
+        self._own = self._all = None
+
+    # ---- on every rank
+
+    def unchanged(self, items: list[WriteItem], paths: Any) -> UnchangedPlan | None:
+        """Return what stands for the entries of this rank, None if they are others than before."""
+        own = self._own
+        if own is None or own.group() is not dist.group.WORLD:
+            return None
+        same = own.items == items and own.paths == paths
+        return UnchangedPlan(own.chosen.save) if same else None
+
+    def keep(self, items: list[WriteItem], paths: Any, chosen: ChosenItems) -> None:
+        """Keep the plan of this rank."""
+        self._own = _OfRank(weakref.ref(dist.group.WORLD), items, paths, chosen)
+
+    def positions(self) -> list[int]:
+        """Return the positions of the items that this rank writes, in an unchanged plan."""
+        assert self._own is not None  # the rank has said that its plan is unchanged
+        return self._own.chosen.positions
+
+    # ---- on the first rank
+
+    def metadata_of(self, plans: Sequence[SavePlan]) -> Metadata | None:
+        """Return the metadata of the save before if the plans of all ranks are those of it."""
+        if self._all is None:
+            return None
+        same = UnchangedPlan(self._all.save)
+        if any(plan.planner_data != same for plan in plans):
+            return None
+        return dataclasses.replace(self._all.metadata)
+
+    def whole(self, plans: Sequence[SavePlan]) -> list[SavePlan]:
+        """Return the plans with all entries.
+
+        Raises:
+            ValueError: if a rank refers to a plan that this rank does not have.
+        """
+        found = []
+        for rank, plan in enumerate(plans):
+            if isinstance(plan.planner_data, UnchangedPlan):
+                if self._all is None or plan.planner_data.save != self._all.save:
+                    raise ValueError(f"rank {rank} refers to the plan of another save")
+                plan = self._all.plans[rank]
+            found.append(plan)
+        return found
+
+    def keep_all(self, plans: list[SavePlan], metadata: Metadata) -> str:
+        """Keep the plans of all ranks, with all entries, and return an identifier of them."""
+        self._all = _OfFirstRank(uuid.uuid4().hex, plans, dataclasses.replace(metadata))
+        return self._all.save

@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writer of the fsdp_dtensor format: a training state to files."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from megatron.checkpoint.core import key_rules, param_groups
+from megatron.checkpoint.core.lazy_tensor import LazyTensor, in_memory
+from megatron.checkpoint.core.listing import listed
+from megatron.checkpoint.core.spelling import HALVES, Spelling
+from megatron.checkpoint.core.training_state import OptimizerParamGroup, TrainingState
+from megatron.checkpoint.dcp.dcp_target import DcpTarget, Entry, ObjectEntry, whole
+from megatron.checkpoint.fsdp_dtensor.keys import META_PREFIX, STATE_PREFIX, args_of_format
+
+
+def target(
+    state: TrainingState,
+    spelling: Spelling,
+    model_prefix: str = "model.module",
+    optimizer_prefix: str | None = None,
+    must_be_gated: bool = False,
+    gated_modules: Sequence[str] = (),
+) -> DcpTarget:
+    """Return the fsdp_dtensor checkpoint of ``state``.
+
+    A strict load accepts it, with torch's AdamW and with fused ones.
+
+    Args:
+        state: the state to write.
+        spelling: the parameter names of the run that will load it.
+        model_prefix: prefix of the model's keys.
+        optimizer_prefix: ``optimizer.state.<P>``, with one ``module`` for each wrapper of the run
+            that will load it. This project's loaders derive the number from the keys; others
+            require their own. Default: that of a run in the precision of ``state``.
+        must_be_gated: whether to refuse a model without gated MLPs.
+        gated_modules: ends of the paths of modules that must be gated.
+
+    Raises:
+        ValueError: for a prefix that no loader asks for, for a model that is not gated although it
+            must be, and for modules that do not exist or are not gated.
+    """
+    optimizer_prefix = optimizer_prefix or _default_optimizer_prefix(state)
+    _check_prefix("model", model_prefix)
+    _check_prefix("optimizer.state", optimizer_prefix)
+    gated = _gated_names(state)
+    _check_gated(state, gated, must_be_gated, gated_modules)
+    entries = _EntryList(state, spelling, gated, model_prefix, optimizer_prefix)
+    for name in sorted([*state.weights, *state.buffers], key=key_rules.registration_order):
+        entries.add_tensor(name)
+        entries.add_optimizer_state(name)
+    for group in state.groups or []:
+        entries.add_group_fields(group)
+    entries.add_everything_else()
+    state.notes += [
+        f"{key}: this format has no place for it; left out"
+        for key in sorted(map(str, state.others))
+    ]
+    return DcpTarget(entries.entries, paths=entries.paths, notes=state.notes)
+
+
+def _default_optimizer_prefix(state: TrainingState) -> str:
+    """Return ``optimizer.state.module.module``, with a third wrapper in mixed precision."""
+    is_mixed = any(dtype != torch.float32 for dtype in state.compute_dtype.values())
+    return STATE_PREFIX + ".".join(["module"] * (3 if is_mixed else 2))
+
+
+def _check_prefix(start: str, prefix: str) -> None:
+    if not re.fullmatch(rf"{re.escape(start)}(\.module)+", prefix):
+        raise ValueError(
+            f"the prefix {prefix!r} is none that a loader asks for: {start}.module, with one module"
+            " for each wrapper"
+        )
+
+
+def _gated_names(state: TrainingState) -> set[str]:
+    """Return the parameters that the file has as two halves."""
+    shapes = {name: tensor.shape for name, tensor in state.weights.items()}
+    return {name for name in shapes if key_rules.has_halves(name, shapes)}
+
+
+def _check_gated(
+    state: TrainingState, gated: set[str], must_be_gated: bool, modules: Sequence[str]
+) -> None:
+    """Refuse a model that is not gated although it must be.
+
+    Only gated MLPs can be named as ``modules``: loaders look for halves of no other weights.
+    """
+    if must_be_gated and not gated:
+        raise ValueError(
+            "the model's MLPs are not gated (no linear_fc1 has twice as many rows as its linear_fc2"
+            " has columns)"
+        )
+    problems = []
+    for module in modules:
+        names = [
+            name for name in state.weights if f".{name.rpartition('.')[0]}".endswith(f".{module}")
+        ]
+        if not names:
+            problems.append(f"there is no module {module}")
+        for name in names:
+            if name not in gated:
+                problems.append(f"{name}: it is not the first layer of a gated MLP")
+    if problems:
+        raise ValueError(listed("modules whose weights are no two halves", problems))
+
+
+class _EntryList:
+    """Entries of the file, and the path of each in the nested dict that a loader fills.
+
+    The parameters in ``gated`` are written as two halves.
+    """
+
+    def __init__(
+        self,
+        state: TrainingState,
+        spelling: Spelling,
+        gated: set[str],
+        model_prefix: str,
+        optimizer_prefix: str,
+    ):
+        self.entries: list[Entry] = []
+        self.paths: dict[str, tuple[Any, ...]] = {}
+        self._state = state
+        self._spelling = spelling
+        self._gated = gated
+        self._model_prefix = model_prefix
+        self._wrappers = optimizer_prefix.removeprefix(STATE_PREFIX)
+
+    def _add(self, entry: Entry, *path: Any) -> None:
+        self.paths[entry.key] = path
+        self.entries.append(entry)
+
+    def add_tensor(self, name: str) -> None:
+        """Add the weight, in fp32, or the buffer."""
+        if name in self._state.buffers:
+            tensor = self._state.buffers[name]
+        else:
+            tensor = self._state.weights[name].to(torch.float32)
+        for module_name, shard in self._halves(name, tensor):
+            key = f"{self._model_prefix}.{module_name}"
+            self._add(whole(key, shard), "model", key.removeprefix("model."))
+
+    def add_optimizer_state(self, name: str) -> None:
+        """Add the moments of a parameter, and the step counter of torch's AdamW."""
+        slots = {**self._state.moments.get(name, {}), **_step_slot(self._state, name)}
+        for slot, tensor in slots.items():
+            for module_name, shard in self._halves(name, tensor):
+                parameter = f"{self._wrappers}.{module_name}"
+                entry = whole(f"{STATE_PREFIX}{parameter}.{slot}", shard)
+                self._add(entry, "optimizer", "state", parameter, slot)
+
+    def add_group_fields(self, group: OptimizerParamGroup) -> None:
+        """Add every field of a param group, once for each of its parameters."""
+        for name in group.names:
+            parameter = f"{self._wrappers}.{self._spelling.module_name(name)}"
+            fields = param_groups.for_any_optimizer(group.fields, self._state.step_of(name))
+            for field, value in fields.items():
+                entry = ObjectEntry(f"{META_PREFIX}{parameter}.{field}", value)
+                self._add(entry, "optimizer", "param_to_group_meta", parameter, field)
+
+    def add_everything_else(self) -> None:
+        """Add arguments, counters, schedule, loss scaler and random states."""
+        for path, value in _everything_else(self._state):
+            key = ".".join(map(str, path))
+            if isinstance(value, torch.Tensor):
+                self._add(whole(key, in_memory(value)), *path)
+            else:
+                self._add(ObjectEntry(key, value), *path)
+
+    def _halves(self, name: str, tensor: LazyTensor) -> Iterator[tuple[str, LazyTensor]]:
+        """Yield the name in the file and the tensor, or those of each half of a gated weight."""
+        module_name = self._spelling.module_name(name)
+        if name not in self._gated:
+            yield module_name, tensor
+        elif not tensor.shape:  # a step counter, which both halves have
+            for half in HALVES:
+                yield module_name + half, tensor
+        else:
+            middle = tensor.num_rows // 2
+            yield module_name + HALVES[0], tensor.rows(0, middle)
+            yield module_name + HALVES[1], tensor.rows(middle, tensor.num_rows)
+
+
+def _step_slot(state: TrainingState, name: str) -> dict[str, LazyTensor]:
+    """Return the counter that torch's AdamW has for every parameter with moments."""
+    step = state.step_of(name)
+    if step is None or name not in state.moments:
+        return {}
+    count = float(step)
+    is_fresh = state.is_fresh.get(name)
+
+    def read_rows(start: int, stop: int) -> torch.Tensor:
+        # Only while it reads does a reader find that it has to drop moments; they begin at step 0.
+        return torch.tensor(0.0 if is_fresh is not None and is_fresh() else count)
+
+    return {"step": LazyTensor((), torch.float32, read_rows)}
+
+
+def _everything_else(state: TrainingState) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Yield the path and the value of every entry of neither model nor optimizer."""
+    if state.args is not None:
+        yield ("args",), args_of_format(state.args)
+    yield ("checkpoint_version",), state.version
+    yield ("iteration",), state.iteration or 0
+    if state.operations is not None:
+        yield ("num_floating_point_operations_so_far",), state.operations
+    for field, value in (state.scheduler or {}).items():
+        yield ("opt_param_scheduler", field), value
+    for field, value in (state.grad_scaler or {}).items():
+        yield ("grad_scaler", field), value
+    for (stage, tensor_rank), ranks in state.random_states.items():
+        for data_rank, generators in enumerate(ranks):
+            for name, value in generators.items():
+                path = ("rng_state", f"({stage}, {tensor_rank})", data_rank, name)
+                if not isinstance(value, dict):
+                    yield path, value
+                    continue
+                for tracker, tracked in value.items():
+                    yield (*path, tracker), tracked

@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reader of Hugging Face models: a model directory to a training state, without transformers."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import cast
+
+import torch
+
+from megatron.checkpoint.core.key_rules import WORD_EMBEDDINGS, expected_shape, is_buffer
+from megatron.checkpoint.core.lazy_tensor import LazyTensor
+from megatron.checkpoint.core.training_state import TrainingState
+from megatron.checkpoint.hugging_face.families import family_named
+from megatron.checkpoint.hugging_face.family import Family, Pairing, Shape
+from megatron.checkpoint.hugging_face.model_directory import (
+    CONFIG,
+    read_json,
+    read_tensors,
+    refuse,
+)
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+"""Dtypes that weights may have."""
+
+
+def read(directory: Path, *, vocabulary_multiple: int | None = None) -> TrainingState:
+    """Read the weights and the arguments of a model. Tensors are read later, when they are needed.
+
+    Args:
+        directory: directory with config.json and one safetensors file, or several and an index.
+        vocabulary_multiple: number to a multiple of which the vocabulary is padded with zeros, as
+            tensor parallelism needs it: ``make_vocab_size_divisible_by`` times its size. Default:
+            no padding.
+
+    Returns:
+        A state of ``weights``, ``buffers``, ``args`` and ``notes``. ``args`` has Megatron-LM's
+        arguments of the model.
+
+    Raises:
+        ValueError: with all settings of config.json that Megatron-Core cannot follow; or with all
+            tensors that are missing, unknown or of the wrong shape or dtype; for a family or a file
+            that cannot be read.
+    """
+    config = read_json(directory / CONFIG)
+    family = family_named(config.get("model_type"), f"{directory / CONFIG} has the model_type")
+    args, problems = family.read_config(config)
+    refuse("has settings that Megatron-Core's models do not have", directory / CONFIG, problems)
+    stored = _with_base(read_tensors(directory), family.base)
+    args.mtp_num_layers = _num_predicting_layers(family, args.num_layers, stored)
+    args.padded_vocab_size = _padded_size(args.vocab_size, vocabulary_multiple)
+    pairings = [pairing for pairing in family.pairings(args) if not pairing.is_copy]
+    problems = _wrong_tensors(args, pairings, stored)
+    notes, unknown = _other_tensors(family, args, stored)
+    refuse("holds other tensors than its config.json says", directory, [*problems, *unknown])
+    if family.predicts:
+        announced = config.get("num_nextn_predict_layers") or 0
+        notes += _predicting_layers_note(announced, args.mtp_num_layers or 0)
+    state = TrainingState(weights={}, args=args, notes=notes)
+    for pairing in pairings:
+        tensor = pairing.rearrangement.merge([stored[name] for name in pairing.theirs], args)
+        if is_buffer(pairing.ours):
+            state.buffers[pairing.ours] = tensor.to(torch.float32)
+        else:
+            state.weights[pairing.ours] = tensor
+    _set_dtype(args, state.weights[WORD_EMBEDDINGS].dtype)
+    _set_tokenizer(args, directory)
+    return state
+
+
+def _with_base(stored: dict[str, LazyTensor], base: str) -> dict[str, LazyTensor]:
+    """Return names as in the whole language model, also if it was saved without its head."""
+    if any(name.startswith(base) for name in stored):
+        return stored
+    return {
+        name if name.startswith("lm_head.") else base + name: tensor
+        for name, tensor in stored.items()
+    }
+
+
+def _num_predicting_layers(family: Family, num_layers: int, stored: Iterable[str]) -> int | None:
+    """Count the layers beyond those of the config, which predict further tokens.
+
+    The config cannot be asked: transformers leaves these layers out when it saves a model.
+    """
+    if not family.predicts:
+        return None
+    number = 0
+    while any(name.startswith(f"{family.layers}{num_layers + number}.") for name in stored):
+        number += 1
+    return number or None
+
+
+def _predicting_layers_note(announced: int, found: int) -> list[str]:
+    if announced == found:
+        return []
+    return [
+        f"config.json speaks of {announced} layers that predict further tokens, there are {found}"
+    ]
+
+
+def _padded_size(size: int, multiple: int | None) -> int:
+    """Round ``size`` up to a multiple: 100 tokens in multiples of 64 are 128 rows."""
+    if multiple is None:
+        return size
+    if multiple < 1:
+        raise ValueError(f"vocabulary_multiple must be at least 1, got {multiple}")
+    return -(-size // multiple) * multiple
+
+
+def _wrong_tensors(
+    args: argparse.Namespace, pairings: Iterable[Pairing], stored: Mapping[str, LazyTensor]
+) -> list[str]:
+    """Report tensors of the model that are missing or have another shape or dtype."""
+    problems = []
+    for pairing in pairings:
+        for name, shape in zip(pairing.theirs, _their_shapes(pairing, args)):
+            if name not in stored:
+                problems.append(f"{name}: missing")
+            elif stored[name].shape != shape:
+                problems.append(f"{name}: {stored[name].shape}, but by config.json {shape}")
+            elif stored[name].dtype not in DTYPES.values():
+                problems.append(
+                    f"{name}: {stored[name].dtype}, which is none of {', '.join(DTYPES)}"
+                )
+    return problems
+
+
+def _their_shapes(pairing: Pairing, args: argparse.Namespace) -> list[Shape]:
+    # The key rules know every size of every tensor that a family has.
+    shape = cast(Shape, expected_shape(pairing.ours, args))
+    return pairing.rearrangement.shapes(shape, args)
+
+
+def _other_tensors(
+    family: Family, args: argparse.Namespace, stored: Iterable[str]
+) -> tuple[list[str], list[str]]:
+    """Return notes about copies, which are not read, and problems with unknown tensors."""
+    copies: set[str] = set()
+    expected: set[str] = set()
+    for pairing in family.pairings(args):
+        names = copies if pairing.is_copy else expected
+        names.update(pairing.theirs)
+    if not args.untie_embeddings_and_output_weights:
+        copies.add("lm_head.weight")
+    notes: list[str] = []
+    problems: list[str] = []
+    for name in stored:
+        if name in expected or name.endswith(family.passed_over):
+            continue
+        if name in copies:
+            notes.append(f"{name} is a copy of the embedding or the output layer: passed over")
+        else:
+            problems.append(f"{name}: unknown")
+    return notes, problems
+
+
+def _set_dtype(args: argparse.Namespace, dtype: torch.dtype) -> None:
+    args.params_dtype = dtype
+    args.bf16, args.fp16 = dtype == torch.bfloat16, dtype == torch.float16
+
+
+def _set_tokenizer(args: argparse.Namespace, directory: Path) -> None:
+    files = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+    has_tokenizer = any((directory / name).is_file() for name in files)
+    args.tokenizer_type = "HuggingFaceTokenizer" if has_tokenizer else None
+    args.tokenizer_model = str(directory) if has_tokenizer else None

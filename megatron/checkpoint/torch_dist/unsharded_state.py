@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The common state of a torch_dist checkpoint: everything that is not sharded over ranks.
+
+It is a dict in the file ``common.pt``, or from Megatron-Core 0.19 on in an object of the directory:
+the run's arguments, counters, the schedule of rates and the optimizer's param groups. In some
+layouts of the optimizer the param groups are in an object of each rank instead. A run has several
+chained optimizers where experts have one of their own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from megatron.checkpoint.core.training_state import TrainingState
+from megatron.checkpoint.dcp import safe_pickle
+from megatron.checkpoint.dcp.stored_checkpoint import StoredCheckpoint
+from megatron.checkpoint.integrity.manifest import DamagedCheckpointError
+from megatron.checkpoint.torch_dist.optimizer_keys import OptimizerOfRank
+
+COMMON_FILE = "common.pt"
+COMMON_OBJECT = "common_state/shard_0_1"
+
+KNOWN_FIELDS = (
+    "args",
+    "checkpoint_version",
+    "iteration",
+    "num_floating_point_operations_so_far",
+    "optimizer",
+    "opt_param_scheduler",
+    "content_metadata",
+)
+"""Fields that :class:`TrainingState` has, or that follow from the layout."""
+
+
+def read_common(stored: StoredCheckpoint) -> dict[str, Any]:
+    """Read the common state, from its file or from its object.
+
+    Raises:
+        DamagedCheckpointError: if there is none, or it cannot be read.
+        RefusedPickleError: if it names a class that checkpoints do not hold.
+    """
+    path = stored.directory / COMMON_FILE
+    if path.is_file():
+        try:
+            common = safe_pickle.load_torch(path.read_bytes())
+        except safe_pickle.RefusedPickleError as error:
+            raise safe_pickle.RefusedPickleError(f"{path}: {error}") from None
+        except ValueError as error:
+            raise DamagedCheckpointError(f"{path} is damaged: {error}") from error
+    elif COMMON_OBJECT in stored.objects:
+        common = read_sharded_object(stored, COMMON_OBJECT)
+    else:
+        raise DamagedCheckpointError(
+            f"{stored.directory} has neither {COMMON_FILE} nor the object {COMMON_OBJECT}"
+        )
+    if not isinstance(common, dict):
+        raise DamagedCheckpointError(
+            f"{stored.directory}: the common state is a {type(common).__name__}, not a dict"
+        )
+    return common
+
+
+def grad_scaler_in(common: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the state of the gradient scaler, which is in one of the optimizers; None without."""
+    for state in optimizers_in(common):
+        scaler: dict[str, Any] | None = state.get("grad_scaler")
+        if scaler:
+            return scaler
+    return None
+
+
+def common_of(state: TrainingState) -> dict[str, Any]:
+    """Return the common state to write, for the optimizer layout ``fully_reshardable``."""
+    content: dict[str, Any] = dict(state.others)
+    if state.args is not None:
+        content["args"] = _args_of_format(state.args)
+    content |= {"checkpoint_version": state.version, "iteration": state.iteration or 0}
+    if state.operations is not None:
+        content["num_floating_point_operations_so_far"] = state.operations
+    content["content_metadata"] = {
+        "singleton_local_shards": False,
+        "chained_optim_avoid_prefix": True,
+    }
+    if state.groups is not None:
+        content["optimizer"] = _optimizer(state)
+        content["content_metadata"] |= {
+            "distrib_optim_sharding_type": "fully_reshardable",
+            "distrib_optim_fully_reshardable_mem_efficient": False,
+        }
+    if state.scheduler is not None:
+        content["opt_param_scheduler"] = dict(state.scheduler)
+    return content
+
+
+def notes_on_steps(state: TrainingState) -> Iterator[str]:
+    """Yield a note for each parameter whose step count the format cannot keep.
+
+    Megatron-Core has one count for all parameters, and refuses a file with several.
+    """
+    steps = _steps(state)
+    last = max(steps.values(), default=None)
+    for name, step in steps.items():
+        if step != last:
+            yield f"{name}: its moments have seen {step:g} steps; torch_dist has {last:g} for all"
+
+
+def _args_of_format(args: argparse.Namespace) -> argparse.Namespace:
+    """Return the arguments of a run that writes this format."""
+    args = copy.copy(args)
+    args.ckpt_format = "torch_dist"
+    args.use_megatron_fsdp = False
+    args.use_distributed_optimizer = True
+    args.dist_ckpt_optim_fully_reshardable = True
+    return args
+
+
+def _optimizer(state: TrainingState) -> dict[Any, Any]:
+    """Return the param groups in Megatron-Core's form: two optimizers if experts have their own."""
+    last = max(_steps(state).values(), default=None)
+    groups_of: dict[bool, list[dict[str, Any]]] = {}
+    for group in state.groups or []:
+        fields = dict(group.fields)
+        if last is not None:
+            fields["step"] = last
+        groups_of.setdefault(bool(fields.get("is_expert_parallel")), []).append(fields)
+    scaler = {"grad_scaler": state.grad_scaler} if state.grad_scaler else {}
+    optimizers = [
+        {
+            "optimizer": {"param_groups": groups},
+            "param_state_sharding_type": "fully_reshardable",
+            **scaler,
+        }
+        for _, groups in sorted(groups_of.items())
+    ]
+    return optimizers[0] if len(optimizers) == 1 else dict(enumerate(optimizers))
+
+
+def _steps(state: TrainingState) -> dict[str, float]:
+    """Return the number of steps that each parameter's moments have seen, where that is known."""
+    steps: dict[str, float] = {}
+    for group in state.groups or []:
+        for name in group.names:
+            step = state.step_of(name)
+            if step is not None:
+                steps[name] = step
+    return steps
+
+
+def read_sharded_object(stored: StoredCheckpoint, key: str) -> Any:
+    """Read an object, without the list of one that some releases have put around it.
+
+    Raises:
+        DamagedCheckpointError: if it cannot be read.
+        RefusedPickleError: if it names a class that checkpoints do not hold.
+    """
+    value = stored.read_object(key)
+    return value[0] if isinstance(value, list) and len(value) == 1 else value
+
+
+def optimizers_in(common: Mapping[str, Any]) -> list[Any]:
+    """Return the state of each chained optimizer in the common state."""
+    optimizer = common.get("optimizer")
+    if not isinstance(optimizer, dict):
+        return []
+    if optimizer and all(isinstance(number, int) for number in optimizer):
+        return [optimizer[number] for number in sorted(optimizer)]
+    return [optimizer]
+
+
+def optimizers_of_ranks(
+    stored: StoredCheckpoint, keys: Mapping[OptimizerOfRank, str]
+) -> dict[int, Any]:
+    """Return the state of each chained optimizer that ranks have stored.
+
+    A rank without parameters in a group lacks fields of it, which another rank has. ``keys`` are
+    those of each rank's object ``optimizer``.
+    """
+    groups_of_chain: dict[int, list[dict[str, Any]]] = {}
+    for (chain, _), key in sorted(keys.items()):
+        stored_groups = read_sharded_object(stored, key)["param_groups"]
+        groups = groups_of_chain.setdefault(chain, [{} for _ in stored_groups])
+        for group, fields in zip(groups, stored_groups):
+            for name, value in fields.items():
+                if group.get(name) is None:
+                    group[name] = value
+    return {
+        chain: {"optimizer": {"param_groups": groups}} for chain, groups in groups_of_chain.items()
+    }
+
+
+def param_groups_of(optimizers: Sequence[Any]) -> list[dict[str, Any]]:
+    """Return the param groups of all optimizers, those of experts last.
+
+    They have ``is_expert_parallel`` and, if the file has it, ``step``, but no ``params``.
+    """
+    groups = []
+    for number, state in enumerate(optimizers):
+        inner = state.get("optimizer", state) if isinstance(state, dict) else {}
+        common_step = (inner.get("state") or {}).get("common_step")
+        is_last_of_several = 0 < number == len(optimizers) - 1
+        for fields in inner.get("param_groups", []):
+            group = {name: value for name, value in fields.items() if name != "params"}
+            group.setdefault("is_expert_parallel", is_last_of_several)
+            step = group.get("step", common_step)
+            if step is not None:
+                group["step"] = step.item() if isinstance(step, torch.Tensor) else step
+            groups.append(group)
+    return sorted(groups, key=lambda group: bool(group["is_expert_parallel"]))

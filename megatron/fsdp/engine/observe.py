@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Observers: what the engine tells of its work on units, its collectives and its flat storage.
+
+Traces, the planner's simulation and the watch over ranks are observers. They belong to the process
+and not to a model, because one recording covers all models and the collectives between them.
+Without an observer each place in the engine costs a test of an empty tuple. While torch.profiler
+runs, work on a unit is a range of it too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd import profiler
+
+from megatron.fsdp.engine.device import Collective, Work, in_backward
+
+FORWARD, BACKWARD, STEP = "forward", "backward", "step"
+"""Phases: a forward of any unit, a backward pass, and everything around the optimizer's step."""
+
+GATHER, REDUCE, OTHER = "gather", "reduce", "other"
+"""Kinds of collectives: of weights, of gradients, and everything else."""
+
+NOTHING: AbstractContextManager[None] = nullcontext()
+
+
+class Observer:
+    """A client of the engine that is told what it does; every method does nothing by default."""
+
+    def begin_pass(self, phase: str) -> None:
+        """Note that a forward of a root, or a backward pass, begins."""
+
+    def begin_work(self, unit: str, work: str) -> Any:
+        """Note that work on a unit begins; return what :meth:`end_work` is called with."""
+
+    def end_work(self, begun: Any) -> None:
+        """Note that work on a unit has ended."""
+
+    def begin_backward(self, unit: str) -> None:
+        """Note that the backward of a unit begins; that of the unit before it is over."""
+
+    def end_backward_pass(self) -> None:
+        """Note that the backward pass is over."""
+
+    def begin_step(self) -> None:
+        """Note that the optimizer has made a step."""
+
+    def storage(self, action: str, tensor: torch.Tensor) -> None:
+        """Note that the storage of a flat tensor is allocated ("allocate") or freed ("release")."""
+
+    def begin_collective(
+        self,
+        kind: str,
+        name: str,
+        operands: Sequence[torch.Tensor],
+        group: dist.ProcessGroup | None,
+    ) -> Any:
+        """Note that a collective is launched; return what the next two methods are called with."""
+
+    def end_collective(self, begun: Any) -> None:
+        """Note that this rank has waited for a collective, or need not wait for it."""
+
+    def fail_collective(self, begun: Any, error: Exception) -> None:
+        """Note that a collective has failed; may raise an error that explains ``error``."""
+
+
+_observers: tuple[Observer, ...] = ()
+_forwards: dict[Hashable, _Work] = {}  # the observed forwards under way
+
+
+def add(observer: Observer) -> None:
+    """Tell ``observer`` everything from now on."""
+    global _observers
+    _observers = (*_observers, observer)
+
+
+def remove(observer: Observer) -> None:
+    """Tell ``observer`` nothing any more."""
+    global _observers
+    _observers = tuple(other for other in _observers if other is not observer)
+
+
+def current_phase() -> str:
+    """Return the phase in which the engine is, as far as forwards are observed."""
+    if in_backward():
+        return BACKWARD
+    return FORWARD if _forwards else STEP
+
+
+# ---- passes and work on units
+
+
+class _Work(AbstractContextManager[None]):
+    """Work on a unit, for observers and as a range of torch.profiler."""
+
+    def __init__(self, unit: str, work: str):
+        self._unit = unit
+        self._work = work
+        self._begun: list[tuple[Observer, Any]] = []
+
+    def __enter__(self) -> None:
+        name = f"FSDP::{self._work} ({self._unit}, {current_phase()})"
+        self._range = profiler.record_function(name)
+        self._range.__enter__()
+        self._begun = [(each, each.begin_work(self._unit, self._work)) for each in _observers]
+
+    def __exit__(self, *error: object) -> None:
+        for observer, begun in self._begun:
+            observer.end_work(begun)
+        self._range.__exit__(None, None, None)
+
+
+def work(unit: str, work: str) -> AbstractContextManager[None]:
+    """Return a context for work on a unit; collectives and storage inside it are the unit's."""
+    return _Work(unit, work) if _observers or profiler._is_profiler_enabled else NOTHING
+
+
+def begin_forward(call: Hashable, unit: str, is_root: bool) -> None:
+    """Tell that ``call``, a forward of ``unit``, begins."""
+    if not (_observers or profiler._is_profiler_enabled):
+        return
+    if is_root and not in_backward():
+        for observer in _observers:
+            observer.begin_pass(FORWARD)
+    _forwards[call] = _Work(unit, FORWARD)
+    _forwards[call].__enter__()
+
+
+def end_forward(call: Hashable) -> None:
+    """Tell that ``call`` has ended."""
+    if _forwards and call in _forwards:
+        _forwards.pop(call).__exit__()
+
+
+def begin_backward_pass() -> None:
+    """Tell that a backward pass has reached a model."""
+    for observer in _observers:
+        observer.begin_pass(BACKWARD)
+
+
+def begin_backward(unit: str) -> None:
+    """Tell that the backward of a call of ``unit`` begins."""
+    for observer in _observers:
+        observer.begin_backward(unit)
+
+
+def end_backward_pass() -> None:
+    """Tell that the backward pass is over."""
+    for observer in _observers:
+        observer.end_backward_pass()
+
+
+def begin_step() -> None:
+    """Tell that the optimizer has made a step."""
+    for observer in _observers:
+        observer.begin_step()
+
+
+def storage(action: str, tensor: torch.Tensor) -> None:
+    """Tell that the storage of a flat tensor is allocated or released."""
+    for observer in _observers:
+        observer.storage(action, tensor)
+
+
+# ---- collectives
+
+
+class _ObservedCollective(AbstractContextManager[None]):
+    """A collective that observers are told of; if it is asynchronous, also the work to wait for."""
+
+    def __init__(
+        self,
+        kind: str,
+        name: str,
+        operands: Sequence[torch.Tensor],
+        group: dist.ProcessGroup | None,
+    ):
+        self._begun = [
+            (each, each.begin_collective(kind, name, operands, group)) for each in _observers
+        ]
+        self.work: Work | None = None
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        for observer, begun in self._begun:
+            if isinstance(error, Exception):
+                observer.fail_collective(begun, error)
+            elif self.work is None:  # otherwise it is over when somebody has waited for it
+                observer.end_collective(begun)
+
+    def wait(self) -> None:
+        """Wait for the collective to finish."""
+        work, self.work = self.work, None
+        with self:
+            if work is not None:
+                work.wait()
+
+
+def observed(
+    kind: str,
+    name: str,
+    operands: Sequence[torch.Tensor],
+    group: dist.ProcessGroup | None,
+    collective: Collective,
+) -> Collective:
+    """Return ``collective``, of which observers are told when it starts and ends.
+
+    Args:
+        kind: ``GATHER``, ``REDUCE`` or ``OTHER``.
+        name: name of the operation.
+        operands: the whole tensors: the results of a gather, the operand of a reduction.
+        group: the ranks of the collective; None for all ranks.
+        collective: the collective to start.
+    """
+    if not _observers:
+        return collective
+
+    def start(asynchronous: bool) -> Work | None:
+        told = _ObservedCollective(kind, name, operands, group)
+        with told:
+            told.work = collective(asynchronous)
+        return told if told.work is not None else None
+
+    return start
+
+
+def observing(
+    name: str, operand: torch.Tensor | None, group: dist.ProcessGroup | None
+) -> AbstractContextManager[None]:
+    """Return a context for a synchronous collective, of which observers are told."""
+    if not _observers:
+        return NOTHING
+    return _ObservedCollective(OTHER, name, () if operand is None else (operand,), group)

@@ -1,0 +1,308 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Initialisation of modules that were built on the meta device, part by part.
+
+The whole model never exists on one rank. A part is a unit or, outside units, a module that owns
+parameters, with everything inside it. A module that contains units is a part without its children.
+In a part children come before their parents, the order in which constructors finish.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import nan
+
+import torch
+from torch import nn
+
+InitialiseModule = Callable[[nn.Module], object]
+"""A function that gives a module's own parameters and buffers values, in place."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MetaInitialisation:
+    """First values of parameters on the meta device, which are made and sharded unit by unit.
+
+    Args:
+        function: called with every module that owns parameters or buffers on the meta device,
+            children first, when they have storage. None: ``reset_parameters()``, or in models of
+            transformers their own ``_init_weights``.
+
+    Raises:
+        ValueError: for anything but None and a callable.
+    """
+
+    function: InitialiseModule | None = None
+
+    def __post_init__(self) -> None:
+        if self.function is not None and not callable(self.function):
+            raise ValueError(
+                "MetaInitialisation.function expects a function of a module, or None, but got"
+                f" {self.function!r}"
+            )
+
+
+class Initialiser:
+    """The source of first values for the parameters and buffers that a module owns itself.
+
+    It follows torch's convention: a method ``reset_parameters``, in some of torch's modules
+    ``_reset_parameters``.
+
+    Attributes:
+        source: name of the code that may leave tensors without values, which then is an error; None
+            if that is trusted.
+        visits_parents: modules are initialised that own nothing themselves, because they may
+            initialise their children.
+    """
+
+    source: str | None = None
+    visits_parents = False
+
+    def for_model(self, model: nn.Module, setting: MetaInitialisation | None) -> Initialiser | None:
+        """Return the initialiser of a model; None: the setting says that nothing is on meta."""
+        if setting is None:
+            return None
+        if setting.function is not None:
+            return GivenInitialiser(setting.function)
+        if not isinstance(model, nn.Module):  # the check of the module reports it
+            return self
+        # Models of transformers, which this package does not import.
+        models = []
+        for module in model.modules():
+            if any(base.__name__ == "PreTrainedModel" for base in type(module).__mro__):
+                models.append(module)
+        return TransformersInitialiser(models, self) if models else self
+
+    def kept_together(self) -> set[nn.Module]:
+        """Return modules that are parts by themselves, with everything inside them."""
+        return set()
+
+    def knows(self, module: nn.Module) -> bool:
+        """Return True if ``module`` can be initialised."""
+        return _reset_method(module) is not None
+
+    def initialise(self, module: nn.Module) -> None:
+        """Give the parameters and buffers of a known module their first values, in place."""
+        reset = _reset_method(module)
+        if reset is None:
+            raise ValueError(f"{type(module).__name__} has no method reset_parameters()")
+        reset()
+
+
+class GivenInitialiser(Initialiser):
+    """A function of the user's; tensors that it leaves out are found afterwards."""
+
+    source = "MetaInitialisation.function"
+
+    def __init__(self, function: InitialiseModule):
+        self._function = function
+
+    def knows(self, module: nn.Module) -> bool:
+        """Return True."""
+        return True
+
+    def initialise(self, module: nn.Module) -> None:
+        """Call the function."""
+        self._function(module)
+
+
+class TransformersInitialiser(Initialiser):
+    """The initialisation of models of transformers, by their method ``_init_weights``.
+
+    It is called for every module of such a model, that of the innermost model for a model in
+    another one, as transformers does.
+
+    Args:
+        models: the models, outer ones first.
+        others: the initialiser of modules outside of them.
+    """
+
+    source = "_init_weights() of its model"
+    visits_parents = True
+
+    def __init__(self, models: Iterable[nn.Module], others: Initialiser):
+        self._others = others
+        self._method_for: dict[nn.Module, InitialiseModule] = {}
+        self._layers: set[nn.Module] = set()
+        for model in models:
+            method: InitialiseModule = model._init_weights  # type: ignore[assignment]  # a method
+            self._method_for.update(dict.fromkeys(model.modules(), method))
+            # Layers scale weights of the modules inside them.
+            names = set(getattr(model, "_no_split_modules", None) or ())
+            self._layers |= {inner for inner in model.modules() if type(inner).__name__ in names}
+
+    def kept_together(self) -> set[nn.Module]:
+        """Return the layers, which transformers never splits either."""
+        return self._layers
+
+    def knows(self, module: nn.Module) -> bool:
+        """Return True for modules of these models, and for those that the others know."""
+        return module in self._method_for or self._others.knows(module)
+
+    def initialise(self, module: nn.Module) -> None:
+        """Call ``reset_parameters``, as constructors do, and then ``_init_weights``."""
+        if module not in self._method_for:
+            if self._others.knows(module):  # parents outside own nothing, and need nothing
+                self._others.initialise(module)
+            return
+        if super().knows(module):
+            super().initialise(module)
+        self._method_for[module](module)
+
+
+def problems_of_initialisation(module: nn.Module, initialiser: Initialiser) -> list[str]:
+    """Return a problem naming the modules with meta tensors that ``initialiser`` does not know."""
+    unknown = []
+    for name, inner in module.named_modules():
+        on_meta = list(_own_meta_tensors(inner))
+        if on_meta and not initialiser.knows(inner):
+            unknown.append(f"{name or 'the model'} ({type(inner).__name__}: {', '.join(on_meta)})")
+    if not unknown:
+        return []
+    return [
+        "Settings.initialisation needs a method reset_parameters() in every module that owns"
+        " parameters or buffers on the meta device, or a MetaInitialisation.function that"
+        f" initialises modules; the method is missing in {'; '.join(unknown)}"
+    ]
+
+
+def initialisation_parts(
+    root: nn.Module, units: Iterable[nn.Module], together: Collection[nn.Module] = ()
+) -> Iterator[list[nn.Module]]:
+    """Yield the parts of ``root``, each with its modules, children first.
+
+    Args:
+        root: the model.
+        units: modules in it whose parameters are sharded together.
+        together: modules that are parts, whatever units are in them.
+    """
+    wanted = {unit for unit in units if unit is not root}
+
+    def visit(module: nn.Module) -> Iterator[list[nn.Module]]:
+        contains_units = any(inner in wanted for inner in module.modules() if inner is not module)
+        owns_parameters = next(module.parameters(recurse=False), None) is not None
+        is_part = module in wanted or (owns_parameters and module is not root)
+        if module in together or (is_part and not contains_units):
+            yield list(_children_first(module))
+            return
+        for child in module.children():
+            yield from visit(child)
+        yield [module]
+
+    return visit(root)
+
+
+def materialize(
+    modules: Iterable[nn.Module], device: torch.device, initialiser: Initialiser
+) -> None:
+    """Move the meta tensors that ``modules`` own directly to ``device``, and initialise them.
+
+    Args:
+        modules: a part, children first.
+        device: of the tensors.
+        initialiser: gives them their values.
+
+    Raises:
+        ValueError: names the tensors without values afterwards, if the initialiser has a source.
+    """
+    modules = list(modules)
+    of_modules = {module: _own_meta_tensors(module) for module in modules}
+    for module, tensors in of_modules.items():
+        for name, tensor in tensors.items():
+            _allocate(module, name, tensor, device)
+            if initialiser.source is not None and tensor.is_floating_point():
+                _own_tensors(module)[name].data.fill_(nan)
+    part = set(modules)
+    for module, tensors in of_modules.items():
+        is_parent = initialiser.visits_parents and part.issuperset(module.children())
+        if tensors or is_parent:
+            with torch.no_grad(), _protected(module, tensors, device):
+                initialiser.initialise(module)
+    if initialiser.source is not None:
+        _refuse_without_values(of_modules, initialiser.source)
+
+
+def _reset_method(module: nn.Module) -> Callable[[], object] | None:
+    for name in ("reset_parameters", "_reset_parameters"):
+        method: Callable[[], object] | None = getattr(module, name, None)
+        if callable(method):
+            return method
+    return None
+
+
+def _children_first(module: nn.Module) -> Iterator[nn.Module]:
+    for child in module.children():
+        yield from _children_first(child)
+    yield module
+
+
+def _refuse_without_values(
+    of_modules: dict[nn.Module, dict[str, torch.Tensor]], source: str
+) -> None:
+    """Raise ``ValueError`` for tensors of these names that are NaN everywhere still."""
+    left = []
+    for module, names in of_modules.items():
+        for name, tensor in _own_tensors(module).items():
+            is_checked = name in names and tensor.is_floating_point() and tensor.numel() > 0
+            if is_checked and tensor.isnan().all():
+                left.append(f"{type(module).__name__}.{name}")
+    if left:
+        raise ValueError(
+            f"{source} gives no values to {', '.join(left)}: pass a MetaInitialisation.function"
+            " that initialises every module"
+        )
+
+
+@contextmanager
+def _protected(module: nn.Module, names: Collection[str], device: torch.device) -> Iterator[None]:
+    """Replace the tensors that ``module`` owns, except ``names``, by stand-ins inside the context.
+
+    Tensors that have values keep them: a parameter tied to one of an earlier module, which may be
+    sharded already, or a tensor that the user has set. The initialiser still draws the same number
+    of random numbers.
+    """
+    others = {name: own for name, own in _own_tensors(module).items() if name not in names}
+    for name, tensor in others.items():
+        _set(module, name, _like(tensor, torch.empty_like(tensor, device=device)))
+    try:
+        yield
+    finally:
+        for name, tensor in others.items():
+            _set(module, name, tensor)
+
+
+def _own_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    parameters = module.named_parameters(recurse=False, remove_duplicate=False)
+    return dict([*parameters, *module.named_buffers(recurse=False, remove_duplicate=False)])
+
+
+def _own_meta_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: tensor for name, tensor in _own_tensors(module).items() if tensor.is_meta}
+
+
+def _allocate(module: nn.Module, name: str, tensor: torch.Tensor, device: torch.device) -> None:
+    """Allocate storage on ``device`` for the meta tensor that ``module`` owns as ``name``."""
+    if not tensor.is_meta:
+        return  # another module that owns it too has done so
+    made = _like(tensor, torch.empty_like(tensor, device=device))
+    if isinstance(tensor, nn.Parameter):
+        torch.utils.swap_tensors(tensor, made)  # the object stays: optimizers may refer to it
+    else:
+        _set(module, name, made)
+
+
+def _set(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
+    if isinstance(tensor, nn.Parameter):
+        module._parameters[name] = tensor
+    else:
+        module._buffers[name] = tensor
+
+
+def _like(original: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Return a buffer, or a parameter with the attributes of ``original``, of other values."""
+    if not isinstance(original, nn.Parameter):
+        return values
+    parameter = nn.Parameter(values, requires_grad=original.requires_grad)
+    vars(parameter).update(vars(original))
+    return parameter

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Changes that code makes to compute parameters, followed when units are used.
+
+Forwards and methods compute with compute parameters, and may write to them in place. Where compute
+weights are not the main weights, a write would last only until they are gathered or cast again, so
+it is copied into the main weights when the call ends. Nothing is communicated: all ranks write the
+same, and each takes its own part. Version counters tell that a parameter was written to. Those of
+``parameter.data`` are its own: such writes are not found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import attrgetter
+
+import torch
+
+from megatron.fsdp.engine.device import in_backward
+from megatron.fsdp.engine.param_group import ParamGroup
+from megatron.fsdp.engine.states import MainState, WeightState
+from megatron.fsdp.engine.unit import Unit, UnitCallbacks
+from megatron.fsdp.module_access.trainability import Trainability
+
+_version = attrgetter("_version")
+
+
+class UnitAccess(UnitCallbacks):
+    """Follows what code has frozen before units are used, and what they have written afterwards.
+
+    Args:
+        units: the units of the model; their groups are complete.
+        trainability: the parameters that are frozen.
+    """
+
+    def __init__(self, units: Sequence[Unit], trainability: Trainability):
+        self._trainability = trainability
+        # The parameters of each unit that are not the main weights, and their version counters.
+        self._parameters: dict[Unit, list[torch.Tensor]] = {}
+        for unit in units:
+            parameters: list[torch.Tensor] = []
+            for group in unit.groups:
+                if not _is_main(group):
+                    parameters += group.parameters
+            if parameters:
+                self._parameters[unit] = parameters
+        self._versions = {unit: self._read(unit) for unit in self._parameters}
+
+    def before_call(self) -> None:
+        """Follow what code has frozen.
+
+        Raises:
+            RuntimeError: for parameters that were frozen when the model was sharded.
+        """
+        if not in_backward():
+            self._trainability.follow()
+            self._trainability.refuse_thawed()
+
+    def before_backward(self) -> None:
+        """Follow what code has frozen."""
+        self._trainability.follow()
+
+    def after_use(self, unit: Unit) -> None:
+        """Copy what a call has written to compute weights into the main weights."""
+        before = self._versions.get(unit)
+        if before is None or before == self._read(unit):
+            return
+        written = {
+            parameter
+            for parameter, version in zip(self._parameters[unit], before)
+            if parameter._version != version
+        }
+        self._versions[unit] = self._read(unit)
+        for group in unit.groups:
+            # Not after an exception, and not between a step and its weights that are installed
+            # later: what a forward writes then is lost.
+            has_values = group.state in (WeightState.UNSHARDED, WeightState.STALE)
+            if has_values and group.main_state is not MainState.HELD and not _is_main(group):
+                for index, parameter in enumerate(group.parameters):
+                    if parameter in written:
+                        take_written(group, index)
+
+    def _read(self, unit: Unit) -> list[int]:
+        return list(map(_version, self._parameters[unit]))
+
+
+def _is_main(group: ParamGroup) -> bool:
+    """Return True if this rank's part of the compute weights is the main weights themselves."""
+    is_in_buffer = group.compute_shard._base is group.compute.flat
+    return group.main_is_compute and is_in_buffer
+
+
+@torch.no_grad()
+def take_written(group: ParamGroup, index: int) -> None:
+    """Copy the values of compute parameter ``index`` into what compute weights are made from."""
+    partition, slot = group.partition, group.layout.positions[index]
+    size = group.compute_shard.numel()
+    start = partition.inner_rank * size
+    # Positions in this rank's shard: a parameter at [10, 18) and the shard [8, 16) have [2, 8).
+    low, high = max(slot.start - start, 0), min(slot.stop - start, size)
+    if low < high:
+        gathered = group.compute.flat[start + low : start + high]
+        group.compute_shard[low:high] = gathered
+    if not group.main_is_compute:
+        # What is the same in the dtype of the module keeps its bits in the main weights.
+        own = group.layout.owned(index, group.rank)
+        written = group.compute.view(index).reshape(-1)[own.start : own.stop]
+        main = group.main_view(index).view(-1)
+        main.copy_(torch.where(written == main.to(written.dtype), main, written.to(main.dtype)))

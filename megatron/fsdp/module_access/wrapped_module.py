@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The wrapped module for code that calls it without the wrapper, and its methods on the wrapper."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from megatron.fsdp.dtensor.tensor_part import full_tensor
+from megatron.fsdp.engine.collectives import agree
+from megatron.fsdp.module_access.shown_parameters import WatchedParameters
+
+Conversion = Callable[[torch.Tensor], torch.Tensor]
+"""A function that ``to``, ``half`` and so on call with every tensor."""
+
+UNEQUAL_GENERATION = (
+    "generate(synced_gpus=False) waits forever at level 3 when one rank ends before the others,"
+    " whose layers it must help to gather: leave synced_gpus out, or pass True"
+)
+
+
+GENERATES_TOGETHER = "_is_fsdp_managed_module"
+"""Attribute by which transformers knows modules whose ranks must run all layers together."""
+
+
+def prepare_wrapped_module(
+    module: nn.Module,
+    gathers_layers: bool,
+    state_dict: Callable[[], dict[str, Any]],
+    check_conversion: Callable[[Conversion], object],
+) -> None:
+    """Prepare a module for code that calls it without the wrapper.
+
+    Args:
+        module: the wrapped module. If it has ``save_pretrained``, that saves whole weights.
+        gathers_layers: a rank waits for the others in every layer, so generation of transformers
+            must end on all of them together.
+        state_dict: returns the state dict of the wrapper.
+        check_conversion: raises an error for a function, as of ``to`` or ``half``, that would
+            change weights.
+    """
+    if gathers_layers:
+        for inner in module.modules():
+            if callable(getattr(inner, "generate", None)):
+                setattr(inner, GENERATES_TOGETHER, True)
+    save = getattr(type(module), "save_pretrained", None)
+    if callable(save):
+        vars(module)["save_pretrained"] = _saving_whole_weights(save.__get__(module), state_dict)
+    for inner in module.modules():
+        if isinstance(inner._parameters, WatchedParameters):
+            vars(inner)["_apply"] = _converting_buffers(inner, check_conversion)
+
+
+def _converting_buffers(
+    module: nn.Module, check_conversion: Callable[[Conversion], object]
+) -> Callable[..., nn.Module]:
+    """Return ``_apply`` for a module whose weights are views of flat buffers, and stay that."""
+
+    def apply(fn: Conversion, recurse: bool = True) -> nn.Module:
+        check_conversion(fn)
+        for child in module.children() if recurse else ():
+            child._apply(fn)
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = None if buffer is None else fn(buffer)
+        return module
+
+    return apply
+
+
+def _saving_whole_weights(
+    save: Callable[..., Any], state_dict: Callable[[], dict[str, Any]]
+) -> Callable[..., None]:
+    @wraps(save)
+    def save_pretrained(*args: Any, **kwargs: Any) -> None:
+        """Gather all weights on the CPU of the first rank, and save there; call it on all ranks."""
+        if kwargs.get("state_dict") is not None:  # gathered by the caller, who may be rank 0 alone
+            if dist.get_rank() == 0:
+                save(*args, **kwargs)
+            return
+        kwargs["state_dict"] = gather_on_first_rank(state_dict())
+        problems = []
+        if dist.get_rank() == 0:
+            try:
+                save(*args, **kwargs)
+            except Exception as error:  # of any library: the other ranks must not wait
+                problems.append(
+                    f"save_pretrained failed on rank 0: {type(error).__name__}: {error}"
+                )
+        problems = agree(problems)
+        if problems:
+            raise RuntimeError(problems[0])
+
+    return save_pretrained
+
+
+def gather_on_first_rank(state: dict[str, Any]) -> dict[str, Any]:
+    """Gather a wrapper's state dict on the CPU of the first rank, under the module's own names.
+
+    One tensor after the other is whole on the other ranks, which get an empty dict. Tied weights
+    are one tensor.
+    """
+    gathered: dict[str, Any] = {}
+    tied: dict[int, Any] = {}
+    for name, value in state.items():
+        part = getattr(value, "part", None)
+        if id(part) in tied:
+            value = tied[id(part)]
+        elif isinstance(value, DTensor):
+            value = full_tensor(value).cpu()
+        elif isinstance(value, torch.Tensor):
+            value = value.detach().cpu()
+        if dist.get_rank() == 0:
+            gathered[name.removeprefix("module.")] = value
+        if part is not None:
+            tied[id(part)] = value if dist.get_rank() == 0 else None
+    return gathered
+
+
+def checked_method(module: nn.Module, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method of the wrapped module; ``generate`` of transformers refuses what would hang.
+
+    Args:
+        module: the wrapped module.
+        name: of the method.
+        method: bound to the module.
+    """
+    if name != "generate" or not getattr(module, GENERATES_TOGETHER, False):
+        return method
+
+    @wraps(method)
+    def generate(*args: Any, **kwargs: Any) -> Any:
+        """Generate on all ranks together."""
+        if kwargs.get("synced_gpus") is False:
+            raise ValueError(UNEQUAL_GENERATION)
+        return method(*args, **kwargs)
+
+    return generate

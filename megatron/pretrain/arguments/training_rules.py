@@ -1,0 +1,329 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rules of training: numbers in range, dtypes, batch, length of the run, rates and weight decay."""
+
+import math
+from collections.abc import Callable
+
+import torch
+
+from megatron.mcore_adapter.releases.batch_size_schedule import batch_size_at, ramp_steps
+from megatron.pretrain.arguments.check import Check
+
+REQUIRED = "num_layers hidden_size num_attention_heads seq_length micro_batch_size"
+"""Destinations that every command line must give."""
+POSITIVE = f"""{REQUIRED} ffn_hidden_size kv_channels num_query_groups max_position_embeddings
+    rotary_base rotary_seq_len_interpolation_factor global_batch_size train_iters dry_run_ranks
+    train_samples hysteresis save_interval save_retain_interval non_persistent_save_interval
+    eval_interval log_interval exit_interval exit_duration_in_mins vocab_size padded_vocab_size
+    make_vocab_size_divisible_by ddp_bucket_size ddp_num_buckets lr_decay_iters lr_decay_samples
+    lr_wsd_decay_iters lr_wsd_decay_samples distributed_timeout_minutes tensorboard_log_interval
+    log_memory_interval check_weight_hash_across_dp_replicas_interval
+    num_experts tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size
+    expert_model_parallel_size expert_tensor_parallel_size num_distributed_optimizer_instances
+    num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank
+    decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers moe_ffn_hidden_size
+    moe_shared_expert_intermediate_size moe_router_topk moe_router_num_groups
+    moe_router_group_topk q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim
+    mtp_num_layers"""
+"""Destinations of whole numbers that are at least 1, if they are given."""
+RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
+    ("attention_dropout hidden_dropout", lambda value: 0 <= value <= 1, "from 0 to 1"),
+    # The shares of an optimizer's running means that a step keeps.
+    ("adam_beta1 adam_beta2 sgd_momentum", lambda v: 0 <= v < 1, "at least 0 and below 1"),
+    ("rotary_percent", lambda value: 0 < value <= 1, "above 0 and at most 1"),
+    (POSITIVE, lambda value: value > 0, "at least 1"),
+    (
+        "loss_scale initial_loss_scale min_loss_scale loss_scale_window device_peak_tflops",
+        lambda value: value > 0,
+        "above 0",
+    ),
+    (
+        """lr min_lr clip_grad weight_decay lr_warmup_iters lr_warmup_samples lr_warmup_init
+        eval_iters num_workers manual_gc_interval init_method_std embedding_init_method_std
+        layernorm_epsilon adam_eps decoupled_lr decoupled_min_lr error_injection_rate ckpt_step
+        seed""",
+        lambda value: value >= 0,
+        "at least 0",
+    ),
+)
+"""Destinations, what holds for their values if they are given, and how an error says it."""
+LARGEST_FLOAT = torch.finfo(torch.float32).max
+"""The largest number in single precision, in which tensors have them."""
+LONGEST_TIMEOUT = 10**9
+"""Minutes; :class:`datetime.timedelta` ends soon after."""
+SEEDS = 2**32
+"""Numbers that NumPy takes as a seed. A rank adds at most 100 for each rank before it."""
+
+
+def check_numbers(check: Check) -> bool:
+    """Refuse missing required flags, numbers that are not finite, and those out of their range.
+
+    Returns:
+        Whether the sizes are there and positive, so that rules can divide by them.
+    """
+    args = check.args
+    missing = [check.flag(dest) for dest in REQUIRED.split() if getattr(args, dest) is None]
+    check.require(not missing, f"required but not given: {', '.join(missing)}")
+    has_sizes = not missing
+    infinite = check_finite(check)
+    for dests, is_met, words in RANGES:
+        for dest in dests.split():
+            value = getattr(args, dest, None)  # a release may lack the flag
+            if value is None or dest in infinite or is_met(value):
+                continue
+            check.problems.append(f"{check.flag(dest)} must be {words}, got {value}")
+            has_sizes = has_sizes and dests is not POSITIVE
+    minutes = args.distributed_timeout_minutes
+    check.require(
+        minutes <= LONGEST_TIMEOUT,
+        f"--distributed-timeout-minutes must be at most {LONGEST_TIMEOUT}, got {minutes}",
+    )
+    least, first = args.min_loss_scale, args.initial_loss_scale
+    check.require(
+        least <= first or infinite & {"min_loss_scale", "initial_loss_scale"},
+        f"--min-loss-scale {least} must be at most --initial-loss-scale {first}",
+    )
+    highest = SEEDS - 100 * check.machine.world_size
+    check.require(args.seed <= highest, f"--seed must be at most {highest}, got {args.seed}")
+    return has_sizes
+
+
+def check_finite(check: Check) -> set[str]:
+    """Refuse infinities, NaN, which comparisons let through, and numbers that no tensor can hold.
+
+    Returns:
+        The destinations of these.
+    """
+    infinite = set()
+    for dest, value in check.given.items():
+        for number in value if isinstance(value, list) else [value]:
+            if not isinstance(number, float) or abs(number) <= LARGEST_FLOAT:
+                continue
+            kind = "number that fits in 32 bits" if math.isfinite(number) else "finite number"
+            check.problems.append(f"{check.flag(dest)} must be a {kind}, got {number}")
+            infinite.add(dest)
+    return infinite
+
+
+def choose_precision(check: Check) -> None:
+    """Choose the dtypes of parameters and gradients."""
+    args = check.args
+    check.at_most_one("bf16", "fp16")
+    args.fp16 = args.fp16 and not args.bf16
+    check.at_most_one("grad_reduce_in_bf16", "accumulate_allreduce_grads_in_fp32")
+    args.params_dtype = torch.float32
+    if args.bf16:
+        args.params_dtype = torch.bfloat16
+    elif args.fp16:
+        args.params_dtype = torch.float16
+    if args.use_megatron_fsdp:
+        choose_gradient_dtype(
+            check,
+            "accumulate_allreduce_grads_in_fp32",
+            "megatron_fsdp_main_grads_dtype",
+            torch.float32,
+        )
+        choose_gradient_dtype(
+            check, "grad_reduce_in_bf16", "megatron_fsdp_grad_comm_dtype", torch.bfloat16
+        )
+    if args.bf16 and not args.grad_reduce_in_bf16:
+        args.accumulate_allreduce_grads_in_fp32 = True
+    if args.fp16 and args.loss_scale is None and args.check_for_nan_in_loss_and_grad:
+        # The first scales overflow on purpose: that is how the dynamic scale is found.
+        args.check_for_nan_in_loss_and_grad = False
+        check.notes.append(
+            "--fp16 with a dynamic loss scale: the check for NaN in loss and gradients is off;"
+            " a fixed --loss-scale keeps it"
+        )
+
+
+def choose_gradient_dtype(check: Check, switch: str, dest: str, dtype: torch.dtype) -> None:
+    """Let a switch of older releases set the dtype of its newer flag, which it may not contradict.
+
+    Args:
+        check: the arguments.
+        switch: destination of the older switch.
+        dest: destination of the newer flag.
+        dtype: the dtype that the switch means.
+    """
+    if not getattr(check.args, switch):
+        return
+    if dest not in check.given:
+        setattr(check.args, dest, dtype)
+        check.notes.append(
+            f"{check.flag(switch)} sets {check.flag(dest)} {str(dtype).removeprefix('torch.')}"
+        )
+    elif getattr(check.args, dest) != dtype:
+        check.problems.append(f"{check.flag(switch)} contradicts {check.flag(dest)}: leave one out")
+
+
+def complete_length(check: Check) -> None:
+    """Check that the length of the run is given once."""
+    args = check.args
+    check.at_most_one("train_iters", "train_samples")
+    check.require(
+        args.skip_train or args.train_iters or args.train_samples,
+        "required but not given: --train-iters or --train-samples",
+    )
+    args.train_iters = args.train_iters or 0
+    args.no_load_optim = args.no_load_optim or args.skip_train
+
+
+def complete_batch(check: Check) -> None:
+    """Complete the global batch size, and the iterations that samples make."""
+    args = check.args
+    step = args.micro_batch_size * args.data_parallel_size
+    args.global_batch_size = step if args.global_batch_size is None else args.global_batch_size
+    check.require(
+        args.global_batch_size % step == 0,
+        f"--global-batch-size {args.global_batch_size} must be a multiple of {step}:"
+        f" --micro-batch-size {args.micro_batch_size} times {args.data_parallel_size}"
+        " data-parallel ranks",
+    )
+    grows = args.rampup_batch_size is not None and check_growing_batch(check, step)
+    if args.train_samples:
+        args.train_iters = whole_iterations(
+            args.train_samples, args.rampup_batch_size if grows else None, args.global_batch_size
+        )
+        check.require(
+            args.train_iters,
+            f"--train-samples {args.train_samples} is less than one --global-batch-size"
+            f" {args.global_batch_size}"
+            + (f", also at its start of {args.rampup_batch_size[0]}" if grows else ""),
+        )
+
+
+def check_growing_batch(check: Check, step: int) -> bool:
+    """Check --rampup-batch-size, and return whether all of its rules hold.
+
+    Args:
+        check: the arguments.
+        step: samples of a microbatch on all data-parallel ranks.
+    """
+    args = check.args
+    start, increment, samples = args.rampup_batch_size
+    flag = f"--rampup-batch-size {start} {increment} {samples}"
+    count = len(check.problems)
+    check.require(
+        args.train_samples,
+        "--rampup-batch-size counts samples: give --train-samples instead of --train-iters",
+    )
+    check.require(min(start, increment, samples) > 0, f"{flag}: each must be at least 1")
+    if count == len(check.problems):
+        grown = args.global_batch_size - start
+        check.require(
+            grown > 0 and grown % increment == 0,
+            f"{flag}: increments of {increment} must lead from {start} to --global-batch-size"
+            f" {args.global_batch_size}",
+        )
+        check.require(
+            start % step == 0 and increment % step == 0,
+            f"{flag}: start and increment must be multiples of {step}: --micro-batch-size"
+            f" {args.micro_batch_size} times {args.data_parallel_size} data-parallel ranks",
+        )
+    return count == len(check.problems)
+
+
+def whole_iterations(samples: int, growth: list[int] | None, batch: int) -> int:
+    """Return the iterations of whole batches in a run.
+
+    Args:
+        samples: samples of the run.
+        growth: first global batch size, its increment, and the number of samples after which it
+            has its last value; None where it is always the same.
+        batch: last global batch size, in samples.
+    """
+    consumed = iterations = 0
+    if growth is not None:
+        steps = ramp_steps(growth, batch)
+        last_step, _ = steps[-1]
+        while consumed < last_step:
+            size = batch_size_at(steps, consumed)
+            if consumed + size > samples:
+                return iterations
+            consumed += size
+            iterations += 1
+    return iterations + (samples - consumed) // batch
+
+
+def complete_schedule(check: Check) -> None:
+    """Complete the schedules of learning rate and weight decay."""
+    args = check.args
+    check.require(args.lr is not None or args.skip_train, "required but not given: --lr")
+    if args.lr is not None:
+        check.require(
+            args.min_lr <= args.lr, f"--min-lr {args.min_lr} must be at most --lr {args.lr}"
+        )
+    if args.decoupled_min_lr is not None:
+        check.require(args.decoupled_lr is not None, "--decoupled-min-lr needs --decoupled-lr")
+    unit, other, length = (
+        ("samples", "iters", args.train_samples)
+        if args.train_samples
+        else ("iters", "samples", args.train_iters)
+    )
+    for name in ("lr_decay", "lr_warmup", "lr_wsd_decay"):
+        if check.changed(f"{name}_{other}"):
+            check.problems.append(
+                f"{check.flag(f'{name}_{other}')} does not go with --train-{unit}: use"
+                f" {check.flag(f'{name}_{unit}')}"
+            )
+    if getattr(args, f"lr_decay_{unit}") is None and length:
+        setattr(args, f"lr_decay_{unit}", length)
+    check_warmup(check, unit)
+    check.require(
+        args.lr_decay_style != "WSD" or getattr(args, f"lr_wsd_decay_{unit}"),
+        f"--lr-decay-style WSD needs --lr-wsd-decay-{unit}",
+    )
+    check.at_most_one("use_checkpoint_opt_param_scheduler", "override_opt_param_scheduler")
+    complete_weight_decay(check)
+
+
+def check_warmup(check: Check, unit: str) -> None:
+    """Check that the warm-up is given once and ends before the decay does."""
+    args = check.args
+    count, length = getattr(args, f"lr_warmup_{unit}"), getattr(args, f"lr_decay_{unit}")
+    if args.lr_warmup_fraction is not None:
+        check.require(
+            0 <= args.lr_warmup_fraction < 1,
+            f"--lr-warmup-fraction must be in [0, 1), got {args.lr_warmup_fraction}",
+        )
+        check.require(
+            count == 0,
+            f"--lr-warmup-fraction and --lr-warmup-{unit} exclude each other: give one of them",
+        )
+    elif length:
+        check.require(
+            count < length,
+            f"--lr-warmup-{unit} {count} must be less than the decay length {length}",
+        )
+    if args.lr is not None:
+        check.require(
+            args.lr_warmup_init <= args.lr,
+            f"--lr-warmup-init {args.lr_warmup_init} must be at most --lr {args.lr}",
+        )
+
+
+def complete_weight_decay(check: Check) -> None:
+    """Complete start and end of weight decay."""
+    args = check.args
+    start, end = args.start_weight_decay, args.end_weight_decay
+    if args.weight_decay_incr_style == "constant":
+        check.require(
+            start is None and end is None,
+            "--start/--end-weight-decay need --weight-decay-incr-style linear or cosine",
+        )
+        args.start_weight_decay = args.end_weight_decay = args.weight_decay
+    elif start is None or end is None:
+        check.problems.append(
+            f"--weight-decay-incr-style {args.weight_decay_incr_style} needs --start-weight-decay"
+            " and --end-weight-decay"
+        )
+    else:
+        check.require(
+            0 <= start <= end,
+            f"weight decay must grow: --start-weight-decay {start}, --end-weight-decay {end}",
+        )
+        check.require(
+            not check.changed("weight_decay"),
+            "--weight-decay does nothing with --start/--end-weight-decay: leave it out",
+        )

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The interface of a checkpoint format, and what its implementations share."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch.distributed as dist
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.transformer.module import MegatronModule
+from torch.distributed.checkpoint.api import CheckpointException
+
+from megatron.checkpoint.integrity.manifest import FileDigest, Manifest, digests_of_rank
+from megatron.fsdp.engine.collectives import agree
+from megatron.pretrain.checkpoints.checkpoint_source import Say
+
+
+class CheckpointFormat(Protocol):
+    """A format in which a run saves and loads. The methods are collectives."""
+
+    def collect(
+        self,
+        args: argparse.Namespace,
+        state: dict[str, Any],
+        model: list[MegatronModule],
+        optimizer: MegatronOptimizer | None,
+    ) -> dict[str, Any]:
+        """Return the content of a checkpoint, with ``args`` among it.
+
+        Its tensors share storage with model and optimizer. All else can be pickled, for the process
+        of a background save.
+
+        Args:
+            args: arguments of the run.
+            state: everything but weights and optimizer.
+            model: the chunks of this pipeline stage.
+            optimizer: None: its state is not saved.
+        """
+
+    def write(self, args: argparse.Namespace, content: dict[str, Any], target: Path) -> list[str]:
+        """Write content, or a copy of it, into the empty directory ``target``, and sign it.
+
+        The ranks are those of the run, or the writer processes of a background save.
+
+        Returns:
+            The problems of all ranks, the same on every rank.
+        """
+
+    def load(
+        self,
+        args: argparse.Namespace,
+        state: dict[str, Any],
+        model: list[MegatronModule],
+        optimizer: MegatronOptimizer | None,
+        source: Path,
+        say: Say,
+    ) -> dict[str, Any]:
+        """Load a checkpoint into the model and the optimizer, and return the rest of it.
+
+        Args:
+            args: arguments of the run.
+            state: everything but weights and optimizer, as a fresh run has it.
+            model: the chunks of this pipeline stage.
+            optimizer: None: its state is not loaded.
+            source: the directory of the checkpoint, whose files have been checked.
+            say: prints a line on the first rank.
+
+        Raises:
+            ValueError: on every rank, if the checkpoint does not fit this run; before anything is
+                overwritten.
+        """
+
+
+def attempt(action: Callable[[], object]) -> list[str]:
+    """Run ``action`` and return the problems of all ranks, the same on every rank."""
+    problem = None
+    try:
+        action()
+    except CheckpointException as error:
+        # This is raised on every rank, and is no Exception: each rank reports its own problem.
+        problem = cause_of(error, dist.get_rank())
+    except Exception as error:
+        # A full disk, a missing permission, a broken file system: the other ranks wait.
+        problem = f"rank {dist.get_rank()}: {type(error).__name__}: {error}"
+    return agree([problem] if problem else [])
+
+
+def cause_of(error: CheckpointException, rank: int) -> str | None:
+    """Return the error of ``rank`` without its traceback, None if it had none."""
+    if rank not in error.failures:
+        return None
+    cause = error.failures[rank][0]
+    return f"rank {rank}: {type(cause).__name__}: {cause}"
+
+
+def sign(target: Path) -> list[str]:
+    """Write the manifest of a checkpoint whose files are complete; a collective.
+
+    Every rank reads the files that it has written.
+
+    Returns:
+        The problems of all ranks, the same on every rank.
+    """
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    digests: dict[str, FileDigest] = {}
+    problems = attempt(lambda: digests.update(digests_of_rank(target, rank, world_size)))
+    if problems:
+        return problems
+    of_ranks: list[dict[str, FileDigest]] = [{}] * world_size
+    dist.all_gather_object(of_ranks, digests)
+
+    def write_manifest() -> None:
+        if rank == 0:
+            files: dict[str, FileDigest] = {}
+            for digests_there in of_ranks:
+                files |= digests_there
+            Manifest(target, files).write()
+
+    return attempt(write_manifest)
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """Pause Python's garbage collector.
+
+    A save or a load makes thousands of objects that stay, for which it would look through all
+    objects of the process, once or twice.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Megatron-Core's saves and loads of torch_dist: their strategies, and files written by threads.
+
+[Note: files written by threads] Megatron-Core collects the results of a save in a queue that a
+process of its own holds (``multiprocessing.Manager``). When the rank is killed, that process lives
+on for ever, and a job that is restarted many times fills the memory of its machine. Release 0.16
+also forks a process for each file: a fork that is killed never answers, and the save waits for it
+until the watch ends the job. A rank that waits for its own save needs neither: here its threads
+write, and the queue is in the rank. Later releases write in threads too, but report the type of an
+error without its text.
+"""
+
+from __future__ import annotations
+
+import argparse
+import queue
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+from megatron.core.dist_checkpointing.serialization import (
+    get_default_load_sharded_strategy,
+    get_default_save_sharded_strategy,
+)
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+    FullyParallelLoadStrategyWrapper,
+    FullyParallelSaveStrategyWrapper,
+)
+
+from megatron.fsdp.engine.collectives import agree
+
+Structure = list[tuple[Any, ...]]
+
+_WRITING = ("write_preloaded_data_multithread", "write_preloaded_data_multiproc")
+"""The method that writes, of release 0.17 and newer, and of 0.16."""
+
+
+class SaveStrategies:
+    """The strategy of the save before.
+
+    With --ckpt-assume-constant-structure it is used again, with the plans that it has kept, as long
+    as every rank has the entries that it had. Megatron-Core itself does not compare them, and would
+    write a changed structure under the old plan.
+    """
+
+    def __init__(self) -> None:
+        self._strategy: Any = None
+        self._structure: Structure = []
+
+    def strategy(self, args: argparse.Namespace, content: dict[str, Any]) -> Any:
+        """Return the strategy of a save of content in Megatron-Core's sharded form; a collective.
+
+        Ranks that have the same tensors share the work unless ``args.ckpt_fully_parallel_save`` is
+        False: then the first of them writes all.
+        """
+        if not args.ckpt_assume_constant_structure:
+            return _new_strategy(args)
+        structure = structure_of(content)
+        is_kept = self._strategy is not None and structure == self._structure
+        if agree([] if is_kept else ["changed"]):
+            self._strategy = _new_strategy(args)
+        self._structure = structure
+        return self._strategy
+
+    def forget(self) -> None:
+        """Forget the strategy, after a save that failed."""
+        self._strategy = None
+
+
+def _new_strategy(args: argparse.Namespace) -> Any:
+    strategy = get_default_save_sharded_strategy("torch_dist")
+    strategy.use_cached_ckpt_structure = args.ckpt_assume_constant_structure
+    if not args.ckpt_fully_parallel_save:
+        return strategy
+    return FullyParallelSaveStrategyWrapper(
+        strategy,
+        parallel_state.get_data_parallel_group(with_context_parallel=True),
+        do_cache_distribution=args.ckpt_assume_constant_structure,
+    )
+
+
+def load_strategy(args: argparse.Namespace, source: Path) -> Any:
+    """Return the strategy of a load; None for Megatron-Core's own choice.
+
+    With ``args.ckpt_fully_parallel_load``, of the data-parallel ranks that need the same tensor one
+    reads it from ``source`` and sends it to the others.
+    """
+    if not args.ckpt_fully_parallel_load:
+        return None
+    return FullyParallelLoadStrategyWrapper(
+        get_default_load_sharded_strategy(str(source)),
+        parallel_state.get_data_parallel_group(with_context_parallel=True),
+    )
+
+
+def structure_of(content: dict[str, Any]) -> Structure:
+    """Return key, dtype, shapes and offsets of every entry of this rank, without their content."""
+    found: Structure = []
+    for value in nested_values(content):
+        if isinstance(value, ShardedTensor):
+            shapes = (tuple(value.local_shape), tuple(value.global_shape))
+            offsets = (tuple(value.global_offset), value.flattened_range)
+            found.append((value.key, value.dtype, *shapes, *offsets, value.replica_id))
+        elif isinstance(value, ShardedObject):
+            found.append((value.unique_key, value.replica_id))
+    return found
+
+
+@contextmanager
+def written_by_threads() -> Iterator[None]:
+    """Let threads write what Megatron-Core saves within the context, and wait for them."""
+    results = filesystem_async._results_queue
+    name = next(method for method in _WRITING if method in vars(FileSystemWriterAsync))
+    writing = vars(FileSystemWriterAsync)[name]
+    # Private, but all releases look for the queue there before they make one.
+    filesystem_async._results_queue = queue.Queue()
+    setattr(FileSystemWriterAsync, name, staticmethod(write_in_threads))
+    try:
+        yield
+    finally:
+        filesystem_async._results_queue = results
+        setattr(FileSystemWriterAsync, name, writing)
+
+
+def write_in_threads(
+    transforms: list[Any], use_msc: bool, rank: int, buckets: list[Any], results: queue.Queue[Any]
+) -> None:
+    """Write files as Megatron-Core's method of these arguments does, without forks.
+
+    Args:
+        transforms: changes of the bytes.
+        use_msc: True to write by the multi-storage client.
+        rank: rank of this process.
+        buckets: content of each file.
+        results: takes the results of all files by their numbers, or the first error.
+    """
+
+    def write(number: int) -> Any:
+        answers: queue.Queue[Any] = queue.Queue()
+        working: queue.Queue[int] = queue.Queue()
+        working.put(number)  # the method takes it out at its end
+        FileSystemWriterAsync.write_preloaded_data(
+            transforms,
+            local_proc_idx=number,
+            write_bucket=buckets[number],
+            results_queue=answers,
+            count_queue=working,
+            use_fsync=True,
+            use_msc=use_msc,
+        )
+        return answers.get_nowait()[1]
+
+    with ThreadPoolExecutor(max(len(buckets), 1)) as threads:
+        written = list(threads.map(write, range(len(buckets))))
+    errors = [result for result in written if isinstance(result, Exception)]
+    results.put(errors[0] if errors else dict(enumerate(written)))

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The state of a run that every step changes: its progress, and its random generators."""
+
+from __future__ import annotations
+
+import argparse
+import random
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+
+
+@dataclass
+class Progress:
+    """Counters of a training run, summed over all ranks and over earlier runs that it resumes.
+
+    The fields have the names under which Megatron-LM keeps these counters in the ``args`` of a
+    checkpoint.
+    """
+
+    iteration: int = 0
+    """Training steps done, those that the loss scaler skipped included."""
+    consumed_train_samples: int = 0
+    """Sequences read from the training data."""
+    skipped_train_samples: int = 0
+    """Sequences passed over without training. This program passes over none but keeps the count."""
+    consumed_valid_samples: int = 0
+    """Sequences read from the validation data."""
+    num_floating_point_operations_so_far: float = 0.0
+    """FLOPs of the model in all training steps, see :mod:`megatron.pretrain.model.flops`."""
+
+    @classmethod
+    def of_checkpoint(cls, content: Mapping[str, Any]) -> Progress:
+        """Return the progress that the ``content`` of a checkpoint records; what it lacks is 0.
+
+        Raises:
+            KeyError: the checkpoint has no ``iteration`` or no ``args``.
+        """
+        args = content["args"]
+        return cls(
+            iteration=content["iteration"],
+            consumed_train_samples=getattr(args, "consumed_train_samples", 0),
+            skipped_train_samples=getattr(args, "skipped_train_samples", 0),
+            consumed_valid_samples=getattr(args, "consumed_valid_samples", 0),
+            num_floating_point_operations_so_far=content.get(
+                "num_floating_point_operations_so_far", 0.0
+            ),
+        )
+
+    def written_into(self, args: argparse.Namespace) -> argparse.Namespace:
+        """Return a copy of ``args`` with the counters put in, as in Megatron-LM's checkpoints."""
+        return argparse.Namespace(**(vars(args) | asdict(self)))
+
+    def count_step(self, num_samples: int, flops: float) -> None:
+        """Count one training step over ``num_samples`` sequences that took ``flops`` operations."""
+        self.iteration += 1
+        self.consumed_train_samples += num_samples
+        self.num_floating_point_operations_so_far += flops
+
+    def is_multiple_of(self, interval: int | None) -> bool:
+        """Return True if the iteration is a multiple of ``interval``; never of 0 or None."""
+        return interval is not None and interval > 0 and self.iteration % interval == 0
+
+
+def gather_random_state(*, differs_between_data_ranks: bool) -> list[dict[str, Any]]:
+    """Return the generators' states on this rank, or those of all data ranks if they differ.
+
+    A collective over the data-parallel group if ``differs_between_data_ranks``.
+    """
+    mine = {
+        "random_rng_state": random.getstate(),
+        "np_rng_state": np.random.get_state(),
+        "torch_rng_state": torch.get_rng_state(),
+        "cuda_rng_state": torch.cuda.get_rng_state(),
+        "rng_tracker_states": tensor_parallel.get_cuda_rng_tracker().get_states(),
+    }
+    if not differs_between_data_ranks:
+        return [mine]
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    everyone: list[Any] = [None] * group.size()
+    dist.all_gather_object(everyone, mine, group=group)
+    return everyone
+
+
+def restore_random_state(states: list[dict[str, Any]]) -> None:
+    """Set the generators of this rank to its entry of ``states``, which wraps around data ranks."""
+    state = states[parallel_state.get_data_parallel_rank(with_context_parallel=True) % len(states)]
+    random.setstate(state["random_rng_state"])
+    np.random.set_state(state["np_rng_state"])
+    torch.set_rng_state(state["torch_rng_state"])
+    torch.cuda.set_rng_state(state["cuda_rng_state"])
+    tensor_parallel.get_cuda_rng_tracker().set_states(state["rng_tracker_states"])

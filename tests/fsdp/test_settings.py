@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings check themselves, and the door that takes them is that of the published keywords."""
+
+import dataclasses
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from megatron.fsdp import (
+    Gradients,
+    Memory,
+    Mesh,
+    MetaInitialisation,
+    Overlap,
+    ShardedModule,
+    Strategy,
+)
+from megatron.fsdp.dtensor.checkpointing import uneven_dtensor_to_full_tensor
+from megatron_fsdp import fully_shard
+from megatron_fsdp import fully_shard as published_fully_shard
+from megatron_fsdp.translation import KEYWORDS
+from tests.support.fsdp.meshes import mesh_of
+from tests.support.fsdp.models import WIDTH, ResidualBlock, build_stack
+from tests.support.fsdp.reference import Ranks, batch, loss_of
+from tests.support.fsdp.wrong_calls import message_of
+
+WRONG: dict[str, tuple[Any, dict[str, Any], tuple[str, ...]]] = {
+    "everything of a strategy": (
+        Strategy,
+        {"level": 7, "outer": "optim_grads", "boundaries": "columns", "one_unit": "no"},
+        (
+            "Strategy.level expects one of no_shard/0",
+            "Strategy.outer expects no_shard/0 or optim/1 but got 'optim_grads'",
+            "Strategy.boundaries expects 'prefer_rows' or 'rows' but got 'columns'",
+            "Strategy.one_unit expects True or False but got 'no'",
+        ),
+    ),
+    "outer sharding at level 2": (
+        Strategy,
+        {"level": "optim_grads", "outer": "optim"},
+        ("Strategy.outer='optim' needs Strategy.level", "'optim_grads'"),
+    ),
+    "a sum that is averaged": (
+        Gradients,
+        {"sum_only": True, "average_in_collective": True},
+        ("Gradients.sum_only", "Gradients.average_in_collective"),
+    ),
+    "bytes": (Overlap, {"prefetch_bytes": 0}, ("Overlap.prefetch_bytes expects", "got 0")),
+    "device": (Memory, {"device": "abacus"}, ("Memory.device expects", "'abacus'")),
+    "registration": (
+        Memory,
+        {"registers_manually": True},
+        ("Memory.registers_manually needs Memory.registers",),
+    ),
+    "function": (MetaInitialisation, {"function": 3}, ("MetaInitialisation.function expects",)),
+    "mesh": (Mesh, {"device_mesh": "cpu"}, ("Mesh.device_mesh expects a torch DeviceMesh",)),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_setting_refuses_wrong_values_by_their_names(name: str) -> None:
+    setting, values, parts = WRONG[name]
+    message = message_of(ValueError, partial(setting, **values))
+    assert all(part in message for part in parts), message
+
+
+def test_settings_are_frozen_and_every_field_has_one_keyword() -> None:
+    for setting, keywords in KEYWORDS.items():
+        assert setting.__dataclass_params__.frozen
+        names = {field.name for field in dataclasses.fields(setting)}
+        assert set(keywords) <= names
+        # Prefetching by a number of units is not published, and the others are settings themselves.
+        if setting.__name__ != "Settings":
+            assert names - set(keywords) <= {"prefetch_units"}
+    keywords = list(chain.from_iterable(names.values() for names in KEYWORDS.values()))
+    assert len(set(keywords)) == len(keywords)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> list[torch.Tensor]:
+    for step in range(2):
+        loss_of(model(batch(step, rank, 0))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [uneven_dtensor_to_full_tensor(parameter) for parameter in model.parameters()]
+
+
+def through_both_doors() -> bool:
+    device_mesh = mesh_of("dp")
+    first, second = build_stack(), build_stack()
+    model, optimizer = fully_shard(
+        first,
+        torch.optim.AdamW(first.parameters(), lr=0.1),
+        mesh=Mesh(device_mesh=device_mesh),
+        units=[ResidualBlock],
+        strategy=Strategy(level="optim_grads"),
+        gradients=Gradients(sync_each_microbatch=False),
+        memory=Memory(uses_slots=True),
+    )
+    assert type(model) is ShardedModule and model.strategy == 2
+    published, published_optimizer = published_fully_shard(
+        second,
+        torch.optim.AdamW(second.parameters(), lr=0.1),
+        device_mesh,
+        fsdp_unit_modules=[ResidualBlock],
+        zero_dp_strategy=2,
+        sync_model_each_microbatch=False,
+        fsdp_double_buffer=True,
+    )
+    rank = device_mesh.get_local_rank()
+    pairs = zip(
+        train(model, optimizer, rank), train(published, published_optimizer, rank), strict=True
+    )
+    return all(torch.equal(one, two) for one, two in pairs)
+
+
+def test_both_doors_lead_to_the_same_weights(ranks: Ranks) -> None:
+    assert ranks(2, through_both_doors) == [True, True]
+
+
+def without_arguments() -> None:
+    model = fully_shard(nn.Linear(WIDTH, 3))
+    model(torch.ones(2, WIDTH)).sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    message = message_of(
+        ValueError, fully_shard, nn.ReLU(), units=[int], strategy=Strategy(outer="optim")
+    )
+    for part in ("no parameters", "Settings.units", "Strategy.outer='optim' needs Mesh.outer"):
+        assert part in message
+
+
+def test_the_door_needs_a_module_alone_and_lists_all_problems(ranks: Ranks) -> None:
+    ranks(2, without_arguments)

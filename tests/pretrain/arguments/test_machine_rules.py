@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Records that a machine cannot make are refused by name, with the reason."""
+
+import importlib.util
+from importlib.machinery import ModuleSpec
+
+import pytest
+
+from tests.support.pretrain.arguments.command_lines import MOCK, parse, problems
+
+
+@pytest.mark.parametrize("flag", ["--record-memory-history"])
+def test_records_of_gpus_are_refused_on_a_cpu(flag: str) -> None:
+    (problem,) = problems(f"{MOCK} {flag}")
+    assert problem.startswith(f"{flag} needs ")
+
+
+def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = importlib.util.find_spec
+
+    def find(name: str) -> ModuleSpec | None:
+        return None if name == "wandb" else found(name)
+
+    monkeypatch.setattr(importlib.util, "find_spec", find)
+    assert problems(f"{MOCK} --wandb-project counting") == [
+        "--wandb-project needs the package wandb: pip install wandb"
+    ]
+
+
+def test_replicas_are_compared_where_there_are_some() -> None:
+    line = (
+        f"{MOCK} --check-weight-hash-across-dp-replicas-interval 10 --use-megatron-fsdp"
+        " --data-parallel-sharding-strategy"
+    )
+    (problem,) = problems(f"{line} optim_grads_params")
+    assert "needs replicas" in problem
+    parse(f"{line} optim_grads")
+
+
+def test_the_peak_of_a_device_is_above_zero() -> None:
+    assert problems(f"{MOCK} --device-peak-tflops 0") == [
+        "--device-peak-tflops must be above 0, got 0.0"
+    ]
+
+
+def test_timers_that_are_off_are_told_with_the_way_to_turn_them_on() -> None:
+    _, notes = parse(f"{MOCK} --tensorboard-dir board --log-timers-to-tensorboard")
+    told = "--log-timers-to-tensorboard: no effect with --timing-log-level 0, give 1 or 2"
+    assert told in notes
+
+
+def test_a_directory_alone_saves_at_the_end() -> None:
+    args, _ = parse(f"{MOCK} --save checkpoints")
+    assert args.save_interval is None
+    (problem,) = problems(f"{MOCK} --save checkpoints --save-retain-interval 10")
+    assert problem == "--save-retain-interval needs --save-interval"
+
+
+def test_deprecated_flags_say_that_they_change_nothing() -> None:
+    _, notes = parse(f"{MOCK} --log-batch-size-to-tensorboard --log-learning-rate-to-tensorboard")
+    assert [note for note in notes if "deprecated, is the default" in note] == [
+        "--log-batch-size-to-tensorboard: deprecated, is the default; leave it out",
+        "--log-learning-rate-to-tensorboard: deprecated, is the default; leave it out",
+    ]
+
+
+def test_barriers_of_level_1_are_the_default() -> None:
+    assert parse(MOCK)[0].barrier_with_L1_time
+    assert parse(f"{MOCK} --barrier-with-L1-time")[0].barrier_with_L1_time
+    assert not parse(f"{MOCK} --no-barrier-with-level-1-timing")[0].barrier_with_L1_time

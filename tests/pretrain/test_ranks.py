@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The settings of --tp-comm-overlap reach Transformer Engine, of which a stand-in records them."""
+
+import argparse
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from megatron.pretrain import ranks
+
+MODULE = "transformer_engine.pytorch.module.base"
+
+
+@pytest.mark.parametrize("is_new", [True, False], ids=["modes", "use_fp8"])
+def test_user_buffers_have_the_shape_of_a_microbatch(is_new: bool, tmp_path: Path) -> None:
+    seen: dict[str, Any] = {}
+
+    def new(quantization_modes: list[str], **options: Any) -> None:
+        seen.update(options, modes=quantization_modes)
+
+    def old(use_fp8: bool, **options: Any) -> None:
+        seen.update(options, use_fp8=use_fp8)
+
+    base = ModuleType(MODULE)
+    vars(base).update(
+        initialize_ub=new if is_new else old,
+        UserBufferQuantizationMode=SimpleNamespace(NONE="none"),
+    )
+    path = tmp_path / "buffers.yaml"
+    path.write_text("qkv_fprop: {method: ring_exchange}")
+    args = argparse.Namespace(
+        tp_comm_overlap_cfg=str(path),
+        seq_length=64,
+        micro_batch_size=2,
+        context_parallel_size=2,
+        hidden_size=16,
+        tensor_model_parallel_size=4,
+        tp_comm_bootstrap_backend="nccl",
+    )
+    with patch.dict(sys.modules, {MODULE: base}):
+        ranks.start_user_buffers(args)
+    assert seen["shape"] == [64, 16] and seen["tp_size"] == 4
+    assert seen["ub_cfgs"] == {"qkv_fprop": {"method": "ring_exchange"}}
+    assert seen["modes"] == ["none"] if is_new else not seen["use_fp8"]

@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Marks choose the cases of long tables that `make test` runs."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.selection import mark_cases
+
+CASES = ("zero1-fp32", "zero3-fp32", "zero3-bf16", "[[2], []]")
+
+
+class StubItem:
+    """A collected case with marks."""
+
+    def __init__(self, case: str, *marks: pytest.Mark) -> None:
+        self.nodeid = f"tests/test_x.py::test_x[{case}]"
+        self.case = case
+        self.marks = list(marks)
+
+    def iter_markers(self, name: str) -> Iterator[pytest.Mark]:
+        return (mark for mark in self.marks if mark.name == name)
+
+    def add_marker(self, mark: pytest.MarkDecorator) -> None:
+        self.marks.append(mark.mark)
+
+
+def left_to_the_full_run(mark: pytest.Mark) -> tuple[list[str], list[str]]:
+    """Return the cases that a mark makes exhaustive, and what it names in vain."""
+    items = [StubItem(case, mark) for case in CASES]
+    unknown = mark_cases(items)
+    return [item.case for item in items if any(item.iter_markers("exhaustive"))], unknown
+
+
+def test_cases_that_are_named_always_run() -> None:
+    mark = pytest.mark.always("zero3-*", "[[2], []]").mark
+    assert left_to_the_full_run(mark) == (["zero1-fp32"], [])
+
+
+def test_cases_that_are_named_seldom_run_in_full_only() -> None:
+    mark = pytest.mark.seldom("*-fp32").mark
+    assert left_to_the_full_run(mark) == (["zero1-fp32", "zero3-fp32"], [])
+
+
+def test_a_mark_that_names_no_case_is_told() -> None:
+    mark = pytest.mark.always("zero3-*", "zero2-*").mark
+    assert left_to_the_full_run(mark)[1] == ["tests/test_x.py::test_x[zero2-*]"]
