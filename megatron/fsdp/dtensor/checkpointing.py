@@ -259,10 +259,10 @@ def _exchanged_parts(named: dict[str, DTensor], mesh: DeviceMesh) -> list[Tensor
         for name, dtensor in named.items()
     }
     of_ranks = _exchange(shapes, mesh)
-    keys = set().union(*of_ranks.values())
-    problems = {key for key in keys for own in of_ranks.values() if key not in own}
-    if problems:
-        raise ValueError("\n".join(f"some rank does not have {key}" for key in sorted(problems)))
+    anywhere = set(shapes).union(*of_ranks.values())
+    missing = anywhere - anywhere.intersection(*of_ranks.values())
+    if missing:
+        raise ValueError("\n".join(f"some rank does not have {key}" for key in sorted(missing)))
     own, parts = tuple(mesh.get_coordinate() or ()), []
     for key, dtensor in zip(shapes, named.values()):
         local_shapes = {coordinate: of_rank[key] for coordinate, of_rank in of_ranks.items()}

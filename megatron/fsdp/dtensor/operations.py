@@ -11,8 +11,7 @@ operation first runs in a mode that looks at what it consists of:
                       result is a plain tensor, equal on all ranks. What is written to a whole
                       tensor, or later to a view of it, is copied into the local tensor
 
-The choice depends on shapes and layouts, which are the same on all ranks, so that all of them
-gather or none does.
+The choice depends on shapes and layouts only, so all ranks gather or none does.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import chain
+from operator import attrgetter
 from typing import Any, NoReturn, SupportsIndex
 
 import torch
@@ -77,13 +77,12 @@ NO_GRADIENT = (
     " To look at values only, use parameter.detach() or torch.no_grad()"
 )
 STALE_VIEW = (
-    "a view of a sharded tensor was gathered from all ranks, and the tensor, or a neighbour in its"
-    " unit, has been written to since: writing to the view would undo that. Take the view anew, or"
-    " write to the tensor itself (parameter[index] = value, parameter.copy_(value))"
+    "the view of a sharded tensor is a copy, and the tensor, or another one of its unit, has been"
+    " written to since: take the view anew, or write to the tensor (parameter[index] = value)"
 )
 UNKNOWN_PART = (
-    "the ranks do not know which part of this DTensor each of them has, so a whole result cannot"
-    " be written back: assign the result of the operation on dtensor.full_tensor()"
+    "the ranks do not know which part of this DTensor each of them has: call"
+    " update_uneven_dtensor_chunk_metadata on it first"
 )
 
 
@@ -93,19 +92,16 @@ def operate(
     kwargs: dict[str, Any],
     dtensor_class: type[DTensor],
 ) -> Any:
-    """Call a function of torch below ``__torch_function__``.
-
-    See [Note: operations on uneven DTensors].
+    """Call a function of torch; see [Note: operations on uneven DTensors].
 
     Args:
-        func: the function.
+        func: the function, called below ``__torch_function__``.
         args: its arguments, with uneven DTensors among them.
         kwargs: its keyword arguments.
         dtensor_class: the class of uneven DTensors.
 
     Raises:
-        RuntimeError: for writes that would be lost, and for functions that need the memory of the
-            whole tensor.
+        RuntimeError: for writes that would be lost, and functions that need a whole memory.
     """
     if func in ON_MEMORY:
         raise RuntimeError(NO_MEMORY)
@@ -190,7 +186,7 @@ class OnLocalTensors(TorchDispatchMode):
         return result
 
     def _own_parts_of_operands(self, func: Any, args: Any, is_list: bool) -> Any:
-        """Replace whole operands of an operation that writes to sharded tensors by own parts."""
+        """Replace whole operands of an operation in place by this rank's parts of them."""
         written, result = args[0], list(args)
         if is_list:
             for position, values in enumerate(args):
@@ -204,8 +200,7 @@ class OnLocalTensors(TorchDispatchMode):
     def _own_part(self, value: Any, pattern: Any) -> Any:
         """Return this rank's part of ``value``, as a DTensor that is divided like ``pattern``.
 
-        Numbers, and values where ``pattern`` is not sharded or its part not known, are returned
-        unchanged.
+        Numbers are returned unchanged, and all values if ``pattern`` has no known part.
         """
         if not isinstance(value, torch.Tensor) or not isinstance(pattern, self._class):
             return value
@@ -232,7 +227,7 @@ class OnLocalTensors(TorchDispatchMode):
         return list(lists[0])
 
     def _local(self, value: Any) -> Any:
-        return tree_map_only(self._class, _local_tensor, value)
+        return tree_map_only(self._class, attrgetter("_local_tensor"), value)
 
 
 def _fills_by_mask(
@@ -302,10 +297,6 @@ def _version(tensor: torch.Tensor) -> int | None:
     return None if tensor.is_inference() else tensor._version
 
 
-def _local_tensor(dtensor: DTensor) -> torch.Tensor:
-    return dtensor._local_tensor
-
-
 # ---- whole tensors
 
 
@@ -313,7 +304,6 @@ class Whole:
     """The whole tensor of a DTensor, for an operation and for later writes to views of it.
 
     Attributes:
-        dtensor: the DTensor.
         tensor: the gathered tensor; a view of the local one if every rank has all elements.
         version: the version of the local tensor that it is equal to.
     """
@@ -334,8 +324,7 @@ class Whole:
         if self.tensor.shape != dtensor.shape:
             raise RuntimeError(
                 f"a sharded tensor of shape {tuple(dtensor.shape)} cannot get the shape"
-                f" {tuple(self.tensor.shape)} in place: use the operation that returns a new"
-                " tensor, and parameter.copy_(value) for a value of the parameter's shape"
+                f" {tuple(self.tensor.shape)} in place: use the operation that returns a new tensor"
             )
         if not self.is_local and _version(dtensor._local_tensor) != self.version:
             raise RuntimeError(STALE_VIEW)
@@ -470,8 +459,8 @@ def _call_with_equal_draws(
 ) -> Any:
     """Call an operation on tensors that are equal on all ranks, with equal results.
 
-    Programs seed ranks differently, for dropout and data. If the operation draws from the default
-    generator, results and operands that it has written to are broadcast over the groups.
+    Programs seed ranks differently. If the operation draws random numbers, results and operands
+    that it has written to are broadcast over the groups.
     """
     device = operands[0].device
     state = _generator_state(device)

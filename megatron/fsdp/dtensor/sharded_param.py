@@ -59,7 +59,7 @@ class NormGroup:
     """The ranks over which the norm of a parameter is summed.
 
     Args:
-        groups: process groups that reach all of these ranks if they are used one after the other.
+        groups: process groups that reach these ranks, used one after the other.
         copies: number of these ranks that have the same shard.
     """
 
@@ -73,8 +73,8 @@ class ParameterMesh:
 
     Args:
         axes: their mesh axes.
-        mesh: the mesh of their DTensors: the tensor axis if there is one, the inner axis, and the
-            outer axis if it shards them.
+        mesh: that of their DTensors: the tensor axis if there is one, the inner axis, and the outer
+            axis if it shards them.
         norm_group_of_slices: that of parameters that tensor parallelism divides.
         norm_group_of_copies: that of parameters of which every tensor-parallel rank has a copy.
     """
@@ -145,10 +145,7 @@ class ShardedParam:
     # ---- gradients and optimizer state
 
     def gradient(self, flat: torch.Tensor, family: GradientFamily) -> ShardedGradient:
-        """Return a DTensor over this parameter's gradient in ``flat``, the shard of its group.
-
-        ``family``: all gradients of the model.
-        """
+        """Return a DTensor over this parameter's gradient in ``flat``, the shard of its group."""
         shard = shard_view(flat, self.group.layout, self.index, self.group.rank)
         gradient = self._over(ShardedGradient, shard)
         gradient.norm_group, gradient.family = self._norm_group, family
@@ -224,15 +221,15 @@ class ShardedParam:
 
     @torch.no_grad()
     def load(self, value: torch.Tensor) -> None:
-        """Copy this rank's shard of ``value`` into the main weight; see :meth:`local_shard`."""
+        """Copy this rank's shard of ``value`` into the main weight."""
         self.parameter._local_tensor.copy_(self.local_shard(value))
 
     def local_shard(self, value: torch.Tensor) -> torch.Tensor:
         """Return the elements of ``value`` that this rank owns, in the shape of the local tensor.
 
         Args:
-            value: a tensor of the parameter's shape: a full tensor, a DTensor of this layout, or a
-                DTensor that torch has divided, which is gathered.
+            value: a full tensor of the parameter's shape, a DTensor of this layout, or one that
+                torch has divided, which is gathered.
 
         Raises:
             ValueError: if the shape differs, or the value is sharded with another layout.
@@ -410,8 +407,7 @@ def clip_grad_norm_(
         The norm of all gradients together before they were scaled, 0-d, the same on every rank.
 
     Raises:
-        TypeError: for a gradient that is not that of a sharded parameter.
-        ValueError: for an order that is not positive.
+        TypeError, ValueError: for gradients of other parameters, and orders that are not positive.
     """
     with torch._C.DisableTorchFunctionSubclass():
         shown = list(map(_grad_of, parameters))

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
-from megatron.fsdp.dtensor.operations import operate
+from megatron.fsdp.dtensor.operations import UNKNOWN_PART, operate
 from megatron.fsdp.dtensor.tensor_part import (
     ChunkedTensor,
     TensorPart,
@@ -102,10 +102,7 @@ class UnevenDTensor(DTensor):
     def _with_chunks(self) -> ChunkedTensor:
         local, part = self._local_tensor, part_of(self)
         if part is None:
-            raise ValueError(
-                "the ranks do not know which part of this DTensor each of them has: call"
-                " update_uneven_dtensor_chunk_metadata on it first"
-            )
+            raise ValueError(UNKNOWN_PART)
         if isinstance(local, ChunkedTensor):
             return local
         return as_chunked_tensor(local.detach(), part)
