@@ -92,11 +92,6 @@ class ComputePrecision(MixedPrecisionPolicy):
     output_dtype: torch.dtype | None = None
     cast_forward_inputs: bool = True
 
-    @property
-    def input_dtype(self) -> torch.dtype | None:
-        """The dtype that inputs of units are cast to."""
-        return self.param_dtype if self.cast_forward_inputs else None
-
     def resolve(self, compute_dtype: torch.dtype, trainable: bool) -> Precision:
         """Return the dtypes of a group; its main weights keep the dtype of the module."""
         main = compute_dtype
