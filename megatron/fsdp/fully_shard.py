@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The door to the engine: :func:`fully_shard` with typed settings.
-
-``megatron_fsdp`` has the published interface, whose keywords it translates into these settings.
-"""
+"""The door to the engine: :func:`fully_shard` with typed settings."""
 
 from __future__ import annotations
 
@@ -24,13 +21,7 @@ from megatron.fsdp.optimizer.sharded_optimizer import (
     swap_parameters,
 )
 from megatron.fsdp.problems import Problems
-from megatron.fsdp.settings import (
-    Gradients,
-    Settings,
-    Strategy,
-    Units,
-    parse_precision,
-)
+from megatron.fsdp.settings import Gradients, Settings, Strategy, Units, parse_precision
 from megatron.fsdp.sharded_module import ShardedModule
 
 Wrapper = TypeVar("Wrapper", bound=ShardedModule)
@@ -58,27 +49,21 @@ def fully_shard(
     around its backward. While a unit computes, the next one is prefetched, in the order that the
     last forward has recorded.
 
-    The parameters of a unit that share dtype, mesh and trainability form a *group*. A group is one
-    flat buffer in which each parameter is contiguous. One all-gather fills it, and the module's own
-    parameters are views of it, so nothing is copied. Each rank owns one contiguous shard of the
-    buffer. A planner orders and pads parameters to let shards end between rows if that costs
-    little; otherwise they end between any elements.
+    The parameters of a unit that share dtype, mesh and trainability form a *group*: one flat
+    buffer, which one all-gather fills, and of which the module's own parameters are views. Each
+    rank owns one contiguous shard of it, which ends between rows of parameters if that costs
+    little.
 
-    In backward, autograd leaves local gradients on the module's own parameters. When a unit's
-    backward is over, they are collected in a flat buffer like that of the weights and
-    reduce-scattered (all-reduced at level 0) while the next unit computes. The sum over ranks is
-    divided once, by the number of data ranks. With an outer axis the result is reduced over that
-    axis too, after the last microbatch of a step.
+    When a unit's backward is over, its gradients are collected in a flat buffer like that of the
+    weights and reduce-scattered (all-reduced at level 0) while the next unit computes. The sum over
+    ranks is divided once, by the number of data ranks. With an outer axis the result is reduced
+    over that axis too, after the last microbatch of a step.
 
     ``model.parameters()`` yields the *main weights*, which the optimizer updates, in
     ``main_params_dtype``: DTensors of the full logical shape, whose local tensors are views of this
     rank's shard. Their gradients are on ``param.grad`` after backward. The forward after the
     optimizer's step casts and gathers the main weights as they are when it begins. Everything else
     (forward, loss, ``backward``, clipping, schedulers, checkpoints) is used as without sharding.
-
-    Hooks drive all of this: on modules (before and after forward), on the outputs and inputs of
-    units (backward begins and ends), and on parameters (a gradient has arrived). They only report
-    to the schedule, which gathers, frees and reduces in the same order on every rank.
 
     Args:
         model: any initialised module. Ranks take the weights of the first data rank. Its parameters
@@ -135,15 +120,9 @@ def shard_both(
     wrapper: Callable[[nn.Module, Settings, Problems], Wrapper],
     gathers_matrices: bool = False,
 ) -> tuple[Wrapper, torch.optim.Optimizer]:
-    """Shard a model and its optimizer.
+    """Shard a model, by the constructor ``wrapper``, and its optimizer.
 
-    Args:
-        model: the module.
-        optimizer: over its parameters.
-        settings: valid ones, unless ``problems`` says otherwise.
-        problems: problems that the caller has found, which are raised together with others.
-        wrapper: shards the model.
-        gathers_matrices: the optimizer gathers the matrices that it needs.
+    Problems that the caller has found are raised together with others.
     """
     decoupled = settings.gradients.are_decoupled
     check_optimizer(problems, optimizer, model, decoupled, gathers_matrices)

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The settings of a sharded model, which check themselves.
+"""The settings of a sharded model, which check themselves."""
 
-Messages name a setting as ``Strategy.level``; interfaces with names of their own replace that.
-``Mesh``, ``Overlap``, ``Memory`` and ``MetaInitialisation`` are beside the parts that they are for.
-"""
+# Messages name a setting as `Strategy.level`; interfaces with names of their own replace that.
+# `Mesh`, `Overlap`, `Memory` and `MetaInitialisation` are beside the parts that they are for.
 
 from __future__ import annotations
 
@@ -101,20 +100,10 @@ class ComputePrecision(MixedPrecisionPolicy):
 
 
 def parse_precision(policy: MixedPrecisionPolicy | TorchPrecision) -> MixedPrecisionPolicy:
-    """Return a policy of this package for one of it or of ``torch.distributed.fsdp``.
-
-    Raises:
-        ValueError: for anything else.
-    """
+    """Return a policy of this package for one of it or of ``torch.distributed.fsdp``."""
     if isinstance(policy, TorchPrecision):
-        return ComputePrecision(
-            None,
-            None,
-            policy.reduce_dtype,
-            policy.param_dtype,
-            policy.output_dtype,
-            policy.cast_forward_inputs,
-        )
+        dtypes = policy.reduce_dtype, policy.param_dtype, policy.output_dtype
+        return ComputePrecision(None, None, *dtypes, policy.cast_forward_inputs)
     if not isinstance(policy, MixedPrecisionPolicy):
         raise ValueError(f"Settings.precision expects a MixedPrecisionPolicy but got {policy!r}")
     return policy
@@ -161,13 +150,9 @@ class Gradients:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """All settings of a sharded model; see :func:`megatron.fsdp.fully_shard` for each of them.
+    """All settings of a sharded model; see :func:`megatron.fsdp.fully_shard` for each of them."""
 
-    Args:
-        mesh: of all ranks of the model. None: it cannot be made, which is an error of the caller.
-    """
-
-    mesh: Mesh | None
+    mesh: Mesh | None  # None: it cannot be made, which is an error of the caller
     units: Units | None = None
     strategy: Strategy = Strategy()
     precision: MixedPrecisionPolicy = MixedPrecisionPolicy()
@@ -195,8 +180,7 @@ class Settings:
     @property
     def device(self) -> torch.device:
         """The device of the parameters."""
-        mesh_device, device = self.own_mesh.device, self.memory.device
-        is_simulated = mesh_device.type == "meta"
-        if is_simulated or device is None or self.initialisation is not None:
-            return mesh_device
-        return torch.device(device)
+        device, of_mesh = self.memory.device, self.own_mesh.device
+        is_simulated = of_mesh.type == "meta"
+        ignores = is_simulated or device is None or self.initialisation is not None
+        return of_mesh if ignores else torch.device(device)

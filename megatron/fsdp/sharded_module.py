@@ -21,7 +21,6 @@ from megatron.fsdp.dtensor.sharded_param import ShardedParam, is_linked, sharded
 from megatron.fsdp.engine import observe
 from megatron.fsdp.engine.collectives import agree
 from megatron.fsdp.engine.hooks import UnitHooks
-from megatron.fsdp.engine.mesh import Mesh
 from megatron.fsdp.engine.param_group import ParamGroup
 from megatron.fsdp.engine.schedule import Microbatches, Schedule
 from megatron.fsdp.gradient_sync import GradientError, GradientSync
@@ -38,7 +37,7 @@ from megatron.fsdp.module_access.trainability import Trainability
 from megatron.fsdp.module_access.unit_access import UnitAccess
 from megatron.fsdp.module_access.wrapped_module import checked_method, prepare_wrapped_module
 from megatron.fsdp.problems import Problems
-from megatron.fsdp.settings import Settings, parse_precision
+from megatron.fsdp.settings import Settings
 from megatron.fsdp.warnings_once import (
     warn_of_clipped_embeddings,
     warn_of_no_optimizer,
@@ -145,10 +144,6 @@ class ShardedModule(nn.Module):
         """The groups of all units, in the order of units."""
         return [group for unit in self._units for group in unit.groups]
 
-    def get_distributed_index(self) -> Mesh:
-        """Return the mesh."""
-        return self._mesh
-
     @property
     def memory_slots(self) -> dict[str, list[int]]:
         """Bytes of each memory slot, by contents; none before the first step has ended."""
@@ -204,8 +199,16 @@ class ShardedModule(nn.Module):
             prefix=prefix,
             keep_vars=True,
         )
-        for key in [key for key in state if key.startswith(prefix)]:
-            state[key] = self._checkpoint_value(state[key], keep_vars)
+        for key, value in list(state.items()):
+            sharded_param = self._sharded_param_of(value)
+            if not key.startswith(prefix) or not isinstance(value, torch.Tensor):
+                continue
+            if sharded_param is None:
+                state[key] = value if keep_vars else value.detach()
+            elif keep_vars:
+                state[key] = sharded_param.parameter
+            else:
+                state[key] = sharded_param.checkpoint_tensor(with_chunks=self.checkpoint_ready)
         return state
 
     def load_state_dict(
@@ -217,15 +220,6 @@ class ShardedModule(nn.Module):
         of flat buffers, in their own dtype. What does not fit is an error, like of any module.
         """
         return load_model_state(self.module, self._sharded_param_of, state_dict, strict)
-
-    def _checkpoint_value(self, value: Any, keep_vars: bool) -> Any:
-        sharded_param = self._sharded_param_of(value)
-        if sharded_param is None:
-            is_detached = isinstance(value, torch.Tensor) and not keep_vars
-            return value.detach() if is_detached else value
-        if keep_vars:
-            return sharded_param.parameter
-        return sharded_param.checkpoint_tensor(with_chunks=self.checkpoint_ready)
 
     def _sharded_param_of(self, value: Any) -> ShardedParam | None:
         """Return the sharded parameter of an entry of the module's state dict, if it has one."""
@@ -297,14 +291,6 @@ class ShardedModule(nn.Module):
             yield
         finally:
             self._microbatches.sync_each = before
-
-    def set_model_auto_sync(self, sync_model: bool = True) -> None:
-        """Choose whether every backward ends with final gradients on ``param.grad``.
-
-        Otherwise the optimizer's step makes them final, and levels 0 and 1 reduce nothing before
-        it, unless microbatches are marked by :meth:`no_sync`.
-        """
-        self._microbatches.set_sync_each(sync_model)
 
     # ---- gradients
 
@@ -402,25 +388,6 @@ class ShardedModule(nn.Module):
         """Wait for all reductions and all-gathers that have started."""
         self.synchronize_gradient_reduce()
         self.synchronize_param_gather()
-
-    @contextmanager
-    def mixed_precision_context(self, policy: Any) -> Iterator[None]:
-        """Reduce gradients in the policy's ``grad_comm_dtype`` inside; keep main dtypes."""
-        before = [group.gradients.comm_dtype for group in self.groups]
-        self.reset_mixed_precision_policy(policy)
-        try:
-            yield
-        finally:
-            self._schedule.wait_for_reductions()
-            for group, dtype in zip(self.groups, before):
-                group.gradients.set_comm_dtype(dtype)
-
-    def reset_mixed_precision_policy(self, policy: Any) -> None:
-        """Reduce gradients in the policy's ``grad_comm_dtype`` from now on; keep main dtypes."""
-        dtype = parse_precision(policy).grad_comm_dtype
-        self._schedule.wait_for_reductions()
-        for group in self.groups:
-            group.gradients.set_comm_dtype(dtype)
 
     def manual_buffer_registration(self) -> None:
         """Assign memory slots and register them with NCCL, after the first step; a collective.
