@@ -139,8 +139,8 @@ class MegatronFSDP(ShardedModule):
 
     def get_distributed_index(self) -> FSDPDistributedIndex:
         """Return the mesh."""
-        index: Any = self._mesh
-        return index
+        assert isinstance(self._mesh, FSDPDistributedIndex)
+        return self._mesh
 
     def set_model_auto_sync(self, sync_model: bool = True) -> None:
         """Choose whether every backward ends with final gradients on ``param.grad``.

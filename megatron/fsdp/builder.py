@@ -41,16 +41,10 @@ ShardedParams = dict[nn.Parameter, ShardedParam]
 def shard_parameters(
     module: nn.Module, settings: Settings, initialiser: Initialiser | None
 ) -> tuple[list[Unit], ShardedParams, EngineSlots | None]:
-    """Shard the parameters of a module, which become views of flat buffers; a collective.
+    """Move a module to its device and shard its parameters, as views of buffers; a collective.
 
-    Args:
-        module: the module; it is moved to the device of the settings.
-        settings: valid ones.
-        initialiser: initialises parameters on the meta device; None: there are none.
-
-    Returns:
-        The units, the root first. The sharded parameters. The memory slots; None: buffers have
-        storage of their own.
+    Return the units, the root first, the sharded parameters, and the memory slots. Without slots
+    buffers have storage of their own. Without an initialiser no parameter is on the meta device.
     """
     # Tensors on meta are allocated later.
     module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(settings.device))
@@ -86,10 +80,7 @@ class GroupKey(NamedTuple):
 def names_of_groups(
     parameters: dict[str, nn.Parameter], has_expert_mesh: bool
 ) -> dict[GroupKey, list[str]]:
-    """Return the names of the parameters of each group of a unit.
-
-    With an expert mesh, expert parameters are sharded over other ranks than the rest.
-    """
+    """Return the names of the parameters of each group of a unit."""
     names: dict[GroupKey, list[str]] = defaultdict(list)
     for name, parameter in parameters.items():
         key = GroupKey(
@@ -184,25 +175,22 @@ class Sharder:
         if is_expert not in self._parameter_meshes:
             axes = self._settings.own_mesh.axes(is_expert)
             mesh = axes.dtensor_mesh(self._settings.shards_outer)
-            norm_groups = self._expert_norm_groups(axes) if is_expert else self._norm_groups(axes)
+            norm_groups = self._norm_groups(axes, is_expert)
             self._parameter_meshes[is_expert] = ParameterMesh(axes, mesh, *norm_groups)
         return self._parameter_meshes[is_expert]
 
-    def _norm_groups(self, axes: Axes) -> tuple[NormGroup, NormGroup]:
-        """Return the norm groups of dense parameters: tensor-parallel slices, and copies."""
-        groups = self._data_groups() if self._settings.level.shards_optimizer else []
-        tensor = [axes.tensor.get_group()] if axes.tensor is not None else []
-        return NormGroup((*groups, *tensor)), NormGroup(tuple(groups))
-
-    def _expert_norm_groups(self, axes: Axes) -> tuple[NormGroup, NormGroup]:
-        """Return the norm groups of expert parameters; norms are over the experts of all ranks."""
-        dense = self._settings.own_mesh.dense
-        groups = self._data_groups()
-        if dense.tensor is not None:
-            groups.append(dense.tensor.get_group())
-        copies = 1 if self._settings.level.shards_optimizer else axes.inner.size()
+    def _norm_groups(self, axes: Axes, is_expert: bool) -> tuple[NormGroup, NormGroup]:
+        """Return the norm groups of parameters: tensor-parallel slices, and copies."""
+        is_sharded = self._settings.level.shards_optimizer
+        data = self._data_groups() if is_sharded or is_expert else []
+        tensor = self._settings.own_mesh.dense.tensor
+        every = (*data, *([] if tensor is None else [tensor.get_group()]))
+        if not is_expert:
+            return NormGroup(every), NormGroup(tuple(data))
+        # Other ranks own other experts of the same name. Norms are over all of them.
+        copies = 1 if is_sharded else axes.inner.size()
         tensor_copies = axes.tensor.size() if axes.tensor is not None else 1
-        return NormGroup(tuple(groups), copies), NormGroup(tuple(groups), copies * tensor_copies)
+        return NormGroup(every, copies), NormGroup(every, copies * tensor_copies)
 
     def _data_groups(self) -> list[dist.ProcessGroup]:
         """Return groups that reach all ranks with other shards of a dense parameter."""

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -68,49 +70,47 @@ def _refuse_casts_of_dtensors(module: nn.Module, settings: Settings) -> None:
             )
 
 
-def _problems_of_units(module: nn.Module, units: Units) -> list[str]:
+def _problems_of_units(module: nn.Module, units: Units) -> Iterator[str]:
     own = set(module.modules())
     strangers = [unit for unit in units if isinstance(unit, nn.Module) and unit not in own]
-    if not strangers:
-        return []
-    names = ", ".join(type(unit).__name__ for unit in strangers[:5])
-    return [
-        f"Settings.units has {len(strangers)} modules that are no part of the model ({names}): take"
-        " them from the model that is sharded (not from a copy of it), or name their class"
-    ]
+    if strangers:
+        names = ", ".join(type(unit).__name__ for unit in strangers[:5])
+        yield (
+            f"Settings.units has {len(strangers)} modules that are no part of the model ({names}):"
+            " take them from the model that is sharded (not from a copy of it), or name their class"
+        )
 
 
-def _problems_of_dtypes(module: nn.Module) -> list[str]:
+def _problems_of_dtypes(module: nn.Module) -> Iterator[str]:
     parameters = dict(module.named_parameters())
     if not parameters:
-        return ["the module has no parameters to shard"]
+        yield "the module has no parameters to shard"
     wrong = [
         f"{name} ({parameter.dtype})"
         for name, parameter in parameters.items()
         if parameter.requires_grad and not parameter.is_floating_point()
     ]
-    there_are = "trainable parameters expect a floating-point dtype, but there are"
-    return [f"{there_are} {', '.join(wrong[:5])}"] if wrong else []
+    if wrong:
+        there_are = "trainable parameters expect a floating-point dtype, but there are"
+        yield f"{there_are} {', '.join(wrong[:5])}"
 
 
-def _problems_of_meta_tensors(module: nn.Module) -> list[str]:
+def _problems_of_meta_tensors(module: nn.Module) -> Iterator[str]:
     tensors = (*module.named_parameters(), *module.named_buffers())
     on_meta = [name for name, tensor in tensors if tensor.is_meta]
-    if not on_meta:
-        return []
-    return [
-        "parameters or buffers on the meta device have no values to shard:"
-        f" {', '.join(on_meta[:5])}; pass Settings.initialisation=MetaInitialisation()"
-    ]
+    if on_meta:
+        yield (
+            "parameters or buffers on the meta device have no values to shard:"
+            f" {', '.join(on_meta[:5])}; pass Settings.initialisation=MetaInitialisation()"
+        )
 
 
-def _problems_of_axes(module: nn.Module, mesh: Mesh) -> list[str]:
-    """Return a problem for parameters that need an axis that the mesh does not have."""
-    problems = []
+def _problems_of_axes(module: nn.Module, mesh: Mesh) -> Iterator[str]:
+    """Yield problems of parameters that need an axis that the mesh does not have."""
     named = dict(module.named_parameters())
     experts = [name for name, one in named.items() if getattr(one, "allreduce", True) is False]
     if experts and mesh.expert is None:
-        problems.append(
+        yield (
             f"{', '.join(experts[:3])} and others are expert parameters (allreduce=False),"
             " which differ between data ranks: pass Mesh.expert_mesh, the mesh of the ranks"
             " that hold the same experts"
@@ -120,14 +120,8 @@ def _problems_of_axes(module: nn.Module, mesh: Mesh) -> list[str]:
             continue
         axis, own = mesh.dense.tensor, parameter.device_mesh
         if axis is None:
-            problems.append(
-                f"{name} is a DTensor over {own.mesh_dim_names}: pass that axis as Mesh.tensor"
-            )
-        elif own.ndim != 1 or own.size() != axis.size():
-            problems.append(
-                f"{name} is a DTensor over another mesh than Mesh.tensor={mesh.tensor!r}"
-            )
-        else:
-            continue
-        break  # the others have the same problem
-    return problems
+            yield f"{name} is a DTensor over {own.mesh_dim_names}: pass that axis as Mesh.tensor"
+            return  # the others have the same problem
+        if own.ndim != 1 or own.size() != axis.size():
+            yield f"{name} is a DTensor over another mesh than Mesh.tensor={mesh.tensor!r}"
+            return

@@ -44,10 +44,9 @@ def fully_shard(
 
     Weights, gradients and optimizer state are sharded over the ranks of the inner axis of the mesh;
     ``Strategy.level`` chooses which of them. At level 3, the default, each rank keeps its shard of
-    the weights only. Before the forward of a *unit* (one of ``units``, usually a transformer layer)
-    the weights of the unit are all-gathered; after its forward they are freed. The same happens
-    around its backward. While a unit computes, the next one is prefetched, in the order that the
-    last forward has recorded.
+    the weights only. The weights of a *unit* (one of ``units``, usually a transformer layer) are
+    all-gathered before its forward and before its backward, and freed afterwards. While a unit
+    computes, the next one is prefetched, in the order that the last forward has recorded.
 
     The parameters of a unit that share dtype, mesh and trainability form a *group*: one flat
     buffer, which one all-gather fills, and of which the module's own parameters are views. Each
@@ -59,24 +58,20 @@ def fully_shard(
     ranks is divided once, by the number of data ranks. With an outer axis the result is reduced
     over that axis too, after the last microbatch of a step.
 
-    ``model.parameters()`` yields the *main weights*, which the optimizer updates, in
-    ``main_params_dtype``: DTensors of the full logical shape, whose local tensors are views of this
-    rank's shard. Their gradients are on ``param.grad`` after backward. The forward after the
-    optimizer's step casts and gathers the main weights as they are when it begins. Everything else
-    (forward, loss, ``backward``, clipping, schedulers, checkpoints) is used as without sharding.
+    ``model.parameters()`` yields the *main weights*, which the optimizer updates: DTensors of the
+    full logical shape over this rank's shard. Their gradients are on ``param.grad`` after backward.
+    The next forward casts and gathers the main weights as they are when it begins.
 
     Args:
         model: any initialised module. Ranks take the weights of the first data rank. Its parameters
             stay the same objects and become views of flat buffers.
-        optimizer: over ``model.parameters()``. It keeps its param groups, hyper-parameters and
-            state. None: create it over the parameters of the result, and pass it to
-            :func:`megatron.fsdp.shard_optimizer`.
+        optimizer: over ``model.parameters()``. None: create it over the parameters of the result,
+            and pass it to :func:`megatron.fsdp.shard_optimizer`.
         mesh: the ranks. None: one axis over all ranks, on the accelerator if there is one,
             otherwise on the CPU.
         units: classes, instances or import paths of units. The parameters of a unit must be used
             inside its forward only, or passed on as arguments. Outside the named units, each module
-            that owns parameters is a unit by itself. The smallest of them, together at most as
-            large as the largest named unit, are gathered with the parameters of ``model`` itself.
+            that owns parameters is a unit by itself, except for small ones.
         strategy: what is sharded.
         precision: dtypes of main weights and gradients, or FSDP2's policy with FSDP2's meaning.
         gradients: how they are reduced, and when they are final.

@@ -28,9 +28,6 @@ class MetaInitialisation:
         function: called with every module that owns parameters or buffers on the meta device,
             children first, when they have storage. None: ``reset_parameters()``, or in models of
             transformers their own ``_init_weights``.
-
-    Raises:
-        ValueError: for anything but None and a callable.
     """
 
     function: InitialiseModule | None = None
@@ -63,12 +60,10 @@ class Initialiser:
             return None
         if setting.function is not None:
             return GivenInitialiser(setting.function)
-        if not isinstance(model, nn.Module):  # the check of the module reports it
-            return self
         # Models of transformers, which this package does not import.
         models = [
             module
-            for module in model.modules()
+            for module in (model.modules() if isinstance(model, nn.Module) else ())
             if any(base.__name__ == "PreTrainedModel" for base in type(module).__mro__)
         ]
         return TransformersInitialiser(models, self) if models else self
@@ -136,20 +131,19 @@ class TransformersInitialiser(Initialiser):
             self._method_for[module](module)
 
 
-def problems_of_initialisation(module: nn.Module, initialiser: Initialiser) -> list[str]:
-    """Return a problem naming the modules with meta tensors that ``initialiser`` does not know."""
+def problems_of_initialisation(module: nn.Module, initialiser: Initialiser) -> Iterator[str]:
+    """Yield a problem naming the modules with meta tensors that ``initialiser`` does not know."""
     unknown = []
     for name, inner in module.named_modules():
         own = ", ".join(_own_meta_tensors(inner))
         if own and not initialiser.knows(inner):
             unknown.append(f"{name or 'the model'} ({type(inner).__name__}: {own})")
-    if not unknown:
-        return []
-    return [
-        "Settings.initialisation needs a method reset_parameters() in every module that owns"
-        " parameters or buffers on the meta device, or a MetaInitialisation.function that"
-        f" initialises modules; the method is missing in {'; '.join(unknown)}"
-    ]
+    if unknown:
+        yield (
+            "Settings.initialisation needs a method reset_parameters() in every module that owns"
+            " parameters or buffers on the meta device, or a MetaInitialisation.function that"
+            f" initialises modules; the method is missing in {'; '.join(unknown)}"
+        )
 
 
 def initialisation_parts(
@@ -208,11 +202,9 @@ def materialize(
 
 
 def _reset_method(module: nn.Module) -> Callable[[], object] | None:
-    for name in ("reset_parameters", "_reset_parameters"):  # the second in some of torch's modules
-        method: Callable[[], object] | None = getattr(module, name, None)
-        if callable(method):
-            return method
-    return None
+    names = ("reset_parameters", "_reset_parameters")  # the second in some of torch's modules
+    methods: list[Any] = [getattr(module, name, None) for name in names]
+    return next(filter(callable, methods), None)
 
 
 def _children_first(module: nn.Module) -> Iterator[nn.Module]:

@@ -41,9 +41,6 @@ class Strategy:
             would cost more than 1 % of padding; the local tensor is then flat. "rows": never.
         one_unit: make the whole model one unit.
         fine_grained: make each module that owns parameters a unit, inside named units too.
-
-    Raises:
-        ValueError: lists every wrong value.
     """
 
     level: int | str | ShardingStrategy = ShardingStrategy.OPTIM_GRADS_PARAMS
@@ -121,15 +118,10 @@ class Gradients:
             ``finish_grad_sync``, makes them final, and levels 0 and 1 reduce nothing before it,
             unless ``no_sync`` marks all microbatches but the last.
         report_nonfinite: raise an error that names the parameter and the rank of a NaN or Inf.
-        are_decoupled: put gradients on ``param.decoupled_grad``, in ``main_grads_dtype``, for
-            optimizers that read it.
+        are_decoupled: put gradients on ``param.decoupled_grad``, in ``main_grads_dtype``.
         find_unused: leave ``param.grad`` None if the parameter got no gradient on any rank since
-            gradients were cleared. It costs one small all-reduce for each synchronisation, whose
-            result the host waits for, and levels 0 and 1 reduce when backward is over. False: the
-            gradient is zero.
-
-    Raises:
-        ValueError: lists every wrong value.
+            gradients were cleared; otherwise it is zero. It costs one small all-reduce for each
+            synchronisation, and levels 0 and 1 reduce when backward is over.
     """
 
     sum_only: bool = False
@@ -180,7 +172,7 @@ class Settings:
     @property
     def device(self) -> torch.device:
         """The device of the parameters."""
-        device, of_mesh = self.memory.device, self.own_mesh.device
-        is_simulated = of_mesh.type == "meta"
-        ignores = is_simulated or device is None or self.initialisation is not None
-        return of_mesh if ignores else torch.device(device)
+        of_mesh, device = self.own_mesh.device, self.memory.device
+        if device is None or self.initialisation is not None or of_mesh.type == "meta":
+            return of_mesh
+        return torch.device(device)

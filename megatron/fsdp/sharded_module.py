@@ -65,19 +65,10 @@ class ShardedModule(nn.Module):
         module: the module to shard; its parameters become views of flat buffers.
         settings: all settings of the sharded model.
         problems: problems that the caller has found, which are raised together with others.
-
-    Attributes:
-        checkpoint_ready: tensors of state dicts describe their chunks to torch's checkpoint.
-
-    Raises:
-        ValueError: lists every problem, the same on every rank.
-        NotImplementedError: for settings that are not built yet.
     """
 
-    initialiser = Initialiser()
-    """Initialises modules that were built on the meta device."""
-
-    checkpoint_ready = True
+    initialiser = Initialiser()  # of modules that were built on the meta device
+    checkpoint_ready = True  # tensors of state dicts describe their chunks to torch's checkpoint
     # Warn of what is hardly meant; not where a program chooses units and optimizer itself.
     _gives_advice = True
     _has_optimizer = False  # a sharded optimizer steps the parameters
@@ -243,10 +234,7 @@ class ShardedModule(nn.Module):
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedModule:
-        """Return another sharded model with the same weights; gradients are left out.
-
-        This is a collective, and gathers all weights on every rank for a moment.
-        """
+        """Return another sharded model with the same weights, without gradients; a collective."""
         if not self._is_copyable or self._mesh.dense.tensor is not None:
             raise NotImplementedError(REFUSED_COPY)
         self._trainability.follow()
@@ -305,9 +293,7 @@ class ShardedModule(nn.Module):
     def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
         """Reduce the remaining gradients, wait, and put the final ones on ``param.grad``.
 
-        Raises:
-            NotImplementedError: for ``force_all_reduce``: only level 0 has whole gradients.
-            GradientError: for a NaN or Inf gradient, if they are reported.
+        Raise :class:`GradientError` for a NaN or Inf gradient, if they are reported.
         """
         if force_all_reduce and self.strategy.shards_optimizer:
             raise NotImplementedError("force_all_reduce: gradients are reduced to their owners")
@@ -361,15 +347,13 @@ class ShardedModule(nn.Module):
         if all-gathers overlap compute; with ``force_dispatch`` all. ``force_sync`` waits for them.
         Edits afterwards need :meth:`install_optimized_model_weights`.
         """
-        if self.strategy.shards_parameters and not force_dispatch:
+        is_partial = self.strategy.shards_parameters and not force_dispatch
+        if is_partial:
             self._schedule.prefetcher.start_next_forward()
-            if force_sync:
-                self.synchronize_param_gather()
-            return
-        for unit in self._units:
+        for unit in () if is_partial else self._units:
             if not unit.blockers:  # otherwise it is gathered when its memory slot is free
                 unit.unshard()
-        if force_sync or not self._settings.overlap.param_gather:
+        if force_sync or not (is_partial or self._settings.overlap.param_gather):
             self.synchronize_param_gather()
 
     def synchronize_param_gather(self) -> None:
@@ -398,9 +382,7 @@ class ShardedModule(nn.Module):
         if slots is None or not self._settings.memory.registers_manually:
             return
         if slots.is_complete and not any(slots.sizes.values()):
-            raise RuntimeError(
-                "manual_buffer_registration needs a step first: it shows what is used"
-            )
+            raise RuntimeError("manual_buffer_registration needs a step first, to see what is used")
         self._assign_memory_slots()
 
     def _assign_memory_slots(self) -> None:

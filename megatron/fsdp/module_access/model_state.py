@@ -23,11 +23,8 @@ def load_model_state(
 ) -> _IncompatibleKeys:
     """Copy ``state`` into main weights and buffers, unless anything does not fit.
 
-    Args:
-        module: the wrapped module.
-        find: returns the sharded parameter of an entry of the module's own state dict, if any.
-        state: full tensors, or DTensors of the same layout, under those names or the wrapper's.
-        strict: treat missing and unexpected keys as errors.
+    It has full tensors, or DTensors of the same layout, under the module's names or the wrapper's.
+    ``find`` returns the sharded parameter of an entry of the module's own state dict, if any.
     """
     if not isinstance(state, Mapping):
         raise TypeError(f"state_dict expects a mapping but got {type(state).__name__}")

@@ -47,7 +47,7 @@ def remove_hooks(original: nn.Module, copied: nn.Module, handles: set[int]) -> N
 
 @torch.no_grad()
 def copy_main_weights(sources: Sequence[ShardedParam], targets: Sequence[ShardedParam]) -> None:
-    """Copy main weights, which may have more bits than the module's, and which are frozen now."""
+    """Copy main weights, which may have more bits than the module's, and what is frozen now."""
     for source, target in zip(sources, targets, strict=True):
         target.parameter.requires_grad_(source.parameter.requires_grad)
         target.parameter._local_tensor.copy_(source.parameter._local_tensor)

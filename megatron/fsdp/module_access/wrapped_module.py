@@ -31,11 +31,8 @@ def prepare_wrapped_module(
 ) -> None:
     """Prepare a module for code that calls it without the wrapper.
 
-    Args:
-        module: the wrapped module. If it has ``save_pretrained``, that saves whole weights.
-        gathers_layers: a rank waits for the others in every layer.
-        state_dict: returns the state dict of the wrapper.
-        check_conversion: raises an error for a conversion that would change weights.
+    Its ``save_pretrained``, if there is one, saves whole weights, of the wrapper's ``state_dict``.
+    With ``gathers_layers`` a rank waits for the others in every layer.
     """
     save = getattr(type(module), "save_pretrained", None)
     if callable(save):
@@ -115,9 +112,8 @@ def checked_method(module: nn.Module, name: str, method: Callable[..., Any]) -> 
         """Generate on all ranks together."""
         if kwargs.get("synced_gpus") is False:
             raise ValueError(
-                "generate(synced_gpus=False) waits forever at level 3 when one rank ends before"
-                " the others, whose layers it must help to gather: leave synced_gpus out, or pass"
-                " True"
+                "generate(synced_gpus=False) waits forever at level 3 when one rank ends before the"
+                " others, whose layers it must help to gather: leave synced_gpus out, or pass True"
             )
         return method(*args, **kwargs)
 
