@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The settings of a sharded model, which check themselves.
+"""The settings of a sharded model, which check themselves."""
 
-Messages name a setting as ``Strategy.level``; interfaces with names of their own replace that.
-``Mesh``, ``Overlap``, ``Memory`` and ``MetaInitialisation`` are beside the parts that they are for.
-"""
+# Messages name a setting as `Strategy.level`; interfaces with names of their own replace that.
+# `Mesh`, `Overlap`, `Memory` and `MetaInitialisation` are beside the parts that they are for.
 
 from __future__ import annotations
 
@@ -42,9 +41,6 @@ class Strategy:
             would cost more than 1 % of padding; the local tensor is then flat. "rows": never.
         one_unit: make the whole model one unit.
         fine_grained: make each module that owns parameters a unit, inside named units too.
-
-    Raises:
-        ValueError: lists every wrong value.
     """
 
     level: int | str | ShardingStrategy = ShardingStrategy.OPTIM_GRADS_PARAMS
@@ -92,11 +88,6 @@ class ComputePrecision(MixedPrecisionPolicy):
     output_dtype: torch.dtype | None = None
     cast_forward_inputs: bool = True
 
-    @property
-    def input_dtype(self) -> torch.dtype | None:
-        """The dtype that inputs of units are cast to."""
-        return self.param_dtype if self.cast_forward_inputs else None
-
     def resolve(self, compute_dtype: torch.dtype, trainable: bool) -> Precision:
         """Return the dtypes of a group; its main weights keep the dtype of the module."""
         main = compute_dtype
@@ -106,20 +97,10 @@ class ComputePrecision(MixedPrecisionPolicy):
 
 
 def parse_precision(policy: MixedPrecisionPolicy | TorchPrecision) -> MixedPrecisionPolicy:
-    """Return a policy of this package for one of it or of ``torch.distributed.fsdp``.
-
-    Raises:
-        ValueError: for anything else.
-    """
+    """Return a policy of this package for one of it or of ``torch.distributed.fsdp``."""
     if isinstance(policy, TorchPrecision):
-        return ComputePrecision(
-            None,
-            None,
-            policy.reduce_dtype,
-            policy.param_dtype,
-            policy.output_dtype,
-            policy.cast_forward_inputs,
-        )
+        dtypes = policy.reduce_dtype, policy.param_dtype, policy.output_dtype
+        return ComputePrecision(None, None, *dtypes, policy.cast_forward_inputs)
     if not isinstance(policy, MixedPrecisionPolicy):
         raise ValueError(f"Settings.precision expects a MixedPrecisionPolicy but got {policy!r}")
     return policy
@@ -137,15 +118,10 @@ class Gradients:
             ``finish_grad_sync``, makes them final, and levels 0 and 1 reduce nothing before it,
             unless ``no_sync`` marks all microbatches but the last.
         report_nonfinite: raise an error that names the parameter and the rank of a NaN or Inf.
-        are_decoupled: put gradients on ``param.decoupled_grad``, in ``main_grads_dtype``, for
-            optimizers that read it.
+        are_decoupled: put gradients on ``param.decoupled_grad``, in ``main_grads_dtype``.
         find_unused: leave ``param.grad`` None if the parameter got no gradient on any rank since
-            gradients were cleared. It costs one small all-reduce for each synchronisation, whose
-            result the host waits for, and levels 0 and 1 reduce when backward is over. False: the
-            gradient is zero.
-
-    Raises:
-        ValueError: lists every wrong value.
+            gradients were cleared; otherwise it is zero. It costs one small all-reduce for each
+            synchronisation, and levels 0 and 1 reduce when backward is over.
     """
 
     sum_only: bool = False
@@ -166,13 +142,9 @@ class Gradients:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """All settings of a sharded model; see :func:`megatron.fsdp.fully_shard` for each of them.
+    """All settings of a sharded model; see :func:`megatron.fsdp.fully_shard` for each of them."""
 
-    Args:
-        mesh: of all ranks of the model. None: it cannot be made, which is an error of the caller.
-    """
-
-    mesh: Mesh | None
+    mesh: Mesh | None  # None: it cannot be made, which is an error of the caller
     units: Units | None = None
     strategy: Strategy = Strategy()
     precision: MixedPrecisionPolicy = MixedPrecisionPolicy()
@@ -200,8 +172,7 @@ class Settings:
     @property
     def device(self) -> torch.device:
         """The device of the parameters."""
-        mesh_device, device = self.own_mesh.device, self.memory.device
-        is_simulated = mesh_device.type == "meta"
-        if is_simulated or device is None or self.initialisation is not None:
-            return mesh_device
+        of_mesh, device = self.own_mesh.device, self.memory.device
+        if device is None or self.initialisation is not None or of_mesh.type == "meta":
+            return of_mesh
         return torch.device(device)
