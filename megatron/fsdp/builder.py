@@ -18,6 +18,7 @@ from megatron.fsdp.agreement import FreezingAgreement, check_agreement
 from megatron.fsdp.backends.gloo_messages import GlooMessages
 from megatron.fsdp.backends.memory_slots import EngineSlots, allocate_slots
 from megatron.fsdp.backends.nccl_memory import NcclMemory
+from megatron.fsdp.checks import resolve_unit_modules
 from megatron.fsdp.dtensor.gradient import NormGroup
 from megatron.fsdp.dtensor.sharded_param import ParameterMesh, ShardedParam, link
 from megatron.fsdp.engine.buffer import Storage
@@ -146,7 +147,8 @@ def _choose_units(
 ) -> tuple[list[Unit], dict[Unit, dict[str, nn.Parameter]]]:
     """Return the units of a module, the root first, and the parameters of each by name."""
     strategy = settings.strategy
-    units = find_units(module, settings.units or (), strategy.one_unit, strategy.fine_grained)
+    wanted = resolve_unit_modules(settings.units)
+    units = find_units(module, wanted, strategy.one_unit, strategy.fine_grained)
     parameters_of = assign_parameters(units)
     if not strategy.fine_grained:
         merge_small_units(units, parameters_of, settings.overlap.prefetch_bytes)
