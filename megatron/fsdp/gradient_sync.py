@@ -191,6 +191,7 @@ class GradientSync:
         The gradients of this pass would otherwise be added to them.
         """
         observe.begin_backward_pass()
+        self._trainability.follow()
         self._agreement.check()
         if self.state not in (ShownState.SHOWN, ShownState.FINAL):
             return

@@ -17,41 +17,23 @@ from megatron.fsdp.engine.device import current_pass
 from megatron.fsdp.engine.param_group import ParamGroup, unshard
 from megatron.fsdp.engine.states import BackwardState, CallState, WeightState, change_state
 
+# The number that stands for the forward; no backward pass has it.
 FORWARD = -1
-"""The number that stands for the forward; no backward pass has it."""
 
+# A user of a unit's weights: the graph that autograd records of a backward (create_graph=True).
 GRAPH = "graph"
-"""A user of a unit's weights: the graph that autograd records of a backward (create_graph=True)."""
 
 _clock = count()
 _state = attrgetter("state")
 
 
-class UnitCallbacks:
-    """Actions of clients when units are used; every method does nothing by default."""
-
-    def before_call(self) -> None:
-        """Act before the outermost forward or method."""
-
-    def before_backward(self) -> None:
-        """Act when a backward pass first reaches the model."""
-
-    def after_use(self, unit: Unit) -> None:
-        """Act after a call has used the weights of ``unit``, before they are resharded."""
-
-
 class UnitCall:
-    """One call of a unit's module, from the beginning of its forward to the end of its backward.
-
-    Args:
-        unit: the unit whose module is called.
-        module: the module that is called, one of the unit's; None: a method of no unit's module.
-        borrowed: other units whose parameters the call uses; more are added when they are read.
-    """
+    """One call of a unit's module, from the beginning of its forward to the end of its backward."""
 
     def __init__(self, unit: Unit, module: nn.Module | None, borrowed: list[Unit]):
         self.unit = unit
-        self.module = module
+        self.module = module  # one of the unit's; None: a method of no unit's module
+        # Other units whose parameters the call uses; more are added when they are read.
         self.borrowed = borrowed
         self.state = CallState.FORWARD
         # Positions of the begin and the end of the forward among those of all calls.
@@ -96,11 +78,7 @@ class UnitCall:
         self._num_moves = self._count_moves()
 
     def check_addresses(self) -> None:
-        """Check that the weights are at the addresses to which the graph of the forward refers.
-
-        Raises:
-            RuntimeError: if they have moved to other memory meanwhile.
-        """
+        """Check that the weights are at the addresses to which the graph of the forward refers."""
         if self._num_moves != self._count_moves():
             raise RuntimeError(
                 f"{self.unit}: its forward came before the optimizer's step that assigned memory"
@@ -109,11 +87,7 @@ class UnitCall:
             )
 
     def _count_moves(self) -> int:
-        num_moves = 0
-        for unit in self.used_units:
-            for group in unit.groups:
-                num_moves += group.compute.num_moves
-        return num_moves
+        return sum(unit.num_moves for unit in self.used_units)
 
     def change_state(self, state: CallState) -> None:
         """Move on to ``state``, if the table of states allows it."""
@@ -123,12 +97,8 @@ class UnitCall:
 class Unit:
     """Parameters that are unsharded and resharded together.
 
-    They are the parameters of a module, or parameters that several units share.
-
-    Args:
-        name: the module's name, or the joined names of the units that share the parameters.
-        module: the module whose calls use the unit. None: only calls of other units use it.
-        is_automatic: the user did not name the module as a unit.
+    They are the parameters of a module, or parameters that several units share. Those have no
+    module, and the joined names of these units.
     """
 
     def __init__(self, name: str, module: nn.Module | None, is_automatic: bool = False):
@@ -137,7 +107,7 @@ class Unit:
         self.module = module
         # The modules whose calls use the unit: its own, and small ones inside that were merged.
         self.modules = [] if module is None else [module]
-        self.is_automatic = is_automatic
+        self.is_automatic = is_automatic  # the user did not name the module as a unit
         self.groups: list[ParamGroup] = []
         self.shared: list[Unit] = []  # units of parameters that this one shares with others
         self.state = BackwardState.IDLE
@@ -161,12 +131,12 @@ class Unit:
 
     def find_trained(self) -> None:
         """Find the groups and count the parameters that are not frozen now."""
-        self.trained_groups, self._num_trained = [], 0
-        for group in self.trainable_groups:
-            num_trained = sum(parameter.requires_grad for parameter in group.parameters)
-            if num_trained:
-                self.trained_groups.append(group)
-                self._num_trained += num_trained
+        numbers = {
+            group: sum(parameter.requires_grad for parameter in group.parameters)
+            for group in self.trainable_groups
+        }
+        self.trained_groups = [group for group, number in numbers.items() if number]
+        self._num_trained = sum(numbers.values())
         self._has_frozen = self._num_trained < sum(len(group.parameters) for group in self.groups)
 
     # ---- weights
@@ -186,14 +156,14 @@ class Unit:
             group.reshard()
 
     @property
-    def is_resharded(self) -> bool:
-        """True if weights are freed between uses."""
-        return any(group.reshards_after_use for group in self.groups)
+    def num_bytes(self) -> int:
+        """The bytes of the unsharded weights."""
+        return sum(group.compute.num_bytes for group in self.groups)
 
     @property
-    def is_assigned_ahead(self) -> bool:
-        """True if weights get memory that is assigned ahead of their use."""
-        return any(group.compute.is_assigned_ahead for group in self.groups)
+    def num_moves(self) -> int:
+        """How often weights have moved to other memory for good."""
+        return sum(group.compute.num_moves for group in self.groups)
 
     @property
     def blockers(self) -> set[FlatBuffer]:
@@ -218,6 +188,7 @@ class Unit:
 
     def end_backward(self, call: UnitCall) -> None:
         """Note that the gradients of the inputs of ``call`` are complete."""
+        # Those of leaf inputs may arrive before those of parameters.
         if call.has_leaf_inputs and self._num_trained:
             call.change_state(CallState.AWAITING_PARAMETERS)
         else:
@@ -260,12 +231,9 @@ class Unit:
         )
 
     def reset_backward(self, is_over: bool = True) -> None:
-        """Return to IDLE and drop the users that began in a backward pass.
-
-        Args:
-            is_over: the pass is over. Otherwise calls of other units, in whose backward that of
-                this unit may lie, still use the unit unless all of its gradients are there.
-        """
+        """Return to IDLE and drop the users that began in a backward pass, which may be over."""
+        # Otherwise calls of other units, in whose backward that of this unit may lie, still use the
+        # unit unless all of its gradients are there.
         keeps_borrowers = not (is_over or self.has_all_grads)
         self.arrived.clear()
         for call in self.calls_in_backward:

@@ -18,13 +18,13 @@ import torch
 from megatron.fsdp.engine.device import in_backward
 from megatron.fsdp.engine.param_group import ParamGroup
 from megatron.fsdp.engine.states import MainState, WeightState
-from megatron.fsdp.engine.unit import Unit, UnitCallbacks
+from megatron.fsdp.engine.unit import Unit
 from megatron.fsdp.module_access.trainability import Trainability
 
 _version = attrgetter("_version")
 
 
-class UnitAccess(UnitCallbacks):
+class UnitAccess:
     """Follows what code has frozen before units are used, and what they have written afterwards.
 
     Args:
@@ -54,10 +54,6 @@ class UnitAccess(UnitCallbacks):
         if not in_backward():
             self._trainability.follow()
             self._trainability.refuse_thawed()
-
-    def before_backward(self) -> None:
-        """Follow what code has frozen."""
-        self._trainability.follow()
 
     def after_use(self, unit: Unit) -> None:
         """Copy what a call has written to compute weights into the main weights."""
