@@ -199,7 +199,7 @@ BROKEN_LINES = [
     BrokenLine(
         "prefetch: a prefetched unit does not make room in its memory slot",
         "megatron/fsdp/engine/schedule.py",
-        "self._reshard_unused({self._unit_of[buffer] for buffer in unit.blockers})",
+        "self._reshard_idle({self._unit_of[buffer] for buffer in unit.blockers})",
         "pass",
         "tests/fsdp/test_double_buffer.py",
     ),
@@ -241,8 +241,8 @@ BROKEN_LINES = [
     BrokenLine(
         "unit: recomputation is not noticed",
         "megatron/fsdp/engine/unit.py",
-        "            self._change_state(BackwardState.RECOMPUTED)\n",
-        "            self._change_state(BackwardState.RUNNING)\n",
+        "            self.change_state(BackwardState.RECOMPUTED)\n",
+        "            self.change_state(BackwardState.RUNNING)\n",
         "tests/fsdp/engine",
     ),
     BrokenLine(

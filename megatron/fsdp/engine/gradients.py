@@ -25,7 +25,7 @@ from megatron.fsdp.engine.buffer import (
 from megatron.fsdp.engine.collectives import Communicator
 from megatron.fsdp.engine.layout import Layout, Partition
 from megatron.fsdp.engine.policy import Precision, ShardingStrategy
-from megatron.fsdp.engine.states import GradientState, change_state
+from megatron.fsdp.engine.states import GradientState, StateOwner
 from megatron.fsdp.engine.tensor_parallel import local_grad
 
 # [Note: the way of a gradient]
@@ -68,7 +68,7 @@ class FlatGradient(NamedTuple):
     padding: list[torch.Tensor]
 
 
-class GroupGradients:
+class GroupGradients(StateOwner[GradientState]):
     """The gradients of a parameter group. See [Note: the way of a gradient]."""
 
     def __init__(
@@ -131,11 +131,6 @@ class GroupGradients:
         return self._reduced()
 
     @property
-    def is_due(self) -> bool:
-        """True if a reduction of local gradients is due; the same on all ranks."""
-        return self.state is GradientState.WAITING
-
-    @property
     def has_inner_sum(self) -> bool:
         """True if there are gradients that were reduced over the inner axis only; waits for it."""
         if not self._communicator.is_hybrid or self._has_whole:
@@ -172,11 +167,7 @@ class GroupGradients:
                 elif arrived:
                     torch._foreach_copy_(targets, grads)
                 set_all(self._parameters, "grad", repeat(None))
-        self.await_reduction()
-
-    def await_reduction(self) -> None:
-        """Note that a reduction is due, in which this rank takes part with what it has."""
-        self._change_state(GradientState.WAITING)
+        self.change_state(GradientState.WAITING)
 
     def _open(
         self, reduces_now: bool, covers_all: bool = False
@@ -247,7 +238,7 @@ class GroupGradients:
         if self.state is GradientState.EMPTY:
             with observe.work(self._unit_name, "accumulate gradients"):
                 self._open(reduces_now=False)
-            self._change_state(GradientState.WRITING)
+            self.change_state(GradientState.WRITING)
         assert self._local is not None
         self._written.add(index)
         return self._local.views[index]
@@ -323,7 +314,7 @@ class GroupGradients:
     def _reduce_inner(self, target: RunningSum) -> Iterator[None]:
         """Add the local gradients, reduce-scattered over the inner axis, to ``target``."""
         full = self._open(reduces_now=False)[0].flat.to(self.comm_dtype)
-        self._change_state(GradientState.REDUCING)
+        self.change_state(GradientState.REDUCING)
         result = target.buffer_for(full.dtype)
         pending = self._communicator.reduce_scatter(full, result)
         yield
@@ -335,7 +326,7 @@ class GroupGradients:
         """Add the local gradients, reduced over both axes, to the gradient shard."""
         communicator = self._communicator
         local = self._open(reduces_now=True)[0].flat
-        self._change_state(GradientState.REDUCING)
+        self.change_state(GradientState.REDUCING)
         is_in_sum = self._grad_sum.is_in(local)
         if is_in_sum:
             self._grad_sum.add(local)  # in place: from here on these are the reduced gradients
@@ -430,7 +421,7 @@ class GroupGradients:
             self._drop_local()
 
     def _drop_local(self) -> None:
-        self._change_state(GradientState.EMPTY)
+        self.change_state(GradientState.EMPTY)
         self._local = None
         self._written.clear()
         if self._buffer is not None:
@@ -440,9 +431,6 @@ class GroupGradients:
         """Reduce gradients in ``dtype`` from now on; None: in the main gradient dtype."""
         self.wait_for_reduce()
         self.comm_dtype = dtype or self._main_dtype
-
-    def _change_state(self, state: GradientState) -> None:
-        self.state = change_state(self, self.state, state)
 
 
 def set_all(owners: Sequence[object], attribute: str, values: Iterable[object]) -> None:

@@ -19,17 +19,16 @@ from megatron.fsdp.engine.states import CallState
 from megatron.fsdp.engine.unit import Unit, UnitCall
 
 # [Note: one call of a unit]
-#     pre-forward        unshard the unit, the units that it shares parameters with, and any unit
-#                        whose parameter is passed as an argument (tied output layers)
-#     in forward         unshard a unit whose parameter the code reads by name, as in
-#                        `self.embedding.weight`: the call borrows it
-#     post-forward       end the use of all of them. Not while autograd recomputes activations,
-#                        because the backward of the same unit follows at once
-#     pre-backward       at the first gradient of an output: unshard all of them again
-#     post-backward      at the last gradient of an input: the call's backward is over. Where inputs
-#                        are leaves of the graph, the gradients of the unit's parameters must be
-#                        there too. An input that other calls have too may get its last gradient
-#                        later; then the backward of a call that came before marks the end
+#     pre-forward     unshard the unit, the units that it shares parameters with, and any unit whose
+#                     parameter is passed as an argument (tied output layers)
+#     in forward      unshard a unit whose parameter the code reads by name: the call borrows it
+#     post-forward    end the use of all of them. Not while autograd recomputes activations, because
+#                     the backward of the same unit follows at once
+#     pre-backward    at the first gradient of an output: unshard all of them again
+#     post-backward   at the last gradient of an input: the call's backward is over. Where inputs
+#                     are leaves of the graph, the gradients of the unit's parameters must be there
+#                     too. An input that other calls have too may get its last gradient later; then
+#                     the backward of a call that came before marks the end
 #
 # Hooks are attached to the input and output tensors themselves. An autograd function around the
 # module, the usual way, would return views of them. Without one, code may edit inputs and outputs
@@ -74,63 +73,51 @@ class UnitHooks:
             self._register(unit)
 
     def _register(self, unit: Unit) -> None:
+        pre_forward = torch.compiler.disable(partial(self._pre_forward, unit))
+        post_forward = torch.compiler.disable(self._post_forward)
+        for module in unit.modules:
+            before = module.register_forward_pre_hook(pre_forward, prepend=True, with_kwargs=True)
+            after = module.register_forward_hook(post_forward, always_call=True)
+            self.handles |= {before.id, after.id}
         for group in unit.groups:
             self.unit_of.update(dict.fromkeys(group.parameters, unit))
-        for module in unit.modules:
-            before = module.register_forward_pre_hook(
-                self._pre_forward_hook(unit), prepend=True, with_kwargs=True
-            )
-            after = module.register_forward_hook(self._post_forward_hook(unit), always_call=True)
-            self.handles |= {before.id, after.id}
-
-        def arrived(parameter: nn.Parameter) -> None:
-            self._enter_backward()
-            self._schedule.grad_arrived(unit, parameter)
-
-        for group in unit.trainable_groups:
-            for parameter in group.parameters:
-                parameter.register_post_accumulate_grad_hook(arrived)
+            for parameter in group.parameters if group.requires_grad else ():
+                parameter.register_post_accumulate_grad_hook(partial(self._grad_arrived, unit))
 
     # ---- forward
 
-    def _pre_forward_hook(self, unit: Unit) -> Callable[..., None]:
-        @_not_traced
-        def pre_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            borrowed = list(unit.shared)
-            for argument in (*args, *kwargs.values()):
-                if isinstance(argument, nn.Parameter):
-                    owner = self.unit_of.get(argument, unit)
-                    if owner is not unit and owner not in borrowed:
-                        borrowed.append(owner)
-            call = UnitCall(unit, module, borrowed)
-            self.calls.append(call)
-            is_root = module is self._root.module
-            observe.begin_forward(call, unit.shown_name, is_root)
-            if len(self.calls) == 1:
-                self._callbacks.before_call()
-            if is_root:
-                self._schedule.begin_forward()
-            self._schedule.begin_use(call)
-            if torch.is_grad_enabled():
-                self._watch_inputs(call, (args, kwargs))
+    def _pre_forward(
+        self, unit: Unit, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        borrowed = list(unit.shared)
+        for argument in (*args, *kwargs.values()):
+            if isinstance(argument, nn.Parameter):
+                owner = self.unit_of.get(argument, unit)
+                if owner is not unit and owner not in borrowed:
+                    borrowed.append(owner)
+        call = UnitCall(unit, module, borrowed)
+        self.calls.append(call)
+        is_root = module is self._root.module
+        observe.begin_forward(call, unit.shown_name, is_root)
+        if len(self.calls) == 1:
+            self._callbacks.before_call()
+        if is_root:
+            self._schedule.begin_forward()
+        self._schedule.begin_use(call)
+        if torch.is_grad_enabled():
+            self._watch_inputs(call, (args, kwargs))
 
-        return pre_forward
-
-    def _post_forward_hook(self, unit: Unit) -> Callable[..., None]:
-        @_not_traced
-        def post_forward(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            call = self.calls.pop()
-            observe.end_forward(call)
-            if torch.is_grad_enabled():
-                self._watch_outputs(call, output)
-            call.inputs.clear()
-            if in_backward():  # recomputation
-                return
-            self._end_use(call, call.used_units)
-            if module is self._root.module:
-                self._schedule.prefetcher.stop_recording()
-
-        return post_forward
+    def _post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        call = self.calls.pop()
+        observe.end_forward(call)
+        if torch.is_grad_enabled():
+            self._watch_outputs(call, output)
+        call.inputs.clear()
+        if in_backward():  # recomputation
+            return
+        self._end_use(call, call.used_units)
+        if module is self._root.module:
+            self._schedule.prefetcher.stop_recording()
 
     def forget_calls(self) -> None:
         """End the forwards under way after an exception for which torch calls no hooks."""
@@ -199,6 +186,10 @@ class UnitHooks:
             base = tensor._base
             if base is not None and base.grad_fn is not None and not call.is_unchanged_input(base):
                 base.grad_fn.register_prehook(pre_backward_of_node)
+
+    def _grad_arrived(self, unit: Unit, parameter: nn.Parameter) -> None:
+        self._enter_backward()
+        self._schedule.grad_arrived(unit, parameter)
 
     def _enter_backward(self, gradient: Any = None) -> None:
         if not self._schedule.is_in_backward:
@@ -289,9 +280,3 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
         if item is not None:
             found += tensors_in(item)
     return found
-
-
-def _not_traced(hook: Callable[..., None]) -> Callable[..., None]:
-    # Unlike torch's decorator, this one is typed.
-    untraced: Callable[..., None] = torch.compiler.disable(hook)
-    return untraced

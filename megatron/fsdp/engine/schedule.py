@@ -20,6 +20,7 @@ from megatron.fsdp.engine.device import current_pass, in_backward
 from megatron.fsdp.engine.gradients import GroupGradients
 from megatron.fsdp.engine.param_group import unshard
 from megatron.fsdp.engine.policy import Overlap, ShardingStrategy
+from megatron.fsdp.engine.states import GradientState
 from megatron.fsdp.engine.unit import GRAPH, Unit, UnitCall
 
 
@@ -204,7 +205,7 @@ class Schedule:
         for unit in reversed(self.units):
             for group in unit.trainable_groups:
                 # Both are the same on all ranks, whichever of them have gradients.
-                is_due = group.gradients.is_due
+                is_due = group.gradients.state is GradientState.WAITING
                 if is_due or group.gradients.has_inner_sum:
                     self._start_reduction(group.gradients, is_due, True)
 
@@ -288,19 +289,17 @@ class Prefetcher:
     def start_recording(self) -> None:
         """Start to record the order of units, at the beginning of the root's forward."""
         self._recorded = []
-        self._follow_from(-1)
+        self._position, self._upcoming = -1, []
         if self._num_updates:  # none between microbatches
             self._order = replace(self._order, num_updates=self._num_updates)
             self._num_updates = 0
         # Those kept for a backward that has not come are resharded: weights may change till then.
-        self._reshard_unused(self._prefetched - self._of_next_forward)
+        self._reshard_idle(self._prefetched - self._of_next_forward)
 
     def stop_recording(self) -> None:
         """Keep the recorded order, and reshard units that were prefetched but not used."""
-        kept = self._prefetched.intersection(self._order.kept)
-        if not torch.is_grad_enabled():
-            kept.clear()
-        self._reshard_unused(self._prefetched - kept)
+        kept = self._order.kept if torch.is_grad_enabled() else []
+        self._reshard_idle(self._prefetched.difference(kept))
         order = self._recorded
         last: list[Unit] = []
         for unit in order[:0:-1] if self.is_enabled else ():
@@ -314,7 +313,7 @@ class Prefetcher:
             num_before=len(order) - max(1, len(last)),
             num_updates=self._order.num_updates,
         )
-        self._follow_from(-1)
+        self._position, self._upcoming = -1, []
 
     def reached(self, unit: Unit) -> None:
         """Record that a call of ``unit`` begins, and prefetch the units that follow it."""
@@ -326,11 +325,6 @@ class Prefetcher:
         self._position = _position_of(unit, order, self._position + 1)
         self.prefetch()
 
-    def _follow_from(self, position: int) -> None:
-        """Set the position in the order that is followed, -1 for before its first unit."""
-        self._position = position
-        self._upcoming = []
-
     # ---- unsharding ahead
 
     def prefetch(self) -> None:
@@ -340,7 +334,7 @@ class Prefetcher:
         self._upcoming = self._window()
         if self._prefetched:
             wanted = [*self._upcoming, *self._kept_for_backward()]
-            self._reshard_unused(self._prefetched.difference(wanted))
+            self._reshard_idle(self._prefetched.difference(wanted))
         self._unshard_ahead(self._upcoming)
 
     def _unshard_ahead(self, units: list[Unit]) -> None:
@@ -360,8 +354,7 @@ class Prefetcher:
             self._in_use = {unit: None for unit in self._in_use if unit.users}
             ahead = [unit for unit in self._in_use if unit not in others]
         window: list[Unit] = []
-        for index in range(self._position + 1, len(order)):
-            unit = order[index]
+        for unit in order[self._position + 1 :]:
             if unit in window or not self._fits([*ahead, unit]):
                 break
             ahead.append(unit)
@@ -372,7 +365,8 @@ class Prefetcher:
         """Return True if so many units may be unsharded beside the one in use."""
         if self._max_bytes is None:
             return len(units) <= self._max_units
-        return sum(unit.num_bytes for unit in units) <= self._max_bytes
+        groups = chain.from_iterable(unit.groups for unit in units)
+        return sum(group.compute.num_bytes for group in groups) <= self._max_bytes
 
     def weights_change(self) -> None:
         """Reshard all prefetched units, because main weights have new values."""
@@ -387,7 +381,7 @@ class Prefetcher:
         if not self.is_enabled or is_early or root.users or in_backward():
             return
         self._current = root
-        self._follow_from(0)
+        self._position, self._upcoming = 0, []
         window = [root, *self._window()] if self._order.forward else []
         self._unshard_ahead(window)
         self._of_next_forward.update(self._prefetched.intersection(window))
@@ -415,17 +409,16 @@ class Prefetcher:
         self._prefetched.discard(unit)
         self._of_next_forward.discard(unit)
         if self._are_assigned_ahead:
-            self._reshard_unused({self._unit_of[buffer] for buffer in unit.blockers})
+            self._reshard_idle({self._unit_of[buffer] for buffer in unit.blockers})
 
     def reshard_unused(self) -> None:
         """Reshard all prefetched units that no call uses."""
         self._upcoming = []
-        self._reshard_unused(set(self._prefetched))
+        self._reshard_idle(set(self._prefetched))
 
-    def _reshard_unused(self, units: set[Unit]) -> None:
-        if not units:
-            return
-        for unit in self._units:  # the order of a set differs between ranks
+    def _reshard_idle(self, units: set[Unit]) -> None:
+        # The order of a set differs between ranks.
+        for unit in self._units if units else ():
             if unit in units:
                 self._prefetched.discard(unit)
                 self._of_next_forward.discard(unit)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from enum import Enum, auto
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 # [Note: the life of a unit] Take a transformer layer at ZeRO level 3, trained for one step.
 #
@@ -150,3 +150,13 @@ def change_state(owner: object, state: State, new_state: State) -> State:
             f" {' or '.join(allowed.name for allowed in _ALLOWED[state])}"
         )
     return new_state
+
+
+class StateOwner(Generic[State]):
+    """A group's gradients, a unit or a call, whose state changes as the table allows."""
+
+    state: State
+
+    def change_state(self, state: State) -> None:
+        """Go on to ``state``."""
+        self.state = change_state(self, self.state, state)

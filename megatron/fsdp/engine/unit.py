@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from functools import cached_property
-from itertools import count
+from itertools import chain, count
 from operator import attrgetter
 
 import torch
@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from megatron.fsdp.engine.buffer import FlatBuffer
 from megatron.fsdp.engine.device import current_pass
 from megatron.fsdp.engine.param_group import ParamGroup, unshard
-from megatron.fsdp.engine.states import BackwardState, CallState, WeightState, change_state
+from megatron.fsdp.engine.states import BackwardState, CallState, StateOwner, WeightState
 
 # The number that stands for the forward; no backward pass has it.
 FORWARD = -1
@@ -27,7 +27,7 @@ _clock = count()
 _state = attrgetter("state")
 
 
-class UnitCall:
+class UnitCall(StateOwner[CallState]):
     """One call of a unit's module, from the beginning of its forward to the end of its backward."""
 
     def __init__(self, unit: Unit, module: nn.Module | None, borrowed: list[Unit]):
@@ -78,7 +78,7 @@ class UnitCall:
         self._num_moves = self._count_moves()
 
     def check_addresses(self) -> None:
-        """Check that the weights are at the addresses to which the graph of the forward refers."""
+        """Raise an error if the graph refers to addresses where the weights are no more."""
         if self._num_moves != self._count_moves():
             raise RuntimeError(
                 f"{self.unit}: its forward came before the optimizer's step that assigned memory"
@@ -87,14 +87,11 @@ class UnitCall:
             )
 
     def _count_moves(self) -> int:
-        return sum(unit.num_moves for unit in self.used_units)
-
-    def change_state(self, state: CallState) -> None:
-        """Move on to ``state``, if the table of states allows it."""
-        self.state = change_state(self, self.state, state)
+        groups = chain.from_iterable(unit.groups for unit in self.used_units)
+        return sum(group.compute.num_moves for group in groups)
 
 
-class Unit:
+class Unit(StateOwner[BackwardState]):
     """Parameters that are unsharded and resharded together.
 
     They are the parameters of a module, or parameters that several units share. Those have no
@@ -156,16 +153,6 @@ class Unit:
             group.reshard()
 
     @property
-    def num_bytes(self) -> int:
-        """The bytes of the unsharded weights."""
-        return sum(group.compute.num_bytes for group in self.groups)
-
-    @property
-    def num_moves(self) -> int:
-        """How often weights have moved to other memory for good."""
-        return sum(group.compute.num_moves for group in self.groups)
-
-    @property
     def blockers(self) -> set[FlatBuffer]:
         """The buffers of other units in the memory of this one's weights."""
         return {group.blocker for group in self.groups if group.blocker is not None}
@@ -184,7 +171,7 @@ class Unit:
         call.change_state(awaits)
         self.calls_in_backward.append(call)
         if self.state is BackwardState.IDLE:
-            self._change_state(BackwardState.RUNNING)
+            self.change_state(BackwardState.RUNNING)
 
     def end_backward(self, call: UnitCall) -> None:
         """Note that the gradients of the inputs of ``call`` are complete."""
@@ -203,10 +190,10 @@ class Unit:
         number = current_pass()
         for since in self.users.values():
             if since != number:
-                self._change_state(BackwardState.RECOMPUTED)
+                self.change_state(BackwardState.RECOMPUTED)
                 return
         if self.state is BackwardState.IDLE:
-            self._change_state(BackwardState.RUNNING)
+            self.change_state(BackwardState.RUNNING)
 
     @property
     def has_all_grads(self) -> bool:
@@ -245,10 +232,7 @@ class Unit:
             for user, since in self.users.items()
             if since == FORWARD or (keeps_borrowers and _borrows(user, self))
         }
-        self._change_state(BackwardState.IDLE)
-
-    def _change_state(self, state: BackwardState) -> None:
-        self.state = change_state(self, self.state, state)
+        self.change_state(BackwardState.IDLE)
 
 
 def _borrows(user: Hashable, unit: Unit) -> bool:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from torch import nn
 
@@ -50,7 +50,24 @@ def assign_parameters(units: list[Unit]) -> dict[Unit, dict[str, nn.Parameter]]:
     # A parameter belongs to the innermost unit around the module that owns it. If modules of
     # several units own it (tied weights), it belongs to the one of these units that contains the
     # others. If there is no such unit, it gets a separate unit, which calls of all of them use.
-    names, owners = _owners_of_parameters(units)
+    # Of each parameter the first name, and the innermost unit around each module that owns it,
+    # mapped to all units around that module, outermost first.
+    names: dict[nn.Parameter, str] = {}
+    owners: dict[nn.Parameter, dict[Unit, tuple[Unit, ...]]] = {}
+    unit_of = {unit.module: unit for unit in units}
+
+    def visit(module: nn.Module, prefix: str, around: tuple[Unit, ...]) -> None:
+        if module in unit_of:
+            around = (*around, unit_of[module])
+        for name, parameter in module.named_parameters(recurse=False):
+            names.setdefault(parameter, prefix + name)
+            owners.setdefault(parameter, {})[around[-1]] = around
+        for name, child in module.named_children():
+            visit(child, f"{prefix}{name}.", around)
+
+    root = units[0].module
+    assert root is not None  # only units of shared parameters have no module
+    visit(root, "", ())
     parameters_of: dict[Unit, dict[str, nn.Parameter]] = {unit: {} for unit in units}
     units_of_shared: dict[tuple[Unit, ...], Unit] = {}
     for parameter, around in owners.items():
@@ -79,7 +96,10 @@ def merge_small_units(
     # transformer's final norm is merged, and its embedding and output layer if they are small
     # beside a layer.
     root = units[0]
-    sizes = {unit: num_bytes(parameters.values()) for unit, parameters in parameters_of.items()}
+    sizes = {
+        unit: sum(parameter.nbytes for parameter in parameters.values())
+        for unit, parameters in parameters_of.items()
+    }
     if limit is None:
         named = [sizes[unit] for unit in units[1:] if unit.modules and not unit.is_automatic]
         limit = max(named, default=0)
@@ -104,36 +124,6 @@ def merge_small_units(
         parameters_of[root].update(parameters_of.pop(unit))
         if unit.module is not None:
             root.modules.append(unit.module)
-
-
-def num_bytes(parameters: Iterable[nn.Parameter]) -> int:
-    """Return the bytes of some whole parameters, which are the same on every rank."""
-    return sum(parameter.numel() * parameter.element_size() for parameter in parameters)
-
-
-def _owners_of_parameters(
-    units: list[Unit],
-) -> tuple[dict[nn.Parameter, str], dict[nn.Parameter, dict[Unit, tuple[Unit, ...]]]]:
-    """Return the first name of each parameter, and the units around the modules that own it."""
-    # These are the innermost unit around each module, mapped to all units around it, outermost
-    # first.
-    unit_of = {unit.module: unit for unit in units}
-    names: dict[nn.Parameter, str] = {}
-    owners: dict[nn.Parameter, dict[Unit, tuple[Unit, ...]]] = {}
-
-    def visit(module: nn.Module, prefix: str, around: tuple[Unit, ...]) -> None:
-        if module in unit_of:
-            around = (*around, unit_of[module])
-        for name, parameter in module.named_parameters(recurse=False):
-            names.setdefault(parameter, prefix + name)
-            owners.setdefault(parameter, {})[around[-1]] = around
-        for name, child in module.named_children():
-            visit(child, f"{prefix}{name}.", around)
-
-    root = units[0].module
-    assert root is not None  # only units of shared parameters have no module
-    visit(root, "", ())
-    return names, owners
 
 
 def is_expert_parameter(name: str, parameter: nn.Parameter) -> bool:
