@@ -102,31 +102,20 @@ class ShownGradients:
         with torch._C.DisableTorchFunctionSubclass():
             return list(map(getattr, self.parameters, repeat(self._attribute), repeat(None)))
 
-    def note_pass(self) -> None:
-        """Note the parameters that are trained in the backward pass that ends."""
-        self.had_passes.update(compress(count(), read_flags(self.parameters)))
-
-    @property
-    def is_finite(self) -> bool:
-        """True if the sum of all gradients is neither NaN nor Inf."""
-        return self._flat is None or bool(torch.isfinite(self._flat.sum(dtype=torch.float32)))
+    def nonfinite(self) -> list[ShardedParam]:
+        """Return the parameters whose gradient is NaN or Inf on this rank."""
+        # They are checked only if the sum of all gradients is not finite.
+        if self._flat is None or torch.isfinite(self._flat.sum(dtype=torch.float32)):
+            return []
+        return [
+            sharded_param
+            for sharded_param, gradient in zip(self.sharded_params, self.shown())
+            if gradient is not None and not torch.isfinite(local_tensor(gradient)).all()
+        ]
 
 
 class GradientSync(StateOwner[ShownState]):
-    """The gradients of all parameters of a model; see [Note: the life cycle of gradients].
-
-    Args:
-        sharded_params: all parameters of the model.
-        schedule: the schedule, which starts reductions and waits for them.
-        agreement: the check that all ranks freeze the same parameters.
-        use_decoupled_grad: put gradients on ``param.decoupled_grad``, in the dtype in which they
-            accumulate, instead of on ``param.grad``, in the dtype of the parameter.
-        report_nonfinite: called on every rank with the parameters whose gradient is NaN or Inf on
-            this rank, which may be none. None: gradients are not checked.
-        groups_of_use: groups that together reach every rank. A parameter shows no gradient if it
-            got none on any of them. None: it shows zeros.
-        after_pass: called when the gradients of a backward pass are taken care of.
-    """
+    """The gradients of all parameters of a model; see [Note: the life cycle of gradients]."""
 
     def __init__(
         self,
@@ -143,10 +132,15 @@ class GradientSync(StateOwner[ShownState]):
         self._microbatches = schedule.microbatches
         self._agreement = agreement
         self._trainability = agreement.trainability
+        # On `param.decoupled_grad`, gradients have the dtype in which they accumulate.
         self._use_decoupled_grad = use_decoupled_grad
+        # Called on every rank with the parameters whose gradient is NaN or Inf on this rank, which
+        # may be none. None: gradients are not checked.
         self._report_nonfinite = report_nonfinite
+        # Groups that together reach every rank. A parameter shows no gradient if it got none on any
+        # of them. None: it shows zeros.
         self._groups_of_use = groups_of_use
-        self._after_pass = after_pass
+        self._after_pass = after_pass  # its gradients are taken care of then
         self.state = ShownState.NONE
         self._num_changes = -1  # of what is frozen, at the end of the last pass
         trainable: dict[ParamGroup, list[ShardedParam]] = {}
@@ -196,7 +190,7 @@ class GradientSync(StateOwner[ShownState]):
         if self._num_changes != self._trainability.num_changes:
             self._num_changes = self._trainability.num_changes
             for shown in self._groups:
-                shown.note_pass()
+                shown.had_passes.update(compress(count(), read_flags(shown.parameters)))
         self._microbatches.end_pass()
         if self._microbatches.sync_each and self._microbatches.is_last:
             self.finish()
@@ -231,10 +225,11 @@ class GradientSync(StateOwner[ShownState]):
         with torch.no_grad():
             for shown in self._groups:
                 shown.attach(shown.group.gradients.final(not self._use_decoupled_grad))
-        self._family.assign(chain.from_iterable([shown.attached for shown in self._groups]))
+        self._set_family()
         self.change_state(state)
         if self._report_nonfinite is not None:
-            self._report_nonfinite(self._find_nonfinite())
+            found = chain.from_iterable([shown.nonfinite() for shown in self._groups])
+            self._report_nonfinite(list(found))
 
     def _agree_on_use(self, groups: Sequence[dist.ProcessGroup]) -> None:
         """Find the parameters that got a gradient on any rank, and the groups to be reduced."""
@@ -292,18 +287,6 @@ class GradientSync(StateOwner[ShownState]):
         if self._groups_of_use is not None:
             for shown in self._groups:
                 shown.used = [False] * len(shown.parameters)
-
-    def _find_nonfinite(self) -> list[ShardedParam]:
-        """Return the parameters whose gradient is NaN or Inf on this rank."""
-        found = []
-        for shown in self._groups:
-            # One check per group; its parameters are checked only if that finds something.
-            if shown.is_finite:
-                continue
-            for sharded_param, gradient in zip(shown.sharded_params, shown.shown()):
-                if gradient is not None and not torch.isfinite(local_tensor(gradient)).all():
-                    found.append(sharded_param)
-        return found
 
 
 def clear_gradient_shard(sharded_param: ShardedParam) -> None:
