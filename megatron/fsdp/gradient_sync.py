@@ -228,8 +228,10 @@ class GradientSync(StateOwner[ShownState]):
         self._set_family()
         self.change_state(state)
         if self._report_nonfinite is not None:
-            found = chain.from_iterable([shown.nonfinite() for shown in self._groups])
-            self._report_nonfinite(list(found))
+            self._report_nonfinite(self._find_nonfinite())
+
+    def _find_nonfinite(self) -> list[ShardedParam]:
+        return list(chain.from_iterable([shown.nonfinite() for shown in self._groups]))
 
     def _agree_on_use(self, groups: Sequence[dist.ProcessGroup]) -> None:
         """Find the parameters that got a gradient on any rank, and the groups to be reduced."""

@@ -91,7 +91,6 @@ class GroupGradients(StateOwner[GradientState]):
         self._has_whole = partition.num_inner == 1  # the reduction over the inner axis frees none
         self._frees_local = strategy.shards_gradients and not self._has_whole
         self._may_share_sum = partition.num_owned == 1 and not storage.is_assigned_ahead
-        self._main_dtype = precision.main_grad
         self.comm_dtype = precision.grad_comm
         # Indices of the parameters that got a gradient since reduced ones were dropped.
         self.users: set[int] = set()
@@ -195,7 +194,7 @@ class GroupGradients(StateOwner[GradientState]):
         """Return the dtype of the buffer, and the sum whose tensor is used instead, or None."""
         # If every backward is reduced, nothing accumulates in the buffer, and it has the dtype of
         # the reduction.
-        dtype = self.comm_dtype if self._frees_local else self._main_dtype
+        dtype = self.comm_dtype if self._frees_local else self._grad_sum.dtype
         if not self._may_share_sum:
             return dtype, None
         if reduces_now and self._communicator.is_identity:
@@ -430,7 +429,7 @@ class GroupGradients(StateOwner[GradientState]):
     def set_comm_dtype(self, dtype: torch.dtype | None) -> None:
         """Reduce gradients in ``dtype`` from now on; None: in the main gradient dtype."""
         self.wait_for_reduce()
-        self.comm_dtype = dtype or self._main_dtype
+        self.comm_dtype = dtype or self._grad_sum.dtype
 
 
 def set_all(owners: Sequence[object], attribute: str, values: Iterable[object]) -> None:
