@@ -16,6 +16,7 @@ from megatron.fsdp.agreement import check_agreement
 from megatron.fsdp.backends.gloo_messages import GlooMessages
 from megatron.fsdp.backends.memory_slots import EngineSlots, allocate_slots
 from megatron.fsdp.backends.nccl_memory import NcclMemory
+from megatron.fsdp.checks import resolve_unit_modules
 from megatron.fsdp.dtensor.sharded_param import NormGroup, ParameterMesh, ShardedParam, link
 from megatron.fsdp.engine.buffer import Storage
 from megatron.fsdp.engine.collectives import Communicator
@@ -48,7 +49,8 @@ def shard_parameters(
     # Tensors on meta are allocated later.
     module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(settings.device))
     strategy = settings.strategy
-    units = find_units(module, settings.units or (), strategy.one_unit, strategy.fine_grained)
+    wanted = resolve_unit_modules(settings.units)
+    units = find_units(module, wanted, strategy.one_unit, strategy.fine_grained)
     parameters_of = assign_parameters(units)
     if not strategy.fine_grained:
         merge_small_units(units, parameters_of, settings.overlap.prefetch_bytes)

@@ -14,6 +14,7 @@ from typing import TypeVar
 from torch import nn
 
 from megatron.fsdp.builder import names_of_groups
+from megatron.fsdp.checks import resolve_unit_modules
 from megatron.fsdp.engine.layout import PREFER_ROWS, Granularity, plan
 from megatron.fsdp.engine.policy import MixedPrecisionPolicy, Precision, ShardingStrategy
 from megatron.fsdp.engine.tensor_parallel import local_tensor
@@ -106,7 +107,8 @@ def estimate_memory(model: nn.Module, memory_plan: MemoryPlan) -> MemoryEstimate
         model: the part of the model that this rank has, on any device.
         memory_plan: how it is sharded.
     """
-    units = find_units(model, memory_plan.unit_modules, fine_grained=memory_plan.fine_grained)
+    wanted = resolve_unit_modules(memory_plan.unit_modules)
+    units = find_units(model, wanted, fine_grained=memory_plan.fine_grained)
     parameters_of = assign_parameters(units)
     if not memory_plan.fine_grained:
         merge_small_units(units, parameters_of, memory_plan.prefetch_bytes)

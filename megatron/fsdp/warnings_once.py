@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from megatron.fsdp.engine.unit_choice import resolve_unit_modules
+from megatron.fsdp.checks import resolve_unit_modules
 from megatron.fsdp.settings import Units
 
 _logger = logging.getLogger(__name__)
