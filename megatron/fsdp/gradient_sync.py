@@ -190,7 +190,8 @@ class GradientSync:
 
         The gradients of this pass would otherwise be added to them.
         """
-        observe.begin_backward_pass()
+        for observer in observe.observers:
+            observer.begin_pass(observe.BACKWARD)
         self._agreement.check()
         if self.state not in (ShownState.SHOWN, ShownState.FINAL):
             return
@@ -209,7 +210,8 @@ class GradientSync:
 
     def end_backward(self) -> None:
         """Make gradients final if this backward pass is to be synchronised."""
-        observe.end_backward_pass()
+        for observer in observe.observers:
+            observer.end_backward_pass()
         if self.state is ShownState.NONE:
             self._change_state(ShownState.HIDDEN)
         elif self.state is ShownState.FINAL:  # a hook of the pass has shown what there was

@@ -368,7 +368,8 @@ class ShardedModule(nn.Module):
             only_shared: install those only whose compute and main weights share storage.
             only_trainable: skip groups that no optimizer updates.
         """
-        observe.begin_step()
+        for observer in observe.observers:
+            observer.begin_step()
         self._schedule.prefetcher.weights_change()
         if not self._settings.memory.registers_manually:
             self._assign_memory_slots()

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -43,11 +42,10 @@ class Gather(NamedTuple):
 
 
 class Transport:
-    """The collectives that move shards; the default is the process group's own.
+    """The collectives that move shards; the default is the process group's own."""
 
-    At levels 1 and 2 the shard that a rank sends is a slice of the buffer that it receives. A
-    transport must not write that slice, because others may.
-    """
+    # At levels 1 and 2 the shard that a rank sends is a slice of the buffer that it receives. A
+    # transport must not write that slice, because others may.
 
     def all_gather(
         self,
@@ -121,40 +119,16 @@ class Communicator:
     streams: Streams
     transport: Transport
 
-    @cached_property
-    def inner_size(self) -> int:
-        """Number of ranks on the inner axis."""
-        return dist.get_world_size(self.inner)
-
-    @cached_property
-    def inner_rank(self) -> int:
-        """Coordinate of this rank on the inner axis."""
-        return dist.get_rank(self.inner)
-
-    @cached_property
-    def outer_size(self) -> int:
-        """Number of ranks on the outer axis; 1 without one."""
-        return dist.get_world_size(self.outer) if self.outer is not None else 1
-
-    @cached_property
-    def outer_rank(self) -> int:
-        """Coordinate of this rank on the outer axis; 0 without one."""
-        return dist.get_rank(self.outer) if self.outer is not None else 0
-
-    @property
-    def is_hybrid(self) -> bool:
-        """True if there are several ranks on the outer axis."""
-        return self.outer_size > 1
-
-    @property
-    def has_collectives(self) -> bool:
-        """True if there are several ranks on one of the axes."""
-        return self.inner_size * self.outer_size > 1
-
-    @property
-    def is_identity(self) -> bool:
-        """True if a reduction over both axes changes nothing."""
-        return not self.has_collectives and self.divisor == 1
+    def __post_init__(self) -> None:
+        self.inner_size = dist.get_world_size(self.inner)
+        self.inner_rank = dist.get_rank(self.inner)
+        has_outer = self.outer is not None
+        self.outer_size = dist.get_world_size(self.outer) if has_outer else 1
+        self.outer_rank = dist.get_rank(self.outer) if has_outer else 0
+        self.is_hybrid = self.outer_size > 1
+        self.has_collectives = self.inner_size * self.outer_size > 1
+        # A reduction over both axes then changes nothing.
+        self.is_identity = not self.has_collectives and self.divisor == 1
 
     @property
     def gather_groups(self) -> tuple[dist.ProcessGroup, dist.ProcessGroup | None]:
@@ -164,10 +138,7 @@ class Communicator:
     # ---- weights
 
     def all_gather(self, gathers: Sequence[Gather]) -> Pending:
-        """Start all-gathers together: one collective over each axis that has something to gather.
-
-        See [Note: one launch for several gathers].
-        """
+        """Start all-gathers together, in one collective over each axis with something to gather."""
         collectives = []
         stale = [gather for gather in gathers if gather.owned is not None]
         if stale and self.outer is not None:
@@ -193,10 +164,10 @@ class Communicator:
         self, tensor: torch.Tensor, over_inner: bool = True, over_outer: bool = True
     ) -> None:
         """Broadcast ``tensor`` from the first rank of one or both axes, synchronously."""
-        for group, is_wanted in ((self.inner, over_inner), (self.outer, over_outer)):
-            if is_wanted and group is not None and dist.get_world_size(group) > 1:
-                with observing("broadcast", tensor, group):
-                    dist.broadcast(tensor, group=group, group_src=0)
+        if over_inner:
+            broadcast_over(tensor, [self.inner])
+        if over_outer and self.outer is not None:
+            broadcast_over(tensor, [self.outer])
 
     # ---- gradients
     #
@@ -207,9 +178,7 @@ class Communicator:
     #     on the result            otherwise, because it is the smallest tensor
 
     def reduce_scatter(self, full: torch.Tensor, shard: torch.Tensor) -> Pending:
-        """Reduce ``full`` over the inner axis; ``shard`` becomes this rank's slice of the result.
-
-        The result is divided; see [Note: the divisor].
+        """Reduce ``full`` over the inner axis; ``shard`` becomes this rank's slice, divided.
 
         Args:
             full: ``[inner_size * n]``; may be overwritten.
@@ -225,22 +194,16 @@ class Communicator:
 
     def all_reduce(self, full: torch.Tensor) -> Pending:
         """Reduce ``full`` in place over the inner axis, and divide; see [Note: the divisor]."""
-        if self.inner_size == 1:
-            return self._divide(full, full, None)
-        return self._divide(full, full, self._reducing(full, self.inner))
+        reduction = self._reducing(full, self.inner) if self.inner_size > 1 else None
+        return self._divide(full, full, reduction)
 
     def _reducing(self, tensor: torch.Tensor, group: dist.ProcessGroup | None) -> Collective:
         operation = self._operation(tensor)
 
-        return observed(
-            REDUCE,
-            "all_reduce",
-            (tensor,),
-            group,
-            lambda asynchronous: dist.all_reduce(
-                tensor, op=operation, group=group, async_op=asynchronous
-            ),
-        )
+        def start(asynchronous: bool) -> Work | None:
+            return dist.all_reduce(tensor, op=operation, group=group, async_op=asynchronous)
+
+        return observed(REDUCE, "all_reduce", (tensor,), group, start)
 
     def reduce_scatter_outer(self, shard: torch.Tensor, owned: torch.Tensor) -> Pending:
         """Reduce ``shard`` over the outer axis; ``owned`` becomes this rank's slice of the result.
@@ -256,27 +219,25 @@ class Communicator:
         """Reduce ``shard`` in place over the outer axis; it is already divided."""
         return self.streams.launch("reduce", self._reducing(shard, self.outer))
 
-    def _averages(self, operand: torch.Tensor) -> bool:
-        """Return True to let the process groups average: NCCL divides before it adds, gloo after.
-
-        So on a CPU the sum of float16 gradients could overflow.
-        """
-        overflows = operand.dtype == torch.float16 and operand.is_cpu
-        return self.average_in_collective and not overflows
-
     def _operation(self, operand: torch.Tensor) -> dist.ReduceOp.RedOpType:
-        return dist.ReduceOp.AVG if self._averages(operand) else dist.ReduceOp.SUM
+        # NCCL divides before it adds, gloo after: on a CPU a sum of float16 could overflow.
+        overflows = operand.dtype == torch.float16 and operand.is_cpu
+        averages = self.average_in_collective and not overflows
+        return dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM
 
     def _divide(
         self, operand: torch.Tensor, result: torch.Tensor, collective: Collective | None
     ) -> Pending:
         """Launch the reduction over the inner axis, divided as [Note: the divisor] says.
 
-        Without a collective, the operand is the sum already. Only this reduction divides: the
-        reduction over the outer axis adds up terms of the mean.
+        Args:
+            operand: the tensor that is reduced.
+            result: the tensor that the reduction fills; may be ``operand``.
+            collective: the reduction; None if the operand is the sum already.
         """
+        # The reduction over the outer axis does not divide: it adds up terms of the mean.
         divisor: float = self.divisor
-        if self._averages(operand):
+        if self._operation(operand) == dist.ReduceOp.AVG:
             # Example: 8 data ranks; experts have 2 inner and 2 outer ranks. The two collectives
             # divide by 4, which leaves a divisor of 2.
             divisor = self.divisor / (self.inner_size * self.outer_size)
@@ -302,7 +263,7 @@ def agree(
     Args:
         problems: of this rank.
         groups: groups that reach every rank if they are used one after the other, such as the axes
-            of a mesh. None stands for all ranks of the program.
+            of a mesh; None for all ranks of the program.
     """
     known = set(problems)
     for group in groups:
@@ -333,10 +294,8 @@ def broadcast_over(tensor: torch.Tensor, groups: Iterable[dist.ProcessGroup]) ->
 
 
 def all_gather_uneven(shard: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
-    """Return the flat ``shard`` of every rank, in rank order; the sizes may differ.
-
-    This is two all-gathers: one of the sizes, and one of the shards, padded to the longest.
-    """
+    """Return the flat ``shard`` of every rank, in rank order; the sizes may differ."""
+    # Two all-gathers: one of the sizes, and one of the shards, padded to the longest.
     num_ranks = dist.get_world_size(group)
     sizes = torch.empty(num_ranks, dtype=torch.int64, device=shard.device)
     with observing("all_gather", sizes, group):
