@@ -42,10 +42,7 @@ class Storage:
         """Forget a freed buffer that is not used any more, and all uses of it."""
 
     def blocker(self, buffer: FlatBuffer) -> FlatBuffer | None:
-        """Return the buffer that must be freed before this one can be allocated, if there is one.
-
-        Only buffers that no call uses are asked for: in use, no two buffers share memory.
-        """
+        """Return the unused buffer that must be freed before this one can be allocated, if any."""
         return None
 
 
@@ -53,11 +50,7 @@ class FlatBuffer:
     """One flat tensor ``[layout.numel]`` over all parameters of a group; its storage can be freed.
 
     Args:
-        layout: the positions of the parameters.
-        dtype: dtype of the flat tensor.
-        device: device of the storage.
         name: name of the buffer, for messages.
-        storage: the memory in which the buffer lives.
         on_move: called when the buffer has moved to other memory.
     """
 
@@ -132,15 +125,6 @@ class FlatBuffer:
         if self._on_move is not None:
             self._on_move()
 
-    def zero_padding(self) -> None:
-        """Set the padding to zero; sums over the flat tensor are then sums over parameters."""
-        if self.padding:
-            torch._foreach_zero_(self.padding)
-
-    def view(self, index: int) -> torch.Tensor:
-        """Return the view of the whole parameter ``index``, in its logical shape."""
-        return self.views[index]
-
     def slice(self, index: int, count: int) -> torch.Tensor:
         """Return number ``index`` of ``count`` equal slices of the flat tensor."""
         size = self.layout.numel // count
@@ -152,9 +136,7 @@ class RunningSum:
     """A flat tensor ``[numel]`` that the first addend fills and later ones are added to.
 
     Args:
-        numel: number of elements.
         dtype: dtype in which addends are summed.
-        device: the device of the tensor.
         holds_address: keep the tensor for all sums, whose address captured graphs know.
         places: the places of the parameters' gradients in the tensor.
     """

@@ -27,17 +27,11 @@ _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.re
 
 
 class Gather(NamedTuple):
-    """The all-gather of one flat buffer.
+    """The all-gather of one flat buffer."""
 
-    Attributes:
-        full: ``[inner_size * n]``, which is filled with the shards of all inner ranks.
-        shard: ``[n]``, this rank's shard; may be a slice of ``full``.
-        owned: ``[n / outer_size]``. If given, ``shard`` is first filled with the owned shards of
-            the outer ranks.
-    """
-
-    full: torch.Tensor
-    shard: torch.Tensor
+    full: torch.Tensor  # [inner_size * n], which is filled with the shards of all inner ranks
+    shard: torch.Tensor  # [n], this rank's; may be a slice of `full`
+    # [n / outer_size]; if given, `shard` is first filled with those of the outer ranks.
     owned: torch.Tensor | None = None
 
 
@@ -58,7 +52,6 @@ class Transport:
         Args:
             fulls: tensors ``[world_size * n]``; ``n`` and the dtype may differ.
             shards: for each of them ``[n]``, this rank's shard, which may be a slice of it.
-            group: the ranks.
         """
         if len(fulls) == 1:
             return lambda asynchronous: _all_gather_single(
@@ -86,8 +79,6 @@ class Transport:
         Args:
             full: ``[world_size * n]``.
             shard: ``[n]``, no part of ``full``.
-            group: the ranks.
-            operation: SUM or AVG.
         """
         return lambda asynchronous: _reduce_scatter_single(
             shard, full, op=operation, group=group, async_op=asynchronous
@@ -100,10 +91,8 @@ class Communicator:
 
     Args:
         inner: group of the ranks that shard the parameters.
-        outer: group of the ranks that replicate the shards or shard them further; None without such
-            an axis.
-        all_gather_group: group of the inner ranks for all-gathers of weights; may be ``inner``
-            itself.
+        outer: group of the ranks that replicate the shards or shard them further, or None.
+        all_gather_group: group of the inner ranks for all-gathers of weights; may be ``inner``.
         divisor: the divisor of a summed gradient: the number of data ranks for a mean, 1 for a sum.
         average_in_collective: let the process groups average. Expert parameters are reduced over
             fewer ranks than there are data ranks; the rest of the divisor is then applied here.
@@ -140,10 +129,9 @@ class Communicator:
     def all_gather(self, gathers: Sequence[Gather]) -> Pending:
         """Start all-gathers together, in one collective over each axis with something to gather."""
         collectives = []
-        stale = [gather for gather in gathers if gather.owned is not None]
-        if stale and self.outer is not None:
-            shards = [gather.shard for gather in stale]
-            owned = [gather.owned for gather in stale if gather.owned is not None]
+        owned = [gather.owned for gather in gathers if gather.owned is not None]
+        if owned and self.outer is not None:
+            shards = [gather.shard for gather in gathers if gather.owned is not None]
             collectives.append(self._gathering(shards, owned, self.outer))
         if self.inner_size > 1:
             fulls = [gather.full for gather in gathers]
@@ -209,7 +197,7 @@ class Communicator:
         """Reduce ``shard`` over the outer axis; ``owned`` becomes this rank's slice of the result.
 
         Args:
-            shard: ``[outer_size * n]``, already divided by the reduction over the inner axis.
+            shard: ``[outer_size * n]``, already divided.
             owned: ``[n]``.
         """
         assert self.outer is not None
@@ -228,14 +216,9 @@ class Communicator:
     def _divide(
         self, operand: torch.Tensor, result: torch.Tensor, collective: Collective | None
     ) -> Pending:
-        """Launch the reduction over the inner axis, divided as [Note: the divisor] says.
-
-        Args:
-            operand: the tensor that is reduced.
-            result: the tensor that the reduction fills; may be ``operand``.
-            collective: the reduction; None if the operand is the sum already.
-        """
-        # The reduction over the outer axis does not divide: it adds up terms of the mean.
+        """Launch the reduction over the inner axis, divided as [Note: the divisor] says."""
+        # Without a collective, the operand is the sum already. The reduction over the outer axis
+        # does not divide: it adds up terms of the mean.
         divisor: float = self.divisor
         if self._operation(operand) == dist.ReduceOp.AVG:
             # Example: 8 data ranks; experts have 2 inner and 2 outer ranks. The two collectives
@@ -261,7 +244,7 @@ def agree(
     """Return the problems of all ranks, sorted, so that every rank raises the same error.
 
     Args:
-        problems: of this rank.
+        problems: the problems of this rank.
         groups: groups that reach every rank if they are used one after the other, such as the axes
             of a mesh; None for all ranks of the program.
     """

@@ -29,14 +29,10 @@ Collective = Callable[[bool], "Work | None"]
 
 
 class Pending:
-    """An operation under way; on CUDA, all that wait for it do so on one stream.
-
-    Args:
-        wait: makes compute wait for the result; None for an operation that is over.
-    """
+    """An operation under way; on CUDA, all that wait for it do so on one stream."""
 
     def __init__(self, wait: Callable[[], object] | None = None):
-        self._wait = wait
+        self._wait = wait  # makes compute wait for the result; None: it is over
         self.has_failed = False  # someone has waited for it, and has got its error
 
     def wait(self) -> None:
@@ -80,12 +76,8 @@ class CudaStreams:
         self._streams: dict[str, torch.cuda.Stream] = {}
 
     def launch(self, stream_name: str, *collectives: Collective) -> Pending:
-        """Run ``collectives`` on a stream; each may use the results of those before it.
-
-        Args:
-            stream_name: "gather" or "reduce"; neither stream waits for the other.
-            collectives: started in this order.
-        """
+        """Run ``collectives`` on a stream; each may use the results of those before it."""
+        # The streams are "gather" and "reduce": neither waits for the other.
         if stream_name not in self._streams:
             self._streams[stream_name] = torch.cuda.Stream(self._device)
         stream = self._streams[stream_name]

@@ -192,9 +192,9 @@ class Mesh:
                 f"Mesh.expert_mesh needs the shard axis {inner!r} too, but has"
                 f" {self.expert_mesh.mesh_dim_names}"
             )
-        kinds = self.expert_mesh.device_type, self.device_mesh.device_type
-        if kinds[0] != kinds[1]:
-            problems.append(f"Mesh.expert_mesh is on {kinds[0]}, Mesh.device_mesh on {kinds[1]}")
+        own, other = self.device_mesh.device_type, self.expert_mesh.device_type
+        if own != other:
+            problems.append(f"Mesh.expert_mesh is on {other}, Mesh.device_mesh on {own}")
         return problems
 
     def _problems_of_groups(self, mesh: str, data_group: str, gather_group: str) -> list[str]:
@@ -230,23 +230,14 @@ class Mesh:
 
 @dataclass(frozen=True)
 class Axes:
-    """The axes of dense parameters, or of expert parameters.
-
-    Args:
-        inner: one-axis mesh of the ranks that shard the parameters.
-        outer: one-axis mesh of the outer data axis; None without one.
-        tensor: one-axis mesh of the tensor-parallel axis; None without one.
-        all_gather_group: the inner ranks, for all-gathers of weights.
-        data_group: all data ranks, inner x outer; None if the mesh cannot provide it.
-        root: the mesh to which the axes belong.
-    """
+    """The one-axis meshes of dense or of expert parameters. See [Note: the axes of a parameter]."""
 
     inner: DeviceMesh
     outer: DeviceMesh | None
     tensor: DeviceMesh | None
-    all_gather_group: dist.ProcessGroup
-    data_group: dist.ProcessGroup | None
-    root: DeviceMesh
+    all_gather_group: dist.ProcessGroup  # the inner ranks, for all-gathers of weights
+    data_group: dist.ProcessGroup | None  # inner x outer; None if the mesh cannot provide it
+    root: DeviceMesh  # the mesh to which the axes belong
 
     @property
     def num_data_ranks(self) -> int:
@@ -266,14 +257,10 @@ class Axes:
             return self.inner
         names = [axis_names(axis)[0] for axis in axes]
         # The outer axis of experts may be that of the dense mesh, and not be part of this root.
-        own_names = [
-            name
-            for name, axis in zip(names, axes)
-            if axis is not self.outer or submesh(self.root, [name]) is not None
-        ]
-        ranks = _ranks_of(self.root, own_names)
-        if self.outer is not None and len(own_names) < len(names):
-            ranks = _extend_along(ranks, self.outer)
+        if axes[-1] is self.outer and submesh(self.root, names[-1:]) is None:
+            ranks = _extend_along(_ranks_of(self.root, names[:-1]), self.outer)
+        else:
+            ranks = _ranks_of(self.root, names)
         return DeviceMesh.from_group(
             [axis.get_group() for axis in axes],
             self.root.device_type,
@@ -306,12 +293,10 @@ def _group_ranks(axis: DeviceMesh) -> list[int]:
 
 
 def _ranks_of(mesh: DeviceMesh, names: Sequence[str]) -> torch.Tensor:
-    """Return the ranks of this rank's submesh of ``mesh``, one dim for each name, in their order.
-
-    torch slices axes out of a mesh in the mesh's own order only. Example: the names are (tp, dp),
-    and the submesh exists as (dp, tp) only, with the ranks [[0, 1], [2, 3]]. The result is
-    [[0, 2], [1, 3]].
-    """
+    """Return the ranks of this rank's submesh of ``mesh``, with a dim for each name, in order."""
+    # torch slices axes out of a mesh in the mesh's own order only. Example: the names are (tp, dp),
+    # and the submesh exists as (dp, tp) only, with the ranks [[0, 1], [2, 3]]. The result is
+    # [[0, 2], [1, 3]].
     for order in permutations(names):
         found = submesh(mesh, order)
         if found is not None:
@@ -322,11 +307,8 @@ def _ranks_of(mesh: DeviceMesh, names: Sequence[str]) -> torch.Tensor:
 
 
 def _extend_along(ranks: torch.Tensor, axis: DeviceMesh) -> torch.Tensor:
-    """Return ``ranks`` ``[...]`` with a last dim added: the group of each rank on ``axis``.
-
-    Example: for the ranks [0, 1] and an axis with the groups (0, 2) and (1, 3), the result is
-    [[0, 2], [1, 3]].
-    """
+    """Return ``ranks`` ``[...]`` with a last dim added: the group of each rank on ``axis``."""
+    # Example: the ranks [0, 1] and an axis with the groups (0, 2) and (1, 3) give [[0, 2], [1, 3]].
     root = axis._get_root_mesh()
     dim = axis_names(root).index(axis_names(axis)[0])
     group_of: dict[int, list[int]] = {}

@@ -20,18 +20,16 @@ from megatron.fsdp.engine.states import MainState, WeightState, change_state
 from megatron.fsdp.engine.tensor_parallel import local_tensor, set_local_tensor
 
 # [Note: the weights of a group]
-#     compute parameter    the parameter that the module's forward reads, in the module's dtype: a
-#                          view of the flat buffer `compute`, whose storage is freed between uses at
-#                          level 3
-#     compute shard        this rank's slice of the compute weights, the input of the all-gather. It
-#                          is a slice of the flat buffer, but at level 3 a separate tensor if the
-#                          optimizer updates it itself, or the outer axis gathers it
-#     owned shard          the part of the compute shard that this rank updates: all of it, unless
-#                          the outer axis divides it (see [Note: shards and owned shards])
-#     main shard           the owned shard in the main dtype, which the optimizer updates. If the
-#                          dtypes are equal, it is the owned shard itself. Otherwise it is cast into
-#                          the compute shard: when weights are used first after each step, or at
-#                          level 3 before each all-gather (see `keep_compute_weights`)
+#     compute parameter  the parameter that the module's forward reads, in the module's dtype: a
+#                        view of the flat buffer `compute`, freed between uses at level 3
+#     compute shard      this rank's slice of the compute weights, the input of the all-gather. It
+#                        is a slice of the flat buffer, but at level 3 a separate tensor if the
+#                        optimizer updates it itself, or the outer axis gathers it
+#     owned shard        the part of the compute shard that this rank updates: all of it, unless
+#                        the outer axis divides it (see [Note: shards and owned shards])
+#     main shard         the owned shard in the main dtype, which the optimizer updates. If the
+#                        dtypes are equal, it is the owned shard itself. Otherwise it is cast into
+#                        the compute shard, at the first use after a step or before each all-gather
 # Gradients have a class of their own: see [Note: the way of a gradient].
 
 
@@ -41,16 +39,11 @@ class ParamGroup:
     Args:
         names: names of the parameters, for messages and checkpoints.
         parameters: compute parameters, each of which :meth:`shard_parameter` moves into the group.
-            If tensor parallelism has made them DTensors, their local tensors are sharded.
-        strategy: the ZeRO level.
+            Of DTensors (tensor parallelism), the local tensors are sharded.
         shards_outer: the outer axis shards optimizer state too; at level 3 only.
-        precision: dtypes of weights and gradients.
-        communicator: the collectives over the inner and the outer axis.
-        device: where the buffers are allocated.
         unit_name: name of the unit of the group, for traces.
         weight_storage: the memory of gathered weights.
         gradient_storage: the memory of local gradients.
-        granularity: granularity of all parameters.
     """
 
     def __init__(
@@ -92,8 +85,8 @@ class ParamGroup:
         self.compute_shard, self._owned_shard, self.main_shard = self._make_shards()
         if self.reshards_after_use:
             self.compute.discard()  # that was no use
-        else:
-            self.compute.zero_padding()
+        elif self.compute.padding:
+            torch._foreach_zero_(self.compute.padding)  # for sums over the flat tensor
         self.state = WeightState.SHARDED if self.reshards_after_use else WeightState.UNSHARDED
         self.main_state = MainState.INSTALLED
         self._kept: torch.Tensor | None = None  # the compute shard to gather while HELD, if cast
@@ -129,11 +122,8 @@ class ParamGroup:
 
     @torch.no_grad()
     def shard_parameter(self, index: int) -> None:
-        """Move parameter ``index`` into the group; it becomes a view of the flat buffer.
-
-        This is a collective: it broadcasts the values of the first data rank, since ranks that
-        began with different seeds would otherwise train different replicas.
-        """
+        """Move parameter ``index`` into the group, with the values of the first data rank."""
+        # Ranks that began with different seeds would otherwise train different replicas.
         values = local_tensor(self.parameters[index]).detach().contiguous()
         with observe.work(self.unit_name, "shard"):
             self.communicator.broadcast(values)
@@ -148,7 +138,7 @@ class ParamGroup:
             if low < high:
                 self.compute_shard[low:high] = values.view(-1)[low - start : high - start]
         else:
-            self.compute.view(index).copy_(values)
+            self.compute.views[index].copy_(values)
         owned = self.layout.owned(index, self.rank)
         self.main_view(index).view(-1).copy_(values.view(-1)[owned.start : owned.stop])
         self._point_parameters([index])
@@ -159,7 +149,7 @@ class ParamGroup:
         for index in range(len(self.parameters)) if indices is None else indices:
             # `.data` has a version counter of its own, so autograd does not take all-gathers into
             # the flat buffer for in-place edits of the parameter.
-            set_local_tensor(self.parameters[index], self.compute.view(index).data)
+            set_local_tensor(self.parameters[index], self.compute.views[index].data)
 
     def main_view(self, index: int) -> torch.Tensor:
         """Return the part of main parameter ``index`` that this rank owns; it may be empty."""
@@ -299,8 +289,8 @@ def unshard(groups: Sequence[ParamGroup]) -> None:
     with observe.work(groups[0].unit_name, "unshard"):
         for together in by_ranks.values():
             gathers = [group.prepare_unshard() for group in together]
-            first = together[0]
-            is_whole = first.has_all_shards
-            all_gather = Pending() if is_whole else first.communicator.all_gather(gathers)
+            is_whole = together[0].has_all_shards
+            communicator = together[0].communicator
+            all_gather = Pending() if is_whole else communicator.all_gather(gathers)
             for group in together:
                 group.begin_unshard(all_gather)
