@@ -49,9 +49,8 @@ class Transport:
     ) -> Collective:
         """Return the collective that fills each of ``fulls`` with the shards of all ranks.
 
-        Args:
-            fulls: tensors ``[world_size * n]``; ``n`` and the dtype may differ.
-            shards: for each of them ``[n]``, this rank's shard, which may be a slice of it.
+        The tensors have the shapes ``[world_size * n]`` and ``[n]``; ``n`` and the dtype may differ
+        between them. A shard may be this rank's slice of its full tensor.
         """
         if len(fulls) == 1:
             return lambda asynchronous: _all_gather_single(
@@ -76,9 +75,7 @@ class Transport:
     ) -> Collective:
         """Return the collective that makes ``shard`` this rank's slice of the reduced ``full``.
 
-        Args:
-            full: ``[world_size * n]``.
-            shard: ``[n]``, no part of ``full``.
+        The shapes are ``[n]`` and ``[world_size * n]``, and ``shard`` is no part of ``full``.
         """
         return lambda asynchronous: _reduce_scatter_single(
             shard, full, op=operation, group=group, async_op=asynchronous
