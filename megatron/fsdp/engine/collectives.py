@@ -186,7 +186,10 @@ class Communicator:
         operation = self._operation(tensor)
 
         def start(asynchronous: bool) -> Work | None:
-            return dist.all_reduce(tensor, op=operation, group=group, async_op=asynchronous)
+            work: Work | None = dist.all_reduce(
+                tensor, op=operation, group=group, async_op=asynchronous
+            )
+            return work
 
         return observed(REDUCE, "all_reduce", (tensor,), group, start)
 
