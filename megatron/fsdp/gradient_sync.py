@@ -161,7 +161,8 @@ class GradientSync(StateOwner[ShownState]):
     def begin_backward(self) -> None:
         """Drop the gradient shards of parameters whose gradient the user has cleared."""
         # The gradients of this pass would otherwise be added to them.
-        observe.begin_backward_pass()
+        for observer in observe.observers:
+            observer.begin_pass(observe.BACKWARD)
         self._trainability.follow()
         self._agreement.check()
         if self.state not in (ShownState.SHOWN, ShownState.FINAL):
@@ -181,7 +182,8 @@ class GradientSync(StateOwner[ShownState]):
 
     def end_backward(self) -> None:
         """Make gradients final if this backward pass is to be synchronised."""
-        observe.end_backward_pass()
+        for observer in observe.observers:
+            observer.end_backward_pass()
         if self.state is ShownState.NONE:
             self.change_state(ShownState.HIDDEN)
         elif self.state is ShownState.FINAL:  # a hook of the pass has shown what there was

@@ -329,7 +329,8 @@ class ShardedModule(nn.Module):
         edits main weights after a forward, in a way that torch does not see, calls this.
         ``only_shared`` installs those only whose compute and main weights share storage.
         """
-        observe.begin_step()
+        for observer in observe.observers:
+            observer.begin_step()
         self._schedule.prefetcher.weights_change()
         if not self._settings.memory.registers_manually:
             self._assign_memory_slots()

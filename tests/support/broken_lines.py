@@ -66,8 +66,8 @@ BROKEN_LINES = [
     BrokenLine(
         "layout: a rank owns one element less",
         "megatron/fsdp/engine/layout.py",
-        "stop = _clamp((rank + 1) * self.shard_size - slot.start, slot.numel)",
-        "stop = _clamp((rank + 1) * self.shard_size - 1 - slot.start, slot.numel)",
+        "stop = _clamp((rank + 1) * self.shard_size - position.start, position.numel)",
+        "stop = _clamp((rank + 1) * self.shard_size - 1 - position.start, position.numel)",
         "tests/fsdp/engine/test_layout.py",
     ),
     BrokenLine(
@@ -213,8 +213,8 @@ BROKEN_LINES = [
     BrokenLine(
         "memory slots: parameters stay where they were",
         "megatron/fsdp/engine/param_group.py",
-        "self.layout, self.precision.compute, device, name, slots, self._point_parameters\n",
-        "self.layout, self.precision.compute, device, name, slots\n",
+        "self.layout, precision.compute, device, name, storage, self._point_parameters\n",
+        "self.layout, precision.compute, device, name, storage\n",
         "tests/fsdp/test_double_buffer.py",
     ),
     BrokenLine(
@@ -297,7 +297,7 @@ BROKEN_LINES = [
     BrokenLine(
         "gradients: the next step writes to those that code has kept",
         "megatron/fsdp/engine/buffer.py",
-        "            self._total = None\n",
+        "            self._total = self._views = None\n",
         "            pass\n",
         "tests/fsdp/test_kept_gradients.py",
     ),

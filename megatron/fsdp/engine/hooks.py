@@ -212,7 +212,8 @@ class UnitHooks:
             if call.awaited_inputs > 0:
                 self._awaiting[call] = None
             if call.unit.groups:
-                observe.begin_backward(call.unit.shown_name)
+                for observer in observe.observers:
+                    observer.begin_backward(call.unit.shown_name)
             self._schedule.begin_use(call)
 
     def _pre_backward_of_node(self, call: UnitCall, gradients: Any) -> None:
