@@ -10,12 +10,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron.fsdp.backends.memory_slots import allocate_slots
+
+# NCCL's collectives read and write registered memory without a copy of their own. Sources: "User
+# Buffer Registration" in NVIDIA's NCCL user guide; ``torch.cuda.MemPool``.
+
 
 class NcclMemory:
     """Allocates memory that is registered with the communicators of some process groups.
-
-    NCCL's collectives read and write such memory without a copy of their own. Sources: "User Buffer
-    Registration" in NVIDIA's NCCL user guide; ``torch.cuda.MemPool``. Not yet run on a GPU.
 
     Args:
         groups: process groups with an NCCL backend.
@@ -33,16 +35,12 @@ class NcclMemory:
         self._is_symmetric = is_symmetric
 
     def allocate(self, sizes: Sequence[int]) -> list[torch.Tensor]:
-        """Return ``uint8`` tensors of these numbers of bytes, in registered memory.
-
-        Raises:
-            torch.OutOfMemoryError: if there is too little memory.
-        """
+        """Return ``uint8`` tensors of these numbers of bytes, in registered memory."""
         if not sizes:
             return []
         pool = torch.cuda.MemPool(self._backends[0].mem_allocator)
         with torch.cuda.use_mem_pool(pool):
-            memory = [torch.empty(size, dtype=torch.uint8, device=self._device) for size in sizes]
+            memory = allocate_slots(self._device, sizes)
         for backend in self._backends:
             backend.register_mem_pool(pool, symm=self._is_symmetric)
             # A communicator that is destroyed with memory registered reports an error.
