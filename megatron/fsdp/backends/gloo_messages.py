@@ -164,8 +164,8 @@ def reduce_scatter(
 
 
 def _other_ranks(rank: int, num_ranks: int) -> list[int]:
-    # The next rank comes first, so that not all ranks send to the same one at once. In reverse it is
-    # the order in which this rank is sent to.
+    # The next rank comes first, so that not all ranks send to the same one at once. In reverse this
+    # is the order in which other ranks send to this one.
     return [(rank + step) % num_ranks for step in range(1, num_ranks)]
 
 

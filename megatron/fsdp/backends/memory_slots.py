@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -91,7 +91,7 @@ class Memory:
 
 
 def problems_of_nccl(device: torch.device | None) -> list[str]:
-    """Return why memory cannot be registered with NCCL: no NCCL, or an allocator of other memory."""
+    """Return why memory cannot be registered with NCCL: no NCCL, or other memory."""
     # A build of torch for GPUs has an accelerator wherever it runs.
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     kind = (device or accelerator or torch.device("cpu")).type
@@ -114,8 +114,6 @@ class MemorySlot:
     """Memory that several buffers use, one at a time."""
 
     num_bytes: int
-    users: list[FlatBuffer] = field(default_factory=list)
-    occupant: FlatBuffer | None = None
     memory: torch.Tensor | None = None  # None if there was too little: users have their own storage
 
 
@@ -141,7 +139,7 @@ class MemorySlots(Storage):
         self._slots: list[MemorySlot] = []
         self._assigned: list[FlatBuffer] = []  # buffers that got a slot in the last assignment
         self._slot_of: dict[FlatBuffer, MemorySlot] = {}
-        self._allocated: dict[FlatBuffer, None] = {}
+        self._allocated: set[FlatBuffer] = set()
         self._overlaps: dict[FlatBuffer, set[FlatBuffer]] = {}  # in the order of their first use
 
     @property
@@ -170,8 +168,11 @@ class MemorySlots(Storage):
     def blocker(self, buffer: FlatBuffer) -> FlatBuffer | None:
         """Return the other buffer that occupies the slot of this one."""
         slot = self._slot_of.get(buffer)
-        occupant = None if slot is None else slot.occupant
-        return None if occupant is buffer else occupant
+        if slot is not None:
+            for other in self._allocated:
+                if other is not buffer and self._slot_of.get(other) is slot:
+                    return other
+        return None
 
     def _has_own_storage(self, buffer: FlatBuffer) -> bool:
         slot = self._slot_of.get(buffer)
@@ -190,34 +191,22 @@ class MemorySlots(Storage):
         for other in self._allocated:
             overlaps.add(other)
             self._overlaps[other].add(buffer)
-        self._allocated[buffer] = None
-        slot = self._slot_of.get(buffer)
-        if slot is None:
-            return
-        if slot.occupant is None:
-            slot.occupant = buffer
-            return
-        if self.holds_addresses or not self._can_move:
-            raise RuntimeError(
-                f"{buffer.name} and {slot.occupant.name} are in use at the same time for the first"
-                " time since the first step. They share a memory slot, whose address is fixed: let"
-                " the first step use units as all later ones do, or train without"
-                " fsdp_double_buffer (nccl_ub and cuda_graph_mode imply it)"
-            )
-        self._remove_user(buffer)
-        buffer.move(None)
-
-    def _remove_user(self, buffer: FlatBuffer) -> MemorySlot:
-        slot = self._slot_of.pop(buffer)
-        slot.users.remove(buffer)
-        return slot
+        occupant = self.blocker(buffer)
+        if occupant is not None:
+            if self.holds_addresses or not self._can_move:
+                raise RuntimeError(
+                    f"{buffer.name} and {occupant.name} are in use at the same time for the first"
+                    " time since the first step. They share a memory slot, whose address is fixed:"
+                    " let the first step use units as all later ones do, or train without"
+                    " fsdp_double_buffer (nccl_ub and cuda_graph_mode imply it)"
+                )
+            del self._slot_of[buffer]
+            buffer.move(None)
+        self._allocated.add(buffer)
 
     def vacate(self, buffer: FlatBuffer) -> None:
         """Note that a buffer is no longer allocated."""
-        self._allocated.pop(buffer, None)
-        slot = self._slot_of.get(buffer)
-        if slot is not None and slot.occupant is buffer:
-            slot.occupant = None
+        self._allocated.discard(buffer)
 
     def discard(self, buffer: FlatBuffer) -> None:
         """Forget a buffer that is not used any more."""
@@ -225,8 +214,7 @@ class MemorySlots(Storage):
         self._overlaps.pop(buffer, None)
         for others in self._overlaps.values():
             others.discard(buffer)
-        if buffer in self._slot_of:
-            self._remove_user(buffer)
+        self._slot_of.pop(buffer, None)
 
     # ---- assignment
 
@@ -247,35 +235,34 @@ class MemorySlots(Storage):
         ]
         num_before = len(self._slots)
         for buffer in sorted(self._assigned, key=lambda buffer: -buffer.num_bytes):
-            slot = self._slot_of[buffer] = self._slot_for(buffer)
-            slot.users.append(buffer)
+            self._slot_of[buffer] = self._slot_for(buffer)
         new_slots = self._slots[num_before:]
         problem = self._allocate_memory(new_slots)
         for buffer in self._assigned:
             memory = self._slot_of[buffer].memory
             if memory is not None:
                 buffer.move(memory)
-        is_first_rank = not dist.is_initialized() or dist.get_rank() == 0
-        if new_slots and not problem and is_first_rank:
+        if new_slots and not problem and (not dist.is_initialized() or dist.get_rank() == 0):
             _logger.info("memory slots of %s: %s", self._contents, self._told())
         return problem
 
     def withdraw(self) -> None:
         """Undo the last assignment, where memory ran out on some rank: it is tried again later."""
         for buffer in self._assigned:
-            if self._remove_user(buffer).memory is not None:
+            if self._slot_of.pop(buffer).memory is not None:
                 buffer.move(None)
+        used = set(self._slot_of.values())
         for slot in self._slots:
-            if not slot.users and slot.memory is not None:
+            if slot not in used and slot.memory is not None:
                 observe.storage("release", slot.memory)
-        self._slots = [slot for slot in self._slots if slot.users]
+        self._slots = [slot for slot in self._slots if slot in used]
         self._assigned = []
 
     def _slot_for(self, buffer: FlatBuffer) -> MemorySlot:
         """Return the first slot that ``buffer`` fits in; add one if there is none."""
-        overlaps = self._overlaps[buffer]
+        taken = {self._slot_of.get(other) for other in self._overlaps[buffer]}
         for slot in self._slots:
-            if buffer.num_bytes <= slot.num_bytes and overlaps.isdisjoint(slot.users):
+            if buffer.num_bytes <= slot.num_bytes and slot not in taken:
                 return slot
         num_bytes = buffer.num_bytes
         if self._policy.equal_sizes:
