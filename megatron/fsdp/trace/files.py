@@ -22,14 +22,10 @@ COLUMNS = (
 def write_trace(
     directory: Path, rank: int, entries: Iterable[TraceEntry], origin: float, now: float
 ) -> None:
-    """Write ``rank<N>.json`` and ``rank<N>.tsv`` of entries in the order in which they began.
+    """Write ``rank<N>.json`` and ``rank<N>.tsv``.
 
-    Args:
-        directory: an existing directory.
-        rank: this rank.
-        entries: the entries of the recorder.
-        origin: the time that becomes 0, in seconds since the epoch, the same on all ranks.
-        now: the end of entries that are not over.
+    Times are seconds since the epoch: ``origin`` becomes 0, and entries that are not over end
+    ``now``.
     """
     entries = list(entries)
     events = list(chrome_events(rank, entries, origin, now))

@@ -72,14 +72,10 @@ def record(
 def check_directory(
     directory: str | os.PathLike[str] | None, ranks: Collection[int] | None = None
 ) -> None:
-    """Create the directory of a trace, and check that files can be written there; a collective.
-
-    Args:
-        directory: None: do nothing.
-        ranks: ranks that write files; None: all.
+    """Create the directory of a trace; a collective.
 
     Raises:
-        ValueError: on every rank, if any of ``ranks`` cannot write.
+        ValueError: on every rank, if any of ``ranks`` (None: of all) cannot write files there.
     """
     _raise_everywhere(_problems_of_directory(directory, ranks))
 
