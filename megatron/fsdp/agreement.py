@@ -84,7 +84,6 @@ class FreezingAgreement:
             mesh.expert is None or not is_expert_parameter(name, parameter)
             for name, parameter in zip(trainability.names, trainability.parameters)
         ]
-        self._names = list(compress(trainability.names, self._is_compared))
         axes = mesh.dense  # whose inner axis is compared if the mesh cannot tell all data ranks
         group = axes.inner.get_group() if axes.data_group is None else axes.data_group
         self._ranks = dist.get_process_group_ranks(group)
@@ -131,7 +130,7 @@ class FreezingAgreement:
         if first != flags:
             index = next(i for i, (one, other) in enumerate(zip(flags, first)) if one != other)
             frozen, trained = (rank, first_rank) if flags[index] == "0" else (first_rank, rank)
-            name = self._names[index]
+            name = list(compress(self.trainability.names, self._is_compared))[index]
             text = f"{name} is frozen on rank {frozen} and trained on rank {trained}"
             store.set(f"{key}/different", text)
         if store.add(f"{key}/number", 1) == len(self._ranks):

@@ -15,15 +15,10 @@ from operator import add
 from torch import nn
 
 from megatron.fsdp.builder import names_of_groups
+from megatron.fsdp.engine import unit_choice
 from megatron.fsdp.engine.layout import PREFER_ROWS, Granularity, plan
 from megatron.fsdp.engine.policy import MixedPrecisionPolicy, Precision, ShardingStrategy
 from megatron.fsdp.engine.tensor_parallel import local_tensor
-from megatron.fsdp.engine.unit_choice import (
-    assign_parameters,
-    find_units,
-    is_expert_parameter,
-    merge_small_units,
-)
 
 
 @dataclass(frozen=True)
@@ -76,10 +71,11 @@ class MemoryEstimate:
 
 def estimate_memory(model: nn.Module, memory_plan: MemoryPlan) -> MemoryEstimate:
     """Return the bytes on one rank of the part of a model that it has, on any device."""
-    units = find_units(model, memory_plan.unit_modules, fine_grained=memory_plan.fine_grained)
-    parameters_of = assign_parameters(units)
-    if not memory_plan.fine_grained:
-        merge_small_units(units, parameters_of, memory_plan.prefetch_bytes)
+    fine_grained = memory_plan.fine_grained
+    units = unit_choice.find_units(model, memory_plan.unit_modules, fine_grained=fine_grained)
+    parameters_of = unit_choice.assign_parameters(units)
+    if not fine_grained:
+        unit_choice.merge_small_units(units, parameters_of, memory_plan.prefetch_bytes)
     of_units = []
     for parameters in parameters_of.values():
         of_unit: Counter[str] = Counter()
@@ -107,7 +103,7 @@ def estimate_memory(model: nn.Module, memory_plan: MemoryPlan) -> MemoryEstimate
 
 def experts_in(model: nn.Module) -> bool:
     """Return True if a model has expert parameters, which have a mesh of their own."""
-    return any(is_expert_parameter(*named) for named in model.named_parameters())
+    return any(unit_choice.is_expert_parameter(*named) for named in model.named_parameters())
 
 
 def _of_group(

@@ -151,10 +151,6 @@ class MemorySlots(Storage):
 
     # ---- use
 
-    def adopt(self, buffer: FlatBuffer) -> None:
-        """Note a new buffer, which is allocated."""
-        self.occupy(buffer)
-
     def allocate(self, buffer: FlatBuffer) -> None:
         """Let a buffer occupy its slot, or allocate storage of its own if it has none."""
         self.occupy(buffer)
@@ -205,6 +201,8 @@ class MemorySlots(Storage):
             del self._slot_of[buffer]
             buffer.move(None)
         self._allocated.add(buffer)
+
+    adopt = occupy  # a new buffer is allocated
 
     def vacate(self, buffer: FlatBuffer) -> None:
         """Note that a buffer is no longer allocated."""
@@ -304,9 +302,8 @@ def allocate_slots(device: torch.device, sizes: Sequence[int]) -> list[torch.Ten
     return [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
 
 
-# NCCL's collectives read and write registered memory without a copy of their own. Not yet
-# run on a GPU. Sources: "User Buffer Registration" in NVIDIA's NCCL user guide;
-# ``torch.cuda.MemPool``.
+# NCCL's collectives read and write registered memory without a copy of their own. Not yet run on a
+# GPU. Sources: "User Buffer Registration" in NVIDIA's NCCL user guide; ``torch.cuda.MemPool``.
 
 
 class NcclMemory:
