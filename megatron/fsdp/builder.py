@@ -14,8 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron.fsdp.agreement import check_agreement
 from megatron.fsdp.backends.gloo_messages import GlooMessages
-from megatron.fsdp.backends.memory_slots import EngineSlots, allocate_slots
-from megatron.fsdp.backends.nccl_memory import NcclMemory
+from megatron.fsdp.backends.memory_slots import EngineSlots, NcclMemory, allocate_slots
 from megatron.fsdp.checks import resolve_unit_modules
 from megatron.fsdp.dtensor.sharded_param import NormGroup, ParameterMesh, ShardedParam, link
 from megatron.fsdp.engine.buffer import Storage

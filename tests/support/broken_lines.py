@@ -206,8 +206,8 @@ BROKEN_LINES = [
     BrokenLine(
         "memory slots: buffers that are in use together share a slot",
         "megatron/fsdp/backends/memory_slots.py",
-        "if user.num_bytes <= slot.num_bytes and overlaps.isdisjoint(slot.users):",
-        "if user.num_bytes <= slot.num_bytes:",
+        "if buffer.num_bytes <= slot.num_bytes and slot not in taken:",
+        "if buffer.num_bytes <= slot.num_bytes:",
         "tests/fsdp/backends/test_memory_slots.py tests/fsdp/test_double_buffer.py",
     ),
     BrokenLine(
