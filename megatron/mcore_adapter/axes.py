@@ -40,7 +40,7 @@ def mesh_axes(
     Args:
         groups: the process groups of this rank.
         pg_collection: the source of ``groups``; None: ``parallel_state``.
-        device: of the model; None: the accelerator if there is one, otherwise the CPU.
+        device: None: the accelerator if there is one, otherwise the CPU.
         has_experts: the model has expert-parallel parameters.
         outer_is_sharded: the outer axis of hybrid sharding shards optimizer state.
         own_gather_group: use a separate group for all-gathers.
@@ -89,10 +89,6 @@ def complete(
     """Return a collection with groups of this rank alone where it lacks those of axes of size one.
 
     Megatron-Core demands the groups of all axes. What is missing otherwise is left to its message.
-
-    Args:
-        collection: the user's; None: the groups are those of ``parallel_state``.
-        config: with the sizes of the axes.
     """
     if collection is None:
         return None
