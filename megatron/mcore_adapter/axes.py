@@ -112,12 +112,9 @@ def _size(group: dist.ProcessGroup | None) -> int:
 
 
 def _device_type(device: torch.device | str | None) -> str:
-    if device is not None:
-        return torch.device(device).type
-    accelerator = None
-    if torch.accelerator.is_available():
-        accelerator = torch.accelerator.current_accelerator()
-    return accelerator.type if accelerator else "cpu"
+    if device is None:
+        device = torch.accelerator.current_accelerator(check_available=True) or "cpu"
+    return torch.device(device).type
 
 
 def expert_tensor_group(pg_collection: ProcessGroupCollection | None) -> dist.ProcessGroup:

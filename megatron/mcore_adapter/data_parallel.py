@@ -268,7 +268,7 @@ class FullyShardedDataParallel(_BaseDataParallel):
         return self.module.state_dict(prefix=prefix, keep_vars=keep_vars)
 
     def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> Any:
-        """Load the engine's state dict, whole or not at all; the weights are active at once."""
+        """Load the engine's state dict; the weights are active at once."""
         return self.module.load_state_dict(state_dict, strict=strict)
 
 
