@@ -30,14 +30,14 @@ import megatron.core  # noqa: E402
 from megatron.core.optimizer import DistributedOptimizer  # noqa: E402
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner  # noqa: E402
 
-from megatron.mcore_adapter import (  # noqa: E402
-    core_optimizers,
+from megatron.mcore_adapter import core_optimizers  # noqa: E402
+from megatron.mcore_adapter.data_parallel import FullyShardedDataParallel  # noqa: E402
+from megatron.mcore_adapter.megatron_lm import (  # noqa: E402
     loop_optimizer,
     loop_planner,
     loop_state_dicts,
 )
-from megatron.mcore_adapter.data_parallel import FullyShardedDataParallel  # noqa: E402
-from megatron.mcore_adapter.loop_program import LoopProgram  # noqa: E402
+from megatron.mcore_adapter.megatron_lm.loop_program import LoopProgram  # noqa: E402
 from megatron.mcore_adapter.published_paths import PACKAGE, PublishedPaths  # noqa: E402
 from megatron_fsdp import uneven_dtensor  # noqa: E402
 

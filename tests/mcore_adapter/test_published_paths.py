@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 import megatron_fsdp
-from megatron.mcore_adapter import cpu, drop_in, loop_state_dicts
+from megatron.mcore_adapter import cpu, drop_in
+from megatron.mcore_adapter.megatron_lm import loop_state_dicts
 from megatron.mcore_adapter.published_paths import MODULES, OURS, PACKAGE
 from tests.support.rank_pool import run_ranks
 

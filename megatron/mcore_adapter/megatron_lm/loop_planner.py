@@ -22,7 +22,7 @@ from megatron.checkpoint.core.spelling import plain_name
 from megatron.checkpoint.fsdp_dtensor.keys import STATE_PREFIX, wrapper_prefix
 from megatron.mcore_adapter.checkpoint_entries import drop_absent_settings, has_loss_scaler
 from megatron.mcore_adapter.file_differences import FileDifferences
-from megatron.mcore_adapter.loop_state_dicts import ModelEntries
+from megatron.mcore_adapter.megatron_lm.loop_state_dicts import ModelEntries
 
 
 def replace_set_up_planner(original: Callable[..., None]) -> Callable[..., None]:

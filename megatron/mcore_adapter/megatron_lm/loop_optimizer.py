@@ -21,7 +21,7 @@ from megatron.fsdp.dtensor.sharded_param import ShardedParam, sharded_param_of
 from megatron.mcore_adapter.checkpoint_entries import Settings, settings_of_group
 from megatron.mcore_adapter.core_optimizers import make_optimizer_state
 from megatron.mcore_adapter.data_parallel import FullyShardedDataParallel
-from megatron.mcore_adapter.loop_state_dicts import join_virtual_stages
+from megatron.mcore_adapter.megatron_lm.loop_state_dicts import join_virtual_stages
 
 
 def replace_sharded_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
