@@ -353,8 +353,8 @@ BROKEN_LINES = [
     BrokenLine(
         "adapter: the norm of one instance",
         "megatron/mcore_adapter/core_optimizers.py",
-        "    return getattr(wrapper, GROUP) if hasattr(wrapper, GROUP) else _original(optimizer)\n",
-        "    return _original(optimizer)\n",
+        "getattr(wrapper, GROUP) if hasattr(wrapper, GROUP) else _original_group(optimizer)\n",
+        "_original_group(optimizer)\n",
         "tests/mcore_adapter",
     ),
     BrokenLine(
