@@ -11,10 +11,9 @@ from __future__ import annotations
 from ast import literal_eval
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate, chain, islice, product
+from itertools import accumulate, islice
 from math import prod
 from typing import Any, cast
-from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -27,14 +26,14 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from megatron.fsdp.dtensor.sharded_param import is_linked, sharded_param_of
 from megatron.fsdp.dtensor.tensor_part import (
-    SizeTable,
+    Coordinate,
     TensorPart,
     TensorSlice,
     as_chunked_tensor,
     full_tensor,
     is_replicated,
     is_sharded_or_replicated,
-    local_sizes,
+    part_at,
     part_of,
     replaced,
 )
@@ -43,7 +42,7 @@ from megatron.fsdp.dtensor.uneven_dtensor import (
     dtensor_over,
     make_uneven_dtensor,
 )
-from megatron.fsdp.engine.collectives import agree, all_reduce_over
+from megatron.fsdp.engine.collectives import agree
 from megatron.fsdp.engine.layout import Chunk, row_size
 from megatron.fsdp.engine.mesh import Mesh
 
@@ -153,14 +152,14 @@ def update_uneven_dtensor_chunk_metadata(dtensor: DTensor) -> None:
     """Prepare a DTensor for torch.distributed.checkpoint, in place.
 
     It keeps its storage. Ranks exchange the sizes of tensors whose parts they do not know (see
-    [Note: parts of tensors]), by a small all-reduce along every mesh axis. DTensors with placements
-    other than ``Shard`` and ``Replicate`` are left to torch.
+    [Note: parts of tensors]), by a small collective. DTensors with placements other than ``Shard``
+    and ``Replicate`` are left to torch.
 
     Raises:
         NotImplementedError: for flat ranges of a user's own DTensor if dims besides dim 0 are
             divided.
     """
-    _attach_chunks({"": dtensor}, may_differ=False)
+    _attach_chunks({"": dtensor})
 
 
 def preprocess_state_dict_for_uneven_dtensor(state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -181,7 +180,7 @@ def preprocess_state_dict_for_uneven_dtensor(state_dict: dict[str, Any]) -> dict
     named = {}
     for path in sorted(paths, key=str):  # ranks may have put their keys in another order
         named[str(path)] = get_unflattened_state_dict(state_dict, path)
-    _attach_chunks(named, may_differ=True)
+    _attach_chunks(named)
     return state_dict
 
 
@@ -203,7 +202,7 @@ def get_state_dict(
 def gather_and_compute_chunk_metadata(dtensor: DTensor) -> ChunkStorageMetadata:
     """Compute the offsets and sizes of this rank's chunk from the local sizes of all ranks.
 
-    This is a small all-reduce along every mesh axis, unless the tensor is replicated or a scalar.
+    This is a small collective, unless the tensor is replicated or a scalar.
 
     Returns:
         The offsets and sizes of the chunk. If this rank owns nothing, the size of dim 0 is 0. For a
@@ -218,25 +217,25 @@ def gather_and_compute_chunk_metadata(dtensor: DTensor) -> ChunkStorageMetadata:
     if not shape or is_replicated(dtensor):
         local_shape = shape if dtensor._local_tensor.numel() else (0, *shape[1:])
         return ChunkStorageMetadata(torch.Size([0] * len(local_shape)), torch.Size(local_shape))
-    (table,) = _size_tables([dtensor])
-    coordinates = product(*map(range, mesh.shape))
-    if max(len(table.part(coordinate).chunks) for coordinate in coordinates) > 1:
+    local_shapes = _exchange(tuple(dtensor._local_tensor.shape), mesh)
+    found = {
+        coordinate: part_at(coordinate, shape, dtensor.placements, local_shapes)
+        for coordinate in local_shapes
+    }
+    if max(len(part.chunks) for part, _ in found.values()) > 1:
         raise NotImplementedError(
             "a rank holds a run of elements, which is more than one chunk:"
             " update_uneven_dtensor_chunk_metadata gives the DTensor a __create_chunk_list__ with"
             " all of them"
         )
-    own = tuple(mesh.get_coordinate() or ())
-    nothing = ((table.row(own), *[0] * (len(shape) - 1)), (0, *shape[1:]))
-    offsets, sizes = next(iter(table.part(own).chunks), nothing)
+    part, offsets = found[tuple(mesh.get_coordinate() or ())]
+    _, sizes = part.chunks[0] if part.chunks else (offsets, (0, *shape[1:]))
+    offsets = offsets if part.chunks else (offsets[0], *[0] * (len(shape) - 1))
     return ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
 
 
-def _attach_chunks(named: dict[str, DTensor], may_differ: bool) -> None:
-    """Replace the local tensors of named DTensors by ones with chunks.
-
-    ``may_differ``: check that all ranks have the same DTensors.
-    """
+def _attach_chunks(named: dict[str, DTensor]) -> None:
+    """Replace the local tensors of DTensors, named by their paths, by ones with chunks."""
     unknown: dict[DeviceMesh, dict[str, DTensor]] = defaultdict(dict)
     for name, dtensor in named.items():
         part, mesh = part_of(dtensor), dtensor.device_mesh
@@ -245,46 +244,36 @@ def _attach_chunks(named: dict[str, DTensor], may_differ: bool) -> None:
         elif is_sharded_or_replicated(dtensor.placements) and mesh.get_coordinate() is not None:
             unknown[mesh][name] = dtensor
     for mesh, members in unknown.items():
-        if may_differ:
-            _check_same_tensors(members, mesh)
-        dtensors = list(members.values())
-        for dtensor, part in zip(dtensors, _exchanged_parts(dtensors)):
+        for dtensor, part in zip(members.values(), _exchanged_parts(members, mesh)):
             dtensor._local_tensor = as_chunked_tensor(dtensor._local_tensor.detach(), part)
 
 
-def _check_same_tensors(named: dict[str, DTensor], mesh: DeviceMesh) -> None:
-    """Compare names and shapes on all ranks of the mesh.
+def _exchanged_parts(named: dict[str, DTensor], mesh: DeviceMesh) -> list[TensorPart]:
+    """Return this rank's parts of DTensors of one mesh; a collective.
 
-    If they differed, the exchange of sizes would fail or hang.
+    Raises:
+        ValueError: on every rank, if the ranks do not have the same DTensors.
     """
-    groups = mesh.get_all_groups()
-    own = [str((name, tuple(dtensor.shape))) for name, dtensor in named.items()]
-    if len(agree([str(crc32(repr(own).encode()))], groups)) == 1:
-        return
-    missing = [item for item in agree(own, groups) if item not in own]
-    problems = agree([f"some rank does not have {item}" for item in missing], groups)
-    raise ValueError("\n".join(problems))
+    shapes = {
+        (name, tuple(dtensor.shape)): tuple(dtensor._local_tensor.shape)
+        for name, dtensor in named.items()
+    }
+    of_ranks = _exchange(shapes, mesh)
+    keys = set().union(*of_ranks.values())
+    problems = {key for key in keys for own in of_ranks.values() if key not in own}
+    if problems:
+        raise ValueError("\n".join(f"some rank does not have {key}" for key in sorted(problems)))
+    own, parts = tuple(mesh.get_coordinate() or ()), []
+    for key, dtensor in zip(shapes, named.values()):
+        local_shapes = {coordinate: of_rank[key] for coordinate, of_rank in of_ranks.items()}
+        parts.append(part_at(own, tuple(dtensor.shape), dtensor.placements, local_shapes)[0])
+    return parts
 
 
-def _exchanged_parts(dtensors: Sequence[DTensor]) -> list[TensorPart]:
-    """Return this rank's parts of DTensors of one mesh; a collective."""
-    own = tuple(dtensors[0].device_mesh.get_coordinate() or ())
-    return [table.part(own) for table in _size_tables(dtensors)]
-
-
-def _size_tables(dtensors: Sequence[DTensor]) -> list[SizeTable]:
-    """Exchange the local sizes of DTensors of one mesh, by an all-reduce along every mesh axis."""
-    mesh = dtensors[0].device_mesh
-    sizes = [local_sizes(dtensor) for dtensor in dtensors]
-    numbers = torch.tensor(list(chain.from_iterable(sizes)))
-    table = torch.zeros((*mesh.shape, len(numbers)), dtype=torch.int64)
-    table[tuple(mesh.get_coordinate() or ())] = numbers
-    table = table.to(mesh.device_type)
-    table = all_reduce_over(table, mesh.get_all_groups(), dist.ReduceOp.SUM).cpu()
-    return [
-        SizeTable(dtensor.shape, dtensor.placements, columns)
-        for dtensor, columns in zip(dtensors, table.split(list(map(len, sizes)), dim=-1))
-    ]
+def _exchange(value: Any, mesh: DeviceMesh) -> dict[Coordinate, Any]:
+    """Return the values, literals of Python, of all ranks of a mesh by their coordinates."""
+    own = (tuple(mesh.get_coordinate() or ()), value)
+    return dict(map(literal_eval, agree([repr(own)], mesh.get_all_groups())))
 
 
 def _check_placements(dtensor: DTensor) -> None:
@@ -313,15 +302,14 @@ def validate_uneven_dtensor(dtensor: DTensor) -> None:
     mesh, shape = dtensor.device_mesh, tuple(dtensor.shape)
     part = part_of(dtensor)
     if part is None:
-        (part,) = _exchanged_parts([dtensor])
+        (part,) = _exchanged_parts({"": dtensor}, dtensor.device_mesh)
     # Ranks whose coordinates differ only along replicating axes have copies.
     copies = tuple(
         0 if isinstance(placement, Replicate) else position
         for placement, position in zip(dtensor.placements, mesh.get_coordinate() or ())
     )
     own = (copies, dist.get_rank(), dtensor._local_tensor.numel(), part.chunks)
-    ranks = [literal_eval(text) for text in agree([repr(own)], mesh.get_all_groups())]
-    problems = _problems(sorted(ranks), shape)
+    problems = _problems(sorted(_exchange(own, mesh).values()), shape)
     if problems:
         raise ValueError(
             f"the parts do not make up a tensor of shape {shape}:\n" + "\n".join(problems[:10])
@@ -389,7 +377,7 @@ def split_dtensor(
     """Split a DTensor along ``dim`` into DTensors, like ``torch.split``; detached, sharing storage.
 
     A rank keeps the elements that it has of ``dtensor``, so it may have none of a part. Ranks that
-    do not know their parts exchange sizes in this call, by an all-reduce along every mesh axis.
+    do not know their parts exchange sizes in this call, by a small collective.
 
     Args:
         dtensor: a DTensor of at least one dim.
@@ -411,7 +399,7 @@ def split_dtensor(
     _check_placements(dtensor)
     part = part_of(dtensor)
     if part is None:
-        (part,) = _exchanged_parts([dtensor])
+        (part,) = _exchanged_parts({"": dtensor}, dtensor.device_mesh)
     if part.is_flat and dim > 0:
         raise NotImplementedError(
             f"split along dim {dim}: ranks hold runs of elements that begin or end inside a row,"

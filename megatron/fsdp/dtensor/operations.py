@@ -93,17 +93,19 @@ def operate(
     kwargs: dict[str, Any],
     dtensor_class: type[DTensor],
 ) -> Any:
-    """Call a function of torch; see [Note: operations on uneven DTensors].
+    """Call a function of torch below ``__torch_function__``.
+
+    See [Note: operations on uneven DTensors].
 
     Args:
-        func: the function, called below ``__torch_function__``.
+        func: the function.
         args: its arguments, with uneven DTensors among them.
         kwargs: its keyword arguments.
         dtensor_class: the class of uneven DTensors.
 
     Raises:
-        RuntimeError: where a backward reaches the result, for writes that would be lost, and for
-            functions that need the memory of the whole tensor.
+        RuntimeError: for writes that would be lost, and for functions that need the memory of the
+            whole tensor.
     """
     if func in ON_MEMORY:
         raise RuntimeError(NO_MEMORY)
@@ -272,7 +274,7 @@ def _are_alike(left: DTensor, right: DTensor) -> bool:
     """Return True if all ranks have the same elements of two DTensors."""
     if left is right:
         return True
-    if (left.shape, left.placements) != (right.shape, right.placements):
+    if left.shape != right.shape or left.placements != right.placements:
         return False
     if left.device_mesh != right.device_mesh:
         return False
@@ -283,7 +285,7 @@ def _are_alike(left: DTensor, right: DTensor) -> bool:
 
 
 def _report_writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Report the writes of an operation to the local tensors of its arguments."""
+    """Note the writes of an operation to the local tensors of its arguments."""
     values = [kwargs.get("out")]
     for argument, value in zip(func._schema.arguments, args):
         if argument.alias_info is not None and argument.alias_info.is_write:
@@ -405,13 +407,9 @@ def _on_whole_tensors(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 def _call_on_wholes(
     func: Callable[..., Any], args: Any, kwargs: Any, wholes: Sequence[Whole]
 ) -> Any:
-    """Call a function on plain tensors, and copy what it has written to into local tensors.
+    """Call a function on plain tensors, and copy what it has written into local tensors.
 
-    Args:
-        func: the function of torch.
-        args: its arguments; views among them know their whole tensors.
-        kwargs: its keyword arguments.
-        wholes: those whose tensors are among the arguments.
+    ``wholes`` are those whose tensors are arguments; views among these know their own.
     """
     views = [value for value in tree_leaves((args, kwargs)) if isinstance(value, WholeView)]
     watched = [(whole.tensor, whole) for whole in wholes] + [(view, view.whole) for view in views]
@@ -419,15 +417,16 @@ def _call_on_wholes(
     versions = [tensor._version for tensor in tensors]
     groups = dict.fromkeys(chain.from_iterable(_groups_of(whole.dtensor) for _, whole in watched))
     result = _call_with_equal_draws(partial(func, *args, **kwargs), tensors, groups)
-    has_changed = [tensor._version != before for tensor, before in zip(tensors, versions)]
-    written = dict.fromkeys(whole for (_, whole), changed in zip(watched, has_changed) if changed)
-    for whole in written:
-        whole.check_write()
+    written: list[Whole] = []
+    for (tensor, whole), version in zip(watched, versions):
+        if tensor._version != version and whole not in written:
+            whole.check_write()
+            written.append(whole)
     for whole in written:
         whole.write_back()
     for whole in written:
         whole.version = _version(whole.dtensor._local_tensor)
-    return _as_views(result, dict.fromkeys(whole for _, whole in watched))
+    return _as_views(result, [whole for _, whole in watched])
 
 
 def _groups_of(dtensor: DTensor) -> list[dist.ProcessGroup]:

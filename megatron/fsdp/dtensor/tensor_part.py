@@ -10,13 +10,14 @@ one another along the mesh axes that divide dim 0, the last of these axes fastes
 
 The layout determines the parts of parameters and gradients, of everything computed from them, and
 of the tensors in state dicts. A replicated tensor is one chunk. Of other DTensors (a user's own) a
-rank knows its local tensor only: the ranks of the mesh exchange the sizes of their local tensors
-(:class:`SizeTable`), and every rank computes all offsets.
+rank knows its local tensor only: the ranks of the mesh exchange the shapes of their local tensors,
+and every rank computes all offsets (:func:`part_at`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
@@ -355,94 +356,55 @@ def _as_range_of_dim(flat: torch.Tensor, shape: torch.Size, dim: int) -> torch.T
     return flat.view(replaced(tuple(shape), dim, flat.numel() // others))
 
 
-# ---- parts that follow from the sizes of all local tensors
+# ---- parts that follow from the shapes of all local tensors
 
 
-class SizeTable:
-    """The parts of one DTensor on all ranks of a mesh, from the sizes of all local tensors.
+def part_at(
+    own: Coordinate,
+    shape: tuple[int, ...],
+    placements: Sequence[Placement],
+    local_shapes: Mapping[Coordinate, tuple[int, ...]],
+) -> tuple[TensorPart, tuple[int, ...]]:
+    """Return the part of a DTensor that a rank has, and the offsets at which it begins.
 
     Args:
+        own: the position of the rank in the mesh.
         shape: the shape of the DTensor; at least one dim.
         placements: the placements of the DTensor.
-        sizes: int64 ``[*mesh, 2 + ndim]``: the result of :func:`local_sizes` of every rank.
+        local_shapes: the shapes of the local tensors of all ranks. With another number of dims, a
+            local tensor is a flat range of elements.
 
     Raises:
         NotImplementedError: for flat ranges if dims besides dim 0 are divided.
     """
-
-    def __init__(self, shape: Sequence[int], placements: Sequence[Placement], sizes: torch.Tensor):
-        self._shape = tuple(shape)
-        self.is_flat = bool(sizes[..., 1].any())
-        axes = [axes_of(placements, dim) for dim in range(len(shape))]
-        divided = [dim for dim in range(1, len(shape)) if axes[dim]]
-        if self.is_flat and divided:
-            raise NotImplementedError(
-                f"runs of elements with dims {divided} divided too: divide dim 0 only, or pass the"
-                " tensors of a sharded model, whose layout is known"
-            )
-        self._sizes = sizes[..., :1] if self.is_flat else sizes[..., 2:]
-        starts = [_starts(self._sizes[..., 0], axes[0])]
-        for dim in range(1, self._sizes.shape[-1]):
-            # An empty local tensor may have any width, so the width is that of the others along
-            # dim 0.
-            starts.append(_starts(_largest(self._sizes[..., dim], axes[dim]), axes[dim]))
-        self._starts = torch.stack(starts, -1)
-
-    def part(self, coordinate: Coordinate) -> TensorPart:
-        """Return the part of the rank at ``coordinate`` of the mesh."""
-        starts, sizes = self._starts[coordinate].tolist(), self._sizes[coordinate].tolist()
-        chunks: list[Chunk] = []
-        if self.is_flat:
-            stop = starts[0] + sizes[0]
-            chunks = FlatRange(self._shape, starts[0], stop, by_rows=False).chunks()
-        elif prod(sizes):
-            chunks = [(tuple(starts), tuple(sizes))]
-        return TensorPart(self._shape, tuple(chunks), self.is_flat)
-
-    def row(self, coordinate: Coordinate) -> int:
-        """Return the row of the whole tensor in which the local tensor at ``coordinate`` begins."""
-        start = int(self._starts[coordinate][0])
-        return start // row_size(self._shape) if self.is_flat else start
-
-
-def local_sizes(dtensor: DTensor) -> list[int]:
-    """Describe the local tensor by ``2 + dtensor.ndim`` numbers.
-
-    They are its number of elements, 1 if it is a flat range of a tensor of more dims, and the sizes
-    of its dims, or zeros if it does not have all of them.
-    """
-    local, ndim = dtensor._local_tensor, dtensor.ndim
-    if local.ndim == ndim:
-        return [local.numel(), 0, *local.shape]
-    return [local.numel(), int(local.numel() > 0), *[0] * ndim]
-
-
-def _starts(sizes: torch.Tensor, axes: list[int]) -> torch.Tensor:
-    """Return for every rank the sum of the sizes of the ranks before it along mesh axes.
-
-    Args:
-        sizes: a tensor ``[*mesh]``, like the result.
-        axes: mesh axes, the last one fastest.
-    """
-    # Example of a mesh (2, 2) and sizes [[3, 2], [2, 1]]:
-    #
-    #     axes [1]      [[0, 3], [0, 2]]     along each row of the mesh
-    #     axes [0]      [[0, 0], [3, 2]]     along each column
-    #     axes [0, 1]   [[0, 3], [5, 7]]     along all ranks, row by row
-    if not axes:
-        return torch.zeros_like(sizes)
-    others = [axis for axis in range(sizes.ndim) if axis not in axes]
-    order = others + axes
-    ordered = sizes.permute(order)
-    lines = ordered.flatten(start_dim=len(others))
-    starts = (lines.cumsum(-1) - lines).view(ordered.shape)
-    back = [order.index(axis) for axis in range(sizes.ndim)]
-    return starts.permute(back)
-
-
-def _largest(sizes: torch.Tensor, axes: list[int]) -> torch.Tensor:
-    """Return for every rank the largest size ``[*mesh]`` among those at its position along axes."""
-    # Example of a mesh (2, 2), sizes [[3, 2], [0, 2]] and axes [1]: the largest of each column,
-    # [[3, 2], [3, 2]].
-    others = [axis for axis in range(sizes.ndim) if axis not in axes]
-    return sizes.amax(others, keepdim=True).expand_as(sizes) if others else sizes
+    ndim = len(shape)
+    is_flat = any(len(local) != ndim and prod(local) for local in local_shapes.values())
+    divided = [dim for dim in range(1, ndim) if axes_of(placements, dim)]
+    if is_flat and divided:
+        raise NotImplementedError(
+            f"runs of elements with dims {divided} divided too: divide dim 0 only, or pass the"
+            " tensors of a sharded model, whose layout is known"
+        )
+    offsets: list[int] = []
+    for dim in range(1 if is_flat else ndim):
+        axes = axes_of(placements, dim)
+        others = [axis for axis in range(len(own)) if axis not in axes]
+        # The sizes along this dim of the local tensors before this one. An empty local tensor may
+        # have any width, so a width is the largest of those at the same position.
+        sizes: dict[Coordinate, int] = defaultdict(int)
+        for coordinate, local in local_shapes.items():
+            is_on_line = all(coordinate[axis] == own[axis] for axis in others)
+            if dim > 0 or is_on_line:
+                size = prod(local) if is_flat else (*local, *[0] * ndim)[dim]
+                position = tuple(coordinate[axis] for axis in axes)
+                sizes[position] = max(sizes[position], size)
+        own_position = tuple(own[axis] for axis in axes)
+        offsets.append(sum(size for position, size in sizes.items() if position < own_position))
+    local, chunks = local_shapes[own], []
+    if is_flat:
+        flat_range = FlatRange(shape, offsets[0], offsets[0] + prod(local), by_rows=False)
+        chunks = flat_range.chunks()
+        offsets = [offsets[0] // row_size(shape), *[0] * (ndim - 1)]
+    elif prod(local):
+        chunks = [(tuple(offsets), local)]
+    return TensorPart(shape, tuple(chunks), is_flat), tuple(offsets)

@@ -111,10 +111,7 @@ class Segment:
         return [member.sharded_param.parameter for member in self.members]
 
     def find_gradient(self, gradients: Sequence[torch.Tensor]) -> bool:
-        """Find the flat gradient of which ``gradients``, the members', are views.
-
-        Return False if there is none: the user has replaced a gradient by another tensor.
-        """
+        """Find the flat gradient of which the members' gradients are views; False if none is."""
         if not all(isinstance(gradient, ShardedGradient) for gradient in gradients):
             return False
         places = set()
@@ -140,7 +137,7 @@ class Counters:
 
     Args:
         name: the name of the counter.
-        members: the parameters that have it. Their slots become views of one vector.
+        members: the parameters that have it. Their counters become views of one vector.
     """
 
     def __init__(self, name: str, members: Sequence[Member]):
@@ -180,8 +177,7 @@ class Segments:
     """The segments of one optimizer, in the form in which torch's ``step`` takes parameters.
 
     Args:
-        optimizer: an optimizer of torch over sharded parameters. The tensors in its state become
-            views of flat ones.
+        optimizer: an optimizer of torch. The tensors in its state become views of flat ones.
 
     Attributes:
         parameters: the parameters of all groups.

@@ -9,7 +9,7 @@ else an optimizer keeps (a factor of a matrix), which is the same on all ranks.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from math import prod
 from typing import Any
 
@@ -28,12 +28,33 @@ Setting = dict[str, Any]
 Slots = dict[str, Any]
 """The state of one parameter, by name."""
 
-ELEMENTWISE = (
-    *(torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam),
-    *(torch.optim.Adamax, torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.RMSprop),
-    *(torch.optim.Rprop, torch.optim.SGD, torch.optim.ASGD),
-)
-"""Optimizers of torch whose update is element-wise; they step on flat tensors."""
+_ADAM = ("exp_avg", "exp_avg_sq")
+
+ELEMENTWISE: dict[OptimizerClass, Callable[[Setting], tuple[str, ...]]] = {
+    torch.optim.Adam: lambda group: _ADAM + ("max_exp_avg_sq",) * group["amsgrad"],
+    torch.optim.AdamW: lambda group: _ADAM + ("max_exp_avg_sq",) * group["amsgrad"],
+    torch.optim.NAdam: lambda group: _ADAM,
+    torch.optim.RAdam: lambda group: _ADAM,
+    torch.optim.Adamax: lambda group: ("exp_avg", "exp_inf"),
+    torch.optim.Adadelta: lambda group: ("square_avg", "acc_delta"),
+    torch.optim.Adagrad: lambda group: ("sum",),
+    torch.optim.RMSprop: lambda group: (
+        "square_avg",
+        *(("momentum_buffer",) if group["momentum"] > 0 else ()),
+        *(("grad_avg",) if group["centered"] else ()),
+    ),
+    # The first step with dampening differs from one that finds state, and the next two keep the
+    # learning rate of the first step: it must create their state.
+    torch.optim.SGD: lambda group: (
+        ("momentum_buffer",) if group["momentum"] != 0 and group["dampening"] == 0 else ()
+    ),
+    torch.optim.ASGD: lambda group: (),
+    torch.optim.Rprop: lambda group: (),
+}
+"""Optimizers of torch whose update is element-wise, which step on flat tensors.
+
+With the names of their moments, in torch's order, as far as these can exist before the first step.
+"""
 
 COUNTERS = ("step", "mu_product", "eta", "mu")
 """Entries that are not element-wise; shapes do not show it if all parameters have one element."""
@@ -62,9 +83,8 @@ def initial_state(
 ) -> Slots:
     """Return the state that the first step would create, before that step: zero moments, step 0.
 
-    It is empty for optimizers that must create it at the first step: SGD with dampening, whose
-    first step differs from one that finds state; ASGD and Rprop, which keep the learning rate of
-    the first step; and optimizers that are not in :data:`ELEMENTWISE`.
+    It is empty for optimizers that must create it at the first step, and for those that are not in
+    :data:`ELEMENTWISE`.
 
     Args:
         optimizer: the optimizer; its defaults are read.
@@ -73,7 +93,7 @@ def initial_state(
         parameter: a sharded parameter.
     """
     known = elementwise_class(kind)
-    names = _moments(known, group)
+    names = ELEMENTWISE[known](group) if known is not None else ()
     if not names:
         return {}
     slots: Slots = {}
@@ -91,34 +111,12 @@ def initial_state(
     return slots
 
 
-def _moments(known: OptimizerClass | None, group: Setting) -> list[str]:
-    """Return the names of the element-wise state of torch's optimizers, in torch's order.
-
-    The list is empty if the first step must create the state.
-    """
-    if known in (torch.optim.Adam, torch.optim.AdamW):
-        return ["exp_avg", "exp_avg_sq"] + (["max_exp_avg_sq"] if group["amsgrad"] else [])
-    if known is torch.optim.RMSprop:
-        momentum = ["momentum_buffer"] if group["momentum"] > 0 else []
-        return ["square_avg", *momentum] + (["grad_avg"] if group["centered"] else [])
-    if known is torch.optim.SGD:
-        return ["momentum_buffer"] if group["momentum"] != 0 and group["dampening"] == 0 else []
-    names: dict[OptimizerClass | None, list[str]] = {
-        torch.optim.NAdam: ["exp_avg", "exp_avg_sq"],
-        torch.optim.RAdam: ["exp_avg", "exp_avg_sq"],
-        torch.optim.Adamax: ["exp_avg", "exp_inf"],
-        torch.optim.Adadelta: ["square_avg", "acc_delta"],
-        torch.optim.Adagrad: ["sum"],
-    }
-    return names.get(known, [])
-
-
 def makes_state_late(kind: OptimizerClass, group: Setting) -> bool:
     """Return True for an optimizer of torch that has state, but none before its first step."""
     known = elementwise_class(kind)
-    if known is torch.optim.SGD:
-        return bool(group["momentum"] and group["dampening"])
-    return known in (torch.optim.ASGD, torch.optim.Rprop)
+    if known is None or (known is torch.optim.SGD and group["momentum"] == 0):
+        return False
+    return not ELEMENTWISE[known](group)
 
 
 # ---- sharding and state dicts

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
+from itertools import chain
 from typing import Any, cast
 
 import torch
@@ -24,7 +25,6 @@ from megatron.fsdp.gradient_sync import clear_gradient_shard
 from megatron.fsdp.optimizer.flat_update import FlatUpdate
 from megatron.fsdp.optimizer.optimizer_state import (
     OptimizerClass,
-    Setting,
     checkpoint_slots,
     elementwise_class,
     elementwise_names,
@@ -36,6 +36,11 @@ from megatron.fsdp.optimizer.optimizer_state import (
 from megatron.fsdp.problems import Problems
 from megatron.fsdp.sharded_module import ShardedModule, is_owned, owner_of
 from megatron.fsdp.warnings_once import warn, warn_of_absent_state
+
+GATHERS = (
+    "%s gathers %d whole tensors in each step, %.1f MB altogether and one after the other: its"
+    " update needs more of a parameter than the part that a rank has"
+)
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -77,7 +82,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             with gathered_bytes() as gathered:
                 loss = super().step(*closures)
             self._fsdp_must_tell = False
-            _tell_of_gathering(_user_class(self), gathered)
+            if gathered:
+                warn(GATHERS, _user_class(self).__name__, len(gathered), sum(gathered) / 1e6)
         for model in self._fsdp_models:
             model.install_optimized_model_weights(
                 only_shared=not install_optimized_model_weights, only_trainable=True
@@ -121,7 +127,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         Raises:
             ValueError: if a parameter belongs to no sharded model.
-            NotImplementedError: for differentiable updates.
         """
         given = param_group["params"]
         given = [given] if isinstance(given, torch.Tensor) else given
@@ -129,7 +134,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
             parameters = [each[1] if isinstance(each, tuple) else each for each in given]
             _refuse_unsharded(parameters)
             param_group = {**param_group, "params": parameters, "param_names": _names(parameters)}
-            refuse_optimizer(self, [param_group])
         super().add_param_group(param_group)
         self._find_models()
         self._make_missing_state()
@@ -163,23 +167,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         groups = match_groups(self.param_groups, state_dict["param_groups"])
         # Keys are numbers, or names if torch's `set_state_dict` has replaced them.
-        keys: list[Any] = []
-        for group in groups:
-            keys += group["params"]
+        keys = chain.from_iterable(group["params"] for group in groups)
         sharded_params = dict(zip(keys, self._sharded_params()))
-        states = [
-            (sharded_params[key], slots)
-            for key, slots in state_dict["state"].items()
-            if key in sharded_params
-        ]
+        state = dict(state_dict["state"])
+        own = [(sharded_params[key], state[key]) for key in sharded_params.keys() & state.keys()]
         for parameter, slots in self.state.items():
             if is_linked(parameter):
-                states.append((sharded_param_of(parameter), slots))
-        names = elementwise_names(states)
-        state = {
-            key: shard_slots(sharded_params[key], slots, names) if key in sharded_params else slots
-            for key, slots in state_dict["state"].items()
-        }
+                own.append((sharded_param_of(parameter), slots))
+        names = elementwise_names(own)
+        for key, slots in state.items():
+            if key in sharded_params:
+                state[key] = shard_slots(sharded_params[key], slots, names)
         if self._fsdp_flat is not None:
             self._fsdp_flat.forget()
         super().load_state_dict({**state_dict, "param_groups": groups, "state": state})
@@ -189,7 +187,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             warn_of_absent_state(kind.__name__)
 
     def _sharded_params(self) -> list[ShardedParam]:
-        return _sharded_params_of(_parameters(self))
+        return list(map(sharded_param_of, _parameters(self)))
 
     def _find_models(self) -> None:
         """Find the models of the parameters, and which of them no other optimizer steps."""
@@ -243,17 +241,6 @@ def _flat_step(optimizer: ShardedOptimizer, closure: Callable[[], Any] | None = 
     return loss
 
 
-def _tell_of_gathering(kind: OptimizerClass, gathered: list[int]) -> None:
-    if gathered:
-        warn(
-            "%s gathers %d whole tensors in each step, %.1f MB altogether and one after the other:"
-            " its update needs more of a parameter than the part that a rank has",
-            kind.__name__,
-            len(gathered),
-            sum(gathered) / 1e6,
-        )
-
-
 def shard_optimizer(
     optimizer: torch.optim.Optimizer, checkpoint_ready: bool = True
 ) -> torch.optim.Optimizer:
@@ -270,11 +257,6 @@ def shard_optimizer(
         ValueError: if a parameter belongs to no sharded model, or the optimizer is already sharded.
         NotImplementedError: for sparse gradients and differentiable updates.
     """
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ValueError(
-            f"optimizer expects a torch.optim.Optimizer but got {type(optimizer).__name__}"
-        )
-    refuse_own_step(optimizer)
     kind = type(optimizer)
     if issubclass(kind, ShardedOptimizer):
         raise ValueError("the optimizer is sharded already")
@@ -306,7 +288,7 @@ def swap_parameters(optimizer: torch.optim.Optimizer, model: ShardedModule) -> N
     sharded_params = {each.compute: each for each in model.sharded_params}
     replacements = {compute: each.parameter for compute, each in sharded_params.items()}
     known = {*replacements.keys(), *replacements.values()}
-    _refuse_strangers(_parameters(optimizer), known)
+    _refuse_strangers(optimizer, known)
     for group in optimizer.param_groups:
         # In place: optimizers such as LBFGS have references to the list.
         group["params"][:] = [replacements.get(each, each) for each in group["params"]]
@@ -337,18 +319,11 @@ def check_optimizer(
         module: the user's argument, of any type, before sharding.
         use_decoupled_grad: the user's argument of this name.
     """
+    problems.check(refuse_optimizer, optimizer)
     if not isinstance(optimizer, torch.optim.Optimizer):
-        problems.add(
-            f"optimizer expects a torch.optim.Optimizer but got {type(optimizer).__name__}"
-        )
         return
     if isinstance(module, nn.Module):  # otherwise the check of the module reports it
-        known = set(module.parameters())
-        unknown = sum(1 for parameter in _parameters(optimizer) if parameter not in known)
-        if unknown:
-            problems.add(f"{unknown} parameters of the optimizer are none of the module's")
-    problems.check(refuse_optimizer, optimizer)
-    problems.check(refuse_own_step, optimizer)
+        problems.check(_refuse_strangers, optimizer, set(module.parameters()))
     if use_decoupled_grad and type(optimizer).__module__.startswith("torch.optim"):
         problems.add(
             "use_decoupled_grad puts gradients on param.decoupled_grad, which"
@@ -357,35 +332,29 @@ def check_optimizer(
         )
 
 
-def refuse_optimizer(
-    optimizer: torch.optim.Optimizer, groups: Iterable[Setting] | None = None
-) -> None:
-    """Raise ``NotImplementedError`` for sparse gradients and differentiable updates.
+def refuse_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Raise an error for what is no optimizer, or cannot be sharded with any model.
 
-    Args:
-        optimizer: an optimizer, sharded or not.
-        groups: param groups that are to be added. None: its own.
+    Raises:
+        ValueError: for other types, and a ``step`` that has been replaced on the instance.
+            Learning-rate schedulers are allowed to do so.
+        NotImplementedError: for sparse gradients and differentiable updates.
     """
-    kind = _user_class(optimizer)
-    reason = None
-    if issubclass(kind, torch.optim.SparseAdam):
-        reason = "is for sparse gradients, which are not built yet: use Adam"
-    if any(group.get("differentiable") for group in groups or optimizer.param_groups):
-        reason = "with differentiable=True would record its update through the weights: not built"
-    if reason:
-        raise NotImplementedError(f"{kind.__name__} {reason}")
-
-
-def refuse_own_step(optimizer: torch.optim.Optimizer) -> None:
-    """Raise ``ValueError`` if ``step`` has been replaced on the instance.
-
-    Learning-rate schedulers are allowed to do so.
-    """
-    own = vars(optimizer).get("step")
-    if own is not None and not hasattr(own, "_wrapped_by_lr_sched"):
+    name = type(optimizer).__name__
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ValueError(f"optimizer expects a torch.optim.Optimizer but got {name}")
+    own_step = vars(optimizer).get("step")
+    if own_step is not None and not hasattr(own_step, "_wrapped_by_lr_sched"):
         raise ValueError(
             "the optimizer's step has been replaced on the instance: shard the optimizer before"
             " that"
+        )
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise NotImplementedError(f"{name} is for sparse gradients, which are not built: use Adam")
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        raise NotImplementedError(
+            f"{name} with differentiable=True would record its update through the weights: not"
+            " built"
         )
 
 
@@ -399,12 +368,10 @@ def _refuse_unsharded(parameters: list[nn.Parameter]) -> None:
         )
 
 
-def _refuse_strangers(parameters: list[nn.Parameter], known: set[torch.Tensor]) -> None:
-    strangers = sum(1 for parameter in parameters if parameter not in known)
+def _refuse_strangers(optimizer: torch.optim.Optimizer, known: set[Any]) -> None:
+    strangers = sum(1 for parameter in _parameters(optimizer) if parameter not in known)
     if strangers:
-        raise ValueError(
-            f"{strangers} of the optimizer's {len(parameters)} parameters are none of the module's"
-        )
+        raise ValueError(f"{strangers} parameters of the optimizer are none of the module's")
 
 
 # ---- parts of optimizers
@@ -420,19 +387,12 @@ def _user_class(optimizer: torch.optim.Optimizer) -> OptimizerClass:
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     """Return the parameters of all groups."""
-    parameters: list[nn.Parameter] = []
-    for group in optimizer.param_groups:
-        parameters += group["params"]
-    return parameters
-
-
-def _sharded_params_of(parameters: Iterable[nn.Parameter]) -> list[ShardedParam]:
-    return [sharded_param_of(parameter) for parameter in parameters]
+    return list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
 
 
 def _names(parameters: Iterable[nn.Parameter]) -> list[str]:
     """Return the names of sharded parameters in the wrapper."""
-    return ["module." + sharded_param.name for sharded_param in _sharded_params_of(parameters)]
+    return ["module." + sharded_param_of(parameter).name for parameter in parameters]
 
 
 def _keep_scheduler(optimizer: torch.optim.Optimizer) -> None:
