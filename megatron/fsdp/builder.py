@@ -15,7 +15,6 @@ from torch.distributed.tensor import DTensor
 from megatron.fsdp.agreement import check_agreement
 from megatron.fsdp.backends.gloo_messages import GlooMessages
 from megatron.fsdp.backends.memory_slots import EngineSlots, NcclMemory, allocate_slots
-from megatron.fsdp.checks import resolve_unit_modules
 from megatron.fsdp.dtensor.sharded_param import NormGroup, ParameterMesh, ShardedParam, link
 from megatron.fsdp.engine.buffer import Storage
 from megatron.fsdp.engine.collectives import Communicator
@@ -31,7 +30,7 @@ from megatron.fsdp.engine.unit_choice import (
     merge_small_units,
 )
 from megatron.fsdp.meta_initialisation import Initialiser, initialisation_parts, materialize
-from megatron.fsdp.settings import Settings
+from megatron.fsdp.settings import Settings, resolve_unit_modules
 
 ShardedParams = dict[nn.Parameter, ShardedParam]
 """Sharded parameters by the module's own parameters."""

@@ -15,11 +15,11 @@ from operator import add
 from torch import nn
 
 from megatron.fsdp.builder import names_of_groups
-from megatron.fsdp.checks import resolve_unit_modules
 from megatron.fsdp.engine import unit_choice
 from megatron.fsdp.engine.layout import PREFER_ROWS, Granularity, plan
 from megatron.fsdp.engine.policy import MixedPrecisionPolicy, Precision, ShardingStrategy
 from megatron.fsdp.engine.tensor_parallel import local_tensor
+from megatron.fsdp.settings import resolve_unit_modules
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import pkgutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -176,3 +177,35 @@ class Settings:
         if device is None or self.initialisation is not None or of_mesh.type == "meta":
             return of_mesh
         return torch.device(device)
+
+
+def resolve_unit_modules(unit_modules: Units | None) -> list[type | nn.Module]:
+    """Import the classes that are given by path ("package.module.Class").
+
+    Raises:
+        ValueError: lists every path that cannot be imported and every entry that is neither a
+            module nor a module class.
+    """
+    if isinstance(unit_modules, (str, type, nn.Module)):
+        raise ValueError(
+            "Settings.units expects a list of module classes or their import paths but got"
+            f" {unit_modules!r} alone"
+        )
+    resolved: list[type | nn.Module] = []
+    problems = []
+    for entry in unit_modules or ():
+        try:
+            value = pkgutil.resolve_name(entry) if isinstance(entry, str) else entry
+        except (ImportError, AttributeError, ValueError) as error:
+            problems.append(f"{entry!r} cannot be imported as package.module.Class ({error})")
+            continue
+        is_class = isinstance(value, type) and issubclass(value, nn.Module)
+        if is_class or isinstance(value, nn.Module):
+            resolved.append(value)
+        else:
+            problems.append(f"{entry!r} is no torch.nn.Module class")
+    if problems:
+        raise ValueError(
+            f"Settings.units expects module classes or their import paths: {'; '.join(problems)}"
+        )
+    return resolved
