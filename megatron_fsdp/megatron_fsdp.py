@@ -3,13 +3,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
 
 from megatron.fsdp.engine.policy import MixedPrecisionPolicy
 from megatron.fsdp.problems import Problems
+from megatron.fsdp.settings import parse_precision
 from megatron.fsdp.sharded_module import ShardedModule
 from megatron_fsdp.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron_fsdp.distributed_index import FSDPDistributedIndex
@@ -133,6 +136,42 @@ class MegatronFSDP(ShardedModule):
         with published_names(of_fields):
             super().__init__(module, settings_of(keywords, dist_index, problems), problems)
         self.ddp_config = config
+
+    def get_distributed_index(self) -> FSDPDistributedIndex:
+        """Return the mesh."""
+        assert isinstance(self._mesh, FSDPDistributedIndex)
+        return self._mesh
+
+    def set_model_auto_sync(self, sync_model: bool = True) -> None:
+        """Choose whether every backward ends with final gradients on ``param.grad``.
+
+        Otherwise the optimizer's step makes them final, and levels 0 and 1 reduce nothing before
+        it, unless microbatches are marked by :meth:`no_sync`.
+        """
+        self._microbatches.set_sync_each(sync_model)
+
+    @contextmanager
+    def mixed_precision_context(self, policy: Any) -> Iterator[None]:
+        """Reduce gradients in the policy's ``grad_comm_dtype`` inside; keep main dtypes."""
+        before = [group.gradients.comm_dtype for group in self.groups]
+        self.reset_mixed_precision_policy(policy)
+        try:
+            yield
+        finally:
+            self._schedule.wait_for_reductions()
+            for group, dtype in zip(self.groups, before):
+                group.gradients.set_comm_dtype(dtype)
+
+    def reset_mixed_precision_policy(self, policy: Any) -> None:
+        """Reduce gradients in the policy's ``grad_comm_dtype`` from now on; keep main dtypes.
+
+        Raises:
+            ValueError: for anything but a policy of this package or FSDP2's.
+        """
+        dtype = parse_precision(policy).grad_comm_dtype
+        self._schedule.wait_for_reductions()
+        for group in self.groups:
+            group.gradients.set_comm_dtype(dtype)
 
     # Programs make the published package exchange the parameters of the module: NeMo Automodel
     # after sharding, Megatron-Core's overlapped schedules before a forward. Here there is nothing

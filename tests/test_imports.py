@@ -26,6 +26,9 @@ STAND_ALONE = {
 }
 """Files of the engine that import nothing of ours but what is named here."""
 
+KNOW_THE_DEVICE = ("engine.device", "backends.memory_slots")
+"""Files of megatron/fsdp that name CUDA; the second one registers memory with NCCL."""
+
 INTEGERS_ONLY = ("engine.planner", "engine.layout")
 """Files of the engine that every tool can import, because they do without torch."""
 
@@ -213,7 +216,7 @@ def fsdp_problems(name: str, tree: ast.Module) -> list[str]:
         if name in INTEGERS_ONLY and is_within(imported, ("torch",)):
             problems.append(f"{imported}: {name} is integers only")
     for used in {*used_names(tree), *imported_names(tree)}:
-        if name != "engine.device" and is_within(used, ("torch.cuda",)):
+        if name not in KNOW_THE_DEVICE and is_within(used, ("torch.cuda",)):
             problems.append(f"{used}: only device.py knows the device")
         is_collective = used.startswith("torch.distributed.") and used.split(".")[-1] in COLLECTIVES
         if name != "engine.collectives" and is_collective:
@@ -345,10 +348,10 @@ def test_wrong_import_between_packages_is_found(folder: str, source: str, proble
         ("dtensor.operations", "from megatron.fsdp import model", "not above dtensor.operations"),
         ("engine.layout", "from megatron.fsdp.engine.policy import x", "not above engine.layout"),
         ("engine.layout", "import torch", "integers only"),
-        ("model", "import torch\ntorch.cuda.synchronize()", "only device.py"),
-        ("model", "from torch import cuda", "only device.py"),
-        ("model", "import torch.distributed as dist\ndist.barrier()", "only collectives.py"),
-        ("model", "from torch.distributed import all_reduce as reduce_it", "only collectives.py"),
+        ("sharded_module", "import torch\ntorch.cuda.synchronize()", "only device.py"),
+        ("sharded_module", "from torch import cuda", "only device.py"),
+        ("sharded_module", "import torch.distributed as dist\ndist.barrier()", "only collectives.py"),
+        ("sharded_module", "from torch.distributed import all_reduce as reduce_it", "only collectives.py"),
         ("novelty", "", "in no table of DESIGN.md"),
     ],
 )

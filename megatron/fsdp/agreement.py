@@ -4,9 +4,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import fields
-from itertools import compress
+from itertools import chain, compress
 
 import torch.distributed as dist
 from torch import nn
@@ -18,25 +17,16 @@ from megatron.fsdp.engine.unit_choice import is_expert_parameter
 from megatron.fsdp.module_access.trainability import Trainability
 from megatron.fsdp.settings import Settings
 
-_SEPARATOR = "\0"
-"""Separator of a name and its value in one string; it sorts before all other characters."""
-
-_num_models: Counter[tuple[int, ...]] = Counter()
-"""The number of models that were sharded over the same ranks."""
+_num_models: Counter[tuple[int, ...]] = Counter()  # that were sharded over the same ranks
 
 
 def check_agreement(settings: Settings, parameters_of: dict[Unit, dict[str, nn.Parameter]]) -> None:
     """Check that all ranks shard the same parameters with the same settings.
 
-    Ranks that differ would wait for each other forever.
-
-    Args:
-        settings: those that affect communication are compared.
-        parameters_of: the parameters of each unit, by name.
-
     Raises:
         ValueError: on every rank, naming up to ten differences.
     """
+    # Ranks that differ would wait for each other forever.
     values: dict[str, object] = {"Settings.precision": settings.precision}
     for setting in (settings.strategy, settings.gradients, settings.overlap, settings.memory):
         for field in fields(setting):
@@ -44,66 +34,57 @@ def check_agreement(settings: Settings, parameters_of: dict[Unit, dict[str, nn.P
                 name = f"{type(setting).__name__}.{field.name}"
                 values[name] = getattr(setting, field.name)
     values["the list of units"] = ", ".join(unit.name or "the model" for unit in parameters_of)
-    number = 0
-    for parameters in parameters_of.values():
-        for name, parameter in parameters.items():
-            values[f"parameter {number}"] = _description(name, parameter)
-            number += 1
-    values["the number of parameters"] = number
+    of_units = [of_unit.items() for of_unit in parameters_of.values()]
+    parameters = list(chain.from_iterable(of_units))
+    for number, (name, parameter) in enumerate(parameters):
+        trainable = "trainable" if parameter.requires_grad else "frozen"
+        on_meta = " on meta" if parameter.is_meta else ""
+        values[f"parameter {number}"] = (
+            f"{name} {tuple(parameter.shape)} {parameter.dtype} {trainable}{on_meta}"
+        )
+    values["the number of parameters"] = len(parameters)
     axes = settings.own_mesh.dense
-    groups = [axes.inner.get_group()]
-    if axes.outer is not None:
-        groups.append(axes.outer.get_group())
-    differing = differences(values, groups)
-    if differing:
-        raise ValueError("\n".join(differing[:10]))
-
-
-def differences(values: dict[str, object], groups: Sequence[dist.ProcessGroup]) -> list[str]:
-    """Return a problem for every value that differs between ranks; a collective over ``groups``."""
-    given = agree([name + _SEPARATOR + str(value) for name, value in values.items()], groups)
+    groups = [axis.get_group() for axis in (axes.inner, axes.outer) if axis is not None]
+    # The separator sorts before all other characters.
+    given = agree([f"{name}\0{value}" for name, value in values.items()], groups)
     values_of: dict[str, list[str]] = {name: [] for name in values}
     for text in given:
-        name, _, value = text.partition(_SEPARATOR)
+        name, _, value = text.partition("\0")
         # A rank with fewer parameters ignores those that only other ranks have. The numbers of
         # parameters then differ too, and are reported.
         if name in values_of:
             values_of[name].append(value)
-    return [
+    differences = [
         f"{name} differs between ranks: {'; '.join(found)}"
         for name, found in values_of.items()
         if len(found) > 1
     ]
-
-
-def _description(name: str, parameter: nn.Parameter) -> str:
-    trainable = "trainable" if parameter.requires_grad else "frozen"
-    on_meta = " on meta" if parameter.is_meta else ""
-    return f"{name} {tuple(parameter.shape)} {parameter.dtype} {trainable}{on_meta}"
+    if differences:
+        raise ValueError("\n".join(differences[:10]))
 
 
 class FreezingAgreement:
     """Checks that ranks which freeze or thaw parameters do so alike.
 
-    Otherwise they would reduce different units, and add up gradients of different parameters or
-    wait for each other. Only ranks whose parameters have changed can compare them, so they do it
-    through the store of the process group, which is no collective: three requests for each rank.
-    What has once been agreed on is not compared again, as where parts of a model take turns.
-
     Args:
         trainability: the parameters that are frozen; the same on all ranks now.
-        mesh: of the data ranks; those of the inner axis if the mesh cannot tell all. Experts that
-            have a mesh of their own are not compared: other ranks have other ones.
+        mesh: the mesh of the data ranks.
     """
+
+    # Ranks that differ would reduce different units, and add up gradients of different parameters
+    # or wait for each other. Only ranks whose parameters have changed can compare them, so they do
+    # it through the store of the process group, which is no collective: three requests for each
+    # rank. What has once been agreed on is not compared again, as where parts of a model take
+    # turns.
 
     def __init__(self, trainability: Trainability, mesh: Mesh):
         self.trainability = trainability
+        # Experts that have a mesh of their own are not compared: other ranks have other ones.
         self._is_compared = [
             mesh.expert is None or not is_expert_parameter(name, parameter)
             for name, parameter in zip(trainability.names, trainability.parameters)
         ]
-        self._names = list(compress(trainability.names, self._is_compared))
-        axes = mesh.dense
+        axes = mesh.dense  # whose inner axis is compared if the mesh cannot tell all data ranks
         group = axes.inner.get_group() if axes.data_group is None else axes.data_group
         self._ranks = dist.get_process_group_ranks(group)
         self._num_seen = trainability.num_changes
@@ -144,13 +125,12 @@ class FreezingAgreement:
         rank = dist.get_rank()
         self._num_checks += 1
         key = f"{self._prefix}/{self._num_checks}"
-        first_rank, first = (
-            store.compare_set(f"{key}/first", "", f"{rank} {flags}").decode().split()
-        )
+        own = f"{rank} {flags}"
+        first_rank, first = store.compare_set(f"{key}/first", "", own).decode().split()
         if first != flags:
             index = next(i for i, (one, other) in enumerate(zip(flags, first)) if one != other)
             frozen, trained = (rank, first_rank) if flags[index] == "0" else (first_rank, rank)
-            name = self._names[index]
+            name = list(compress(self.trainability.names, self._is_compared))[index]
             text = f"{name} is frozen on rank {frozen} and trained on rank {trained}"
             store.set(f"{key}/different", text)
         if store.add(f"{key}/number", 1) == len(self._ranks):

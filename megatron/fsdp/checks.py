@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -10,25 +12,19 @@ from megatron.fsdp.backends.memory_slots import problems_of_nccl
 from megatron.fsdp.dtensor.sharded_param import is_linked
 from megatron.fsdp.engine.mesh import Mesh
 from megatron.fsdp.engine.policy import ShardingStrategy
-from megatron.fsdp.engine.unit_choice import resolve_unit_modules
 from megatron.fsdp.meta_initialisation import Initialiser, problems_of_initialisation
 from megatron.fsdp.problems import Problems
-from megatron.fsdp.settings import ComputePrecision, Settings, Units
-
-IS_SHARDED = "_fsdp_is_sharded"
-"""Attribute of a wrapper whose parameters are sharded."""
+from megatron.fsdp.settings import ComputePrecision, Settings, Units, resolve_unit_modules
+from megatron.fsdp.warnings_once import IS_COMPUTE
 
 
 def check_all(
     problems: Problems, module: nn.Module, settings: Settings, initialiser: Initialiser | None
 ) -> None:
-    """Add every reason why ``module`` cannot be sharded with ``settings``.
+    """Add every reason why ``module``, of any type, cannot be sharded with ``settings``.
 
-    Args:
-        problems: the list to which reasons are added.
-        module: the user's argument, of any type.
-        settings: valid each by itself; without a mesh, what needs one is not checked.
-        initialiser: initialises meta parameters; None: there must be no meta parameters.
+    Without a mesh, what needs one is not checked. Without an initialiser, there must be no
+    parameters on the meta device.
     """
     mesh = settings.mesh
     if mesh is not None and settings.shards_outer and mesh.dense.outer is None:
@@ -40,9 +36,8 @@ def check_all(
     if not isinstance(module, nn.Module):
         problems.add(f"module expects a torch.nn.Module but got {type(module).__name__}")
         return
-    # The user may pass the wrapper again, or the module inside it, which its parameters reveal.
-    has_wrapper = any(hasattr(inner, IS_SHARDED) for inner in module.modules())
-    if has_wrapper or any(map(is_linked, module.parameters())):
+    # The wrapper again, or the module inside it, which may be compiled.
+    if any(is_linked(own) or hasattr(own, IS_COMPUTE) for own in module.parameters()):
         problems.add("the module is sharded already")
         return
     problems.check(_refuse_casts_of_dtensors, module, settings)
@@ -66,62 +61,55 @@ def _refuse_casts_of_dtensors(module: nn.Module, settings: Settings) -> None:
     """Raise ``NotImplementedError`` for DTensors whose dtype would have to change in place."""
     precision = settings.precision
     dtype = precision.param_dtype if isinstance(precision, ComputePrecision) else None
-    if dtype is None:
-        return
     for name, parameter in module.named_parameters():
-        if isinstance(parameter, DTensor) and parameter.dtype != dtype:
+        if isinstance(parameter, DTensor) and dtype not in (None, parameter.dtype):
             raise NotImplementedError(
                 f"{name} is a DTensor, which is not cast to param_dtype={dtype}: convert the module"
                 " first, and pass a policy with main_params_dtype"
             )
 
 
-def _problems_of_units(module: nn.Module, units: Units) -> list[str]:
+def _problems_of_units(module: nn.Module, units: Units) -> Iterator[str]:
     own = set(module.modules())
     strangers = [unit for unit in units if isinstance(unit, nn.Module) and unit not in own]
-    if not strangers:
-        return []
-    names = ", ".join(type(unit).__name__ for unit in strangers[:5])
-    return [
-        f"Settings.units has {len(strangers)} modules that are no part of the model ({names}): take"
-        " them from the model that is sharded (not from a copy of it), or name their class"
-    ]
+    if strangers:
+        names = ", ".join(type(unit).__name__ for unit in strangers[:5])
+        yield (
+            f"Settings.units has {len(strangers)} modules that are no part of the model ({names}):"
+            " take them from the model that is sharded (not from a copy of it), or name their class"
+        )
 
 
-def _problems_of_dtypes(module: nn.Module) -> list[str]:
+def _problems_of_dtypes(module: nn.Module) -> Iterator[str]:
     parameters = dict(module.named_parameters())
     if not parameters:
-        return ["the module has no parameters to shard"]
+        yield "the module has no parameters to shard"
     wrong = [
         f"{name} ({parameter.dtype})"
         for name, parameter in parameters.items()
         if parameter.requires_grad and not parameter.is_floating_point()
     ]
-    if not wrong:
-        return []
-    return [
-        f"trainable parameters expect a floating-point dtype, but there are {', '.join(wrong[:5])}"
-    ]
+    if wrong:
+        there_are = "trainable parameters expect a floating-point dtype, but there are"
+        yield f"{there_are} {', '.join(wrong[:5])}"
 
 
-def _problems_of_meta_tensors(module: nn.Module) -> list[str]:
+def _problems_of_meta_tensors(module: nn.Module) -> Iterator[str]:
     tensors = (*module.named_parameters(), *module.named_buffers())
     on_meta = [name for name, tensor in tensors if tensor.is_meta]
-    if not on_meta:
-        return []
-    return [
-        "parameters or buffers on the meta device have no values to shard:"
-        f" {', '.join(on_meta[:5])}; pass Settings.initialisation=MetaInitialisation()"
-    ]
+    if on_meta:
+        yield (
+            "parameters or buffers on the meta device have no values to shard:"
+            f" {', '.join(on_meta[:5])}; pass Settings.initialisation=MetaInitialisation()"
+        )
 
 
-def _problems_of_axes(module: nn.Module, mesh: Mesh) -> list[str]:
-    """Return a problem for parameters that need an axis that the mesh does not have."""
-    problems = []
+def _problems_of_axes(module: nn.Module, mesh: Mesh) -> Iterator[str]:
+    """Yield problems of parameters that need an axis that the mesh does not have."""
     named = dict(module.named_parameters())
     experts = [name for name, one in named.items() if getattr(one, "allreduce", True) is False]
     if experts and mesh.expert is None:
-        problems.append(
+        yield (
             f"{', '.join(experts[:3])} and others are expert parameters (allreduce=False),"
             " which differ between data ranks: pass Mesh.expert_mesh, the mesh of the ranks"
             " that hold the same experts"
@@ -130,13 +118,9 @@ def _problems_of_axes(module: nn.Module, mesh: Mesh) -> list[str]:
         if not isinstance(parameter, DTensor):
             continue
         axis, own = mesh.dense.tensor, parameter.device_mesh
-        problem = None
         if axis is None:
-            problem = (
-                f"{name} is a DTensor over {own.mesh_dim_names}: pass that axis as Mesh.tensor"
-            )
-        elif own.ndim != 1 or own.size() != axis.size():
-            problem = f"{name} is a DTensor over another mesh than Mesh.tensor={mesh.tensor!r}"
-        if problem is not None:
-            return [*problems, problem]  # the others have the same problem
-    return problems
+            yield f"{name} is a DTensor over {own.mesh_dim_names}: pass that axis as Mesh.tensor"
+            return  # the others have the same problem
+        if own.ndim != 1 or own.size() != axis.size():
+            yield f"{name} is a DTensor over another mesh than Mesh.tensor={mesh.tensor!r}"
+            return

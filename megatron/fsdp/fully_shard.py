@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The door to the engine: :func:`fully_shard` with typed settings.
-
-``megatron_fsdp`` has the published interface, whose keywords it translates into these settings.
-"""
+"""The door to the engine: :func:`fully_shard` with typed settings."""
 
 from __future__ import annotations
 
@@ -24,13 +21,7 @@ from megatron.fsdp.optimizer.sharded_optimizer import (
     swap_parameters,
 )
 from megatron.fsdp.problems import Problems
-from megatron.fsdp.settings import (
-    Gradients,
-    Settings,
-    Strategy,
-    Units,
-    parse_precision,
-)
+from megatron.fsdp.settings import Gradients, Settings, Strategy, Units, parse_precision
 from megatron.fsdp.sharded_module import ShardedModule
 
 Wrapper = TypeVar("Wrapper", bound=ShardedModule)
@@ -53,45 +44,34 @@ def fully_shard(
 
     Weights, gradients and optimizer state are sharded over the ranks of the inner axis of the mesh;
     ``Strategy.level`` chooses which of them. At level 3, the default, each rank keeps its shard of
-    the weights only. Before the forward of a *unit* (one of ``units``, usually a transformer layer)
-    the weights of the unit are all-gathered; after its forward they are freed. The same happens
-    around its backward. While a unit computes, the next one is prefetched, in the order that the
-    last forward has recorded.
+    the weights only. The weights of a *unit* (one of ``units``, usually a transformer layer) are
+    all-gathered before its forward and before its backward, and freed afterwards. While a unit
+    computes, the next one is prefetched, in the order that the last forward has recorded.
 
-    The parameters of a unit that share dtype, mesh and trainability form a *group*. A group is one
-    flat buffer in which each parameter is contiguous. One all-gather fills it, and the module's own
-    parameters are views of it, so nothing is copied. Each rank owns one contiguous shard of the
-    buffer. A planner orders and pads parameters to let shards end between rows if that costs
-    little; otherwise they end between any elements.
+    The parameters of a unit that share dtype, mesh and trainability form a *group*: one flat
+    buffer, which one all-gather fills, and of which the module's own parameters are views. Each
+    rank owns one contiguous shard of it, which ends between rows of parameters if that costs
+    little.
 
-    In backward, autograd leaves local gradients on the module's own parameters. When a unit's
-    backward is over, they are collected in a flat buffer like that of the weights and
-    reduce-scattered (all-reduced at level 0) while the next unit computes. The sum over ranks is
-    divided once, by the number of data ranks. With an outer axis the result is reduced over that
-    axis too, after the last microbatch of a step.
+    When a unit's backward is over, its gradients are collected in a flat buffer like that of the
+    weights and reduce-scattered (all-reduced at level 0) while the next unit computes. The sum over
+    ranks is divided once, by the number of data ranks. With an outer axis the result is reduced
+    over that axis too, after the last microbatch of a step.
 
-    ``model.parameters()`` yields the *main weights*, which the optimizer updates, in
-    ``main_params_dtype``: DTensors of the full logical shape, whose local tensors are views of this
-    rank's shard. Their gradients are on ``param.grad`` after backward. The forward after the
-    optimizer's step casts and gathers the main weights as they are when it begins. Everything else
-    (forward, loss, ``backward``, clipping, schedulers, checkpoints) is used as without sharding.
-
-    Hooks drive all of this: on modules (before and after forward), on the outputs and inputs of
-    units (backward begins and ends), and on parameters (a gradient has arrived). They only report
-    to the schedule, which gathers, frees and reduces in the same order on every rank.
+    ``model.parameters()`` yields the *main weights*, which the optimizer updates: DTensors of the
+    full logical shape over this rank's shard. Their gradients are on ``param.grad`` after backward.
+    The next forward casts and gathers the main weights as they are when it begins.
 
     Args:
         model: any initialised module. Ranks take the weights of the first data rank. Its parameters
             stay the same objects and become views of flat buffers.
-        optimizer: over ``model.parameters()``. It keeps its param groups, hyper-parameters and
-            state. None: create it over the parameters of the result, and pass it to
-            :func:`megatron.fsdp.shard_optimizer`.
+        optimizer: over ``model.parameters()``. None: create it over the parameters of the result,
+            and pass it to :func:`megatron.fsdp.shard_optimizer`.
         mesh: the ranks. None: one axis over all ranks, on the accelerator if there is one,
             otherwise on the CPU.
         units: classes, instances or import paths of units. The parameters of a unit must be used
             inside its forward only, or passed on as arguments. Outside the named units, each module
-            that owns parameters is a unit by itself. The smallest of them, together at most as
-            large as the largest named unit, are gathered with the parameters of ``model`` itself.
+            that owns parameters is a unit by itself, except for small ones.
         strategy: what is sharded.
         precision: dtypes of main weights and gradients, or FSDP2's policy with FSDP2's meaning.
         gradients: how they are reduced, and when they are final.
@@ -134,14 +114,9 @@ def shard_both(
     problems: Problems,
     wrapper: Callable[[nn.Module, Settings, Problems], Wrapper],
 ) -> tuple[Wrapper, torch.optim.Optimizer]:
-    """Shard a model and its optimizer.
+    """Shard a model, by the constructor ``wrapper``, and its optimizer.
 
-    Args:
-        model: the module.
-        optimizer: an optimizer over its parameters.
-        settings: valid ones, unless ``problems`` says otherwise.
-        problems: problems that the caller has found, which are raised together with others.
-        wrapper: shards the model.
+    Problems that the caller has found are raised together with others.
     """
     check_optimizer(problems, optimizer, model, settings.gradients.are_decoupled)
     sharded = wrapper(model, settings, problems)

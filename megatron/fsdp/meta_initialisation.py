@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Initialisation of modules that were built on the meta device, part by part.
+"""Initialisation of modules that were built on the meta device, part by part."""
 
-The whole model never exists on one rank. A part is a unit or, outside units, a module that owns
-parameters, with everything inside it. A module that contains units is a part without its children.
-In a part children come before their parents, the order in which constructors finish.
-"""
+# The whole model never exists on one rank. A part is a unit or, outside units, a module that owns
+# parameters, with everything inside it. A module that contains units is a part without its
+# children. In a part children come before their parents, the order in which constructors finish.
 
 from __future__ import annotations
 
@@ -12,6 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import nan
+from typing import Any
 
 import torch
 from torch import nn
@@ -28,9 +28,6 @@ class MetaInitialisation:
         function: called with every module that owns parameters or buffers on the meta device,
             children first, when they have storage. None: ``reset_parameters()``, or in models of
             transformers their own ``_init_weights``.
-
-    Raises:
-        ValueError: for anything but None and a callable.
     """
 
     function: InitialiseModule | None = None
@@ -44,20 +41,18 @@ class MetaInitialisation:
 
 
 class Initialiser:
-    """The source of first values for the parameters and buffers that a module owns itself.
-
-    It follows torch's convention: a method ``reset_parameters``, in some of torch's modules
-    ``_reset_parameters``.
+    """First values of what a module owns itself, by torch's convention ``reset_parameters``.
 
     Attributes:
         source: name of the code that may leave tensors without values, which then is an error; None
             if that is trusted.
-        visits_parents: modules are initialised that own nothing themselves, because they may
-            initialise their children.
+        visits_parents: modules that own nothing are initialised too: they may set their children.
+        kept_together: modules that are parts by themselves, with everything inside them.
     """
 
     source: str | None = None
     visits_parents = False
+    kept_together: Collection[nn.Module] = ()
 
     def for_model(self, model: nn.Module, setting: MetaInitialisation | None) -> Initialiser | None:
         """Return the initialiser of a model; None: the setting says that nothing is on meta."""
@@ -65,18 +60,13 @@ class Initialiser:
             return None
         if setting.function is not None:
             return GivenInitialiser(setting.function)
-        if not isinstance(model, nn.Module):  # the check of the module reports it
-            return self
         # Models of transformers, which this package does not import.
-        models = []
-        for module in model.modules():
-            if any(base.__name__ == "PreTrainedModel" for base in type(module).__mro__):
-                models.append(module)
+        models = [
+            module
+            for module in (model.modules() if isinstance(model, nn.Module) else ())
+            if any(base.__name__ == "PreTrainedModel" for base in type(module).__mro__)
+        ]
         return TransformersInitialiser(models, self) if models else self
-
-    def kept_together(self) -> set[nn.Module]:
-        """Return modules that are parts by themselves, with everything inside them."""
-        return set()
 
     def knows(self, module: nn.Module) -> bool:
         """Return True if ``module`` can be initialised."""
@@ -110,11 +100,8 @@ class GivenInitialiser(Initialiser):
 class TransformersInitialiser(Initialiser):
     """The initialisation of models of transformers, by their method ``_init_weights``.
 
-    It is called for every module of such a model, that of the innermost model for a model in
-    another one, as transformers does.
-
     Args:
-        models: the models, outer ones first.
+        models: the models, outer ones first: a module's method is that of the innermost one.
         others: the initialiser of modules outside of them.
     """
 
@@ -124,17 +111,13 @@ class TransformersInitialiser(Initialiser):
     def __init__(self, models: Iterable[nn.Module], others: Initialiser):
         self._others = others
         self._method_for: dict[nn.Module, InitialiseModule] = {}
-        self._layers: set[nn.Module] = set()
+        self.kept_together = set()
         for model in models:
             method: InitialiseModule = model._init_weights  # type: ignore[assignment]  # a method
             self._method_for.update(dict.fromkeys(model.modules(), method))
-            # Layers scale weights of the modules inside them.
+            # Layers scale weights of the modules inside them. Transformers never splits them.
             names = set(getattr(model, "_no_split_modules", None) or ())
-            self._layers |= {inner for inner in model.modules() if type(inner).__name__ in names}
-
-    def kept_together(self) -> set[nn.Module]:
-        """Return the layers, which transformers never splits either."""
-        return self._layers
+            self.kept_together.update(m for m in model.modules() if type(m).__name__ in names)
 
     def knows(self, module: nn.Module) -> bool:
         """Return True for modules of these models, and for those that the others know."""
@@ -142,29 +125,25 @@ class TransformersInitialiser(Initialiser):
 
     def initialise(self, module: nn.Module) -> None:
         """Call ``reset_parameters``, as constructors do, and then ``_init_weights``."""
-        if module not in self._method_for:
-            if self._others.knows(module):  # parents outside own nothing, and need nothing
-                self._others.initialise(module)
-            return
-        if super().knows(module):
-            super().initialise(module)
-        self._method_for[module](module)
+        if self._others.knows(module):
+            self._others.initialise(module)
+        if module in self._method_for:
+            self._method_for[module](module)
 
 
-def problems_of_initialisation(module: nn.Module, initialiser: Initialiser) -> list[str]:
-    """Return a problem naming the modules with meta tensors that ``initialiser`` does not know."""
+def problems_of_initialisation(module: nn.Module, initialiser: Initialiser) -> Iterator[str]:
+    """Yield a problem naming the modules with meta tensors that ``initialiser`` does not know."""
     unknown = []
     for name, inner in module.named_modules():
-        on_meta = list(_own_meta_tensors(inner))
-        if on_meta and not initialiser.knows(inner):
-            unknown.append(f"{name or 'the model'} ({type(inner).__name__}: {', '.join(on_meta)})")
-    if not unknown:
-        return []
-    return [
-        "Settings.initialisation needs a method reset_parameters() in every module that owns"
-        " parameters or buffers on the meta device, or a MetaInitialisation.function that"
-        f" initialises modules; the method is missing in {'; '.join(unknown)}"
-    ]
+        own = ", ".join(_own_meta_tensors(inner))
+        if own and not initialiser.knows(inner):
+            unknown.append(f"{name or 'the model'} ({type(inner).__name__}: {own})")
+    if unknown:
+        yield (
+            "Settings.initialisation needs a method reset_parameters() in every module that owns"
+            " parameters or buffers on the meta device, or a MetaInitialisation.function that"
+            f" initialises modules; the method is missing in {'; '.join(unknown)}"
+        )
 
 
 def initialisation_parts(
@@ -172,12 +151,9 @@ def initialisation_parts(
 ) -> Iterator[list[nn.Module]]:
     """Yield the parts of ``root``, each with its modules, children first.
 
-    Args:
-        root: the model.
-        units: modules in it whose parameters are sharded together.
-        together: modules that are parts, whatever units are in them.
+    Modules of ``together`` are parts, whatever units are in them.
     """
-    wanted = {unit for unit in units if unit is not root}
+    wanted = set(units)
 
     def visit(module: nn.Module) -> Iterator[list[nn.Module]]:
         contains_units = any(inner in wanted for inner in module.modules() if inner is not module)
@@ -194,26 +170,27 @@ def initialisation_parts(
 
 
 def materialize(
-    modules: Iterable[nn.Module], device: torch.device, initialiser: Initialiser
-) -> None:
-    """Move the meta tensors that ``modules`` own directly to ``device``, and initialise them.
+    modules: Collection[nn.Module], device: torch.device, initialiser: Initialiser
+) -> list[nn.Parameter]:
+    """Move the meta tensors that the modules of a part own to ``device``, and initialise them.
 
-    Args:
-        modules: a part, children first.
-        device: of the tensors.
-        initialiser: gives them their values.
-
-    Raises:
-        ValueError: names the tensors without values afterwards, if the initialiser has a source.
+    Return the parameters among them. Raise ``ValueError`` with the names of tensors that have no
+    values afterwards, if the initialiser has a source.
     """
-    modules = list(modules)
+    part = set(modules)
     of_modules = {module: _own_meta_tensors(module) for module in modules}
+    found: dict[nn.Parameter, None] = {}
     for module, tensors in of_modules.items():
         for name, tensor in tensors.items():
-            _allocate(module, name, tensor, device)
+            if tensor.is_meta:  # no other module that owns it too was before
+                made = _like(tensor, device)
+                if isinstance(tensor, nn.Parameter):
+                    found[tensor] = None
+                    torch.utils.swap_tensors(tensor, made)  # optimizers may refer to the object
+                else:
+                    module._buffers[name] = made
             if initialiser.source is not None and tensor.is_floating_point():
                 _own_tensors(module)[name].data.fill_(nan)
-    part = set(modules)
     for module, tensors in of_modules.items():
         is_parent = initialiser.visits_parents and part.issuperset(module.children())
         if tensors or is_parent:
@@ -221,14 +198,13 @@ def materialize(
                 initialiser.initialise(module)
     if initialiser.source is not None:
         _refuse_without_values(of_modules, initialiser.source)
+    return list(found)
 
 
 def _reset_method(module: nn.Module) -> Callable[[], object] | None:
-    for name in ("reset_parameters", "_reset_parameters"):
-        method: Callable[[], object] | None = getattr(module, name, None)
-        if callable(method):
-            return method
-    return None
+    names = ("reset_parameters", "_reset_parameters")  # the second in some of torch's modules
+    methods: list[Any] = [getattr(module, name, None) for name in names]
+    return next(filter(callable, methods), None)
 
 
 def _children_first(module: nn.Module) -> Iterator[nn.Module]:
@@ -241,12 +217,12 @@ def _refuse_without_values(
     of_modules: dict[nn.Module, dict[str, torch.Tensor]], source: str
 ) -> None:
     """Raise ``ValueError`` for tensors of these names that are NaN everywhere still."""
-    left = []
-    for module, names in of_modules.items():
-        for name, tensor in _own_tensors(module).items():
-            is_checked = name in names and tensor.is_floating_point() and tensor.numel() > 0
-            if is_checked and tensor.isnan().all():
-                left.append(f"{type(module).__name__}.{name}")
+    left = [
+        f"{type(module).__name__}.{name}"
+        for module, names in of_modules.items()
+        for name, tensor in _own_tensors(module).items()
+        if name in names and tensor.is_floating_point() and tensor.numel() and tensor.isnan().all()
+    ]
     if left:
         raise ValueError(
             f"{source} gives no values to {', '.join(left)}: pass a MetaInitialisation.function"
@@ -256,20 +232,20 @@ def _refuse_without_values(
 
 @contextmanager
 def _protected(module: nn.Module, names: Collection[str], device: torch.device) -> Iterator[None]:
-    """Replace the tensors that ``module`` owns, except ``names``, by stand-ins inside the context.
-
-    Tensors that have values keep them: a parameter tied to one of an earlier module, which may be
-    sharded already, or a tensor that the user has set. The initialiser still draws the same number
-    of random numbers.
-    """
-    others = {name: own for name, own in _own_tensors(module).items() if name not in names}
-    for name, tensor in others.items():
-        _set(module, name, _like(tensor, torch.empty_like(tensor, device=device)))
+    """Replace the tensors that ``module`` owns, except ``names``, by stand-ins for a while."""
+    # They keep their values: a parameter tied to one of an earlier module, which may be sharded
+    # already, or a tensor that the user has set. As many random numbers are drawn.
+    stores: list[dict[str, Any]] = [module._parameters, module._buffers]
+    kept = [{name: own for name, own in store.items() if name not in names} for store in stores]
+    for store, tensors in zip(stores, kept):
+        store.update(
+            {name: None if own is None else _like(own, device) for name, own in tensors.items()}
+        )
     try:
         yield
     finally:
-        for name, tensor in others.items():
-            _set(module, name, tensor)
+        for store, tensors in zip(stores, kept):
+            store.update(tensors)
 
 
 def _own_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -281,26 +257,9 @@ def _own_meta_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in _own_tensors(module).items() if tensor.is_meta}
 
 
-def _allocate(module: nn.Module, name: str, tensor: torch.Tensor, device: torch.device) -> None:
-    """Allocate storage on ``device`` for the meta tensor that ``module`` owns as ``name``."""
-    if not tensor.is_meta:
-        return  # another module that owns it too has done so
-    made = _like(tensor, torch.empty_like(tensor, device=device))
-    if isinstance(tensor, nn.Parameter):
-        torch.utils.swap_tensors(tensor, made)  # the object stays: optimizers may refer to it
-    else:
-        _set(module, name, made)
-
-
-def _set(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
-    if isinstance(tensor, nn.Parameter):
-        module._parameters[name] = tensor
-    else:
-        module._buffers[name] = tensor
-
-
-def _like(original: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Return a buffer, or a parameter with the attributes of ``original``, of other values."""
+def _like(original: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a buffer, or a parameter with the same attributes, without values on ``device``."""
+    values = torch.empty_like(original, device=device)
     if not isinstance(original, nn.Parameter):
         return values
     parameter = nn.Parameter(values, requires_grad=original.requires_grad)

@@ -20,9 +20,7 @@ _WRONG, _UNBUILT = "0", "1"
 class Problems:
     """A list that checks add problems to, raised as one error.
 
-    Args:
-        groups: process groups that reach every rank if they are used one after the other. None:
-            the group of all ranks.
+    ``groups`` reach every rank if they are used one after the other; None: the group of all ranks.
     """
 
     def __init__(self, groups: Sequence[dist.ProcessGroup | None] = (None,)) -> None:
@@ -39,11 +37,7 @@ class Problems:
         *args: Parameters.args,
         **kwargs: Parameters.kwargs,
     ) -> Result | None:
-        """Call ``function`` and return its result.
-
-        If it raises ``ValueError`` or ``NotImplementedError``, the error becomes a problem and the
-        result is None.
-        """
+        """Return the result of ``function``, or None if it raises an error, which is a problem."""
         try:
             return function(*args, **kwargs)
         except NotImplementedError as error:
@@ -53,11 +47,9 @@ class Problems:
         return None
 
     def raise_everywhere(self) -> None:
-        """Raise the problems of all ranks on every rank; do nothing if there are none.
+        """Raise the problems of all ranks on every rank, if there are any.
 
-        Raises:
-            ValueError: lists all problems.
-            NotImplementedError: if every problem is a feature that is not built yet.
+        The error is a ``ValueError`` unless every problem is a feature that is not built yet.
         """
         found = list(self._found)
         if dist.is_initialized():

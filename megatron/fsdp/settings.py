@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The settings of a sharded model, which check themselves.
+"""The settings of a sharded model, which check themselves."""
 
-Messages name a setting as ``Strategy.level``; interfaces with names of their own replace that.
-``Mesh``, ``Overlap``, ``Memory`` and ``MetaInitialisation`` are beside the parts that they are for.
-"""
+# Messages name a setting as `Strategy.level`; interfaces with names of their own replace that.
+# `Mesh`, `Overlap`, `Memory` and `MetaInitialisation` are beside the parts that they are for.
 
 from __future__ import annotations
 
+import pkgutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -42,9 +42,6 @@ class Strategy:
             would cost more than 1 % of padding; the local tensor is then flat. "rows": never.
         one_unit: make the whole model one unit.
         fine_grained: make each module that owns parameters a unit, inside named units too.
-
-    Raises:
-        ValueError: lists every wrong value.
     """
 
     level: int | str | ShardingStrategy = ShardingStrategy.OPTIM_GRADS_PARAMS
@@ -92,11 +89,6 @@ class ComputePrecision(MixedPrecisionPolicy):
     output_dtype: torch.dtype | None = None
     cast_forward_inputs: bool = True
 
-    @property
-    def input_dtype(self) -> torch.dtype | None:
-        """The dtype that inputs of units are cast to."""
-        return self.param_dtype if self.cast_forward_inputs else None
-
     def resolve(self, compute_dtype: torch.dtype, trainable: bool) -> Precision:
         """Return the dtypes of a group; its main weights keep the dtype of the module."""
         main = compute_dtype
@@ -106,20 +98,10 @@ class ComputePrecision(MixedPrecisionPolicy):
 
 
 def parse_precision(policy: MixedPrecisionPolicy | TorchPrecision) -> MixedPrecisionPolicy:
-    """Return a policy of this package for one of it or of ``torch.distributed.fsdp``.
-
-    Raises:
-        ValueError: for anything else.
-    """
+    """Return a policy of this package for one of it or of ``torch.distributed.fsdp``."""
     if isinstance(policy, TorchPrecision):
-        return ComputePrecision(
-            None,
-            None,
-            policy.reduce_dtype,
-            policy.param_dtype,
-            policy.output_dtype,
-            policy.cast_forward_inputs,
-        )
+        dtypes = policy.reduce_dtype, policy.param_dtype, policy.output_dtype
+        return ComputePrecision(None, None, *dtypes, policy.cast_forward_inputs)
     if not isinstance(policy, MixedPrecisionPolicy):
         raise ValueError(f"Settings.precision expects a MixedPrecisionPolicy but got {policy!r}")
     return policy
@@ -137,15 +119,10 @@ class Gradients:
             ``finish_grad_sync``, makes them final, and levels 0 and 1 reduce nothing before it,
             unless ``no_sync`` marks all microbatches but the last.
         report_nonfinite: raise an error that names the parameter and the rank of a NaN or Inf.
-        are_decoupled: put gradients on ``param.decoupled_grad``, in ``main_grads_dtype``, for
-            optimizers that read it.
+        are_decoupled: put gradients on ``param.decoupled_grad``, in ``main_grads_dtype``.
         find_unused: leave ``param.grad`` None if the parameter got no gradient on any rank since
-            gradients were cleared. It costs one small all-reduce for each synchronisation, whose
-            result the host waits for, and levels 0 and 1 reduce when backward is over. False: the
-            gradient is zero.
-
-    Raises:
-        ValueError: lists every wrong value.
+            gradients were cleared; otherwise it is zero. It costs one small all-reduce for each
+            synchronisation, and levels 0 and 1 reduce when backward is over.
     """
 
     sum_only: bool = False
@@ -166,13 +143,9 @@ class Gradients:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """All settings of a sharded model; see :func:`megatron.fsdp.fully_shard` for each of them.
+    """All settings of a sharded model; see :func:`megatron.fsdp.fully_shard` for each of them."""
 
-    Args:
-        mesh: of all ranks of the model. None: it cannot be made, which is an error of the caller.
-    """
-
-    mesh: Mesh | None
+    mesh: Mesh | None  # None: it cannot be made, which is an error of the caller
     units: Units | None = None
     strategy: Strategy = Strategy()
     precision: MixedPrecisionPolicy = MixedPrecisionPolicy()
@@ -200,8 +173,39 @@ class Settings:
     @property
     def device(self) -> torch.device:
         """The device of the parameters."""
-        mesh_device, device = self.own_mesh.device, self.memory.device
-        is_simulated = mesh_device.type == "meta"
-        if is_simulated or device is None or self.initialisation is not None:
-            return mesh_device
+        of_mesh, device = self.own_mesh.device, self.memory.device
+        if device is None or self.initialisation is not None or of_mesh.type == "meta":
+            return of_mesh
         return torch.device(device)
+
+
+def resolve_unit_modules(unit_modules: Units | None) -> list[type | nn.Module]:
+    """Import the classes that are given by path ("package.module.Class").
+
+    Raises:
+        ValueError: lists every path that cannot be imported and every entry that is neither a
+            module nor a module class.
+    """
+    if isinstance(unit_modules, (str, type, nn.Module)):
+        raise ValueError(
+            "Settings.units expects a list of module classes or their import paths but got"
+            f" {unit_modules!r} alone"
+        )
+    resolved: list[type | nn.Module] = []
+    problems = []
+    for entry in unit_modules or ():
+        try:
+            value = pkgutil.resolve_name(entry) if isinstance(entry, str) else entry
+        except (ImportError, AttributeError, ValueError) as error:
+            problems.append(f"{entry!r} cannot be imported as package.module.Class ({error})")
+            continue
+        is_class = isinstance(value, type) and issubclass(value, nn.Module)
+        if is_class or isinstance(value, nn.Module):
+            resolved.append(value)
+        else:
+            problems.append(f"{entry!r} is no torch.nn.Module class")
+    if problems:
+        raise ValueError(
+            f"Settings.units expects module classes or their import paths: {'; '.join(problems)}"
+        )
+    return resolved

@@ -14,28 +14,30 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
-from megatron.fsdp.builder import build
+from megatron.fsdp.agreement import FreezingAgreement
+from megatron.fsdp.builder import shard_parameters
 from megatron.fsdp.checks import check_all
-from megatron.fsdp.dtensor.sharded_param import (
-    ShardedParam,
-    is_linked,
-    sharded_param_of,
-)
+from megatron.fsdp.dtensor.sharded_param import ShardedParam, is_linked, sharded_param_of
 from megatron.fsdp.engine import observe
 from megatron.fsdp.engine.collectives import agree
-from megatron.fsdp.engine.mesh import Mesh
+from megatron.fsdp.engine.hooks import UnitHooks
 from megatron.fsdp.engine.param_group import ParamGroup
-from megatron.fsdp.gradient_sync import GradientError
+from megatron.fsdp.engine.schedule import Microbatches, Schedule
+from megatron.fsdp.gradient_sync import GradientError, GradientSync
 from megatron.fsdp.meta_initialisation import Initialiser
+from megatron.fsdp.module_access.casts import cast_at_units
 from megatron.fsdp.module_access.model_state import accept_full_tensors, load_model_state
 from megatron.fsdp.module_access.sharded_copy import (
     copied_module,
     copy_main_weights,
     remove_hooks,
 )
+from megatron.fsdp.module_access.shown_parameters import ShownParameters
+from megatron.fsdp.module_access.trainability import Trainability
+from megatron.fsdp.module_access.unit_access import UnitAccess
 from megatron.fsdp.module_access.wrapped_module import checked_method, prepare_wrapped_module
 from megatron.fsdp.problems import Problems
-from megatron.fsdp.settings import Settings, parse_precision
+from megatron.fsdp.settings import Settings
 from megatron.fsdp.warnings_once import (
     warn_of_clipped_embeddings,
     warn_of_no_optimizer,
@@ -45,7 +47,6 @@ from megatron.fsdp.warnings_once import (
 
 OWNER = "_fsdp_model"
 """Attribute of the parameters that an optimizer steps: the wrapper that they belong to."""
-
 
 REFUSED_COPY = (
     "a sharded model cannot be copied or pickled: its hooks and communicators belong to this"
@@ -64,26 +65,14 @@ class ShardedModule(nn.Module):
         module: the module to shard; its parameters become views of flat buffers.
         settings: all settings of the sharded model.
         problems: problems that the caller has found, which are raised together with others.
-
-    Attributes:
-        checkpoint_ready: tensors of state dicts describe their chunks to torch's checkpoint.
-
-    Raises:
-        ValueError: lists every problem, the same on every rank.
-        NotImplementedError: for settings that are not built yet.
     """
 
-    initialiser = Initialiser()
-    """Initialises modules that were built on the meta device."""
-
-    checkpoint_ready = True
-    _fsdp_is_sharded = True
+    initialiser = Initialiser()  # of modules that were built on the meta device
+    checkpoint_ready = True  # tensors of state dicts describe their chunks to torch's checkpoint
+    # Warn of what is hardly meant; not where a program chooses units and optimizer itself.
     _gives_advice = True
-    """Warn of what is hardly meant; not where a program chooses units and optimizer itself."""
-    _has_optimizer = False
-    """A sharded optimizer steps the parameters."""
-    _shows_attributes = True
-    """Attributes of ``module`` can be read on the wrapper."""
+    _has_optimizer = False  # a sharded optimizer steps the parameters
+    _shows_attributes = True  # attributes of `module` can be read on the wrapper
     _is_copyable = True
 
     def __init__(self, module: nn.Module, settings: Settings, problems: Problems | None = None):
@@ -99,22 +88,40 @@ class ShardedModule(nn.Module):
         self._settings = settings
         self._mesh = settings.own_mesh
         self.module = module
-        parts = build(module, settings, initialiser, self._report_nonfinite, self._after_backward)
-        self._units = parts.units
-        self._memory_slots = parts.slots
-        self._sharded_params = parts.sharded_params
-        self._microbatches = parts.microbatches
-        self._gradients = parts.gradients
-        self._schedule = parts.schedule
-        self._hooks = parts.hooks
-        self._trainability = parts.trainability
-        self._by_name = parts.by_name
-        for sharded_param in parts.sharded_params.values():
+        # The parts follow in the order in which they need each other.
+        units, self._sharded_params, self._memory_slots = shard_parameters(
+            module, settings, initialiser
+        )
+        self._units = units
+        named = module.named_parameters(remove_duplicate=False)  # with all names of tied ones
+        self._by_name = {name: self._sharded_params[parameter] for name, parameter in named}
+        sharded: dict[nn.Parameter, Any] = {}
+        for compute, sharded_param in self._sharded_params.items():
+            sharded[compute] = sharded_param.parameter
             setattr(sharded_param.parameter, OWNER, self)
-        self._hooks.handles |= accept_full_tensors(self.module)
+        gradients = settings.gradients
+        self._trainability = Trainability(units, sharded)
+        self._microbatches = Microbatches(gradients.sync_each_microbatch)
+        self._schedule = Schedule(
+            units, settings.level, settings.overlap, self._microbatches, gradients.find_unused
+        )
+        self._gradients = GradientSync(
+            self._sharded_params.values(),
+            self._schedule,
+            FreezingAgreement(self._trainability, self._mesh),
+            use_decoupled_grad=gradients.are_decoupled,
+            report_nonfinite=self._report_nonfinite if gradients.report_nonfinite else None,
+            groups_of_use=self._mesh.all_groups() if gradients.find_unused else None,
+            after_pass=self._after_backward,
+        )
+        access = UnitAccess(units, self._trainability)
+        self._hooks = UnitHooks(self._schedule, self._gradients, access)
+        ShownParameters(self._hooks, sharded, self._trainability, module)
+        self._hooks.handles |= cast_at_units(units, settings.precision)
+        self._hooks.handles |= accept_full_tensors(module)
         watch_optimizers(list(self._sharded_params))
         gathers_layers = self.strategy.shards_parameters and self._mesh.dense.inner.size() > 1
-        prepare_wrapped_module(self.module, gathers_layers, self.state_dict, self._apply)
+        prepare_wrapped_module(module, gathers_layers, self.state_dict, self._apply)
 
     # ---- the parts
 
@@ -126,14 +133,7 @@ class ShardedModule(nn.Module):
     @property
     def groups(self) -> list[ParamGroup]:
         """The groups of all units, in the order of units."""
-        groups = []
-        for unit in self._units:
-            groups += unit.groups
-        return groups
-
-    def get_distributed_index(self) -> Mesh:
-        """Return the mesh."""
-        return self._mesh
+        return [group for unit in self._units for group in unit.groups]
 
     @property
     def memory_slots(self) -> dict[str, list[int]]:
@@ -165,19 +165,15 @@ class ShardedModule(nn.Module):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield names, which begin with ``module.``, and main weights as DTensors.
-
-        They are the wrapper's own parameters, whatever ``recurse`` is, because torch's
-        ``set_state_dict`` asks module by module.
-        """
+        """Yield names, which begin with ``module.``, and main weights as DTensors."""
+        # Whatever `recurse` is: torch's `set_state_dict` asks module by module.
         self._trainability.follow()
         seen: set[ShardedParam] = set()
         prefix = f"{prefix}.module." if prefix else "module."
         for name, sharded_param in self._by_name.items():
             if not remove_duplicate or sharded_param not in seen:
                 seen.add(sharded_param)
-                parameter = sharded_param.parameter
-                assert isinstance(parameter, nn.Parameter)
+                parameter: Any = sharded_param.parameter
                 yield prefix + name, parameter
 
     def state_dict(  # type: ignore[override]  # one signature for torch's two overloads
@@ -187,18 +183,23 @@ class ShardedModule(nn.Module):
         prefix: str = "",
         keep_vars: bool = False,
     ) -> dict[str, Any]:
-        """Return main weights as DTensors of full shape, and buffers unchanged.
-
-        The DTensors are ready for torch.distributed.checkpoint if ``checkpoint_ready``.
-        """
+        """Return main weights as DTensors of full shape, and buffers unchanged."""
         state: dict[str, Any] = super().state_dict(
             *args,
             destination=destination,  # type: ignore[arg-type]  # None makes one with metadata
             prefix=prefix,
             keep_vars=True,
         )
-        for key in [key for key in state if key.startswith(prefix)]:
-            state[key] = self._checkpoint_value(state[key], keep_vars)
+        for key, value in list(state.items()):
+            sharded_param = self._sharded_param_of(value)
+            if not key.startswith(prefix) or not isinstance(value, torch.Tensor):
+                continue
+            if sharded_param is None:
+                state[key] = value if keep_vars else value.detach()
+            elif keep_vars:
+                state[key] = sharded_param.parameter
+            else:
+                state[key] = sharded_param.checkpoint_tensor(with_chunks=self.checkpoint_ready)
         return state
 
     def load_state_dict(
@@ -207,27 +208,12 @@ class ShardedModule(nn.Module):
         """Load DTensors of the same layout, or full tensors; the next forward uses them.
 
         Names are the wrapper's or the module's own. ``assign`` copies too: the weights remain views
-        of flat buffers, in their own dtype.
-
-        Raises:
-            RuntimeError: lists everything that does not fit, like any module.
+        of flat buffers, in their own dtype. What does not fit is an error, like of any module.
         """
         return load_model_state(self.module, self._sharded_param_of, state_dict, strict)
 
-    def _checkpoint_value(self, value: Any, keep_vars: bool) -> Any:
-        sharded_param = self._sharded_param_of(value)
-        if sharded_param is None:
-            is_detached = isinstance(value, torch.Tensor) and not keep_vars
-            return value.detach() if is_detached else value
-        if keep_vars:
-            return sharded_param.parameter
-        return sharded_param.checkpoint_tensor(with_chunks=self.checkpoint_ready)
-
     def _sharded_param_of(self, value: Any) -> ShardedParam | None:
-        """Return the sharded parameter of an entry of the module's state dict, if it has one.
-
-        The entry is the module's own parameter while it is unsharded, otherwise the sharded one.
-        """
+        """Return the sharded parameter of an entry of the module's state dict, if it has one."""
         if not isinstance(value, nn.Parameter):
             return None
         return sharded_param_of(value) if is_linked(value) else self._sharded_params.get(value)
@@ -248,10 +234,7 @@ class ShardedModule(nn.Module):
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedModule:
-        """Return another sharded model with the same weights; gradients are left out.
-
-        This is a collective, and gathers all weights on every rank for a moment.
-        """
+        """Return another sharded model with the same weights, without gradients; a collective."""
         if not self._is_copyable or self._mesh.dense.tensor is not None:
             raise NotImplementedError(REFUSED_COPY)
         self._trainability.follow()
@@ -297,14 +280,6 @@ class ShardedModule(nn.Module):
         finally:
             self._microbatches.sync_each = before
 
-    def set_model_auto_sync(self, sync_model: bool = True) -> None:
-        """Choose whether every backward ends with final gradients on ``param.grad``.
-
-        Otherwise the optimizer's step makes them final, and levels 0 and 1 reduce nothing before
-        it, unless the caller marks microbatches by :meth:`no_sync`.
-        """
-        self._microbatches.set_sync_each(sync_model)
-
     # ---- gradients
 
     def start_grad_sync(self, *unused: object) -> None:
@@ -318,23 +293,14 @@ class ShardedModule(nn.Module):
     def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
         """Reduce the remaining gradients, wait, and put the final ones on ``param.grad``.
 
-        Args:
-            force_all_reduce: request whole gradients on every rank, which only level 0 has.
-
-        Raises:
-            NotImplementedError: for ``force_all_reduce`` at level 1 and above.
-            GradientError: for a NaN or Inf gradient, if they are reported.
+        Raise :class:`GradientError` for a NaN or Inf gradient, if they are reported.
         """
         if force_all_reduce and self.strategy.shards_optimizer:
             raise NotImplementedError("force_all_reduce: gradients are reduced to their owners")
         self._gradients.finish()
 
     def attach_grad_to_optimizer_state(self) -> None:
-        """Put the gradients whose reduction has started on the parameters.
-
-        The local tensor is empty if this rank owns nothing of a parameter. Raise
-        :class:`GradientError` for a NaN or Inf gradient, if they are reported.
-        """
+        """Put the gradients whose reduction has started on the parameters."""
         self._gradients.attach()
 
     def scale_gradients(self, factor: float | torch.Tensor) -> None:
@@ -343,10 +309,8 @@ class ShardedModule(nn.Module):
 
     def zero_grad_buffer(self, only_hidden: bool = False) -> None:
         """Drop all gradients, or only the final ones of groups whose parameters show none."""
-        if only_hidden:
-            self._gradients.clear_hidden()
-        else:
-            self._gradients.clear()
+        clear = self._gradients.clear_hidden if only_hidden else self._gradients.clear
+        clear()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients; without ``set_to_none`` leave zeros on the parameters."""
@@ -363,12 +327,10 @@ class ShardedModule(nn.Module):
 
         The sharded optimizer's step ends with this. Below level 3 weights stay gathered: whoever
         edits main weights after a forward, in a way that torch does not see, calls this.
-
-        Args:
-            only_shared: install those only whose compute and main weights share storage.
-            only_trainable: skip groups that no optimizer updates.
+        ``only_shared`` installs those only whose compute and main weights share storage.
         """
-        observe.begin_step()
+        for observer in observe.observers:
+            observer.begin_step()
         self._schedule.prefetcher.weights_change()
         if not self._settings.memory.registers_manually:
             self._assign_memory_slots()
@@ -383,23 +345,16 @@ class ShardedModule(nn.Module):
         """Start the all-gathers of new weights, which the next forward would start when it begins.
 
         At levels 1 and 2 these are all units, at level 3 those with which the next forward begins
-        if all-gathers overlap compute. Megatron-Core's distributed optimizer calls this after its
-        step. Edits afterwards need :meth:`install_optimized_model_weights`.
-
-        Args:
-            *unused: modules, which Megatron-Core's schedules may pass.
-            force_sync: wait for the all-gathers.
-            force_dispatch: gather all units at level 3 too.
+        if all-gathers overlap compute; with ``force_dispatch`` all. ``force_sync`` waits for them.
+        Edits afterwards need :meth:`install_optimized_model_weights`.
         """
-        if self.strategy.shards_parameters and not force_dispatch:
+        is_partial = self.strategy.shards_parameters and not force_dispatch
+        if is_partial:
             self._schedule.prefetcher.start_next_forward()
-            if force_sync:
-                self.synchronize_param_gather()
-            return
-        for unit in self._units:
+        for unit in () if is_partial else self._units:
             if not unit.blockers:  # otherwise it is gathered when its memory slot is free
                 unit.unshard()
-        if force_sync or not self._settings.overlap.param_gather:
+        if force_sync or not (is_partial or self._settings.overlap.param_gather):
             self.synchronize_param_gather()
 
     def synchronize_param_gather(self) -> None:
@@ -419,51 +374,20 @@ class ShardedModule(nn.Module):
         self.synchronize_gradient_reduce()
         self.synchronize_param_gather()
 
-    @contextmanager
-    def mixed_precision_context(self, policy: Any) -> Iterator[None]:
-        """Reduce gradients in the policy's ``grad_comm_dtype`` inside; keep main dtypes."""
-        before = [group.gradients.comm_dtype for group in self.groups]
-        self.reset_mixed_precision_policy(policy)
-        try:
-            yield
-        finally:
-            self._schedule.wait_for_reductions()
-            for group, dtype in zip(self.groups, before):
-                group.gradients.set_comm_dtype(dtype)
-
-    def reset_mixed_precision_policy(self, policy: Any) -> None:
-        """Reduce gradients in the policy's ``grad_comm_dtype`` from now on; keep main dtypes.
-
-        Raises:
-            ValueError: for anything but a policy of this package or FSDP2's.
-        """
-        dtype = parse_precision(policy).grad_comm_dtype
-        self._schedule.wait_for_reductions()
-        for group in self.groups:
-            group.gradients.set_comm_dtype(dtype)
-
     def manual_buffer_registration(self) -> None:
         """Assign memory slots and register them with NCCL, after the first step; a collective.
 
         It does nothing unless that was left to it: otherwise the end of the first step registers.
-
-        Raises:
-            RuntimeError: before a step, which shows what is used.
         """
         slots = self._memory_slots
         if slots is None or not self._settings.memory.registers_manually:
             return
         if slots.is_complete and not any(slots.sizes.values()):
-            raise RuntimeError(
-                "manual_buffer_registration needs a step first: it shows what is used"
-            )
+            raise RuntimeError("manual_buffer_registration needs a step first, to see what is used")
         self._assign_memory_slots()
 
     def _assign_memory_slots(self) -> None:
-        """Give a memory slot to every buffer that was first used in this step.
-
-        Raise ``RuntimeError`` on every rank, with the bytes, if some rank has too little memory.
-        """
+        """Give a memory slot to every buffer that was first used in this step."""
         if self._memory_slots is None or self._memory_slots.is_complete:
             return
         problems = agree(self._memory_slots.assign(), self._groups_that_end_together())
@@ -488,7 +412,7 @@ class ShardedModule(nn.Module):
         return sharded_param.name
 
     def _groups_that_end_together(self) -> list[dist.ProcessGroup]:
-        """Return groups through which an error reaches every rank that would wait for this one."""
+        """Return groups through which an error reaches all ranks that would wait for this one."""
         return self._mesh.all_groups()
 
 

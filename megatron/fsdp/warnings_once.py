@@ -14,17 +14,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from megatron.fsdp.engine.unit_choice import resolve_unit_modules
-from megatron.fsdp.settings import Units
+from megatron.fsdp.settings import Units, resolve_unit_modules
 
 _logger = logging.getLogger(__name__)
 
 IS_COMPUTE = "_fsdp_is_compute"
 """Attribute of the parameters of modules that are sharded."""
 
+# Optimizers whose parameters were looked at. Their number of groups may grow.
 _checked: WeakSet[torch.optim.Optimizer] = WeakSet()
-"""Optimizers whose parameters were looked at; their number of groups may grow."""
-
 _is_watching = False
 
 
@@ -44,46 +42,38 @@ def warn_of_unmatched_units(module: nn.Module, units: Units) -> None:
     ]
     if not unmatched:
         return
-    counts = Counter(
-        type(one).__name__ for one in module.modules() if any(True for _ in one.children())
-    )
+    parents = [one for one in module.modules() if next(one.children(), None) is not None]
+    counts = Counter(type(one).__name__ for one in parents)
     present = [name for name, count in counts.most_common(5) if count > 1]
+    hint = f" Its repeated modules are {', '.join(present)}" if present else ""
     warn(
-        "units: the model has no %s, so nothing is gathered layer by layer for it.%s",
-        " and no ".join(unmatched),
-        f" Its repeated modules are {', '.join(present)}" if present else "",
+        f"units: the model has no {' and no '.join(unmatched)}, so nothing is gathered layer by"
+        f" layer for it.{hint}"
     )
 
 
 def warn_of_absent_state(optimizer: str) -> None:
     """Warn of a state dict without state, for an optimizer that has some after its first step."""
     warn(
-        "load_state_dict of %s got no state. If torch.distributed.checkpoint has loaded it, what"
-        " the checkpoint has is not restored: %s has no state before its first step, so there was"
-        " nothing to load into. Take a step before state_dict() and dcp.load, which restore the"
-        " weights too",
-        optimizer,
-        optimizer,
+        f"load_state_dict of {optimizer} got no state. If torch.distributed.checkpoint has loaded"
+        f" it, what the checkpoint has is not restored: {optimizer} has no state before its first"
+        " step, so there was nothing to load into. Take a step before state_dict() and dcp.load,"
+        " which restore the weights too"
     )
 
 
 def warn_of_clipped_embeddings(module: nn.Module) -> None:
     """Warn of embeddings whose forward writes to their weight, on each rank to other rows."""
-    kinds = (nn.Embedding, nn.EmbeddingBag)
-    modules = module.named_modules()
-    clipped = [(name, each) for name, each in modules if isinstance(each, kinds) and each.max_norm]
-    if clipped:
-        name, first = clipped[0]
-        warn(
-            "%s: max_norm=%s clips the rows that a rank looks up, and a rank keeps its own part of"
-            " the weight only, so rows stay unclipped, and replicas differ. Leave it out, and after"
-            " each step of the optimizer write, for the weight among model.parameters(),"
-            " weight.copy_(weight.renorm(%s, 0, %s)) under torch.no_grad()",
-            name or type(first).__name__,
-            first.max_norm,
-            first.norm_type,
-            first.max_norm,
-        )
+    for name, one in module.named_modules():
+        if isinstance(one, (nn.Embedding, nn.EmbeddingBag)) and one.max_norm:
+            warn(
+                f"{name or type(one).__name__}: max_norm={one.max_norm} clips the rows that a rank"
+                " looks up, and a rank keeps its own part of the weight only, so rows stay"
+                " unclipped, and replicas differ. Leave it out, and after each step of the"
+                " optimizer write, for the weight among model.parameters(), weight.copy_("
+                f"weight.renorm({one.norm_type}, 0, {one.max_norm})) under torch.no_grad()"
+            )
+            return
 
 
 def warn_of_no_optimizer() -> None:
@@ -99,11 +89,7 @@ def warn_of_no_optimizer() -> None:
 
 
 def watch_optimizers(parameters: Sequence[nn.Parameter]) -> None:
-    """Refuse the steps of optimizers over the parameters of a module from before it was sharded.
-
-    Args:
-        parameters: the module's own; their gradients go to the sharded parameters.
-    """
+    """Refuse the steps of optimizers over the parameters of a module from before it was sharded."""
     global _is_watching
     _checked.clear()  # an optimizer may have stepped the module before
     for parameter in parameters:
@@ -117,16 +103,13 @@ def _refuse_parameters_from_before(optimizer: torch.optim.Optimizer, *unused: An
     """Raise ``RuntimeError`` at the first step of an optimizer that would train nothing."""
     if optimizer in _checked:
         return
-    _checked.add(optimizer)
-    stale = total = 0
-    for group in optimizer.param_groups:
-        total += len(group["params"])
-        stale += sum(hasattr(each, IS_COMPUTE) and each.requires_grad for each in group["params"])
+    given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    stale = sum(hasattr(parameter, IS_COMPUTE) and parameter.requires_grad for parameter in given)
     if stale:
-        _checked.discard(optimizer)
         raise RuntimeError(
-            f"{stale} of the optimizer's {total} parameters are those of a module that has been"
-            " sharded since: they have no gradients, and a step would train nothing. Create the"
-            " optimizer over model.parameters() after fully_shard_model and pass it to"
+            f"{stale} of the optimizer's {len(given)} parameters are those of a module that has"
+            " been sharded since: they have no gradients, and a step would train nothing. Create"
+            " the optimizer over model.parameters() after fully_shard_model and pass it to"
             " fully_shard_optimizer, or shard both by fully_shard(model, optimizer)"
         )
+    _checked.add(optimizer)

@@ -18,7 +18,7 @@ class WeightAverage:
     """An exponential moving average of the main weights of a sharded model.
 
     Every rank averages the weights that it owns, without communication, in the dtype of the main
-    weights:
+    weights. Buffers (statistics of batch norms) are not averaged.
 
         average = WeightAverage(model, decay=0.999)
         for batch in batches:
@@ -27,8 +27,6 @@ class WeightAverage:
             average.update()
         with average.applied():
             evaluate(model)
-
-    Buffers (statistics of batch norms) are not averaged.
 
     Args:
         model: the sharded model; the average begins with its weights.
@@ -69,8 +67,7 @@ class WeightAverage:
     def applied(self) -> Iterator[ShardedModule]:
         """Give the model the averages inside the context, and its own weights back after it.
 
-        All ranks enter and leave it together. Its state dict, ``save_pretrained`` and forward use
-        the averages.
+        All ranks enter and leave it together. State dict, ``save_pretrained`` and forward use them.
         """
         self._exchange()
         self._is_applied = True
@@ -88,19 +85,14 @@ class WeightAverage:
             average.copy_(kept)
             group.install_main_weights()
 
-    # ---- checkpoints
-
     def _named(self) -> dict[str, ShardedParam]:
-        return {
-            name: sharded_param_of(parameter)
-            for name, parameter in self._model.named_parameters(remove_duplicate=False)
-        }
+        named = self._model.named_parameters(remove_duplicate=False)
+        return {name: sharded_param_of(parameter) for name, parameter in named}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the averages as DTensors under the names of ``model.state_dict()``.
+        """Return the averages as DTensors for checkpoints, and ``num_updates`` beside them.
 
-        They are ready for torch.distributed.checkpoint and share storage with the average;
-        ``num_updates`` is beside them.
+        They have the names of ``model.state_dict()`` and share storage with the average.
         """
         state: dict[str, Any] = {"num_updates": self.num_updates}
         flat_of = dict(zip(self._model.groups, self._averages))

@@ -40,7 +40,7 @@ def mesh_axes(
     Args:
         groups: the process groups of this rank.
         pg_collection: the source of ``groups``; None: ``parallel_state``.
-        device: of the model; None: the accelerator if there is one, otherwise the CPU.
+        device: None: the accelerator if there is one, otherwise the CPU.
         has_experts: the model has expert-parallel parameters.
         outer_is_sharded: the outer axis of hybrid sharding shards optimizer state.
         own_gather_group: use a separate group for all-gathers.
@@ -89,10 +89,6 @@ def complete(
     """Return a collection with groups of this rank alone where it lacks those of axes of size one.
 
     Megatron-Core demands the groups of all axes. What is missing otherwise is left to its message.
-
-    Args:
-        collection: the user's; None: the groups are those of ``parallel_state``.
-        config: with the sizes of the axes.
     """
     if collection is None:
         return None
@@ -116,12 +112,9 @@ def _size(group: dist.ProcessGroup | None) -> int:
 
 
 def _device_type(device: torch.device | str | None) -> str:
-    if device is not None:
-        return torch.device(device).type
-    accelerator = None
-    if torch.accelerator.is_available():
-        accelerator = torch.accelerator.current_accelerator()
-    return accelerator.type if accelerator else "cpu"
+    if device is None:
+        device = torch.accelerator.current_accelerator(check_available=True) or "cpu"
+    return torch.device(device).type
 
 
 def expert_tensor_group(pg_collection: ProcessGroupCollection | None) -> dist.ProcessGroup:

@@ -9,7 +9,7 @@ model and the optimizer, so torch.distributed.checkpoint loads in place.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -29,11 +29,7 @@ def same_name(name: str) -> str:
 
 
 def named_parameters(model: Iterable[nn.Module]) -> dict[str, nn.Parameter]:
-    """Return the optimizer's parameters on this rank by their names, which are global.
-
-    Args:
-        model: the wrapped chunks of this pipeline stage.
-    """
+    """Return the optimizer's parameters on this rank by their names, which are global."""
     found: dict[str, nn.Parameter] = {}
     for chunk in model:
         found.update(chunk.named_parameters())
@@ -57,9 +53,6 @@ def entries_of(
             which is the same for both halves.
         sharded: the parameter that the value belongs to; None for a value that is stored unchanged.
         gated: the MLPs of the model are gated, and files store the halves of their weights.
-
-    Raises:
-        ValueError: for a gated weight without a parameter.
     """
     names = entry_names(name, gated)
     if not isinstance(value, DTensor) or (sharded is None and len(names) == 1):
@@ -84,7 +77,7 @@ def state_entries(
         state: slots (moments, steps) by the names of parameters.
         sharded: as :func:`sharded_params` returns them.
         name_in_file: maps a name of ``state`` to that of the whole parameter in the file.
-        gated: as for :func:`entries_of`.
+        gated: as in :func:`entries_of`.
     """
     entries: dict[str, dict[str, Any]] = {}
     for wrapped, slots in state.items():
@@ -95,33 +88,20 @@ def state_entries(
     return entries
 
 
-class GroupSettings(NamedTuple):
-    """The settings that a file has for the parameters of one param group.
-
-    Attributes:
-        settings: the settings of the first parameter that the file has; empty if it has none.
-        first: the name of that parameter.
-        different: the names of parameters with other settings.
-    """
-
-    settings: Settings
-    first: str
-    different: list[str]
-
-
-def settings_of_group(names: Iterable[str], saved: Mapping[str, Settings]) -> GroupSettings:
+def settings_of_group(
+    names: Iterable[str], saved: Mapping[str, Settings]
+) -> tuple[Settings, str, list[str]]:
     """Compare the settings that a file has for the parameters of one param group.
 
-    Args:
-        names: of the group's parameters.
-        saved: settings by the names of parameters; the file may not have all of them.
+    Returns:
+        The settings of the first parameter that the file has (empty if it has none), its name, and
+        the names of parameters with other settings.
     """
     known = {name: without_layout(saved[name]) for name in names if name in saved}
     if not known:
-        return GroupSettings({}, "", [])
+        return {}, "", []
     first = next(iter(known))
-    different = [name for name in known if known[name] != known[first]]
-    return GroupSettings(known[first], first, different)
+    return known[first], first, [name for name in known if known[name] != known[first]]
 
 
 def drop_absent_settings(
@@ -129,12 +109,8 @@ def drop_absent_settings(
 ) -> None:
     """Remove parameters that the file does not have from the settings to load, in place.
 
-    In a partial load they get the settings of the other parameters of their group.
-
-    Args:
-        asked: settings by the names of parameters.
-        keys: of the file.
-        name_in_file: maps a name of ``asked`` to that in the file.
+    In a partial load they get the settings of the other parameters of their group. ``name_in_file``
+    maps a name of ``asked`` to that in the file.
     """
     for name, settings in list(asked.items()):
         start = f"{META_PREFIX}{name_in_file(name)}"

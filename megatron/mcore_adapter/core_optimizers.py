@@ -1,23 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Megatron-Core's optimizers, and those of torch, over a sharded model.
-
-[Note: gradient statistics] Megatron-Core finds norm and overflow of gradients over the ranks of one
-optimizer instance. That is wrong in two cases:
-
-- The outer data axis shards optimizer state: an instance has only a part of the gradient, its norm
-  would be too small, and clipping would leave gradients too large.
-- Nothing is sharded: Megatron-Core 0.18 reduces over model-parallel ranks alone, each of which
-  counts all of its gradients. Expert-parallel ranks would then clip shared weights differently.
-  Here replicas do not count, so the sum is over the instance, as in older releases.
-
-[Note: steps of other optimizers] DistributedOptimizer tells the model when its step has changed the
-main weights. An optimizer of torch does not, so its step is watched. Megatron-Core's other
-optimizers cannot work: they keep weights of their own, which no forward would ever see.
-
-[Note: main weights after a load] A sharded model loads its main weights itself, so none have to be
-copied after a load without the optimizer (--finetune). Programs ask the optimizer to copy them all
-the same, which does nothing up to Megatron-Core 0.17 and raises an error from 0.18 on.
-"""
+"""Megatron-Core's optimizers, and those of torch, over a sharded model."""
 
 from __future__ import annotations
 
@@ -48,24 +30,19 @@ def make_optimizer_state(optimizer: MegatronOptimizer) -> None:
     """Create the state that the first step would create: moments zero, step 0.
 
     Parameters of which this rank owns nothing get state too. Checkpoints then have the same keys on
-    every rank, and loading needs no step, which would change weights. Fused optimizers (Transformer
-    Engine's and Apex's) can create their own state, and count steps per group.
+    every rank, and loading needs no step, which would change weights.
     """
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         inner = getattr(part, "optimizer", None)
         if inner is None:
             continue
-        if _is_of_torch(inner):
+        if type(inner).__module__.split(".")[0] == "torch":
             _fill_state(inner)
             continue
+        # Fused optimizers (Transformer Engine's and Apex's) create their own, with steps by group.
         part.init_state_fn(inner, part.config)
         for group in inner.param_groups:
             group.setdefault("step", 0)
-
-
-def _is_of_torch(optimizer: object) -> bool:
-    package = type(optimizer).__module__.split(".")[0]
-    return isinstance(optimizer, torch.optim.Optimizer) and package == "torch"
 
 
 def _fill_state(optimizer: torch.optim.Optimizer) -> None:
@@ -78,6 +55,14 @@ def _fill_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 # ---- gradient statistics
+#
+# Megatron-Core finds norm and overflow of gradients over the ranks of one optimizer instance. That
+# is wrong in two cases:
+# - The outer data axis shards optimizer state: an instance has only a part of the gradient, its
+#   norm would be too small, and clipping would leave gradients too large.
+# - Nothing is sharded: Megatron-Core 0.18 reduces over model-parallel ranks alone, each of which
+#   counts all of its gradients. Expert-parallel ranks would then clip shared weights differently.
+#   Here replicas do not count, so the sum is over the instance, as in older releases.
 
 GROUP = "_gradient_statistics_group"
 """Attribute of a wrapper whose optimizer reduces over another group than Megatron-Core's."""
@@ -91,12 +76,7 @@ def count_over_all_instances(wrapper: nn.Module) -> None:
 
 
 def count_over_instance(wrapper: nn.Module, pg_collection: ProcessGroupCollection | None) -> None:
-    """Let the optimizer of a model reduce over its instance, in which replicas do not count.
-
-    Args:
-        wrapper: the model.
-        pg_collection: process groups of the model; None: those of ``parallel_state``.
-    """
+    """Let the optimizer of a model reduce over its instance, in which replicas do not count."""
     if pg_collection is not None and hasattr(pg_collection, "intra_dist_opt"):
         group = pg_collection.intra_dist_opt
     else:
@@ -117,6 +97,10 @@ def _group(optimizer: DistributedOptimizer) -> dist.ProcessGroup | None:
 
 
 # ---- steps of other optimizers
+#
+# DistributedOptimizer tells the model when its step has changed the main weights. An optimizer of
+# torch does not, so its step is watched. Megatron-Core's other optimizers cannot work: they keep
+# weights of their own, which no forward would ever see.
 
 _refusing = False
 
@@ -126,9 +110,6 @@ def follow_torch_optimizers(wrapper: nn.Module) -> None:
 
     After the step its main weights become the weights of the next forward. This ends with the
     wrapper.
-
-    Args:
-        wrapper: its ``module`` is the engine.
     """
     reference = weakref.ref(wrapper)
 
@@ -191,6 +172,10 @@ def _refusing_init(original: Any) -> Any:
 
 
 # ---- main weights after a load
+#
+# A sharded model loads its main weights itself, so none have to be copied after a load without the
+# optimizer (--finetune). Programs ask the optimizer to copy them all the same, which does nothing
+# up to Megatron-Core 0.17 and raises an error from 0.18 on.
 
 COPY_METHOD = "_copy_model_params_to_main_params"
 _KEEPS = "keeps_main_weights"

@@ -22,11 +22,7 @@ _installed = False
 
 
 def install() -> bool:
-    """Make Megatron-Core run on this machine; further calls do nothing.
-
-    Returns:
-        True if anything had to be replaced; False on a machine with CUDA.
-    """
+    """Make Megatron-Core run on this machine, and return True if that has no CUDA."""
     global _installed
     if torch.cuda.is_available():
         return False
@@ -64,22 +60,7 @@ def _replace_device() -> None:
 
 
 def _replace_factories() -> None:
-    """Let factories called with ``device="cuda"`` use the CPU.
-
-    Megatron-Core makes optimizer scalars, loss scales and checkpoint buffers that way.
-    """
-
-    def on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        @functools.wraps(factory)
-        def make(*args: Any, **kwargs: Any) -> torch.Tensor:
-            if "device" in kwargs and _is_cuda(kwargs["device"]):
-                kwargs["device"] = "cpu"
-            if "pin_memory" in kwargs:
-                kwargs["pin_memory"] = False
-            return factory(*args, **kwargs)
-
-        return make
-
+    """Replace the factories of optimizer scalars, loss scales and checkpoint buffers."""
     # `with torch.device(...)` acts on the functions that it finds when it is first used: those
     # below call them.
     torch_device_context._device_constructors()
@@ -87,15 +68,23 @@ def _replace_factories() -> None:
         setattr(torch, name, on_cpu(getattr(torch, name)))
 
 
-def _is_cuda(device: Any) -> bool:
-    return isinstance(device, (str, torch.device)) and torch.device(device).type == "cuda"
+def on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Return a factory that makes tensors on the CPU where CUDA or pinned memory is asked for."""
+
+    @functools.wraps(factory)
+    def make(*args: Any, **kwargs: Any) -> torch.Tensor:
+        device = kwargs.get("device")
+        if device is not None and torch.device(device).type == "cuda":
+            kwargs["device"] = "cpu"
+        if "pin_memory" in kwargs:
+            kwargs["pin_memory"] = False
+        return factory(*args, **kwargs)
+
+    return make
 
 
 def _replace_type_strings() -> None:
-    """Let ``tensor.type()`` say "torch.cuda.FloatTensor".
-
-    Gradient clipping and the distributed optimizer compare it with that.
-    """
+    """Let ``tensor.type()`` say "torch.cuda.FloatTensor", which Megatron-Core compares it with."""
     original = torch.Tensor.type
 
     @functools.wraps(original)
@@ -208,7 +197,7 @@ def _replace_uneven_collectives() -> None:
 
 
 def _padded(tensor: torch.Tensor, length: int) -> torch.Tensor:
-    """Append zeros to the rows of ``tensor``, so that there are ``length`` rows."""
+    """Append rows of zeros, so that there are ``length`` rows."""
     return torch.cat([tensor, tensor.new_zeros(length - len(tensor), *tensor.shape[1:])])
 
 

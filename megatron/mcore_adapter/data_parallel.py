@@ -23,6 +23,7 @@ from megatron.fsdp.dtensor.sharded_param import ShardedParam
 from megatron.fsdp.engine.unit_choice import is_expert_parameter
 from megatron.fsdp.module_access.shown_parameters import PASSED_ON
 from megatron.mcore_adapter.axes import complete, expert_tensor_group, mesh_axes
+from megatron.mcore_adapter.core_initialiser import MegatronCoreInitialiser
 from megatron.mcore_adapter.core_optimizers import (
     count_over_all_instances,
     count_over_instance,
@@ -32,7 +33,6 @@ from megatron.mcore_adapter.core_optimizers import (
 )
 from megatron.mcore_adapter.fused_gradients import accept_fused_gradients, set_attributes
 from megatron.mcore_adapter.global_names import GlobalNames
-from megatron.mcore_adapter.meta_init import MegatronCoreInitialiser
 from megatron.mcore_adapter.releases import precision_fields
 from megatron_fsdp import FSDPDistributedIndex, MegatronFSDP, MixedPrecisionPolicy, ShardingStrategy
 
@@ -41,15 +41,12 @@ class CoreEngine(MegatronFSDP):
     """The engine with Megatron-Core's names and initialisation.
 
     Layers are numbered across pipeline stages and experts across expert ranks, in
-    ``named_parameters()`` and state dicts.
+    ``named_parameters()`` and state dicts. Other arguments are those of :class:`MegatronFSDP`.
 
     Args:
         module: the model, which may be inside Float16Module.
-        args: further arguments of :class:`MegatronFSDP`.
         use_cpu_initialization: see :class:`MegatronCoreInitialiser`.
         pipeline: group of the ranks of all stages; an error on one stage is raised on all of them.
-            None: there is one stage.
-        settings: keyword arguments of :class:`MegatronFSDP`.
     """
 
     _gives_advice = False  # units have defaults, and Megatron-Core's optimizers step the weights
@@ -211,13 +208,9 @@ class FullyShardedDataParallel(_BaseDataParallel):
 
     # ---- gradients and weights
 
-    @contextmanager
+    @contextmanager  # of a generator: after an evaluation, pipeline schedules drop it unfinished
     def no_sync(self) -> Iterator[None]:
-        """Mark the microbatches inside as not the last one of the step.
-
-        This is a generator on purpose: after an evaluation, pipeline schedules drop it without
-        leaving the context.
-        """
+        """Mark the microbatches inside as not the last one of the step."""
         with self.module.no_sync():
             yield
 
@@ -226,11 +219,7 @@ class FullyShardedDataParallel(_BaseDataParallel):
         self.module.start_grad_sync()
 
     def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
-        """Put final gradients on the ``.grad`` of every parameter that the optimizer steps.
-
-        Args:
-            force_all_reduce: see :meth:`MegatronFSDP.finish_grad_sync`.
-        """
+        """Put final gradients on the ``.grad`` of every parameter that the optimizer steps."""
         self.module.finish_grad_sync(force_all_reduce)
         for sharded in self._tied_across_stages:
             # Megatron-Core asks the model for the weight, sums this over the first and the last
@@ -251,13 +240,7 @@ class FullyShardedDataParallel(_BaseDataParallel):
     def start_param_sync(
         self, *unused: Any, force_sync: bool = False, force_dispatch: bool = False
     ) -> None:
-        """Start the all-gathers of weights; see :meth:`MegatronFSDP.start_param_sync`.
-
-        Args:
-            unused: arguments of Megatron-Core's call, which are ignored.
-            force_sync: wait for the all-gathers.
-            force_dispatch: gather all units at level 3 too.
-        """
+        """Start the all-gathers of weights, at level 3 with ``force_dispatch`` only."""
         self.module.start_param_sync(force_sync=force_sync, force_dispatch=force_dispatch)
 
     def synchronize_param_gather(self) -> None:
@@ -285,14 +268,7 @@ class FullyShardedDataParallel(_BaseDataParallel):
         return self.module.state_dict(prefix=prefix, keep_vars=keep_vars)
 
     def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> Any:
-        """Load the engine's state dict; the weights are active at once.
-
-        Returns:
-            torch's missing and unexpected keys.
-
-        Raises:
-            RuntimeError: lists everything that does not fit.
-        """
+        """Load the engine's state dict; the weights are active at once."""
         return self.module.load_state_dict(state_dict, strict=strict)
 
 
@@ -320,11 +296,7 @@ def default_unit_modules(module: nn.Module) -> list[type | nn.Module]:
 
 
 def precision_policy(ddp_config: DistributedDataParallelConfig) -> MixedPrecisionPolicy:
-    """Return the policy of a configuration.
-
-    Main weights are fp32 by default. Gradients are fp32 if those of Megatron-Core's own wrapper
-    would be.
-    """
+    """Return the dtypes of a configuration."""
     return MixedPrecisionPolicy(
         main_params_dtype=precision_fields.main_params_dtype(ddp_config),
         main_grads_dtype=precision_fields.main_grads_dtype(ddp_config),
@@ -335,10 +307,7 @@ def precision_policy(ddp_config: DistributedDataParallelConfig) -> MixedPrecisio
 def _in_bytes(
     ddp_config: DistributedDataParallelConfig, module: nn.Module
 ) -> DistributedDataParallelConfig:
-    """Return a copy of a configuration with the size of communication units in bytes.
-
-    Megatron-Core counts elements, the engine bytes.
-    """
+    """Return a copy of a configuration with communication units in bytes, not in elements."""
     ddp_config = copy(ddp_config)
     elements = ddp_config.suggested_communication_unit_size
     if elements is not None:
@@ -371,10 +340,7 @@ def _check_experts(
     groups: dict[str, Any],
     pg_collection: ProcessGroupCollection | None,
 ) -> None:
-    """Check that experts share the tensor axis of other parameters, if expert parallelism is off.
-
-    Megatron-Core then treats experts like other parameters.
-    """
+    """Check the tensor axis of experts that Megatron-Core treats like other parameters."""
     if not config.num_moe_experts or groups["ep_group"].size() > 1:
         return
     tensor, tensor_of_experts = groups["tp_group"].size(), expert_tensor_group(pg_collection).size()

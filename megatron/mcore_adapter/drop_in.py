@@ -10,12 +10,6 @@ that were imported before are replaced too, in every module. References elsewher
 argument or a list) are not. ``torchrun -m megatron.mcore_adapter pretrain_gpt.py ...`` does the
 same without a change of the program. The published package answers under its path in Megatron-Core,
 ``megatron.core.distributed.fsdp.src.megatron_fsdp``, with the names of this project too.
-
-[Note: replacements] The loop knows Megatron-Core's class and some functions on its state dicts by
-name. Each of them is replaced, in every loaded module, by an object that exists for this purpose
-only. Restoring is therefore the same exchange in the other direction. Modules that are imported
-later find the replacements in place of the originals, and every new wrapper repeats the exchange. A
-class or function of the replaced files that this module does not know is an error.
 """
 
 from __future__ import annotations
@@ -36,14 +30,14 @@ import megatron.core  # noqa: E402
 from megatron.core.optimizer import DistributedOptimizer  # noqa: E402
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner  # noqa: E402
 
-from megatron.mcore_adapter import (  # noqa: E402
-    core_optimizers,
+from megatron.mcore_adapter import core_optimizers  # noqa: E402
+from megatron.mcore_adapter.data_parallel import FullyShardedDataParallel  # noqa: E402
+from megatron.mcore_adapter.megatron_lm import (  # noqa: E402
     loop_optimizer,
     loop_planner,
     loop_state_dicts,
 )
-from megatron.mcore_adapter.data_parallel import FullyShardedDataParallel  # noqa: E402
-from megatron.mcore_adapter.loop_program import LoopProgram  # noqa: E402
+from megatron.mcore_adapter.megatron_lm.loop_program import LoopProgram  # noqa: E402
 from megatron.mcore_adapter.published_paths import PACKAGE, PublishedPaths  # noqa: E402
 from megatron_fsdp import uneven_dtensor  # noqa: E402
 
@@ -97,17 +91,19 @@ def install() -> AbstractContextManager[object]:
 
 
 def uninstall() -> None:
-    """Restore everything, also in modules that have been imported since.
-
-    What :func:`megatron.mcore_adapter.cpu.install` did to a process without CUDA remains. So does
-    what wrappers did to Megatron-Core: its other optimizers still refuse parameters of sharded
-    models, and its DistributedOptimizer still asks such models over which ranks to count gradients.
-    Unsharded models notice neither.
-    """
+    """Restore everything, also in modules that have been imported since."""
+    # What cpu.install() did to a process without CUDA remains. So does what wrappers did to
+    # Megatron-Core's optimizers (see core_optimizers.py), which unsharded models do not notice.
     global _installation
     if _installation is not None:
         _installation.restore()
         _installation = None
+
+
+# The loop knows Megatron-Core's class and some functions on its state dicts by name. Each is
+# replaced, in every loaded module, by an object that exists for this purpose only: restoring is the
+# same exchange in the other direction. Modules that are imported later find the replacements in
+# place of the originals, and every new wrapper repeats the exchange.
 
 
 class Installation:
@@ -136,12 +132,7 @@ class Installation:
             self._methods.append((owner, name, original, replace(original)))
 
     def replace_names(self) -> None:
-        """Replace every name of Megatron-Core's objects in loaded modules.
-
-        Raises:
-            RuntimeError: names the objects of the replaced files that are not known here. Nothing
-                is replaced then.
-        """
+        """Replace every name of Megatron-Core's objects in loaded modules, if all are known."""
         known = {id(theirs) for theirs, _ in self._pairs}
         unknown = sorted(set(_unknown_names(known)))
         if unknown:
@@ -158,12 +149,8 @@ class Installation:
             setattr(owner, name, replacement)
 
     def restore(self) -> None:
-        """Undo all replacements, also in modules that have been imported since.
-
-        Names that these have taken from the published package by its path remain those of this
-        project.
-        """
-        self.paths.restore()
+        """Undo all replacements, also in modules that have been imported since."""
+        self.paths.restore()  # names that programs have taken from these remain ours
         _exchange([(ours, theirs) for theirs, ours in self._pairs])
         for owner, name, original, _ in self._methods:
             setattr(owner, name, original)
@@ -180,26 +167,9 @@ class Installation:
 
 # ---- objects that are replaced
 
-_PUBLISHED_FUNCTIONS = (
-    "uneven_dtensor_to_full_tensor",
-    "redistribute_uneven_dtensor_to_replicated",
-    "gather_uneven_dtensor_to_full_tensor",
-    "gather_and_compute_chunk_metadata",
-    "update_uneven_dtensor_chunk_metadata",
-    "validate_uneven_dtensor",
-    "split_dtensor",
-    "filter_unflattened_state_dict",
-    "get_unflattened_state_dict",
-)
-"""Functions on uneven DTensors that programs take from Megatron-Core; releases may lack some."""
-
 
 def _pairs_of_names() -> list[tuple[object, object]]:
-    """Pair the objects of Megatron-Core's files, which it has loaded, with their replacements.
-
-    Raises:
-        RuntimeError: names those that this release does not have.
-    """
+    """Pair the objects of Megatron-Core's files, which it has loaded, with their replacements."""
     functions = (
         loop_state_dicts.print_diff_in_state_dicts,
         loop_state_dicts.handle_fp8_extra_state_case,
@@ -226,17 +196,18 @@ def _pairs_of_names() -> list[tuple[object, object]]:
             f" have {', '.join(absent)}, which its training loop calls: use 0.16 or a newer release"
         )
     theirs = vars(sys.modules[UNEVEN])
-    pairs += [(theirs[name], _forwarder(name)) for name in _PUBLISHED_FUNCTIONS if name in theirs]
+    for name in uneven_dtensor.__all__:
+        function = theirs.get(name)  # releases may lack some, or import torch's
+        if name not in required[UNEVEN] and getattr(function, "__module__", None) == UNEVEN:
+            pairs.append((function, _forwarder(getattr(uneven_dtensor, name))))
     return pairs
 
 
-def _forwarder(name: str) -> Callable[..., Any]:
+def _forwarder(function: Callable[..., Any]) -> Callable[..., Any]:
     """Make a function that calls one of ours.
 
-    The modules of this project contain our functions themselves, which
-    :meth:`Installation.restore` would mistake for replacements.
+    Modules of this project contain ours, which a restore would mistake for the replacement.
     """
-    function = getattr(uneven_dtensor, name)
 
     @functools.wraps(function)
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -266,10 +237,7 @@ def _exchange(pairs: Sequence[tuple[object, object]]) -> None:
 def _unknown_names(known: set[int]) -> Iterator[str]:
     """Yield names outside Megatron-Core of objects of the replaced files that are not replaced.
 
-    Classes derived from a replaced one are among them.
-
-    Args:
-        known: identities of the objects that are replaced.
+    ``known`` are the identities of those that are. Classes derived from them are yielded too.
     """
     for module in _modules():
         if _is_within(module.__name__, ("megatron.core",)):
@@ -323,13 +291,6 @@ class DropInDataParallel(FullyShardedDataParallel):
 
         After an error the loop calls again with ``strict=False``, and would continue with the
         entries that fit. An intended partial load passes ``strict=False`` in its first call.
-
-        Returns:
-            torch's missing and unexpected keys.
-
-        Raises:
-            RuntimeError: if ``state_dict`` does not fit; again for a second call with the same
-                ``state_dict``, and for one that is made while the error of the first is handled.
         """
         if not strict and self._refused is not None:
             refused, error = self._refused

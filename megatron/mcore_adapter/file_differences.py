@@ -15,26 +15,20 @@ from megatron.checkpoint.core.listing import some
 
 @dataclass(frozen=True)
 class FileDifferences:
-    """Entries that a load asks for and cannot get.
-
-    Args:
-        shapes: a line for each tensor of another shape.
-        missing: keys that the file does not have.
-    """
+    """Entries that a load asks for and cannot get."""
 
     shapes: list[str]
+    """A line for each tensor of another shape."""
     missing: list[str]
+    """Keys that the file does not have."""
 
     @classmethod
     def between(
         cls, asked: Mapping[str, Any], stored: Mapping[str, STORAGE_TYPES], here: str
     ) -> FileDifferences:
-        """Compare the entries that this rank asks for with those of a file.
+        """Compare the entries that this rank asks for (values to load into) with those of a file.
 
-        Args:
-            asked: flattened: the value to load into, by key.
-            stored: the metadata of the file's entries, by key.
-            here: follows the shape of a tensor of this run in a line, such as "in the model".
+        ``here`` follows the shape of a tensor of this run in a line, such as "in the model".
         """
         shapes = []
         for key, value in asked.items():

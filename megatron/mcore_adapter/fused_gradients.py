@@ -22,7 +22,7 @@ class FusedGradient:
     """The products that layers have written for a weight and autograd has not brought yet.
 
     Args:
-        parameter: the weight.
+        parameter: the weight, a compute parameter of a layer.
         gradients: of the weight's group, in whose flat tensor the first product is written.
         index: of the weight in its group.
     """
@@ -79,13 +79,7 @@ class FusedGradient:
 
 
 def accept_fused_gradients(parameter: nn.Parameter, gradients: GroupGradients, index: int) -> None:
-    """Set the attributes that fused kernels look for, and pass their products to autograd.
-
-    Args:
-        parameter: the compute parameter of a layer.
-        gradients: see :class:`FusedGradient`.
-        index: likewise.
-    """
+    """Set the attributes that fused kernels look for, and pass their products to autograd."""
     fused = FusedGradient(parameter, gradients, index)
     set_attributes(parameter, get_main_grad=fused.new_product, grad_added_to_main_grad=False)
     parameter.register_hook(fused.real_gradient)

@@ -37,22 +37,15 @@ MASKED = -10000.0
 class LocalNorm:
     """A factory of ``torch.nn.LayerNorm`` or ``torch.nn.RMSNorm`` over the last dimension.
 
-    It is a class, not a function, because layer specs take classes only. The parameters
-    (``weight``, for LayerNorm also ``bias``) are of torch's default dtype. Under sequence
-    parallelism each rank has a part of the sequence, so they carry the attribute
-    ``sequence_parallel``, by which Megatron-Core sums their gradients over the tensor-parallel
-    ranks.
-
-    Args:
-        config: with ``normalization``, ``layernorm_epsilon`` and ``sequence_parallel``.
-        hidden_size: size of the last dimension.
-        eps: default ``config.layernorm_epsilon``.
+    The parameters are of torch's default dtype. ``persist_layer_norm`` chooses a faster kernel of
+    other norms, and changes nothing here.
 
     Raises:
         NotImplementedError: for another normalization, a zero-centred weight, or
-            memory_efficient_layer_norm. ``persist_layer_norm`` chooses a faster kernel of other
-            norms, and changes nothing here.
+            memory_efficient_layer_norm.
     """
+
+    # It is a class, not a function, because layer specs take classes only.
 
     def __new__(  # type: ignore[misc]  # layer specs call this and use the result
         cls, config: TransformerConfig, hidden_size: int, eps: float | None = None
@@ -74,6 +67,7 @@ class LocalNorm:
             eps = config.layernorm_epsilon
         norm = norms[config.normalization](hidden_size, eps=eps)
         for parameter in norm.parameters():
+            # By this Megatron-Core sums gradients of parts of the sequence over tensor ranks.
             set_attributes(parameter, sequence_parallel=config.sequence_parallel)
         return norm
 
@@ -94,11 +88,9 @@ class LocalAttention(MegatronModule):
         attention_type: "self".
         attention_dropout: default ``config.attention_dropout``.
         softmax_scale: the factor of the scores; default 1 / sqrt(width of a key).
-        k_channels: width of a key's head, default ``config.kv_channels``. The width of values may
-            differ.
-        v_channels: accepted for Megatron-Core's call and ignored: it follows from the values.
-        cp_comm_type: accepted for Megatron-Core's call and ignored: Transformer Engine's choice of
-            communication does not change results.
+        k_channels: width of a key's head, default ``config.kv_channels``.
+        v_channels: ignored: the width of a value's head follows from the values.
+        cp_comm_type: ignored: Transformer Engine's choice of communication.
         pg_collection: with the group ``cp``; default Megatron-Core's global groups.
 
     Raises:
@@ -173,8 +165,7 @@ class LocalAttention(MegatronModule):
                 sequence / CP, sequence]: rows are this rank's queries, columns all keys in the
                 order of the sequence. None: causal if that is the type that the layer was built
                 with, else nothing is hidden.
-            attn_mask_type: ignored, as in Megatron-Core's own attention: the type is that of the
-                constructor.
+            attn_mask_type: ignored, as in Megatron-Core's own attention.
             attention_bias: must be None.
             packed_seq_params: must be None.
 
@@ -217,10 +208,7 @@ class LocalAttention(MegatronModule):
         return context.unflatten(0, batch_and_heads).permute(2, 0, 1, 3).flatten(2)
 
     def _positions(self, length: int, device: torch.device) -> Tensor:
-        """Return the positions of the gathered keys in the sequence.
-
-        They are gathered rank after rank, each with an early and a late chunk.
-        """
+        """Return the positions of the gathered keys in the sequence."""
         # Example of length 8 on 2 ranks, in chunks of 2: rank 0 has chunks 0 and 3, rank 1 chunks 1
         # and 2, so the positions are 0, 1, 6, 7, 2, 3, 4, 5.
         num_ranks = self.cp_group.size()
@@ -272,11 +260,9 @@ class LocalLatentAttention(MLASelfAttention):
                 set_attributes(parameter, average_gradients_across_tp_domain=True)
 
     def _resolve_qk_norm_config(self, submodules: Any) -> Any:
-        """Return the parts by name, for which Megatron-Core 0.19 asks.
-
-        Queries that are not compressed have no norm. Its local specification has one all the same,
-        which that release refuses; without it, it requires Transformer Engine.
-        """
+        """Return the parts by name, for which Megatron-Core 0.19 asks."""
+        # Queries that are not compressed have no norm. The local specification of that release has
+        # one all the same, which it refuses; without it, it requires Transformer Engine.
         if self.config.q_lora_rank is not None:
             return super()._resolve_qk_norm_config(submodules)
         names = ("linear_q_proj", "linear_kv_up_proj", "kv_layernorm")
@@ -285,13 +271,10 @@ class LocalLatentAttention(MLASelfAttention):
     def _whole_latents(
         self, projection: nn.Module, inputs: object, output: tuple[Tensor, None]
     ) -> tuple[Tensor, None]:
-        """Return latents and position keys in all columns, like a projection that is not divided.
-
-        With sequence parallelism these are of this rank's part of the sequence: the caller gathers
-        the position keys again, and that gather sums their gradients.
-        """
+        """Return latents and position keys in all columns, as if nothing divided the projection."""
         latents = gather_from_tensor_model_parallel_region(output[0], group=self.tp_group)
         if self.config.sequence_parallel:
+            # The caller gathers the position keys again, and that gather sums their gradients.
             return scatter_to_sequence_parallel_region(latents, group=self.tp_group), None
         shared, positions = latents.split(
             [self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim], dim=-1
@@ -300,11 +283,10 @@ class LocalLatentAttention(MLASelfAttention):
 
 
 class SumOfGradients(torch.autograd.Function):
-    """An identity whose gradient is summed over the ranks of a group.
+    """An identity whose gradient is summed over the ranks of a group."""
 
-    Megatron-Core's ``copy_to_tensor_model_parallel_region`` means this too, but reduces a copy of a
-    gradient that is not contiguous, and returns the gradient without the sum.
-    """
+    # Megatron-Core's `copy_to_tensor_model_parallel_region` means this too, but reduces a copy of a
+    # gradient that is not contiguous, and returns the gradient without the sum.
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -11,49 +11,28 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-import megatron_fsdp
-from megatron_fsdp import (
-    distributed_data_parallel_config,
-    mixed_precision,
-    package_info,
-    param_and_grad_buffer,
-    uneven_dtensor,
-    utils,
-)
-
 PACKAGE = "megatron.core.distributed.fsdp.src.megatron_fsdp"
-
-
-def _exported(module: ModuleType) -> dict[str, object]:
-    return {name: getattr(module, name) for name in module.__all__}
-
-
-NAMES: dict[str, dict[str, object]] = {
-    "": _exported(megatron_fsdp),
-    # Names of modules are those of a function and of a package too, so they are looked up.
-    "fully_shard": _exported(sys.modules["megatron_fsdp.fully_shard"]),
-    "megatron_fsdp": _exported(sys.modules["megatron_fsdp.megatron_fsdp"]),
-    "mixed_precision": _exported(mixed_precision),
-    "distributed_data_parallel_config": _exported(distributed_data_parallel_config),
-    "param_and_grad_buffer": _exported(param_and_grad_buffer),
-    "package_info": _exported(package_info),
-    "uneven_dtensor": _exported(uneven_dtensor),
-    "utils": _exported(utils),
-}
-"""The names of each module of the package, that of the package itself under an empty name."""
+OURS = "megatron_fsdp"
+MODULES = (
+    "",  # the package itself
+    ".fully_shard",
+    ".megatron_fsdp",
+    ".mixed_precision",
+    ".distributed_data_parallel_config",
+    ".param_and_grad_buffer",
+    ".package_info",
+    ".uneven_dtensor",
+    ".utils",
+)
+"""Modules below either path."""
 
 
 class PublishedModule(ModuleType):
-    """A module with names of this project, before those of a module of Megatron-Core.
-
-    Args:
-        name: path of the module.
-        names: of this project.
-        theirs: Megatron-Core's module, if it has been loaded.
-    """
+    """A module with names of this project, before those of Megatron-Core's module, if loaded."""
 
     def __init__(self, name: str, names: Mapping[str, object], theirs: ModuleType | None):
         super().__init__(name)
@@ -74,8 +53,8 @@ class PublishedPaths:
     """The modules of the package while the drop-in is active.
 
     Args:
-        replaced: objects of Megatron-Core's modules and what the drop-in has put in their place,
-            which these modules get too.
+        replaced: what the drop-in has put in place of Megatron-Core's objects, by their paths. It
+            comes before what this project has by the same names.
     """
 
     def __init__(self, replaced: Mapping[str, object]):
@@ -84,13 +63,14 @@ class PublishedPaths:
 
     def install(self) -> None:
         """Put the modules in place of Megatron-Core's."""
-        for stem, names in NAMES.items():
-            path = f"{PACKAGE}.{stem}" if stem else PACKAGE
-            theirs = sys.modules.get(path)
-            self._before[path] = theirs
-            own = {name: self._replaced.get(f"{path}.{name}", each) for name, each in names.items()}
-            module = sys.modules[path] = PublishedModule(path, own, theirs)
-            if stem not in NAMES[""]:  # the package's `fully_shard` is the function
+        for name in MODULES:
+            path, ours = PACKAGE + name, import_module(OURS + name)
+            theirs = self._before[path] = sys.modules.get(path)
+            names = {
+                key: self._replaced.get(f"{path}.{key}", vars(ours)[key]) for key in ours.__all__
+            }
+            module = sys.modules[path] = PublishedModule(path, names, theirs)
+            if name != ".fully_shard":  # which is the function in the package
                 _set_in_parent(module)
 
     def restore(self) -> None:
@@ -100,10 +80,9 @@ class PublishedPaths:
                 del sys.modules[path]
             else:
                 sys.modules[path] = theirs
-        if self._before:
-            theirs = self._before[PACKAGE]
-            if theirs is not None:
-                _set_in_parent(theirs)
+        theirs = self._before.get(PACKAGE)
+        if theirs is not None:
+            _set_in_parent(theirs)
         self._before = {}
 
 

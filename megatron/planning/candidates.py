@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from megatron_fsdp import ShardingStrategy
+from megatron.fsdp import ShardingStrategy
 
 LONGEST_PIPELINE = 16
 SHORTEST_PART = 4096

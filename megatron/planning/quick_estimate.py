@@ -23,7 +23,7 @@ from megatron.pretrain.arguments.configs import transformer_config
 from megatron.pretrain.dry_run import layers_of, memory_plan, pretending
 from megatron.pretrain.model.flops import layers_with_experts
 from megatron.pretrain.model.gpt_model import build_chunk, unwrap
-from megatron_fsdp import ShardingStrategy
+from megatron.fsdp import ShardingStrategy
 
 DENSE, EXPERTS, EMBEDDING, OUTPUT = "dense layer", "layer with experts", "embedding", "output"
 

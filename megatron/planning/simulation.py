@@ -213,7 +213,7 @@ def attach(simulator: Simulator, model: ShardedModule) -> None:
     The recorder was started before the model was sharded, so flat buffers are counted already.
     """
     for group in model.groups:
-        group.communicator.streams = simulator
+        group.communicator.streams = simulator  # type: ignore[assignment]  # it launches alike
         simulator.change_memory(shard_bytes(group))
     # Nothing on meta is NaN; where gradients are checked, ranks still tell each other.
     model._gradients._find_nonfinite = list  # type: ignore[method-assign]

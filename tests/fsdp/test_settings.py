@@ -18,11 +18,11 @@ from megatron.fsdp import (
     Overlap,
     ShardedModule,
     Strategy,
+    fully_shard,
 )
-from megatron.fsdp.dtensor.checkpointing import uneven_dtensor_to_full_tensor
-from megatron_fsdp import fully_shard
 from megatron_fsdp import fully_shard as published_fully_shard
 from megatron_fsdp.translation import KEYWORDS
+from megatron_fsdp.uneven_dtensor import uneven_dtensor_to_full_tensor
 from tests.support.fsdp.meshes import mesh_of
 from tests.support.fsdp.models import WIDTH, ResidualBlock, build_stack
 from tests.support.fsdp.reference import Ranks, batch, loss_of

@@ -12,8 +12,8 @@ from torch.distributed.fsdp import fully_shard as fsdp2_fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from megatron.fsdp import Mesh, Strategy
+from megatron.fsdp import fully_shard as shard_by_settings
 from megatron_fsdp import fully_shard, fully_shard_model
-from megatron_fsdp import fully_shard as shard_by_settings
 from megatron_fsdp.uneven_dtensor import uneven_dtensor_to_full_tensor
 from tests.support.fsdp.meshes import mesh_of, shard_mesh
 from tests.support.fsdp.models import BATCH, WIDTH, ResidualBlock, build_stack

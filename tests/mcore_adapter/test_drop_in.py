@@ -21,8 +21,9 @@ from megatron.core.utils import unwrap_model
 from torch._dynamo import eval_frame
 
 import megatron.mcore_adapter
-from megatron.mcore_adapter import cpu, drop_in, loop_state_dicts
-from megatron.mcore_adapter.loop_on_cpu import LoopOnCpu
+from megatron.mcore_adapter import cpu, drop_in
+from megatron.mcore_adapter.megatron_lm import loop_state_dicts
+from megatron.mcore_adapter.megatron_lm.loop_on_cpu import LoopOnCpu
 from megatron.mcore_adapter.releases import tested
 from megatron_fsdp import MegatronFSDP
 from tests.support.mcore_adapter.dropped_in import LoopRun, dropped_in

@@ -66,8 +66,8 @@ BROKEN_LINES = [
     BrokenLine(
         "layout: a rank owns one element less",
         "megatron/fsdp/engine/layout.py",
-        "stop = _clamp((rank + 1) * self.shard_size - slot.start, slot.numel)",
-        "stop = _clamp((rank + 1) * self.shard_size - 1 - slot.start, slot.numel)",
+        "stop = _clamp((rank + 1) * self.shard_size - position.start, position.numel)",
+        "stop = _clamp((rank + 1) * self.shard_size - 1 - position.start, position.numel)",
         "tests/fsdp/engine/test_layout.py",
     ),
     BrokenLine(
@@ -199,22 +199,22 @@ BROKEN_LINES = [
     BrokenLine(
         "prefetch: a prefetched unit does not make room in its memory slot",
         "megatron/fsdp/engine/schedule.py",
-        "                self._of_next_forward.discard(other)\n                other.reshard()\n",
-        "                self._of_next_forward.discard(other)\n",
+        "self._reshard_idle({self._unit_of[buffer] for buffer in unit.blockers})",
+        "pass",
         "tests/fsdp/test_double_buffer.py",
     ),
     BrokenLine(
         "memory slots: buffers that are in use together share a slot",
         "megatron/fsdp/backends/memory_slots.py",
-        "if user.num_bytes <= slot.num_bytes and overlaps.isdisjoint(slot.users):",
-        "if user.num_bytes <= slot.num_bytes:",
+        "if buffer.num_bytes <= slot.num_bytes and slot not in taken:",
+        "if buffer.num_bytes <= slot.num_bytes:",
         "tests/fsdp/backends/test_memory_slots.py tests/fsdp/test_double_buffer.py",
     ),
     BrokenLine(
         "memory slots: parameters stay where they were",
         "megatron/fsdp/engine/param_group.py",
-        "self.layout, self.precision.compute, device, name, slots, self._point_parameters\n",
-        "self.layout, self.precision.compute, device, name, slots\n",
+        "self.layout, precision.compute, device, name, storage, self._point_parameters\n",
+        "self.layout, precision.compute, device, name, storage\n",
         "tests/fsdp/test_double_buffer.py",
     ),
     BrokenLine(
@@ -241,8 +241,8 @@ BROKEN_LINES = [
     BrokenLine(
         "unit: recomputation is not noticed",
         "megatron/fsdp/engine/unit.py",
-        "            self._change_state(BackwardState.RECOMPUTED)\n",
-        "            self._change_state(BackwardState.RUNNING)\n",
+        "            self.change_state(BackwardState.RECOMPUTED)\n",
+        "            self.change_state(BackwardState.RUNNING)\n",
         "tests/fsdp/engine",
     ),
     BrokenLine(
@@ -297,7 +297,7 @@ BROKEN_LINES = [
     BrokenLine(
         "gradients: the next step writes to those that code has kept",
         "megatron/fsdp/engine/buffer.py",
-        "            self._total = None\n",
+        "            self._total = self._views = None\n",
         "            pass\n",
         "tests/fsdp/test_kept_gradients.py",
     ),
@@ -353,8 +353,8 @@ BROKEN_LINES = [
     BrokenLine(
         "adapter: the norm of one instance",
         "megatron/mcore_adapter/core_optimizers.py",
-        "    return getattr(wrapper, GROUP) if hasattr(wrapper, GROUP) else _original(optimizer)\n",
-        "    return _original(optimizer)\n",
+        "getattr(wrapper, GROUP) if hasattr(wrapper, GROUP) else _original_group(optimizer)\n",
+        "_original_group(optimizer)\n",
         "tests/mcore_adapter",
     ),
     BrokenLine(

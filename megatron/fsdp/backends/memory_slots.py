@@ -1,26 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory slots: memory at fixed addresses, in which flat buffers take turns.
-
-[Note: memory slots] Without slots, the storage of a flat buffer is allocated before each use and
-freed afterwards, so its address may change. With slots the first step runs like that and is
-watched: buffers that are allocated at the same time must not share a slot. After the step every
-buffer gets a slot, larger buffers first: the first slot that is large enough and has no user that
-it overlaps with. From then on a buffer occupies its slot instead of allocating storage. Example:
-layers a to d of equal size, of which one is prefetched while another computes.
-
-    allocated at the same time    a b, b c, c d     in forward, and again in backward
-    slots                         0 for a and c, 1 for b and d
-
-Units of any size, shared units and experts need no rule of their own. A buffer that is used for the
-first time in a later step has storage of its own until the end of that step.
-"""
+"""Memory slots: memory at fixed addresses, in which flat buffers take turns."""
 
 from __future__ import annotations
 
 import logging
 import os
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,28 +19,41 @@ from megatron.fsdp.engine.policy import problems_of_flags, raise_problems
 
 _logger = logging.getLogger(__name__)
 
+# [Note: memory slots] Without slots, the storage of a flat buffer is allocated before each use and
+# freed afterwards, so its address may change. With slots the first step runs like that and is
+# watched: buffers that are allocated at the same time must not share a slot. After the step every
+# buffer gets a slot, larger buffers first: the first slot that is large enough and has no user that
+# it overlaps with. From then on a buffer occupies its slot instead of allocating storage. Example:
+# layers a to d of equal size, of which one is prefetched while another computes.
+#
+#     allocated at the same time    a b, b c, c d     in forward, and again in backward
+#     slots                         0 for a and c, 1 for b and d
+#
+# Units of any size, shared units and experts need no rule of their own. A buffer that is used for
+# the first time in a later step has storage of its own until the end of that step.
+
 AllocateSlots = Callable[[Sequence[int]], list[torch.Tensor]]
 """Allocates memory: from numbers of bytes to ``uint8`` tensors of these sizes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """The memory of buffers. See [Note: memory slots].
+    """The memory of buffers.
 
     Args:
         device: device that the module is moved to; None: the mesh's. Ignored with meta
             initialisation.
         uses_slots: gather weights and collect gradients in a fixed set of memory slots. The first
-            step finds out what is needed at the same time. The settings below, but for those that
-            say how, imply it.
+            step finds out what is needed at the same time. The settings below imply it, but for
+            those that say how.
         equal_sizes: give every slot the size of the largest buffer.
         allows_own_storage: train without the memory of slots if it cannot be allocated.
-        holds_addresses: a buffer that has a slot never leaves it, as CUDA graphs need; that would
-            be an error. So is memory that runs out, whatever ``allows_own_storage`` says.
+        holds_addresses: it is an error if a buffer must leave its slot, as CUDA graphs need, or if
+            memory runs out, whatever ``allows_own_storage`` says.
         registers: register the slots with NCCL.
         registers_locally: register them locally, not as symmetric windows.
-        registers_manually: slots are assigned and registered by ``manual_buffer_registration()`` of
-            the wrapper, not when the first step ends.
+        registers_manually: ``manual_buffer_registration()`` of the wrapper assigns and registers
+            the slots, not the end of the first step.
 
     Raises:
         ValueError: lists every wrong value.
@@ -92,11 +93,7 @@ class Memory:
 
 
 def problems_of_nccl(device: torch.device | None) -> list[str]:
-    """Return why memory cannot be registered with NCCL: no NCCL, or an allocator of other memory.
-
-    Args:
-        device: of the buffers; None: the accelerator if there is one, otherwise the CPU.
-    """
+    """Return why memory cannot be registered with NCCL: no NCCL, or other memory."""
     # A build of torch for GPUs has an accelerator wherever it runs.
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     kind = (device or accelerator or torch.device("cpu")).type
@@ -114,19 +111,12 @@ def problems_of_nccl(device: torch.device | None) -> list[str]:
     return []
 
 
+@dataclass(eq=False)
 class MemorySlot:
-    """Memory that several buffers use, one at a time.
+    """Memory that several buffers use, one at a time."""
 
-    Args:
-        num_bytes: size of the memory.
-    """
-
-    def __init__(self, num_bytes: int):
-        self.num_bytes = num_bytes
-        self.users: list[FlatBuffer] = []
-        self.occupant: FlatBuffer | None = None
-        # None if it could not be allocated: then the users have storage of their own.
-        self.memory: torch.Tensor | None = None
+    num_bytes: int
+    memory: torch.Tensor | None = None  # None if there was too little: users have their own storage
 
 
 class MemorySlots(Storage):
@@ -149,10 +139,9 @@ class MemorySlots(Storage):
         self._policy = policy
         self._allocate = allocate
         self._slots: list[MemorySlot] = []
-        self._num_before = 0  # slots before the last assignment
-        self._assigned: list[FlatBuffer] = []  # buffers that got a slot in it
+        self._assigned: list[FlatBuffer] = []  # buffers that got a slot in the last assignment
         self._slot_of: dict[FlatBuffer, MemorySlot] = {}
-        self._allocated: dict[FlatBuffer, None] = {}
+        self._allocated: set[FlatBuffer] = set()
         self._overlaps: dict[FlatBuffer, set[FlatBuffer]] = {}  # in the order of their first use
 
     @property
@@ -161,10 +150,6 @@ class MemorySlots(Storage):
         return [slot.num_bytes for slot in self._slots]
 
     # ---- use
-
-    def adopt(self, buffer: FlatBuffer) -> None:
-        """Note a new buffer, which is allocated."""
-        self.occupy(buffer)
 
     def allocate(self, buffer: FlatBuffer) -> None:
         """Let a buffer occupy its slot, or allocate storage of its own if it has none."""
@@ -181,8 +166,11 @@ class MemorySlots(Storage):
     def blocker(self, buffer: FlatBuffer) -> FlatBuffer | None:
         """Return the other buffer that occupies the slot of this one."""
         slot = self._slot_of.get(buffer)
-        occupant = None if slot is None else slot.occupant
-        return None if occupant is buffer else occupant
+        if slot is not None:
+            for other in self._allocated:
+                if other is not buffer and self._slot_of.get(other) is slot:
+                    return other
+        return None
 
     def _has_own_storage(self, buffer: FlatBuffer) -> bool:
         slot = self._slot_of.get(buffer)
@@ -191,26 +179,34 @@ class MemorySlots(Storage):
     def occupy(self, buffer: FlatBuffer) -> None:
         """Note that a buffer is allocated from now on, and take its slot if it has one.
 
+        If another buffer occupies the slot, this one has storage of its own until the next
+        assignment.
+
         Raises:
-            RuntimeError: if another buffer occupies the slot, and this one cannot move.
+            RuntimeError: if it cannot move there.
         """
         overlaps = self._overlaps.setdefault(buffer, set())
         for other in self._allocated:
             overlaps.add(other)
             self._overlaps[other].add(buffer)
-        self._allocated[buffer] = None
-        slot = self._slot_of.get(buffer)
-        if slot is not None and slot.occupant is not None:
-            self._leave(buffer, slot)
-        elif slot is not None:
-            slot.occupant = buffer
+        occupant = self.blocker(buffer)
+        if occupant is not None:
+            if self.holds_addresses or not self._can_move:
+                raise RuntimeError(
+                    f"{buffer.name} and {occupant.name} are in use at the same time for the first"
+                    " time since the first step. They share a memory slot, whose address is fixed:"
+                    " let the first step use units as all later ones do, or train without"
+                    " fsdp_double_buffer (nccl_ub and cuda_graph_mode imply it)"
+                )
+            del self._slot_of[buffer]
+            buffer.move(None)
+        self._allocated.add(buffer)
+
+    adopt = occupy  # a new buffer is allocated
 
     def vacate(self, buffer: FlatBuffer) -> None:
         """Note that a buffer is no longer allocated."""
-        self._allocated.pop(buffer, None)
-        slot = self._slot_of.get(buffer)
-        if slot is not None and slot.occupant is buffer:
-            slot.occupant = None
+        self._allocated.discard(buffer)
 
     def discard(self, buffer: FlatBuffer) -> None:
         """Forget a buffer that is not used any more."""
@@ -218,23 +214,7 @@ class MemorySlots(Storage):
         self._overlaps.pop(buffer, None)
         for others in self._overlaps.values():
             others.discard(buffer)
-        slot = self._slot_of.pop(buffer, None)
-        if slot is not None:
-            slot.users.remove(buffer)
-
-    def _leave(self, buffer: FlatBuffer, slot: MemorySlot) -> None:
-        """Give a buffer storage of its own until the end of the step."""
-        if self.holds_addresses or not self._can_move:
-            assert slot.occupant is not None
-            raise RuntimeError(
-                f"{buffer.name} and {slot.occupant.name} are in use at the same time for the first"
-                " time since the first step. They share a memory slot, whose address is fixed: let"
-                " the first step use units as all later ones do, or train without"
-                " fsdp_double_buffer (nccl_ub and cuda_graph_mode imply it)"
-            )
-        slot.users.remove(buffer)
-        del self._slot_of[buffer]
-        buffer.move(None)
+        self._slot_of.pop(buffer, None)
 
     # ---- assignment
 
@@ -244,50 +224,45 @@ class MemorySlots(Storage):
         return self._overlaps.keys() <= self._slot_of.keys()
 
     def assign(self) -> str | None:
-        """Give a slot to each buffer that has none, and tell how many there are and their bytes.
+        """Give a slot to each buffer that has none; return an error message if memory ran out.
 
         Buffers in use keep the storage of their own until the next assignment.
-
-        Returns:
-            An error message if memory ran out and the policy does not allow for that.
         """
-        waiting = [
+        self._assigned = [
             buffer
             for buffer in self._overlaps
             if buffer not in self._slot_of and not buffer.is_allocated
         ]
-        self._num_before, self._assigned = len(self._slots), waiting
-        for buffer in sorted(waiting, key=lambda buffer: -buffer.num_bytes):
-            slot = self._slot_of[buffer] = self._slot_for(buffer)
-            slot.users.append(buffer)
-        new_slots = self._slots[self._num_before :]
+        num_before = len(self._slots)
+        for buffer in sorted(self._assigned, key=lambda buffer: -buffer.num_bytes):
+            self._slot_of[buffer] = self._slot_for(buffer)
+        new_slots = self._slots[num_before:]
         problem = self._allocate_memory(new_slots)
-        for buffer in waiting:
+        for buffer in self._assigned:
             memory = self._slot_of[buffer].memory
             if memory is not None:
                 buffer.move(memory)
-        if new_slots and not problem and _is_first_rank():
+        if new_slots and not problem and (not dist.is_initialized() or dist.get_rank() == 0):
             _logger.info("memory slots of %s: %s", self._contents, self._told())
         return problem
 
     def withdraw(self) -> None:
         """Undo the last assignment, where memory ran out on some rank: it is tried again later."""
         for buffer in self._assigned:
-            slot = self._slot_of.pop(buffer)
-            slot.users.remove(buffer)
-            if slot.memory is not None:
+            if self._slot_of.pop(buffer).memory is not None:
                 buffer.move(None)
-        for slot in self._slots[self._num_before :]:
-            if slot.memory is not None:
+        used = set(self._slot_of.values())
+        for slot in self._slots:
+            if slot not in used and slot.memory is not None:
                 observe.storage("release", slot.memory)
-        del self._slots[self._num_before :]
+        self._slots = [slot for slot in self._slots if slot in used]
         self._assigned = []
 
     def _slot_for(self, buffer: FlatBuffer) -> MemorySlot:
         """Return the first slot that ``buffer`` fits in; add one if there is none."""
-        overlaps = self._overlaps[buffer]
+        taken = {self._slot_of.get(other) for other in self._overlaps[buffer]}
         for slot in self._slots:
-            if buffer.num_bytes <= slot.num_bytes and overlaps.isdisjoint(slot.users):
+            if buffer.num_bytes <= slot.num_bytes and slot not in taken:
                 return slot
         num_bytes = buffer.num_bytes
         if self._policy.equal_sizes:
@@ -323,22 +298,54 @@ class MemorySlots(Storage):
 
 
 def allocate_slots(device: torch.device, sizes: Sequence[int]) -> list[torch.Tensor]:
-    """Return ``uint8`` tensors of these numbers of bytes.
-
-    Raises:
-        RuntimeError: if there is too little memory.
-    """
+    """Return ``uint8`` tensors of these numbers of bytes; ``RuntimeError`` if memory runs out."""
     return [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
 
 
-class EngineSlots:
-    """The slots of gathered weights, and those of local gradients.
+# NCCL's collectives read and write registered memory without a copy of their own. Not yet run on a
+# GPU. Sources: "User Buffer Registration" in NVIDIA's NCCL user guide; ``torch.cuda.MemPool``.
+
+
+class NcclMemory:
+    """Allocates memory that is registered with the communicators of some process groups.
 
     Args:
-        policy: the sizes of slots, and what happens if memory runs out.
-        allocate_weights: allocates the memory of the slots of weights.
-        allocate_gradients: allocates the memory of the slots of gradients.
+        groups: process groups with an NCCL backend.
+        device: a CUDA device.
+        is_symmetric: register symmetric windows, for which every rank must allocate the same sizes
+            in the same order; otherwise each rank registers its memory locally.
     """
+
+    def __init__(
+        self, groups: Sequence[dist.ProcessGroup], device: torch.device, is_symmetric: bool
+    ):
+        # Any: CPU builds of torch lack the class of the NCCL backend.
+        self._backends: list[Any] = [group._get_backend(device) for group in dict.fromkeys(groups)]
+        self._device = device
+        self._is_symmetric = is_symmetric
+
+    def allocate(self, sizes: Sequence[int]) -> list[torch.Tensor]:
+        """Return ``uint8`` tensors of these numbers of bytes, in registered memory."""
+        if not sizes:
+            return []
+        pool = torch.cuda.MemPool(self._backends[0].mem_allocator)
+        with torch.cuda.use_mem_pool(pool):
+            memory = allocate_slots(self._device, sizes)
+        for backend in self._backends:
+            backend.register_mem_pool(pool, symm=self._is_symmetric)
+            # A communicator that is destroyed with memory registered reports an error.
+            weakref.finalize(memory[0], _deregister, weakref.ref(backend), pool)
+        return memory
+
+
+def _deregister(backend: weakref.ref[Any], pool: torch.cuda.MemPool) -> None:
+    alive = backend()
+    if alive is not None and dist.is_initialized():
+        alive.deregister_mem_pool(pool)
+
+
+class EngineSlots:
+    """The slots of gathered weights, and those of local gradients."""
 
     def __init__(
         self, policy: Memory, allocate_weights: AllocateSlots, allocate_gradients: AllocateSlots
@@ -359,21 +366,12 @@ class EngineSlots:
     def assign(self) -> list[str]:
         """Give a slot to each buffer that has none; return error messages."""
         problems = [self.weights.assign(), self.gradients.assign()]
-        return [each for each in problems if each is not None]
+        return [problem for problem in problems if problem is not None]
 
     def end_assignment(self, problems: Sequence[str]) -> None:
-        """Raise the problems of all ranks, if there are any.
-
-        The assignment is undone then, so that nothing trains on without slots.
-
-        Raises:
-            RuntimeError: with ``problems``.
-        """
+        """Raise ``RuntimeError`` with the problems of all ranks, if there are any."""
+        # The assignment is undone then, so that nothing trains on without slots.
         if problems:
             self.weights.withdraw()
             self.gradients.withdraw()
             raise RuntimeError("\n".join(problems))
-
-
-def _is_first_rank() -> bool:
-    return not dist.is_initialized() or dist.get_rank() == 0

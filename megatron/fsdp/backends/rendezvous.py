@@ -1,19 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rendezvous of ranks that torchrun restarts: each attempt has keys of its own in the store.
-
-The store belongs to torchrun's agent and outlives the ranks. After a restart it still has what
-ranks of an earlier attempt wrote: their addresses, to which gloo and NCCL then connect in vain, and
-NCCL's order to dump its traces and end. TORCHELASTIC_RESTART_COUNT does not tell attempts apart:
-every agent counts for itself, and some restarts do not count. So the ranks agree on an attempt:
-
-- every rank draws a ticket, a number that no other process of this store has;
-- rank 0 calls, every few seconds, until all other ranks have answered the same call;
-- it then admits the tickets that have answered, and the call is the name of the attempt.
-
-A call of a rank 0 that is dead is answered in vain, until a new rank 0 calls. Ranks of an earlier
-attempt that still run, on a node that has not noticed the failure, are waited for: they fail at
-their next collective, and torchrun starts them anew.
-"""
+"""The rendezvous of ranks that torchrun restarts: each attempt has keys of its own in the store."""
 
 from __future__ import annotations
 
@@ -30,28 +16,38 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import register_rendezvous_handler, rendezvous
 
+# [Note: attempts] The store belongs to torchrun's agent and outlives the ranks. After a restart it
+# still has what ranks of an earlier attempt wrote: their addresses, to which gloo and NCCL then
+# connect in vain, and NCCL's order to dump its traces and end. TORCHELASTIC_RESTART_COUNT does not
+# tell attempts apart: every agent counts for itself, and some restarts do not count. So the ranks
+# agree on an attempt:
+#
+# - every rank draws a ticket, a number that no other process of this store has;
+# - rank 0 calls, every few seconds, until all other ranks have answered the same call;
+# - it then admits the tickets that have answered, and the call is the name of the attempt.
+#
+# A call of a rank 0 that is dead is answered in vain, until a new rank 0 calls. Ranks of an earlier
+# attempt that still run, on a node that has not noticed the failure, are waited for: they fail at
+# their next collective, and torchrun starts them anew.
+
 INIT_METHOD = "attempt://"
 """``init_method`` of ``init_process_group``: "env://", safe against restarts by torchrun."""
 
-CALL_SECONDS = 5.0
-"""Time in which all ranks must answer a call: none of those admitted has answered before."""
+# Seconds in which all ranks must answer a call, and that a waiting rank at most leaves the store in
+# peace. The first pauses are shorter.
+CALL_SECONDS, LONGEST_PAUSE = 5.0, 0.25
 
-LONGEST_PAUSE = 0.25
-"""Seconds that a waiting rank leaves the store in peace. The first pauses are shorter."""
-
+# Timeouts of the group that a rank waits for the others: one in which they may notice that an
+# earlier attempt has failed, and one to start anew.
 PATIENCE = 2
-"""Timeouts of the group that a rank waits for the others: one in which they may notice that an
-earlier attempt has failed, and one to start anew."""
 
+# Key with which a rank whose NCCL collective failed makes all others dump their traces and abort.
+# ProcessGroupNCCL writes it into the store itself, past all prefixes.
 DUMP_SIGNAL = "exception_dump"
-"""Key with which a rank whose NCCL collective failed makes all others dump their traces and abort.
-ProcessGroupNCCL writes it into the store itself, past all prefixes."""
 
 
 def default_mesh() -> DeviceMesh:
     """Return a one-axis mesh over all ranks, on the accelerator if there is one, else on the CPU.
-
-    Initializes torch.distributed if only its environment variables are set.
 
     Raises:
         RuntimeError: if the program was not started for torch.distributed.
@@ -71,12 +67,6 @@ def default_mesh() -> DeviceMesh:
 def agree_on_attempt(store: Store, rank: int, world_size: int, patience: timedelta) -> str:
     """Return the name of this attempt: the same on its ranks, and another than any before.
 
-    Args:
-        store: shared by all ranks of all attempts.
-        rank: of this process.
-        world_size: number of ranks.
-        patience: time to wait for the other ranks.
-
     Raises:
         TimeoutError: ranks are missing; rank 0 names them.
     """
@@ -85,27 +75,25 @@ def agree_on_attempt(store: Store, rank: int, world_size: int, patience: timedel
     deadline = time.monotonic() + patience.total_seconds()
     if rank != 0:
         return _answer(attempts, rank, ticket, deadline)
-    call, answers = _call(attempts, world_size, ticket, deadline)
+    call = _call(attempts, world_size, ticket, deadline)
     store.delete_key(DUMP_SIGNAL)  # nobody of an earlier attempt is left to write it again
-    for answer in answers:
-        attempts.set(f"admitted/{attempts.get(answer).decode()}", call)
+    for other in range(1, world_size):
+        attempts.set(f"admitted/{attempts.get(f'{call}/{other}').decode()}", call)
     return call
 
 
-def _call(
-    attempts: Store, world_size: int, ticket: str, deadline: float
-) -> tuple[str, dict[str, int]]:
-    """Call until all ranks have answered; return the call, and the keys of the answers."""
+def _call(attempts: Store, world_size: int, ticket: str, deadline: float) -> str:
+    """Call until all ranks have answered the same call, and return it."""
     for number in itertools.count():
         call = f"{ticket}.{number}"
-        answers = {f"{call}/{rank}": rank for rank in range(1, world_size)}
+        answers = [f"{call}/{rank}" for rank in range(1, world_size)]
         attempts.set("call", call)
         for _ in _pauses(time.monotonic() + CALL_SECONDS):
-            if not answers or attempts.check(list(answers)):
-                return call, answers
+            if not answers or attempts.check(answers):
+                return call
         if time.monotonic() > deadline:
             break
-    missing = [str(rank) for key, rank in answers.items() if not attempts.check([key])]
+    missing = [answer.rpartition("/")[2] for answer in answers if not attempts.check([answer])]
     raise TimeoutError(
         f"rank 0 has waited in vain for other ranks to start: {', '.join(missing)} of {world_size}"
     )
@@ -124,10 +112,8 @@ def _answer(attempts: Store, rank: int, ticket: str, deadline: float) -> str:
 
 
 def _pauses(deadline: float) -> Iterator[None]:
-    """Yield at once and after each pause, until the deadline has passed.
-
-    Store.wait with a timeout would do without pauses, but writes a warning for each timeout.
-    """
+    """Yield at once and after each pause, until the deadline has passed."""
+    # Store.wait with a timeout would do without pauses, but writes a warning for each timeout.
     pause = 0.01
     yield
     while time.monotonic() < deadline:

@@ -42,29 +42,16 @@ class Storage:
         """Forget a freed buffer that is not used any more, and all uses of it."""
 
     def blocker(self, buffer: FlatBuffer) -> FlatBuffer | None:
-        """Return the buffer that must be freed before this one can be allocated, if there is one.
-
-        Only buffers that no call uses are asked for: in use, no two buffers share memory.
-        """
+        """Return the unused buffer that must be freed before this one can be allocated, if any."""
         return None
 
 
 class FlatBuffer:
     """One flat tensor ``[layout.numel]`` over all parameters of a group; its storage can be freed.
 
-    The flat tensor and its views are created once and remain the same objects while storage is
-    freed and allocated, so modules and autograd may keep references to them.
-
     Args:
-        layout: the positions of the parameters.
-        dtype: dtype of the flat tensor.
-        device: device of the storage.
         name: name of the buffer, for messages.
-        storage: the memory in which the buffer lives.
         on_move: called when the buffer has moved to other memory.
-
-    Attributes:
-        num_moves: how often the address has changed for good. Graphs of autograd refer to it.
     """
 
     def __init__(
@@ -78,17 +65,20 @@ class FlatBuffer:
     ):
         self.layout = layout
         self.name = name
+        # The flat tensor and its views stay the same objects while storage is freed and allocated,
+        # so modules and autograd may keep references to them. They are created now, because a
+        # tensor without storage cannot be sliced.
         self.flat = torch.empty(layout.numel, dtype=dtype, device=device)
         self.num_bytes = self.flat.numel() * self.flat.element_size()
         observe.storage("allocate", self.flat)
-        # Created now, because a tensor without storage cannot be sliced.
-        self.views = views_of(self.flat, layout)
-        """The views of whole parameters, in their logical shapes."""
+        self.views = [  # of whole parameters, in their logical shapes
+            self.flat[position.start : position.stop].view(position.shape)
+            for position in layout.positions
+        ]
         self.padding = padding_of(self.flat, layout)
-        """The slices between parameters."""
         self._slices: list[torch.Tensor] = []
         self.is_allocated = True
-        self.num_moves = 0
+        self.num_moves = 0  # to other addresses: graphs of autograd refer to the old one
         self._storage = storage
         self.is_assigned_ahead = storage.is_assigned_ahead
         self._on_move = on_move
@@ -117,17 +107,16 @@ class FlatBuffer:
         return self._storage.blocker(self)
 
     def move(self, memory: torch.Tensor | None) -> None:
-        """Use other memory from now on; None: storage of its own. It must be freed.
-
-        The tensors stay the same objects. Aliases made by ``.data`` do not follow them.
+        """Use other memory from now on; the buffer must be freed.
 
         Args:
-            memory: ``uint8``, at least ``num_bytes`` elements.
+            memory: ``uint8``, at least ``num_bytes`` elements; None: storage of its own.
         """
         if memory is None:
             storage = torch.UntypedStorage(self.num_bytes, device=self.flat.device)
         else:
             storage = memory.untyped_storage()
+        # These tensors stay the same objects, but aliases made by `.data` do not follow them.
         for tensor in (self.flat, *self.views, *self.padding, *self._slices):
             tensor.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
         if memory is None:
@@ -135,15 +124,6 @@ class FlatBuffer:
         self.num_moves += 1
         if self._on_move is not None:
             self._on_move()
-
-    def zero_padding(self) -> None:
-        """Set the padding to zero; sums over the flat tensor are then sums over parameters."""
-        if self.padding:
-            torch._foreach_zero_(self.padding)
-
-    def view(self, index: int) -> torch.Tensor:
-        """Return the view of the whole parameter ``index``, in its logical shape."""
-        return self.views[index]
 
     def slice(self, index: int, count: int) -> torch.Tensor:
         """Return number ``index`` of ``count`` equal slices of the flat tensor."""
@@ -156,9 +136,7 @@ class RunningSum:
     """A flat tensor ``[numel]`` that the first addend fills and later ones are added to.
 
     Args:
-        numel: number of elements.
         dtype: dtype in which addends are summed.
-        device: the device of the tensor.
         holds_address: keep the tensor for all sums, whose address captured graphs know.
         places: the places of the parameters' gradients in the tensor.
     """
@@ -203,10 +181,8 @@ class RunningSum:
         return self._views
 
     def buffer_for(self, dtype: torch.dtype) -> torch.Tensor:
-        """Return a tensor ``[numel]`` for the next addend.
-
-        For the first addend it is the sum itself, if the dtypes are equal, which saves a copy.
-        """
+        """Return a tensor ``[numel]`` for the next addend."""
+        # For the first addend it is the sum itself, if the dtypes are equal, which saves a copy.
         if self.is_empty and dtype == self.dtype:
             return self.tensor()
         return torch.empty(self._numel, dtype=dtype, device=self._device)
@@ -232,11 +208,7 @@ class RunningSum:
 
 
 class Places:
-    """The places of some tensors in a flat tensor, to make views of others like it.
-
-    Args:
-        views: views of one flat tensor.
-    """
+    """The places of some views of one flat tensor, to make views of others like it."""
 
     def __init__(self, views: Sequence[torch.Tensor]):
         self._shapes = [view.shape for view in views]
@@ -247,13 +219,6 @@ class Places:
         """Return the views of ``flat``."""
         # Every step does this for all parameters: `map` runs in C.
         return list(map(flat.as_strided, self._shapes, self._strides, self._offsets))
-
-
-def views_of(flat: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
-    """Return the views of whole parameters in a flat tensor, in their logical shapes."""
-    return [
-        flat[position.start : position.stop].view(position.shape) for position in layout.positions
-    ]
 
 
 def padding_of(flat: torch.Tensor, layout: Layout) -> list[torch.Tensor]:

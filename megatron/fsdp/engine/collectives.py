@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -28,26 +27,19 @@ _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.re
 
 
 class Gather(NamedTuple):
-    """The all-gather of one flat buffer.
+    """The all-gather of one flat buffer."""
 
-    Attributes:
-        full: ``[inner_size * n]``, which is filled with the shards of all inner ranks.
-        shard: ``[n]``, this rank's shard; may be a slice of ``full``.
-        owned: ``[n / outer_size]``. If given, ``shard`` is first filled with the owned shards of
-            the outer ranks.
-    """
-
-    full: torch.Tensor
-    shard: torch.Tensor
+    full: torch.Tensor  # [inner_size * n], which is filled with the shards of all inner ranks
+    shard: torch.Tensor  # [n], this rank's; may be a slice of `full`
+    # [n / outer_size]; if given, `shard` is first filled with those of the outer ranks.
     owned: torch.Tensor | None = None
 
 
 class Transport:
-    """The collectives that move shards; the default is the process group's own.
+    """The collectives that move shards; the default is the process group's own."""
 
-    At levels 1 and 2 the shard that a rank sends is a slice of the buffer that it receives. A
-    transport must not write that slice, because others may.
-    """
+    # At levels 1 and 2 the shard that a rank sends is a slice of the buffer that it receives. A
+    # transport must not write that slice, because others may.
 
     def all_gather(
         self,
@@ -57,10 +49,8 @@ class Transport:
     ) -> Collective:
         """Return the collective that fills each of ``fulls`` with the shards of all ranks.
 
-        Args:
-            fulls: tensors ``[world_size * n]``; ``n`` and the dtype may differ.
-            shards: for each of them ``[n]``, this rank's shard, which may be a slice of it.
-            group: the ranks.
+        The tensors have the shapes ``[world_size * n]`` and ``[n]``; ``n`` and the dtype may differ
+        between them. A shard may be this rank's slice of its full tensor.
         """
         if len(fulls) == 1:
             return lambda asynchronous: _all_gather_single(
@@ -85,11 +75,7 @@ class Transport:
     ) -> Collective:
         """Return the collective that makes ``shard`` this rank's slice of the reduced ``full``.
 
-        Args:
-            full: ``[world_size * n]``.
-            shard: ``[n]``, no part of ``full``.
-            group: the ranks.
-            operation: SUM or AVG.
+        The shapes are ``[n]`` and ``[world_size * n]``, and ``shard`` is no part of ``full``.
         """
         return lambda asynchronous: _reduce_scatter_single(
             shard, full, op=operation, group=group, async_op=asynchronous
@@ -102,10 +88,8 @@ class Communicator:
 
     Args:
         inner: group of the ranks that shard the parameters.
-        outer: group of the ranks that replicate the shards or shard them further; None without such
-            an axis.
-        all_gather_group: group of the inner ranks for all-gathers of weights; may be ``inner``
-            itself.
+        outer: group of the ranks that replicate the shards or shard them further, or None.
+        all_gather_group: group of the inner ranks for all-gathers of weights; may be ``inner``.
         divisor: the divisor of a summed gradient: the number of data ranks for a mean, 1 for a sum.
         average_in_collective: let the process groups average. Expert parameters are reduced over
             fewer ranks than there are data ranks; the rest of the divisor is then applied here.
@@ -121,40 +105,16 @@ class Communicator:
     streams: Streams
     transport: Transport
 
-    @cached_property
-    def inner_size(self) -> int:
-        """Number of ranks on the inner axis."""
-        return dist.get_world_size(self.inner)
-
-    @cached_property
-    def inner_rank(self) -> int:
-        """Coordinate of this rank on the inner axis."""
-        return dist.get_rank(self.inner)
-
-    @cached_property
-    def outer_size(self) -> int:
-        """Number of ranks on the outer axis; 1 without one."""
-        return dist.get_world_size(self.outer) if self.outer is not None else 1
-
-    @cached_property
-    def outer_rank(self) -> int:
-        """Coordinate of this rank on the outer axis; 0 without one."""
-        return dist.get_rank(self.outer) if self.outer is not None else 0
-
-    @property
-    def is_hybrid(self) -> bool:
-        """True if there are several ranks on the outer axis."""
-        return self.outer_size > 1
-
-    @property
-    def has_collectives(self) -> bool:
-        """True if there are several ranks on one of the axes."""
-        return self.inner_size * self.outer_size > 1
-
-    @property
-    def is_identity(self) -> bool:
-        """True if a reduction over both axes changes nothing."""
-        return not self.has_collectives and self.divisor == 1
+    def __post_init__(self) -> None:
+        self.inner_size = dist.get_world_size(self.inner)
+        self.inner_rank = dist.get_rank(self.inner)
+        has_outer = self.outer is not None
+        self.outer_size = dist.get_world_size(self.outer) if has_outer else 1
+        self.outer_rank = dist.get_rank(self.outer) if has_outer else 0
+        self.is_hybrid = self.outer_size > 1
+        self.has_collectives = self.inner_size * self.outer_size > 1
+        # A reduction over both axes then changes nothing.
+        self.is_identity = not self.has_collectives and self.divisor == 1
 
     @property
     def gather_groups(self) -> tuple[dist.ProcessGroup, dist.ProcessGroup | None]:
@@ -164,15 +124,11 @@ class Communicator:
     # ---- weights
 
     def all_gather(self, gathers: Sequence[Gather]) -> Pending:
-        """Start all-gathers together: one collective over each axis that has something to gather.
-
-        See [Note: one launch for several gathers].
-        """
+        """Start all-gathers together, in one collective over each axis with something to gather."""
         collectives = []
-        stale = [gather for gather in gathers if gather.owned is not None]
-        if stale and self.outer is not None:
-            shards = [gather.shard for gather in stale]
-            owned = [gather.owned for gather in stale if gather.owned is not None]
+        owned = [gather.owned for gather in gathers if gather.owned is not None]
+        if owned and self.outer is not None:
+            shards = [gather.shard for gather in gathers if gather.owned is not None]
             collectives.append(self._gathering(shards, owned, self.outer))
         if self.inner_size > 1:
             fulls = [gather.full for gather in gathers]
@@ -193,10 +149,10 @@ class Communicator:
         self, tensor: torch.Tensor, over_inner: bool = True, over_outer: bool = True
     ) -> None:
         """Broadcast ``tensor`` from the first rank of one or both axes, synchronously."""
-        for group, is_wanted in ((self.inner, over_inner), (self.outer, over_outer)):
-            if is_wanted and group is not None and dist.get_world_size(group) > 1:
-                with observing("broadcast", tensor, group):
-                    dist.broadcast(tensor, group=group, group_src=0)
+        if over_inner:
+            broadcast_over(tensor, [self.inner])
+        if over_outer and self.outer is not None:
+            broadcast_over(tensor, [self.outer])
 
     # ---- gradients
     #
@@ -207,9 +163,7 @@ class Communicator:
     #     on the result            otherwise, because it is the smallest tensor
 
     def reduce_scatter(self, full: torch.Tensor, shard: torch.Tensor) -> Pending:
-        """Reduce ``full`` over the inner axis; ``shard`` becomes this rank's slice of the result.
-
-        The result is divided; see [Note: the divisor].
+        """Reduce ``full`` over the inner axis; ``shard`` becomes this rank's slice, divided.
 
         Args:
             full: ``[inner_size * n]``; may be overwritten.
@@ -225,28 +179,25 @@ class Communicator:
 
     def all_reduce(self, full: torch.Tensor) -> Pending:
         """Reduce ``full`` in place over the inner axis, and divide; see [Note: the divisor]."""
-        if self.inner_size == 1:
-            return self._divide(full, full, None)
-        return self._divide(full, full, self._reducing(full, self.inner))
+        reduction = self._reducing(full, self.inner) if self.inner_size > 1 else None
+        return self._divide(full, full, reduction)
 
     def _reducing(self, tensor: torch.Tensor, group: dist.ProcessGroup | None) -> Collective:
         operation = self._operation(tensor)
 
-        return observed(
-            REDUCE,
-            "all_reduce",
-            (tensor,),
-            group,
-            lambda asynchronous: dist.all_reduce(
+        def start(asynchronous: bool) -> Work | None:
+            work: Work | None = dist.all_reduce(
                 tensor, op=operation, group=group, async_op=asynchronous
-            ),
-        )
+            )
+            return work
+
+        return observed(REDUCE, "all_reduce", (tensor,), group, start)
 
     def reduce_scatter_outer(self, shard: torch.Tensor, owned: torch.Tensor) -> Pending:
         """Reduce ``shard`` over the outer axis; ``owned`` becomes this rank's slice of the result.
 
         Args:
-            shard: ``[outer_size * n]``, already divided by the reduction over the inner axis.
+            shard: ``[outer_size * n]``, already divided.
             owned: ``[n]``.
         """
         assert self.outer is not None
@@ -256,27 +207,20 @@ class Communicator:
         """Reduce ``shard`` in place over the outer axis; it is already divided."""
         return self.streams.launch("reduce", self._reducing(shard, self.outer))
 
-    def _averages(self, operand: torch.Tensor) -> bool:
-        """Return True to let the process groups average: NCCL divides before it adds, gloo after.
-
-        So on a CPU the sum of float16 gradients could overflow.
-        """
-        overflows = operand.dtype == torch.float16 and operand.is_cpu
-        return self.average_in_collective and not overflows
-
     def _operation(self, operand: torch.Tensor) -> dist.ReduceOp.RedOpType:
-        return dist.ReduceOp.AVG if self._averages(operand) else dist.ReduceOp.SUM
+        # NCCL divides before it adds, gloo after: on a CPU a sum of float16 could overflow.
+        overflows = operand.dtype == torch.float16 and operand.is_cpu
+        averages = self.average_in_collective and not overflows
+        return dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM
 
     def _divide(
         self, operand: torch.Tensor, result: torch.Tensor, collective: Collective | None
     ) -> Pending:
-        """Launch the reduction over the inner axis, divided as [Note: the divisor] says.
-
-        Without a collective, the operand is the sum already. Only this reduction divides: the
-        reduction over the outer axis adds up terms of the mean.
-        """
+        """Launch the reduction over the inner axis, divided as [Note: the divisor] says."""
+        # Without a collective, the operand is the sum already. The reduction over the outer axis
+        # does not divide: it adds up terms of the mean.
         divisor: float = self.divisor
-        if self._averages(operand):
+        if self._operation(operand) == dist.ReduceOp.AVG:
             # Example: 8 data ranks; experts have 2 inner and 2 outer ranks. The two collectives
             # divide by 4, which leaves a divisor of 2.
             divisor = self.divisor / (self.inner_size * self.outer_size)
@@ -300,9 +244,9 @@ def agree(
     """Return the problems of all ranks, sorted, so that every rank raises the same error.
 
     Args:
-        problems: of this rank.
+        problems: the problems of this rank.
         groups: groups that reach every rank if they are used one after the other, such as the axes
-            of a mesh. None stands for all ranks of the program.
+            of a mesh; None for all ranks of the program.
     """
     known = set(problems)
     for group in groups:
@@ -333,10 +277,8 @@ def broadcast_over(tensor: torch.Tensor, groups: Iterable[dist.ProcessGroup]) ->
 
 
 def all_gather_uneven(shard: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
-    """Return the flat ``shard`` of every rank, in rank order; the sizes may differ.
-
-    This is two all-gathers: one of the sizes, and one of the shards, padded to the longest.
-    """
+    """Return the flat ``shard`` of every rank, in rank order; the sizes may differ."""
+    # Two all-gathers: one of the sizes, and one of the shards, padded to the longest.
     num_ranks = dist.get_world_size(group)
     sizes = torch.empty(num_ranks, dtype=torch.int64, device=shard.device)
     with observing("all_gather", sizes, group):

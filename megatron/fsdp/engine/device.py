@@ -1,13 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Streams, events and storage on CUDA and on CPU.
-
-[Note: memory and streams] Storage is allocated and freed while the compute stream is current, so
-the caching allocator orders its reuse by compute. A collective runs on a separate stream, which
-first waits for everything that compute has enqueued so far, including the previous user of the
-memory. :meth:`Pending.wait` then makes the compute stream wait for the collective, before the
-result is read or an operand is freed. On CPU a collective is asynchronous work of the process
-group, and waiting blocks.
-"""
+"""Streams, events and storage on CUDA and on CPU."""
 
 from __future__ import annotations
 
@@ -17,6 +9,13 @@ from typing import Protocol
 
 import torch
 
+# [Note: memory and streams] Storage is allocated and freed while the compute stream is current, so
+# the caching allocator orders its reuse by compute. A collective runs on a separate stream, which
+# first waits for everything that compute has enqueued so far, including the previous user of the
+# memory. `Pending.wait` then makes the compute stream wait for the collective, before the result is
+# read or an operand is freed. On CPU a collective is asynchronous work of the process group, and
+# waiting blocks.
+
 
 class Work(Protocol):
     """A collective under way, as torch.distributed returns it."""
@@ -25,23 +24,16 @@ class Work(Protocol):
         """Wait for the collective to finish."""
 
 
+# Starts a collective. If the argument is True, it returns the work instead of waiting for it.
 Collective = Callable[[bool], "Work | None"]
-"""Starts a collective. If the argument is True, it returns the work instead of waiting for it."""
 
 
 class Pending:
-    """An operation under way; on CUDA, all that wait for it do so on one stream.
-
-    Args:
-        wait: makes compute wait for the result; None for an operation that is over.
-
-    Attributes:
-        has_failed: someone has waited for it, and has got its error.
-    """
+    """An operation under way; on CUDA, all that wait for it do so on one stream."""
 
     def __init__(self, wait: Callable[[], object] | None = None):
-        self._wait = wait
-        self.has_failed = False
+        self._wait = wait  # makes compute wait for the result; None: it is over
+        self.has_failed = False  # someone has waited for it, and has got its error
 
     def wait(self) -> None:
         """Make compute wait for the result; further calls do nothing, unless it has failed."""
@@ -58,21 +50,12 @@ class Pending:
         self._wait = None
 
 
-class Streams(Protocol):
-    """Streams on which collectives run."""
-
-    def launch(self, stream_name: str, *collectives: Collective) -> Pending:
-        """Run collectives one after another on a stream; see :meth:`CudaStreams.launch`."""
-
-
 class CpuStreams:
     """Runs collectives as asynchronous work of the process group."""
 
     def launch(self, stream_name: str, *collectives: Collective) -> Pending:
-        """Run ``collectives`` one after another; see :meth:`CudaStreams.launch`.
-
-        Only the first is asynchronous. The others need its result, so they run in ``wait``.
-        """
+        """Run ``collectives`` one after another; see :meth:`CudaStreams.launch`."""
+        # Only the first is asynchronous. The others need its result, so they run in `wait`.
         first, *others = collectives
         work = first(True)
 
@@ -86,26 +69,17 @@ class CpuStreams:
 
 
 class CudaStreams:
-    """Runs collectives on streams of their own, ordered with compute by events.
-
-    Args:
-        device: of the operands.
-    """
+    """Runs collectives of tensors on ``device`` on streams of their own, ordered by events."""
 
     def __init__(self, device: torch.device):
         self._device = device
         self._streams: dict[str, torch.cuda.Stream] = {}
 
     def launch(self, stream_name: str, *collectives: Collective) -> Pending:
-        """Run ``collectives`` one after another on the stream of that name.
-
-        Args:
-            stream_name: "gather" or "reduce"; neither stream waits for the other.
-            collectives: started in this order; each may use the results of those before it.
-        """
+        """Run ``collectives`` on a stream; each may use the results of those before it."""
+        # The streams are "gather" and "reduce": neither waits for the other.
         if stream_name not in self._streams:
-            stream = torch.cuda.Stream(self._device)
-            self._streams[stream_name] = stream
+            self._streams[stream_name] = torch.cuda.Stream(self._device)
         stream = self._streams[stream_name]
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
@@ -113,6 +87,9 @@ class CudaStreams:
                 collective(False)
             done = stream.record_event()
         return Pending(lambda: torch.cuda.current_stream(self._device).wait_event(done))
+
+
+Streams = CpuStreams | CudaStreams
 
 
 def streams_for(device: torch.device) -> Streams:
@@ -130,12 +107,11 @@ def free(tensor: torch.Tensor) -> None:
     tensor.untyped_storage().resize_(0)
 
 
+# Returns the number of the backward pass that autograd is running in this thread, or -1. Activation
+# recomputation runs nested passes, each with a number of its own.
+current_pass: Callable[[], int] = torch._C._current_graph_task_id
+
+
 def in_backward() -> bool:
     """Return True if autograd is running a backward pass in this thread."""
     return current_pass() != -1
-
-
-current_pass: Callable[[], int] = torch._C._current_graph_task_id
-"""Returns the number of the backward pass that autograd is running in this thread, or -1.
-
-Activation recomputation runs nested passes, each with a number of its own."""

@@ -1,40 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradients of a parameter group: accumulated locally, reduced over the axes, summed in a shard.
-
-[Note: the way of a gradient]
-    parameter.grad   the gradient that autograd leaves on a compute parameter; it is set to None
-                     when the unit's backward ends
-    local gradient   the sum of this rank's gradients since the last reduction, for whole
-                     parameters, in one flat tensor
-    inner sum        hybrid sharding only: this rank's shard of the gradient, reduced over the inner
-                     axis and not yet over the outer one, summed over microbatches
-    gradient shard   the reduced gradient of the shard that this rank owns, summed over reductions
-    final gradient   the gradient shard in the dtype that the optimizer wants. If that is another
-                     one, the values move there, and back if a further backward adds to them
-
-At levels 2 and 3 the reduction over the inner axis follows every backward, because it frees the
-large buffer of local gradients; below, it waits for the last microbatch. The reduction over the
-outer axis, whose links are slower, always waits for it. If a rank's part of the inner axis is the
-whole gradient (level 0, or one inner rank), there is no inner sum: local gradients wait for the
-last microbatch and are then reduced over both axes.
-
-[Note: where local gradients accumulate] In a flat buffer of their own, which is freed when it is
-reduced. But a rank whose gradient shard is the whole gradient needs no second buffer of that size,
-nor a copy between the two: as long as the shard has no reduced gradients, local ones accumulate in
-its tensor and are reduced in place.
-    level 0, 3 microbatches    copied into the shard's tensor, added, added, all-reduced there
-    another step on top        the shard has reduced gradients, to which all ranks have added: local
-                               ones accumulate in the buffer, are all-reduced there, and added
-    data axes of one rank      a reduction neither sends nor divides, so gradients that are reduced
-                               at once are added to the reduced ones
-A layer may write its gradient into the flat tensor itself, which saves the copy too. Buffers at
-fixed addresses share no memory with gradient shards, which have none.
-"""
+"""Gradients of a parameter group: accumulated locally, reduced over the axes, summed in a shard."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import compress, count, repeat
 from operator import attrgetter, is_not
 from typing import NamedTuple
@@ -54,8 +25,35 @@ from megatron.fsdp.engine.buffer import (
 from megatron.fsdp.engine.collectives import Communicator
 from megatron.fsdp.engine.layout import Layout, Partition
 from megatron.fsdp.engine.policy import Precision, ShardingStrategy
-from megatron.fsdp.engine.states import GradientState, change_state
+from megatron.fsdp.engine.states import GradientState, StateOwner
 from megatron.fsdp.engine.tensor_parallel import local_grad
+
+# [Note: the way of a gradient]
+#     parameter.grad   the gradient that autograd leaves on a compute parameter; it is set to None
+#                      when the unit's backward ends
+#     local gradient   the sum of this rank's gradients since the last reduction, for whole
+#                      parameters, in one flat tensor
+#     inner sum        hybrid sharding only: this rank's shard of the gradient, reduced over the
+#                      inner axis and not yet over the outer one, summed over microbatches
+#     gradient shard   the reduced gradient of the shard that this rank owns, summed over reductions
+#     final gradient   the gradient shard in the dtype that the optimizer wants. If that is another
+#                      one, the values move there, and back if a further backward adds to them
+#
+# At levels 2 and 3 the reduction over the inner axis follows every backward, because it frees the
+# large buffer of local gradients; below, it waits for the last microbatch. The reduction over the
+# outer axis, whose links are slower, always waits for it. If a rank's part of the inner axis is the
+# whole gradient (level 0, or one inner rank), there is no inner sum: local gradients wait for the
+# last microbatch and are then reduced over both axes.
+
+# [Note: where local gradients accumulate] In a flat buffer of their own, which is freed when it is
+# reduced. But a rank whose gradient shard is the whole gradient needs no second buffer of that
+# size: as long as the shard has no reduced gradients, local ones accumulate in its tensor.
+#     level 0, 3 microbatches    copied into the shard's tensor, added, added, all-reduced there
+#     another step on top        the shard has reduced gradients, to which all ranks have added:
+#                                local ones are all-reduced in the buffer, and then added
+#     data axes of one rank      a reduction neither sends nor divides, so gradients that are
+#                                reduced at once are added to the reduced ones
+# Buffers at fixed addresses share no memory with gradient shards, which have none.
 
 # Loops over all parameters, which every step repeats, are left to `map`: they run in C.
 _grad = attrgetter("grad")
@@ -63,34 +61,15 @@ _is_sparse = attrgetter("is_sparse")
 
 
 class FlatGradient(NamedTuple):
-    """The flat tensor of local gradients, the views of parameters in it, and the padding."""
+    """A flat tensor of local gradients that is no buffer, with what a buffer has."""
 
     flat: torch.Tensor
     views: list[torch.Tensor]
     padding: list[torch.Tensor]
 
 
-class GroupGradients:
-    """The gradients of a parameter group. See [Note: the way of a gradient].
-
-    Args:
-        parameters: the compute parameters, on which autograd leaves gradients.
-        layout: the positions of the parameters in the flat tensor.
-        partition: the shards of the group, and the one that this rank owns.
-        strategy: the ZeRO level.
-        precision: dtypes of the group.
-        communicator: the axes over which gradients are reduced.
-        device: the device of the buffers.
-        unit_name: name of the unit of the group, for traces and messages.
-        storage: the memory of local gradients.
-
-    Attributes:
-        comm_dtype: the dtype in which gradients are reduced; see :meth:`set_comm_dtype`.
-        users: indices of the parameters that got a gradient since reduced ones were dropped.
-        num_forgotten: how often what layers have written was forgotten; what they keep themselves
-            of a pass before is then worthless.
-        holds_addresses: gradients are never at another address, as captured graphs expect.
-    """
+class GroupGradients(StateOwner[GradientState]):
+    """The gradients of a parameter group. See [Note: the way of a gradient]."""
 
     def __init__(
         self,
@@ -105,38 +84,40 @@ class GroupGradients:
         storage: Storage,
     ):
         self._parameters = parameters
-        self._layout = layout
         self._partition = partition
         self._communicator = communicator
-        self._device = device
         self._unit_name = unit_name
-        self._storage = storage
+        self._storage = storage  # of local gradients
         self._has_whole = partition.num_inner == 1  # the reduction over the inner axis frees none
         self._frees_local = strategy.shards_gradients and not self._has_whole
         self._may_share_sum = partition.num_owned == 1 and not storage.is_assigned_ahead
-        self._main_dtype = precision.main_grad
         self.comm_dtype = precision.grad_comm
+        # Indices of the parameters that got a gradient since reduced ones were dropped.
         self.users: set[int] = set()
+        # How often what layers have written was forgotten; what they keep themselves of a pass
+        # before is then worthless.
         self.num_forgotten = 0
 
         self._gaps = Places(padding_of(torch.empty(layout.numel, device="meta"), layout))
         self.state = GradientState.EMPTY
-        self._local: FlatGradient | None = None  # None also if this rank has none that wait
+        # The flat tensor; None also if this rank has no gradients that wait.
+        self._local: FlatBuffer | FlatGradient | None = None
         self._buffer: FlatBuffer | None = None  # made when it is first needed
+        name = f"the local gradients of unit {unit_name!r}"
+        self._make_buffer = partial(FlatBuffer, layout, device=device, name=name, storage=storage)
         self._written: set[int] = set()  # parameters whose gradient a layer has written
         self._early: dict[int, torch.Tensor] = {}  # what was written long before it arrives
 
+        # True if gradients are never at another address, as captured graphs expect.
         self.holds_addresses = holds = storage.holds_addresses
         shard_numel = layout.numel // partition.num_inner
         self._inner_sum = RunningSum(shard_numel, precision.main_grad, device, holds)
-        size = layout.shard_size
+        size, rank = layout.shard_size, partition.rank
         pattern = torch.empty(size, device="meta")
-        own = [
-            shard_view(pattern, layout, index, partition.rank) for index in range(len(parameters))
-        ]
-        self._grad_sum = RunningSum(size, precision.main_grad, device, holds, Places(own))
+        own = Places([shard_view(pattern, layout, index, rank) for index in range(len(parameters))])
+        self._grad_sum = RunningSum(size, precision.main_grad, device, holds, own)
         # Empty, unless it has the values of the sum in the other dtype of the optimizer.
-        self._optimizer_grad = RunningSum(size, precision.main_param, device, holds, Places(own))
+        self._optimizer_grad = RunningSum(size, precision.main_param, device, holds, own)
         self._reduction: Iterator[None] | None = None  # the one under way
 
     def __str__(self) -> str:
@@ -147,11 +128,6 @@ class GroupGradients:
         """The gradient shard ``[shard_size]`` in the main gradient dtype; zeros at first."""
         self._move_back()
         return self._reduced()
-
-    @property
-    def is_due(self) -> bool:
-        """True if a reduction of local gradients is due; the same on all ranks."""
-        return self.state is GradientState.WAITING
 
     @property
     def has_inner_sum(self) -> bool:
@@ -166,8 +142,7 @@ class GroupGradients:
     def accumulate(self, reduces_now: bool) -> None:
         """Add the gradients that autograd left on the compute parameters to the local gradients.
 
-        Args:
-            reduces_now: the caller reduces them over the inner axis next.
+        ``reduces_now``: the caller reduces them over the inner axis next.
         """
         if self._has_whole:
             self.wait_for_reduce()  # it reduces the tensor of the local gradients
@@ -181,7 +156,7 @@ class GroupGradients:
                 covers_all = len(arrived) == len(grads)
                 local, has_values = self._open(reduces_now, covers_all)
                 if self._written:
-                    arrived = self._take_written(arrived, local)
+                    arrived = self._take_written(arrived, local.views)
                 grads = list(map(grads.__getitem__, arrived))
                 if set(map(type, grads)) != {torch.Tensor} or any(map(_is_sparse, grads)):
                     grads = [local_grad(self._parameters[index]) for index in arrived]
@@ -190,33 +165,25 @@ class GroupGradients:
                     torch._foreach_add_(targets, grads)
                 elif arrived:
                     torch._foreach_copy_(targets, grads)
-                clear_grads(self._parameters)
-        self.await_reduction()
+                set_all(self._parameters, "grad", repeat(None))
+        self.change_state(GradientState.WAITING)
 
-    def await_reduction(self) -> None:
-        """Note that a reduction is due, in which this rank takes part with what it has."""
-        self._change_state(GradientState.WAITING)
-
-    def _open(self, reduces_now: bool, covers_all: bool = False) -> tuple[FlatGradient, bool]:
-        """Return the flat tensor, and True if it has values that the caller must add to.
-
-        Args:
-            reduces_now: the gradients are reduced over the inner axis next.
-            covers_all: the caller writes the gradient of every parameter, so only the padding
-                between them has to be zeroed, otherwise all of it.
-        """
+    def _open(
+        self, reduces_now: bool, covers_all: bool = False
+    ) -> tuple[FlatBuffer | FlatGradient, bool]:
+        """Return the flat tensor, and True if it has values that the caller must add to."""
         if self._local is not None:
             return self._local, True
         dtype, gradient_sum = self._place(reduces_now)
-        if gradient_sum is not None:
+        if gradient_sum is None:
+            self._local = self._open_buffer(dtype)
+        else:
             total = gradient_sum.tensor()
             # The rank owns whole parameters, so these are their views too.
             self._local = FlatGradient(total, gradient_sum.views(), self._gaps.within(total))
             if not gradient_sum.is_empty:
                 return self._local, True
-        else:
-            buffer = self._open_buffer(dtype)
-            self._local = FlatGradient(buffer.flat, buffer.views, buffer.padding)
+        # Where the caller writes the gradient of every parameter, zero the padding between them.
         if not covers_all:
             self._local.flat.zero_()
         elif self._local.padding:
@@ -227,7 +194,7 @@ class GroupGradients:
         """Return the dtype of the buffer, and the sum whose tensor is used instead, or None."""
         # If every backward is reduced, nothing accumulates in the buffer, and it has the dtype of
         # the reduction.
-        dtype = self.comm_dtype if self._frees_local else self._main_dtype
+        dtype = self.comm_dtype if self._frees_local else self._grad_sum.dtype
         if not self._may_share_sum:
             return dtype, None
         if reduces_now and self._communicator.is_identity:
@@ -240,8 +207,7 @@ class GroupGradients:
         if self._buffer is None or self._buffer.flat.dtype != dtype:
             if self._buffer is not None:
                 self._buffer.discard()
-            name = f"the local gradients of unit {self._unit_name!r}"
-            self._buffer = FlatBuffer(self._layout, dtype, self._device, name, self._storage)
+            self._buffer = self._make_buffer(dtype)
         self._buffer.allocate()
         return self._buffer
 
@@ -251,9 +217,9 @@ class GroupGradients:
     def view_to_write(self, index: int) -> torch.Tensor | None:
         """Return zeros in the flat tensor, into which a layer may write a parameter's gradient.
 
-        It then leaves an alias of them on ``parameter.grad``, which :meth:`accumulate` does not
-        copy. None: there are gradients to add to, or another dtype is wanted.
+        None: there are gradients to add to, or another dtype is wanted.
         """
+        # The layer leaves an alias of them on `parameter.grad`, which `accumulate` does not copy.
         parameter = self._parameters[index]
         dtype, gradient_sum = self._place(reduces_now=False)
         if (
@@ -271,30 +237,29 @@ class GroupGradients:
         if self.state is GradientState.EMPTY:
             with observe.work(self._unit_name, "accumulate gradients"):
                 self._open(reduces_now=False)
-            self._change_state(GradientState.WRITING)
+            self.change_state(GradientState.WRITING)
         assert self._local is not None
         self._written.add(index)
         return self._local.views[index]
 
     def written(self, index: int) -> torch.Tensor:
         """Return the gradient of parameter ``index`` that a layer has written, when it arrives."""
-        early = self._early.pop(index, None)
-        if early is not None:
-            return early
+        if index in self._early:
+            return self._early.pop(index)
         assert self._local is not None
         return self._local.views[index]
 
-    def _take_written(self, arrived: list[int], local: FlatGradient) -> list[int]:
+    def _take_written(self, arrived: list[int], views: list[torch.Tensor]) -> list[int]:
         """Finish gradients that layers have written; return the other parameters of ``arrived``."""
         for index in self._written:
-            parameter, view = self._parameters[index], local.views[index]
+            grad, view = self._parameters[index].grad, views[index]
             if index not in arrived:
                 # Autograd waits for another use of the parameter, and then brings the sum.
                 self._early[index] = view.clone()
                 view.zero_()
             # Autograd has kept the alias and added to it, or has made a tensor of the sum.
-            elif parameter.grad is not None and parameter.grad.data_ptr() != view.data_ptr():
-                view.copy_(parameter.grad)
+            elif grad is not None and grad.data_ptr() != view.data_ptr():
+                view.copy_(grad)
         others = [index for index in arrived if index not in self._written]
         self._written.clear()
         return others
@@ -302,13 +267,9 @@ class GroupGradients:
     # ---- reduction
 
     def reduce(self, over_inner: bool, over_outer: bool) -> None:
-        """Start to reduce gradients; :meth:`advance_reduce` continues the reduction.
+        """Start to reduce local gradients over the inner axis, and the inner sum over the outer.
 
-        Args:
-            over_inner: reduce the local gradients over the inner axis. A rank without any
-                contributes zeros, because the other ranks wait for it.
-            over_outer: reduce the inner sum over the outer axis. Without an outer axis there is
-                nothing to do.
+        A rank without any contributes zeros, because the other ranks wait for it.
         """
         self.wait_for_reduce()
         self._move_back()
@@ -344,19 +305,15 @@ class GroupGradients:
         if over_inner:
             yield from self._reduce_inner(self._inner_sum if is_hybrid else self._grad_sum)
         if over_outer and is_hybrid:
-            yield from self._reduce_outer()
-
-    def _take_local(self, reduces_now: bool) -> torch.Tensor:
-        """Return the flat tensor of local gradients, or of zeros, for a reduction."""
-        local, _ = self._open(reduces_now)
-        self._change_state(GradientState.REDUCING)
-        return local.flat
+            partial_sum = self._inner_sum.total.to(self.comm_dtype)
+            result = yield from self._reduce_over_outer(partial_sum)
+            self._grad_sum.add(result)
+            self._inner_sum.drop()
 
     def _reduce_inner(self, target: RunningSum) -> Iterator[None]:
         """Add the local gradients, reduce-scattered over the inner axis, to ``target``."""
-        full = self._take_local(reduces_now=False)
-        if full.dtype != self.comm_dtype:
-            full = full.to(self.comm_dtype)
+        full = self._open(reduces_now=False)[0].flat.to(self.comm_dtype)
+        self.change_state(GradientState.REDUCING)
         result = target.buffer_for(full.dtype)
         pending = self._communicator.reduce_scatter(full, result)
         yield
@@ -367,7 +324,8 @@ class GroupGradients:
     def _reduce_whole(self) -> Iterator[None]:
         """Add the local gradients, reduced over both axes, to the gradient shard."""
         communicator = self._communicator
-        local = self._take_local(reduces_now=True)
+        local = self._open(reduces_now=True)[0].flat
+        self.change_state(GradientState.REDUCING)
         is_in_sum = self._grad_sum.is_in(local)
         if is_in_sum:
             self._grad_sum.add(local)  # in place: from here on these are the reduced gradients
@@ -377,42 +335,31 @@ class GroupGradients:
             yield
         pending.wait()
         if communicator.is_hybrid:
-            if self._partition.num_outer > 1:
-                result = self._grad_sum.buffer_for(full.dtype)
-                pending = communicator.reduce_scatter_outer(full, result)
-            else:
-                pending = communicator.all_reduce_outer(full)
-            yield
-            pending.wait()
+            result = yield from self._reduce_over_outer(full)
         if not is_in_sum:
             self._grad_sum.add(result)
         elif result is not local:
             local.copy_(result)
         self._drop_local()
 
-    def _reduce_outer(self) -> Iterator[None]:
-        """Add the inner sum, reduced over the outer axis, to the gradient shard."""
-        partial = self._inner_sum.total.to(self.comm_dtype)
-        result = partial
+    def _reduce_over_outer(self, full: torch.Tensor) -> Generator[None, None, torch.Tensor]:
+        """Return ``full`` reduced over the outer axis, or the owned shard of it."""
+        result = full
         if self._partition.shards_outer:
-            result = self._grad_sum.buffer_for(partial.dtype)
-            pending = self._communicator.reduce_scatter_outer(partial, result)
+            result = self._grad_sum.buffer_for(full.dtype)
+            pending = self._communicator.reduce_scatter_outer(full, result)
         else:
-            pending = self._communicator.all_reduce_outer(partial)
+            pending = self._communicator.all_reduce_outer(full)
         yield
         pending.wait()
-        self._grad_sum.add(result)
-        self._inner_sum.drop()
+        return result
 
     # ---- for the optimizer and the training loop
 
     def final(self, in_main_dtype: bool = True) -> RunningSum:
-        """Return the gradient shard, under ``torch.no_grad()``; zeros if there are none.
-
-        Args:
-            in_main_dtype: return it in the dtype of the main weights, which torch's optimizers
-                need; otherwise in the main gradient dtype, without a copy.
-        """
+        """Return the gradient shard, under ``torch.no_grad()``; zeros if there are none."""
+        # Torch's optimizers need it in the dtype of the main weights. Otherwise it is in the main
+        # gradient dtype, without a copy.
         if self._grad_sum.dtype == self._optimizer_grad.dtype or not in_main_dtype:
             self._reduced()
             return self._grad_sum
@@ -426,7 +373,7 @@ class GroupGradients:
         if self._local is not None and self._grad_sum.is_in(self._local.flat):
             buffer = self._open_buffer(self._local.flat.dtype)
             buffer.flat.copy_(self._local.flat)
-            self._local = FlatGradient(buffer.flat, buffer.views, buffer.padding)
+            self._local = buffer
         total = self._grad_sum.total
         if self._may_share_sum:
             self._grad_sum.add(total)  # in place: even zeros are reduced gradients now
@@ -462,7 +409,7 @@ class GroupGradients:
         self._inner_sum.drop()
         self.forget_written()
         self._drop_local()
-        clear_grads(self._parameters)
+        set_all(self._parameters, "grad", repeat(None))
 
     def forget_written(self) -> None:
         """Forget what layers have written and autograd has not brought, and will not bring."""
@@ -473,7 +420,7 @@ class GroupGradients:
             self._drop_local()
 
     def _drop_local(self) -> None:
-        self._change_state(GradientState.EMPTY)
+        self.change_state(GradientState.EMPTY)
         self._local = None
         self._written.clear()
         if self._buffer is not None:
@@ -482,12 +429,9 @@ class GroupGradients:
     def set_comm_dtype(self, dtype: torch.dtype | None) -> None:
         """Reduce gradients in ``dtype`` from now on; None: in the main gradient dtype."""
         self.wait_for_reduce()
-        self.comm_dtype = dtype or self._main_dtype
-
-    def _change_state(self, state: GradientState) -> None:
-        self.state = change_state(self, self.state, state)
+        self.comm_dtype = dtype or self._grad_sum.dtype
 
 
-def clear_grads(parameters: Sequence[nn.Parameter]) -> None:
-    """Drop the gradients that autograd has left on the compute parameters."""
-    deque(map(setattr, parameters, repeat("grad"), repeat(None)), maxlen=0)
+def set_all(owners: Sequence[object], attribute: str, values: Iterable[object]) -> None:
+    """Set an attribute of every owner, without a call of Python for each."""
+    deque(map(setattr, owners, repeat(attribute), values), maxlen=0)

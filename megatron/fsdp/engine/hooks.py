@@ -1,28 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hooks on modules, their inputs and outputs, and parameters: they drive the schedule.
-
-[Note: one call of a unit]
-    pre-forward        unshard the unit, the units that it shares parameters with, and any unit
-                       whose parameter is passed as an argument (tied output layers)
-    in forward         unshard a unit whose parameter the code reads by name, as in
-                       ``self.embedding.weight``: the call borrows it
-    post-forward       end the use of all of them. Not while autograd recomputes activations,
-                       because the backward of the same unit follows at once
-    pre-backward       at the first gradient of an output: unshard all of them again
-    post-backward      at the last gradient of an input: the call's backward is over. Where inputs
-                       are leaves of the graph, the gradients of the unit's parameters must be
-                       there too. An input that other calls have too may get its last gradient
-                       later; then the backward of a call that came before marks the end
-
-Hooks are attached to the input and output tensors themselves. An autograd function around the
-module, the usual way, would return views of them. Without one, code may edit inputs and outputs in
-place or free them, and they may be of any type that contains tensors.
-"""
+"""Hooks on modules, their inputs and outputs, and parameters: they drive the schedule."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -33,7 +16,33 @@ from megatron.fsdp.engine import observe
 from megatron.fsdp.engine.device import in_backward
 from megatron.fsdp.engine.schedule import Schedule
 from megatron.fsdp.engine.states import CallState
-from megatron.fsdp.engine.unit import Unit, UnitCall, UnitCallbacks
+from megatron.fsdp.engine.unit import Unit, UnitCall
+
+# [Note: one call of a unit]
+#     pre-forward     unshard the unit, the units that it shares parameters with, and any unit whose
+#                     parameter is passed as an argument (tied output layers)
+#     in forward      unshard a unit whose parameter the code reads by name: the call borrows it
+#     post-forward    end the use of all of them. Not while autograd recomputes activations, because
+#                     the backward of the same unit follows at once
+#     pre-backward    at the first gradient of an output: unshard all of them again
+#     post-backward   at the last gradient of an input: the call's backward is over. Where inputs
+#                     are leaves of the graph, the gradients of the unit's parameters must be there
+#                     too. An input that other calls have too may get its last gradient later; then
+#                     the backward of a call that came before marks the end
+#
+# Hooks are attached to the input and output tensors themselves. An autograd function around the
+# module, the usual way, would return views of them. Without one, code may edit inputs and outputs
+# in place or free them, and they may be of any type that contains tensors.
+
+
+class UnitCallbacks(Protocol):
+    """The client that follows what code does with the weights of units."""
+
+    def before_call(self) -> None:
+        """Act before the outermost forward or method."""
+
+    def after_use(self, unit: Unit) -> None:
+        """Act after a call has used the weights of ``unit``, before they are resharded."""
 
 
 class PassCallbacks(Protocol):
@@ -47,91 +56,68 @@ class PassCallbacks(Protocol):
 
 
 class UnitHooks:
-    """Connects the modules of units to their schedule.
-
-    Args:
-        schedule: the schedule of the units.
-        gradients: the client that gets the gradients of backward passes.
-        callbacks: what clients do when units are used.
-
-    Attributes:
-        handles: ids of the hooks on modules, which a copy of the module must not have.
-        calls: forwards and other methods under way, innermost last.
-        unit_of: the unit of each compute parameter.
-    """
+    """Connects the modules of units to their schedule."""
 
     def __init__(self, schedule: Schedule, gradients: PassCallbacks, callbacks: UnitCallbacks):
         self._schedule = schedule
         self._gradients = gradients
         self._callbacks = callbacks
         self._root = schedule.units[0]
-        self.unit_of: dict[nn.Parameter, Unit] = {}
-        self.calls: list[UnitCall] = []
+        self.unit_of: dict[nn.Parameter, Unit] = {}  # of each compute parameter
+        self.calls: list[UnitCall] = []  # forwards and other methods under way, innermost last
         self._outside = Unit("outside of forwards", None)  # of calls of other methods
         self._awaiting: dict[UnitCall, None] = {}  # their backward awaits gradients of inputs
+        # Ids of the hooks on modules, which a copy of the module must not have.
         self.handles: set[int] = set()
         for unit in schedule.units:
             self._register(unit)
 
     def _register(self, unit: Unit) -> None:
+        pre_forward = torch.compiler.disable(partial(self._pre_forward, unit))
+        post_forward = torch.compiler.disable(self._post_forward)
+        for module in unit.modules:
+            before = module.register_forward_pre_hook(pre_forward, prepend=True, with_kwargs=True)
+            after = module.register_forward_hook(post_forward, always_call=True)
+            self.handles |= {before.id, after.id}
         for group in unit.groups:
             self.unit_of.update(dict.fromkeys(group.parameters, unit))
-        for module in unit.modules:
-            before = module.register_forward_pre_hook(
-                self._pre_forward_hook(unit), prepend=True, with_kwargs=True
-            )
-            after = module.register_forward_hook(self._post_forward_hook(unit), always_call=True)
-            self.handles |= {before.id, after.id}
-
-        def arrived(parameter: nn.Parameter) -> None:
-            if not self._schedule.is_in_backward:
-                self._enter_backward()
-            self._schedule.grad_arrived(unit, parameter)
-
-        for group in unit.trainable_groups:
-            for parameter in group.parameters:
-                parameter.register_post_accumulate_grad_hook(arrived)
+            for parameter in group.parameters if group.requires_grad else ():
+                parameter.register_post_accumulate_grad_hook(partial(self._grad_arrived, unit))
 
     # ---- forward
 
-    def _pre_forward_hook(self, unit: Unit) -> Callable[..., None]:
-        @_not_traced
-        def pre_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            borrowed = list(unit.shared)
-            for argument in (*args, *kwargs.values()):
-                if isinstance(argument, nn.Parameter):
-                    owner = self.unit_of.get(argument, unit)
-                    if owner is not unit and owner not in borrowed:
-                        borrowed.append(owner)
-            call = UnitCall(unit, module, borrowed)
-            self.calls.append(call)
-            is_root = module is self._root.module
-            observe.begin_forward(call, unit.shown_name, is_root)
-            if len(self.calls) == 1:
-                self._callbacks.before_call()
-            if is_root:
-                self._schedule.begin_forward()
-            self._schedule.begin_use(call)
-            if torch.is_grad_enabled():
-                self._watch_inputs(call, (args, kwargs))
+    def _pre_forward(
+        self, unit: Unit, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        borrowed = list(unit.shared)
+        for argument in (*args, *kwargs.values()):
+            if isinstance(argument, nn.Parameter):
+                owner = self.unit_of.get(argument, unit)
+                if owner is not unit and owner not in borrowed:
+                    borrowed.append(owner)
+        call = UnitCall(unit, module, borrowed)
+        self.calls.append(call)
+        is_root = module is self._root.module
+        observe.begin_forward(call, unit.shown_name, is_root)
+        if len(self.calls) == 1:
+            self._callbacks.before_call()
+        if is_root:
+            self._schedule.begin_forward()
+        self._schedule.begin_use(call)
+        if torch.is_grad_enabled():
+            self._watch_inputs(call, (args, kwargs))
 
-        return pre_forward
-
-    def _post_forward_hook(self, unit: Unit) -> Callable[..., None]:
-        @_not_traced
-        def post_forward(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            call = self.calls.pop()
-            observe.end_forward(call)
-            if torch.is_grad_enabled():
-                self._watch_outputs(call, output)
-            call.inputs.clear()
-            if in_backward():  # recomputation
-                return
-            self._end_use(call, call.used_units)
-            if module is self._root.module:
-                self._schedule.prefetcher.stop_recording()
-
-        return post_forward
+    def _post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        call = self.calls.pop()
+        observe.end_forward(call)
+        if torch.is_grad_enabled():
+            self._watch_outputs(call, output)
+        call.inputs.clear()
+        if in_backward():  # recomputation
+            return
+        self._end_use(call, call.used_units)
+        if module is self._root.module:
+            self._schedule.prefetcher.stop_recording()
 
     def forget_calls(self) -> None:
         """End the forwards under way after an exception for which torch calls no hooks."""
@@ -176,17 +162,8 @@ class UnitHooks:
 
     def _watch_outputs(self, call: UnitCall, output: Any) -> None:
         call.end_forward()
-
-        def pre_backward(gradients: Any) -> None:
-            self._pre_backward(call)
-
-        def pre_backward_of_node(gradients: Any) -> None:
-            self._end_later_calls(call)
-            self._pre_backward(call)
-
-        def enter_backward(gradient: torch.Tensor) -> None:
-            self._enter_backward()
-
+        pre_backward = partial(self._pre_backward, call)
+        pre_backward_of_node = partial(self._pre_backward_of_node, call)
         for tensor in tensors_in(output):
             if isinstance(tensor, nn.Parameter):
                 continue  # it computes nothing, and hooks on it would pile up
@@ -195,7 +172,7 @@ class UnitHooks:
                 # Before the hooks that the user sets on the output, whose errors end the pass, and
                 # before those of the last unit, where that one has computed the output: prefetching
                 # expects that backward begins with the root.
-                tensor.register_hook(enter_backward if is_unchanged else pre_backward)
+                tensor.register_hook(self._enter_backward if is_unchanged else pre_backward)
             if is_unchanged:
                 continue
             if tensor.grad_fn is not None:
@@ -210,11 +187,14 @@ class UnitHooks:
             if base is not None and base.grad_fn is not None and not call.is_unchanged_input(base):
                 base.grad_fn.register_prehook(pre_backward_of_node)
 
-    def _enter_backward(self) -> None:
+    def _grad_arrived(self, unit: Unit, parameter: nn.Parameter) -> None:
+        self._enter_backward()
+        self._schedule.grad_arrived(unit, parameter)
+
+    def _enter_backward(self, gradient: Any = None) -> None:
         if not self._schedule.is_in_backward:
             self._schedule.begin_backward()
             self._awaiting.clear()
-            self._callbacks.before_backward()
             self._gradients.begin_backward()
             torch.autograd.Variable._execution_engine.queue_callback(self._end_pass)
 
@@ -222,7 +202,7 @@ class UnitHooks:
         self._schedule.finish_backward()
         self._gradients.end_backward()
 
-    def _pre_backward(self, call: UnitCall) -> None:
+    def _pre_backward(self, call: UnitCall, gradients: Any) -> None:
         self._enter_backward()
         if call.unit is self._outside:
             self._schedule.begin_use(call)
@@ -232,11 +212,11 @@ class UnitHooks:
             if call.awaited_inputs > 0:
                 self._awaiting[call] = None
             if call.unit.groups:
-                observe.begin_backward(call.unit.shown_name)
+                for observer in observe.observers:
+                    observer.begin_backward(call.unit.shown_name)
             self._schedule.begin_use(call)
 
-    def _end_later_calls(self, call: UnitCall) -> None:
-        """End the backward of calls that began after the forward of ``call`` had ended."""
+    def _pre_backward_of_node(self, call: UnitCall, gradients: Any) -> None:
         # Autograd runs the nodes that were made last first, so those of later calls have run when
         # it reaches the node that computed an output of `call`. The gradients of their inputs need
         # not be complete then: `call` and others may have the same inputs (the result of an
@@ -244,6 +224,7 @@ class UnitHooks:
         for later in list(self._awaiting):
             if later.began > call.ended and later.has_all_grads:
                 self._post_backward(later)
+        self._pre_backward(call, gradients)
 
     def _watch_inputs(self, call: UnitCall, inputs: Any) -> None:
         leaves: list[torch.Tensor] = []
@@ -285,27 +266,18 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     """Return the tensors in nested tuples, lists, mappings, dataclasses and registered pytrees."""
     if isinstance(value, torch.Tensor):
         return [value]
+    # Torch's walk over a pytree takes longer than one over the usual types, and does not know all.
+    inner: Iterable[Any]
+    if isinstance(value, Mapping):
+        inner = value.values()
+    elif isinstance(value, (tuple, list)):
+        inner = value
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        inner = [getattr(value, item.name) for item in dataclasses.fields(value)]
+    else:
+        inner = [leaf for leaf in tree_leaves(value) if leaf is not value]
     found: list[torch.Tensor] = []
-    # Inputs of a unit, (args, kwargs), and its output nearly always hold tensors directly. Torch's
-    # walk takes longer.
-    if type(value) in (tuple, list, dict):
-        for item in value.values() if isinstance(value, dict) else value:
-            if isinstance(item, torch.Tensor):
-                found.append(item)
-            elif item is not None:
-                found += tensors_in(item)
-        return found
-    for leaf in tree_leaves(value):
-        if isinstance(leaf, torch.Tensor):
-            found.append(leaf)
-        elif isinstance(leaf, Mapping):
-            found += tensors_in(list(leaf.values()))
-        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            found += tensors_in([getattr(leaf, item.name) for item in dataclasses.fields(leaf)])
+    for item in inner:
+        if item is not None:
+            found += tensors_in(item)
     return found
-
-
-def _not_traced(hook: Callable[..., None]) -> Callable[..., None]:
-    """Keep torch.compile from tracing ``hook``; unlike torch's decorator, this one is typed."""
-    untraced: Callable[..., None] = torch.compiler.disable(hook)
-    return untraced

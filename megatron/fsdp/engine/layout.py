@@ -9,13 +9,7 @@ from functools import lru_cache
 from math import prod
 from typing import Literal
 
-from megatron.fsdp.engine.planner import (
-    MIN_ALIGNMENT,
-    Placement,
-    Request,
-    cuts_are_aligned,
-    find_placement,
-)
+from megatron.fsdp.engine.planner import MIN_ALIGNMENT, Request, cuts_are_aligned, find_placement
 
 # [Note: the flat buffer] A group of parameters is one flat buffer of ``world_size * shard_size``
 # elements. Parameters lie in it whole and contiguous, in an order that :mod:`.planner` chooses, and
@@ -25,11 +19,10 @@ from megatron.fsdp.engine.planner import (
 #     shard       |    rank 0     |    rank 1     |
 #     parameter   | (3, 4)    |...| (6,)|.........|      dots are padding
 #
-# Every rank computes the same layout. The shards of other ranks follow from it by arithmetic, so no
-# collective is ever needed to describe a layout.
+# Every rank computes the same layout, so no collective is ever needed to describe one.
 
+# Offsets and sizes of a box in an N-dimensional tensor, as in torch's distributed checkpoints.
 Chunk = tuple[tuple[int, ...], tuple[int, ...]]
-"""Offsets and sizes of a box in an N-dimensional tensor, as in torch's distributed checkpoints."""
 
 
 @dataclass(frozen=True)
@@ -38,14 +31,10 @@ class Granularity:
 
     Args:
         unit: the unit of ``count``, counted from the start of the parameter.
-        count: number of units that stay together; ignored for whole tensors.
+        count: number of units that stay together; ignored for whole tensors. Cuts also stay on
+            multiples of ``MIN_ALIGNMENT`` elements.
         is_required: satisfy it whatever the padding costs. Otherwise it is a preference: if it
             exceeds the padding budget, the parameter may be cut between any elements.
-
-    Cuts also stay on multiples of ``MIN_ALIGNMENT`` elements.
-
-    Raises:
-        ValueError: if the unit is unknown or the count is below 1.
     """
 
     unit: Literal["elements", "rows", "tensor"]
@@ -74,17 +63,11 @@ PREFER_ROWS = Granularity("rows", is_required=False)
 
 @dataclass(frozen=True)
 class Position:
-    """The position of one parameter in the flat buffer.
-
-    Args:
-        shape: of the parameter.
-        start: its first element in the buffer.
-        by_rows: no cut between shards falls inside one of its rows.
-    """
+    """The position of one parameter in the flat buffer, in elements."""
 
     shape: tuple[int, ...]
     start: int
-    by_rows: bool
+    by_rows: bool  # no cut between shards falls inside one of its rows
 
     @property
     def numel(self) -> int:
@@ -99,17 +82,11 @@ class Position:
 
 @dataclass(frozen=True)
 class Layout:
-    """The flat buffer of a group over ``world_size`` ranks. See [Note: the flat buffer].
-
-    Args:
-        world_size: number of shards.
-        shard_size: elements of each, a multiple of ``MIN_ALIGNMENT``.
-        positions: one for each parameter, in the order of the parameters.
-    """
+    """The flat buffer of a group over ``world_size`` ranks. See [Note: the flat buffer]."""
 
     world_size: int
-    shard_size: int
-    positions: tuple[Position, ...]
+    shard_size: int  # in elements, a multiple of `MIN_ALIGNMENT`
+    positions: tuple[Position, ...]  # in the order of the parameters
 
     @property
     def numel(self) -> int:
@@ -122,22 +99,17 @@ class Layout:
         return self.numel - sum(position.numel for position in self.positions)
 
     def owned(self, index: int, rank: int) -> FlatRange:
-        """Return the elements of parameter ``index`` that ``rank`` owns; the range may be empty.
-
-        Example: a parameter at [10, 30) of the buffer, shards of 16. Rank 0 owns [0, 6) of its
-        elements, rank 1 owns [6, 20), and rank 2, whose shard begins at 32, [20, 20).
-        """
+        """Return the elements of parameter ``index`` that ``rank`` owns; the range may be empty."""
+        # Example: a parameter at [10, 30) of the buffer, shards of 16. Rank 0 owns [0, 6) of its
+        # elements, rank 1 owns [6, 20), and rank 2, whose shard begins at 32, [20, 20).
         position = self.positions[index]
         start = _clamp(rank * self.shard_size - position.start, position.numel)
         stop = _clamp((rank + 1) * self.shard_size - position.start, position.numel)
         return FlatRange(position.shape, start, stop, position.by_rows)
 
     def shard_range(self, index: int, rank: int) -> tuple[int, int]:
-        """Return the position of :meth:`owned` elements in the rank's shard: ``[start, stop)``.
-
-        In the example above: [10, 16) in rank 0's shard, [0, 14) in rank 1's. An empty range is at
-        [0, 0).
-        """
+        """Return the position of :meth:`owned` elements in the rank's shard: ``[start, stop)``."""
+        # In the example above: [10, 16) in rank 0's shard, [0, 14) in rank 1's.
         owned = self.owned(index, rank)
         if not owned.numel:
             return 0, 0
@@ -147,19 +119,12 @@ class Layout:
 
 @dataclass(frozen=True)
 class FlatRange:
-    """A contiguous range ``[start, stop)`` of the elements of a tensor in row-major order.
+    """A contiguous range ``[start, stop)`` of the elements of a tensor in row-major order."""
 
-    Args:
-        shape: of the tensor.
-        start: first element.
-        stop: behind the last element.
-        by_rows: no rank's range of this tensor begins or ends inside a row.
-    """
-
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # of the whole tensor
     start: int
     stop: int
-    by_rows: bool
+    by_rows: bool  # no rank's range of this tensor begins or ends inside a row
 
     @property
     def numel(self) -> int:
@@ -176,12 +141,10 @@ class FlatRange:
         return (self.numel // row_size(self.shape), *self.shape[1:])
 
     def parts(self, count: int) -> list[FlatRange]:
-        """Return the same elements as ranges of ``count`` equal tensors that make up dim 0.
-
-        Example: [3, 10) of a tensor of shape (4, 3), seen as 2 tensors of shape (2, 3), which are
-        the elements [0, 6) and [6, 12) of it. The result is [3, 6) of the first and [0, 4) of the
-        second. A tensor outside the range gets [0, 0).
-        """
+        """Return the same elements as ranges of ``count`` equal tensors that make up dim 0."""
+        # Example: [3, 10) of a tensor of shape (4, 3), seen as 2 tensors of shape (2, 3), which are
+        # the elements [0, 6) and [6, 12) of it. The result is [3, 6) of the first and [0, 4) of the
+        # second. A tensor outside the range gets [0, 0).
         if count == 1:
             return [self]
         shape = (self.shape[0] // count, *self.shape[1:])
@@ -201,9 +164,9 @@ class FlatRange:
 
 
 # [Note: shards and owned shards] The ranks of the inner axis divide a group's flat buffer into
-# shards, one each. In hybrid sharding the outer axis usually replicates a shard. If the outer axis
-# shards optimizer state too, each shard is divided once more among its outer ranks, and every rank
-# owns a different part. Example: a buffer of 12 elements, 2 inner and 3 outer ranks.
+# shards, one each. In hybrid sharding the outer axis usually replicates a shard. If it shards
+# optimizer state too, each shard is divided once more among its outer ranks, and every rank owns a
+# different part. Example: a buffer of 12 elements, 2 inner and 3 outer ranks.
 #
 #     element          0   1   2   3   4   5 | 6   7   8   9  10  11
 #     shard of         inner rank 0          | inner rank 1
@@ -216,20 +179,12 @@ class FlatRange:
 
 @dataclass(frozen=True)
 class Partition:
-    """The number of shards, and the index of the one that this rank owns.
+    """The number of shards, and the index of the one that this rank owns."""
 
-    Args:
-        num_inner: shards of the flat buffer; 1 if every rank updates all parameters.
-        num_outer: owned shards of a shard; 1 unless the outer axis shards optimizer state.
-        inner_rank: the index of this rank's shard.
-        outer_rank: the index of this rank's owned shard within its shard.
-        shards_outer: the outer axis shards optimizer state.
-    """
-
-    num_inner: int
-    num_outer: int
-    inner_rank: int
-    outer_rank: int
+    num_inner: int  # shards of the flat buffer; 1 if every rank updates all parameters
+    num_outer: int  # owned shards of a shard; 1 unless the outer axis shards optimizer state
+    inner_rank: int  # the index of this rank's shard
+    outer_rank: int  # the index of this rank's owned shard within its shard
     shards_outer: bool
 
     @property
@@ -265,27 +220,21 @@ def plan(
             buffer need not.
         world_size: number of shards, at least 1.
         granularity: granularity of all parameters, or one for each.
-
-    Raises:
-        ValueError: if the world size is below 1, a dim is negative, or the numbers of granularities
-            and shapes differ.
     """
     sizes = tuple(tuple(shape) for shape in shapes)
     if isinstance(granularity, Granularity):
-        granularities = (granularity,) * len(sizes)
-    else:
-        granularities = tuple(granularity)
+        granularity = (granularity,) * len(sizes)
     if world_size < 1:
         raise ValueError(f"expects a world size of at least 1 but got {world_size}")
-    if len(granularities) != len(sizes):
+    if len(granularity) != len(sizes):
         raise ValueError(
             f"expects one granularity for each of {len(sizes)} parameters but got"
-            f" {len(granularities)}"
+            f" {len(granularity)}"
         )
     negative = [shape for shape in sizes if min(shape, default=0) < 0]
     if negative:
         raise ValueError(f"expects dims of at least 0 but got {negative}")
-    return _plan(sizes, world_size, granularities)
+    return _plan(sizes, world_size, tuple(granularity))
 
 
 @lru_cache(maxsize=1024)  # most layers of a model are equal
@@ -297,13 +246,8 @@ def _plan(
         for shape, granularity in zip(shapes, granularities)
     ]
     placement = find_placement(requests, world_size)
-    positions = _positions(shapes, placement)
-    return Layout(world_size, placement.shard_size, positions)
-
-
-def _positions(shapes: Sequence[tuple[int, ...]], placement: Placement) -> tuple[Position, ...]:
-    """Return the positions of all parameters; those without elements lie behind all others."""
     starts = dict(placement.starts)
+    # Parameters without elements lie behind all others.
     end = max((start + prod(shapes[index]) for index, start in placement.starts), default=0)
     end += -end % MIN_ALIGNMENT
     positions = []
@@ -314,7 +258,7 @@ def _positions(shapes: Sequence[tuple[int, ...]], placement: Placement) -> tuple
             row_size(shape), start, prod(shape), placement.shard_size
         )
         positions.append(Position(shape, start, by_rows))
-    return tuple(positions)
+    return Layout(world_size, placement.shard_size, tuple(positions))
 
 
 def _clamp(position: int, size: int) -> int:
@@ -323,15 +267,13 @@ def _clamp(position: int, size: int) -> int:
 
 
 def _chunks(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Chunk]:
-    """Yield the chunks of the range ``[start, stop)``, which is not empty.
-
-    A range is the end of a first row, whole rows, and the beginning of a last row. The ends are the
-    same problem with one dimension less. Example: [2, 11) of shape (3, 4).
-
-        0  0  1  1      ((0, 2), (1, 2))    the end of row 0: [2, 4) of a vector of 4
-        1  1  1  1      ((1, 0), (1, 4))    the whole row 1
-        1  1  1  0      ((2, 0), (1, 3))    the beginning of row 2: [0, 3) of a vector of 4
-    """
+    """Yield the chunks of the range ``[start, stop)``, which is not empty."""
+    # A range is the end of a first row, whole rows, and the beginning of a last row. The ends are
+    # the same problem with one dimension less. Example: [2, 11) of shape (3, 4).
+    #
+    #     0  0  1  1      ((0, 2), (1, 2))    the end of row 0: [2, 4) of a vector of 4
+    #     1  1  1  1      ((1, 0), (1, 4))    the whole row 1
+    #     1  1  1  0      ((2, 0), (1, 3))    the beginning of row 2: [0, 3) of a vector of 4
     if len(shape) <= 1:
         yield ((start,), (stop - start,)) if shape else ((), ())
         return

@@ -1,15 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The mesh of a sharded model: which of its axes shard, replicate and split parameters.
-
-[Note: the axes of a parameter]
-    inner     the ranks that shard it
-    outer     in hybrid sharding, the ranks that replicate it, or that shard its optimizer state
-              further
-    tensor    the ranks that have other slices, or copies, of it in tensor parallelism
-
-Expert parameters have an inner axis of their own, on ``expert_mesh``: the ranks that store shards
-of the same experts.
-"""
+"""The mesh of a sharded model: which of its axes shard, replicate and split parameters."""
 
 from __future__ import annotations
 
@@ -18,12 +8,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations, permutations
+from math import prod
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from megatron.fsdp.engine.policy import raise_problems
+
+# [Note: the axes of a parameter]
+#     inner     the ranks that shard it
+#     outer     in hybrid sharding, the ranks that replicate it, or that shard its optimizer state
+#               further
+#     tensor    the ranks that have other slices, or copies, of it in tensor parallelism
+# Expert parameters have an inner axis of their own, on `expert_mesh`: the ranks that store shards
+# of the same experts.
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -90,11 +89,7 @@ class Mesh:
         return self._axes_of(self.expert_mesh, self.expert_data_group, self.expert_gather_group)
 
     def axes(self, is_expert_parallel: bool = False) -> Axes:
-        """Return the axes of dense or of expert parameters.
-
-        Raises:
-            ValueError: for expert parameters without ``expert_mesh``.
-        """
+        """Return the axes of dense or of expert parameters."""
         if not is_expert_parallel:
             return self.dense
         if self.expert is None:
@@ -140,7 +135,10 @@ class Mesh:
         if data_group is None and self.outer is None:
             data_group = inner.get_group()
         elif data_group is None and self.outer is not None:
-            data_group = _data_group_of(mesh, self.outer, self.inner)
+            for names in ([self.outer, self.inner], [self.inner, self.outer]):
+                both = submesh(mesh, names)
+                if data_group is None and both is not None:
+                    data_group = both._flatten().get_group()  # created once per mesh
         return Axes(
             inner=inner,
             outer=self._axis(mesh, self.outer),
@@ -194,58 +192,52 @@ class Mesh:
                 f"Mesh.expert_mesh needs the shard axis {inner!r} too, but has"
                 f" {self.expert_mesh.mesh_dim_names}"
             )
-        kinds = self.expert_mesh.device_type, self.device_mesh.device_type
-        if kinds[0] != kinds[1]:
-            problems.append(f"Mesh.expert_mesh is on {kinds[0]}, Mesh.device_mesh on {kinds[1]}")
+        own, other = self.device_mesh.device_type, self.expert_mesh.device_type
+        if own != other:
+            problems.append(f"Mesh.expert_mesh is on {other}, Mesh.device_mesh on {own}")
         return problems
 
     def _problems_of_groups(self, mesh: str, data_group: str, gather_group: str) -> list[str]:
-        """Return the problems of the axes of a mesh, and of its groups.
-
-        Args:
-            mesh: field with the mesh.
-            data_group: field with its group over outer x inner.
-            gather_group: field with its group for all-gathers.
-        """
+        """Return the problems of the axes of a mesh and of its groups, by the names of fields."""
         axes = {}
         for field in ("inner", "outer", "tensor"):
             axis = self._axis(getattr(self, mesh), getattr(self, field))
             if axis is not None:
                 axes[field] = axis
-        problems = _problems_of_overlap(f"Mesh.{mesh}", axes)
+        problems = [
+            # Shards of the one axis would be summed over the other as if they were copies. A
+            # flattened axis shares ranks with its parts.
+            f"the axes of Mesh.{mesh} Mesh.{first}={axis_names(axes[first])[0]!r} and"
+            f" Mesh.{second}={axis_names(axes[second])[0]!r} share ranks: name axes that are no"
+            " parts of one another"
+            for first, second in combinations(axes, 2)
+            if len(set(axes[first].mesh.tolist()) & set(axes[second].mesh.tolist())) > 1
+        ]
         data_axes = [axes[field] for field in ("inner", "outer") if field in axes]
-        problems += _problems_of_data_group(
-            f"Mesh.{data_group}", getattr(self, data_group), data_axes
-        )
-        group, ranks = getattr(self, gather_group), _group_ranks(axes["inner"])
-        found = _problems_of_group(f"Mesh.{gather_group}", group)
-        if group is not None and not found and dist.get_process_group_ranks(group) != ranks:
-            found = [
-                f"Mesh.{gather_group} has the ranks {dist.get_process_group_ranks(group)}, but the"
-                f" shard axis {ranks}: they must be the same"
-            ]
-        return problems + found
+        checks = {data_group: _problem_of_data_group, gather_group: _problem_of_gathers}
+        for name, check in checks.items():
+            group = getattr(self, name)
+            if isinstance(group, dist.ProcessGroup):
+                ranks = dist.get_process_group_ranks(group)
+                problems += [f"Mesh.{name} {problem}" for problem in check(ranks, data_axes)]
+            elif group is not None:
+                problems.append(
+                    f"Mesh.{name} expects a torch.distributed.ProcessGroup but got"
+                    f" {type(group).__name__}"
+                )
+        return problems
 
 
 @dataclass(frozen=True)
 class Axes:
-    """The axes of dense parameters, or of expert parameters.
-
-    Args:
-        inner: one-axis mesh of the ranks that shard the parameters.
-        outer: one-axis mesh of the outer data axis; None without one.
-        tensor: one-axis mesh of the tensor-parallel axis; None without one.
-        all_gather_group: the inner ranks, for all-gathers of weights.
-        data_group: all data ranks, inner x outer; None if the mesh cannot provide it.
-        root: the mesh to which the axes belong.
-    """
+    """The one-axis meshes of dense or of expert parameters. See [Note: the axes of a parameter]."""
 
     inner: DeviceMesh
     outer: DeviceMesh | None
     tensor: DeviceMesh | None
-    all_gather_group: dist.ProcessGroup
-    data_group: dist.ProcessGroup | None
-    root: DeviceMesh
+    all_gather_group: dist.ProcessGroup  # the inner ranks, for all-gathers of weights
+    data_group: dist.ProcessGroup | None  # inner x outer; None if the mesh cannot provide it
+    root: DeviceMesh  # the mesh to which the axes belong
 
     @property
     def num_data_ranks(self) -> int:
@@ -253,12 +245,9 @@ class Axes:
         return self.inner.size() * (self.outer.size() if self.outer is not None else 1)
 
     def dtensor_mesh(self, outer_is_sharded: bool) -> DeviceMesh:
-        """Return the mesh of the DTensors of these parameters.
-
-        Its axes are the tensor axis, the inner axis and, if it shards them, the outer axis, in this
-        order. It is the order in which a parameter is divided: a tensor-parallel slice is sharded
-        over the inner axis, and that shard over the outer one. No process group is created.
-        """
+        """Return the mesh of the DTensors of these parameters, without creating process groups."""
+        # Its axes are in the order in which a parameter is divided: a tensor-parallel slice is
+        # sharded over the inner axis, and that shard over the outer one.
         axes = [self.inner]
         if self.tensor is not None:
             axes.insert(0, self.tensor)
@@ -268,14 +257,10 @@ class Axes:
             return self.inner
         names = [axis_names(axis)[0] for axis in axes]
         # The outer axis of experts may be that of the dense mesh, and not be part of this root.
-        own_names = [
-            name
-            for name, axis in zip(names, axes)
-            if axis is not self.outer or submesh(self.root, [name]) is not None
-        ]
-        ranks = _ranks_of(self.root, own_names)
-        if self.outer is not None and len(own_names) < len(names):
-            ranks = _extend_along(ranks, self.outer)
+        if axes[-1] is self.outer and submesh(self.root, names[-1:]) is None:
+            ranks = _extend_along(_ranks_of(self.root, names[:-1]), self.outer)
+        else:
+            ranks = _ranks_of(self.root, names)
         return DeviceMesh.from_group(
             [axis.get_group() for axis in axes],
             self.root.device_type,
@@ -290,10 +275,7 @@ def axis_names(mesh: DeviceMesh) -> tuple[str, ...]:
 
 
 def submesh(mesh: DeviceMesh, names: Sequence[str]) -> DeviceMesh | None:
-    """Return the mesh of the axes ``names``, which may be flattened ones, in this order.
-
-    Return None if ``mesh`` does not have these axes in this order.
-    """
+    """Return the mesh of these axes, also flattened ones; None if there is none in this order."""
     if mesh.mesh_dim_names == tuple(names):
         return mesh
     with warnings.catch_warnings():
@@ -310,21 +292,11 @@ def _group_ranks(axis: DeviceMesh) -> list[int]:
     return dist.get_process_group_ranks(axis.get_group())
 
 
-def _data_group_of(mesh: DeviceMesh, outer: str, inner: str) -> dist.ProcessGroup | None:
-    """Return the group over both data axes, created once per mesh; None if the mesh lacks one."""
-    both = submesh(mesh, [outer, inner])
-    if both is None:
-        both = submesh(mesh, [inner, outer])
-    return both._flatten().get_group() if both is not None else None
-
-
 def _ranks_of(mesh: DeviceMesh, names: Sequence[str]) -> torch.Tensor:
-    """Return the ranks of this rank's submesh of ``mesh``, one dim for each name, in their order.
-
-    torch slices axes out of a mesh in the mesh's own order only. Example: the names are (tp, dp),
-    and the submesh exists as (dp, tp) only, with the ranks [[0, 1], [2, 3]]. The result is
-    [[0, 2], [1, 3]].
-    """
+    """Return the ranks of this rank's submesh of ``mesh``, with a dim for each name, in order."""
+    # torch slices axes out of a mesh in the mesh's own order only. Example: the names are (tp, dp),
+    # and the submesh exists as (dp, tp) only, with the ranks [[0, 1], [2, 3]]. The result is
+    # [[0, 2], [1, 3]].
     for order in permutations(names):
         found = submesh(mesh, order)
         if found is not None:
@@ -335,11 +307,8 @@ def _ranks_of(mesh: DeviceMesh, names: Sequence[str]) -> torch.Tensor:
 
 
 def _extend_along(ranks: torch.Tensor, axis: DeviceMesh) -> torch.Tensor:
-    """Return ``ranks`` ``[...]`` with a last dim added: the group of each rank on ``axis``.
-
-    Example: for the ranks [0, 1] and an axis with the groups (0, 2) and (1, 3), the result is
-    [[0, 2], [1, 3]].
-    """
+    """Return ``ranks`` ``[...]`` with a last dim added: the group of each rank on ``axis``."""
+    # Example: the ranks [0, 1] and an axis with the groups (0, 2) and (1, 3) give [[0, 2], [1, 3]].
     root = axis._get_root_mesh()
     dim = axis_names(root).index(axis_names(axis)[0])
     group_of: dict[int, list[int]] = {}
@@ -360,46 +329,23 @@ def _problems_of_mesh(field: str, mesh: object) -> list[str]:
     return []
 
 
-def _problems_of_overlap(mesh: str, axes: dict[str, DeviceMesh]) -> list[str]:
-    """Return a problem for each two axes that share ranks, as a flattened axis does with its parts.
-
-    Shards of the one axis would be summed over the other as if they were copies of one shard.
-    """
-    return [
-        f"the axes of {mesh} Mesh.{first}={axis_names(axes[first])[0]!r} and"
-        f" Mesh.{second}={axis_names(axes[second])[0]!r} share ranks: name axes that are no parts"
-        " of one another"
-        for first, second in combinations(axes, 2)
-        if len(set(axes[first].mesh.tolist()) & set(axes[second].mesh.tolist())) > 1
-    ]
-
-
-def _problems_of_group(field: str, group: object) -> list[str]:
-    if group is None or isinstance(group, dist.ProcessGroup):
-        return []
-    return [f"{field} expects a torch.distributed.ProcessGroup but got {type(group).__name__}"]
-
-
-def _problems_of_data_group(
-    field: str, group: dist.ProcessGroup | None, axes: list[DeviceMesh]
-) -> list[str]:
-    """Return the problems of a group that should contain the ranks of all data axes."""
-    problems = _problems_of_group(field, group)
-    if group is None or problems:
-        return problems
-    size = 1
-    wanted: set[int] = set()
-    for axis in axes:
-        size *= axis.size()
-        wanted.update(_group_ranks(axis))
-    if group.size() != size:
-        return [
-            f"{field} has {group.size()} ranks, but the outer and the shard axis together {size}"
-        ]
-    ranks = dist.get_process_group_ranks(group)
+def _problem_of_data_group(ranks: list[int], axes: list[DeviceMesh]) -> list[str]:
+    """Return a problem of a group that lacks ranks of the data axes, the inner one first."""
+    size = prod(axis.size() for axis in axes)
+    wanted = set().union(*map(_group_ranks, axes))
+    if len(ranks) != size:
+        return [f"has {len(ranks)} ranks, but the outer and the shard axis together {size}"]
     if not wanted <= set(ranks):
         return [
-            f"{field} has the ranks {ranks}, which leave out some of the outer and the shard axis:"
+            f"has the ranks {ranks}, which leave out some of the outer and the shard axis:"
             f" {sorted(wanted)}"
         ]
     return []
+
+
+def _problem_of_gathers(ranks: list[int], axes: list[DeviceMesh]) -> list[str]:
+    """Return a problem of a group of other ranks than the inner axis, the first of ``axes``."""
+    inner = _group_ranks(axes[0])
+    if ranks == inner:
+        return []
+    return [f"has the ranks {ranks}, but the shard axis {inner}: they must be the same"]

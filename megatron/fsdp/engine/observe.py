@@ -1,17 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Observers: what the engine tells of its work on units, its collectives and its flat storage.
-
-Traces, the planner's simulation and the watch over ranks are observers. They belong to the process
-and not to a model, because one recording covers all models and the collectives between them.
-Without an observer each place in the engine costs a test of an empty tuple. While torch.profiler
-runs, work on a unit is a range of it too.
-"""
+"""Observers: what the engine tells of its work on units, its collectives and its flat storage."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from types import TracebackType
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -20,11 +13,10 @@ from torch.autograd import profiler
 
 from megatron.fsdp.engine.device import Collective, Work, in_backward
 
+# Phases: a forward of any unit, a backward pass, and everything around the optimizer's step.
 FORWARD, BACKWARD, STEP = "forward", "backward", "step"
-"""Phases: a forward of any unit, a backward pass, and everything around the optimizer's step."""
-
+# Kinds of collectives: of weights, of gradients, and everything else.
 GATHER, REDUCE, OTHER = "gather", "reduce", "other"
-"""Kinds of collectives: of weights, of gradients, and everything else."""
 
 NOTHING: AbstractContextManager[None] = nullcontext()
 
@@ -69,20 +61,31 @@ class Observer:
         """Note that a collective has failed; may raise an error that explains ``error``."""
 
 
-_observers: tuple[Observer, ...] = ()
-_forwards: dict[Hashable, _Work] = {}  # the observed forwards under way
+# Observers belong to the process and not to a model, because one recording covers all models and
+# the collectives between them. Without an observer, each place that tells costs an empty loop.
+observers: tuple[Observer, ...] = ()
+_forwards: dict[Hashable, AbstractContextManager[None]] = {}  # the observed ones under way
 
 
 def add(observer: Observer) -> None:
     """Tell ``observer`` everything from now on."""
-    global _observers
-    _observers = (*_observers, observer)
+    global observers
+    observers = (*observers, observer)
 
 
 def remove(observer: Observer) -> None:
     """Tell ``observer`` nothing any more."""
-    global _observers
-    _observers = tuple(other for other in _observers if other is not observer)
+    global observers
+    observers = tuple(other for other in observers if other is not observer)
+
+
+def storage(action: str, tensor: torch.Tensor) -> None:
+    """Tell that the storage of a flat tensor is allocated or released."""
+    for observer in observers:
+        observer.storage(action, tensor)
+
+
+# ---- work on units
 
 
 def current_phase() -> str:
@@ -92,85 +95,43 @@ def current_phase() -> str:
     return FORWARD if _forwards else STEP
 
 
-# ---- passes and work on units
-
-
-class _Work(AbstractContextManager[None]):
-    """Work on a unit, for observers and as a range of torch.profiler."""
-
-    def __init__(self, unit: str, work: str):
-        self._unit = unit
-        self._work = work
-        self._begun: list[tuple[Observer, Any]] = []
-
-    def __enter__(self) -> None:
-        name = f"FSDP::{self._work} ({self._unit}, {current_phase()})"
-        self._range = profiler.record_function(name)
-        self._range.__enter__()
-        self._begun = [(each, each.begin_work(self._unit, self._work)) for each in _observers]
-
-    def __exit__(self, *error: object) -> None:
-        for observer, begun in self._begun:
-            observer.end_work(begun)
-        self._range.__exit__(None, None, None)
-
-
 def work(unit: str, work: str) -> AbstractContextManager[None]:
     """Return a context for work on a unit; collectives and storage inside it are the unit's."""
-    return _Work(unit, work) if _observers or profiler._is_profiler_enabled else NOTHING
+    return _told_work(unit, work) if observers or profiler._is_profiler_enabled else NOTHING
+
+
+@contextmanager
+def _told_work(unit: str, work: str) -> Iterator[None]:
+    with profiler.record_function(f"FSDP::{work} ({unit}, {current_phase()})"):
+        told = [(observer, observer.begin_work(unit, work)) for observer in observers]
+        try:
+            yield
+        finally:
+            for observer, begun in told:
+                observer.end_work(begun)
 
 
 def begin_forward(call: Hashable, unit: str, is_root: bool) -> None:
     """Tell that ``call``, a forward of ``unit``, begins."""
-    if not (_observers or profiler._is_profiler_enabled):
+    if not (observers or profiler._is_profiler_enabled):
         return
     if is_root and not in_backward():
-        for observer in _observers:
+        for observer in observers:
             observer.begin_pass(FORWARD)
-    _forwards[call] = _Work(unit, FORWARD)
+    _forwards[call] = work(unit, FORWARD)
     _forwards[call].__enter__()
 
 
 def end_forward(call: Hashable) -> None:
     """Tell that ``call`` has ended."""
     if _forwards and call in _forwards:
-        _forwards.pop(call).__exit__()
-
-
-def begin_backward_pass() -> None:
-    """Tell that a backward pass has reached a model."""
-    for observer in _observers:
-        observer.begin_pass(BACKWARD)
-
-
-def begin_backward(unit: str) -> None:
-    """Tell that the backward of a call of ``unit`` begins."""
-    for observer in _observers:
-        observer.begin_backward(unit)
-
-
-def end_backward_pass() -> None:
-    """Tell that the backward pass is over."""
-    for observer in _observers:
-        observer.end_backward_pass()
-
-
-def begin_step() -> None:
-    """Tell that the optimizer has made a step."""
-    for observer in _observers:
-        observer.begin_step()
-
-
-def storage(action: str, tensor: torch.Tensor) -> None:
-    """Tell that the storage of a flat tensor is allocated or released."""
-    for observer in _observers:
-        observer.storage(action, tensor)
+        _forwards.pop(call).__exit__(None, None, None)
 
 
 # ---- collectives
 
 
-class _ObservedCollective(AbstractContextManager[None]):
+class _ObservedCollective(AbstractContextManager[object]):
     """A collective that observers are told of; if it is asynchronous, also the work to wait for."""
 
     def __init__(
@@ -180,21 +141,14 @@ class _ObservedCollective(AbstractContextManager[None]):
         operands: Sequence[torch.Tensor],
         group: dist.ProcessGroup | None,
     ):
-        self._begun = [
-            (each, each.begin_collective(kind, name, operands, group)) for each in _observers
+        self._told = [
+            (observer, observer.begin_collective(kind, name, operands, group))
+            for observer in observers
         ]
         self.work: Work | None = None
 
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        for observer, begun in self._begun:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        for observer, begun in self._told:
             if isinstance(error, Exception):
                 observer.fail_collective(begun, error)
             elif self.work is None:  # otherwise it is over when somebody has waited for it
@@ -224,7 +178,7 @@ def observed(
         group: the ranks of the collective; None for all ranks.
         collective: the collective to start.
     """
-    if not _observers:
+    if not observers:
         return collective
 
     def start(asynchronous: bool) -> Work | None:
@@ -238,8 +192,8 @@ def observed(
 
 def observing(
     name: str, operand: torch.Tensor | None, group: dist.ProcessGroup | None
-) -> AbstractContextManager[None]:
+) -> AbstractContextManager[object]:
     """Return a context for a synchronous collective, of which observers are told."""
-    if not _observers:
+    if not observers:
         return NOTHING
     return _ObservedCollective(OTHER, name, () if operand is None else (operand,), group)

@@ -1,22 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A parameter group: the parameters of a unit that share dtype, trainability and mesh.
-
-[Note: the weights of a group]
-    compute parameter    the parameter that the module's forward reads, in the module's dtype: a
-                         view of the flat buffer ``compute``, whose storage is freed between uses at
-                         level 3
-    compute shard        this rank's slice of the compute weights, the input of the all-gather. It
-                         is a slice of the flat buffer, but at level 3 a separate tensor if the
-                         optimizer updates it itself, or the outer axis gathers it
-    owned shard          the part of the compute shard that this rank updates: all of it, unless the
-                         outer axis divides it (see [Note: shards and owned shards])
-    main shard           the owned shard in the main dtype, which the optimizer updates. If the
-                         dtypes are equal, it is the owned shard itself. Otherwise it is cast into
-                         the compute shard: when weights are used first after each step, or at level
-                         3 before each all-gather (see :meth:`ParamGroup.keep_compute_weights`)
-
-Gradients have a class of their own: see [Note: the way of a gradient].
-"""
+"""A parameter group: the parameters of a unit that share dtype, trainability and mesh."""
 
 from __future__ import annotations
 
@@ -36,23 +19,31 @@ from megatron.fsdp.engine.policy import Precision, ShardingStrategy
 from megatron.fsdp.engine.states import MainState, WeightState, change_state
 from megatron.fsdp.engine.tensor_parallel import local_tensor, set_local_tensor
 
+# [Note: the weights of a group]
+#     compute parameter  the parameter that the module's forward reads, in the module's dtype: a
+#                        view of the flat buffer `compute`, freed between uses at level 3
+#     compute shard      this rank's slice of the compute weights, the input of the all-gather. It
+#                        is a slice of the flat buffer, but at level 3 a separate tensor if the
+#                        optimizer updates it itself, or the outer axis gathers it
+#     owned shard        the part of the compute shard that this rank updates: all of it, unless
+#                        the outer axis divides it (see [Note: shards and owned shards])
+#     main shard         the owned shard in the main dtype, which the optimizer updates. If the
+#                        dtypes are equal, it is the owned shard itself. Otherwise it is cast into
+#                        the compute shard, at the first use after a step or before each all-gather
+# Gradients have a class of their own: see [Note: the way of a gradient].
+
 
 class ParamGroup:
     """The weights of some parameters that are sharded together, and their ``gradients``.
 
     Args:
-        names: of the parameters, for messages and checkpoints.
+        names: names of the parameters, for messages and checkpoints.
         parameters: compute parameters, each of which :meth:`shard_parameter` moves into the group.
-            If tensor parallelism has made them DTensors, their local tensors are sharded.
-        strategy: the ZeRO level.
+            Of DTensors (tensor parallelism), the local tensors are sharded.
         shards_outer: the outer axis shards optimizer state too; at level 3 only.
-        precision: dtypes of weights and gradients.
-        communicator: the collectives over the inner and the outer axis.
-        device: where the buffers are allocated.
         unit_name: name of the unit of the group, for traces.
         weight_storage: the memory of gathered weights.
         gradient_storage: the memory of local gradients.
-        granularity: of all parameters.
     """
 
     def __init__(
@@ -80,8 +71,26 @@ class ParamGroup:
         self.rank = self.partition.rank
         shapes = [tuple(local_tensor(parameter).shape) for parameter in parameters]
         self.layout = plan(shapes, self.partition.num_owned, granularity)
+        self.has_all_shards = self.layout.world_size == 1  # weights need no all-gather then
         self.reshards_after_use = strategy.shards_parameters and self.partition.num_inner > 1
-        self._make_weights(device, weight_storage if self.reshards_after_use else Storage())
+        self.main_is_compute = precision.main_param == precision.compute
+        self._casts_at_unshard = (
+            self.reshards_after_use and not self.main_is_compute and self.partition.num_outer == 1
+        )
+        name = f"the gathered weights of unit {unit_name!r} ({names[0]}, ...)"
+        storage = weight_storage if self.reshards_after_use else Storage()
+        self.compute = FlatBuffer(
+            self.layout, precision.compute, device, name, storage, self._point_parameters
+        )
+        self.compute_shard, self._owned_shard, self.main_shard = self._make_shards()
+        if self.reshards_after_use:
+            self.compute.discard()  # that was no use
+        elif self.compute.padding:
+            torch._foreach_zero_(self.compute.padding)  # for sums over the flat tensor
+        self.state = WeightState.SHARDED if self.reshards_after_use else WeightState.UNSHARDED
+        self.main_state = MainState.INSTALLED
+        self._kept: torch.Tensor | None = None  # the compute shard to gather while HELD, if cast
+        self._all_gather: Pending | None = None
         self.gradients = GroupGradients(
             self.parameters,
             self.layout,
@@ -97,58 +106,39 @@ class ParamGroup:
     def __str__(self) -> str:
         return f"parameter group {self.names[0]}"
 
-    def _make_weights(self, device: torch.device, storage: Storage) -> None:
-        """Allocate the tensors of [Note: the weights of a group]; parameters are moved in later."""
+    def _make_shards(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the compute shard, the owned shard and the main shard, without values yet."""
         partition = self.partition
-        name = f"the gathered weights of unit {self.unit_name!r} ({self.names[0]}, ...)"
-        self.compute = FlatBuffer(
-            self.layout, self.precision.compute, device, name, storage, self._point_parameters
-        )
-        self.main_is_compute = self.precision.main_param == self.precision.compute
-        gathered_shard = self.compute.slice(partition.inner_rank, partition.num_inner)
-        self.compute_shard = gathered_shard
-        self._casts_at_unshard = (
-            self.reshards_after_use and not self.main_is_compute and partition.num_outer == 1
-        )
-        if self.reshards_after_use:
-            if not self._casts_at_unshard:
-                self.compute_shard = torch.zeros_like(self.compute_shard)
-            self.compute.discard()  # that was no use
-            self.state = WeightState.SHARDED
-        else:
-            self.compute.zero_padding()
-            self.state = WeightState.UNSHARDED
-        self._owned_shard = self.compute_shard
+        compute_shard = self.compute.slice(partition.inner_rank, partition.num_inner)
+        if self.reshards_after_use and not self._casts_at_unshard:
+            compute_shard = torch.zeros_like(compute_shard)
+        owned_shard = compute_shard
         if partition.num_outer > 1:
-            owned_shards = self.compute_shard.view(partition.num_outer, -1)
-            self._owned_shard = owned_shards[partition.outer_rank]
+            owned_shard = compute_shard.view(partition.num_outer, -1)[partition.outer_rank]
         if self.main_is_compute:
-            self.main_shard = self._owned_shard
-        else:
-            self.main_shard = torch.zeros_like(self._owned_shard, dtype=self.precision.main_param)
-        self.main_state = MainState.INSTALLED
-        self._kept: torch.Tensor | None = None  # the compute shard to gather while HELD, if cast
-        self._all_gather: Pending | None = None
+            return compute_shard, owned_shard, owned_shard
+        main_shard = torch.zeros_like(owned_shard, dtype=self.precision.main_param)
+        return compute_shard, owned_shard, main_shard
 
     @torch.no_grad()
     def shard_parameter(self, index: int) -> None:
-        """Move parameter ``index`` into the group; it becomes a view of the flat buffer.
-
-        This is a collective: it broadcasts the values of the first data rank, since ranks that
-        began with different seeds would otherwise train different replicas.
-        """
-        parameter = self.parameters[index]
-        values = local_tensor(parameter).detach().contiguous()
+        """Move parameter ``index`` into the group, with the values of the first data rank."""
+        # Ranks that began with different seeds would otherwise train different replicas.
+        values = local_tensor(self.parameters[index]).detach().contiguous()
         with observe.work(self.unit_name, "shard"):
             self.communicator.broadcast(values)
-        position = self.layout.positions[index]
         if self._casts_at_unshard:
             pass  # the main shard has the values
         elif self.reshards_after_use:
-            shard_start = self.partition.inner_rank * self.compute_shard.numel()
-            _copy_overlap(values.view(-1), position.start, self.compute_shard, shard_start)
+            # Positions in the compute shard: a parameter at [10, 18), a shard at [16, 24) have
+            # [0, 2) in common, the last two elements of the parameter.
+            size = self.compute_shard.numel()
+            start = self.layout.positions[index].start - self.partition.inner_rank * size
+            low, high = max(start, 0), min(start + values.numel(), size)
+            if low < high:
+                self.compute_shard[low:high] = values.view(-1)[low - start : high - start]
         else:
-            self.compute.view(index).copy_(values)
+            self.compute.views[index].copy_(values)
         owned = self.layout.owned(index, self.rank)
         self.main_view(index).view(-1).copy_(values.view(-1)[owned.start : owned.stop])
         self._point_parameters([index])
@@ -159,7 +149,7 @@ class ParamGroup:
         for index in range(len(self.parameters)) if indices is None else indices:
             # `.data` has a version counter of its own, so autograd does not take all-gathers into
             # the flat buffer for in-place edits of the parameter.
-            set_local_tensor(self.parameters[index], self.compute.view(index).data)
+            set_local_tensor(self.parameters[index], self.compute.views[index].data)
 
     def main_view(self, index: int) -> torch.Tensor:
         """Return the part of main parameter ``index`` that this rank owns; it may be empty."""
@@ -201,12 +191,10 @@ class ParamGroup:
             self._become(WeightState.UNSHARDED)
 
     def reshard(self) -> None:
-        """Free the compute parameters at level 3; at other levels do nothing.
-
-        The error of an all-gather is raised here only if nobody has got it yet: hooks reshard units
-        while it is under way, and torch warns of a second one.
-        """
+        """Free the compute parameters at level 3; at other levels do nothing."""
         if self.reshards_after_use:
+            # Hooks reshard units while the error of an all-gather that somebody has waited for is
+            # under way, and torch warns of a second one.
             if self._all_gather is not None and self._all_gather.has_failed:
                 self._all_gather = None
             else:
@@ -214,11 +202,6 @@ class ParamGroup:
             with observe.work(self.unit_name, "reshard"):
                 self.compute.free()
             self._become(WeightState.SHARDED)
-
-    @property
-    def has_all_shards(self) -> bool:
-        """True if this rank owns the whole group: its compute weights need no all-gather."""
-        return self.layout.world_size == 1
 
     @property
     def blocker(self) -> FlatBuffer | None:
@@ -229,13 +212,10 @@ class ParamGroup:
 
     @torch.no_grad()
     def keep_compute_weights(self) -> None:
-        """Keep a copy of the compute shard, which all-gathers send until weights are installed.
-
-        Where compute weights do not follow every change of the main weights, they are their own
-        copy.
-        """
+        """Keep a copy of the compute shard, which all-gathers send until weights are installed."""
         if self.main_state is MainState.DUE:
             self._cast()
+        # Where compute weights do not follow every change of main weights, they are the copy.
         if self._casts_at_unshard and self._kept is None:
             self._kept = self.main_shard.to(self.precision.compute)
         self._change_main_state(MainState.HELD)
@@ -247,10 +227,7 @@ class ParamGroup:
 
     @torch.no_grad()
     def install_main_weights(self) -> None:
-        """Let the next use of the compute weights cast and gather the main weights.
-
-        Until then, main weights may change further.
-        """
+        """Let the next use of the unit cast and gather main weights, which may change till then."""
         self._kept = None
         self._make_due()
         if self.reshards_after_use and self.state is WeightState.STALE:
@@ -269,8 +246,7 @@ class ParamGroup:
     @torch.no_grad()
     def broadcast(self) -> None:
         """Broadcast main weights from the first of the ranks that own the same shard."""
-        num_ranks = self.communicator.inner_size * self.communicator.outer_size
-        if self.layout.world_size < num_ranks:
+        if self.layout.world_size < self.communicator.inner_size * self.communicator.outer_size:
             with observe.work(self.unit_name, "broadcast"):
                 self.communicator.broadcast(
                     self.main_shard,
@@ -301,50 +277,20 @@ def _partition(
 
 
 def unshard(groups: Sequence[ParamGroup]) -> None:
-    """Start the all-gathers of groups of a unit, unless they are done or under way.
-
-    Groups that are sharded over the same ranks are gathered in one launch; see [Note: one launch
-    for several gathers] in ``collectives.py``.
-    """
-    due = [group for group in groups if group.state in (WeightState.SHARDED, WeightState.STALE)]
-    if not due:
-        return
-    with observe.work(due[0].unit_name, "unshard"):
-        for together in _launches(due):
-            gathers = [group.prepare_unshard() for group in together]
-            first = together[0]
-            is_whole = first.has_all_shards
-            all_gather = Pending() if is_whole else first.communicator.all_gather(gathers)
-            for group in together:
-                group.begin_unshard(all_gather)
-
-
-def _launches(groups: list[ParamGroup]) -> Iterable[list[ParamGroup]]:
-    """Return the groups that are sharded over the same ranks in a list each."""
-    if len(groups) == 1:
-        return [groups]
+    """Start the all-gathers of groups of a unit, unless they are done or under way."""
+    # Groups that are sharded over the same ranks are gathered in one launch; see [Note: one launch
+    # for several gathers].
     by_ranks: dict[Hashable, list[ParamGroup]] = defaultdict(list)
     for group in groups:
-        by_ranks[group.has_all_shards, group.communicator.gather_groups].append(group)
-    return by_ranks.values()
-
-
-def _copy_overlap(
-    source: torch.Tensor, source_start: int, target: torch.Tensor, target_start: int
-) -> None:
-    """Copy the elements that two ranges of the same flat buffer have in common.
-
-    Args:
-        source: values of the range that begins at ``source_start``.
-        source_start: in elements of the flat buffer.
-        target: the tensor for the values of the range that begins at ``target_start``.
-        target_start: in elements of the flat buffer.
-    """
-    # A parameter at [10, 18) and a shard at [16, 24): elements 16 and 17 are the source's last two
-    # and the target's first two.
-    low = max(source_start, target_start)
-    high = min(source_start + source.numel(), target_start + target.numel())
-    if low < high:
-        target[low - target_start : high - target_start].copy_(
-            source[low - source_start : high - source_start]
-        )
+        if group.state in (WeightState.SHARDED, WeightState.STALE):
+            by_ranks[group.has_all_shards, group.communicator.gather_groups].append(group)
+    if not by_ranks:
+        return
+    with observe.work(groups[0].unit_name, "unshard"):
+        for together in by_ranks.values():
+            gathers = [group.prepare_unshard() for group in together]
+            is_whole = together[0].has_all_shards
+            communicator = together[0].communicator
+            all_gather = Pending() if is_whole else communicator.all_gather(gathers)
+            for group in together:
+                group.begin_unshard(all_gather)

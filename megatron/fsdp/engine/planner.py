@@ -10,25 +10,21 @@ from math import lcm
 
 # [Note: how the planner chooses] A flat buffer of ``world_size * shard_size`` elements is cut at
 # the multiples of the shard size. Parameters lie in it whole, in any order. The *alignment* of a
-# parameter is a number of elements, usually those of one row, that no cut should divide. It is
-# either required or preferred.
-#
-# A parameter that is longer than two shards is cut wherever the shard size says, so its alignment
+# parameter is a number of elements, usually those of one row, that no cut should divide. A
+# parameter that is longer than two shards is cut wherever the shard size says, so its alignment
 # must divide the shard size. A shorter one can be moved until its cut falls between rows.
 #
-# 1. The smallest buffer that satisfies the required alignments is found first. It is accepted
-#    whatever padding it needs.
-# 2. To satisfy preferences, the buffer may exceed the elements by 1 % (``PADDING_BUDGET``), by 8
+# 1. The smallest buffer that satisfies the required alignments is accepted whatever its padding.
+# 2. To satisfy preferred ones, the buffer may exceed the elements by 1 % (``PADDING_BUDGET``), by 8
 #    elements for each rank and parameter, or be as large as the smallest buffer, whichever is most.
 # 3. Within that limit, the shard sizes tried are multiples of common multiples of the alignments.
 #    The best placement cuts the fewest parameters inside their alignment; among equals, it has the
 #    smallest shard.
 #
-# For one shard size, parameters are placed one after the other. The next is always the one that
-# leaves the smallest gap, and among equals the one with the largest alignment. Small parameters
-# without an alignment remain to fill gaps. If even the smallest gap is larger than the padding that
-# is left, a parameter whose alignment is only preferred is placed without a gap and may be cut
-# anywhere.
+# For one shard size, parameters are placed one after the other: always the one that leaves the
+# smallest gap, and among equals the one with the largest alignment. Small parameters without an
+# alignment remain to fill gaps. If the smallest gap is larger than the padding that is left, a
+# parameter whose alignment is only preferred is placed without a gap and may be cut anywhere.
 
 # In elements: 16 bytes of a 2-byte dtype, the alignment that vector loads and matrix kernels want.
 # All starts and cuts are multiples of it.
@@ -42,32 +38,20 @@ MAX_STEPS = 32
 
 @dataclass(frozen=True)
 class Request:
-    """The size and the alignment of a parameter.
-
-    Args:
-        numel: number of elements.
-        alignment: number of elements, counted from its start, that no cut should divide.
-        is_required: satisfy the alignment whatever the padding costs.
-    """
+    """The size and the alignment of a parameter, in elements."""
 
     numel: int
     alignment: int
-    is_required: bool
+    is_required: bool  # whatever the padding costs
 
 
 @dataclass(frozen=True, order=True)
 class Placement:
-    """A shard size and the starts of the parameters. The better of two placements is the smaller.
+    """A shard size and the starts of the parameters. Of two placements the smaller is better."""
 
-    Args:
-        num_broken: parameters that are cut inside their alignment.
-        shard_size: in elements.
-        starts: index and start of each parameter that has elements.
-    """
-
-    num_broken: int
+    num_broken: int  # parameters that are cut inside their alignment
     shard_size: int
-    starts: tuple[tuple[int, int], ...]
+    starts: tuple[tuple[int, int], ...]  # index and start of each parameter that has elements
 
 
 def find_placement(requests: Sequence[Request], world_size: int) -> Placement:
@@ -101,35 +85,26 @@ class _SizeClass:
     indices: tuple[int, ...]
 
     def one_cut_shard(self) -> int:
-        """Return the smallest shard size at which some start needs at most one, aligned cut.
-
-        A parameter of 40 elements with alignment 16 can be cut into 16 + 24 or 32 + 8. There is no
-        second cut if both parts fit in a shard. The more even split is 16 + 24, so the result is
-        24.
-        """
-        first_part = self.size // (2 * self.alignment) * self.alignment  # 40 // 32 * 16 = 16
-        return self.size - first_part
+        """Return the smallest shard size at which some start needs at most one, aligned cut."""
+        # A parameter of 40 elements with alignment 16 can be cut into 16 + 24 or 32 + 8. There is
+        # no second cut if both parts fit in a shard: the more even split needs 24.
+        return self.size - self.size // (2 * self.alignment) * self.alignment  # 40 - 40 // 32 * 16
 
     def suits(self, shard: int) -> bool:
         """Return True if there is a start for which every cut is aligned."""
         return shard % self.alignment == 0 or shard >= self.one_cut_shard()
 
     def first_start(self, cursor: int, shard: int) -> int:
-        """Return the first start at or after ``cursor`` for which every cut is aligned.
-
-        The shard size must suit the class (:meth:`suits`). Example: size 40, alignment 16, shards
-        of 24, so cuts at 24, 48, 72.
-        From 16: the next cut is at 24. Starting at 16 would leave 8 elements before it, not 16, and
-        a start 16 elements before it would be position 8, before the cursor. Continue from 24.
-        From 24: the next cut is at 48. It is aligned for a start at 48 - 16 = 32, which is the
-        result, because 32 + 40 = 72 does not cross the cut after it.
-        """
+        """Return the first start at or after ``cursor`` for which every cut is aligned."""
+        # The shard size must suit the class. Example: size 40, alignment 16, shards of 24. At 16,
+        # the next cut is at 24, and a start 16 elements before it would be before the cursor. At
+        # 24, the next cut is at 48. It is aligned for a start at 48 - 16 = 32, which is the result,
+        # because 32 + 40 = 72 does not cross the cut after it.
         while True:
             cut = _next_cut(cursor, shard)
             if cursor + self.size <= cut:
                 return cursor
-            # The first position at or after the cursor whose distance to the cut is a multiple of
-            # the alignment.
+            # The first position from the cursor whose distance to the cut is aligned.
             start = cursor + (cut - cursor) % self.alignment
             crosses_one_cut = start + self.size <= cut + shard
             if start < cut and (crosses_one_cut or shard % self.alignment == 0):
@@ -163,22 +138,16 @@ def _total_size(classes: Sequence[_SizeClass]) -> int:
 def _search(
     classes: Sequence[_SizeClass], world_size: int, smallest: int, largest: int
 ) -> Placement | None:
-    """Return the best placement with a shard size in ``[smallest, largest]``.
-
-    Return None if no shard size that was tried satisfies the requirements.
-    """
+    """Return the best placement with a shard size in ``[smallest, largest]``, or None."""
     best: Placement | None = None
     for step in _steps(classes, smallest, largest):
         # If a required alignment does not divide the step, the shard must be large enough for one
         # cut through its parameters.
-        floor = smallest
-        for each in classes:
-            if each.is_required and step % each.alignment:
-                floor = max(floor, each.one_cut_shard())
-        hopeless = 0  # parameters that are misaligned at every multiple of this step
-        for each in classes:
-            if not each.suits(largest // step * step):
-                hopeless += len(each.indices)
+        strict = [each for each in classes if each.is_required and step % each.alignment]
+        floor = max([smallest, *(each.one_cut_shard() for each in strict)])
+        # Parameters that are misaligned at every multiple of this step.
+        unsuited = [each for each in classes if not each.suits(largest // step * step)]
+        hopeless = sum(len(each.indices) for each in unsuited)
         for multiple in _ladder(_ceil_div(floor, step), largest // step):
             shard = multiple * step
             if best is not None and (best.num_broken, best.shard_size) <= (hopeless, shard):
@@ -190,11 +159,9 @@ def _search(
 
 
 def _steps(classes: Sequence[_SizeClass], smallest: int, largest: int) -> list[int]:
-    """Return the numbers whose multiples are worth trying as shard sizes.
-
-    They are common multiples of alignments. Parameters that fit in a shard are ignored, because
-    their alignments need not divide it.
-    """
+    """Return the numbers whose multiples are worth trying as shard sizes."""
+    # They are common multiples of alignments. Parameters that fit in a shard are ignored, because
+    # their alignments need not divide it.
     count: Counter[int] = Counter()
     for each in classes:
         if each.size > smallest:
@@ -209,11 +176,9 @@ def _steps(classes: Sequence[_SizeClass], smallest: int, largest: int) -> list[i
 
 
 def _ladder(first: int, last: int) -> Iterator[int]:
-    """Yield numbers from ``first`` to ``last`` at growing distances.
-
-    The first nine are consecutive. After that, each step is a quarter of the distance from
-    ``first``. Example: ``_ladder(10, 40)`` is 10 to 18, then 20, 22, 25, 28, 32, 37 and 40.
-    """
+    """Yield numbers from ``first`` to ``last`` at growing distances."""
+    # The first nine are consecutive. After that, each step is a quarter of the distance from
+    # `first`. Example: `_ladder(10, 40)` is 10 to 18, then 20, 22, 25, 28, 32, 37 and 40.
     rung = first
     while rung < last:
         yield rung
@@ -240,17 +205,22 @@ def _place(classes: Sequence[_SizeClass], world_size: int, shard: int) -> Placem
     while waiting:
         position, start = _smallest_gap([each for each, _ in waiting], cursor, shard)
         if start - cursor > spare:
-            preferred = _first_preferred([each for each, _ in waiting])
-            if preferred is None:
+            preferred = [index for index, (each, _) in enumerate(waiting) if not each.is_required]
+            if not preferred:
                 return None
-            position, start = preferred, cursor
+            position, start = preferred[0], cursor
         chosen, indices = waiting[position]
         starts.append((indices.pop(0), start))
         spare -= start - cursor
         cursor = start + chosen.size
         if not indices:
             del waiting[position]
-    return Placement(_num_broken(classes, dict(starts), shard), shard, tuple(starts))
+    start_of = dict(starts)
+    num_broken = 0
+    for each in classes:
+        for index in each.indices:
+            num_broken += not cuts_are_aligned(each.alignment, start_of[index], each.size, shard)
+    return Placement(num_broken, shard, tuple(starts))
 
 
 def _smallest_gap(classes: Sequence[_SizeClass], cursor: int, shard: int) -> tuple[int, int]:
@@ -265,29 +235,10 @@ def _smallest_gap(classes: Sequence[_SizeClass], cursor: int, shard: int) -> tup
     return best_position, best_start
 
 
-def _first_preferred(classes: Sequence[_SizeClass]) -> int | None:
-    """Return the index of the first class whose alignment is not required, or None."""
-    for position, each in enumerate(classes):
-        if not each.is_required:
-            return position
-    return None
-
-
-def _num_broken(classes: Sequence[_SizeClass], starts: dict[int, int], shard: int) -> int:
-    """Return the number of parameters that are cut inside their alignment."""
-    num_broken = 0
-    for each in classes:
-        for index in each.indices:
-            num_broken += not cuts_are_aligned(each.alignment, starts[index], each.size, shard)
-    return num_broken
-
-
 def cuts_are_aligned(alignment: int, start: int, numel: int, shard: int) -> bool:
-    """Return True if every cut of ``[start, start + numel)`` is aligned, counted from the start.
-
-    The first two cuts decide for all. If both are aligned, their distance, the shard size, is a
-    multiple of the alignment, and so every further cut is aligned too.
-    """
+    """Return True if every cut of ``[start, start + numel)`` is aligned, counted from the start."""
+    # The first two cuts decide for all. If both are aligned, their distance, the shard size, is a
+    # multiple of the alignment, and so every further cut is aligned too.
     cuts = range(_next_cut(start, shard), start + numel, shard)
     return all((cut - start) % alignment == 0 for cut in cuts[:2])
 

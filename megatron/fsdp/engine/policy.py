@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings: what is sharded, in which precision, and how communication overlaps compute.
-
-Each of them checks itself. A message names a setting as ``Strategy.level``, which interfaces with
-names of their own can replace.
-"""
+"""Settings: what is sharded, in which precision, and how communication overlaps compute."""
 
 from __future__ import annotations
 
@@ -12,18 +8,17 @@ from enum import IntEnum
 
 import torch
 
+# Each setting checks itself. A message names one as `Strategy.level`, which interfaces with other
+# names replace.
+
 
 class ShardingStrategy(IntEnum):
     """The ZeRO levels (arXiv:1910.02054): the state that is sharded over the shard axis."""
 
-    NO_SHARD = 0
-    """Nothing is sharded: gradients are all-reduced, and every rank updates all parameters."""
-    OPTIM = 1
-    """Optimizer state and main weights are sharded."""
-    OPTIM_GRADS = 2
-    """Gradients are sharded too: they are reduce-scattered after every backward."""
-    OPTIM_GRADS_PARAMS = 3
-    """Compute weights are sharded too: they are all-gathered unit by unit."""
+    NO_SHARD = 0  # Nothing is sharded: gradients are all-reduced, all ranks update all parameters.
+    OPTIM = 1  # Optimizer state and main weights are sharded.
+    OPTIM_GRADS = 2  # Gradients are sharded too: they are reduce-scattered after every backward.
+    OPTIM_GRADS_PARAMS = 3  # Compute weights are sharded too: they are all-gathered unit by unit.
 
     def __str__(self) -> str:
         return self.name.lower()
@@ -49,19 +44,13 @@ class ShardingStrategy(IntEnum):
     ) -> ShardingStrategy:
         """Return the strategy of a number (0 to 3), a name ("optim_grads") or a member.
 
-        Args:
-            value: the value that a user passed.
-            argument: the name of the user's argument, for the message.
-
         Raises:
-            ValueError: if there is no such strategy; names ``argument`` and the values it accepts.
+            ValueError: names the ``argument`` of the user and the values that it accepts.
         """
         if isinstance(value, str) and value.upper() in cls.__members__:
             return cls[value.upper()]
-        if isinstance(value, int) and not isinstance(value, bool):
-            for member in cls:
-                if member.value == value:
-                    return member
+        if isinstance(value, int) and not isinstance(value, bool) and value in range(len(cls)):
+            return cls(value)
         names = ", ".join(f"{member.name.lower()}/{member.value}" for member in cls)
         raise ValueError(f"{argument} expects one of {names} but got {value!r}")
 
@@ -75,9 +64,6 @@ class MixedPrecisionPolicy:
             compute weights themselves.
         main_grads_dtype: dtype in which gradients accumulate. None: the parameter's dtype.
         grad_comm_dtype: dtype in which gradients are reduced. None: ``main_grads_dtype``.
-
-    Raises:
-        ValueError: if one of them is neither a floating-point dtype nor None.
     """
 
     main_params_dtype: torch.dtype | None = torch.float32
@@ -94,11 +80,8 @@ class MixedPrecisionPolicy:
                 )
 
     def resolve(self, compute_dtype: torch.dtype, trainable: bool) -> Precision:
-        """Return the dtypes of a group of parameters of ``compute_dtype``.
-
-        Frozen parameters need no main copy, because nothing updates them.
-        """
-        main_param = compute_dtype
+        """Return the dtypes of a group of parameters of ``compute_dtype``."""
+        main_param = compute_dtype  # also of frozen parameters, since nothing updates them
         if trainable and self.main_params_dtype is not None:
             main_param = self.main_params_dtype
         main_grad = self.main_grads_dtype or compute_dtype
@@ -126,9 +109,6 @@ class Overlap:
         prefetch_bytes: how many bytes of weights may be unsharded ahead, in place of a number of
             units, and up to which small units outside the named ones are gathered with the
             parameters of the root. None: no such bound, and the size of the largest named unit.
-
-    Raises:
-        ValueError: lists every wrong value.
     """
 
     grad_reduce: bool = True

@@ -1,40 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The schedule: when units are unsharded and resharded, and when their gradients are reduced.
+"""The schedule: when units are unsharded and resharded, and when their gradients are reduced."""
 
-The calls of a unit are its users. A unit is unsharded for its first user and resharded after its
-last. While one unit computes, the next units are prefetched and the gradients of the previous one
-are reduced. Collectives are launched in the order of calls, which is the same on every rank.
-"""
+# The calls of a unit are its users. A unit is unsharded for its first user and resharded after its
+# last. While one unit computes, the next units are prefetched and the gradients of the previous one
+# are reduced. Collectives are launched in the order of calls, which is the same on every rank.
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from itertools import chain
 
 import torch
 from torch import nn
 
+from megatron.fsdp.engine.buffer import FlatBuffer
 from megatron.fsdp.engine.device import current_pass, in_backward
 from megatron.fsdp.engine.gradients import GroupGradients
 from megatron.fsdp.engine.param_group import unshard
 from megatron.fsdp.engine.policy import Overlap, ShardingStrategy
+from megatron.fsdp.engine.states import GradientState
 from megatron.fsdp.engine.unit import GRAPH, Unit, UnitCall
 
 
 class Microbatches:
-    """The caller's statements about the backward passes to come.
-
-    Args:
-        sync_each: every pass ends with final gradients on the parameters.
-    """
+    """The caller's statements about the backward passes to come."""
 
     # Gradients of a pass that does not synchronise accumulate: on this rank where a ZeRO level
     # keeps whole gradients, otherwise in the gradient shards. What is not reduced then is reduced
     # before the optimizer's step.
 
     def __init__(self, sync_each: bool):
-        self.sync_each = sync_each
+        self.sync_each = sync_each  # every pass ends with final gradients on the parameters
         self._is_last = True
         self._are_marked = False  # by `no_sync`: a pass outside of it is the last one of its step
 
@@ -65,17 +63,7 @@ class Microbatches:
 
 
 class Schedule:
-    """Turns the calls of units, forward and backward, into all-gathers and reductions.
-
-    Args:
-        units: the units of the model, the root first, then in the order of registration.
-        strategy: the ZeRO level.
-        overlap: how communication overlaps compute.
-        microbatches: tells which backward passes are synchronised.
-        reduces_late: reduce gradients when the backward pass is over, where no level forbids that.
-            The loss may then reach other units on other ranks, at levels 0 and 1. Levels 2 and 3
-            reduce and gather unit by unit, so their ranks must reach the same ones.
-    """
+    """Turns the calls of units, forward and backward, into all-gathers and reductions."""
 
     def __init__(
         self,
@@ -85,10 +73,13 @@ class Schedule:
         microbatches: Microbatches,
         reduces_late: bool,
     ):
-        self.units = units
+        self.units = units  # the root first, then in the order of registration
         self.microbatches = microbatches
         self._strategy = strategy
         self._overlaps_reductions = overlap.grad_reduce
+        # Reduce gradients when the backward pass is over, where no level forbids that. The loss may
+        # then reach other units on other ranks, at levels 0 and 1. Levels 2 and 3 reduce and gather
+        # unit by unit, so their ranks must reach the same ones.
         self._reduces_late = reduces_late
         self.prefetcher = Prefetcher(units, overlap)
         self._reducing: list[GroupGradients] = []  # whose reductions are under way, oldest first
@@ -136,10 +127,11 @@ class Schedule:
     def end_use(self, unit: Unit, user: Hashable) -> None:
         """Note that ``user`` no longer needs the unit, and reshard it after its last user."""
         unit.users.pop(user, None)
-        if not unit.users:
-            self._reshard(unit)
+        self._reshard(unit)
 
     def _reshard(self, unit: Unit) -> None:
+        if unit.users:
+            return
         if self._keeps_graph:
             # The unit stays unsharded until the end of the next backward pass that is not recorded.
             unit.users[GRAPH] = max(current_pass(), 0)
@@ -178,8 +170,7 @@ class Schedule:
             with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
                 self._reduce(unit)
         unit.reset_backward(is_over=not self.is_in_backward)
-        if not unit.users:
-            self._reshard(unit)
+        self._reshard(unit)
         if self.is_in_backward:
             self.prefetcher.prefetch()
 
@@ -214,7 +205,7 @@ class Schedule:
         for unit in reversed(self.units):
             for group in unit.trainable_groups:
                 # Both are the same on all ranks, whichever of them have gradients.
-                is_due = group.gradients.is_due
+                is_due = group.gradients.state is GradientState.WAITING
                 if is_due or group.gradients.has_inner_sum:
                     self._start_reduction(group.gradients, is_due, True)
 
@@ -251,31 +242,20 @@ class Schedule:
 
 @dataclass(frozen=True)
 class UseOrder:
-    """The order in which a forward has used units.
-
-    Args:
-        forward: the units; one may be there several times.
-        backward: the reverse order, but for the root: backward begins with it, and never comes back
-            to it, since it is in use until the end.
-        kept: the units that stay unsharded at the end of the forward, as backward begins with them.
-        num_before: how many uses come before those of ``kept``.
-        num_updates: how many updates of the main weights came before the forward.
-    """
+    """The order in which a forward has used units; one may be there several times."""
 
     forward: list[Unit] = field(default_factory=list)
+    # The reverse order, but for the root: backward begins with it, and never comes back to it,
+    # since it is in use until the end.
     backward: list[Unit] = field(default_factory=list)
+    # The units that stay unsharded at the end of the forward, as backward begins with them.
     kept: list[Unit] = field(default_factory=list)
-    num_before: int = 0
-    num_updates: int = 0
+    num_before: int = 0  # uses that come before those of `kept`
+    num_updates: int = 0  # updates of the main weights that came before the forward
 
 
 class Prefetcher:
-    """Unshards units before they are used, never more of them than the window allows.
-
-    Args:
-        units: the units of the model, the root first.
-        overlap: enables prefetching, and gives the size of the window in units or bytes.
-    """
+    """Unshards units before they are used, never more of them than the window allows."""
 
     # The order is recorded in every forward of the root, so a model may change it from step to
     # step. All ranks prefetch the same units at the same points, because only calls of units, and
@@ -286,10 +266,14 @@ class Prefetcher:
         self._units = units
         self._max_units = overlap.prefetch_units
         self._max_bytes = overlap.prefetch_bytes
+        self._unit_of: dict[FlatBuffer, Unit] = {}
+        for unit in units:
+            self._unit_of.update((group.compute, unit) for group in unit.groups)
+        groups = list(chain.from_iterable(unit.groups for unit in units))
         # Otherwise weights stay allocated, and each forward begins with all gathers that are due.
-        self._are_resharded = any(unit.is_resharded for unit in units)
+        self._are_resharded = any(group.reshards_after_use for group in groups)
         # Several units may then have the same memory, which holds one of them at a time.
-        self._are_assigned_ahead = any(unit.is_assigned_ahead for unit in units)
+        self._are_assigned_ahead = any(group.compute.is_assigned_ahead for group in groups)
         self._recorded: list[Unit] = []  # in the forward under way
         self._order = UseOrder()  # of the last forward
         self._current = units[0]  # the unit that was used last
@@ -305,19 +289,17 @@ class Prefetcher:
     def start_recording(self) -> None:
         """Start to record the order of units, at the beginning of the root's forward."""
         self._recorded = []
-        self._follow_from(-1)
+        self._position, self._upcoming = -1, []
         if self._num_updates:  # none between microbatches
             self._order = replace(self._order, num_updates=self._num_updates)
             self._num_updates = 0
         # Those kept for a backward that has not come are resharded: weights may change till then.
-        self._reshard_prefetched(self._prefetched - self._of_next_forward)
+        self._reshard_idle(self._prefetched - self._of_next_forward)
 
     def stop_recording(self) -> None:
         """Keep the recorded order, and reshard units that were prefetched but not used."""
-        kept = self._prefetched.intersection(self._order.kept)
-        if not torch.is_grad_enabled():
-            kept.clear()
-        self._reshard_prefetched(self._prefetched - kept)
+        kept = self._order.kept if torch.is_grad_enabled() else []
+        self._reshard_idle(self._prefetched.difference(kept))
         order = self._recorded
         last: list[Unit] = []
         for unit in order[:0:-1] if self.is_enabled else ():
@@ -331,7 +313,7 @@ class Prefetcher:
             num_before=len(order) - max(1, len(last)),
             num_updates=self._order.num_updates,
         )
-        self._follow_from(-1)
+        self._position, self._upcoming = -1, []
 
     def reached(self, unit: Unit) -> None:
         """Record that a call of ``unit`` begins, and prefetch the units that follow it."""
@@ -343,11 +325,6 @@ class Prefetcher:
         self._position = _position_of(unit, order, self._position + 1)
         self.prefetch()
 
-    def _follow_from(self, position: int) -> None:
-        """Set the position in the order that is followed, -1 for before its first unit."""
-        self._position = position
-        self._upcoming = []
-
     # ---- unsharding ahead
 
     def prefetch(self) -> None:
@@ -357,7 +334,7 @@ class Prefetcher:
         self._upcoming = self._window()
         if self._prefetched:
             wanted = [*self._upcoming, *self._kept_for_backward()]
-            self._reshard_prefetched(self._prefetched.difference(wanted))
+            self._reshard_idle(self._prefetched.difference(wanted))
         self._unshard_ahead(self._upcoming)
 
     def _unshard_ahead(self, units: list[Unit]) -> None:
@@ -377,8 +354,7 @@ class Prefetcher:
             self._in_use = {unit: None for unit in self._in_use if unit.users}
             ahead = [unit for unit in self._in_use if unit not in others]
         window: list[Unit] = []
-        for index in range(self._position + 1, len(order)):
-            unit = order[index]
+        for unit in order[self._position + 1 :]:
             if unit in window or not self._fits([*ahead, unit]):
                 break
             ahead.append(unit)
@@ -389,10 +365,8 @@ class Prefetcher:
         """Return True if so many units may be unsharded beside the one in use."""
         if self._max_bytes is None:
             return len(units) <= self._max_units
-        num_bytes = 0
-        for unit in units:
-            num_bytes += sum(group.compute.num_bytes for group in unit.groups)
-        return num_bytes <= self._max_bytes
+        groups = chain.from_iterable(unit.groups for unit in units)
+        return sum(group.compute.num_bytes for group in groups) <= self._max_bytes
 
     def weights_change(self) -> None:
         """Reshard all prefetched units, because main weights have new values."""
@@ -407,7 +381,7 @@ class Prefetcher:
         if not self.is_enabled or is_early or root.users or in_backward():
             return
         self._current = root
-        self._follow_from(0)
+        self._position, self._upcoming = 0, []
         window = [root, *self._window()] if self._order.forward else []
         self._unshard_ahead(window)
         self._of_next_forward.update(self._prefetched.intersection(window))
@@ -434,22 +408,17 @@ class Prefetcher:
         self._in_use[unit] = None
         self._prefetched.discard(unit)
         self._of_next_forward.discard(unit)
-        blockers = unit.blockers if self._are_assigned_ahead else ()
-        for other in self._units if blockers else ():
-            if not other.users and any(group.compute in blockers for group in other.groups):
-                self._prefetched.discard(other)
-                self._of_next_forward.discard(other)
-                other.reshard()
+        if self._are_assigned_ahead:
+            self._reshard_idle({self._unit_of[buffer] for buffer in unit.blockers})
 
     def reshard_unused(self) -> None:
         """Reshard all prefetched units that no call uses."""
         self._upcoming = []
-        self._reshard_prefetched(set(self._prefetched))
+        self._reshard_idle(set(self._prefetched))
 
-    def _reshard_prefetched(self, units: set[Unit]) -> None:
-        if not units:
-            return
-        for unit in self._units:  # the order of a set differs between ranks
+    def _reshard_idle(self, units: set[Unit]) -> None:
+        # The order of a set differs between ranks.
+        for unit in self._units if units else ():
             if unit in units:
                 self._prefetched.discard(unit)
                 self._of_next_forward.discard(unit)
@@ -459,9 +428,6 @@ class Prefetcher:
 
 def _position_of(unit: Unit, order: list[Unit], start: int) -> int:
     """Return where ``order`` uses ``unit``: next from ``start``, otherwise the first time."""
-    for begin in (start, 0):
-        try:
-            return order.index(unit, begin)
-        except ValueError:
-            continue
-    return len(order)  # the order does not have it: nothing is prefetched after it
+    if unit not in order:
+        return len(order)  # nothing is prefetched after it
+    return order.index(unit, start if unit in order[start:] else 0)

@@ -1,33 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The states of weights, gradients and units, and the table of allowed transitions between them.
-
-[Note: the life of a unit] Take a transformer layer at ZeRO level 3, trained for one step.
-
-    what happens                          its groups' WeightState          its BackwardState
-    ------------------------------------  -------------------------------  -----------------
-    the model is sharded                  SHARDED                          IDLE
-    the unit before it computes: prefetch SHARDED -> UNSHARDING            IDLE
-    its forward begins                    UNSHARDING -> UNSHARDED          IDLE
-    its forward ends                      UNSHARDED -> SHARDED             IDLE
-    the unit above is in backward         SHARDED -> UNSHARDING            IDLE
-    the gradient of its output arrives    UNSHARDING -> UNSHARDED          IDLE -> RUNNING
-    its parameters' gradients arrive      UNSHARDED                        RUNNING
-    the gradients of its inputs arrive    UNSHARDED -> SHARDED             RUNNING -> IDLE
-
-In the last line, the local gradients move into the group's flat buffer (GradientState EMPTY ->
-WAITING) and their reduction begins (-> REDUCING); when it is over they are in the gradient shard
-(-> EMPTY), which parameters show at the end of the pass (ShownState HIDDEN -> FINAL). The optimizer
-then updates the main weights (MainState INSTALLED -> DUE). At level 3 the next all-gather sends the
-new values (``start_param_sync`` starts it for the units that the next forward uses first). At
-levels 1 and 2 weights stay allocated on every rank. New main weights make them STALE; the next
-forward gathers them again when it begins, unless ``start_param_sync`` has done so. At level 0 they
-are STALE where main weights of another dtype have to be cast, otherwise always UNSHARDED.
-"""
+"""The states of weights, gradients and units, and the table of allowed transitions between them."""
 
 from __future__ import annotations
 
 from enum import Enum, auto
-from typing import TypeVar
+from typing import Generic, TypeVar
+
+# [Note: the life of a unit] Take a transformer layer at ZeRO level 3, trained for one step.
+#
+#     what happens                          its groups' WeightState          its BackwardState
+#     ------------------------------------  -------------------------------  -----------------
+#     the model is sharded                  SHARDED                          IDLE
+#     the unit before it computes: prefetch SHARDED -> UNSHARDING            IDLE
+#     its forward begins                    UNSHARDING -> UNSHARDED          IDLE
+#     its forward ends                      UNSHARDED -> SHARDED             IDLE
+#     the unit above is in backward         SHARDED -> UNSHARDING            IDLE
+#     the gradient of its output arrives    UNSHARDING -> UNSHARDED          IDLE -> RUNNING
+#     its parameters' gradients arrive      UNSHARDED                        RUNNING
+#     the gradients of its inputs arrive    UNSHARDED -> SHARDED             RUNNING -> IDLE
+#
+# In the last line, the local gradients move into the group's flat buffer (GradientState EMPTY ->
+# WAITING) and their reduction begins (-> REDUCING). When it is over they are in the gradient shard
+# (-> EMPTY), which parameters show at the end of the pass (ShownState HIDDEN -> FINAL). The
+# optimizer then updates the main weights (MainState INSTALLED -> DUE). At level 3 the next
+# all-gather sends the new values. At levels 1 and 2 weights stay allocated, and new main weights
+# make them STALE until the next forward, or `start_param_sync`, gathers them again. At level 0 they
+# are STALE where main weights of another dtype have to be cast, otherwise always UNSHARDED.
 
 
 class EngineState(Enum):
@@ -39,84 +37,84 @@ class EngineState(Enum):
 class WeightState(EngineState):
     """The contents of the compute parameters of a group."""
 
+    # Their storage is freed; this rank has its own shard only.
     SHARDED = auto()
-    """Their storage is freed; this rank has its own shard only."""
+    # They have storage, but its values, or those of other ranks, are older than main weights.
     STALE = auto()
-    """They have storage, but its values, or those of other ranks, are older than main weights."""
+    # They have storage, and the all-gather that fills it is under way.
     UNSHARDING = auto()
-    """They have storage, and the all-gather that fills it is under way."""
+    # They have storage and the values of the main weights: a forward may read them.
     UNSHARDED = auto()
-    """They have storage and the values of the main weights: a forward may read them."""
 
 
 class MainState(EngineState):
     """The way of new main weights into the compute shard, which all-gathers send."""
 
+    # The compute shard has the values of the main weights, or each all-gather casts them.
     INSTALLED = auto()
-    """The compute shard has the values of the main weights, or each all-gather casts them."""
+    # Main weights are newer. The next all-gather first casts them, and gathers the owned shards of
+    # the outer ranks.
     DUE = auto()
-    """Main weights are newer: the next all-gather first casts them, and gathers the owned shards of
-    the outer ranks."""
+    # Main weights are newer, after a step that installs none. All-gathers send the values that the
+    # compute shard had before, until somebody installs them.
     HELD = auto()
-    """Main weights are newer, after a step that installs none: all-gathers send the values that the
-    compute shard had before, until somebody installs them."""
 
 
 class GradientState(EngineState):
     """The local gradients of a group: this rank's sum since the last reduction."""
 
     EMPTY = auto()
-    """There are none."""
+    # Layers write gradients into the flat tensor themselves; autograd has not brought any yet.
     WRITING = auto()
-    """Layers write gradients into the flat tensor themselves; autograd has not brought any yet."""
+    # A backward of the unit has ended, and a reduction is due. All ranks take part in it, also one
+    # that has no gradients itself (experts without tokens).
     WAITING = auto()
-    """A backward of the unit has ended, and a reduction is due. All ranks take part in it, also one
-    that has no gradients itself (experts without tokens)."""
+    # Their reduction is under way; nothing may be added to them.
     REDUCING = auto()
-    """Their reduction is under way; nothing may be added to them."""
 
 
 class ShownState(EngineState):
     """The gradients that the sharded parameters of a model show."""
 
+    # Nothing: no backward pass has ended since all gradients were dropped.
     NONE = auto()
-    """Nothing: no backward pass has ended since all gradients were dropped."""
+    # Nothing, or what was there before the backward pass under way; there are gradients.
     HIDDEN = auto()
-    """Nothing, or what was there before the backward pass under way; there are gradients."""
+    # Reduced gradients; others may wait for their reduction.
     SHOWN = auto()
-    """Reduced gradients; others may wait for their reduction."""
+    # All gradients: no backward pass has ended since they were reduced.
     FINAL = auto()
-    """All gradients: no backward pass has ended since they were reduced."""
 
 
 class BackwardState(EngineState):
     """The progress of a unit in the backward pass."""
 
+    # No gradient of this pass has reached the unit, or its part of the pass is over.
     IDLE = auto()
-    """No gradient of this pass has reached the unit, or its part of the pass is over."""
+    # A call is in backward, or gradients arrive; the unit is done when every parameter has one.
     RUNNING = auto()
-    """A call is in backward, or gradients arrive; the unit is done when every parameter has one."""
+    # Another pass than the one in which the unit came into use has produced gradients for it: the
+    # nested backward of activation recomputation, a backward inside a forward, or one of several
+    # over a kept graph. More may follow for the same parameters: counting does not tell the end.
     RECOMPUTED = auto()
-    """A pass other than the one in which the unit came into use has produced gradients for it: the
-    nested backward of activation recomputation, a backward inside a forward, or one of several over
-    a kept graph. More may follow for the same parameters, so counting does not tell the end."""
 
 
 class CallState(EngineState):
     """The progress of one call of a unit in its backward."""
 
+    # Its forward is under way or over; its backward has not begun, or is over.
     FORWARD = auto()
-    """Its forward is under way or over; its backward has not begun, or is over."""
+    # Its backward has begun. The gradients of its inputs, or the backward of a call that came
+    # before it, will tell when it is over.
     AWAITING_INPUTS = auto()
-    """Its backward has begun; the gradients of its inputs, or the backward of a call that came
-    before it, will tell when it is over."""
+    # Its backward has begun, and no gradients of inputs are outstanding. The gradients of the
+    # unit's parameters, or the end of the pass, will tell when it is over.
     AWAITING_PARAMETERS = auto()
-    """Its backward has begun, and no gradients of inputs are outstanding: the gradients of the
-    unit's parameters, or the end of the pass, will tell when it is over."""
 
 
 State = TypeVar("State", bound=EngineState)
 
+# The states that may follow each state, other than itself.
 _ALLOWED: dict[EngineState, tuple[EngineState, ...]] = {
     WeightState.SHARDED: (WeightState.UNSHARDING,),
     WeightState.STALE: (WeightState.UNSHARDING, WeightState.SHARDED),
@@ -142,23 +140,23 @@ _ALLOWED: dict[EngineState, tuple[EngineState, ...]] = {
     CallState.AWAITING_INPUTS: (CallState.AWAITING_PARAMETERS, CallState.FORWARD),
     CallState.AWAITING_PARAMETERS: (CallState.FORWARD,),
 }
-"""The states that may follow each state, other than itself."""
 
 
 def change_state(owner: object, state: State, new_state: State) -> State:
-    """Return ``new_state`` if it may follow ``state``.
-
-    Args:
-        owner: the group, unit or call; its ``str`` names it in the message.
-        state: the state before.
-        new_state: the state after; may be the same.
-
-    Raises:
-        RuntimeError: if the table does not allow the change: a defect of the engine.
-    """
+    """Return ``new_state`` if it may follow ``state``; ``str(owner)`` is in the error's message."""
     if new_state is not state and new_state not in _ALLOWED[state]:
         raise RuntimeError(
             f"{owner} cannot change from {state.name} to {new_state.name}: it may become"
             f" {' or '.join(allowed.name for allowed in _ALLOWED[state])}"
         )
     return new_state
+
+
+class StateOwner(Generic[State]):
+    """A group's gradients, a unit or a call, whose state changes as the table allows."""
+
+    state: State
+
+    def change_state(self, state: State) -> None:
+        """Go on to ``state``."""
+        self.state = change_state(self, self.state, state)

@@ -45,11 +45,9 @@ def local_grad(parameter: nn.Parameter) -> torch.Tensor:
 
 
 def get_mcore_tensor_parallel_partition_dim(param: torch.Tensor) -> int | None:
-    """Return the dim of a parameter that tensor parallelism divides; None if it does not.
-
-    It is in the attributes ``tensor_model_parallel`` and ``partition_dim`` of parameters of
-    Megatron-Core and Transformer Engine, which sharded parameters have too.
-    """
+    """Return the dim of a parameter that tensor parallelism divides; None if it does not."""
+    # Parameters of Megatron-Core and Transformer Engine have these attributes, and so do the
+    # sharded parameters that are made of them.
     dim: int = getattr(param, "partition_dim", -1)
     return dim if getattr(param, "tensor_model_parallel", False) and dim >= 0 else None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from functools import cached_property
-from itertools import count
+from itertools import chain, count
 from operator import attrgetter
 
 import torch
@@ -15,43 +15,25 @@ from torch.utils.hooks import RemovableHandle
 from megatron.fsdp.engine.buffer import FlatBuffer
 from megatron.fsdp.engine.device import current_pass
 from megatron.fsdp.engine.param_group import ParamGroup, unshard
-from megatron.fsdp.engine.states import BackwardState, CallState, WeightState, change_state
+from megatron.fsdp.engine.states import BackwardState, CallState, StateOwner, WeightState
 
+# The number that stands for the forward; no backward pass has it.
 FORWARD = -1
-"""The number that stands for the forward; no backward pass has it."""
 
+# A user of a unit's weights: the graph that autograd records of a backward (create_graph=True).
 GRAPH = "graph"
-"""A user of a unit's weights: the graph that autograd records of a backward (create_graph=True)."""
 
 _clock = count()
 _state = attrgetter("state")
 
 
-class UnitCallbacks:
-    """Actions of clients when units are used; every method does nothing by default."""
-
-    def before_call(self) -> None:
-        """Act before the outermost forward or method."""
-
-    def before_backward(self) -> None:
-        """Act when a backward pass first reaches the model."""
-
-    def after_use(self, unit: Unit) -> None:
-        """Act after a call has used the weights of ``unit``, before they are resharded."""
-
-
-class UnitCall:
-    """One call of a unit's module, from the beginning of its forward to the end of its backward.
-
-    Args:
-        unit: the unit whose module is called.
-        module: the module that is called, one of the unit's; None: a method of no unit's module.
-        borrowed: other units whose parameters the call uses; more are added when they are read.
-    """
+class UnitCall(StateOwner[CallState]):
+    """One call of a unit's module, from the beginning of its forward to the end of its backward."""
 
     def __init__(self, unit: Unit, module: nn.Module | None, borrowed: list[Unit]):
         self.unit = unit
-        self.module = module
+        self.module = module  # one of the unit's; None: a method of no unit's module
+        # Other units whose parameters the call uses; more are added when they are read.
         self.borrowed = borrowed
         self.state = CallState.FORWARD
         # Positions of the begin and the end of the forward among those of all calls.
@@ -96,11 +78,7 @@ class UnitCall:
         self._num_moves = self._count_moves()
 
     def check_addresses(self) -> None:
-        """Check that the weights are at the addresses to which the graph of the forward refers.
-
-        Raises:
-            RuntimeError: if they have moved to other memory meanwhile.
-        """
+        """Raise an error if the graph refers to addresses where the weights are no more."""
         if self._num_moves != self._count_moves():
             raise RuntimeError(
                 f"{self.unit}: its forward came before the optimizer's step that assigned memory"
@@ -109,26 +87,15 @@ class UnitCall:
             )
 
     def _count_moves(self) -> int:
-        num_moves = 0
-        for unit in self.used_units:
-            for group in unit.groups:
-                num_moves += group.compute.num_moves
-        return num_moves
-
-    def change_state(self, state: CallState) -> None:
-        """Move on to ``state``, if the table of states allows it."""
-        self.state = change_state(self, self.state, state)
+        groups = chain.from_iterable(unit.groups for unit in self.used_units)
+        return sum(group.compute.num_moves for group in groups)
 
 
-class Unit:
+class Unit(StateOwner[BackwardState]):
     """Parameters that are unsharded and resharded together.
 
-    They are the parameters of a module, or parameters that several units share.
-
-    Args:
-        name: the module's name, or the joined names of the units that share the parameters.
-        module: the module whose calls use the unit. None: only calls of other units use it.
-        is_automatic: the user did not name the module as a unit.
+    They are the parameters of a module, or parameters that several units share. Those have no
+    module, and the joined names of these units.
     """
 
     def __init__(self, name: str, module: nn.Module | None, is_automatic: bool = False):
@@ -137,7 +104,7 @@ class Unit:
         self.module = module
         # The modules whose calls use the unit: its own, and small ones inside that were merged.
         self.modules = [] if module is None else [module]
-        self.is_automatic = is_automatic
+        self.is_automatic = is_automatic  # the user did not name the module as a unit
         self.groups: list[ParamGroup] = []
         self.shared: list[Unit] = []  # units of parameters that this one shares with others
         self.state = BackwardState.IDLE
@@ -161,12 +128,12 @@ class Unit:
 
     def find_trained(self) -> None:
         """Find the groups and count the parameters that are not frozen now."""
-        self.trained_groups, self._num_trained = [], 0
-        for group in self.trainable_groups:
-            num_trained = sum(parameter.requires_grad for parameter in group.parameters)
-            if num_trained:
-                self.trained_groups.append(group)
-                self._num_trained += num_trained
+        numbers = {
+            group: sum(parameter.requires_grad for parameter in group.parameters)
+            for group in self.trainable_groups
+        }
+        self.trained_groups = [group for group, number in numbers.items() if number]
+        self._num_trained = sum(numbers.values())
         self._has_frozen = self._num_trained < sum(len(group.parameters) for group in self.groups)
 
     # ---- weights
@@ -184,16 +151,6 @@ class Unit:
         """Free the weights of the groups that are sharded at level 3."""
         for group in self.groups:
             group.reshard()
-
-    @property
-    def is_resharded(self) -> bool:
-        """True if weights are freed between uses."""
-        return any(group.reshards_after_use for group in self.groups)
-
-    @property
-    def is_assigned_ahead(self) -> bool:
-        """True if weights get memory that is assigned ahead of their use."""
-        return any(group.compute.is_assigned_ahead for group in self.groups)
 
     @property
     def blockers(self) -> set[FlatBuffer]:
@@ -214,10 +171,11 @@ class Unit:
         call.change_state(awaits)
         self.calls_in_backward.append(call)
         if self.state is BackwardState.IDLE:
-            self._change_state(BackwardState.RUNNING)
+            self.change_state(BackwardState.RUNNING)
 
     def end_backward(self, call: UnitCall) -> None:
         """Note that the gradients of the inputs of ``call`` are complete."""
+        # Those of leaf inputs may arrive before those of parameters.
         if call.has_leaf_inputs and self._num_trained:
             call.change_state(CallState.AWAITING_PARAMETERS)
         else:
@@ -232,10 +190,10 @@ class Unit:
         number = current_pass()
         for since in self.users.values():
             if since != number:
-                self._change_state(BackwardState.RECOMPUTED)
+                self.change_state(BackwardState.RECOMPUTED)
                 return
         if self.state is BackwardState.IDLE:
-            self._change_state(BackwardState.RUNNING)
+            self.change_state(BackwardState.RUNNING)
 
     @property
     def has_all_grads(self) -> bool:
@@ -260,12 +218,9 @@ class Unit:
         )
 
     def reset_backward(self, is_over: bool = True) -> None:
-        """Return to IDLE and drop the users that began in a backward pass.
-
-        Args:
-            is_over: the pass is over. Otherwise calls of other units, in whose backward that of
-                this unit may lie, still use the unit unless all of its gradients are there.
-        """
+        """Return to IDLE and drop the users that began in a backward pass, which may be over."""
+        # Otherwise calls of other units, in whose backward that of this unit may lie, still use the
+        # unit unless all of its gradients are there.
         keeps_borrowers = not (is_over or self.has_all_grads)
         self.arrived.clear()
         for call in self.calls_in_backward:
@@ -277,10 +232,7 @@ class Unit:
             for user, since in self.users.items()
             if since == FORWARD or (keeps_borrowers and _borrows(user, self))
         }
-        self._change_state(BackwardState.IDLE)
-
-    def _change_state(self, state: BackwardState) -> None:
-        self.state = change_state(self, self.state, state)
+        self.change_state(BackwardState.IDLE)
 
 
 def _borrows(user: Hashable, unit: Unit) -> bool:

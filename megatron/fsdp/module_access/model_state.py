@@ -23,19 +23,8 @@ def load_model_state(
 ) -> _IncompatibleKeys:
     """Copy ``state`` into main weights and buffers, unless anything does not fit.
 
-    Args:
-        module: the wrapped module.
-        find: returns the sharded parameter of an entry of the module's own state dict, if any.
-        state: full tensors, or DTensors of the same layout, under those names or the wrapper's.
-        strict: treat missing and unexpected keys as errors.
-
-    Returns:
-        Missing and unexpected keys, like ``torch.nn.Module.load_state_dict``.
-
-    Raises:
-        RuntimeError: lists wrong shapes and, if ``strict``, missing and unexpected keys. Nothing
-            has been changed then.
-        TypeError: for anything but a mapping.
+    It has full tensors, or DTensors of the same layout, under the module's names or the wrapper's.
+    ``find`` returns the sharded parameter of an entry of the module's own state dict, if any.
     """
     if not isinstance(state, Mapping):
         raise TypeError(f"state_dict expects a mapping but got {type(state).__name__}")
@@ -68,19 +57,14 @@ def load_model_state(
             "the state dict does not fit the sharded model:\n  " + "\n  ".join(problems)
         )
 
-    _write({sharded_params[name]: shard for name, shard in shards.items()})
-    module.load_state_dict(
-        {name: value for name, value in own.items() if name in expected}, strict=False
-    )
-    return _IncompatibleKeys(missing, unexpected)
-
-
-@torch.no_grad()
-def _write(shards: dict[ShardedParam, torch.Tensor]) -> None:
-    for sharded_param, shard in shards.items():
-        sharded_param.group.main_view(sharded_param.index).copy_(shard)
-    for group in {sharded_param.group: None for sharded_param in shards}:
+    with torch.no_grad():
+        for name, shard in shards.items():
+            sharded_params[name].parameter._local_tensor.copy_(shard)
+    for group in dict.fromkeys(sharded_params[name].group for name in shards):
         group.install_main_weights()
+    buffers = {name: value for name, value in own.items() if name in expected}
+    module.load_state_dict(buffers, strict=False)
+    return _IncompatibleKeys(missing, unexpected)
 
 
 def _without_wrapper_prefix(names: set[str], state: Mapping[str, Any]) -> dict[str, Any]:
@@ -92,34 +76,15 @@ def _without_wrapper_prefix(names: set[str], state: Mapping[str, Any]) -> dict[s
 
 
 def accept_full_tensors(module: nn.Module) -> set[int]:
-    """Let ``load_state_dict`` of a sharded module and of the modules in it load full tensors.
-
-    torch would copy full tensors into DTensors, which it refuses, or put them in their place. So
-    before a module loads its own parameters, their values are copied into the shards, and the state
-    dict gets the sharded parameters instead, which torch then finds in place. Afterwards the new
-    weights are installed, as after an optimizer's step.
-
-    Values of a wrong shape are left to torch, which lists them. With ``assign=True`` values are
-    copied too: weights remain views of flat buffers, in their own dtype.
-
-    Args:
-        module: the wrapped module, whose parameters are watched.
-
-    Returns:
-        Ids of the hooks on modules.
-    """
+    """Let a sharded module, and the modules in it, load full tensors; return the ids of hooks."""
+    # torch would copy full tensors into DTensors, which it refuses, or put them in their place. So
+    # before a module loads its own parameters, their values are copied into the shards, and the
+    # state dict gets the sharded parameters instead, which torch then finds in place. With
+    # assign=True too: weights remain views of flat buffers. torch lists values of a wrong shape.
     changed: dict[ParamGroup, None] = {}  # groups whose main weights are newer
 
-    def load_own(
-        inner: nn.Module,
-        state_dict: dict[str, Any],
-        prefix: str,
-        metadata: dict[str, Any],
-        strict: bool,
-        missing: list[str],
-        unexpected: list[str],
-        errors: list[str],
-    ) -> None:
+    def load_own(inner: nn.Module, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
+        errors: list[str] = others[-1]
         for name, parameter in inner._parameters.items():
             value = state_dict.get(prefix + name)
             if parameter is None or not is_linked(parameter) or not isinstance(value, torch.Tensor):

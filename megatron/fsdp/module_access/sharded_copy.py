@@ -23,21 +23,12 @@ def copied_module(
     settings: Settings,
     memo: dict[int, Any],
 ) -> tuple[nn.Module, Settings]:
-    """Return a deep copy of a sharded module that is not sharded, and the settings to shard it.
-
-    It still has the hooks of the original.
-
-    Args:
-        module: the module inside the wrapper.
-        sharded_params: of its parameters.
-        settings: those that it was sharded with.
-        memo: of the deep copy.
-    """
+    """Return a deep copy of a module that is not sharded, with hooks, and settings to shard it."""
     for compute, sharded_param in sharded_params.items():
         whole = full_tensor(sharded_param.parameter).to(compute.dtype).view(compute.shape)
         parameter = nn.Parameter(whole, requires_grad=sharded_param.group.requires_grad)
-        attributes = {name: value for name, value in vars(compute).items() if name != IS_COMPUTE}
-        vars(parameter).update(attributes)
+        vars(parameter).update(vars(compute))
+        delattr(parameter, IS_COMPUTE)
         memo[id(compute)] = memo[id(sharded_param.parameter)] = parameter
     copied = copy.deepcopy(module, memo)
     units = [memo.get(id(unit), unit) for unit in settings.units or ()]
@@ -56,7 +47,7 @@ def remove_hooks(original: nn.Module, copied: nn.Module, handles: set[int]) -> N
 
 @torch.no_grad()
 def copy_main_weights(sources: Sequence[ShardedParam], targets: Sequence[ShardedParam]) -> None:
-    """Copy main weights, which may have more bits than the module's, and which are frozen now."""
+    """Copy main weights, which may have more bits than the module's, and what is frozen now."""
     for source, target in zip(sources, targets, strict=True):
         target.parameter.requires_grad_(source.parameter.requires_grad)
         target.parameter._local_tensor.copy_(source.parameter._local_tensor)

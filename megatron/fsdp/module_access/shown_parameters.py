@@ -14,11 +14,9 @@ from megatron.fsdp.engine.hooks import UnitHooks
 from megatron.fsdp.engine.unit import Unit
 from megatron.fsdp.module_access.trainability import Trainability
 
+# Attribute of parameters that code reads only to pass them on as arguments. Reading such a
+# parameter by name does not unshard its unit; the call that receives it does.
 PASSED_ON = "_fsdp_passed_on"
-"""Attribute of parameters that code reads only to pass them on as arguments.
-
-Reading such a parameter by name does not unshard its unit; the call that receives it does."""
-
 
 REFUSED_COPY = (
     "the module inside a sharded model cannot be copied or pickled by itself: its weights are in"
@@ -28,14 +26,7 @@ REFUSED_COPY = (
 
 
 class ShownParameters:
-    """Chooses between the compute parameter and the sharded one when code reads a parameter.
-
-    Args:
-        hooks: the hooks of the units, which know the calls under way.
-        sharded: the sharded parameter of each compute parameter.
-        trainability: the parameters that are frozen.
-        module: the module whose parameters are watched, with all modules in it.
-    """
+    """Chooses between the compute parameter and the sharded one when code reads a parameter."""
 
     def __init__(
         self,
@@ -52,15 +43,11 @@ class ShownParameters:
             if next(inner.parameters(recurse=False), None) is not None:
                 inner._parameters = WatchedParameters(inner._parameters, self)
 
-    # ---- reads and assignments
-
     def look_at(self, parameter: nn.Parameter) -> nn.Parameter:
-        """Return the parameter that code sees when it lists a module's parameters.
-
-        Inside a forward it is the compute parameter, which is unsharded before it is used. Outside,
-        and in other methods, it is the sharded parameter, at every level and for every number of
-        ranks: it has the gradient, and an optimizer steps it.
-        """
+        """Return the parameter that code sees when it lists a module's parameters."""
+        # Inside a forward it is the compute parameter, which is unsharded before it is used.
+        # Outside, and in other methods, it is the sharded parameter, at every level and for every
+        # number of ranks: it has the gradient, and an optimizer steps it.
         unit = self._hooks.unit_of.get(parameter)
         calls = self._hooks.calls
         if unit is None or (calls and calls[-1].module is not None):
@@ -68,11 +55,9 @@ class ShownParameters:
         return self._outside(unit, parameter)
 
     def read_by_name(self, parameter: nn.Parameter) -> nn.Parameter:
-        """Return the parameter that code sees when it reads one by name.
-
-        Inside a forward, or a method called on the wrapper, it is the compute parameter, whose unit
-        the innermost call borrows until it ends.
-        """
+        """Return the parameter that code sees when it reads one by name."""
+        # Inside a forward, or a method called on the wrapper, it is the compute parameter, whose
+        # unit the innermost call borrows until it ends.
         unit = self._hooks.unit_of.get(parameter)
         if unit is None:
             return parameter
@@ -87,10 +72,8 @@ class ShownParameters:
         return parameter
 
     def _outside(self, unit: Unit, parameter: nn.Parameter) -> nn.Parameter:
-        """Return the parameter for code outside of forwards: the sharded one.
-
-        In backward, functions of users may compute with weights that are unsharded.
-        """
+        """Return the parameter for code outside of forwards: the sharded one."""
+        # In backward, functions of users may compute with weights that are unsharded.
         if in_backward():
             unit.wait_for_unshard()
             return parameter if unit.is_unsharded else self._sharded[parameter]
@@ -100,44 +83,25 @@ class ShownParameters:
     def to_store(
         self, name: str, value: nn.Parameter | None, present: nn.Parameter | None
     ) -> nn.Parameter | None:
-        """Return the parameter to store where code assigns one to a module: never a sharded one.
+        """Return what to store where code assigns ``value`` to an attribute of a module.
 
-        Args:
-            name: the attribute of the module.
-            value: the assigned parameter.
-            present: the parameter that the module has under that name.
-
-        Raises:
-            ValueError: for a weight that is tied to another one only now: both are sharded already.
+        It is never a sharded parameter. ``present`` is what the module has under that name.
         """
         compute = value if value is None else self._compute.get(value, value)
-        if (
-            compute is present
-            or compute not in self._hooks.unit_of
-            or present not in self._hooks.unit_of
-        ):
+        unit_of = self._hooks.unit_of
+        if compute is present or compute not in unit_of or present not in unit_of:
             return compute
+        # A weight that is tied to another one only now: both are sharded already.
+        names = dict(zip(self._trainability.parameters, self._trainability.names))
         raise ValueError(
-            f"{self._name_of(present)} cannot be tied to {self._name_of(compute)}: they were two"
+            f"{names[present]} cannot be tied to {names[compute]}: they were two"
             " parameters when the model was sharded, and each has its own shards and optimizer"
             f" state. Assign {name} before fully_shard; weights that were tied then stay tied"
         )
 
-    def _name_of(self, parameter: nn.Parameter) -> str:
-        for group in self._hooks.unit_of[parameter].groups:
-            for name, each in zip(group.names, group.parameters):
-                if each is parameter:
-                    return name
-        raise AssertionError("every parameter of a unit is in one of its groups")
-
 
 class WatchedParameters(dict[str, "nn.Parameter | None"]):
-    """The ``_parameters`` dict of a module, which calls back when code reads parameters.
-
-    Args:
-        parameters: the module's own ``_parameters``.
-        shown: chooses the parameters that code gets.
-    """
+    """The ``_parameters`` dict of a module, which calls back when code reads parameters."""
 
     def __init__(self, parameters: dict[str, nn.Parameter | None], shown: ShownParameters):
         super().__init__(parameters)
@@ -162,27 +126,22 @@ class WatchedParameters(dict[str, "nn.Parameter | None"]):
         return [parameter for _, parameter in self.items()]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, nn.Parameter | None]:
-        """Return the copies that ``memo`` has of the parameters, in a plain dict.
-
-        Raises:
-            NotImplementedError: if it has none: the module is copied by itself.
-        """
-        parameters = dict(super().items())
-        present = [each for each in parameters.values() if each is not None]
-        if not all(id(each) in memo for each in present):
-            raise NotImplementedError(REFUSED_COPY)
-        return {name: None if each is None else memo[id(each)] for name, each in parameters.items()}
+        """Return the copies that ``memo`` has of the parameters, in a plain dict."""
+        copies: dict[str, nn.Parameter | None] = {}
+        for name, parameter in super().items():
+            if parameter is not None and id(parameter) not in memo:
+                raise NotImplementedError(REFUSED_COPY)  # the module is copied by itself
+            copies[name] = None if parameter is None else memo[id(parameter)]
+        return copies
 
     def __reduce__(self) -> NoReturn:
         raise NotImplementedError(REFUSED_COPY)
 
 
 def _not_compiled(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the modules in ``module`` that are not part of a compiled module.
-
-    The guards of a compiled module read its parameters before its forward begins, so its
-    parameters cannot be watched.
-    """
+    """Yield the modules in ``module`` that are not part of a compiled module."""
+    # The guards of a compiled module read its parameters before its forward begins, so they cannot
+    # be watched.
     if module._compiled_call_impl is not None or isinstance(module, OptimizedModule):
         return
     yield module

@@ -1,14 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trainability: which parameters are frozen, wherever code says so.
-
-Code reads a parameter as the compute parameter or as the sharded one, and may set the
-``requires_grad`` of either. Autograd looks at the compute parameter, the optimizer at the sharded
-one, so both are set alike before the next forward or backward.
-"""
+"""Trainability: which parameters are frozen, wherever code says so."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import compress
 from operator import attrgetter
 
 import torch
@@ -20,40 +16,33 @@ _requires_grad = attrgetter("requires_grad")
 
 
 class Trainability:
-    """The flags ``requires_grad`` of the parameters of a model.
+    """The flags ``requires_grad`` of the parameters of a model."""
 
-    Args:
-        units: the units of the model.
-        sharded: the sharded parameter of each compute parameter.
-
-    Attributes:
-        parameters: the compute parameters.
-        names: their names.
-        flags: whether each parameter is trained.
-        num_changes: how often flags have changed.
-    """
+    # Code reads a parameter as the compute parameter or as the sharded one, and may set the
+    # `requires_grad` of either. Autograd looks at the compute parameter, the optimizer at the
+    # sharded one, so both are set alike before the next forward or backward.
 
     def __init__(self, units: Sequence[Unit], sharded: dict[nn.Parameter, nn.Parameter]):
         self._units = units
         self._sharded_of = sharded
         self.parameters = list(sharded)
         self._sharded = list(sharded.values())
-        self.flags = _read(self.parameters)
-        self.num_changes = 0
-        self._name_of_frozen: dict[nn.Parameter, str] = {}
+        self.flags = read_flags(self.parameters)  # True for those that are trained
+        self.num_changes = 0  # of flags
         name_of: dict[nn.Parameter, str] = {}
         for unit in units:
             unit.find_trained()
             for group in unit.groups:
                 name_of.update(zip(group.parameters, group.names))
-                if not group.requires_grad:
-                    self._name_of_frozen.update(zip(group.parameters, group.names))
         self.names = [name_of[parameter] for parameter in self.parameters]
+        # Those that were frozen when the model was sharded: they have no gradients.
+        frozen = [not flag for flag in self.flags]
+        self._name_of_frozen = dict(compress(zip(self.parameters, self.names), frozen))
 
     def follow(self) -> None:
         """Set a flag that code has changed on one of the two parameters on the other one too."""
         # These are equal in every step but the first after a change.
-        compute, sharded = _read(self.parameters), _read(self._sharded)
+        compute, sharded = read_flags(self.parameters), read_flags(self._sharded)
         if compute == self.flags == sharded:
             return
         for index, known in enumerate(self.flags):
@@ -66,21 +55,15 @@ class Trainability:
             unit.find_trained()
 
     def follow_one(self, compute: nn.Parameter) -> None:
-        """Follow what code has set on one of the two, before it gets one of them again.
-
-        In ``module.requires_grad_(False)`` and then ``module.head.weight.requires_grad_(True)``,
-        the first sets the sharded parameter, the second may set the compute parameter.
-        """
-        first, second = _read([compute, self._sharded_of[compute]])
+        """Follow what code has set on one of the two, before it gets one of them again."""
+        # In `module.requires_grad_(False)` and then `module.head.weight.requires_grad_(True)`, the
+        # first sets the sharded parameter, the second may set the compute parameter.
+        first, second = read_flags([compute, self._sharded_of[compute]])
         if first != second:
             self.follow()
 
     def refuse_thawed(self) -> None:
-        """Refuse parameters that are trained now, and were frozen when the model was sharded.
-
-        Raises:
-            RuntimeError: names them. They have no gradients.
-        """
+        """Refuse parameters that are trained now, and were frozen when the model was sharded."""
         if not self._name_of_frozen or not torch.is_grad_enabled():
             return
         thawed = [name for frozen, name in self._name_of_frozen.items() if frozen.requires_grad]
@@ -92,6 +75,7 @@ class Trainability:
             )
 
 
-def _read(parameters: Sequence[nn.Parameter]) -> list[bool]:
+def read_flags(parameters: Sequence[torch.Tensor]) -> list[bool]:
+    """Return ``requires_grad`` of each parameter."""
     with torch._C.DisableTorchFunctionSubclass():
         return list(map(_requires_grad, parameters))

@@ -1,75 +1,55 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Changes that code makes to compute parameters, followed when units are used.
-
-Forwards and methods compute with compute parameters, and may write to them in place. Where compute
-weights are not the main weights, a write would last only until they are gathered or cast again, so
-it is copied into the main weights when the call ends. Nothing is communicated: all ranks write the
-same, and each takes its own part. Version counters tell that a parameter was written to. Those of
-``parameter.data`` are its own: such writes are not found.
-"""
+"""Changes that code makes to compute parameters, followed when units are used."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import attrgetter
+from itertools import compress
+from operator import attrgetter, ne
 
 import torch
 
 from megatron.fsdp.engine.device import in_backward
 from megatron.fsdp.engine.param_group import ParamGroup
 from megatron.fsdp.engine.states import MainState, WeightState
-from megatron.fsdp.engine.unit import Unit, UnitCallbacks
+from megatron.fsdp.engine.unit import Unit
 from megatron.fsdp.module_access.trainability import Trainability
 
 _version = attrgetter("_version")
 
 
-class UnitAccess(UnitCallbacks):
-    """Follows what code has frozen before units are used, and what they have written afterwards.
+class UnitAccess:
+    """Follows what code has frozen before units are used, and what they have written afterwards."""
 
-    Args:
-        units: the units of the model; their groups are complete.
-        trainability: the parameters that are frozen.
-    """
+    # Forwards and methods compute with compute parameters, and may write to them in place. Where
+    # compute weights are not the main weights, a write would last only until they are gathered or
+    # cast again, so it is copied into the main weights when the call ends. Nothing is communicated:
+    # all ranks write the same, and each takes its own part. Version counters tell that a parameter
+    # was written to. Those of `parameter.data` are its own: such writes are not found.
 
     def __init__(self, units: Sequence[Unit], trainability: Trainability):
         self._trainability = trainability
         # The parameters of each unit that are not the main weights, and their version counters.
         self._parameters: dict[Unit, list[torch.Tensor]] = {}
         for unit in units:
-            parameters: list[torch.Tensor] = []
             for group in unit.groups:
                 if not _is_main(group):
-                    parameters += group.parameters
-            if parameters:
-                self._parameters[unit] = parameters
+                    self._parameters.setdefault(unit, []).extend(group.parameters)
         self._versions = {unit: self._read(unit) for unit in self._parameters}
 
     def before_call(self) -> None:
-        """Follow what code has frozen.
-
-        Raises:
-            RuntimeError: for parameters that were frozen when the model was sharded.
-        """
+        """Follow what code has frozen; refuse what it has thawed and has no gradients."""
         if not in_backward():
             self._trainability.follow()
             self._trainability.refuse_thawed()
 
-    def before_backward(self) -> None:
-        """Follow what code has frozen."""
-        self._trainability.follow()
-
     def after_use(self, unit: Unit) -> None:
         """Copy what a call has written to compute weights into the main weights."""
         before = self._versions.get(unit)
-        if before is None or before == self._read(unit):
+        if before is None or before == (now := self._read(unit)):
             return
-        written = {
-            parameter
-            for parameter, version in zip(self._parameters[unit], before)
-            if parameter._version != version
-        }
-        self._versions[unit] = self._read(unit)
+        self._versions[unit] = now
+        written = set(compress(self._parameters[unit], map(ne, before, now)))
         for group in unit.groups:
             # Not after an exception, and not between a step and its weights that are installed
             # later: what a forward writes then is lost.
@@ -103,6 +83,6 @@ def take_written(group: ParamGroup, index: int) -> None:
     if not group.main_is_compute:
         # What is the same in the dtype of the module keeps its bits in the main weights.
         own = group.layout.owned(index, group.rank)
-        written = group.compute.view(index).reshape(-1)[own.start : own.stop]
+        written = group.compute.views[index].reshape(-1)[own.start : own.stop]
         main = group.main_view(index).view(-1)
         main.copy_(torch.where(written == main.to(written.dtype), main, written.to(main.dtype)))

@@ -19,12 +19,6 @@ from megatron.fsdp.module_access.shown_parameters import WatchedParameters
 Conversion = Callable[[torch.Tensor], torch.Tensor]
 """A function that ``to``, ``half`` and so on call with every tensor."""
 
-UNEQUAL_GENERATION = (
-    "generate(synced_gpus=False) waits forever at level 3 when one rank ends before the others,"
-    " whose layers it must help to gather: leave synced_gpus out, or pass True"
-)
-
-
 GENERATES_TOGETHER = "_is_fsdp_managed_module"
 """Attribute by which transformers knows modules whose ranks must run all layers together."""
 
@@ -37,22 +31,15 @@ def prepare_wrapped_module(
 ) -> None:
     """Prepare a module for code that calls it without the wrapper.
 
-    Args:
-        module: the wrapped module. If it has ``save_pretrained``, that saves whole weights.
-        gathers_layers: a rank waits for the others in every layer, so generation of transformers
-            must end on all of them together.
-        state_dict: returns the state dict of the wrapper.
-        check_conversion: raises an error for a function, as of ``to`` or ``half``, that would
-            change weights.
+    Its ``save_pretrained``, if there is one, saves whole weights, of the wrapper's ``state_dict``.
+    With ``gathers_layers`` a rank waits for the others in every layer.
     """
-    if gathers_layers:
-        for inner in module.modules():
-            if callable(getattr(inner, "generate", None)):
-                setattr(inner, GENERATES_TOGETHER, True)
     save = getattr(type(module), "save_pretrained", None)
     if callable(save):
         vars(module)["save_pretrained"] = _saving_whole_weights(save.__get__(module), state_dict)
     for inner in module.modules():
+        if gathers_layers and callable(getattr(inner, "generate", None)):
+            setattr(inner, GENERATES_TOGETHER, True)
         if isinstance(inner._parameters, WatchedParameters):
             vars(inner)["_apply"] = _converting_buffers(inner, check_conversion)
 
@@ -84,14 +71,12 @@ def _saving_whole_weights(
                 save(*args, **kwargs)
             return
         kwargs["state_dict"] = gather_on_first_rank(state_dict())
-        problems = []
+        problems: list[str] = []
         if dist.get_rank() == 0:
             try:
                 save(*args, **kwargs)
             except Exception as error:  # of any library: the other ranks must not wait
-                problems.append(
-                    f"save_pretrained failed on rank 0: {type(error).__name__}: {error}"
-                )
+                problems = [f"save_pretrained failed on rank 0: {type(error).__name__}: {error}"]
         problems = agree(problems)
         if problems:
             raise RuntimeError(problems[0])
@@ -102,34 +87,23 @@ def _saving_whole_weights(
 def gather_on_first_rank(state: dict[str, Any]) -> dict[str, Any]:
     """Gather a wrapper's state dict on the CPU of the first rank, under the module's own names.
 
-    One tensor after the other is whole on the other ranks, which get an empty dict. Tied weights
-    are one tensor.
+    One tensor after the other is whole on the other ranks, which get an empty dict.
     """
     gathered: dict[str, Any] = {}
-    tied: dict[int, Any] = {}
+    values: dict[int, Any] = {}  # by the part of a DTensor, which tied weights share
     for name, value in state.items():
-        part = getattr(value, "part", None)
-        if id(part) in tied:
-            value = tied[id(part)]
-        elif isinstance(value, DTensor):
-            value = full_tensor(value).cpu()
-        elif isinstance(value, torch.Tensor):
-            value = value.detach().cpu()
+        key = id(getattr(value, "part", None) or value)
+        if key not in values:
+            whole = full_tensor(value) if isinstance(value, DTensor) else value
+            whole = whole.detach().cpu() if isinstance(whole, torch.Tensor) else whole
+            values[key] = whole if dist.get_rank() == 0 else None
         if dist.get_rank() == 0:
-            gathered[name.removeprefix("module.")] = value
-        if part is not None:
-            tied[id(part)] = value if dist.get_rank() == 0 else None
+            gathered[name.removeprefix("module.")] = values[key]
     return gathered
 
 
 def checked_method(module: nn.Module, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a method of the wrapped module; ``generate`` of transformers refuses what would hang.
-
-    Args:
-        module: the wrapped module.
-        name: of the method.
-        method: bound to the module.
-    """
+    """Return a method of the wrapped module; transformers' ``generate`` refuses what would hang."""
     if name != "generate" or not getattr(module, GENERATES_TOGETHER, False):
         return method
 
@@ -137,7 +111,10 @@ def checked_method(module: nn.Module, name: str, method: Callable[..., Any]) -> 
     def generate(*args: Any, **kwargs: Any) -> Any:
         """Generate on all ranks together."""
         if kwargs.get("synced_gpus") is False:
-            raise ValueError(UNEQUAL_GENERATION)
+            raise ValueError(
+                "generate(synced_gpus=False) waits forever at level 3 when one rank ends before the"
+                " others, whose layers it must help to gather: leave synced_gpus out, or pass True"
+            )
         return method(*args, **kwargs)
 
     return generate

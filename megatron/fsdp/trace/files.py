@@ -1,10 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of a trace: events for Chrome's trace viewer and Perfetto, and a table.
-
-One process per rank. Its threads are the tracks of the recorder: host work with the forwards and
-backwards of units, gathers, reductions, other collectives; flat storage is a counter. Entries of a
-track that overlap without one containing the other are on several threads of the same name.
-"""
+"""Files of a trace: events for Chrome's trace viewer and Perfetto, and a table."""
 
 from __future__ import annotations
 
@@ -16,12 +11,8 @@ from typing import Any
 from megatron.fsdp.engine.observe import GATHER, OTHER, REDUCE
 from megatron.fsdp.trace.recorder import COMPUTE, STORAGE, TraceEntry
 
-TRACKS = (COMPUTE, GATHER, REDUCE, OTHER)
-"""The tracks that are threads, in the order in which viewers show them."""
-
-LANES = 100
-"""Numbers of threads between one track and the next."""
-
+TRACKS = (COMPUTE, GATHER, REDUCE, OTHER)  # as threads, in the order in which viewers show them
+LANES = 100  # numbers of threads between one track and the next
 COLUMNS = (
     *("number", "begin_ms", "duration_ms", "track", "name", "bytes", "dtype", "unit", "phase"),
     *("microbatch", "ranks"),
@@ -33,19 +24,13 @@ def write_trace(
 ) -> None:
     """Write ``rank<N>.json`` and ``rank<N>.tsv``.
 
-    Args:
-        directory: exists.
-        rank: of this process.
-        entries: in the order in which they began.
-        origin: the time that becomes 0, in seconds since the epoch, the same on all ranks.
-        now: the end of entries that are not over.
+    Times are seconds since the epoch: ``origin`` becomes 0, and entries that are not over end
+    ``now``.
     """
     entries = list(entries)
-    trace = {
-        "traceEvents": list(chrome_events(rank, entries, origin, now)),
-        "displayTimeUnit": "ms",
-    }
-    (directory / f"rank{rank}.json").write_text(json.dumps(trace))
+    events = list(chrome_events(rank, entries, origin, now))
+    trace = json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
+    (directory / f"rank{rank}.json").write_text(trace)
     (directory / f"rank{rank}.tsv").write_text(table(entries, origin))
 
 
@@ -74,13 +59,26 @@ def chrome_events(
     rank: int, entries: list[TraceEntry], origin: float, now: float
 ) -> Iterator[dict[str, Any]]:
     """Yield the events of a rank in Chrome's trace event format; times are in microseconds."""
+    # A process for each rank. Its threads are the tracks of the recorder: host work with the
+    # forwards and backwards of units, gathers, reductions, other collectives; flat storage is a
+    # counter. Entries of a track that overlap without one containing the other are on several
+    # threads of the same name.
     yield _name("process_name", rank, 0, f"rank {rank}")
     for place, track in enumerate(TRACKS):
         lanes = Lanes()
-        of_track = [entry for entry in entries if entry.track == track]
-        for entry in of_track:
+        for entry in entries:
+            if entry.track != track:
+                continue
             end = now if entry.end is None else entry.end
             lane = lanes.lane_for(entry.begin, end)
+            arguments: dict[str, Any] = {"unit": entry.unit, "phase": entry.phase}
+            if entry.microbatch is not None:
+                arguments["microbatch"] = entry.microbatch
+            if entry.is_collective:
+                arguments["bytes"] = entry.num_bytes
+                arguments["dtype"] = entry.dtype
+                arguments["ranks"] = list(entry.ranks)
+                arguments["is_over"] = entry.end is not None
             yield {
                 "ph": "X",
                 "name": f"{entry.name} {entry.unit}".rstrip(),
@@ -89,7 +87,7 @@ def chrome_events(
                 "dur": 1e6 * (end - entry.begin),
                 "pid": rank,
                 "tid": place * LANES + lane,
-                "args": _arguments(entry),
+                "args": arguments,
             }
         for lane in range(lanes.count):
             yield _name("thread_name", rank, place * LANES + lane, track)
@@ -97,14 +95,14 @@ def chrome_events(
 
 
 class Lanes:
-    """Rows for spans of time; within a row, two spans are apart or one contains the other."""
+    """Rows of spans of time; within a row, two spans are apart or one contains the other."""
 
     def __init__(self) -> None:
         self._open: list[list[float]] = []  # for each lane, the ends of the spans under way
 
     @property
     def count(self) -> int:
-        """Number of lanes."""
+        """The number of lanes."""
         return len(self._open)
 
     def lane_for(self, begin: float, end: float) -> int:
@@ -119,27 +117,11 @@ class Lanes:
         return len(self._open) - 1
 
 
-def _arguments(entry: TraceEntry) -> dict[str, Any]:
-    arguments: dict[str, Any] = {"unit": entry.unit, "phase": entry.phase}
-    if entry.microbatch is not None:
-        arguments["microbatch"] = entry.microbatch
-    if entry.is_collective:
-        arguments |= {
-            "bytes": entry.num_bytes,
-            "dtype": entry.dtype,
-            "ranks": list(entry.ranks),
-            "is_over": entry.end is not None,
-        }
-    return arguments
-
-
 def _storage_events(
     rank: int, entries: list[TraceEntry], origin: float
 ) -> Iterator[dict[str, Any]]:
-    """Yield the bytes of flat storage, above the least that was allocated during the trace.
-
-    Storage that existed before is not known.
-    """
+    """Yield the bytes of flat storage, above the least that was allocated during the trace."""
+    # Storage that existed before is not known.
     changes = [entry for entry in entries if entry.track == STORAGE]
     sizes = [0]
     for entry in changes:

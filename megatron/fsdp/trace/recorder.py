@@ -1,14 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The recorder: an observer that keeps this rank's collectives, flat storage and work on units.
-
-[Note: recorded times] Times are of the host. A collective begins when it is launched. On CPU it
-ends when :meth:`~megatron.fsdp.engine.device.Pending.wait` returns, which may be later than its
-last byte. On CUDA it ends when it is enqueued: device times are what torch.profiler is for.
-
-[Note: microbatches] The microbatch of an entry is the number of forwards, or of backward passes,
-that this rank has begun since the last step of the optimizer, counted from 0. Forwards in
-evaluation count too, and so does every model chunk of a pipeline stage.
-"""
+"""The recorder: an observer that keeps this rank's collectives, flat storage and work on units."""
 
 from __future__ import annotations
 
@@ -20,62 +11,46 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from megatron.fsdp.engine.observe import (
-    BACKWARD,
-    FORWARD,
-    GATHER,
-    OTHER,
-    REDUCE,
-    Observer,
-    current_phase,
-)
+from megatron.fsdp.engine import observe
+from megatron.fsdp.engine.observe import BACKWARD, FORWARD, Observer
 
 COMPUTE, STORAGE = "compute", "storage"
-"""The tracks that are no kind of collective: work on units, and flat storage."""
+"""The tracks beside the kinds of collectives: work on units, and flat storage."""
 
 
 class CollectiveError(RuntimeError):
-    """A collective that failed while it was recorded; the message has the last ones of this rank.
+    """A collective that failed while it was recorded; the cause is torch's error."""
 
-    The cause is torch's error.
-    """
+
+# [Note: recorded times] Times are of the host. A collective begins when it is launched. On CPU it
+# ends when :meth:`~megatron.fsdp.engine.device.Pending.wait` returns, which may be later than its
+# last byte. On CUDA it ends when it is enqueued: device times are what torch.profiler is for.
+#
+# [Note: microbatches] The microbatch of an entry is the number of forwards, or of backward passes,
+# that this rank has begun since the last step of the optimizer, counted from 0. Forwards in
+# evaluation count too, and so does every model chunk of a pipeline stage.
 
 
 @dataclass(slots=True)
 class TraceEntry:
-    """One collective, range, allocation or release.
+    """One collective, range, allocation or release."""
 
-    Attributes:
-        track: what it is; one of the tracks above.
-        name: the operation, such as ``all_gather``, or the work, such as ``unshard``.
-        unit: name of the unit; empty if it belongs to none.
-        phase: in which it began.
-        microbatch: see [Note: microbatches]; None in the phase ``step``.
-        begin: in seconds since the epoch; see [Note: recorded times].
-        end: None until it is over.
-        ranks: of the process group, for a collective.
-        number: of a collective among those of the same ranks since the start, from 0.
-        num_bytes: of the whole operand, such as the result of an all-gather, or of the storage; of
-            all operands, where a collective has several.
-        dtype: of the operand, such as ``bfloat16``, or ``bfloat16+float32`` of several.
-    """
-
-    track: str
-    name: str
-    unit: str
-    phase: str
-    microbatch: int | None
-    begin: float
-    end: float | None = None
-    ranks: tuple[int, ...] = ()
-    number: int = 0
-    num_bytes: int = 0
-    dtype: str = ""
+    track: str  # a kind of collectives, or one of the tracks above
+    name: str  # of the operation, such as all_gather, or of the work, such as unshard
+    unit: str  # its name; empty if it belongs to none
+    phase: str  # in which it began
+    microbatch: int | None  # [Note: microbatches]; None in the phase "step"
+    begin: float  # in seconds since the epoch; [Note: recorded times]
+    end: float | None = None  # None until it is over
+    ranks: tuple[int, ...] = ()  # of the process group, for a collective
+    number: int = 0  # of a collective among those of the same ranks since the start, from 0
+    num_bytes: int = 0  # of the whole operands, such as the result of an all-gather, or of storage
+    dtype: str = ""  # of the operands, such as bfloat16, or bfloat16+float32 of several
 
     @property
     def is_collective(self) -> bool:
         """True if several ranks took part."""
-        return self.track in (GATHER, REDUCE, OTHER)
+        return self.track in (observe.GATHER, observe.REDUCE, observe.OTHER)
 
     def __str__(self) -> str:
         text = (
@@ -92,13 +67,14 @@ class Recorder(Observer):
         keep: the number of entries to keep, the last ones; None: all.
 
     Attributes:
-        entries: the recorded entries.
         explain: returns the message of the error for a collective that failed, given torch's error.
     """
 
     def __init__(self, keep: int | None = None):
         self.entries: deque[TraceEntry] = deque(maxlen=keep)
-        self.explain: Callable[[TraceEntry, Exception], str] = _explain_alone
+        self.explain: Callable[[TraceEntry, Exception], str] = lambda entry, error: (
+            f"failed: {entry}: {error}"
+        )
         self._num_passes = {FORWARD: 0, BACKWARD: 0}
         self._num_collectives: Counter[tuple[int, ...]] = Counter()
         self._ranks: dict[dist.ProcessGroup | None, tuple[int, ...]] = {}
@@ -120,7 +96,7 @@ class Recorder(Observer):
         self, track: str, name: str, unit: str, operands: Sequence[torch.Tensor] = ()
     ) -> TraceEntry:
         """Add an entry that begins now."""
-        phase = current_phase()
+        phase = observe.current_phase()
         passes = self._num_passes.get(phase)
         microbatch = None if passes is None else max(passes - 1, 0)
         entry = TraceEntry(track, name, unit, phase, microbatch, self.now())
@@ -192,16 +168,3 @@ class Recorder(Observer):
     def fail_collective(self, begun: TraceEntry, error: Exception) -> None:
         """Raise an error with the last collectives of this rank."""
         raise CollectiveError(self.explain(begun, error)) from error
-
-
-def last_lines(recorder: Recorder, count: int = 20) -> str:
-    """Return a line for each of the last collectives, the latest last."""
-    lines = []
-    for entry in recorder.collectives[-count:]:
-        state = "" if entry.end is not None else " (not over)"
-        lines.append(f"  {entry}{state}")
-    return "\n".join(lines)
-
-
-def _explain_alone(entry: TraceEntry, error: Exception) -> str:
-    return f"failed: {entry}: {error}"

@@ -1,17 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Traces: every collective, allocation and range of a part of a run, on every rank.
-
-    from megatron.fsdp import trace
-
-    with trace.record("traces"):
-        train_one_step()
-
-writes ``traces/rank0.json``, which Perfetto (https://ui.perfetto.dev) and chrome://tracing open,
-and ``traces/rank0.tsv``, a table; the same for every rank. If a collective fails meanwhile, the
-error shows the last collectives of its rank and names the first rank that differs from the others;
-the other ranks print theirs. Over NCCL a timeout is an error only with
-``TORCH_NCCL_BLOCKING_WAIT=1``; otherwise torch ends the process.
-"""
+"""Recording a part of a run: arguments, observers and files."""
 
 from __future__ import annotations
 
@@ -40,11 +28,19 @@ def record(
 ) -> Iterator[Recorder]:
     """Record everything inside of the ``with`` block, on every rank. This is a collective.
 
-    Files are written at its end, after an error too.
+        with trace.record("traces"):
+            train_one_step()
+
+    Files are written at its end, after an error too: ``traces/rank0.json``, which Perfetto
+    (https://ui.perfetto.dev) and chrome://tracing open, and ``traces/rank0.tsv``, a table; the same
+    for every rank. If a collective fails meanwhile, the error shows the last collectives of its
+    rank and names the first rank that differs from the others; the other ranks print theirs. Over
+    NCCL a timeout is an error only with ``TORCH_NCCL_BLOCKING_WAIT=1``; otherwise torch ends the
+    process.
 
     Args:
-        directory: gets ``rank<N>.json`` and ``rank<N>.tsv``, and is created; None: no files.
-        ranks: that write files; None: all. All ranks record, so that they can be compared.
+        directory: gets the files, and is created; None: no files.
+        ranks: ranks that write files; None: all. All ranks record, so that they can be compared.
         keep: the number of entries to keep, the last ones; None: all, about 200 bytes each.
 
     Yields:
@@ -60,11 +56,10 @@ def record(
         raise RuntimeError("record() expects that torch.distributed is initialised")
     problems = _problems_of_arguments(ranks, keep)
     _raise_everywhere(problems or _problems_of_directory(directory, ranks))
-    origin = min(float(each) for each in agree([repr(time.time())]))
+    origin = min(map(float, agree([repr(time.time())])))
     own = Recorder(keep)
     observe.add(own)
     watch = DivergenceWatch(own, repr(origin))
-    watch.start()
     try:
         yield own
     finally:
@@ -77,16 +72,10 @@ def record(
 def check_directory(
     directory: str | os.PathLike[str] | None, ranks: Collection[int] | None = None
 ) -> None:
-    """Create the directory of a trace, and check that files can be written there.
-
-    This is a collective.
-
-    Args:
-        directory: None: do nothing.
-        ranks: that write files; None: all.
+    """Create the directory of a trace; a collective.
 
     Raises:
-        ValueError: on every rank, if any of ``ranks`` cannot write.
+        ValueError: on every rank, if any of ``ranks`` (None: of all) cannot write files there.
     """
     _raise_everywhere(_problems_of_directory(directory, ranks))
 
@@ -99,7 +88,7 @@ def _problems_of_arguments(ranks: object, keep: object) -> list[str]:
     if ranks is not None and not (
         isinstance(ranks, Collection)
         and not isinstance(ranks, str)
-        and all(each in known for each in ranks)
+        and all(rank in known for rank in ranks)
     ):
         problems.append(
             f"ranks expects a collection of ranks from 0 to {known[-1]} or None but got {ranks!r}"

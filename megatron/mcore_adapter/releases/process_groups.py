@@ -37,11 +37,7 @@ def all_gather_group(
 ) -> dist.ProcessGroup:
     """Return the separate group for all-gathers of weights, which is made if there is none.
 
-    Args:
-        pg_collection: the process groups of the model, which may have ``dp_cp_ag``; None: those of
-            ``parallel_state``.
-        data_parallel: the group of the same ranks for reductions. If the group is made, this is a
-            collective over these ranks.
+    That is a collective over the ranks of ``data_parallel``, the group for reductions.
     """
     group = getattr(pg_collection, "dp_cp_ag", None)
     if group is not None:

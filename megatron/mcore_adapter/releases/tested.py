@@ -70,11 +70,7 @@ def check() -> Release:
 
 
 def check_or_exit() -> None:
-    """Check the release for a program, which ends with the message of the first rank if it fails.
-
-    Raises:
-        SystemExit: the release cannot be used.
-    """
+    """Check the release, and end the program with one line on the first rank if it fails."""
     try:
         check()
     except ReleaseError as error:

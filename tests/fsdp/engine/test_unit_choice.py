@@ -10,8 +10,8 @@ from megatron.fsdp.engine.unit_choice import (
     assign_parameters,
     find_units,
     merge_small_units,
-    resolve_unit_modules,
 )
+from megatron.fsdp.settings import resolve_unit_modules
 from tests.support.fsdp import models
 from tests.support.fsdp.models import Outer, ResidualBlock
 
@@ -20,7 +20,9 @@ def owners(module: nn.Module, units: list) -> dict[str, list[str]]:
     """Return the names of the parameters of every unit, by the unit's name."""
     return {
         unit.name: list(names)
-        for unit, names in assign_parameters(find_units(module, units)).items()
+        for unit, names in assign_parameters(
+            find_units(module, resolve_unit_modules(units))
+        ).items()
     }
 
 
@@ -38,7 +40,11 @@ def test_units_are_given_as_classes_instances_or_import_paths() -> None:
 
 
 def asked_for(model: nn.Module, units: list) -> list[str]:
-    return [unit.name for unit in find_units(model, units)[1:] if not unit.is_automatic]
+    return [
+        unit.name
+        for unit in find_units(model, resolve_unit_modules(units))[1:]
+        if not unit.is_automatic
+    ]
 
 
 def test_outside_of_units_every_module_that_owns_parameters_is_one() -> None:

@@ -84,7 +84,7 @@ def test_only_the_named_ranks_write_files(ranks: Ranks, tmp_path: Path) -> None:
 def error_of_record(folders: list[Path], **options: Any) -> str:
     with pytest.raises(ValueError) as caught, trace.record(folders[dist.get_rank()], **options):
         pytest.fail("the body must not run")
-    assert not observe._observers
+    assert not observe.observers
     return str(caught.value)
 
 
@@ -123,7 +123,7 @@ def record_twice() -> tuple[list[str], list[str]]:
         with trace.record() as inner:
             agree([])
         agree([])
-    assert not observe._observers
+    assert not observe.observers
     return [each.name for each in outer.collectives], [each.name for each in inner.collectives]
 
 

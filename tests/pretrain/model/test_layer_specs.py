@@ -17,7 +17,7 @@ from torch import nn
 
 from megatron.checkpoint.core.spelling import canonical_name
 from megatron.mcore_adapter import cpu
-from megatron.mcore_adapter.meta_init import MegatronCoreInitialiser
+from megatron.mcore_adapter.core_initialiser import MegatronCoreInitialiser
 from megatron.mcore_adapter.releases.process_groups import batch_on_this_rank
 from megatron.pretrain.model import layer_specs
 from megatron.pretrain.model.layer_specs import layer_spec, mtp_block_spec

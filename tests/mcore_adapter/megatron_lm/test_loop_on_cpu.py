@@ -18,7 +18,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.mcore_adapter import cpu
 from megatron.mcore_adapter.local_layers import LocalAttention
-from megatron.mcore_adapter.loop_on_cpu import LoopOnCpu
+from megatron.mcore_adapter.megatron_lm.loop_on_cpu import LoopOnCpu
 from tests.support.model_parallel import ONE_AXIS, initialize
 from tests.support.rank_pool import run_ranks
 

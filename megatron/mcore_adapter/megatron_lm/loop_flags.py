@@ -87,16 +87,10 @@ class LoopFlagError(ValueError):
 
 @dataclass
 class LoopCommandLine:
-    """A command line of the loop, and what has been added to it.
-
-    Args:
-        words: as in ``sys.argv``, without the program.
-        environment: variables of the process; not changed.
-        has_cuda: whether the machine has CUDA.
-        has_loop: whether the program can import the loop.
-    """
+    """A command line of the loop, and what has been added to it."""
 
     words: Sequence[str]
+    """As in ``sys.argv``, without the program."""
     environment: Mapping[str, str]
     has_cuda: bool
     has_loop: bool

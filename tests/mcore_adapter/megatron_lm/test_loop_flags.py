@@ -3,7 +3,7 @@
 
 import pytest
 
-from megatron.mcore_adapter.loop_flags import LoopCommandLine, LoopFlagError
+from megatron.mcore_adapter.megatron_lm.loop_flags import LoopCommandLine, LoopFlagError
 
 RUN = ["--micro-batch-size", "2"]
 FSDP = [*RUN, "--use-megatron-fsdp"]

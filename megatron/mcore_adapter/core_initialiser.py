@@ -10,7 +10,7 @@ on a real device from the same seeds.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
@@ -45,9 +45,6 @@ class MegatronCoreInitialiser(Initialiser):
         use_cpu_initialization: the user's choice; default: that of the model's config. Only with
             True do Megatron-Core's constructors leave the device to torch, so a model for a GPU has
             been built on meta with True in its config.
-
-    Raises:
-        ValueError: for an embedding that two pipeline stages share.
     """
 
     def __init__(self, model: nn.Module, use_cpu_initialization: bool | None = None):
@@ -100,29 +97,25 @@ class MegatronCoreInitialiser(Initialiser):
 
     def _vocab_embedding(self, module: VocabParallelEmbedding) -> None:
         config = self._embedding_configs[module]
-        shape = (module.num_embeddings, module.embedding_dim)
-        split = SplitWeight(module, shape, dim=0, rounded_to=config.params_dtype)
-        self._parallel_weight(split, module.weight, config, config.embedding_init_method)
+        init_method = config.embedding_init_method
+        self._parallel_weight(module, module.weight, init_method, config, config.params_dtype)
 
     def _column_parallel(self, module: ColumnParallelLinear) -> None:
         config = module.config
         if module.weight is not None:
-            shape = (module.output_size, module.input_size)
-            split = SplitWeight(module, shape, dim=0, rounded_to=torch.float32)
-            self._parallel_weight(split, module.weight, config, config.init_method)
+            # Its constructor makes the whole weight in float32 in any case.
+            self._parallel_weight(module, module.weight, config.init_method, config, torch.float32)
         _zero_bias(module, config)
 
     def _row_parallel(self, module: RowParallelLinear) -> None:
         config = module.config
-        weights = [(module.input_size, module.weight)]
+        init_method = config.output_layer_init_method
+        weights = [module.weight]
         if module in self._replaced_widths:
-            width = self._replaced_widths[module]
-            replaced = module.weight.new_empty(module.output_size, width // module.tp_group.size())
-            weights.insert(0, (width, replaced))
-        for width, weight in weights:
-            shape = (module.output_size, width)
-            split = SplitWeight(module, shape, dim=1, rounded_to=config.params_dtype)
-            self._parallel_weight(split, weight, config, config.output_layer_init_method)
+            width = self._replaced_widths[module] // module.tp_group.size()
+            weights.insert(0, module.weight.new_empty(module.output_size, width))
+        for weight in weights:
+            self._parallel_weight(module, weight, init_method, config, config.params_dtype)
         _zero_bias(module, config)
 
     def _embedding(self, module: nn.Embedding) -> None:
@@ -144,26 +137,36 @@ class MegatronCoreInitialiser(Initialiser):
 
     def _parallel_weight(
         self,
-        split: SplitWeight,
+        module: Any,
         weight: torch.Tensor,
-        config: TransformerConfig,
         init_method: InitMethod,
+        config: TransformerConfig,
+        drawn_in: torch.dtype,
     ) -> None:
-        """Initialise a weight that tensor parallelism divides."""
+        """Initialise the slice of a weight that tensor parallelism divides.
+
+        Args:
+            module: Megatron-Core's layer.
+            weight: this rank's slice of its weight, or of one that its constructor replaces.
+            init_method: draws the values.
+            config: that of the layer, or of the embedding around it.
+            drawn_in: dtype in which the constructor makes the whole weight on a CPU.
+        """
         if not config.perform_initialization:
             return  # a checkpoint will
-        module = split.module
         if config.use_cpu_initialization if self._on_cpu is None else self._on_cpu:
             # Every rank draws the whole weight and keeps its own slice, so the weights do not
             # depend on the number of ranks.
+            dim, whole = module.weight.partition_dim, list(weight.shape)
+            whole[dim] *= module.tp_group.size()
             _initialize_affine_weight_cpu(
                 weight,
-                *split.shape,
-                weight.shape[split.dim],
-                split.dim,
+                *whole,
+                weight.shape[dim],
+                dim,
                 init_method,
                 stride=module.weight.partition_stride,
-                params_dtype=split.rounded_to,
+                params_dtype=drawn_in,
                 rank=module.tp_group.rank(),
                 world_size=module.tp_group.size(),
                 skip_set_tensor_parallel_attributes=True,  # the constructor has
@@ -175,27 +178,8 @@ class MegatronCoreInitialiser(Initialiser):
             init_method(weight)
 
 
-class SplitWeight(NamedTuple):
-    """A weight that tensor parallelism divides.
-
-    Attributes:
-        module: Megatron-Core's layer with the weight.
-        shape: of the whole weight.
-        dim: that is divided.
-        rounded_to: dtype in which the constructor makes the whole weight.
-    """
-
-    module: Any
-    shape: tuple[int, int]
-    dim: int
-    rounded_to: torch.dtype
-
-
 def _refuse_shared_embedding(model: nn.Module) -> None:
-    """Reject an embedding that two pipeline stages share, on both stages.
-
-    Constructors copy its values from the first stage to the last, but there are none yet.
-    """
+    """Reject an embedding whose values constructors copy from the first stage to the last."""
     for module in model.modules():
         if not isinstance(module, LanguageModule) or not any(
             parameter.is_meta for parameter in module.parameters()

@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from tests.support.mcore_adapter.dropped_in import LoopRun, dropped_in
 from tests.support.rank_pool import run_ranks
 
-SAMPLE = Path(__file__).parents[1] / "data" / "fsdp_dtensor" / "dense_swiglu_bf16_dp2"
+SAMPLE = Path(__file__).parents[2] / "data" / "fsdp_dtensor" / "dense_swiglu_bf16_dp2"
 INFO = json.loads((SAMPLE / "info.json").read_text())
 
 

@@ -24,8 +24,6 @@ from megatron.mcore_adapter.checkpoint_entries import entries_of, sharded_params
 from megatron.mcore_adapter.file_differences import FileDifferences
 
 _EXPERT = re.compile(r"\.mlp\.experts\.(?:local_experts\.|linear_fc\d\.(?:weight|bias))(\d+)")
-
-
 _VIRTUAL_STAGE = re.compile(r"model\d+")
 
 
@@ -34,26 +32,19 @@ class ModelEntries(dict[str, Any]):
 
 
 class StageEntries(dict[str, Any]):
-    """The model's part of a state dict, of all virtual stages on this rank.
-
-    Attributes:
-        chunks: the wrapped chunks that the entries are of.
-    """
+    """The model's part of a state dict, of all virtual stages on this rank."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.chunks: list[nn.Module] = []
+        self.chunks: list[nn.Module] = []  # the wrapped stages
 
 
 def join_virtual_stages(state_dict: dict[str, Any], chunks: Iterable[nn.Module]) -> None:
     """Move the entries of virtual stages, ``model0`` and so on, to one entry ``model``, in place.
 
     The loop makes one for each stage, but reads ``model`` when it saves and loads in this format.
-    Names count layers over all stages, so the file is the same as without virtual stages.
-
-    Args:
-        state_dict: of the loop; left as it is without virtual stages.
-        chunks: some of the wrapped chunks; successive calls for one state dict name all of them.
+    Names count layers over all stages, so the file is the same as without virtual stages. Calls for
+    one state dict name some of the wrapped ``chunks`` each, and all of them together.
     """
     stages = [key for key in state_dict if _VIRTUAL_STAGE.fullmatch(key)]
     if stages:
@@ -68,8 +59,7 @@ def join_virtual_stages(state_dict: dict[str, Any], chunks: Iterable[nn.Module])
 def preprocess_state_dict_for_uneven_dtensor(state_dict: dict[str, Any]) -> dict[str, Any]:
     """Make every DTensor ready for torch's checkpoint, and move the loss scaler to its key.
 
-    Args:
-        state_dict: of the loop, or any nested dicts; changed in place and returned.
+    Nested dicts are changed in place and returned.
     """
     if isinstance(state_dict.get("optimizer"), Mapping):
         state_dict["optimizer"] = _of_all_stages(state_dict["optimizer"])
@@ -104,9 +94,6 @@ def handle_swiglu_in_state_dict(
         model_state_dict: values by key; tensors of the result share storage with them.
         optimizer_state_dict: with ``state`` and ``param_to_group_meta``, which keeps its names, or
             several of these by number.
-
-    Raises:
-        ValueError: for a gated weight that the model does not have.
     """
     chunks = [model] if isinstance(model, nn.Module) else model
     if isinstance(model_state_dict, StageEntries):
@@ -146,20 +133,15 @@ def _of_all_stages(content: Mapping[Any, Any]) -> Mapping[str, Any]:
 def handle_experts_in_state_dict(
     state_dict: Mapping[str, Any], num_experts: int | None = None
 ) -> dict[str, Any]:
-    """Copy the entries: the engine's names count experts across ranks already.
-
-    Raises:
-        ValueError: for an expert beyond ``num_experts``.
-    """
-    wrong = [key for key in state_dict if num_experts and _last_expert(key) >= num_experts]
+    """Copy the entries: the engine's names count experts across ranks already."""
+    wrong = []
+    for key in state_dict:
+        last = max(map(int, _EXPERT.findall(key)), default=-1)
+        if num_experts and last >= num_experts:
+            wrong.append(key)
     if wrong:
         raise ValueError(f"the model has {num_experts} experts, numbered from 0: {some(wrong)}")
     return dict(state_dict)
-
-
-def _last_expert(key: str) -> int:
-    """Return the number of the expert in a key; -1 for a key without one."""
-    return max(map(int, _EXPERT.findall(key)), default=-1)
 
 
 def print_diff_in_state_dicts(
@@ -167,12 +149,9 @@ def print_diff_in_state_dicts(
     load_state_dict: Mapping[str, Any],
     limit: int = 100,
 ) -> None:
-    """Print on rank 0 the differences between a file and the entries to load.
+    """Print on rank 0 the differences between a file and the nested entries to load.
 
-    Args:
-        state_dict_metadata: of the file.
-        load_state_dict: nested, as it goes to torch.distributed.checkpoint.
-        limit: number of names in each list.
+    Each list has at most ``limit`` names.
     """
     if dist.is_initialized() and dist.get_rank() > 0:
         return

@@ -22,7 +22,7 @@ from megatron.checkpoint.core.spelling import plain_name
 from megatron.checkpoint.fsdp_dtensor.keys import STATE_PREFIX, wrapper_prefix
 from megatron.mcore_adapter.checkpoint_entries import drop_absent_settings, has_loss_scaler
 from megatron.mcore_adapter.file_differences import FileDifferences
-from megatron.mcore_adapter.loop_state_dicts import ModelEntries
+from megatron.mcore_adapter.megatron_lm.loop_state_dicts import ModelEntries
 
 
 def replace_set_up_planner(original: Callable[..., None]) -> Callable[..., None]:
@@ -35,12 +35,7 @@ def replace_set_up_planner(original: Callable[..., None]) -> Callable[..., None]
         metadata: Metadata | None = None,
         is_coordinator: bool = False,
     ) -> None:
-        """Compare a state dict of the loop with the file, and set torch's planner up.
-
-        Raises:
-            ValueError: lists everything that does not fit; torch reports the first missing key
-                only.
-        """
+        """Set torch's planner up, after everything of the loop's state dict fits the file."""
         if metadata is not None and isinstance(state_dict.get("model"), ModelEntries):
             stored = metadata.state_dict_metadata
             _ask_as_the_file_does(state_dict, stored, planner.allow_partial_load)
@@ -59,28 +54,19 @@ def replace_create_global_plan(
     def create_global_plan(
         planner: DefaultLoadPlanner, global_plan: list[LoadPlan]
     ) -> list[LoadPlan]:
-        """Plan as torch does, and check that some rank asks for each entry of the model.
-
-        Raises:
-            ValueError: for entries of the model or its optimizer that no rank asks for.
-        """
+        """Plan as torch does, if some rank asks for each entry of the model in the file."""
         content = planner.original_state_dict
         if isinstance(content.get("model"), ModelEntries) and not planner.allow_partial_load:
             assert planner.metadata is not None, "the planner is set up before it plans"
             starts = ("model.", STATE_PREFIX) if content.get("optimizer") else ("model.",)
-            left = _asked_by_none(planner.metadata, _keys(global_plan), starts)
+            asked: set[str] = set()
+            for plan in global_plan:
+                asked.update(item.dest_index.fqn for item in plan.items)
+            left = _asked_by_none(planner.metadata, asked, starts)
             _refuse([f"only in the file: {some(left)}"] if left else [])
         return original(planner, global_plan)
 
     return create_global_plan
-
-
-def _keys(plans: list[LoadPlan]) -> set[str]:
-    """Collect the keys that all ranks ask for."""
-    keys: set[str] = set()
-    for plan in plans:
-        keys.update(item.dest_index.fqn for item in plan.items)
-    return keys
 
 
 def _asked_by_none(metadata: Metadata, asked: set[str], starts: tuple[str, ...]) -> list[str]:
@@ -99,11 +85,7 @@ def _asked_by_none(metadata: Metadata, asked: set[str], starts: tuple[str, ...])
 def _ask_as_the_file_does(
     state_dict: dict[str, Any], stored: Mapping[str, Any], is_partial: bool
 ) -> None:
-    """Adapt the requested keys to the file, in place.
-
-    Entries that older files do not have are left out. Names get as many wrapper prefixes as in the
-    run that wrote the file.
-    """
+    """Leave out entries that older files lack, and use the wrapper prefixes of the file."""
     if "grad_scaler" in state_dict and not has_loss_scaler(stored):
         state_dict["grad_scaler"] = {}  # it has no keys, but torch looks for its name
     optimizer = state_dict.get("optimizer")

@@ -11,8 +11,8 @@ import torch
 import typing_extensions
 
 from megatron.mcore_adapter import cpu
-from megatron.mcore_adapter.loop_flags import LoopCommandLine
-from megatron.mcore_adapter.loop_on_cpu import LoopOnCpu
+from megatron.mcore_adapter.megatron_lm.loop_flags import LoopCommandLine
+from megatron.mcore_adapter.megatron_lm.loop_on_cpu import LoopOnCpu
 from megatron.mcore_adapter.releases import tested
 
 

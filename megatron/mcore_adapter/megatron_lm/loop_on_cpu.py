@@ -25,6 +25,7 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
+from megatron.mcore_adapter.cpu import on_cpu
 from megatron.mcore_adapter.local_layers import LocalAttention, LocalLatentAttention, LocalNorm
 
 LOOP = "megatron.training"
@@ -66,7 +67,7 @@ class LoopOnCpu:
         for name in ("memory_reserved", "max_memory_reserved", "device_memory_used"):
             self._replace(torch.cuda, name, lambda device=None: 0)
         for name in ("rand", "randn", "randint", "full", "arange"):
-            self._replace(torch, name, _on_cpu(getattr(torch, name)))
+            self._replace(torch, name, on_cpu(getattr(torch, name)))
 
     def _replace_layers(self) -> None:
         """Build local layers that know sequence and context parallelism, and latent attention."""
@@ -75,11 +76,9 @@ class LoopOnCpu:
         self._replace(gpt_layer_specs, "MLASelfAttention", LocalLatentAttention)
 
     def _keep_pipeline_outputs(self) -> None:
-        """Keep the outputs of a pipeline stage until their backward.
-
-        The loop always has outputs freed, and an interleaved schedule may free one while its send
-        is under way. On a GPU the stream keeps the memory; gloo would read what is there by then.
-        """
+        """Keep the outputs of a pipeline stage until their backward."""
+        # The loop always has outputs freed, and an interleaved schedule may free one while its send
+        # is under way. On a GPU the stream keeps the memory; gloo would read what is there by then.
         self._replace(schedules, "deallocate_output_tensor", lambda *args, **kwargs: None)
         self._replace(schedules, "custom_backward", _backward)
 
@@ -118,16 +117,3 @@ def _for_the_loop(original: Callable[..., Any], answer: Any) -> Callable[..., An
         return original(*args, **kwargs)
 
     return ask
-
-
-def _on_cpu(factory: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return a factory that makes tensors on the CPU where CUDA is asked for."""
-
-    @functools.wraps(factory)
-    def make(*args: Any, **kwargs: Any) -> Tensor:
-        device = kwargs.get("device")
-        if device is not None and torch.device(device).type == "cuda":
-            kwargs["device"] = "cpu"
-        return factory(*args, **kwargs)
-
-    return make

@@ -21,7 +21,7 @@ from megatron.fsdp.dtensor.sharded_param import ShardedParam, sharded_param_of
 from megatron.mcore_adapter.checkpoint_entries import Settings, settings_of_group
 from megatron.mcore_adapter.core_optimizers import make_optimizer_state
 from megatron.mcore_adapter.data_parallel import FullyShardedDataParallel
-from megatron.mcore_adapter.loop_state_dicts import join_virtual_stages
+from megatron.mcore_adapter.megatron_lm.loop_state_dicts import join_virtual_stages
 
 
 def replace_sharded_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -37,7 +37,6 @@ def replace_sharded_state_dict(original: Callable[..., Any]) -> Callable[..., An
     ) -> dict[str, Any]:
         """Return Megatron-Core's state dict with all state and the loss scaler.
 
-        It includes the state of parameters of which this rank owns nothing. No weight is changed.
         ``model_sharded_state_dict`` is the loop's state dict, in which virtual stages are joined.
         """
         is_ours = _is_over_our_models(optimizer)
@@ -82,11 +81,7 @@ def replace_load_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
     def load_state_dict(optimizer: DistributedOptimizer, state_dict: dict[str, Any]) -> None:
         """Load the result of ``sharded_state_dict`` after a checkpoint was loaded into it.
 
-        Parameters that are not in it are not changed.
-
-        Raises:
-            ValueError: if parameters, shapes or groups do not fit. Only tensors that were read in
-                place have changed then.
+        If parameters, shapes or groups do not fit, only tensors that were read in place change.
         """
         if _is_over_our_models(optimizer) and "param_to_group_meta" in state_dict:
             _load(optimizer, state_dict)
