@@ -213,9 +213,9 @@ class ParamGroup:
     @torch.no_grad()
     def keep_compute_weights(self) -> None:
         """Keep a copy of the compute shard, which all-gathers send until weights are installed."""
+        # Where compute weights do not follow every change of main weights, they are the copy.
         if self.main_state is MainState.DUE:
             self._cast()
-        # Where compute weights do not follow every change of main weights, they are the copy.
         if self._casts_at_unshard and self._kept is None:
             self._kept = self.main_shard.to(self.precision.compute)
         self._change_main_state(MainState.HELD)
