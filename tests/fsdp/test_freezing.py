@@ -23,6 +23,7 @@ from tests.support.fsdp.reference import (
 )
 from tests.support.fsdp.side_by_side import (
     Backward,
+    compare_plain_gradients,
     inner,
     mean_gradients,
     plain_backward,
@@ -49,12 +50,7 @@ def freeze_afterwards(level: int) -> None:
     assert len(frozen) == 6 and all(parameter.grad is None for parameter in frozen)
     for each in (reference, model):
         each.requires_grad_(True)
-    expected = mean_gradients(reference, plain_backward, 5)
-    model.zero_grad()
-    plain_backward(model, 5, dist.get_rank())
-    compare_shards(
-        model, {name: p.grad for name, p in model.named_parameters()}, expected, "thawed"
-    )
+    compare_plain_gradients(model, reference, 5, "thawed")
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -208,11 +204,7 @@ def set_flags_one_after_the_other(level: int) -> None:
         for step, flag in enumerate((True, False, True)):
             set_flags(reference, flag)
             set_flags(model.module, flag)
-            expected = mean_gradients(reference, plain_backward, step)
-            model.zero_grad()
-            plain_backward(model, step, dist.get_rank())
-            gradients = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
-            compare_shards(model, gradients, expected, f"{set_flags.__name__} in step {step}")
+            compare_plain_gradients(model, reference, step, f"{set_flags.__name__} in step {step}")
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -14,11 +14,11 @@ from megatron.fsdp.dtensor.tensor_part import full_tensor
 from megatron_fsdp import fully_shard_model
 from tests.support.fsdp.meshes import shard_mesh
 from tests.support.fsdp.models import WIDTH, ResidualBlock, Stack, TanhLayer, build_stack
-from tests.support.fsdp.reference import LEVELS, Ranks, batch, close, compare_shards, loss_of
+from tests.support.fsdp.reference import LEVELS, Ranks, batch, close, loss_of
 from tests.support.fsdp.side_by_side import (
     Backward,
+    compare_plain_gradients,
     inner,
-    mean_gradients,
     plain_backward,
     shard,
     train_side_by_side,
@@ -250,12 +250,7 @@ def gradient_of_parameters(level: int) -> None:
     loss = loss_of(model(batch(0, dist.get_rank(), 0)))
     with pytest.raises(RuntimeError, match="not have been used in the graph"):
         torch.autograd.grad(loss, list(model.parameters()))
-    expected = mean_gradients(build_stack(), plain_backward, 0)
-    model.zero_grad()
-    plain_backward(model, 0, dist.get_rank())
-    compare_shards(
-        model, {name: p.grad for name, p in model.named_parameters()}, expected, "afterwards"
-    )
+    compare_plain_gradients(model, build_stack(), 0, "afterwards")
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -271,12 +266,7 @@ def backward_after_freeing(level: int) -> None:
     loss.backward()
     with pytest.raises(RuntimeError, match="second time"):
         loss.backward()
-    expected = mean_gradients(build_stack(), plain_backward, 0)
-    model.zero_grad()
-    plain_backward(model, 0, dist.get_rank())
-    compare_shards(
-        model, {name: p.grad for name, p in model.named_parameters()}, expected, "afterwards"
-    )
+    compare_plain_gradients(model, build_stack(), 0, "afterwards")
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -95,6 +95,15 @@ def plain_backward(model: nn.Module, step: int, rank: int) -> None:
     loss_of(model(batch(step, rank, 0))).backward()
 
 
+def compare_plain_gradients(model: nn.Module, reference: nn.Module, step: int, what: str) -> None:
+    """Run :func:`plain_backward` on both, and compare the gradients of trainable parameters."""
+    expected = mean_gradients(reference, plain_backward, step)
+    model.zero_grad()
+    plain_backward(model, step, dist.get_rank())
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+    compare_shards(model, gradients, expected, what)
+
+
 def inner(model: nn.Module) -> nn.Module:
     """Return the user's module, sharded or not."""
     return model.module if isinstance(model, MegatronFSDP) else model
