@@ -36,11 +36,7 @@ from megatron.fsdp.dtensor.tensor_part import (
     part_of,
     replaced,
 )
-from megatron.fsdp.dtensor.uneven_dtensor import (
-    UnevenDTensor,
-    dtensor_over,
-    make_uneven_dtensor,
-)
+from megatron.fsdp.dtensor.uneven_dtensor import UnevenDTensor, dtensor_over, make_uneven_dtensor
 from megatron.fsdp.engine.collectives import agree
 from megatron.fsdp.engine.layout import Chunk, row_size
 from megatron.fsdp.engine.mesh import Mesh
@@ -107,10 +103,9 @@ def gather_uneven_dtensor_to_full_tensor(
     dtensor: DTensor, target_device: torch.device | str | None = None
 ) -> DTensor:
     """Gather the whole tensor as a replicated DTensor whose local tensors are on another device."""
-    whole = full_tensor(dtensor)
+    whole, mesh = full_tensor(dtensor), dtensor.device_mesh
     if target_device is not None:
         whole = whole.to(target_device)
-    mesh = dtensor.device_mesh
     return dtensor_over(whole, mesh, [Replicate()] * mesh.ndim, whole.shape)
 
 
@@ -136,10 +131,8 @@ def preprocess_state_dict_for_uneven_dtensor(state_dict: dict[str, Any]) -> dict
     paths = filter_unflattened_state_dict(
         state_dict, visit_condition=lambda item: isinstance(item, DTensor)
     )
-    named = {}
-    for path in sorted(paths, key=str):  # ranks may have put their keys in another order
-        named[str(path)] = get_unflattened_state_dict(state_dict, path)
-    _attach_chunks(named)
+    paths.sort(key=str)  # ranks may have put their keys in another order
+    _attach_chunks({str(path): get_unflattened_state_dict(state_dict, path) for path in paths})
     return state_dict
 
 

@@ -58,17 +58,11 @@ class ParameterMesh:
 
 
 class ShardedParam:
-    """One parameter of a sharded model: its DTensor, its gradient, and its checkpoint entries.
-
-    Attributes:
-        name: the name of the module's parameter.
-        slice: the slice of the whole tensor that tensor parallelism assigns to this rank.
-        flat_range: the elements of the slice that this rank owns.
-        parameter: the DTensor over the main weight, which torch treats as an ``nn.Parameter``.
-    """
+    """One parameter of a sharded model: its DTensor, its gradient, and its checkpoint entries."""
 
     def __init__(self, group: ParamGroup, index: int, mesh: ParameterMesh):
         self.group, self.index, self.name = group, index, group.names[index]
+        # This rank has a slice of the whole tensor, and owns a flat range of that slice.
         self.slice = TensorSlice.of_parameter(group.parameters[index], mesh.axes.tensor)
         self.flat_range = group.layout.owned(index, group.rank)
         self._mesh = mesh.mesh
@@ -115,8 +109,7 @@ class ShardedParam:
 
     def sharded_like(self, value: torch.Tensor) -> DTensor:
         """Copy this rank's shard of ``value``, of the parameter's shape, into a new DTensor."""
-        shard = self.local_shard(value).to(self.parameter.device)
-        return self.over(shard.clone())
+        return self.over(self.local_shard(value).to(self.parameter.device).clone())
 
     def _over(self, dtensor_class: type[AnyUneven], local: torch.Tensor) -> AnyUneven:
         part = self._optimizer_part
@@ -147,13 +140,12 @@ class ShardedParam:
         shape = (rows, *self.slice.shape[1:])
         slice_ = TensorSlice(shape, dim, start // count if dim == 0 else start)
         flat = (self.parameter if value is None else value)._local_tensor.detach().reshape(-1)
+        ranges = list(self.flat_range.parts(count))
+        pieces = flat.split([flat_range.numel for flat_range in ranges])
         tensors: list[DTensor] = []
-        begin = 0
-        for flat_range in self.flat_range.parts(count):
-            end = begin + flat_range.numel
+        for flat_range, piece in zip(ranges, pieces):
             part = TensorPart(shape, slice_.chunks(flat_range), not flat_range.by_rows)
-            tensors.append(self._in_checkpoint(flat[begin:end].view(flat_range.local_shape), part))
-            begin = end
+            tensors.append(self._in_checkpoint(piece.view(flat_range.local_shape), part))
         return tensors
 
     def _in_checkpoint(
@@ -331,21 +323,17 @@ def clip_grad_norm_(
     """Scale the gradients of sharded parameters in place, so that their norm is at most a number.
 
     The result is that of ``torch.nn.utils.clip_grad_norm_``, which works too, but calls a kernel
-    for each gradient.
+    for each gradient. A gradient of another tensor is a ``TypeError``.
 
     Args:
         parameters: parameters of sharded models, in the same order on all ranks; those without a
             gradient are skipped.
         max_norm: the largest norm that is left unchanged.
         norm_type: the order of the norm; positive, may be infinity.
-        error_if_nonfinite: raise an error if the norm is NaN or Inf.
+        error_if_nonfinite: raise ``RuntimeError`` if the norm is NaN or Inf.
 
     Returns:
         The norm of all gradients together before they were scaled, 0-d, the same on every rank.
-
-    Raises:
-        TypeError: for a gradient that is not that of a sharded parameter.
-        ValueError: for an order that is not positive.
     """
     with torch._C.DisableTorchFunctionSubclass():
         shown = [parameter.grad for parameter in parameters]
