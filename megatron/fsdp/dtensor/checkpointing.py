@@ -165,10 +165,8 @@ def gather_and_compute_chunk_metadata(dtensor: DTensor) -> ChunkStorageMetadata:
         local_shape = shape if dtensor._local_tensor.numel() else (0, *shape[1:])
         return ChunkStorageMetadata(torch.Size([0] * len(local_shape)), torch.Size(local_shape))
     local_shapes = _exchange(tuple(dtensor._local_tensor.shape), mesh)
-    found = {
-        coordinate: part_at(coordinate, shape, dtensor.placements, local_shapes)
-        for coordinate in local_shapes
-    }
+    placements = dtensor.placements
+    found = {rank: part_at(rank, shape, placements, local_shapes) for rank in local_shapes}
     if max(len(part.chunks) for part, _ in found.values()) > 1:
         raise NotImplementedError(
             "a rank holds a run of elements, which is more than one chunk:"

@@ -70,15 +70,14 @@ UNKNOWN_PART = (
 # [Note: operations on uneven DTensors] torch's own rules for DTensors expect equal parts. Here, an
 # operation first runs in a mode that looks at what it consists of:
 #
-#     element-wise      on the local tensors of operands that are divided alike, and numbers. The
-#                       result is another uneven DTensor; nothing is communicated. Operations in
-#                       place take this rank's part of other operands too
-#     anything else     the operation is started again, on whole tensors that all ranks gather. The
-#                       result is a plain tensor, equal on all ranks. What is written to a whole
-#                       tensor, or later to a view of it, is copied into the local tensor
+#     element-wise    on the local tensors of operands that are divided alike, and numbers. The
+#                     result is another uneven DTensor; nothing is communicated. Operations in place
+#                     take this rank's part of other operands too
+#     anything else   started again, on whole tensors that all ranks gather. The result is a plain
+#                     tensor, equal on all ranks. What is written to a whole tensor, or later to a
+#                     view of it, is copied into the local tensor
 #
-# The choice depends on shapes and layouts, which are the same on all ranks, so that all of them
-# gather or none does.
+# This depends on shapes and layouts, equal on all ranks: all of them gather or none does.
 
 
 def operate(
@@ -197,7 +196,7 @@ class OnLocalTensors(TorchDispatchMode):
         """Return the first list of tensors; those at one position of all lists must be alike."""
         if func._schema.name in ("aten::_foreach_norm", "aten::_foreach_max"):
             raise NeedsWholeTensor
-        lists = [value for value in arguments if isinstance(value, (list, tuple)) and len(value)]
+        lists = [values for values in arguments if isinstance(values, (list, tuple)) and values]
         lists = [values for values in lists if isinstance(values[0], torch.Tensor)]
         for column in zip(*lists):
             sharded = [tensor for tensor in column if isinstance(tensor, self._class)]
@@ -213,10 +212,9 @@ def _fills_by_mask(
     target: torch.Tensor, indices: Sequence[Any], value: torch.Tensor, *accumulates: bool
 ) -> bool:
     """Return True for ``target[mask] = number``, with the arguments of ``index_put_``."""
-    mask = indices[0] if len(indices) == 1 else None
-    if mask is None or mask.dtype != torch.bool or mask.shape != target.shape:
+    if len(indices) != 1 or indices[0] is None or value.ndim or any(accumulates):
         return False
-    return value.ndim == 0 and not any(accumulates)
+    return bool(indices[0].dtype == torch.bool and indices[0].shape == target.shape)
 
 
 def _is_pointwise(func: Any) -> bool:
@@ -227,10 +225,10 @@ def _is_pointwise(func: Any) -> bool:
 
 def _can_meet(sharded: Sequence[DTensor], tensors: Sequence[torch.Tensor]) -> bool:
     """Return True if DTensors are divided alike, and all other tensors are single numbers."""
-    if not sharded or not all(_are_alike(sharded[0], other) for other in sharded[1:]):
+    numbers = [tensor for tensor in tensors if not (tensor.ndim or isinstance(tensor, DTensor))]
+    if not sharded or len(sharded) + len(numbers) != len(tensors):
         return False
-    is_number = [tensor.ndim == 0 and not isinstance(tensor, DTensor) for tensor in tensors]
-    return len(sharded) + sum(is_number) == len(tensors)
+    return all(_are_alike(sharded[0], other) for other in sharded[1:])
 
 
 def _are_alike(left: DTensor, right: DTensor) -> bool:
@@ -258,6 +256,11 @@ def _report_writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
                 # Below autograd, where modes run, no versions are counted.
                 torch.autograd.graph.increment_version(dtensor._local_tensor)
             _report_write(dtensor)
+
+
+def _report_write(dtensor: DTensor) -> None:
+    if (on_write := getattr(dtensor, "on_write", None)) is not None:
+        on_write()
 
 
 def _version(tensor: torch.Tensor) -> int | None:
@@ -381,12 +384,6 @@ def _groups_of(dtensor: DTensor) -> list[dist.ProcessGroup]:
     return [*mesh.get_all_groups(), *(part.replicas if part is not None else ())]
 
 
-def _report_write(dtensor: DTensor) -> None:
-    on_write = getattr(dtensor, "on_write", None)
-    if on_write is not None:
-        on_write()
-
-
 def _as_views(result: Any, wholes: Iterable[Whole]) -> Any:
     """Mark tensors in a result that share storage with whole ones; NumPy arrays as well."""
     if isinstance(result, (torch.Tensor, list, tuple)):
@@ -418,8 +415,7 @@ def _call_with_equal_draws(
     # Programs seed ranks differently, for dropout and data. If the operation draws from the default
     # generator, results and operands that it has written to are broadcast over the groups.
     device = operands[0].device
-    state = _generator_state(device)
-    versions = [operand._version for operand in operands]
+    state, versions = _generator_state(device), [operand._version for operand in operands]
     result = operation()
     if torch.equal(state, _generator_state(device)):
         return result

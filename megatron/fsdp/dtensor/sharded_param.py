@@ -140,7 +140,7 @@ class ShardedParam:
         shape = (rows, *self.slice.shape[1:])
         slice_ = TensorSlice(shape, dim, start // count if dim == 0 else start)
         flat = (self.parameter if value is None else value)._local_tensor.detach().reshape(-1)
-        ranges = list(self.flat_range.parts(count))
+        ranges = self.flat_range.parts(count)
         pieces = flat.split([flat_range.numel for flat_range in ranges])
         tensors: list[DTensor] = []
         for flat_range, piece in zip(ranges, pieces):
