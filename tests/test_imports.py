@@ -350,8 +350,16 @@ def test_wrong_import_between_packages_is_found(folder: str, source: str, proble
         ("engine.layout", "import torch", "integers only"),
         ("sharded_module", "import torch\ntorch.cuda.synchronize()", "only device.py"),
         ("sharded_module", "from torch import cuda", "only device.py"),
-        ("sharded_module", "import torch.distributed as dist\ndist.barrier()", "only collectives.py"),
-        ("sharded_module", "from torch.distributed import all_reduce as reduce_it", "only collectives.py"),
+        (
+            "sharded_module",
+            "import torch.distributed as dist\ndist.barrier()",
+            "only collectives.py",
+        ),
+        (
+            "sharded_module",
+            "from torch.distributed import all_reduce as reduce_it",
+            "only collectives.py",
+        ),
         ("novelty", "", "in no table of DESIGN.md"),
     ],
 )

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
+from megatron.fsdp import ShardingStrategy
 from megatron.fsdp.memory_estimate import MemoryEstimate, estimate_memory
 from megatron.planning.candidates import Candidate
 from megatron.planning.layer_costs import GptCosts, ModelRanks
@@ -23,7 +24,6 @@ from megatron.pretrain.arguments.configs import transformer_config
 from megatron.pretrain.dry_run import layers_of, memory_plan, pretending
 from megatron.pretrain.model.flops import layers_with_experts
 from megatron.pretrain.model.gpt_model import build_chunk, unwrap
-from megatron.fsdp import ShardingStrategy
 
 DENSE, EXPERTS, EMBEDDING, OUTPUT = "dense layer", "layer with experts", "embedding", "output"
 

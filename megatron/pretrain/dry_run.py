@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from megatron.fsdp import ShardingStrategy
 from megatron.fsdp.memory_estimate import (
     AxisSizes,
     MemoryEstimate,
@@ -31,7 +32,6 @@ from megatron.pretrain.arguments.configs import ddp_config, transformer_config
 from megatron.pretrain.data.tokenizer_choice import TokenizerChoice
 from megatron.pretrain.data.tokenizers import build_tokenizer, embedding_rows
 from megatron.pretrain.model.gpt_model import build_chunk
-from megatron.fsdp import ShardingStrategy
 
 MIB = 2**20
 ACTIVATION_BYTES = 34

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The published functions on uneven DTensors: gathering, checkpoints, splitting, nested state.
 
-They accept parameters, gradients, optimizer state and whole state dicts of sharded models, and a
-user's own DTensors. Functions that may communicate say so; every rank of the DTensor's mesh must
-call them, in the same order.
+They accept all DTensors of sharded models, and a user's own. Functions that may communicate say so;
+every rank of the DTensor's mesh must call them, in the same order.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.checkpoint.state_dict import get_state_dict as get_torch_state_dict
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate
 
 from megatron.fsdp.dtensor.sharded_param import is_linked, sharded_param_of
 from megatron.fsdp.dtensor.tensor_part import (
@@ -37,30 +36,10 @@ from megatron.fsdp.dtensor.tensor_part import (
     part_of,
     replaced,
 )
-from megatron.fsdp.dtensor.uneven_dtensor import (
-    UnevenDTensor,
-    dtensor_over,
-    make_uneven_dtensor,
-)
+from megatron.fsdp.dtensor.uneven_dtensor import UnevenDTensor, dtensor_over, make_uneven_dtensor
 from megatron.fsdp.engine.collectives import agree
 from megatron.fsdp.engine.layout import Chunk, row_size
 from megatron.fsdp.engine.mesh import Mesh
-
-__all__ = [
-    "filter_unflattened_state_dict",
-    "gather_and_compute_chunk_metadata",
-    "gather_uneven_dtensor_to_full_tensor",
-    "get_state_dict",
-    "get_unflattened_state_dict",
-    "make_uneven_dtensor",
-    "preprocess_state_dict_for_uneven_dtensor",
-    "redistribute_uneven_dtensor_to_replicated",
-    "split_dtensor",
-    "uneven_dtensor_to_full_tensor",
-    "update_uneven_dtensor_chunk_metadata",
-    "validate_uneven_dtensor",
-]
-
 
 # ---- making
 
@@ -75,7 +54,7 @@ def make_fsdp_dtensor(
     update_uneven_dtensor_chunk_meta: bool = False,
     force_sync_tp_duplicated_param: bool = False,
 ) -> UnevenDTensor:
-    """Return a DTensor of a parameter's whole shape over this rank's part, sharing its storage.
+    """Return a DTensor of ``param``'s whole shape over this rank's part, sharing its storage.
 
     Args:
         local_tensor: rows, or a flat range of elements, of this rank's tensor-parallel slice.
@@ -83,15 +62,9 @@ def make_fsdp_dtensor(
         dist_index: the mesh, as ``model.get_distributed_index()`` returns it.
         is_sharded_param: the data ranks divide the parameter; False: each has a copy.
         is_expert_param: use the mesh of expert parameters.
-        run_check: check that the parts make up the whole; a collective.
-        update_uneven_dtensor_chunk_meta: make it ready for torch.distributed.checkpoint; a
-            collective.
-        force_sync_tp_duplicated_param: not built: copies of tensor-parallel ranks are not
-            exchanged.
-
-    Raises:
-        NotImplementedError: for ``force_sync_tp_duplicated_param``.
-        ValueError: with ``run_check``, for parts that overlap or leave a hole.
+        run_check: raise ``ValueError`` if parts overlap or leave a hole; a collective.
+        update_uneven_dtensor_chunk_meta: make it ready for torch's checkpoint; a collective.
+        force_sync_tp_duplicated_param: not built (``NotImplementedError``).
     """
     if force_sync_tp_duplicated_param:
         raise NotImplementedError(
@@ -100,16 +73,11 @@ def make_fsdp_dtensor(
         )
     axes = dist_index.axes(is_expert_param)
     mesh = axes.dtensor_mesh(getattr(dist_index, "hsdp_outer_dp_shard", False))
-    slice_ = (
-        sharded_param_of(param).slice
-        if is_linked(param)
-        else TensorSlice.of_parameter(param, axes.tensor)
-    )
-    placements: list[Placement] = []
-    if axes.tensor is not None:
-        placements.append(Replicate() if slice_.dim is None else Shard(slice_.dim))
-    data: Placement = Shard(0) if is_sharded_param else Replicate()
-    placements += [data] * (mesh.ndim - len(placements))
+    if is_linked(param):
+        slice_ = sharded_param_of(param).slice
+    else:
+        slice_ = TensorSlice.of_parameter(param, axes.tensor)
+    placements = slice_.placements(axes.tensor, mesh.ndim, is_sharded_param)
     dtensor = make_uneven_dtensor(local_tensor, slice_.shape or (1,), mesh, placements)
     if run_check:
         validate_uneven_dtensor(dtensor)
@@ -134,14 +102,10 @@ def redistribute_uneven_dtensor_to_replicated(dtensor: DTensor) -> DTensor:
 def gather_uneven_dtensor_to_full_tensor(
     dtensor: DTensor, target_device: torch.device | str | None = None
 ) -> DTensor:
-    """Gather the whole tensor as a replicated DTensor whose local tensors are on ``target_device``.
-
-    The older name of :func:`redistribute_uneven_dtensor_to_replicated`.
-    """
-    whole = full_tensor(dtensor)
+    """Gather the whole tensor as a replicated DTensor whose local tensors are on another device."""
+    whole, mesh = full_tensor(dtensor), dtensor.device_mesh
     if target_device is not None:
         whole = whole.to(target_device)
-    mesh = dtensor.device_mesh
     return dtensor_over(whole, mesh, [Replicate()] * mesh.ndim, whole.shape)
 
 
@@ -149,15 +113,11 @@ def gather_uneven_dtensor_to_full_tensor(
 
 
 def update_uneven_dtensor_chunk_metadata(dtensor: DTensor) -> None:
-    """Prepare a DTensor for torch.distributed.checkpoint, in place.
+    """Prepare a DTensor for torch.distributed.checkpoint, in place; it keeps its storage.
 
-    It keeps its storage. Ranks exchange the sizes of tensors whose parts they do not know (see
-    [Note: parts of tensors]), by a small collective. DTensors with placements other than ``Shard``
-    and ``Replicate`` are left to torch.
-
-    Raises:
-        NotImplementedError: for flat ranges of a user's own DTensor if dims besides dim 0 are
-            divided.
+    Ranks exchange the sizes of local tensors whose parts they do not know, by a small collective.
+    Flat ranges of a user's own DTensor with dims besides dim 0 divided are a
+    ``NotImplementedError``. Placements other than ``Shard`` and ``Replicate`` are left to torch.
     """
     _attach_chunks({"": dtensor})
 
@@ -165,22 +125,14 @@ def update_uneven_dtensor_chunk_metadata(dtensor: DTensor) -> None:
 def preprocess_state_dict_for_uneven_dtensor(state_dict: dict[str, Any]) -> dict[str, Any]:
     """Prepare every DTensor in nested mappings, lists and tuples, in place, for torch's checkpoint.
 
-    Each is prepared as by :func:`update_uneven_dtensor_chunk_metadata`; all DTensors of a mesh
-    share one exchange of sizes.
-
-    Returns:
-        ``state_dict`` itself.
-
-    Raises:
-        ValueError: on every rank of a mesh, if the ranks do not have the same DTensors.
+    Returns ``state_dict`` itself. All DTensors of a mesh share one exchange of sizes. If its ranks
+    do not have the same DTensors, each of them raises ``ValueError``.
     """
     paths = filter_unflattened_state_dict(
         state_dict, visit_condition=lambda item: isinstance(item, DTensor)
     )
-    named = {}
-    for path in sorted(paths, key=str):  # ranks may have put their keys in another order
-        named[str(path)] = get_unflattened_state_dict(state_dict, path)
-    _attach_chunks(named)
+    paths.sort(key=str)  # ranks may have put their keys in another order
+    _attach_chunks({str(path): get_unflattened_state_dict(state_dict, path) for path in paths})
     return state_dict
 
 
@@ -202,15 +154,10 @@ def get_state_dict(
 def gather_and_compute_chunk_metadata(dtensor: DTensor) -> ChunkStorageMetadata:
     """Compute the offsets and sizes of this rank's chunk from the local sizes of all ranks.
 
-    This is a small collective, unless the tensor is replicated or a scalar.
-
-    Returns:
-        The offsets and sizes of the chunk. If this rank owns nothing, the size of dim 0 is 0. For a
-        scalar that another rank owns, offsets and sizes are ``(0,)``.
-
-    Raises:
-        NotImplementedError: on every rank, if some rank has several chunks, a flat range that
-            begins or ends inside a row. Also for placements other than ``Shard`` and ``Replicate``.
+    This is a small collective, unless the tensor is replicated or a scalar. If this rank owns
+    nothing, the size of dim 0 is 0; for a scalar of another rank, both are ``(0,)``. If some rank
+    has several chunks, a flat range that begins or ends inside a row, every rank raises
+    ``NotImplementedError``.
     """
     _check_placements(dtensor)
     shape, mesh = tuple(dtensor.shape), dtensor.device_mesh
@@ -218,10 +165,8 @@ def gather_and_compute_chunk_metadata(dtensor: DTensor) -> ChunkStorageMetadata:
         local_shape = shape if dtensor._local_tensor.numel() else (0, *shape[1:])
         return ChunkStorageMetadata(torch.Size([0] * len(local_shape)), torch.Size(local_shape))
     local_shapes = _exchange(tuple(dtensor._local_tensor.shape), mesh)
-    found = {
-        coordinate: part_at(coordinate, shape, dtensor.placements, local_shapes)
-        for coordinate in local_shapes
-    }
+    placements = dtensor.placements
+    found = {rank: part_at(rank, shape, placements, local_shapes) for rank in local_shapes}
     if max(len(part.chunks) for part, _ in found.values()) > 1:
         raise NotImplementedError(
             "a rank holds a run of elements, which is more than one chunk:"
@@ -236,37 +181,42 @@ def gather_and_compute_chunk_metadata(dtensor: DTensor) -> ChunkStorageMetadata:
 
 def _attach_chunks(named: dict[str, DTensor]) -> None:
     """Replace the local tensors of DTensors, named by their paths, by ones with chunks."""
+    parts: dict[str, TensorPart] = {}
     unknown: dict[DeviceMesh, dict[str, DTensor]] = defaultdict(dict)
     for name, dtensor in named.items():
         part, mesh = part_of(dtensor), dtensor.device_mesh
         if part is not None:
-            dtensor._local_tensor = as_chunked_tensor(dtensor._local_tensor.detach(), part)
+            parts[name] = part
         elif is_sharded_or_replicated(dtensor.placements) and mesh.get_coordinate() is not None:
             unknown[mesh][name] = dtensor
     for mesh, members in unknown.items():
-        for dtensor, part in zip(members.values(), _exchanged_parts(members, mesh)):
-            dtensor._local_tensor = as_chunked_tensor(dtensor._local_tensor.detach(), part)
+        parts.update(_exchanged_parts(members, mesh))
+    for name, part in parts.items():
+        dtensor = named[name]
+        dtensor._local_tensor = as_chunked_tensor(dtensor._local_tensor.detach(), part)
 
 
-def _exchanged_parts(named: dict[str, DTensor], mesh: DeviceMesh) -> list[TensorPart]:
-    """Return this rank's parts of DTensors of one mesh; a collective.
+def _own_part(dtensor: DTensor) -> TensorPart:
+    """Return this rank's part; a collective if the ranks do not know their parts."""
+    _check_placements(dtensor)
+    return part_of(dtensor) or _exchanged_parts({"": dtensor}, dtensor.device_mesh)[""]
 
-    Raises:
-        ValueError: on every rank, if the ranks do not have the same DTensors.
-    """
+
+def _exchanged_parts(named: dict[str, DTensor], mesh: DeviceMesh) -> dict[str, TensorPart]:
+    """Return this rank's parts of DTensors of one mesh, by their names; a collective."""
     shapes = {
         (name, tuple(dtensor.shape)): tuple(dtensor._local_tensor.shape)
         for name, dtensor in named.items()
     }
     of_ranks = _exchange(shapes, mesh)
-    anywhere = set(shapes).union(*of_ranks.values())
-    missing = anywhere - anywhere.intersection(*of_ranks.values())
+    keys = set().union(*of_ranks.values())
+    missing = keys - keys.intersection(*of_ranks.values())
     if missing:
         raise ValueError("\n".join(f"some rank does not have {key}" for key in sorted(missing)))
-    own, parts = tuple(mesh.get_coordinate() or ()), []
-    for key, dtensor in zip(shapes, named.values()):
-        local_shapes = {coordinate: of_rank[key] for coordinate, of_rank in of_ranks.items()}
-        parts.append(part_at(own, tuple(dtensor.shape), dtensor.placements, local_shapes)[0])
+    own, parts = tuple(mesh.get_coordinate() or ()), {}
+    for name, shape in shapes:
+        local_shapes = {rank: of_rank[name, shape] for rank, of_rank in of_ranks.items()}
+        parts[name], _ = part_at(own, shape, named[name].placements, local_shapes)
     return parts
 
 
@@ -290,19 +240,12 @@ def _check_placements(dtensor: DTensor) -> None:
 def validate_uneven_dtensor(dtensor: DTensor) -> None:
     """Check that the local tensors of all ranks make up the whole tensor; a collective.
 
-    Local tensors whose part is known are checked against it. The chunks of other local tensors are
-    computed from the sizes of all ranks.
-
-    Raises:
-        ValueError: the same on every rank of the mesh, if chunks overlap, leave a gap, reach beyond
-            the shape or do not fit the local tensor, or if copies have different chunks.
-        NotImplementedError: for placements other than ``Shard`` and ``Replicate``.
+    Every rank raises the same ``ValueError`` if chunks overlap, leave a gap, reach beyond the shape
+    or do not fit the local tensor, or if copies have different chunks; ``NotImplementedError`` for
+    placements other than ``Shard`` and ``Replicate``.
     """
-    _check_placements(dtensor)
+    part = _own_part(dtensor)
     mesh, shape = dtensor.device_mesh, tuple(dtensor.shape)
-    part = part_of(dtensor)
-    if part is None:
-        (part,) = _exchanged_parts({"": dtensor}, dtensor.device_mesh)
     # Ranks whose coordinates differ only along replicating axes have copies.
     copies = tuple(
         0 if isinstance(placement, Replicate) else position
@@ -319,10 +262,7 @@ def validate_uneven_dtensor(dtensor: DTensor) -> None:
 def _problems(ranks: list[Any], shape: tuple[int, ...]) -> list[str]:
     """List the problems of the chunks of all ranks; a scalar has no chunks to compare.
 
-    Args:
-        ranks: for each rank a key that it shares with its copies, its number, the size of its local
-            tensor and its chunks.
-        shape: the shape of the whole tensor.
+    ``ranks``: for each a key that it shares with its copies, its number, local size and chunks.
     """
     problems: list[str] = []
     first_of: dict[Any, tuple[int, tuple[Chunk, ...]]] = {}
@@ -346,17 +286,14 @@ def _problems(ranks: list[Any], shape: tuple[int, ...]) -> list[str]:
         for right in islice(everything, index + 1, None):
             if right[0][0] >= left[0][0] + left[1][0]:
                 break  # all others begin in later rows
-            if all(map(_meet, *left, *right)):
+            if all(
+                a < b + size_b and b < a + size_a for a, size_a, b, size_b in zip(*left, *right)
+            ):
                 problems.append(f"{_text(left)} and {_text(right)} overlap")
     missing = prod(shape) - sum(prod(sizes) for _, sizes in everything)
     if not problems and missing > 0:
         problems.append(f"{missing} elements are held by no rank")
     return problems
-
-
-def _meet(left: int, left_size: int, right: int, right_size: int) -> bool:
-    """Return True if two ranges of a dim overlap."""
-    return left < right + right_size and right < left + left_size
 
 
 def _text(chunk: Chunk) -> str:
@@ -377,29 +314,18 @@ def split_dtensor(
     """Split a DTensor along ``dim`` into DTensors, like ``torch.split``; detached, sharing storage.
 
     A rank keeps the elements that it has of ``dtensor``, so it may have none of a part. Ranks that
-    do not know their parts exchange sizes in this call, by a small collective.
-
-    Args:
-        dtensor: a DTensor of at least one dim.
-        split_size_or_sections: the length of all parts, of which the last may be shorter, or a list
-            of the lengths of the parts.
-        dim: the dim to split; may be negative.
-        update_uneven_dtensor_chunk_meta: make the parts ready for torch's checkpoint. It has no
-            effect, because they always are: splitting computes their chunks.
+    do not know their parts exchange sizes in this call, by a small collective. The parts are always
+    ready for torch's checkpoint, so ``update_uneven_dtensor_chunk_meta`` has no effect.
 
     Raises:
-        IndexError, RuntimeError: those of ``torch.split``, for a dim that the tensor does not have
-            and lengths that do not add up to ``dtensor.shape[dim]``.
+        IndexError, RuntimeError: those of ``torch.split``.
         NotImplementedError: for a dim other than 0 if ranks have flat ranges, and for placements
             other than ``Shard`` and ``Replicate``.
     """
     pieces = torch.empty(dtensor.shape, device="meta").split(split_size_or_sections, dim)
     dim %= dtensor.ndim
     lengths = [piece.shape[dim] for piece in pieces]
-    _check_placements(dtensor)
-    part = part_of(dtensor)
-    if part is None:
-        (part,) = _exchanged_parts({"": dtensor}, dtensor.device_mesh)
+    part = _own_part(dtensor)
     if part.is_flat and dim > 0:
         raise NotImplementedError(
             f"split along dim {dim}: ranks hold runs of elements that begin or end inside a row,"
@@ -449,26 +375,16 @@ def filter_unflattened_state_dict(
     key_chain: list[Any] = [],  # noqa: B006  # the published default; it is not changed here
     visit_condition: Callable[[Any], bool] = lambda x: False,
 ) -> list[list[Any]]:
-    """List the paths of items in nested mappings, lists and tuples.
+    """List the paths, keys and positions after ``key_chain``, of items in nested state.
 
-    Args:
-        state_dict: the nested state.
-        key_chain: the path of ``state_dict`` itself, with which all paths begin.
-        visit_condition: returns True for the items to list. It is not called with mappings, lists
-            and tuples, whose items are visited.
-
-    Returns:
-        The path of each item: a list of keys and positions.
+    Mappings, lists and tuples are visited; ``visit_condition`` chooses among all other values.
     """
-    items: Iterable[tuple[Any, Any]]
-    if isinstance(state_dict, Mapping):
-        items = state_dict.items()
-    elif isinstance(state_dict, list | tuple):
-        items = enumerate(state_dict)
-    else:
+    if isinstance(state_dict, list | tuple):
+        state_dict = dict(enumerate(state_dict))
+    if not isinstance(state_dict, Mapping):
         return [[*key_chain]] if visit_condition(state_dict) else []
     paths: list[list[Any]] = []
-    for key, value in items:
+    for key, value in state_dict.items():
         paths += filter_unflattened_state_dict(value, [*key_chain, key], visit_condition)
     return paths
 
@@ -477,12 +393,7 @@ def get_unflattened_state_dict(
     state_dict: Any,
     key_chain: list[Any] = [],  # noqa: B006  # the published default; it is not changed here
 ) -> Any:
-    """Return the item at a path of keys and positions; ``state_dict`` itself at the empty path.
-
-    Raises:
-        KeyError: if a mapping does not have the key.
-        IndexError: if a list or tuple does not have the position.
-    """
+    """Return the item at a path of keys and positions; ``state_dict`` itself at the empty path."""
     for key in key_chain:
         state_dict = state_dict[key]
     return state_dict

@@ -1,25 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Operations of torch on uneven DTensors, with the results that the whole tensors would give.
-
-[Note: operations on uneven DTensors] torch's own rules for DTensors expect equal parts. Here, an
-operation first runs in a mode that looks at what it consists of:
-
-    element-wise      on the local tensors of operands that are divided alike, and numbers. The
-                      result is another uneven DTensor; nothing is communicated. Operations in place
-                      take this rank's part of other operands too, as in ``parameter.add_(update)``
-    anything else     the operation is started again, on whole tensors that all ranks gather. The
-                      result is a plain tensor, equal on all ranks. What is written to a whole
-                      tensor, or later to a view of it, is copied into the local tensor
-
-The choice depends on shapes and layouts only, so all ranks gather or none does.
-"""
+"""Operations of torch on uneven DTensors, with the results that the whole tensors would give."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import chain
-from operator import attrgetter
 from typing import Any, NoReturn, SupportsIndex
 
 import torch
@@ -33,6 +19,7 @@ from megatron.fsdp.engine.collectives import broadcast_over
 
 aten = torch.ops.aten
 
+# Element-wise operations that torch does not tag as pointwise.
 UNTAGGED = frozenset(
     {
         *(aten.fill_.Scalar, aten.fill_.Tensor, aten.masked_fill.Tensor),
@@ -42,29 +29,22 @@ UNTAGGED = frozenset(
         *(aten.ones_like.default, aten.zeros_like.default),
     }
 )
-"""Element-wise operations that torch does not tag as pointwise."""
-
 ALIASES = frozenset({aten.alias.default, aten.detach.default})
-
+# Operations whose second argument is a shape: aliases if it is the operand's own.
 RESHAPES = frozenset({aten.view.default, aten._unsafe_view.default, aten.expand.default})
-"""Operations whose second argument is a shape: aliases if it is the operand's own."""
-
+# Operations that take dtype and device from a tensor, and the shape from their arguments.
 FACTORIES = frozenset(
     getattr(aten, name).default for name in ("new_empty", "new_full", "new_ones", "new_zeros")
 )
-"""Operations that take dtype and device from a tensor, and the shape from their arguments."""
-
+# Functions that read the memory of a tensor without an operation that a mode sees.
 ON_WHOLE_TENSORS = frozenset({torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__})
-"""Functions that read the memory of a tensor without an operation that a mode sees."""
-
+# Methods that share or replace the memory of a tensor, where a DTensor has none.
 ON_MEMORY = frozenset(
     getattr(torch.Tensor, name)
     for name in ("__dlpack__", "apply_", "map_", "map2_", "set_", "share_memory_")
 )
-"""Methods that share or replace the memory of a tensor, where a DTensor has none."""
-
+# Beginnings of the names of operations on lists of tensors.
 LISTS = ("aten::_foreach_", "aten::_fused_", "aten::_amp_foreach_")
-"""Beginnings of the names of operations on lists of tensors."""
 
 NO_MEMORY = (
     "a sharded tensor has no memory that can be shared or replaced as a whole: use its"
@@ -77,13 +57,27 @@ NO_GRADIENT = (
     " To look at values only, use parameter.detach() or torch.no_grad()"
 )
 STALE_VIEW = (
-    "the view of a sharded tensor is a copy, and the tensor, or another one of its unit, has been"
-    " written to since: take the view anew, or write to the tensor (parameter[index] = value)"
+    "a view of a sharded tensor was gathered from all ranks, and the tensor, or a neighbour in its"
+    " unit, has been written to since: writing to the view would undo that. Take the view anew, or"
+    " write to the tensor itself (parameter[index] = value, parameter.copy_(value))"
 )
 UNKNOWN_PART = (
-    "the ranks do not know which part of this DTensor each of them has: call"
-    " update_uneven_dtensor_chunk_metadata on it first"
+    "the ranks do not know which part of this DTensor each of them has, so a whole result cannot"
+    " be written back: assign the result of the operation on dtensor.full_tensor()"
 )
+
+
+# [Note: operations on uneven DTensors] torch's own rules for DTensors expect equal parts. Here, an
+# operation first runs in a mode that looks at what it consists of:
+#
+#     element-wise    on the local tensors of operands that are divided alike, and numbers. The
+#                     result is another uneven DTensor; nothing is communicated. Operations in place
+#                     take this rank's part of other operands too
+#     anything else   started again, on whole tensors that all ranks gather. The result is a plain
+#                     tensor, equal on all ranks. What is written to a whole tensor, or later to a
+#                     view of it, is copied into the local tensor
+#
+# This depends on shapes and layouts, equal on all ranks: all of them gather or none does.
 
 
 def operate(
@@ -92,17 +86,7 @@ def operate(
     kwargs: dict[str, Any],
     dtensor_class: type[DTensor],
 ) -> Any:
-    """Call a function of torch; see [Note: operations on uneven DTensors].
-
-    Args:
-        func: the function, called below ``__torch_function__``.
-        args: its arguments, with uneven DTensors among them.
-        kwargs: its keyword arguments.
-        dtensor_class: the class of uneven DTensors.
-
-    Raises:
-        RuntimeError: for writes that would be lost, and functions that need a whole memory.
-    """
+    """Call a function of torch, on uneven DTensors of a class, below ``__torch_function__``."""
     if func in ON_MEMORY:
         raise RuntimeError(NO_MEMORY)
     if func not in ON_WHOLE_TENSORS:
@@ -123,11 +107,7 @@ class NeedsWholeTensor(Exception):  # noqa: N818  # a signal, not an error
 
 
 class OnLocalTensors(TorchDispatchMode):
-    """A mode in which element-wise operations run on local tensors, and others are refused.
-
-    Args:
-        dtensor_class: the class of the DTensors that it looks at.
-    """
+    """A mode in which element-wise operations run on local tensors, and others are refused."""
 
     def __init__(self, dtensor_class: type[DTensor]):
         super().__init__()  # type: ignore[no-untyped-call]
@@ -150,17 +130,18 @@ class OnLocalTensors(TorchDispatchMode):
         is_list = func._schema.name.startswith(LISTS)
         if func._schema.is_mutable:
             args = self._own_parts_of_operands(func, args, is_list)
-        leaves = tree_leaves((args, kwargs))
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        tensors = [own for own in tree_leaves((args, kwargs)) if isinstance(own, torch.Tensor)]
         operands = [tensor for tensor in tensors if isinstance(tensor, self._class)]
         patterns: Sequence[DTensor] = operands[:1]
+        local_args = self._local(args)
         if is_list:
             patterns = self._check_lists(func, (*args, *kwargs.values()))
-        elif not _is_elementwise(func, args, operands, tensors):
-            raise NeedsWholeTensor
-        local_args = self._local(args)
-        if func in RESHAPES or func in FACTORIES:
+        elif func in RESHAPES or func in FACTORIES:
+            if tuple(args[1]) != tuple(operands[0].shape):
+                raise NeedsWholeTensor
             local_args = (local_args[0], local_args[0].shape, *local_args[2:])
+        elif func not in ALIASES and not (_is_pointwise(func) and _can_meet(operands, tensors)):
+            raise NeedsWholeTensor
         result = func(*local_args, **self._local(kwargs))
         if func._schema.is_mutable:
             _report_writes(func, args, kwargs)
@@ -186,7 +167,7 @@ class OnLocalTensors(TorchDispatchMode):
         return result
 
     def _own_parts_of_operands(self, func: Any, args: Any, is_list: bool) -> Any:
-        """Replace whole operands of an operation in place by this rank's parts of them."""
+        """Replace whole operands of an operation that writes to sharded tensors by own parts."""
         written, result = args[0], list(args)
         if is_list:
             for position, values in enumerate(args):
@@ -198,10 +179,7 @@ class OnLocalTensors(TorchDispatchMode):
         return tuple(result)
 
     def _own_part(self, value: Any, pattern: Any) -> Any:
-        """Return this rank's part of ``value``, as a DTensor that is divided like ``pattern``.
-
-        Numbers are returned unchanged, and all values if ``pattern`` has no known part.
-        """
+        """Return this rank's part of ``value``, divided like ``pattern``; numbers unchanged."""
         if not isinstance(value, torch.Tensor) or not isinstance(pattern, self._class):
             return value
         part = part_of(pattern)
@@ -216,10 +194,10 @@ class OnLocalTensors(TorchDispatchMode):
 
     def _check_lists(self, func: Any, arguments: Sequence[Any]) -> list[DTensor]:
         """Return the first list of tensors; those at one position of all lists must be alike."""
-        lists = [value for value in arguments if isinstance(value, (list, tuple)) and len(value)]
-        lists = [values for values in lists if isinstance(values[0], torch.Tensor)]
         if func._schema.name in ("aten::_foreach_norm", "aten::_foreach_max"):
             raise NeedsWholeTensor
+        lists = [values for values in arguments if isinstance(values, (list, tuple)) and values]
+        lists = [values for values in lists if isinstance(values[0], torch.Tensor)]
         for column in zip(*lists):
             sharded = [tensor for tensor in column if isinstance(tensor, self._class)]
             if not _can_meet(sharded, column) or column[0] is not sharded[0]:
@@ -227,17 +205,16 @@ class OnLocalTensors(TorchDispatchMode):
         return list(lists[0])
 
     def _local(self, value: Any) -> Any:
-        return tree_map_only(self._class, attrgetter("_local_tensor"), value)
+        return tree_map_only(self._class, lambda dtensor: dtensor._local_tensor, value)
 
 
 def _fills_by_mask(
     target: torch.Tensor, indices: Sequence[Any], value: torch.Tensor, *accumulates: bool
 ) -> bool:
     """Return True for ``target[mask] = number``, with the arguments of ``index_put_``."""
-    mask = indices[0] if len(indices) == 1 else None
-    if mask is None or mask.dtype != torch.bool or mask.shape != target.shape:
+    if len(indices) != 1 or indices[0] is None or value.ndim or any(accumulates):
         return False
-    return value.ndim == 0 and not any(accumulates)
+    return bool(indices[0].dtype == torch.bool and indices[0].shape == target.shape)
 
 
 def _is_pointwise(func: Any) -> bool:
@@ -246,32 +223,20 @@ def _is_pointwise(func: Any) -> bool:
     return func in UNTAGGED or (torch.Tag.pointwise in func.tags and not is_random)
 
 
-def _is_elementwise(
-    func: Any, args: tuple[Any, ...], operands: list[DTensor], tensors: list[torch.Tensor]
-) -> bool:
-    """Return True if each element of the result depends on the same element of the operands."""
-    if func in ALIASES:
-        return True
-    if func in RESHAPES or func in FACTORIES:
-        return tuple(args[1]) == tuple(operands[0].shape)
-    return _is_pointwise(func) and _can_meet(operands, tensors)
-
-
 def _can_meet(sharded: Sequence[DTensor], tensors: Sequence[torch.Tensor]) -> bool:
     """Return True if DTensors are divided alike, and all other tensors are single numbers."""
-    if not sharded or not all(_are_alike(sharded[0], other) for other in sharded[1:]):
+    numbers = [tensor for tensor in tensors if not (tensor.ndim or isinstance(tensor, DTensor))]
+    if not sharded or len(sharded) + len(numbers) != len(tensors):
         return False
-    is_number = [tensor.ndim == 0 and not isinstance(tensor, DTensor) for tensor in tensors]
-    return len(sharded) + sum(is_number) == len(tensors)
+    return all(_are_alike(sharded[0], other) for other in sharded[1:])
 
 
 def _are_alike(left: DTensor, right: DTensor) -> bool:
     """Return True if all ranks have the same elements of two DTensors."""
     if left is right:
         return True
-    if left.shape != right.shape or left.placements != right.placements:
-        return False
-    if left.device_mesh != right.device_mesh:
+    layout_of_left = left.shape, left.placements, left.device_mesh
+    if layout_of_left != (right.shape, right.placements, right.device_mesh):
         return False
     if is_replicated(left) and left.shape:
         return True
@@ -293,6 +258,11 @@ def _report_writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             _report_write(dtensor)
 
 
+def _report_write(dtensor: DTensor) -> None:
+    if (on_write := getattr(dtensor, "on_write", None)) is not None:
+        on_write()
+
+
 def _version(tensor: torch.Tensor) -> int | None:
     return None if tensor.is_inference() else tensor._version
 
@@ -301,22 +271,18 @@ def _version(tensor: torch.Tensor) -> int | None:
 
 
 class Whole:
-    """The whole tensor of a DTensor, for an operation and for later writes to views of it.
-
-    Attributes:
-        tensor: the gathered tensor; a view of the local one if every rank has all elements.
-        version: the version of the local tensor that it is equal to.
-    """
+    """The whole tensor of a DTensor, for an operation and for later writes to views of it."""
 
     def __init__(self, dtensor: DTensor):
         self.dtensor = dtensor
         # The placements of a scalar are Replicate, but only one rank may have its element.
         self.is_local = is_replicated(dtensor) and bool(dtensor.shape)
         local = dtensor._local_tensor
+        # Gathered, or a view of the local one if every rank has all elements.
         self.tensor = local.detach() if self.is_local else full_tensor(dtensor)
         if torch.is_grad_enabled() and dtensor.requires_grad:
             self.tensor.requires_grad_()
-        self.version = _version(local)
+        self.version = _version(local)  # the one that the whole tensor is equal to
 
     def check_write(self) -> None:
         """Raise ``RuntimeError``, on all ranks alike, if the tensor cannot be written back."""
@@ -324,7 +290,8 @@ class Whole:
         if self.tensor.shape != dtensor.shape:
             raise RuntimeError(
                 f"a sharded tensor of shape {tuple(dtensor.shape)} cannot get the shape"
-                f" {tuple(self.tensor.shape)} in place: use the operation that returns a new tensor"
+                f" {tuple(self.tensor.shape)} in place: use the operation that returns a new"
+                " tensor, and parameter.copy_(value) for a value of the parameter's shape"
             )
         if not self.is_local and _version(dtensor._local_tensor) != self.version:
             raise RuntimeError(STALE_VIEW)
@@ -347,14 +314,10 @@ class Whole:
 
 
 class WholeView(torch.Tensor):
-    """A view of a whole tensor that was gathered from all ranks.
+    """A view of a whole tensor that was gathered from all ranks."""
 
-    Operations on it return plain tensors, or views like itself. What is written to it is copied
-    into the local tensor, without communication.
-
-    Attributes:
-        whole: the whole tensor.
-    """
+    # Operations on it return plain tensors, or views like itself. What is written to it is copied
+    # into the local tensor, without communication.
 
     whole: Whole
 
@@ -396,10 +359,7 @@ def _on_whole_tensors(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 def _call_on_wholes(
     func: Callable[..., Any], args: Any, kwargs: Any, wholes: Sequence[Whole]
 ) -> Any:
-    """Call a function on plain tensors, and copy what it has written into local tensors.
-
-    ``wholes`` are those whose tensors are arguments; views among these know their own.
-    """
+    """Call a function on plain tensors, and copy what it has written into local tensors."""
     views = [value for value in tree_leaves((args, kwargs)) if isinstance(value, WholeView)]
     watched = [(whole.tensor, whole) for whole in wholes] + [(view, view.whole) for view in views]
     tensors = [tensor for tensor, _ in watched]
@@ -422,12 +382,6 @@ def _groups_of(dtensor: DTensor) -> list[dist.ProcessGroup]:
     """Return groups that reach all ranks with parts of a tensor, one after the other."""
     part, mesh = part_of(dtensor), dtensor.device_mesh
     return [*mesh.get_all_groups(), *(part.replicas if part is not None else ())]
-
-
-def _report_write(dtensor: DTensor) -> None:
-    on_write = getattr(dtensor, "on_write", None)
-    if on_write is not None:
-        on_write()
 
 
 def _as_views(result: Any, wholes: Iterable[Whole]) -> Any:
@@ -457,14 +411,11 @@ def _call_with_equal_draws(
     operands: Sequence[torch.Tensor],
     groups: Iterable[dist.ProcessGroup],
 ) -> Any:
-    """Call an operation on tensors that are equal on all ranks, with equal results.
-
-    Programs seed ranks differently. If the operation draws random numbers, results and operands
-    that it has written to are broadcast over the groups.
-    """
+    """Call an operation on tensors that are equal on all ranks, with equal results."""
+    # Programs seed ranks differently, for dropout and data. If the operation draws from the default
+    # generator, results and operands that it has written to are broadcast over the groups.
     device = operands[0].device
-    state = _generator_state(device)
-    versions = [operand._version for operand in operands]
+    state, versions = _generator_state(device), [operand._version for operand in operands]
     result = operation()
     if torch.equal(state, _generator_state(device)):
         return result
@@ -477,11 +428,10 @@ def _call_with_equal_draws(
     return result
 
 
-def _generator_state(device: torch.device) -> torch.Tensor:
+def _generator_state(device: torch.device) -> Any:
     if device.type == "cpu":
         return torch.get_rng_state()
-    state: torch.Tensor = torch.get_device_module(device).get_rng_state(device)
-    return state
+    return torch.get_device_module(device).get_rng_state(device)
 
 
 # ---- autograd

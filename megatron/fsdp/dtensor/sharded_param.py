@@ -1,33 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sharded parameters and gradients: DTensors for the optimizer, and tensors for checkpoints.
-
-[Note: sharded parameters] The local tensor of a sharded parameter is the flat range that
-:mod:`megatron.fsdp.engine.layout` assigns to this rank, in the main shard of its group; that of its
-gradient is the same range of the gradient shard. Both know their part of the whole tensor, and so
-does everything that element-wise operations compute from them.
-
-[Note: norms of gradients] torch computes norms of DTensors mesh by mesh. It can neither combine
-norms over different meshes (expert parameters), nor compute an infinity norm if a rank owns
-nothing. Here every rank computes the norms of its shards, and one all-reduce over each process
-group combines all of them into plain tensors, equal on all ranks. Gradients are clipped in every
-step, so loops over all of them are left to ``map``, which runs in C.
-"""
+"""Sharded parameters and gradients: DTensors for the optimizer, and tensors for checkpoints."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
-from itertools import chain, compress, repeat
+from itertools import chain
 from math import inf
-from operator import attrgetter, is_not
 from typing import Any, TypeGuard, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from megatron.fsdp.dtensor.tensor_part import (
     ChunkedTensor,
@@ -45,71 +32,52 @@ from megatron.fsdp.engine.param_group import ParamGroup
 
 AnyUneven = TypeVar("AnyUneven", bound=UnevenDTensor)
 
-_grad_of = attrgetter("grad")
-_local_tensor_of = attrgetter("_local_tensor")
-_version_of = attrgetter("_local_tensor._version")
-_norm_group_of = attrgetter("norm_group")
-_dtype_of = attrgetter("dtype")
-_groups_of = attrgetter("groups")
-_copies_of = attrgetter("copies")
-
 
 @dataclass(frozen=True, eq=False)  # its hash is not computed in Python
 class NormGroup:
-    """The ranks over which the norm of a parameter is summed.
+    """The ranks over which the norm of a parameter is summed."""
 
-    Args:
-        groups: process groups that reach these ranks, used one after the other.
-        copies: number of these ranks that have the same shard.
-    """
-
-    groups: tuple[dist.ProcessGroup, ...]
-    copies: int = 1
+    groups: tuple[dist.ProcessGroup, ...]  # one after the other, they reach all of these ranks
+    copies: int = 1  # number of these ranks that have the same shard
 
 
 @dataclass(frozen=True)
 class ParameterMesh:
-    """The mesh of dense parameters or of expert parameters.
-
-    Args:
-        axes: their mesh axes.
-        mesh: that of their DTensors: the tensor axis if there is one, the inner axis, and the outer
-            axis if it shards them.
-        norm_group_of_slices: that of parameters that tensor parallelism divides.
-        norm_group_of_copies: that of parameters of which every tensor-parallel rank has a copy.
-    """
+    """The mesh of dense parameters or of expert parameters."""
 
     axes: Axes
-    mesh: DeviceMesh
-    norm_group_of_slices: NormGroup
-    norm_group_of_copies: NormGroup
+    mesh: DeviceMesh  # tensor axis if there is one, inner axis, and outer axis if it shards them
+    norm_group_of_slices: NormGroup  # of parameters that tensor parallelism divides
+    norm_group_of_copies: NormGroup  # of those of which every tensor-parallel rank has a copy
+
+
+# [Note: sharded parameters] The local tensor of a sharded parameter is the flat range of its
+# group's main shard that the layout assigns to this rank. That of its gradient is the same range of
+# the gradient shard. Both know their part of the whole tensor, and so does everything that
+# element-wise operations compute from them.
 
 
 class ShardedParam:
-    """One parameter of a sharded model: its DTensor, its gradient, and its checkpoint entries.
-
-    Args:
-        group: the parameter group that it belongs to.
-        index: its position in the group.
-        mesh: the mesh of the group's parameters.
-
-    Attributes:
-        name: the name of the module's parameter.
-        slice: the slice of the whole tensor that tensor parallelism assigns to this rank.
-        flat_range: the elements of the slice that this rank owns.
-        parameter: the DTensor over the main weight, which torch treats as an ``nn.Parameter``.
-    """
+    """One parameter of a sharded model: its DTensor, its gradient, and its checkpoint entries."""
 
     def __init__(self, group: ParamGroup, index: int, mesh: ParameterMesh):
         self.group, self.index, self.name = group, index, group.names[index]
+        # This rank has a slice of the whole tensor, and owns a flat range of that slice.
         self.slice = TensorSlice.of_parameter(group.parameters[index], mesh.axes.tensor)
         self.flat_range = group.layout.owned(index, group.rank)
         self._mesh = mesh.mesh
-        self._placements = self._placements_on(mesh)
+        self._placements = self.slice.placements(
+            mesh.axes.tensor, mesh.mesh.ndim, group.strategy.shards_optimizer
+        )
         self._norm_group = (
             mesh.norm_group_of_copies if self.slice.dim is None else mesh.norm_group_of_slices
         )
-        self._part = self._own_part(mesh.axes.outer)
+        layout, start = group.layout, group.layout.positions[index].start
+        # With the mesh, these determine the part of every rank.
+        key = (self.slice.shape, self.slice.dim, start, layout.shard_size, layout.world_size)
+        chunks, is_flat = self.slice.chunks(self.flat_range), not self.flat_range.by_rows
+        replicas = (mesh.axes.outer.get_group(),) if mesh.axes.outer is not None else ()
+        self._part = TensorPart(self.slice.shape, chunks, is_flat, key, replicas)
         self._optimizer_part = self._part
         if not self.slice.shape:
             # To the optimizer, a scalar is a vector of one element, which can be sharded.
@@ -119,23 +87,6 @@ class ShardedParam:
         self.parameter.requires_grad_(group.requires_grad)
         self.parameter._is_param = True  # what `isinstance(…, nn.Parameter)` looks at
         self.parameter.on_write = group.note_edit
-
-    def _own_part(self, outer: DeviceMesh | None) -> TensorPart:
-        layout = self.group.layout
-        start = layout.positions[self.index].start
-        # With the mesh, these determine the part of every rank.
-        key = (self.slice.shape, self.slice.dim, start, layout.shard_size, layout.world_size)
-        chunks, is_flat = self.slice.chunks(self.flat_range), not self.flat_range.by_rows
-        replicas = (outer.get_group(),) if outer is not None else ()
-        return TensorPart(self.slice.shape, chunks, is_flat, key, replicas)
-
-    def _placements_on(self, mesh: ParameterMesh) -> list[Placement]:
-        placements: list[Placement] = []
-        if mesh.axes.tensor is not None:
-            placements.append(Replicate() if self.slice.dim is None else Shard(self.slice.dim))
-        num_data_axes = mesh.mesh.ndim - len(placements)
-        data: Placement = Shard(0) if self.group.strategy.shards_optimizer else Replicate()
-        return placements + [data] * num_data_axes
 
     @property
     def compute(self) -> nn.Parameter:
@@ -158,8 +109,7 @@ class ShardedParam:
 
     def sharded_like(self, value: torch.Tensor) -> DTensor:
         """Copy this rank's shard of ``value``, of the parameter's shape, into a new DTensor."""
-        shard = self.local_shard(value).to(self.parameter.device)
-        return self.over(shard.clone())
+        return self.over(self.local_shard(value).to(self.parameter.device).clone())
 
     def _over(self, dtensor_class: type[AnyUneven], local: torch.Tensor) -> AnyUneven:
         part = self._optimizer_part
@@ -172,9 +122,7 @@ class ShardedParam:
     def checkpoint_tensor(self, value: DTensor | None = None, with_chunks: bool = True) -> DTensor:
         """Return a tensor over ``value``'s storage that torch's checkpoint can save and load.
 
-        Args:
-            value: a DTensor of the parameter's shape. None: the main weight.
-            with_chunks: let torch's checkpoint know the chunks of this rank.
+        ``value`` is a DTensor of the parameter's shape; None: the main weight.
         """
         source = self.parameter if value is None else value
         tensor = self._in_checkpoint(source._local_tensor.detach(), self._part, with_chunks)
@@ -182,12 +130,7 @@ class ShardedParam:
         return tensor
 
     def checkpoint_tensors(self, count: int, value: DTensor | None = None) -> list[DTensor]:
-        """Cut a tensor into ``count`` equal ones along dim 0, each an entry of a checkpoint.
-
-        Args:
-            count: a divisor of dim 0 of the parameter.
-            value: a DTensor of the parameter's shape. None: the main weight.
-        """
+        """Cut ``value``, as above, along dim 0 into ``count`` equal entries of a checkpoint."""
         if count == 1:
             return [self.checkpoint_tensor(value)]
         # Example with a count of 2: a weight of shape (8, 3) becomes two tensors of shape (4, 3).
@@ -197,13 +140,12 @@ class ShardedParam:
         shape = (rows, *self.slice.shape[1:])
         slice_ = TensorSlice(shape, dim, start // count if dim == 0 else start)
         flat = (self.parameter if value is None else value)._local_tensor.detach().reshape(-1)
+        ranges = self.flat_range.parts(count)
+        pieces = flat.split([flat_range.numel for flat_range in ranges])
         tensors: list[DTensor] = []
-        begin = 0
-        for flat_range in self.flat_range.parts(count):
-            end = begin + flat_range.numel
+        for flat_range, piece in zip(ranges, pieces):
             part = TensorPart(shape, slice_.chunks(flat_range), not flat_range.by_rows)
-            tensors.append(self._in_checkpoint(flat[begin:end].view(flat_range.local_shape), part))
-            begin = end
+            tensors.append(self._in_checkpoint(piece.view(flat_range.local_shape), part))
         return tensors
 
     def _in_checkpoint(
@@ -221,18 +163,14 @@ class ShardedParam:
 
     @torch.no_grad()
     def load(self, value: torch.Tensor) -> None:
-        """Copy this rank's shard of ``value`` into the main weight."""
+        """Copy this rank's shard of ``value`` into the main weight; see :meth:`local_shard`."""
         self.parameter._local_tensor.copy_(self.local_shard(value))
 
     def local_shard(self, value: torch.Tensor) -> torch.Tensor:
         """Return the elements of ``value`` that this rank owns, in the shape of the local tensor.
 
-        Args:
-            value: a full tensor of the parameter's shape, a DTensor of this layout, or one that
-                torch has divided, which is gathered.
-
-        Raises:
-            ValueError: if the shape differs, or the value is sharded with another layout.
+        ``value`` has the parameter's shape: a full tensor, a DTensor of this layout, or a DTensor
+        that torch has divided, which is gathered. Another shape or layout is a ``ValueError``.
         """
         if not isinstance(value, torch.Tensor):
             raise ValueError(f"{self.name}: expects a tensor but got {type(value).__name__}")
@@ -283,26 +221,25 @@ def is_linked(tensor: object) -> bool:
 
 
 # ---- gradients
+#
+# [Note: norms of gradients] torch computes norms of DTensors mesh by mesh. It can neither combine
+# norms over different meshes (expert parameters), nor compute an infinity norm if a rank owns
+# nothing. Here every rank computes the norms of its shards, and one all-reduce over each process
+# group combines all of them into plain tensors, equal on all ranks.
 
 
 class ShardedGradient(UnevenDTensor):
-    """The gradient of a sharded parameter; see [Note: norms of gradients].
-
-    Attributes:
-        norm_group: the ranks that share it.
-        family: the gradients that it belongs to.
-    """
+    """The gradient of a sharded parameter; see [Note: norms of gradients]."""
 
     norm_group: NormGroup
     family: GradientFamily
 
 
 class GradientFamily:
-    """The gradients of a model, whose norms are computed together, by one collective.
+    """The gradients of a model, whose norms are computed together, by one collective."""
 
-    torch's ``clip_grad_norm_`` asks for one norm after the other, on all ranks in the same order.
-    The first request computes all norms, and every gradient takes its own once.
-    """
+    # torch's `clip_grad_norm_` asks for one norm after the other, on all ranks in the same order.
+    # The first request computes all norms, and every gradient takes its own once.
 
     def __init__(self) -> None:
         self._members: list[ShardedGradient] = []
@@ -320,11 +257,10 @@ class GradientFamily:
         """Return the norm of one gradient; see :func:`norms`."""
         waiting = self._waiting.setdefault((order, dtype), {})
         if not waiting:
-            versions = map(_version_of, self._members)
-            own_norms = norms(self._members, order, dtype)
-            waiting.update(zip(map(id, self._members), zip(own_norms, versions)))
+            for member, own in zip(self._members, norms(self._members, order, dtype)):
+                waiting[id(member)] = own, member._local_tensor._version
         norm, version = waiting.pop(id(gradient), (None, None))
-        if norm is not None and version == _version_of(gradient):
+        if norm is not None and version == gradient._local_tensor._version:
             return norm
         return norms([gradient], order, dtype)[0]
 
@@ -335,40 +271,29 @@ def norms(
 ) -> list[torch.Tensor]:
     """Compute the norm of each whole gradient: 0-d tensors, equal on every rank; a collective.
 
-    Args:
-        gradients: a list in the same order on all ranks.
-        order: the order of the norm; positive, may be infinity.
-        dtype: the dtype of the results. None: that of each gradient, at least float32.
+    Without a ``dtype``, the results have that of each gradient, at least float32.
     """
     if not gradients:
         return []
-    shards = list(map(_local_tensor_of, gradients))
-    norm_groups = list(map(_norm_group_of, gradients))
-    result = _powers(shards, order)
+    shards = [gradient._local_tensor for gradient in gradients]
+    norm_groups = [gradient.norm_group for gradient in gradients]
+    filled = [index for index, shard in enumerate(shards) if shard.numel()]
+    result = torch.zeros(len(shards), dtype=torch.float64, device=shards[0].device)
+    if filled:  # torch has no infinity norm of nothing
+        own = [shards[index] for index in filled]
+        wide = reduce(torch.promote_types, {shard.dtype for shard in own}, torch.float32)
+        result[filled] = torch.stack(torch._foreach_norm(own, order, dtype=wide)).double()
     if order == inf:
         _all_reduce(result, norm_groups, dist.ReduceOp.MAX)
     else:
+        result **= order
         _all_reduce(result, norm_groups, dist.ReduceOp.SUM)
-        copies = result.new_tensor(list(map(_copies_of, norm_groups)))
-        result = (result / copies) ** (1 / order)
-    if dtype is None:
-        dtypes = list(map(torch.promote_types, map(_dtype_of, shards), repeat(torch.float32)))
-        if len(set(dtypes)) > 1:
-            return [norm.to(own) for norm, own in zip(result, dtypes)]
-        dtype = dtypes[0]
-    return list(result.to(dtype).unbind())
-
-
-def _powers(shards: Sequence[torch.Tensor], order: float) -> torch.Tensor:
-    """Return norm ** order of each shard in float64; for the infinity norm, the norm itself."""
-    sizes = list(map(torch.Tensor.numel, shards))
-    filled = list(compress(shards, sizes))  # torch has no infinity norm of nothing
-    result = torch.zeros(len(shards), dtype=torch.float64, device=shards[0].device)
-    if filled:
-        wide = reduce(torch.promote_types, set(map(_dtype_of, filled)), torch.float32)
-        powers = torch.stack(torch._foreach_norm(filled, order, dtype=wide)).double()
-        result[list(compress(range(len(shards)), sizes))] = powers
-    return result if order == inf else result**order
+        result /= result.new_tensor([norm_group.copies for norm_group in norm_groups])
+        result **= 1 / order
+    dtypes = [dtype or torch.promote_types(shard.dtype, torch.float32) for shard in shards]
+    if len(set(dtypes)) == 1:
+        return list(result.to(dtypes[0]).unbind())
+    return [norm.to(own_dtype) for norm, own_dtype in zip(result, dtypes)]
 
 
 def _all_reduce(
@@ -376,12 +301,16 @@ def _all_reduce(
 ) -> None:
     """All-reduce each value over the process groups of its norm group, in place."""
     distinct = list(dict.fromkeys(norm_groups))
-    for group in dict.fromkeys(chain.from_iterable(map(_groups_of, distinct))):
+    for group in _groups_of(distinct):
         if all(group in norm_group.groups for norm_group in distinct):
             all_reduce_over(values, [group], op)
             continue
         members = [index for index, own in enumerate(norm_groups) if group in own.groups]
         values[members] = all_reduce_over(values[members], [group], op)
+
+
+def _groups_of(norm_groups: Iterable[NormGroup]) -> list[dist.ProcessGroup]:
+    return list(dict.fromkeys(chain.from_iterable(own.groups for own in norm_groups)))
 
 
 @torch.no_grad()
@@ -394,24 +323,21 @@ def clip_grad_norm_(
     """Scale the gradients of sharded parameters in place, so that their norm is at most a number.
 
     The result is that of ``torch.nn.utils.clip_grad_norm_``, which works too, but calls a kernel
-    for each gradient.
+    for each gradient. A gradient of another tensor is a ``TypeError``.
 
     Args:
         parameters: parameters of sharded models, in the same order on all ranks; those without a
             gradient are skipped.
         max_norm: the largest norm that is left unchanged.
         norm_type: the order of the norm; positive, may be infinity.
-        error_if_nonfinite: raise an error if the norm is NaN or Inf.
+        error_if_nonfinite: raise ``RuntimeError`` if the norm is NaN or Inf.
 
     Returns:
         The norm of all gradients together before they were scaled, 0-d, the same on every rank.
-
-    Raises:
-        TypeError, ValueError: for gradients of other parameters, and orders that are not positive.
     """
     with torch._C.DisableTorchFunctionSubclass():
-        shown = list(map(_grad_of, parameters))
-    gradients = list(compress(shown, map(is_not, shown, repeat(None))))
+        shown = [parameter.grad for parameter in parameters]
+    gradients = [gradient for gradient in shown if gradient is not None]
     if norm_type <= 0:
         raise ValueError(f"norm_type expects a positive number or infinity but got {norm_type!r}")
     if not gradients:
@@ -421,13 +347,12 @@ def clip_grad_norm_(
             "clip_grad_norm_ expects parameters of a sharded model; use"
             " torch.nn.utils.clip_grad_norm_ for others"
         )
-    total: torch.Tensor = torch.linalg.vector_norm(
-        torch.stack(norms(gradients, norm_type)), norm_type
-    )
+    own_norms = torch.stack(norms(gradients, norm_type))
+    total: torch.Tensor = torch.linalg.vector_norm(own_norms, norm_type)
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(f"the norm of order {norm_type} of the gradients is {total.item()}")
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-    torch._foreach_mul_(list(map(_local_tensor_of, gradients)), factor)
+    torch._foreach_mul_([gradient._local_tensor for gradient in gradients], factor)
     return total
 
 
@@ -437,7 +362,7 @@ def clip_grad_norm_(
 
 
 def _are_gradients(tensors: Sequence[torch.Tensor]) -> TypeGuard[Sequence[ShardedGradient]]:
-    return set(map(type, tensors)) == {ShardedGradient}
+    return {type(tensor) for tensor in tensors} == {ShardedGradient}
 
 
 def _foreach_norm(
@@ -481,10 +406,10 @@ def _unscale_(
     """Unscale for ``torch.amp.GradScaler``, and share an overflow on any rank with all ranks."""
     if not _are_gradients(gradients):
         return NotImplemented
-    shards = list(map(_local_tensor_of, gradients))
+    shards = [gradient._local_tensor for gradient in gradients]
     torch._amp_foreach_non_finite_check_and_unscale_(shards, found_inf, inverse_scale)
-    groups = dict.fromkeys(chain.from_iterable(map(_groups_of, map(_norm_group_of, gradients))))
-    all_reduce_over(found_inf, list(groups), dist.ReduceOp.MAX)
+    groups = _groups_of(gradient.norm_group for gradient in gradients)
+    all_reduce_over(found_inf, groups, dist.ReduceOp.MAX)
     return None
 
 

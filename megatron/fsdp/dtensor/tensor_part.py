@@ -1,18 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The part of a tensor that a rank has, for DTensors and checkpoints.
-
-[Note: parts of tensors] The engine lays parameters out in flat buffers, where a rank owns a
-:class:`~megatron.fsdp.engine.layout.FlatRange` of each. Above the engine, what a local tensor
-contains is a :class:`TensorPart`: chunks of the whole tensor, in the order of the local elements. A
-*chunk* is a block of an N-d tensor, given by offsets and sizes. torch's DTensor expects equal
-blocks; here local tensors have any size, as whole rows or as flat ranges of elements, and follow
-one another along the mesh axes that divide dim 0, the last of these axes fastest.
-
-The layout determines the parts of parameters and gradients, of everything computed from them, and
-of the tensors in state dicts. A replicated tensor is one chunk. Of other DTensors (a user's own) a
-rank knows its local tensor only: the ranks of the mesh exchange the shapes of their local tensors,
-and every rank computes all offsets (:func:`part_at`).
-"""
+"""The part of a tensor that a rank has, for DTensors and checkpoints."""
 
 from __future__ import annotations
 
@@ -48,28 +35,30 @@ from megatron.fsdp.engine.tensor_parallel import (
 
 AnyDTensor = TypeVar("AnyDTensor", bound=DTensor)
 
-Coordinate = tuple[int, ...]
-"""Position of a rank in a mesh: one number for each mesh axis."""
+Coordinate = tuple[int, ...]  # position of a rank in a mesh: one number for each mesh axis
+
+# [Note: parts of tensors] The engine lays parameters out in flat buffers, where a rank owns a flat
+# range of each. Above the engine, what a local tensor contains is a TensorPart: chunks of the whole
+# tensor, in the order of the local elements. A chunk is a block of an N-d tensor, given by offsets
+# and sizes. torch's DTensor expects equal blocks. Here local tensors have any size, as whole rows
+# or as flat ranges, and follow one another along the mesh axes that divide dim 0, the last of
+# these axes fastest.
+#
+# The layout determines the parts of parameters and gradients, of everything computed from them, and
+# of the tensors in state dicts. A replicated tensor is one chunk. Of other DTensors (a user's own)
+# a rank knows its local tensor only: the ranks of the mesh exchange the shapes of their local
+# tensors, and every rank computes all offsets (`part_at`).
 
 
 @dataclass(frozen=True, eq=False)
 class TensorPart:
-    """The part of a whole tensor that a local tensor contains.
+    """The part of a whole tensor that a local tensor contains."""
 
-    Args:
-        shape: the shape of the whole tensor.
-        chunks: offsets and sizes within the whole tensor, in the order of the local elements.
-        is_flat: the local tensor of some rank is a flat range of elements, not a block, and may
-            have several chunks.
-        key: equal for tensors of one mesh that all ranks divide alike; None if nobody knows that.
-        replicas: groups of ranks outside of the mesh that have the same part.
-    """
-
-    shape: tuple[int, ...]
-    chunks: tuple[Chunk, ...]
-    is_flat: bool = False
-    key: Hashable = None
-    replicas: tuple[dist.ProcessGroup, ...] = ()
+    shape: tuple[int, ...]  # of the whole tensor
+    chunks: tuple[Chunk, ...]  # of the whole tensor, in the order of the local elements
+    is_flat: bool = False  # some rank has a flat range, maybe of several chunks, and not a block
+    key: Hashable = None  # equal for tensors that all ranks divide alike; None: nobody knows
+    replicas: tuple[dist.ProcessGroup, ...] = ()  # ranks outside of the mesh with the same part
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
         """Return the elements of this part of ``whole``, flat."""
@@ -84,30 +73,17 @@ class TensorPart:
 
 
 class TensorSlice(NamedTuple):
-    """The slice of a whole tensor that tensor parallelism assigns to this rank.
+    """The slice of a whole tensor that tensor parallelism assigns to this rank."""
 
-    Args:
-        shape: the shape of the whole tensor.
-        dim: the divided dim; None if every tensor-parallel rank has a copy.
-        start: the beginning of this rank's range along ``dim``.
-    """
-
-    shape: tuple[int, ...]
-    dim: int | None = None
-    start: int = 0
+    shape: tuple[int, ...]  # of the whole tensor
+    dim: int | None = None  # the divided dim; None if every tensor-parallel rank has a copy
+    start: int = 0  # the beginning of this rank's range along `dim`
 
     @classmethod
     def of_parameter(cls, parameter: nn.Parameter, axis: DeviceMesh | None) -> TensorSlice:
-        """Return the slice that ``parameter`` is on this rank.
-
-        It follows from the placements of DTensors, and from the attributes
-        ``tensor_model_parallel`` and ``partition_dim`` of Megatron-Core's and Transformer Engine's
-        parameters.
-
-        Args:
-            parameter: the module's own parameter.
-            axis: the tensor-parallel mesh axis; None without one.
-        """
+        """Return the slice that a module's ``parameter`` is on this rank of the tensor axis."""
+        # It follows from the placements of DTensors, and from the attributes of Megatron-Core's and
+        # Transformer Engine's parameters.
         local = tuple(local_tensor(parameter).shape)
         if axis is None:
             return cls(local)
@@ -125,6 +101,12 @@ class TensorSlice(NamedTuple):
         shape = replaced(local, dim, local[dim] * axis.size())
         return cls(shape, dim, local[dim] * axis.get_local_rank())
 
+    def placements(self, axis: DeviceMesh | None, ndim: int, is_sharded: bool) -> list[Placement]:
+        """List those on a mesh of ``ndim`` axes: the tensor axis, if any, and the data axes."""
+        own: Placement = Replicate() if self.dim is None else Shard(self.dim)
+        data: Placement = Shard(0) if is_sharded else Replicate()
+        return [data] * ndim if axis is None else [own] + [data] * (ndim - 1)
+
     def chunks(self, flat_range: FlatRange) -> tuple[Chunk, ...]:
         """Return the chunks of the whole tensor that make up a flat range of this slice."""
         # Example: the whole tensor has shape (4, 6), and this rank the slice [:, 3:6], of shape
@@ -135,10 +117,8 @@ class TensorSlice(NamedTuple):
         chunks = flat_range.chunks()
         if self.dim is None:
             return tuple(chunks)
-        return tuple(
-            (replaced(offsets, self.dim, offsets[self.dim] + self.start), sizes)
-            for offsets, sizes in chunks
-        )
+        dim, start = self.dim, self.start
+        return tuple((replaced(at, dim, at[dim] + start), sizes) for at, sizes in chunks)
 
     def of(self, whole: torch.Tensor, size: int) -> torch.Tensor:
         """Return the view of this slice in ``whole``; ``size`` is its length along ``dim``."""
@@ -154,30 +134,19 @@ def replaced(values: tuple[int, ...], position: int, value: int) -> tuple[int, .
 
 
 class ChunkedTensor(torch.Tensor):
-    """A local tensor that tells torch.distributed.checkpoint which chunks it contains.
+    """A local tensor that tells torch.distributed.checkpoint which chunks it contains."""
 
-    torch computes the chunks of a DTensor from its placements, which is wrong for uneven ones, but
-    first asks the local tensor by the three methods with double underscores. Operations on it
-    return plain tensors.
-
-    Attributes:
-        part: the part of the whole tensor.
-    """
+    # torch computes the chunks of a DTensor from its placements, which is wrong for uneven ones,
+    # but first asks the local tensor by the three methods with double underscores.
 
     # Operations ignore this class, as torch documents for subclasses that only carry data.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     part: TensorPart
 
     def copy_(self, src: torch.Tensor, non_blocking: bool = False) -> ChunkedTensor:
-        """Copy values into the tensor: those of its own chunks, out of a part of a whole tensor.
-
-        torch's ``set_model_state_dict`` with ``broadcast_from_rank0`` hands over the part of the
-        whole tensor that this rank would have if the ranks had equal parts.
-
-        Args:
-            src: a tensor of the local shape, or a view of a tensor of the whole shape.
-            non_blocking: as in torch.
-        """
+        """Copy a tensor of the local shape, or this part of a view of the whole one."""
+        # torch's `set_model_state_dict` with `broadcast_from_rank0` hands over the part of the
+        # whole tensor that this rank would have if the ranks had equal parts.
         if not self.numel():
             return self  # a part of equal size may have elements
         whole = src._base
@@ -239,10 +208,7 @@ torch.serialization.add_safe_globals([as_chunked_tensor, TensorPart])
 
 
 def part_of(dtensor: DTensor) -> TensorPart | None:
-    """Return the part that a rank has of a DTensor, None if the ranks do not know it.
-
-    The answer is the same on all ranks of the mesh; see [Note: parts of tensors].
-    """
+    """Return the part that a rank has of a DTensor; None, on all ranks alike, if not known."""
     local = dtensor._local_tensor
     part: TensorPart | None = getattr(dtensor, "part", None)
     if part is None and isinstance(local, ChunkedTensor):
@@ -308,20 +274,13 @@ def gathered_bytes() -> Iterator[list[int]]:
 
 
 def full_tensor(dtensor: DTensor) -> torch.Tensor:
-    """Gather the whole tensor ``[*dtensor.shape]`` on every rank, detached, in new storage.
-
-    This is an all-gather along every mesh axis that divides the tensor. If more than one dim
-    besides dim 0 is divided, or a placement is neither ``Shard`` nor ``Replicate``, torch gathers,
-    which expects equal parts.
-
-    Raises:
-        ValueError: if the local tensors do not make up a tensor of that shape.
-    """
+    """Gather the whole tensor ``[*dtensor.shape]`` on every rank, detached, in new storage."""
     shape, placements, mesh = dtensor.shape, dtensor.placements, dtensor.device_mesh
     local = dtensor._local_tensor.detach()
     sharded_dims = {placement.dim for placement in placements if isinstance(placement, Shard)}
     later_dims = sorted(sharded_dims - {0})
     if len(later_dims) > 1 or not is_sharded_or_replicated(placements):
+        # torch gathers, which expects equal parts.
         return wrap_local(DTensor, local, mesh, placements, shape).full_tensor()
     if shape and (shape.numel() == 0 or not sharded_dims):
         return local.clone().view(shape)
@@ -336,8 +295,8 @@ def full_tensor(dtensor: DTensor) -> torch.Tensor:
     for dim in later_dims:
         for axis in reversed(axes_of(placements, dim)):
             shards = all_gather_uneven(flat, mesh.get_group(axis))
-            flat = torch.cat([_as_range_of_dim(shard, shape, dim) for shard in shards], dim)
-            flat = flat.reshape(-1)
+            ranges = [_as_range_of_dim(shard, shape, dim) for shard in shards]
+            flat = torch.cat(ranges, dim).reshape(-1)
     if flat.numel() != shape.numel() and shape:
         raise ValueError(
             f"the parts of all ranks hold {flat.numel()} elements, but shape {tuple(shape)} has"
@@ -365,17 +324,10 @@ def part_at(
     placements: Sequence[Placement],
     local_shapes: Mapping[Coordinate, tuple[int, ...]],
 ) -> tuple[TensorPart, tuple[int, ...]]:
-    """Return the part of a DTensor that a rank has, and the offsets at which it begins.
+    """Return the part that rank ``own`` has of a DTensor, and the offsets at which it begins.
 
-    Args:
-        own: the position of the rank in the mesh.
-        shape: the shape of the DTensor; at least one dim.
-        placements: the placements of the DTensor.
-        local_shapes: the shapes of the local tensors of all ranks. With another number of dims, a
-            local tensor is a flat range of elements.
-
-    Raises:
-        NotImplementedError: for flat ranges if dims besides dim 0 are divided.
+    ``local_shapes`` are those of all ranks. With another number of dims than ``shape``, which has
+    at least one, a local tensor is a flat range of elements.
     """
     ndim = len(shape)
     is_flat = any(len(local) != ndim and prod(local) for local in local_shapes.values())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Uneven DTensors: their local tensors may have any size; see [Note: parts of tensors]."""
+"""Uneven DTensors: their local tensors may have any size."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
-from megatron.fsdp.dtensor.operations import UNKNOWN_PART, operate
+from megatron.fsdp.dtensor.operations import operate
 from megatron.fsdp.dtensor.tensor_part import (
     ChunkedTensor,
     TensorPart,
@@ -25,37 +25,30 @@ from megatron.fsdp.dtensor.tensor_part import (
     wrap_local,
 )
 
-__all__ = ["UnevenDTensor", "dtensor_over", "full_tensor", "make_uneven_dtensor"]
-
+# Attributes of parameters and gradients that refer to the model and to process groups.
 PROCESS_ATTRIBUTES = frozenset({"_fsdp_sharded", "_fsdp_model", "norm_group", "family", "on_write"})
-"""Attributes of parameters and gradients that refer to the model and to process groups."""
 
 _SET_DATA: Callable[..., Any] = attrgetter("data.__set__")(torch.Tensor)
+# Attributes that are operations, and the functions that compute them.
 _COMPUTED: dict[Callable[..., Any], Callable[..., Any]] = {
     attrgetter("data.__get__")(torch.Tensor): torch.Tensor.detach,  # torch's misses the mode
 }
 for _name in ("T", "mT", "H", "mH", "real", "imag"):
     _getter = attrgetter(f"{_name}.__get__")(torch.Tensor)
     _COMPUTED[_getter] = _getter
-"""Attributes that are operations, and the functions that compute them."""
 
 
 class UnevenDTensor(DTensor):
     """A DTensor whose local tensors may have any size, and which can still be gathered.
 
     Operations give what the whole tensor would give; see [Note: operations on uneven DTensors].
-
-    Attributes:
-        part: the part of the whole tensor that the local tensor contains; None if the ranks do not
-            know it, or if it follows from the placements.
-        on_write: called after an operation has written to the tensor, or to an alias of it; None if
-            nobody needs to know.
-        replacements: functions in place of torch's, with the same arguments. They return
-            NotImplemented for calls that torch handles.
     """
 
+    # What the local tensor contains; None if the ranks do not know, or the placements tell it.
     part: TensorPart | None = None
+    # Called after an operation has written to the tensor or an alias of it.
     on_write: Callable[[], None] | None = None
+    # Functions in place of torch's. They return NotImplemented for calls that torch handles.
     replacements: ClassVar[Mapping[Callable[..., Any], Callable[..., Any]]] = {}
 
     @classmethod
@@ -102,10 +95,13 @@ class UnevenDTensor(DTensor):
     def _with_chunks(self) -> ChunkedTensor:
         local, part = self._local_tensor, part_of(self)
         if part is None:
-            raise ValueError(UNKNOWN_PART)
-        if isinstance(local, ChunkedTensor):
-            return local
-        return as_chunked_tensor(local.detach(), part)
+            raise ValueError(
+                "the ranks do not know which part of this DTensor each of them has: call"
+                " update_uneven_dtensor_chunk_metadata on it first"
+            )
+        return (
+            local if isinstance(local, ChunkedTensor) else as_chunked_tensor(local.detach(), part)
+        )
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         return self._with_chunks().__create_chunk_list__()
@@ -128,18 +124,7 @@ class UnevenDTensor(DTensor):
         placements: Sequence[Placement] | None = None,
         **options: Any,
     ) -> DTensor:
-        """Replicate the tensor, or shard it evenly as torch does; a collective.
-
-        With its own placements, the tensor itself is returned.
-
-        Args:
-            device_mesh: its own mesh, or None.
-            placements: one for each mesh axis. None: replicated on all of them.
-            options: further arguments of torch's ``redistribute``.
-
-        Raises:
-            NotImplementedError: for another mesh.
-        """
+        """Replicate the tensor, or shard it evenly as torch does; a collective on its own mesh."""
         if device_mesh is not None and device_mesh != self.device_mesh:
             raise NotImplementedError(
                 "a sharded parameter can be redistributed on its own mesh only"
@@ -167,11 +152,9 @@ class UnevenDTensor(DTensor):
         return result
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
-        """Pickle as DTensors of torch do: the local tensor, the mesh and the placements.
-
-        The rest of the flat buffer, what belongs to this process only, and the class of gradients
-        are left out.
-        """
+        """Pickle as DTensors of torch do: the local tensor, the mesh and the placements."""
+        # The rest of the flat buffer, what belongs to this process only, and the class of gradients
+        # are left out.
         local = self._local_tensor
         if type(local) is torch.Tensor:  # a view; pickle would take the whole storage
             local = local.detach().clone()
@@ -188,13 +171,8 @@ torch.serialization.add_safe_globals([UnevenDTensor])
 
 @torch.no_grad()
 def _assign(dtensor: UnevenDTensor, value: torch.Tensor) -> None:
-    """Copy ``value`` into a tensor whose ``data`` it is assigned to.
-
-    torch would exchange the wrapper and leave the local tensor as it was.
-
-    Raises:
-        RuntimeError: for a value of another shape.
-    """
+    """Copy ``value`` into a tensor whose ``data`` it is assigned to."""
+    # torch would exchange the wrapper and leave the local tensor as it was.
     if value.shape != dtensor.shape:
         raise RuntimeError(
             f"the data of a sharded tensor of shape {tuple(dtensor.shape)} cannot be replaced by a"
@@ -217,17 +195,10 @@ def make_uneven_dtensor(
     device_mesh: DeviceMesh,
     placements: Sequence[Placement],
 ) -> UnevenDTensor:
-    """Return a DTensor over ``local_tensor``, whose storage it shares; nothing is communicated.
+    """Return a DTensor of ``shape`` over ``local_tensor``, sharing its storage; no communication.
 
-    Args:
-        local_tensor: this rank's part. Parts of successive ranks follow one another, as rows or as
-            flat ranges of elements, of any size.
-        shape: the shape of the whole tensor.
-        device_mesh: the mesh of the ranks.
-        placements: one for each mesh axis.
-
-    Raises:
-        ValueError: for a number of placements other than that of the mesh axes.
+    Local tensors of successive ranks follow one another, as rows or as flat ranges of elements, of
+    any size. A number of placements other than that of the mesh axes is a ``ValueError``.
     """
     if len(placements) != device_mesh.ndim:
         raise ValueError(
