@@ -15,7 +15,6 @@ from torch.distributed.tensor import DTensor
 from megatron.fsdp.agreement import check_agreement
 from megatron.fsdp.backends.gloo_messages import GlooMessages
 from megatron.fsdp.backends.memory_slots import EngineSlots, NcclMemory, allocate_slots
-from megatron.fsdp.checks import resolve_unit_modules
 from megatron.fsdp.dtensor.sharded_param import NormGroup, ParameterMesh, ShardedParam, link
 from megatron.fsdp.engine.buffer import Storage
 from megatron.fsdp.engine.collectives import Communicator
@@ -31,10 +30,9 @@ from megatron.fsdp.engine.unit_choice import (
     merge_small_units,
 )
 from megatron.fsdp.meta_initialisation import Initialiser, initialisation_parts, materialize
-from megatron.fsdp.settings import Settings
+from megatron.fsdp.settings import Settings, resolve_unit_modules
 
-ShardedParams = dict[nn.Parameter, ShardedParam]
-"""Sharded parameters by the module's own parameters."""
+ShardedParams = dict[nn.Parameter, ShardedParam]  # by the module's own parameters
 
 
 def shard_parameters(
@@ -42,8 +40,7 @@ def shard_parameters(
 ) -> tuple[list[Unit], ShardedParams, EngineSlots | None]:
     """Move a module to its device and shard its parameters, as views of buffers; a collective.
 
-    Return the units, the root first, the sharded parameters, and the memory slots. Without slots
-    buffers have storage of their own. Without an initialiser no parameter is on the meta device.
+    Return the units, the root first, the sharded parameters, and the memory slots, if any.
     """
     # Tensors on meta are allocated later.
     module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(settings.device))
@@ -193,7 +190,6 @@ class Sharder:
         return NormGroup(every, copies), NormGroup(every, copies * tensor_copies)
 
     def _data_groups(self) -> list[dist.ProcessGroup]:
-        """Return groups that reach all ranks with other shards of a dense parameter."""
         dense = self._settings.own_mesh.dense
         if not self._settings.shards_outer or dense.outer is None:
             return [dense.inner.get_group()]
@@ -203,7 +199,6 @@ class Sharder:
 
 
 def _make_memory_slots(settings: Settings) -> EngineSlots | None:
-    """Return the memory slots of a model; None if the settings do not ask for them."""
     memory, device = settings.memory, settings.device
     if not memory.uses_slots:
         return None

@@ -3,8 +3,7 @@
 
 from __future__ import annotations
 
-import pkgutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -15,18 +14,14 @@ from megatron.fsdp.engine.mesh import Mesh
 from megatron.fsdp.engine.policy import ShardingStrategy
 from megatron.fsdp.meta_initialisation import Initialiser, problems_of_initialisation
 from megatron.fsdp.problems import Problems
-from megatron.fsdp.settings import ComputePrecision, Settings, Units
+from megatron.fsdp.settings import ComputePrecision, Settings, Units, resolve_unit_modules
 from megatron.fsdp.warnings_once import IS_COMPUTE
 
 
 def check_all(
     problems: Problems, module: nn.Module, settings: Settings, initialiser: Initialiser | None
 ) -> None:
-    """Add every reason why ``module``, of any type, cannot be sharded with ``settings``.
-
-    Without a mesh, what needs one is not checked. Without an initialiser, there must be no
-    parameters on the meta device.
-    """
+    """Add every reason why ``module``, of any type, cannot be sharded with ``settings``."""
     mesh = settings.mesh
     if mesh is not None and settings.shards_outer and mesh.dense.outer is None:
         problems.add("Strategy.outer='optim' needs Mesh.outer, the name of the outer data axis")
@@ -56,40 +51,6 @@ def check_all(
         found += _problems_of_meta_tensors(module)
     for problem in found:
         problems.add(problem)
-
-
-def resolve_unit_modules(
-    unit_modules: Sequence[type | nn.Module | str] | None,
-) -> list[type | nn.Module]:
-    """Import the classes that are given by path ("package.module.Class").
-
-    Raises:
-        ValueError: lists every path that cannot be imported and every entry that is neither a
-            module nor a module class.
-    """
-    if isinstance(unit_modules, (str, type, nn.Module)):
-        raise ValueError(
-            "Settings.units expects a list of module classes or their import paths but got"
-            f" {unit_modules!r} alone"
-        )
-    resolved: list[type | nn.Module] = []
-    problems = []
-    for entry in unit_modules or ():
-        try:
-            value = pkgutil.resolve_name(entry) if isinstance(entry, str) else entry
-        except (ImportError, AttributeError, ValueError) as error:
-            problems.append(f"{entry!r} cannot be imported as package.module.Class ({error})")
-            continue
-        is_class = isinstance(value, type) and issubclass(value, nn.Module)
-        if is_class or isinstance(value, nn.Module):
-            resolved.append(value)
-        else:
-            problems.append(f"{entry!r} is no torch.nn.Module class")
-    if problems:
-        raise ValueError(
-            f"Settings.units expects module classes or their import paths: {'; '.join(problems)}"
-        )
-    return resolved
 
 
 def _refuse_casts_of_dtensors(module: nn.Module, settings: Settings) -> None:
@@ -125,8 +86,8 @@ def _problems_of_dtypes(module: nn.Module) -> Iterator[str]:
         if parameter.requires_grad and not parameter.is_floating_point()
     ]
     if wrong:
-        there_are = "trainable parameters expect a floating-point dtype, but there are"
-        yield f"{there_are} {', '.join(wrong[:5])}"
+        found = ", ".join(wrong[:5])
+        yield f"trainable parameters expect a floating-point dtype, but there are {found}"
 
 
 def _problems_of_meta_tensors(module: nn.Module) -> Iterator[str]:

@@ -114,10 +114,7 @@ def shard_both(
     problems: Problems,
     wrapper: Callable[[nn.Module, Settings, Problems], Wrapper],
 ) -> tuple[Wrapper, torch.optim.Optimizer]:
-    """Shard a model, by the constructor ``wrapper``, and its optimizer.
-
-    Problems that the caller has found are raised together with others.
-    """
+    """Shard a model, by the constructor ``wrapper``, and its optimizer."""
     check_optimizer(problems, optimizer, model, settings.gradients.are_decoupled)
     sharded = wrapper(model, settings, problems)
     swap_parameters(optimizer, sharded)

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import pkgutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -119,8 +120,8 @@ class Gradients:
             unless ``no_sync`` marks all microbatches but the last.
         report_nonfinite: raise an error that names the parameter and the rank of a NaN or Inf.
         are_decoupled: put gradients on ``param.decoupled_grad``, in ``main_grads_dtype``.
-        find_unused: leave ``param.grad`` None if the parameter got no gradient on any rank since
-            gradients were cleared; otherwise it is zero. It costs one small all-reduce for each
+        find_unused: leave ``param.grad`` None, not zero, if the parameter got no gradient on any
+            rank since gradients were cleared. It costs a small all-reduce for each
             synchronisation, and levels 0 and 1 reduce when backward is over.
     """
 
@@ -176,3 +177,30 @@ class Settings:
         if device is None or self.initialisation is not None or of_mesh.type == "meta":
             return of_mesh
         return torch.device(device)
+
+
+def resolve_unit_modules(
+    unit_modules: Units | None,
+) -> list[type | nn.Module]:
+    """Import the classes that are given by path; raise ``ValueError`` with every wrong entry."""
+    expected = "Settings.units expects a list of module classes or their import paths"
+    if isinstance(unit_modules, (str, type, nn.Module)):
+        raise ValueError(f"{expected} but got {unit_modules!r} alone")
+    resolved: list[type | nn.Module] = []
+    problems = []
+    for entry in unit_modules or ():
+        try:
+            value = pkgutil.resolve_name(entry) if isinstance(entry, str) else entry
+        except (ImportError, AttributeError, ValueError) as error:
+            problems.append(f"{entry!r} cannot be imported as package.module.Class ({error})")
+            continue
+        is_class = isinstance(value, type) and issubclass(value, nn.Module)
+        if is_class or isinstance(value, nn.Module):
+            resolved.append(value)
+        else:
+            problems.append(f"{entry!r} is no torch.nn.Module class")
+    if problems:
+        raise ValueError(
+            f"Settings.units expects module classes or their import paths: {'; '.join(problems)}"
+        )
+    return resolved

@@ -80,12 +80,11 @@ class DivergenceWatch:
     """Compares the recorded collectives of all ranks when one of them fails."""
 
     def __init__(self, recorder: Recorder, name: str):
-        # The name is that of the recording, the same on all ranks and different from all others.
+        # All ranks know the recording by this name, and no other.
         self._recorder = recorder
         self._rank = dist.get_rank()
         self._num_ranks = dist.get_world_size()
-        self._name = name
-        self._store = dist.distributed_c10d._get_default_store()
+        self._store = dist.PrefixStore(f"trace_{name}", dist.distributed_c10d._get_default_store())
         self._is_over = threading.Event()
         recorder.explain = self._explain
         self._thread = threading.Thread(target=self._look, name="trace", daemon=True)
@@ -103,7 +102,7 @@ class DivergenceWatch:
         """Publish and print the last collectives of this rank when another rank has failed."""
         with suppress(RuntimeError):  # as above
             while not self._is_over.wait(POLL_SECONDS):
-                if self._store.check([self._key("failed")]):
+                if self._store.check(["failed"]):
                     self._publish()
                     print(self._last_lines(), file=sys.stderr, flush=True)
                     return
@@ -113,7 +112,7 @@ class DivergenceWatch:
         self._is_over.set()  # the thread would print what the message says
         parts = [f"failed: {entry}: {error}", self._last_lines()]
         try:
-            self._store.set(self._key("failed"), str(self._rank))
+            self._store.set("failed", str(self._rank))
             self._publish()
             sequences = self._collect()
             silent = sorted(set(range(self._num_ranks)) - set(sequences))
@@ -133,16 +132,13 @@ class DivergenceWatch:
             lines.append(f"  {entry}" + (" (not over)" if entry.end is None else ""))
         return "\n".join(lines)
 
-    def _key(self, what: str | int) -> str:
-        return f"trace_{self._name}/{what}"
-
     def _publish(self) -> None:
         rows = []
         for entry in self._recorder.collectives[-NUM_PUBLISHED:]:
             unit = entry.unit or "no unit"
             what = f"{entry.name} of {entry.num_bytes} bytes {entry.dtype} of {unit}"
             rows.append(PublishedCollective(entry.ranks, entry.number, entry.begin, what))
-        self._store.set(self._key(self._rank), json.dumps(rows))
+        self._store.set(str(self._rank), json.dumps(rows))
 
     def _collect(self) -> Sequences:
         """Return the collectives of all ranks that answer in time."""
@@ -150,8 +146,8 @@ class DivergenceWatch:
         sequences: Sequences = {}
         while len(sequences) < self._num_ranks and time.monotonic() < deadline:
             for rank in range(self._num_ranks):
-                if rank not in sequences and self._store.check([self._key(rank)]):
-                    rows = json.loads(self._store.get(self._key(rank)))
+                if rank not in sequences and self._store.check([str(rank)]):
+                    rows = json.loads(self._store.get(str(rank)))
                     sequences[rank] = [
                         PublishedCollective(tuple(ranks), *others) for ranks, *others in rows
                     ]

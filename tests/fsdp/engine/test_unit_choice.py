@@ -6,12 +6,12 @@ from itertools import product
 import pytest
 from torch import nn
 
-from megatron.fsdp.checks import resolve_unit_modules
 from megatron.fsdp.engine.unit_choice import (
     assign_parameters,
     find_units,
     merge_small_units,
 )
+from megatron.fsdp.settings import resolve_unit_modules
 from tests.support.fsdp import models
 from tests.support.fsdp.models import Outer, ResidualBlock
 
