@@ -62,10 +62,9 @@ class FreezingAgreement:
     """Checks that ranks which freeze or thaw parameters do so alike."""
 
     # Ranks that differ would reduce different units, and add up gradients of different parameters
-    # or wait for each other. Only ranks whose parameters have changed can compare them, so they do
-    # it through the store of the process group, which is no collective: three requests for each
-    # rank. What has once been agreed on is not compared again, as where parts of a model take
-    # turns.
+    # or wait for each other. Only ranks whose parameters have changed can compare them, so they use
+    # the store of the process group, which is no collective. What was agreed on once is not
+    # compared again.
 
     def __init__(self, trainability: Trainability, mesh: Mesh):
         self.trainability = trainability

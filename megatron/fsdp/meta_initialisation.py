@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Initialisation of modules that were built on the meta device, part by part."""
 
-# The whole model never exists on one rank. A part is a unit or, outside units, a module that owns
-# parameters, with everything inside it. A module that contains units is a part without its
-# children. In a part children come before their parents, the order in which constructors finish.
+# A part is a unit or, outside units, a module that owns parameters, with everything inside it. A
+# module that contains units is a part without its children. Children come first, as constructed.
 
 from __future__ import annotations
 
@@ -16,8 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-InitialiseModule = Callable[[nn.Module], object]
-"""A function that gives a module's own parameters and buffers values, in place."""
+InitialiseModule = Callable[[nn.Module], object]  # gives its own tensors values, in place
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +47,7 @@ class Initialiser:
     kept_together: Collection[nn.Module] = ()  # parts by themselves, with everything inside them
 
     def for_model(self, model: nn.Module, setting: MetaInitialisation | None) -> Initialiser | None:
-        """Return the initialiser of a model; None: the setting says that nothing is on meta."""
+        """Return the initialiser of a model; None: nothing is on meta."""
         if setting is None:
             return None
         if setting.function is not None:

@@ -26,8 +26,7 @@ from megatron.fsdp.engine.policy import (
 )
 from megatron.fsdp.meta_initialisation import MetaInitialisation
 
-Units = Sequence[type | nn.Module | str]
-"""Classes, instances or import paths ("package.module.Class") of the modules that are units."""
+Units = Sequence[type | nn.Module | str]  # import paths are "package.module.Class"
 
 
 @dataclass(frozen=True, kw_only=True)

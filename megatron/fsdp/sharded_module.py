@@ -49,8 +49,7 @@ from megatron.fsdp.warnings_once import (
     watch_optimizers,
 )
 
-OWNER = "_fsdp_model"
-"""Attribute of the parameters that an optimizer steps: the wrapper that they belong to."""
+OWNER = "_fsdp_model"  # attribute of the parameters that an optimizer steps: their wrapper
 
 REFUSED_COPY = (
     "a sharded model cannot be copied or pickled: its hooks and communicators belong to this"
@@ -288,10 +287,7 @@ class ShardedModule(nn.Module):
         self._gradients.wait()
 
     def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
-        """Reduce the remaining gradients, wait, and put the final ones on ``param.grad``.
-
-        Raise :class:`GradientError` for a NaN or Inf gradient, if they are reported.
-        """
+        """Reduce the remaining gradients, wait, and put the final ones on ``param.grad``."""
         if force_all_reduce and self.strategy.shards_optimizer:
             raise NotImplementedError("force_all_reduce: gradients are reduced to their owners")
         self._gradients.finish()
@@ -342,7 +338,6 @@ class ShardedModule(nn.Module):
 
         At levels 1 and 2 these are all units, at level 3 those with which the next forward begins
         if all-gathers overlap compute; with ``force_dispatch`` all. ``force_sync`` waits for them.
-        Edits afterwards need :meth:`install_optimized_model_weights`.
         """
         is_partial = self.strategy.shards_parameters and not force_dispatch
         if is_partial:
@@ -396,15 +391,14 @@ class ShardedModule(nn.Module):
         """Raise :class:`GradientError` on every rank if any rank has found a NaN or Inf."""
         names = ", ".join(self._shown_name(sharded_param) for sharded_param in found)
         own = [f"rank {dist.get_rank()}: NaN or Inf in the gradient of {names}"] if found else []
-        everywhere = agree(own, self._groups_that_end_together())
-        if everywhere:
+        if everywhere := agree(own, self._groups_that_end_together()):
             raise GradientError("\n".join(everywhere))
 
     def _shown_name(self, sharded_param: ShardedParam) -> str:
         return sharded_param.name
 
     def _groups_that_end_together(self) -> list[dist.ProcessGroup]:
-        """Return groups through which an error reaches all ranks that would wait for this one."""
+        # Through these an error reaches all ranks that would wait for this one.
         return self._mesh.all_groups()
 
 

@@ -55,10 +55,7 @@ class WeightAverage:
 
     @contextmanager
     def applied(self) -> Iterator[ShardedModule]:
-        """Give the model the averages inside the context, and its own weights back after it.
-
-        All ranks enter and leave it together. State dict, ``save_pretrained`` and forward use them.
-        """
+        """Give the model the averages inside the context, which all ranks enter together."""
         self._exchange()
         self._is_applied = True
         try:

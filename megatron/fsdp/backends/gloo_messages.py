@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """All-gather and reduce-scatter as sends and receives between the ranks of a gloo group."""
 
-# gloo's reduce-scatter is an all-reduce of a copy of the whole buffer, with twice the bytes that are
-# needed. Here a rank sends each other rank the slice that this rank needs, and nothing else.
+# gloo's reduce-scatter is an all-reduce of a copy of the whole buffer, twice the bytes it needs.
+# Here a rank sends each other rank the slice that this rank needs, and nothing else.
 
 from __future__ import annotations
 

@@ -29,8 +29,7 @@ _logger = logging.getLogger(__name__)
 #     allocated at the same time    a b, b c, c d     in forward, and again in backward
 #     slots                         0 for a and c, 1 for b and d
 #
-# Units of any size, shared units and experts need no rule of their own. A buffer that is used for
-# the first time in a later step has storage of its own until the end of that step.
+# A buffer that is used for the first time in a later step has storage of its own until its end.
 
 AllocateSlots = Callable[[Sequence[int]], list[torch.Tensor]]  # bytes to ``uint8`` tensors
 
@@ -284,10 +283,6 @@ def allocate_slots(device: torch.device, sizes: Sequence[int]) -> list[torch.Ten
     return [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
 
 
-# NCCL's collectives read and write registered memory without a copy of their own. Not yet run on a
-# GPU. Sources: "User Buffer Registration" in NVIDIA's NCCL user guide; ``torch.cuda.MemPool``.
-
-
 class NcclMemory:
     """Allocates memory that is registered with the communicators of some process groups.
 
@@ -297,6 +292,8 @@ class NcclMemory:
     def __init__(
         self, groups: Sequence[dist.ProcessGroup], device: torch.device, is_symmetric: bool
     ):
+        # NCCL's collectives read and write registered memory without a copy of their own. Not yet
+        # run on a GPU. Source: "User Buffer Registration" in NVIDIA's NCCL user guide.
         # Any: CPU builds of torch lack the class of the NCCL backend.
         self._backends: list[Any] = [group._get_backend(device) for group in dict.fromkeys(groups)]
         self._device = device
@@ -346,8 +343,7 @@ class EngineSlots:
         return list(filter(None, (self.weights.assign(), self.gradients.assign())))
 
     def end_assignment(self, problems: Sequence[str]) -> None:
-        """Raise ``RuntimeError`` with the problems of all ranks, if there are any."""
-        # The assignment is undone then, so that nothing trains on without slots.
+        """Undo the assignment and raise the problems of all ranks, if there are any."""
         if problems:
             self.weights.withdraw()
             self.gradients.withdraw()

@@ -36,8 +36,7 @@ INIT_METHOD = "attempt://"  # "env://", safe against restarts by torchrun
 # peace. The first pauses are shorter.
 CALL_SECONDS, LONGEST_PAUSE = 5.0, 0.25
 
-# Timeouts of the group that a rank waits for the others: one in which they may notice that an
-# earlier attempt has failed, and one to start anew.
+# Timeouts that a rank waits for the others: one to notice an earlier failure, one to start anew.
 PATIENCE = 2
 
 # Key with which a rank whose NCCL collective failed makes all others dump their traces and abort.

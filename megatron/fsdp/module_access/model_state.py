@@ -78,10 +78,9 @@ def _without_wrapper_prefix(names: set[str], state: Mapping[str, Any]) -> dict[s
 
 def accept_full_tensors(module: nn.Module) -> set[int]:
     """Let a sharded module, and the modules in it, load full tensors; return the ids of hooks."""
-    # torch would copy full tensors into DTensors, which it refuses, or put them in their place. So
-    # before a module loads its own parameters, their values are copied into the shards, and the
-    # state dict gets the sharded parameters instead, which torch then finds in place. With
-    # assign=True too: weights remain views of flat buffers. torch lists values of a wrong shape.
+    # torch refuses to copy full tensors into DTensors, or puts them in their place. So before a
+    # module loads its own parameters, their values are copied into the shards, and the state dict
+    # gets the sharded parameters, which torch finds in place. torch lists values of a wrong shape.
     changed: dict[ParamGroup, None] = {}  # groups whose main weights are newer
 
     def load_own(inner: nn.Module, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:

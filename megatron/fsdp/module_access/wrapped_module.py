@@ -20,11 +20,10 @@ from megatron.fsdp.engine.unit import Unit
 from megatron.fsdp.module_access.shown_parameters import WatchedParameters
 from megatron.fsdp.settings import ComputePrecision
 
+# A function that ``to``, ``half`` and so on call with every tensor.
 Conversion = Callable[[torch.Tensor], torch.Tensor]
-"""A function that ``to``, ``half`` and so on call with every tensor."""
-
+# By this attribute transformers knows modules whose ranks must run all layers together.
 GENERATES_TOGETHER = "_is_fsdp_managed_module"
-"""Attribute by which transformers knows modules whose ranks must run all layers together."""
 
 
 def prepare_wrapped_module(
@@ -77,8 +76,7 @@ def _saving_whole_weights(
                 save(*args, **kwargs)
             except Exception as error:  # of any library: the other ranks must not wait
                 problems = [f"save_pretrained failed on rank 0: {type(error).__name__}: {error}"]
-        problems = agree(problems)
-        if problems:
+        if problems := agree(problems):
             raise RuntimeError(problems[0])
 
     return save_pretrained

@@ -2,8 +2,7 @@
 """The first collective in which ranks differ, found through the store when one has failed.
 
 A rank whose collective fails publishes its last ones. A thread of every other rank sees that, then
-publishes and prints those of its rank, even if the rank hangs or computes. A rank whose recording
-has ended has published its own. Nothing here is a collective.
+publishes and prints those of its rank, even if that hangs. Nothing here is a collective.
 """
 
 from __future__ import annotations
@@ -36,8 +35,7 @@ class PublishedCollective(NamedTuple):
     what: str  # what the ranks must have in common: operation, operand and unit
 
 
-Sequences = dict[int, list[PublishedCollective]]
-"""The last collectives of each rank, in the order in which they began."""
+Sequences = dict[int, list[PublishedCollective]]  # the last ones of each rank, in order
 
 
 def first_difference(sequences: Sequences) -> str | None:

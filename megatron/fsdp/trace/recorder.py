@@ -14,8 +14,7 @@ import torch.distributed as dist
 from megatron.fsdp.engine import observe
 from megatron.fsdp.engine.observe import BACKWARD, FORWARD, Observer
 
-COMPUTE, STORAGE = "compute", "storage"
-"""The tracks beside the kinds of collectives: work on units, and flat storage."""
+COMPUTE, STORAGE = "compute", "storage"  # tracks beside the kinds of collectives
 
 
 class CollectiveError(RuntimeError):

@@ -115,8 +115,7 @@ def _problems_of_directory(
 
 
 def _raise_everywhere(problems: list[str]) -> None:
-    problems = agree(problems)
-    if problems:
+    if problems := agree(problems):
         raise ValueError("\n".join(problems))
 
 
