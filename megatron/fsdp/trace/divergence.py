@@ -17,6 +17,7 @@ from itertools import chain
 from typing import NamedTuple
 
 import torch.distributed as dist
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from megatron.fsdp.trace.recorder import Recorder, TraceEntry
 
@@ -82,7 +83,7 @@ class DivergenceWatch:
         self._recorder = recorder
         self._rank = dist.get_rank()
         self._num_ranks = dist.get_world_size()
-        self._store = dist.PrefixStore(f"trace_{name}", dist.distributed_c10d._get_default_store())
+        self._store = PrefixStore(f"trace_{name}", dist.distributed_c10d._get_default_store())
         self._is_over = threading.Event()
         recorder.explain = self._explain
         self._thread = threading.Thread(target=self._look, name="trace", daemon=True)
