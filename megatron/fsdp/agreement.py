@@ -21,11 +21,7 @@ _num_models: Counter[tuple[int, ...]] = Counter()  # that were sharded over the 
 
 
 def check_agreement(settings: Settings, parameters_of: dict[Unit, dict[str, nn.Parameter]]) -> None:
-    """Check that all ranks shard the same parameters with the same settings.
-
-    Raises:
-        ValueError: on every rank, naming up to ten differences.
-    """
+    """Raise ``ValueError`` on every rank if ranks shard other parameters or by other settings."""
     # Ranks that differ would wait for each other forever.
     values: dict[str, object] = {"Settings.precision": settings.precision}
     for setting in (settings.strategy, settings.gradients, settings.overlap, settings.memory):
@@ -34,8 +30,7 @@ def check_agreement(settings: Settings, parameters_of: dict[Unit, dict[str, nn.P
                 name = f"{type(setting).__name__}.{field.name}"
                 values[name] = getattr(setting, field.name)
     values["the list of units"] = ", ".join(unit.name or "the model" for unit in parameters_of)
-    of_units = [of_unit.items() for of_unit in parameters_of.values()]
-    parameters = list(chain.from_iterable(of_units))
+    parameters = list(chain.from_iterable(of.items() for of in parameters_of.values()))
     for number, (name, parameter) in enumerate(parameters):
         trainable = "trainable" if parameter.requires_grad else "frozen"
         on_meta = " on meta" if parameter.is_meta else ""
@@ -64,18 +59,12 @@ def check_agreement(settings: Settings, parameters_of: dict[Unit, dict[str, nn.P
 
 
 class FreezingAgreement:
-    """Checks that ranks which freeze or thaw parameters do so alike.
-
-    Args:
-        trainability: the parameters that are frozen; the same on all ranks now.
-        mesh: the mesh of the data ranks.
-    """
+    """Checks that ranks which freeze or thaw parameters do so alike."""
 
     # Ranks that differ would reduce different units, and add up gradients of different parameters
-    # or wait for each other. Only ranks whose parameters have changed can compare them, so they do
-    # it through the store of the process group, which is no collective: three requests for each
-    # rank. What has once been agreed on is not compared again, as where parts of a model take
-    # turns.
+    # or wait for each other. Only ranks whose parameters have changed can compare them, so they use
+    # the store of the process group, which is no collective. What was agreed on once is not
+    # compared again.
 
     def __init__(self, trainability: Trainability, mesh: Mesh):
         self.trainability = trainability
@@ -97,9 +86,7 @@ class FreezingAgreement:
     def check(self) -> None:
         """Compare what is frozen, before a backward, if that has changed on this rank.
 
-        Raises:
-            RuntimeError: if it differs between ranks, on every rank that has changed it; if other
-                ranks have not, when the time of collectives is over.
+        Ranks that differ raise ``RuntimeError``; if others have changed nothing, after a timeout.
         """
         if self._num_seen == self.trainability.num_changes:
             return

@@ -32,8 +32,7 @@ from megatron.fsdp.engine.unit_choice import (
 from megatron.fsdp.meta_initialisation import Initialiser, initialisation_parts, materialize
 from megatron.fsdp.settings import Settings, resolve_unit_modules
 
-ShardedParams = dict[nn.Parameter, ShardedParam]
-"""Sharded parameters by the module's own parameters."""
+ShardedParams = dict[nn.Parameter, ShardedParam]  # by the module's own parameters
 
 
 def shard_parameters(
@@ -41,8 +40,7 @@ def shard_parameters(
 ) -> tuple[list[Unit], ShardedParams, EngineSlots | None]:
     """Move a module to its device and shard its parameters, as views of buffers; a collective.
 
-    Return the units, the root first, the sharded parameters, and the memory slots. Without slots
-    buffers have storage of their own. Without an initialiser no parameter is on the meta device.
+    Return the units, the root first, the sharded parameters, and the memory slots, if any.
     """
     # Tensors on meta are allocated later.
     module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(settings.device))
@@ -192,7 +190,6 @@ class Sharder:
         return NormGroup(every, copies), NormGroup(every, copies * tensor_copies)
 
     def _data_groups(self) -> list[dist.ProcessGroup]:
-        """Return groups that reach all ranks with other shards of a dense parameter."""
         dense = self._settings.own_mesh.dense
         if not self._settings.shards_outer or dense.outer is None:
             return [dense.inner.get_group()]
@@ -202,7 +199,6 @@ class Sharder:
 
 
 def _make_memory_slots(settings: Settings) -> EngineSlots | None:
-    """Return the memory slots of a model; None if the settings do not ask for them."""
     memory, device = settings.memory, settings.device
     if not memory.uses_slots:
         return None

@@ -21,11 +21,7 @@ from megatron.fsdp.warnings_once import IS_COMPUTE
 def check_all(
     problems: Problems, module: nn.Module, settings: Settings, initialiser: Initialiser | None
 ) -> None:
-    """Add every reason why ``module``, of any type, cannot be sharded with ``settings``.
-
-    Without a mesh, what needs one is not checked. Without an initialiser, there must be no
-    parameters on the meta device.
-    """
+    """Add every reason why ``module``, of any type, cannot be sharded with ``settings``."""
     mesh = settings.mesh
     if mesh is not None and settings.shards_outer and mesh.dense.outer is None:
         problems.add("Strategy.outer='optim' needs Mesh.outer, the name of the outer data axis")
@@ -90,8 +86,8 @@ def _problems_of_dtypes(module: nn.Module) -> Iterator[str]:
         if parameter.requires_grad and not parameter.is_floating_point()
     ]
     if wrong:
-        there_are = "trainable parameters expect a floating-point dtype, but there are"
-        yield f"{there_are} {', '.join(wrong[:5])}"
+        found = ", ".join(wrong[:5])
+        yield f"trainable parameters expect a floating-point dtype, but there are {found}"
 
 
 def _problems_of_meta_tensors(module: nn.Module) -> Iterator[str]:

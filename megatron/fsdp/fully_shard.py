@@ -50,13 +50,11 @@ def fully_shard(
 
     The parameters of a unit that share dtype, mesh and trainability form a *group*: one flat
     buffer, which one all-gather fills, and of which the module's own parameters are views. Each
-    rank owns one contiguous shard of it, which ends between rows of parameters if that costs
-    little.
+    rank owns one contiguous shard of it, which ends between rows if that costs little.
 
-    When a unit's backward is over, its gradients are collected in a flat buffer like that of the
-    weights and reduce-scattered (all-reduced at level 0) while the next unit computes. The sum over
-    ranks is divided once, by the number of data ranks. With an outer axis the result is reduced
-    over that axis too, after the last microbatch of a step.
+    After a unit's backward its gradients are collected in a flat buffer and reduce-scattered
+    (all-reduced at level 0) while the next unit computes, and divided by the number of data ranks.
+    With an outer axis they are reduced over that too, after the last microbatch of a step.
 
     ``model.parameters()`` yields the *main weights*, which the optimizer updates: DTensors of the
     full logical shape over this rank's shard. Their gradients are on ``param.grad`` after backward.
@@ -87,10 +85,8 @@ def fully_shard(
         ValueError: lists every problem, the same on every rank.
         NotImplementedError: names what is not built yet.
         RuntimeError: if the program was not started for torch.distributed.
-
-    Sources:
-        ZeRO: Rajbhandari et al., arXiv:1910.02054. FSDP: Zhao et al., arXiv:2304.11277.
     """
+    # Sources: ZeRO, Rajbhandari et al., arXiv:1910.02054; FSDP, Zhao et al., arXiv:2304.11277.
     settings = Settings(
         mesh=Mesh(device_mesh=default_mesh()) if mesh is None else mesh,
         units=units,
@@ -114,10 +110,7 @@ def shard_both(
     problems: Problems,
     wrapper: Callable[[nn.Module, Settings, Problems], Wrapper],
 ) -> tuple[Wrapper, torch.optim.Optimizer]:
-    """Shard a model, by the constructor ``wrapper``, and its optimizer.
-
-    Problems that the caller has found are raised together with others.
-    """
+    """Shard a model, by the constructor ``wrapper``, and its optimizer."""
     check_optimizer(problems, optimizer, model, settings.gradients.are_decoupled)
     sharded = wrapper(model, settings, problems)
     swap_parameters(optimizer, sharded)

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The memory of a rank, from a model on the meta device and the sizes of its mesh axes.
+"""The memory of a rank in bytes, from a model on the meta device and the sizes of its mesh axes."""
 
-Units, groups and layouts are those of the engine: the functions that make them are called, without
-process groups. Sizes are bytes.
-"""
+# Units, groups and layouts are made by the functions of the engine, without process groups.
 
 from __future__ import annotations
 
@@ -48,18 +46,13 @@ class MemoryPlan:
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes on one rank, by part.
+    """Bytes on one rank, by part."""
 
-    ``weights``, ``gradients`` and ``optimizer_state`` exist between steps. ``gathered`` is what two
-    units have gathered at once, one in use and one ahead, and ``local_gradients`` what gradients
-    need before they are reduced, in a step of several microbatches; both are peaks within a step.
-    """
-
-    weights: int = 0
+    weights: int = 0  # these three exist between steps, the others are peaks within a step
     gradients: int = 0
     optimizer_state: int = 0
-    gathered: int = 0
-    local_gradients: int = 0
+    gathered: int = 0  # by two units at once, one in use and one ahead
+    local_gradients: int = 0  # before they are reduced, in a step of several microbatches
 
     def __add__(self, other: MemoryEstimate) -> MemoryEstimate:
         return MemoryEstimate(*map(add, astuple(self), astuple(other)))

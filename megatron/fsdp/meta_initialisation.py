@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Initialisation of modules that were built on the meta device, part by part."""
 
-# The whole model never exists on one rank. A part is a unit or, outside units, a module that owns
-# parameters, with everything inside it. A module that contains units is a part without its
-# children. In a part children come before their parents, the order in which constructors finish.
+# A part is a unit or, outside units, a module that owns parameters, with everything inside it. A
+# module that contains units is a part without its children. Children come first, as constructed.
 
 from __future__ import annotations
 
@@ -16,8 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-InitialiseModule = Callable[[nn.Module], object]
-"""A function that gives a module's own parameters and buffers values, in place."""
+InitialiseModule = Callable[[nn.Module], object]  # gives its own tensors values, in place
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,21 +39,15 @@ class MetaInitialisation:
 
 
 class Initialiser:
-    """First values of what a module owns itself, by torch's convention ``reset_parameters``.
+    """First values of what a module owns itself, by torch's convention ``reset_parameters``."""
 
-    Attributes:
-        source: name of the code that may leave tensors without values, which then is an error; None
-            if that is trusted.
-        visits_parents: modules that own nothing are initialised too: they may set their children.
-        kept_together: modules that are parts by themselves, with everything inside them.
-    """
-
+    # The code that may leave tensors without values, which then is an error; None: it is trusted.
     source: str | None = None
-    visits_parents = False
-    kept_together: Collection[nn.Module] = ()
+    visits_parents = False  # modules that own nothing are initialised too: they may set children
+    kept_together: Collection[nn.Module] = ()  # parts by themselves, with everything inside them
 
     def for_model(self, model: nn.Module, setting: MetaInitialisation | None) -> Initialiser | None:
-        """Return the initialiser of a model; None: the setting says that nothing is on meta."""
+        """Return the initialiser of a model; None: nothing is on meta."""
         if setting is None:
             return None
         if setting.function is not None:
@@ -98,19 +90,14 @@ class GivenInitialiser(Initialiser):
 
 
 class TransformersInitialiser(Initialiser):
-    """The initialisation of models of transformers, by their method ``_init_weights``.
-
-    Args:
-        models: the models, outer ones first: a module's method is that of the innermost one.
-        others: the initialiser of modules outside of them.
-    """
+    """The initialisation of models of transformers by ``_init_weights``, and of modules outside."""
 
     source = "_init_weights() of its model"
     visits_parents = True
 
     def __init__(self, models: Iterable[nn.Module], others: Initialiser):
         self._others = others
-        self._method_for: dict[nn.Module, InitialiseModule] = {}
+        self._method_for: dict[nn.Module, InitialiseModule] = {}  # of the innermost model
         self.kept_together = set()
         for model in models:
             method: InitialiseModule = model._init_weights  # type: ignore[assignment]  # a method
@@ -149,10 +136,7 @@ def problems_of_initialisation(module: nn.Module, initialiser: Initialiser) -> I
 def initialisation_parts(
     root: nn.Module, units: Iterable[nn.Module], together: Collection[nn.Module] = ()
 ) -> Iterator[list[nn.Module]]:
-    """Yield the parts of ``root``, each with its modules, children first.
-
-    Modules of ``together`` are parts, whatever units are in them.
-    """
+    """Yield the parts of ``root``, children first; those of ``together`` with any units inside."""
     wanted = set(units)
 
     def visit(module: nn.Module) -> Iterator[list[nn.Module]]:
@@ -172,11 +156,7 @@ def initialisation_parts(
 def materialize(
     modules: Collection[nn.Module], device: torch.device, initialiser: Initialiser
 ) -> list[nn.Parameter]:
-    """Move the meta tensors that the modules of a part own to ``device``, and initialise them.
-
-    Return the parameters among them. Raise ``ValueError`` with the names of tensors that have no
-    values afterwards, if the initialiser has a source.
-    """
+    """Move the meta tensors of a part to ``device``, initialise them, and return its parameters."""
     part = set(modules)
     of_modules = {module: _own_meta_tensors(module) for module in modules}
     found: dict[nn.Parameter, None] = {}

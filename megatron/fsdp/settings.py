@@ -26,8 +26,7 @@ from megatron.fsdp.engine.policy import (
 )
 from megatron.fsdp.meta_initialisation import MetaInitialisation
 
-Units = Sequence[type | nn.Module | str]
-"""Classes, instances or import paths ("package.module.Class") of the modules that are units."""
+Units = Sequence[type | nn.Module | str]  # import paths are "package.module.Class"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,8 +119,8 @@ class Gradients:
             unless ``no_sync`` marks all microbatches but the last.
         report_nonfinite: raise an error that names the parameter and the rank of a NaN or Inf.
         are_decoupled: put gradients on ``param.decoupled_grad``, in ``main_grads_dtype``.
-        find_unused: leave ``param.grad`` None if the parameter got no gradient on any rank since
-            gradients were cleared; otherwise it is zero. It costs one small all-reduce for each
+        find_unused: leave ``param.grad`` None, not zero, if the parameter got no gradient on any
+            rank since gradients were cleared. It costs a small all-reduce for each
             synchronisation, and levels 0 and 1 reduce when backward is over.
     """
 
@@ -179,18 +178,13 @@ class Settings:
         return torch.device(device)
 
 
-def resolve_unit_modules(unit_modules: Units | None) -> list[type | nn.Module]:
-    """Import the classes that are given by path ("package.module.Class").
-
-    Raises:
-        ValueError: lists every path that cannot be imported and every entry that is neither a
-            module nor a module class.
-    """
+def resolve_unit_modules(
+    unit_modules: Units | None,
+) -> list[type | nn.Module]:
+    """Import the classes that are given by path; raise ``ValueError`` with every wrong entry."""
+    expected = "Settings.units expects a list of module classes or their import paths"
     if isinstance(unit_modules, (str, type, nn.Module)):
-        raise ValueError(
-            "Settings.units expects a list of module classes or their import paths but got"
-            f" {unit_modules!r} alone"
-        )
+        raise ValueError(f"{expected} but got {unit_modules!r} alone")
     resolved: list[type | nn.Module] = []
     problems = []
     for entry in unit_modules or ():

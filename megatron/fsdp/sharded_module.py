@@ -25,17 +25,21 @@ from megatron.fsdp.engine.param_group import ParamGroup
 from megatron.fsdp.engine.schedule import Microbatches, Schedule
 from megatron.fsdp.gradient_sync import GradientError, GradientSync
 from megatron.fsdp.meta_initialisation import Initialiser
-from megatron.fsdp.module_access.casts import cast_at_units
-from megatron.fsdp.module_access.model_state import accept_full_tensors, load_model_state
-from megatron.fsdp.module_access.sharded_copy import (
+from megatron.fsdp.module_access.model_state import (
+    accept_full_tensors,
     copied_module,
     copy_main_weights,
+    load_model_state,
     remove_hooks,
 )
 from megatron.fsdp.module_access.shown_parameters import ShownParameters
 from megatron.fsdp.module_access.trainability import Trainability
 from megatron.fsdp.module_access.unit_access import UnitAccess
-from megatron.fsdp.module_access.wrapped_module import checked_method, prepare_wrapped_module
+from megatron.fsdp.module_access.wrapped_module import (
+    cast_at_units,
+    checked_method,
+    prepare_wrapped_module,
+)
 from megatron.fsdp.problems import Problems
 from megatron.fsdp.settings import Settings
 from megatron.fsdp.warnings_once import (
@@ -45,8 +49,7 @@ from megatron.fsdp.warnings_once import (
     watch_optimizers,
 )
 
-OWNER = "_fsdp_model"
-"""Attribute of the parameters that an optimizer steps: the wrapper that they belong to."""
+OWNER = "_fsdp_model"  # attribute of the parameters that an optimizer steps: their wrapper
 
 REFUSED_COPY = (
     "a sharded model cannot be copied or pickled: its hooks and communicators belong to this"
@@ -60,11 +63,6 @@ class ShardedModule(nn.Module):
     ``parameters()`` yields the main weights, which an optimizer steps, as DTensors, the same
     objects at every call. The user's module is ``module``, whose attributes and methods the wrapper
     has too. At level 3, its own parameters have values only while a unit is in use.
-
-    Args:
-        module: the module to shard; its parameters become views of flat buffers.
-        settings: all settings of the sharded model.
-        problems: problems that the caller has found, which are raised together with others.
     """
 
     initialiser = Initialiser()  # of modules that were built on the meta device
@@ -207,13 +205,11 @@ class ShardedModule(nn.Module):
     ) -> _IncompatibleKeys:
         """Load DTensors of the same layout, or full tensors; the next forward uses them.
 
-        Names are the wrapper's or the module's own. ``assign`` copies too: the weights remain views
-        of flat buffers, in their own dtype. What does not fit is an error, like of any module.
+        Names are the wrapper's or the module's own. ``assign`` copies too: weights remain views.
         """
         return load_model_state(self.module, self._sharded_param_of, state_dict, strict)
 
     def _sharded_param_of(self, value: Any) -> ShardedParam | None:
-        """Return the sharded parameter of an entry of the module's state dict, if it has one."""
         if not isinstance(value, nn.Parameter):
             return None
         return sharded_param_of(value) if is_linked(value) else self._sharded_params.get(value)
@@ -291,10 +287,7 @@ class ShardedModule(nn.Module):
         self._gradients.wait()
 
     def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
-        """Reduce the remaining gradients, wait, and put the final ones on ``param.grad``.
-
-        Raise :class:`GradientError` for a NaN or Inf gradient, if they are reported.
-        """
+        """Reduce the remaining gradients, wait, and put the final ones on ``param.grad``."""
         if force_all_reduce and self.strategy.shards_optimizer:
             raise NotImplementedError("force_all_reduce: gradients are reduced to their owners")
         self._gradients.finish()
@@ -326,8 +319,7 @@ class ShardedModule(nn.Module):
         """Let the next forward cast and gather the main weights as they are when it begins.
 
         The sharded optimizer's step ends with this. Below level 3 weights stay gathered: whoever
-        edits main weights after a forward, in a way that torch does not see, calls this.
-        ``only_shared`` installs those only whose compute and main weights share storage.
+        edits them after a forward, in a way that torch does not see, calls this.
         """
         for observer in observe.observers:
             observer.begin_step()
@@ -346,7 +338,6 @@ class ShardedModule(nn.Module):
 
         At levels 1 and 2 these are all units, at level 3 those with which the next forward begins
         if all-gathers overlap compute; with ``force_dispatch`` all. ``force_sync`` waits for them.
-        Edits afterwards need :meth:`install_optimized_model_weights`.
         """
         is_partial = self.strategy.shards_parameters and not force_dispatch
         if is_partial:
@@ -375,10 +366,7 @@ class ShardedModule(nn.Module):
         self.synchronize_param_gather()
 
     def manual_buffer_registration(self) -> None:
-        """Assign memory slots and register them with NCCL, after the first step; a collective.
-
-        It does nothing unless that was left to it: otherwise the end of the first step registers.
-        """
+        """Assign and register memory slots after a step, if that was left to it; a collective."""
         slots = self._memory_slots
         if slots is None or not self._settings.memory.registers_manually:
             return
@@ -387,7 +375,6 @@ class ShardedModule(nn.Module):
         self._assign_memory_slots()
 
     def _assign_memory_slots(self) -> None:
-        """Give a memory slot to every buffer that was first used in this step."""
         if self._memory_slots is None or self._memory_slots.is_complete:
             return
         problems = agree(self._memory_slots.assign(), self._groups_that_end_together())
@@ -404,15 +391,14 @@ class ShardedModule(nn.Module):
         """Raise :class:`GradientError` on every rank if any rank has found a NaN or Inf."""
         names = ", ".join(self._shown_name(sharded_param) for sharded_param in found)
         own = [f"rank {dist.get_rank()}: NaN or Inf in the gradient of {names}"] if found else []
-        everywhere = agree(own, self._groups_that_end_together())
-        if everywhere:
+        if everywhere := agree(own, self._groups_that_end_together()):
             raise GradientError("\n".join(everywhere))
 
     def _shown_name(self, sharded_param: ShardedParam) -> str:
         return sharded_param.name
 
     def _groups_that_end_together(self) -> list[dist.ProcessGroup]:
-        """Return groups through which an error reaches all ranks that would wait for this one."""
+        # Through these an error reaches all ranks that would wait for this one.
         return self._mesh.all_groups()
 
 

@@ -21,19 +21,13 @@ class WeightAverage:
     weights. Buffers (statistics of batch norms) are not averaged.
 
         average = WeightAverage(model, decay=0.999)
-        for batch in batches:
-            ...
-            optimizer.step()
-            average.update()
+        average.update()  # after each step of the optimizer
         with average.applied():
             evaluate(model)
 
     Args:
         model: the sharded model; the average begins with its weights.
         decay: the share of the old average in the new one, 0 to 1.
-
-    Raises:
-        ValueError: for a decay outside that range, or a model that is not sharded.
     """
 
     def __init__(self, model: ShardedModule, decay: float = 0.999):
@@ -52,11 +46,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Let the average follow the weights, after a step of the optimizer.
-
-        Raises:
-            RuntimeError: inside :meth:`applied`, where the model has the averages.
-        """
+        """Let the average follow the weights, after a step of the optimizer."""
         if self._is_applied:
             raise RuntimeError("update the average outside of applied(): the model has it there")
         self.num_updates += 1
@@ -65,10 +55,7 @@ class WeightAverage:
 
     @contextmanager
     def applied(self) -> Iterator[ShardedModule]:
-        """Give the model the averages inside the context, and its own weights back after it.
-
-        All ranks enter and leave it together. State dict, ``save_pretrained`` and forward use them.
-        """
+        """Give the model the averages inside the context, which all ranks enter together."""
         self._exchange()
         self._is_applied = True
         try:
@@ -90,10 +77,7 @@ class WeightAverage:
         return {name: sharded_param_of(parameter) for name, parameter in named}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the averages as DTensors for checkpoints, and ``num_updates`` beside them.
-
-        They have the names of ``model.state_dict()`` and share storage with the average.
-        """
+        """Return the averages, as DTensors that share their storage, and ``num_updates``."""
         state: dict[str, Any] = {"num_updates": self.num_updates}
         flat_of = dict(zip(self._model.groups, self._averages))
         for name, sharded_param in self._named().items():
@@ -104,11 +88,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load the averages from DTensors of the same layout, or full tensors.
-
-        Raises:
-            RuntimeError: lists the names that are missing or unknown; nothing is changed then.
-        """
+        """Load the averages from DTensors of the same layout, or full tensors."""
         own = self.state_dict()
         different = sorted(own.keys() ^ set(state_dict))
         if different:

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All-gather and reduce-scatter as sends and receives between the ranks of a gloo group.
+"""All-gather and reduce-scatter as sends and receives between the ranks of a gloo group."""
 
-gloo's reduce-scatter is an all-reduce of a copy of the whole buffer: it sends twice the bytes that
-are needed. Here a rank sends each other rank the slice that this rank needs, and nothing else.
-"""
+# gloo's reduce-scatter is an all-reduce of a copy of the whole buffer, twice the bytes it needs.
+# Here a rank sends each other rank the slice that this rank needs, and nothing else.
 
 from __future__ import annotations
 
@@ -22,12 +21,11 @@ from megatron.fsdp.engine.device import Collective, Pending, Work
 _GATHER_TAG = 0x66_73_64_70  # the letters "fsdp"
 _REDUCE_TAG = _GATHER_TAG + 1
 
-# Below it neither way is clearly faster, and gloo's own costs the calling thread one call instead
-# of two for each other rank. Reduce-scatters and gathers in place are faster as messages at every
-# size, since gloo copies the whole buffer and a shard for them. The measurement is in
-# ``benchmarks/results/point_to_point.md``.
-SMALLEST_ALL_GATHER = 2 * 1024 * 1024
-"""Bytes of the whole buffer from which an all-gather into another buffer is made of messages."""
+# Smaller all-gathers into another buffer are gloo's: neither way is clearly faster, and its own
+# costs the calling thread one call instead of two for each other rank. Reduce-scatters and gathers
+# in place are faster as messages at every size, since gloo copies the whole buffer and a shard for
+# them. The measurement is in ``benchmarks/results/point_to_point.md``.
+SMALLEST_ALL_GATHER = 2 * 1024 * 1024  # bytes of the whole buffer
 
 
 class GlooMessages(Transport):
@@ -83,10 +81,7 @@ def all_gather(
 ) -> Collective:
     """Return the collective that fills each of ``fulls`` with the shards of all ranks.
 
-    Args:
-        fulls: each ``[world_size * n]``; ``n`` and the dtype may differ.
-        shards: for each of them ``[n]``; may be this rank's slice of it, which is not written then.
-        group: the ranks.
+    A full is ``[world_size * n]``, its shard ``[n]``; this rank's slice of it is not written.
     """
 
     def start() -> Work:
@@ -120,11 +115,7 @@ def reduce_scatter(
 ) -> Collective:
     """Return the collective that makes ``shard`` this rank's slice of the reduced ``full``.
 
-    Args:
-        full: ``[world_size * n]``; is only read.
-        shard: ``[n]``, no part of ``full``.
-        group: the ranks, at least two.
-        operation: SUM or AVG.
+    ``full`` is ``[world_size * n]`` and only read, ``shard`` ``[n]`` and no part of it.
     """
 
     def start() -> Work:

@@ -29,11 +29,9 @@ _logger = logging.getLogger(__name__)
 #     allocated at the same time    a b, b c, c d     in forward, and again in backward
 #     slots                         0 for a and c, 1 for b and d
 #
-# Units of any size, shared units and experts need no rule of their own. A buffer that is used for
-# the first time in a later step has storage of its own until the end of that step.
+# A buffer that is used for the first time in a later step has storage of its own until its end.
 
-AllocateSlots = Callable[[Sequence[int]], list[torch.Tensor]]
-"""Allocates memory: from numbers of bytes to ``uint8`` tensors of these sizes."""
+AllocateSlots = Callable[[Sequence[int]], list[torch.Tensor]]  # bytes to ``uint8`` tensors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,9 +52,6 @@ class Memory:
         registers_locally: register them locally, not as symmetric windows.
         registers_manually: ``manual_buffer_registration()`` of the wrapper assigns and registers
             the slots, not the end of the first step.
-
-    Raises:
-        ValueError: lists every wrong value.
     """
 
     device: torch.device | str | None = None
@@ -120,21 +115,15 @@ class MemorySlot:
 
 
 class MemorySlots(Storage):
-    """The slots of all buffers of one kind. See [Note: memory slots].
-
-    Args:
-        contents: contents of the buffers, for messages: "gathered weights".
-        can_move: a buffer may leave its slot in the middle of a step. Gathered weights cannot,
-            because autograd refers to their addresses between forward and backward.
-        policy: the sizes of slots, and what happens if memory runs out.
-        allocate: allocates the memory of slots.
-    """
+    """The slots of all buffers of one kind. See [Note: memory slots]."""
 
     is_assigned_ahead = True
 
     def __init__(self, contents: str, can_move: bool, policy: Memory, allocate: AllocateSlots):
         self.holds_addresses = policy.holds_addresses
         self._contents = contents
+        # A buffer may leave its slot in the middle of a step. Gathered weights cannot, because
+        # autograd refers to their addresses between forward and backward.
         self._can_move = can_move
         self._policy = policy
         self._allocate = allocate
@@ -166,10 +155,9 @@ class MemorySlots(Storage):
     def blocker(self, buffer: FlatBuffer) -> FlatBuffer | None:
         """Return the other buffer that occupies the slot of this one."""
         slot = self._slot_of.get(buffer)
-        if slot is not None:
-            for other in self._allocated:
-                if other is not buffer and self._slot_of.get(other) is slot:
-                    return other
+        for other in self._allocated if slot is not None else ():
+            if other is not buffer and self._slot_of.get(other) is slot:
+                return other
         return None
 
     def _has_own_storage(self, buffer: FlatBuffer) -> bool:
@@ -177,14 +165,9 @@ class MemorySlots(Storage):
         return slot is None or slot.memory is None
 
     def occupy(self, buffer: FlatBuffer) -> None:
-        """Note that a buffer is allocated from now on, and take its slot if it has one.
-
-        If another buffer occupies the slot, this one has storage of its own until the next
-        assignment.
-
-        Raises:
-            RuntimeError: if it cannot move there.
-        """
+        """Note that a buffer is allocated from now on, and take its slot if it has one."""
+        # If another buffer occupies the slot, this one has storage of its own until the next
+        # assignment, or if it cannot move there, that is an error.
         overlaps = self._overlaps.setdefault(buffer, set())
         for other in self._allocated:
             overlaps.add(other)
@@ -224,10 +207,8 @@ class MemorySlots(Storage):
         return self._overlaps.keys() <= self._slot_of.keys()
 
     def assign(self) -> str | None:
-        """Give a slot to each buffer that has none; return an error message if memory ran out.
-
-        Buffers in use keep the storage of their own until the next assignment.
-        """
+        """Give a slot to each buffer that has none; return an error message if memory ran out."""
+        # Buffers in use keep the storage of their own until the next assignment.
         self._assigned = [
             buffer
             for buffer in self._overlaps
@@ -302,23 +283,17 @@ def allocate_slots(device: torch.device, sizes: Sequence[int]) -> list[torch.Ten
     return [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
 
 
-# NCCL's collectives read and write registered memory without a copy of their own. Not yet run on a
-# GPU. Sources: "User Buffer Registration" in NVIDIA's NCCL user guide; ``torch.cuda.MemPool``.
-
-
 class NcclMemory:
     """Allocates memory that is registered with the communicators of some process groups.
 
-    Args:
-        groups: process groups with an NCCL backend.
-        device: a CUDA device.
-        is_symmetric: register symmetric windows, for which every rank must allocate the same sizes
-            in the same order; otherwise each rank registers its memory locally.
+    ``is_symmetric`` registers windows, for which ranks must allocate the same sizes in one order.
     """
 
     def __init__(
         self, groups: Sequence[dist.ProcessGroup], device: torch.device, is_symmetric: bool
     ):
+        # NCCL's collectives read and write registered memory without a copy of their own. Not yet
+        # run on a GPU. Source: "User Buffer Registration" in NVIDIA's NCCL user guide.
         # Any: CPU builds of torch lack the class of the NCCL backend.
         self._backends: list[Any] = [group._get_backend(device) for group in dict.fromkeys(groups)]
         self._device = device
@@ -365,12 +340,10 @@ class EngineSlots:
 
     def assign(self) -> list[str]:
         """Give a slot to each buffer that has none; return error messages."""
-        problems = [self.weights.assign(), self.gradients.assign()]
-        return [problem for problem in problems if problem is not None]
+        return list(filter(None, (self.weights.assign(), self.gradients.assign())))
 
     def end_assignment(self, problems: Sequence[str]) -> None:
-        """Raise ``RuntimeError`` with the problems of all ranks, if there are any."""
-        # The assignment is undone then, so that nothing trains on without slots.
+        """Undo the assignment and raise the problems of all ranks, if there are any."""
         if problems:
             self.weights.withdraw()
             self.gradients.withdraw()

@@ -30,15 +30,13 @@ from torch.distributed.rendezvous import register_rendezvous_handler, rendezvous
 # attempt that still run, on a node that has not noticed the failure, are waited for: they fail at
 # their next collective, and torchrun starts them anew.
 
-INIT_METHOD = "attempt://"
-"""``init_method`` of ``init_process_group``: "env://", safe against restarts by torchrun."""
+INIT_METHOD = "attempt://"  # "env://", safe against restarts by torchrun
 
 # Seconds in which all ranks must answer a call, and that a waiting rank at most leaves the store in
 # peace. The first pauses are shorter.
 CALL_SECONDS, LONGEST_PAUSE = 5.0, 0.25
 
-# Timeouts of the group that a rank waits for the others: one in which they may notice that an
-# earlier attempt has failed, and one to start anew.
+# Timeouts that a rank waits for the others: one to notice an earlier failure, one to start anew.
 PATIENCE = 2
 
 # Key with which a rank whose NCCL collective failed makes all others dump their traces and abort.
@@ -47,11 +45,7 @@ DUMP_SIGNAL = "exception_dump"
 
 
 def default_mesh() -> DeviceMesh:
-    """Return a one-axis mesh over all ranks, on the accelerator if there is one, else on the CPU.
-
-    Raises:
-        RuntimeError: if the program was not started for torch.distributed.
-    """
+    """Return a one-axis mesh over all ranks, on the accelerator if there is one, else the CPU."""
     if not dist.is_initialized() and "RANK" not in os.environ:
         raise RuntimeError(
             "fully_shard needs torch.distributed: start the program with torchrun, or call"
@@ -65,11 +59,7 @@ def default_mesh() -> DeviceMesh:
 
 
 def agree_on_attempt(store: Store, rank: int, world_size: int, patience: timedelta) -> str:
-    """Return the name of this attempt: the same on its ranks, and another than any before.
-
-    Raises:
-        TimeoutError: ranks are missing; rank 0 names them.
-    """
+    """Return the name of this attempt: the same on its ranks, and another than any before."""
     attempts = PrefixStore("attempts", store)
     ticket = str(attempts.add("tickets", 1))
     deadline = time.monotonic() + patience.total_seconds()

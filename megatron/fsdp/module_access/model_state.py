@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loading of state dicts into a sharded model, or into the module inside it."""
+"""The state of a sharded model: loading of state dicts, and deep copies with the same weights."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,8 +13,11 @@ from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from megatron.fsdp.dtensor.sharded_param import ShardedParam, is_linked, sharded_param_of
+from megatron.fsdp.dtensor.tensor_part import full_tensor
 from megatron.fsdp.engine.param_group import ParamGroup
 from megatron.fsdp.module_access.shown_parameters import WatchedParameters
+from megatron.fsdp.settings import Settings
+from megatron.fsdp.warnings_once import IS_COMPUTE
 
 
 def load_model_state(
@@ -21,11 +26,7 @@ def load_model_state(
     state: Mapping[str, Any],
     strict: bool,
 ) -> _IncompatibleKeys:
-    """Copy ``state`` into main weights and buffers, unless anything does not fit.
-
-    It has full tensors, or DTensors of the same layout, under the module's names or the wrapper's.
-    ``find`` returns the sharded parameter of an entry of the module's own state dict, if any.
-    """
+    """Copy ``state`` into main weights, which ``find`` knows by entry, and buffers, if all fits."""
     if not isinstance(state, Mapping):
         raise TypeError(f"state_dict expects a mapping but got {type(state).__name__}")
     # Wrappers inside (Float16Module) may rename keys, so the keys are those of the module's state
@@ -77,10 +78,9 @@ def _without_wrapper_prefix(names: set[str], state: Mapping[str, Any]) -> dict[s
 
 def accept_full_tensors(module: nn.Module) -> set[int]:
     """Let a sharded module, and the modules in it, load full tensors; return the ids of hooks."""
-    # torch would copy full tensors into DTensors, which it refuses, or put them in their place. So
-    # before a module loads its own parameters, their values are copied into the shards, and the
-    # state dict gets the sharded parameters instead, which torch then finds in place. With
-    # assign=True too: weights remain views of flat buffers. torch lists values of a wrong shape.
+    # torch refuses to copy full tensors into DTensors, or puts them in their place. So before a
+    # module loads its own parameters, their values are copied into the shards, and the state dict
+    # gets the sharded parameters, which torch finds in place. torch lists values of a wrong shape.
     changed: dict[ParamGroup, None] = {}  # groups whose main weights are newer
 
     def load_own(inner: nn.Module, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
@@ -113,3 +113,41 @@ def accept_full_tensors(module: nn.Module) -> set[int]:
             after = inner.register_load_state_dict_post_hook(install)
             handles |= {before.id, after.id}
     return handles
+
+
+def copied_module(
+    module: nn.Module,
+    sharded_params: dict[nn.Parameter, ShardedParam],
+    settings: Settings,
+    memo: dict[int, Any],
+) -> tuple[nn.Module, Settings]:
+    """Return a deep copy of a module that is not sharded, with hooks, and settings to shard it."""
+    for compute, sharded_param in sharded_params.items():
+        whole = full_tensor(sharded_param.parameter).to(compute.dtype).view(compute.shape)
+        parameter = nn.Parameter(whole, requires_grad=sharded_param.group.requires_grad)
+        vars(parameter).update(vars(compute))
+        delattr(parameter, IS_COMPUTE)
+        memo[id(compute)] = memo[id(sharded_param.parameter)] = parameter
+    copied = copy.deepcopy(module, memo)
+    units = [memo.get(id(unit), unit) for unit in settings.units or ()]
+    return copied, replace(settings, units=units, initialisation=None)
+
+
+def remove_hooks(original: nn.Module, copied: nn.Module, handles: set[int]) -> None:
+    """Remove the hooks with these ids from a deep copy of a module, which has copied them too."""
+    for source, target in zip(original.modules(), copied.modules()):
+        for name, hooks in vars(source).items():
+            if name.endswith("_hooks") and isinstance(hooks, dict):
+                for number in handles.intersection(hooks):
+                    del vars(target)[name][number]
+        vars(target).pop("_apply", None)
+
+
+@torch.no_grad()
+def copy_main_weights(sources: Sequence[ShardedParam], targets: Sequence[ShardedParam]) -> None:
+    """Copy main weights, which may have more bits than the module's, and what is frozen now."""
+    for source, target in zip(sources, targets, strict=True):
+        target.parameter.requires_grad_(source.parameter.requires_grad)
+        target.parameter._local_tensor.copy_(source.parameter._local_tensor)
+    for group in dict.fromkeys(target.group for target in targets):
+        group.install_main_weights()

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The wrapped module for code that calls it without the wrapper, and its methods on the wrapper."""
+"""The wrapped module: called without the wrapper, methods on the wrapper, casts at its units."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import wraps
 from typing import Any
 
@@ -11,16 +11,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
 
 from megatron.fsdp.dtensor.tensor_part import full_tensor
 from megatron.fsdp.engine.collectives import agree
+from megatron.fsdp.engine.policy import MixedPrecisionPolicy
+from megatron.fsdp.engine.unit import Unit
 from megatron.fsdp.module_access.shown_parameters import WatchedParameters
+from megatron.fsdp.settings import ComputePrecision
 
+# A function that ``to``, ``half`` and so on call with every tensor.
 Conversion = Callable[[torch.Tensor], torch.Tensor]
-"""A function that ``to``, ``half`` and so on call with every tensor."""
-
+# By this attribute transformers knows modules whose ranks must run all layers together.
 GENERATES_TOGETHER = "_is_fsdp_managed_module"
-"""Attribute by which transformers knows modules whose ranks must run all layers together."""
 
 
 def prepare_wrapped_module(
@@ -29,11 +32,7 @@ def prepare_wrapped_module(
     state_dict: Callable[[], dict[str, Any]],
     check_conversion: Callable[[Conversion], object],
 ) -> None:
-    """Prepare a module for code that calls it without the wrapper.
-
-    Its ``save_pretrained``, if there is one, saves whole weights, of the wrapper's ``state_dict``.
-    With ``gathers_layers`` a rank waits for the others in every layer.
-    """
+    """Prepare a module for code that calls it without the wrapper: to save, convert or generate."""
     save = getattr(type(module), "save_pretrained", None)
     if callable(save):
         vars(module)["save_pretrained"] = _saving_whole_weights(save.__get__(module), state_dict)
@@ -77,18 +76,15 @@ def _saving_whole_weights(
                 save(*args, **kwargs)
             except Exception as error:  # of any library: the other ranks must not wait
                 problems = [f"save_pretrained failed on rank 0: {type(error).__name__}: {error}"]
-        problems = agree(problems)
-        if problems:
+        if problems := agree(problems):
             raise RuntimeError(problems[0])
 
     return save_pretrained
 
 
 def gather_on_first_rank(state: dict[str, Any]) -> dict[str, Any]:
-    """Gather a wrapper's state dict on the CPU of the first rank, under the module's own names.
-
-    One tensor after the other is whole on the other ranks, which get an empty dict.
-    """
+    """Gather a wrapper's state dict on the CPU of the first rank, under the module's own names."""
+    # One tensor after the other is whole on the other ranks, which get an empty dict.
     gathered: dict[str, Any] = {}
     values: dict[int, Any] = {}  # by the part of a DTensor, which tied weights share
     for name, value in state.items():
@@ -118,3 +114,34 @@ def checked_method(module: nn.Module, name: str, method: Callable[..., Any]) -> 
         return method(*args, **kwargs)
 
     return generate
+
+
+def cast_at_units(units: Iterable[Unit], precision: MixedPrecisionPolicy) -> set[int]:
+    """Cast floating-point inputs of units, and outputs of the model; return the ids of hooks."""
+    # FSDP2 has one policy for each unit, here there is one for the model, whose output it casts.
+    # The modules that FSDP2 would be applied to are the root and the units that the user named.
+
+    def cast_inputs(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return _cast(args, input_dtype), _cast(kwargs, input_dtype)
+
+    def cast_outputs(module: nn.Module, args: Any, output: Any) -> Any:
+        return _cast(output, output_dtype)
+
+    if not isinstance(precision, ComputePrecision):
+        return set()
+    input_dtype = precision.param_dtype if precision.cast_forward_inputs else None
+    output_dtype = precision.output_dtype
+    modules = [unit.module for unit in units if unit.module is not None and not unit.is_automatic]
+    handles = set()
+    for module in modules if input_dtype is not None else ():
+        handles.add(module.register_forward_pre_hook(cast_inputs, with_kwargs=True).id)
+    if output_dtype is not None:
+        handles.add(modules[0].register_forward_hook(cast_outputs).id)
+    return handles
+
+
+def _cast(values: Any, dtype: torch.dtype | None) -> Any:
+    def cast(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    return tree_map_only(torch.Tensor, cast, values)

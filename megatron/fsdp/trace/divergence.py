@@ -2,8 +2,7 @@
 """The first collective in which ranks differ, found through the store when one has failed.
 
 A rank whose collective fails publishes its last ones. A thread of every other rank sees that, then
-publishes and prints those of its rank, even if the rank hangs or computes. A rank whose recording
-has ended has published its own. Nothing here is a collective.
+publishes and prints those of its rank, even if that hangs. Nothing here is a collective.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from itertools import chain
 from typing import NamedTuple
 
 import torch.distributed as dist
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from megatron.fsdp.trace.recorder import Recorder, TraceEntry
 
@@ -36,8 +36,7 @@ class PublishedCollective(NamedTuple):
     what: str  # what the ranks must have in common: operation, operand and unit
 
 
-Sequences = dict[int, list[PublishedCollective]]
-"""The last collectives of each rank, in the order in which they began."""
+Sequences = dict[int, list[PublishedCollective]]  # the last ones of each rank, in order
 
 
 def first_difference(sequences: Sequences) -> str | None:
@@ -80,12 +79,11 @@ class DivergenceWatch:
     """Compares the recorded collectives of all ranks when one of them fails."""
 
     def __init__(self, recorder: Recorder, name: str):
-        # The name is that of the recording, the same on all ranks and different from all others.
+        # All ranks know the recording by this name, and no other.
         self._recorder = recorder
         self._rank = dist.get_rank()
         self._num_ranks = dist.get_world_size()
-        self._name = name
-        self._store = dist.distributed_c10d._get_default_store()
+        self._store = PrefixStore(f"trace_{name}", dist.distributed_c10d._get_default_store())
         self._is_over = threading.Event()
         recorder.explain = self._explain
         self._thread = threading.Thread(target=self._look, name="trace", daemon=True)
@@ -103,7 +101,7 @@ class DivergenceWatch:
         """Publish and print the last collectives of this rank when another rank has failed."""
         with suppress(RuntimeError):  # as above
             while not self._is_over.wait(POLL_SECONDS):
-                if self._store.check([self._key("failed")]):
+                if self._store.check(["failed"]):
                     self._publish()
                     print(self._last_lines(), file=sys.stderr, flush=True)
                     return
@@ -113,7 +111,7 @@ class DivergenceWatch:
         self._is_over.set()  # the thread would print what the message says
         parts = [f"failed: {entry}: {error}", self._last_lines()]
         try:
-            self._store.set(self._key("failed"), str(self._rank))
+            self._store.set("failed", str(self._rank))
             self._publish()
             sequences = self._collect()
             silent = sorted(set(range(self._num_ranks)) - set(sequences))
@@ -133,16 +131,13 @@ class DivergenceWatch:
             lines.append(f"  {entry}" + (" (not over)" if entry.end is None else ""))
         return "\n".join(lines)
 
-    def _key(self, what: str | int) -> str:
-        return f"trace_{self._name}/{what}"
-
     def _publish(self) -> None:
         rows = []
         for entry in self._recorder.collectives[-NUM_PUBLISHED:]:
             unit = entry.unit or "no unit"
             what = f"{entry.name} of {entry.num_bytes} bytes {entry.dtype} of {unit}"
             rows.append(PublishedCollective(entry.ranks, entry.number, entry.begin, what))
-        self._store.set(self._key(self._rank), json.dumps(rows))
+        self._store.set(str(self._rank), json.dumps(rows))
 
     def _collect(self) -> Sequences:
         """Return the collectives of all ranks that answer in time."""
@@ -150,8 +145,8 @@ class DivergenceWatch:
         sequences: Sequences = {}
         while len(sequences) < self._num_ranks and time.monotonic() < deadline:
             for rank in range(self._num_ranks):
-                if rank not in sequences and self._store.check([self._key(rank)]):
-                    rows = json.loads(self._store.get(self._key(rank)))
+                if rank not in sequences and self._store.check([str(rank)]):
+                    rows = json.loads(self._store.get(str(rank)))
                     sequences[rank] = [
                         PublishedCollective(tuple(ranks), *others) for ranks, *others in rows
                     ]

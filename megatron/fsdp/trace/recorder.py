@@ -14,8 +14,7 @@ import torch.distributed as dist
 from megatron.fsdp.engine import observe
 from megatron.fsdp.engine.observe import BACKWARD, FORWARD, Observer
 
-COMPUTE, STORAGE = "compute", "storage"
-"""The tracks beside the kinds of collectives: work on units, and flat storage."""
+COMPUTE, STORAGE = "compute", "storage"  # tracks beside the kinds of collectives
 
 
 class CollectiveError(RuntimeError):
@@ -61,17 +60,11 @@ class TraceEntry:
 
 
 class Recorder(Observer):
-    """Entries of this rank, in the order in which they began.
-
-    Args:
-        keep: the number of entries to keep, the last ones; None: all.
-
-    Attributes:
-        explain: returns the message of the error for a collective that failed, given torch's error.
-    """
+    """The last ``keep`` entries of this rank, or all, in the order in which they began."""
 
     def __init__(self, keep: int | None = None):
         self.entries: deque[TraceEntry] = deque(maxlen=keep)
+        # The message for a collective that failed, with torch's error.
         self.explain: Callable[[TraceEntry, Exception], str] = lambda entry, error: (
             f"failed: {entry}: {error}"
         )
@@ -93,21 +86,20 @@ class Recorder(Observer):
         return self._offset + time.perf_counter()
 
     def add(
-        self, track: str, name: str, unit: str, operands: Sequence[torch.Tensor] = ()
+        self, track: str, name: str, unit: str | None = None, operands: Sequence[torch.Tensor] = ()
     ) -> TraceEntry:
-        """Add an entry that begins now."""
+        """Add an entry that begins now; without ``unit`` it is of the work under way."""
         phase = observe.current_phase()
         passes = self._num_passes.get(phase)
         microbatch = None if passes is None else max(passes - 1, 0)
+        if unit is None:
+            unit = self._units[-1] if self._units else ""
         entry = TraceEntry(track, name, unit, phase, microbatch, self.now())
         entry.num_bytes = sum(operand.numel() * operand.element_size() for operand in operands)
         dtypes = [str(operand.dtype).removeprefix("torch.") for operand in operands]
         entry.dtype = "+".join(dict.fromkeys(dtypes))
         self.entries.append(entry)
         return entry
-
-    def _current_unit(self) -> str:
-        return self._units[-1] if self._units else ""
 
     # ---- what the engine tells
 
@@ -142,7 +134,7 @@ class Recorder(Observer):
 
     def storage(self, action: str, tensor: torch.Tensor) -> None:
         """Add an allocation or a release of flat storage."""
-        entry = self.add(STORAGE, action, self._current_unit(), (tensor,))
+        entry = self.add(STORAGE, action, operands=(tensor,))
         entry.end = entry.begin
 
     def begin_collective(
@@ -153,7 +145,7 @@ class Recorder(Observer):
         group: dist.ProcessGroup | None,
     ) -> TraceEntry:
         """Add a collective over the ranks of ``group``."""
-        entry = self.add(kind, name, self._current_unit(), operands)
+        entry = self.add(kind, name, operands=operands)
         if group not in self._ranks:
             self._ranks[group] = tuple(dist.get_process_group_ranks(group))
         entry.ranks = self._ranks[group]

@@ -1,22 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recording a part of a run: arguments, observers and files."""
+"""Recording a part of a run: arguments, observers, and files for trace viewers and as a table."""
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
 from megatron.fsdp.engine import observe
 from megatron.fsdp.engine.collectives import agree
+from megatron.fsdp.engine.observe import GATHER, OTHER, REDUCE
 from megatron.fsdp.trace.divergence import DivergenceWatch
-from megatron.fsdp.trace.files import write_trace
-from megatron.fsdp.trace.recorder import Recorder
+from megatron.fsdp.trace.recorder import COMPUTE, STORAGE, Recorder, TraceEntry
+
+TRACKS = (COMPUTE, GATHER, REDUCE, OTHER)  # as threads, in the order in which viewers show them
+LANES = 100  # numbers of threads between one track and the next
+COLUMNS = (
+    *("number", "begin_ms", "duration_ms", "track", "name", "bytes", "dtype", "unit", "phase"),
+    *("microbatch", "ranks"),
+)
 
 
 @contextmanager
@@ -33,23 +42,20 @@ def record(
 
     Files are written at its end, after an error too: ``traces/rank0.json``, which Perfetto
     (https://ui.perfetto.dev) and chrome://tracing open, and ``traces/rank0.tsv``, a table; the same
-    for every rank. If a collective fails meanwhile, the error shows the last collectives of its
-    rank and names the first rank that differs from the others; the other ranks print theirs. Over
-    NCCL a timeout is an error only with ``TORCH_NCCL_BLOCKING_WAIT=1``; otherwise torch ends the
-    process.
+    for every rank. If a collective fails, the error shows the last ones of its rank and names the
+    first rank that differs; the other ranks print theirs. Over NCCL a timeout is an error only
+    with ``TORCH_NCCL_BLOCKING_WAIT=1``; otherwise torch ends the process.
 
     Args:
         directory: gets the files, and is created; None: no files.
-        ranks: ranks that write files; None: all. All ranks record, so that they can be compared.
+        ranks: ranks that write files; None: all. All ranks record.
         keep: the number of entries to keep, the last ones; None: all, about 200 bytes each.
 
     Yields:
         The recorder, with the entries so far.
 
     Raises:
-        ValueError: on every rank, for wrong arguments, and if any rank cannot write into the
-            directory.
-        RuntimeError: without process groups.
+        ValueError: on every rank, for wrong arguments or a directory that a rank cannot write to.
         CollectiveError: inside the block, for a collective that fails.
     """
     if not dist.is_initialized():
@@ -72,11 +78,7 @@ def record(
 def check_directory(
     directory: str | os.PathLike[str] | None, ranks: Collection[int] | None = None
 ) -> None:
-    """Create the directory of a trace; a collective.
-
-    Raises:
-        ValueError: on every rank, if any of ``ranks`` (None: of all) cannot write files there.
-    """
+    """Create the directory of a trace, in which ``ranks`` can write files; a collective."""
     _raise_everywhere(_problems_of_directory(directory, ranks))
 
 
@@ -113,10 +115,118 @@ def _problems_of_directory(
 
 
 def _raise_everywhere(problems: list[str]) -> None:
-    problems = agree(problems)
-    if problems:
+    if problems := agree(problems):
         raise ValueError("\n".join(problems))
 
 
 def _writes(ranks: Collection[int] | None) -> bool:
     return ranks is None or dist.get_rank() in ranks
+
+
+def write_trace(
+    directory: Path, rank: int, entries: Iterable[TraceEntry], origin: float, now: float
+) -> None:
+    """Write ``rank<N>.json`` and ``.tsv``; ``origin`` becomes 0, open entries end ``now``."""
+    entries = list(entries)
+    events = list(chrome_events(rank, entries, origin, now))
+    trace = json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
+    (directory / f"rank{rank}.json").write_text(trace)
+    (directory / f"rank{rank}.tsv").write_text(table(entries, origin))
+
+
+def table(entries: Iterable[TraceEntry], origin: float) -> str:
+    """Return a line with tab-separated columns for every entry, after a line with their names."""
+    lines = ["\t".join(COLUMNS)]
+    for number, entry in enumerate(entries):
+        cells = [
+            str(number),
+            f"{1e3 * (entry.begin - origin):.3f}",
+            "" if entry.end is None else f"{1e3 * (entry.end - entry.begin):.3f}",
+            entry.track,
+            entry.name,
+            str(entry.num_bytes),
+            entry.dtype,
+            entry.unit,
+            entry.phase,
+            "" if entry.microbatch is None else str(entry.microbatch),
+            ",".join(str(rank) for rank in entry.ranks),
+        ]
+        lines.append("\t".join(cells))
+    return "\n".join(lines) + "\n"
+
+
+def chrome_events(
+    rank: int, entries: list[TraceEntry], origin: float, now: float
+) -> Iterator[dict[str, Any]]:
+    """Yield the events of a rank in Chrome's trace event format; times are in microseconds."""
+    # A process for each rank, whose threads are the tracks of the recorder; storage is a counter.
+    # Entries of a track that overlap without one containing the other are on several threads.
+    yield _name("process_name", rank, 0, f"rank {rank}")
+    for place, track in enumerate(TRACKS):
+        lanes = Lanes()
+        for entry in entries:
+            if entry.track != track:
+                continue
+            end = now if entry.end is None else entry.end
+            lane = lanes.lane_for(entry.begin, end)
+            arguments: dict[str, Any] = {"unit": entry.unit, "phase": entry.phase}
+            if entry.microbatch is not None:
+                arguments["microbatch"] = entry.microbatch
+            if entry.is_collective:
+                arguments |= {"bytes": entry.num_bytes, "dtype": entry.dtype}
+                arguments |= {"ranks": list(entry.ranks), "is_over": entry.end is not None}
+            yield {
+                "ph": "X",
+                "name": f"{entry.name} {entry.unit}".rstrip(),
+                "cat": entry.phase,
+                "ts": 1e6 * (entry.begin - origin),
+                "dur": 1e6 * (end - entry.begin),
+                "pid": rank,
+                "tid": place * LANES + lane,
+                "args": arguments,
+            }
+        for lane in range(len(lanes.open)):
+            yield _name("thread_name", rank, place * LANES + lane, track)
+    yield from _storage_events(rank, entries, origin)
+
+
+class Lanes:
+    """Rows of spans of time; within a row, two spans are apart or one contains the other."""
+
+    def __init__(self) -> None:
+        self.open: list[list[float]] = []  # for each lane, the ends of the spans under way
+
+    def lane_for(self, begin: float, end: float) -> int:
+        """Return the first lane with room for a span; spans come in the order of their begin."""
+        for lane, ends in enumerate(self.open):
+            while ends and ends[-1] <= begin:
+                ends.pop()
+            if not ends or end <= ends[-1]:
+                ends.append(end)
+                return lane
+        self.open.append([end])
+        return len(self.open) - 1
+
+
+def _storage_events(
+    rank: int, entries: list[TraceEntry], origin: float
+) -> Iterator[dict[str, Any]]:
+    """Yield the bytes of flat storage above the least during the trace; the start is unknown."""
+    changes = [entry for entry in entries if entry.track == STORAGE]
+    sizes = [0]
+    for entry in changes:
+        sizes.append(sizes[-1] + (1 if entry.name == "allocate" else -1) * entry.num_bytes)
+    least = min(sizes)
+    for entry, size in zip(changes, sizes[1:]):
+        yield {
+            "ph": "C",
+            "name": "flat storage",
+            "ts": 1e6 * (entry.begin - origin),
+            "pid": rank,
+            "tid": 0,
+            "args": {"bytes": size - least},
+        }
+
+
+def _name(what: str, rank: int, thread: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": what, "pid": rank, "tid": thread, "ts": 0, "args": {"name": name}}

@@ -18,8 +18,8 @@ from megatron.fsdp import trace
 from megatron.fsdp.engine import observe
 from megatron.fsdp.engine.collectives import agree
 from megatron.fsdp.trace.divergence import PublishedCollective, first_difference
-from megatron.fsdp.trace.files import COLUMNS, Lanes
 from megatron.fsdp.trace.recorder import STORAGE, CollectiveError, Recorder
+from megatron.fsdp.trace.recording import COLUMNS, Lanes
 from megatron_fsdp import MegatronFSDP
 from tests.support.fsdp.models import BATCH, WIDTH
 from tests.support.fsdp.recorded_steps import build_recorded, record_step, train_step
@@ -65,7 +65,7 @@ def test_spans_that_overlap_are_in_different_lanes() -> None:
     lanes = Lanes()
     spans = [(0, 10), (1, 4), (2, 5), (4, 9), (9, 12), (12, 13)]
     assert [lanes.lane_for(*span) for span in spans] == [0, 0, 1, 0, 1, 0]
-    assert lanes.count == 2
+    assert len(lanes.open) == 2
 
 
 def record_files(folders: list[Path], ranks: list[int] | None) -> list[str]:
