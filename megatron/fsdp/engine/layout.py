@@ -277,23 +277,15 @@ def _chunks(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Chunk]:
     if len(shape) <= 1:
         yield ((start,), (stop - start,)) if shape else ((), ())
         return
-    row = prod(shape[1:])
-    first_whole = -(-start // row)  # of the rows that begin at or behind the start
-    end_of_whole = stop // row
-    if first_whole > end_of_whole:  # all inside one row
-        yield from _chunks_in_row(shape, end_of_whole, start, stop)
-        return
-    if start < first_whole * row:
-        yield from _chunks_in_row(shape, first_whole - 1, start, first_whole * row)
-    if first_whole < end_of_whole:
-        offsets = (first_whole,) + (0,) * (len(shape) - 1)
-        yield offsets, (end_of_whole - first_whole, *shape[1:])
-    if end_of_whole * row < stop:
-        yield from _chunks_in_row(shape, end_of_whole, end_of_whole * row, stop)
-
-
-def _chunks_in_row(shape: tuple[int, ...], row: int, start: int, stop: int) -> Iterator[Chunk]:
-    """Yield the chunks of the range ``[start, stop)`` of the tensor, which lies inside ``row``."""
-    first = row * prod(shape[1:])
-    for offsets, sizes in _chunks(shape[1:], start - first, stop - first):
-        yield (row, *offsets), (1, *sizes)
+    size = prod(shape[1:])
+    while start < stop:
+        row, offset = divmod(start, size)
+        num_whole = (stop - start) // size
+        if offset == 0 and num_whole:
+            yield (row,) + (0,) * (len(shape) - 1), (num_whole, *shape[1:])
+            start += num_whole * size
+        else:
+            end = min(stop, (row + 1) * size)
+            for offsets, sizes in _chunks(shape[1:], offset, end - row * size):
+                yield (row, *offsets), (1, *sizes)
+            start = end

@@ -214,17 +214,31 @@ class Mesh:
             if len(set(axes[first].mesh.tolist()) & set(axes[second].mesh.tolist())) > 1
         ]
         data_axes = [axes[field] for field in ("inner", "outer") if field in axes]
-        checks = {data_group: _problem_of_data_group, gather_group: _problem_of_gathers}
-        for name, check in checks.items():
+        size = prod(axis.size() for axis in data_axes)
+        wanted = {rank for axis in data_axes for rank in axis.mesh.tolist()}
+        inner = dist.get_process_group_ranks(axes["inner"].get_group())
+        for name in (data_group, gather_group):
             group = getattr(self, name)
-            if isinstance(group, dist.ProcessGroup):
-                ranks = dist.get_process_group_ranks(group)
-                problems += [f"Mesh.{name} {problem}" for problem in check(ranks, data_axes)]
-            elif group is not None:
-                problems.append(
-                    f"Mesh.{name} expects a torch.distributed.ProcessGroup but got"
-                    f" {type(group).__name__}"
+            is_group = isinstance(group, dist.ProcessGroup)
+            ranks = dist.get_process_group_ranks(group) if is_group else []
+            problem = ""
+            if group is not None and not is_group:
+                problem = f"expects a torch.distributed.ProcessGroup but got {type(group).__name__}"
+            elif ranks and name == gather_group and ranks != inner:
+                problem = (
+                    f"has the ranks {ranks}, but the shard axis {inner}: they must be the same"
                 )
+            elif ranks and name == data_group and len(ranks) != size:
+                problem = (
+                    f"has {len(ranks)} ranks, but the outer and the shard axis together {size}"
+                )
+            elif ranks and name == data_group and not wanted <= set(ranks):
+                problem = (
+                    f"has the ranks {ranks}, which leave out some of the outer and the shard axis:"
+                    f" {sorted(wanted)}"
+                )
+            if problem:
+                problems.append(f"Mesh.{name} {problem}")
         return problems
 
 
@@ -288,10 +302,6 @@ def submesh(mesh: DeviceMesh, names: Sequence[str]) -> DeviceMesh | None:
             return None
 
 
-def _group_ranks(axis: DeviceMesh) -> list[int]:
-    return dist.get_process_group_ranks(axis.get_group())
-
-
 def _ranks_of(mesh: DeviceMesh, names: Sequence[str]) -> torch.Tensor:
     """Return the ranks of this rank's submesh of ``mesh``, with a dim for each name, in order."""
     # torch slices axes out of a mesh in the mesh's own order only. Example: the names are (tp, dp),
@@ -318,34 +328,9 @@ def _extend_along(ranks: torch.Tensor, axis: DeviceMesh) -> torch.Tensor:
     return torch.tensor(groups, dtype=ranks.dtype).view(*ranks.shape, -1)
 
 
-# ---- checks of single arguments
-
-
 def _problems_of_mesh(field: str, mesh: object) -> list[str]:
     if not isinstance(mesh, DeviceMesh):
         return [f"{field} expects a torch DeviceMesh but got {type(mesh).__name__}"]
     if not mesh.mesh_dim_names:
         return [f"{field} expects named axes (mesh_dim_names): Mesh.inner names one of them"]
     return []
-
-
-def _problem_of_data_group(ranks: list[int], axes: list[DeviceMesh]) -> list[str]:
-    """Return a problem of a group that lacks ranks of the data axes, the inner one first."""
-    size = prod(axis.size() for axis in axes)
-    wanted = set().union(*map(_group_ranks, axes))
-    if len(ranks) != size:
-        return [f"has {len(ranks)} ranks, but the outer and the shard axis together {size}"]
-    if not wanted <= set(ranks):
-        return [
-            f"has the ranks {ranks}, which leave out some of the outer and the shard axis:"
-            f" {sorted(wanted)}"
-        ]
-    return []
-
-
-def _problem_of_gathers(ranks: list[int], axes: list[DeviceMesh]) -> list[str]:
-    """Return a problem of a group of other ranks than the inner axis, the first of ``axes``."""
-    inner = _group_ranks(axes[0])
-    if ranks == inner:
-        return []
-    return [f"has the ranks {ranks}, but the shard axis {inner}: they must be the same"]

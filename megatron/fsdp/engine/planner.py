@@ -203,7 +203,11 @@ def _place(classes: Sequence[_SizeClass], world_size: int, shard: int) -> Placem
     starts: list[tuple[int, int]] = []
     cursor, spare = 0, world_size * shard - _total_size(classes)
     while waiting:
-        position, start = _smallest_gap([each for each, _ in waiting], cursor, shard)
+        # Among equal gaps the first class, which has the largest alignment.
+        start, position = min(
+            (each.first_start(cursor, shard), position)
+            for position, (each, _) in enumerate(waiting)
+        )
         if start - cursor > spare:
             preferred = [index for index, (each, _) in enumerate(waiting) if not each.is_required]
             if not preferred:
@@ -221,18 +225,6 @@ def _place(classes: Sequence[_SizeClass], world_size: int, shard: int) -> Placem
         for index in each.indices:
             num_broken += not cuts_are_aligned(each.alignment, start_of[index], each.size, shard)
     return Placement(num_broken, shard, tuple(starts))
-
-
-def _smallest_gap(classes: Sequence[_SizeClass], cursor: int, shard: int) -> tuple[int, int]:
-    """Return the index of the class that can start closest after the cursor, and that start."""
-    best_position, best_start = 0, classes[0].first_start(cursor, shard)
-    for position, each in enumerate(classes):
-        if best_start == cursor:
-            break
-        start = each.first_start(cursor, shard)
-        if start < best_start:
-            best_position, best_start = position, start
-    return best_position, best_start
 
 
 def cuts_are_aligned(alignment: int, start: int, numel: int, shard: int) -> bool:
