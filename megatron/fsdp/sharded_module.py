@@ -256,7 +256,7 @@ class ShardedModule(nn.Module):
 
     @is_last_microbatch.setter
     def is_last_microbatch(self, value: bool) -> None:
-        self._microbatches.is_last = value
+        self._microbatches.mark(value)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -130,7 +130,7 @@ BROKEN_LINES = [
         "gradients: the outer axis is not reduced",
         "megatron/fsdp/engine/gradients.py",
         "if over_outer and is_hybrid:",
-        "if over_outer and self._partition.shards_outer:",
+        "if over_outer and self._partition.num_outer > 1:",
         "tests/fsdp/test_gradients.py",
     ),
     BrokenLine(

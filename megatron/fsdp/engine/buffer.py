@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import starmap
 
 import torch
 
@@ -49,9 +50,7 @@ class Storage:
 class FlatBuffer:
     """One flat tensor ``[layout.numel]`` over all parameters of a group; its storage can be freed.
 
-    Args:
-        name: name of the buffer, for messages.
-        on_move: called when the buffer has moved to other memory.
+    ``on_move`` is called when it has moved to other memory.
     """
 
     def __init__(
@@ -65,9 +64,8 @@ class FlatBuffer:
     ):
         self.layout = layout
         self.name = name
-        # The flat tensor and its views stay the same objects while storage is freed and allocated,
-        # so modules and autograd may keep references to them. They are created now, because a
-        # tensor without storage cannot be sliced.
+        # The flat tensor and its views stay the same objects, to which modules and autograd may
+        # refer. They are created now, because a tensor without storage cannot be sliced.
         self.flat = torch.empty(layout.numel, dtype=dtype, device=device)
         self.num_bytes = self.flat.numel() * self.flat.element_size()
         observe.storage("allocate", self.flat)
@@ -107,10 +105,9 @@ class FlatBuffer:
         return self._storage.blocker(self)
 
     def move(self, memory: torch.Tensor | None) -> None:
-        """Use other memory from now on; the buffer must be freed.
+        """Use other memory, ``uint8`` and at least ``num_bytes``; None: storage of its own.
 
-        Args:
-            memory: ``uint8``, at least ``num_bytes`` elements; None: storage of its own.
+        The buffer must be freed.
         """
         if memory is None:
             storage = torch.UntypedStorage(self.num_bytes, device=self.flat.device)
@@ -127,8 +124,7 @@ class FlatBuffer:
 
     def slice(self, index: int, count: int) -> torch.Tensor:
         """Return number ``index`` of ``count`` equal slices of the flat tensor."""
-        size = self.layout.numel // count
-        self._slices.append(self.flat[index * size : (index + 1) * size])
+        self._slices.append(self.flat.view(count, -1)[index])
         return self._slices[-1]
 
 
@@ -163,9 +159,9 @@ class RunningSum:
         """The sum, or zeros if nothing was added."""
         return self.tensor().zero_() if self.is_empty else self.tensor()
 
-    def is_in(self, tensor: torch.Tensor | None) -> bool:
+    def is_in(self, tensor: torch.Tensor) -> bool:
         """Return True if ``tensor`` is the tensor of the sum."""
-        return tensor is not None and tensor is self._total
+        return tensor is self._total
 
     def tensor(self) -> torch.Tensor:
         """Return the tensor of the sum; the values of an empty one are undefined."""
@@ -199,8 +195,7 @@ class RunningSum:
 
     def drop(self) -> None:
         """Begin a new sum, in another tensor unless the address is held."""
-        # The tensor is left to whoever still has it, such as code that keeps a gradient: nothing
-        # writes to it any more. Otherwise its memory is free now.
+        # Code that keeps a gradient still has the tensor: nothing writes to it any more.
         self.is_empty = True
         if self._total is not None and not self._holds_address:
             observe.storage("release", self._total)
@@ -211,28 +206,19 @@ class Places:
     """The places of some views of one flat tensor, to make views of others like it."""
 
     def __init__(self, views: Sequence[torch.Tensor]):
-        self._shapes = [view.shape for view in views]
-        self._strides = [view.stride() for view in views]
-        self._offsets = [view.storage_offset() for view in views]
+        self._places = [(view.shape, view.stride(), view.storage_offset()) for view in views]
 
     def within(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Return the views of ``flat``."""
-        # Every step does this for all parameters: `map` runs in C.
-        return list(map(flat.as_strided, self._shapes, self._strides, self._offsets))
+        return list(starmap(flat.as_strided, self._places))  # in C: every step does this
 
 
 def padding_of(flat: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
     """Return the slices of a flat tensor that belong to no parameter."""
-    slices = []
-    end = 0
-    for position in sorted(layout.positions, key=lambda position: position.start):
-        if position.numel:
-            if end < position.start:
-                slices.append(flat[end : position.start])
-            end = position.stop
-    if end < layout.numel:
-        slices.append(flat[end:])
-    return slices
+    used = sorted((place.start, place.stop) for place in layout.positions if place.numel)
+    starts = [start for start, _ in used] + [layout.numel]
+    stops = [0] + [stop for _, stop in used]
+    return [flat[stop:start] for stop, start in zip(stops, starts) if stop < start]
 
 
 def shard_view(shard: torch.Tensor, layout: Layout, index: int, rank: int) -> torch.Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -21,9 +22,8 @@ _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.re
 
 # [Note: one launch for several gathers] The groups of a unit have a buffer each, since they differ
 # in dtype or trainability (LoRA: frozen weights and trained adapters). Those that are sharded over
-# the same ranks are gathered in one collective: on NCCL all of them are enqueued between one
-# ``ncclGroupStart`` and ``ncclGroupEnd``, and gloo sends them as one buffer, or as messages that
-# are all issued at once. Backends want one dtype in such a collective, so the buffers go as bytes.
+# the same ranks are gathered in one collective: NCCL enqueues them as one group, and gloo sends one
+# buffer, or messages that are all issued at once. Backends want one dtype in it: bytes.
 
 
 class Gather(NamedTuple):
@@ -115,11 +115,7 @@ class Communicator:
         self.has_collectives = self.inner_size * self.outer_size > 1
         # A reduction over both axes then changes nothing.
         self.is_identity = not self.has_collectives and self.divisor == 1
-
-    @property
-    def gather_groups(self) -> tuple[dist.ProcessGroup, dist.ProcessGroup | None]:
-        """The process groups over which weights are gathered, the inner one first."""
-        return self.all_gather_group, self.outer
+        self.gather_groups = self.all_gather_group, self.outer  # of weights
 
     # ---- weights
 
@@ -165,9 +161,7 @@ class Communicator:
     def reduce_scatter(self, full: torch.Tensor, shard: torch.Tensor) -> Pending:
         """Reduce ``full`` over the inner axis; ``shard`` becomes this rank's slice, divided.
 
-        Args:
-            full: ``[inner_size * n]``; may be overwritten.
-            shard: ``[n]``.
+        The shapes are ``[inner_size * n]`` and ``[n]``; ``full`` may be overwritten.
         """
         return self._divide(full, shard, self._scattering(full, shard, self.inner))
 
@@ -183,22 +177,13 @@ class Communicator:
         return self._divide(full, full, reduction)
 
     def _reducing(self, tensor: torch.Tensor, group: dist.ProcessGroup | None) -> Collective:
-        operation = self._operation(tensor)
-
-        def start(asynchronous: bool) -> Work | None:
-            work: Work | None = dist.all_reduce(
-                tensor, op=operation, group=group, async_op=asynchronous
-            )
-            return work
-
+        start = partial(dist.all_reduce, tensor, self._operation(tensor), group)
         return observed(REDUCE, "all_reduce", (tensor,), group, start)
 
     def reduce_scatter_outer(self, shard: torch.Tensor, owned: torch.Tensor) -> Pending:
         """Reduce ``shard`` over the outer axis; ``owned`` becomes this rank's slice of the result.
 
-        Args:
-            shard: ``[outer_size * n]``, already divided.
-            owned: ``[n]``.
+        The shapes are ``[outer_size * n]``, already divided, and ``[n]``.
         """
         assert self.outer is not None
         return self.streams.launch("reduce", self._scattering(shard, owned, self.outer))
@@ -245,8 +230,7 @@ def agree(
 
     Args:
         problems: the problems of this rank.
-        groups: groups that reach every rank if they are used one after the other, such as the axes
-            of a mesh; None for all ranks of the program.
+        groups: groups that together reach every rank; None for all ranks of the program.
     """
     known = set(problems)
     for group in groups:

@@ -12,9 +12,8 @@ import torch
 # [Note: memory and streams] Storage is allocated and freed while the compute stream is current, so
 # the caching allocator orders its reuse by compute. A collective runs on a separate stream, which
 # first waits for everything that compute has enqueued so far, including the previous user of the
-# memory. `Pending.wait` then makes the compute stream wait for the collective, before the result is
-# read or an operand is freed. On CPU a collective is asynchronous work of the process group, and
-# waiting blocks.
+# memory. `Pending.wait` then makes compute wait for it, before the result is read or an operand is
+# freed. On CPU a collective is asynchronous work of the process group, and waiting blocks.
 
 
 class Work(Protocol):
@@ -39,8 +38,7 @@ class Pending:
         """Make compute wait for the result; further calls do nothing, unless it has failed."""
         if self._wait is None:
             return
-        # An all-gather may end with copies into a buffer that has many views, which autograd would
-        # reject.
+        # An all-gather may copy into a buffer that has many views, which autograd would reject.
         try:
             with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
                 self._wait()

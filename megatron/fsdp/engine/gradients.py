@@ -40,17 +40,16 @@ from megatron.fsdp.engine.tensor_parallel import local_grad
 #                      one, the values move there, and back if a further backward adds to them
 #
 # At levels 2 and 3 the reduction over the inner axis follows every backward, because it frees the
-# large buffer of local gradients; below, it waits for the last microbatch. The reduction over the
-# outer axis, whose links are slower, always waits for it. If a rank's part of the inner axis is the
-# whole gradient (level 0, or one inner rank), there is no inner sum: local gradients wait for the
-# last microbatch and are then reduced over both axes.
+# large buffer of local gradients; below, it waits for the last microbatch. That over the outer
+# axis, whose links are slower, always waits for it. If a rank's part of the inner axis is the whole
+# gradient (level 0, or one inner rank), there is no inner sum: both then wait.
 
 # [Note: where local gradients accumulate] In a flat buffer of their own, which is freed when it is
-# reduced. But a rank whose gradient shard is the whole gradient needs no second buffer of that
-# size: as long as the shard has no reduced gradients, local ones accumulate in its tensor.
+# reduced. But if a rank's gradient shard is the whole gradient, they accumulate in its tensor, as
+# long as that has no reduced gradients.
 #     level 0, 3 microbatches    copied into the shard's tensor, added, added, all-reduced there
-#     another step on top        the shard has reduced gradients, to which all ranks have added:
-#                                local ones are all-reduced in the buffer, and then added
+#     another step on top        the shard has reduced gradients: local ones are all-reduced in
+#                                the buffer, and then added
 #     data axes of one rank      a reduction neither sends nor divides, so gradients that are
 #                                reduced at once are added to the reduced ones
 # Buffers at fixed addresses share no memory with gradient shards, which have none.
@@ -94,8 +93,7 @@ class GroupGradients(StateOwner[GradientState]):
         self.comm_dtype = precision.grad_comm
         # Indices of the parameters that got a gradient since reduced ones were dropped.
         self.users: set[int] = set()
-        # How often what layers have written was forgotten; what they keep themselves of a pass
-        # before is then worthless.
+        # How often what layers have written was forgotten; what they keep of it is then worthless.
         self.num_forgotten = 0
 
         self._gaps = Places(padding_of(torch.empty(layout.numel, device="meta"), layout))
@@ -192,8 +190,7 @@ class GroupGradients(StateOwner[GradientState]):
 
     def _place(self, reduces_now: bool) -> tuple[torch.dtype, RunningSum | None]:
         """Return the dtype of the buffer, and the sum whose tensor is used instead, or None."""
-        # If every backward is reduced, nothing accumulates in the buffer, and it has the dtype of
-        # the reduction.
+        # If every backward is reduced, nothing accumulates: the dtype is that of the reduction.
         dtype = self.comm_dtype if self._frees_local else self._grad_sum.dtype
         if not self._may_share_sum:
             return dtype, None
@@ -229,8 +226,7 @@ class GroupGradients(StateOwner[GradientState]):
             or parameter.dtype != (dtype if gradient_sum is None else gradient_sum.dtype)
             or self.state not in (GradientState.EMPTY, GradientState.WRITING)
             or index in self._written
-            # What an outer pass has written long before waits for that pass, and a nested one must
-            # not take it for its own.
+            # What an outer pass has written waits for it: a nested one must not take it.
             or index in self._early
         ):
             return None
@@ -238,9 +234,8 @@ class GroupGradients(StateOwner[GradientState]):
             with observe.work(self._unit_name, "accumulate gradients"):
                 self._open(reduces_now=False)
             self.change_state(GradientState.WRITING)
-        assert self._local is not None
         self._written.add(index)
-        return self._local.views[index]
+        return self.written(index)
 
     def written(self, index: int) -> torch.Tensor:
         """Return the gradient of parameter ``index`` that a layer has written, when it arrives."""
@@ -345,7 +340,7 @@ class GroupGradients(StateOwner[GradientState]):
     def _reduce_over_outer(self, full: torch.Tensor) -> Generator[None, None, torch.Tensor]:
         """Return ``full`` reduced over the outer axis, or the owned shard of it."""
         result = full
-        if self._partition.shards_outer:
+        if self._partition.num_outer > 1:
             result = self._grad_sum.buffer_for(full.dtype)
             pending = self._communicator.reduce_scatter_outer(full, result)
         else:
@@ -358,8 +353,7 @@ class GroupGradients(StateOwner[GradientState]):
 
     def final(self, in_main_dtype: bool = True) -> RunningSum:
         """Return the gradient shard, under ``torch.no_grad()``; zeros if there are none."""
-        # Torch's optimizers need it in the dtype of the main weights. Otherwise it is in the main
-        # gradient dtype, without a copy.
+        # Torch's optimizers need the dtype of the main weights. The other costs no copy.
         if self._grad_sum.dtype == self._optimizer_grad.dtype or not in_main_dtype:
             self._reduced()
             return self._grad_sum

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from megatron.fsdp.engine import observe
-from megatron.fsdp.engine.device import in_backward
+from megatron.fsdp.engine.device import current_pass, in_backward
 from megatron.fsdp.engine.schedule import Schedule
 from megatron.fsdp.engine.states import CallState
 from megatron.fsdp.engine.unit import Unit, UnitCall
@@ -26,13 +26,12 @@ from megatron.fsdp.engine.unit import Unit, UnitCall
 #                     the backward of the same unit follows at once
 #     pre-backward    at the first gradient of an output: unshard all of them again
 #     post-backward   at the last gradient of an input: the call's backward is over. Where inputs
-#                     are leaves of the graph, the gradients of the unit's parameters must be there
-#                     too. An input that other calls have too may get its last gradient later; then
-#                     the backward of a call that came before marks the end
+#                     are leaves of the graph, the unit's parameters must have theirs too. An input
+#                     that other calls share may get its last one later: then the backward of a call
+#                     that came before marks the end
 #
-# Hooks are attached to the input and output tensors themselves. An autograd function around the
-# module, the usual way, would return views of them. Without one, code may edit inputs and outputs
-# in place or free them, and they may be of any type that contains tensors.
+# Hooks are attached to the inputs and outputs themselves. An autograd function around the module,
+# the usual way, would return views, which code can neither edit in place nor free.
 
 
 class UnitCallbacks(Protocol):
@@ -69,20 +68,19 @@ class UnitHooks:
         self._awaiting: dict[UnitCall, None] = {}  # their backward awaits gradients of inputs
         # Ids of the hooks on modules, which a copy of the module must not have.
         self.handles: set[int] = set()
-        for unit in schedule.units:
-            self._register(unit)
-
-    def _register(self, unit: Unit) -> None:
-        pre_forward = torch.compiler.disable(partial(self._pre_forward, unit))
         post_forward = torch.compiler.disable(self._post_forward)
-        for module in unit.modules:
-            before = module.register_forward_pre_hook(pre_forward, prepend=True, with_kwargs=True)
-            after = module.register_forward_hook(post_forward, always_call=True)
-            self.handles |= {before.id, after.id}
-        for group in unit.groups:
-            self.unit_of.update(dict.fromkeys(group.parameters, unit))
-            for parameter in group.parameters if group.requires_grad else ():
-                parameter.register_post_accumulate_grad_hook(partial(self._grad_arrived, unit))
+        for unit in schedule.units:
+            pre_forward = torch.compiler.disable(partial(self._pre_forward, unit))
+            for module in unit.modules:
+                before = module.register_forward_pre_hook(
+                    pre_forward, prepend=True, with_kwargs=True
+                )
+                after = module.register_forward_hook(post_forward, always_call=True)
+                self.handles |= {before.id, after.id}
+            for group in unit.groups:
+                self.unit_of.update(dict.fromkeys(group.parameters, unit))
+                for parameter in group.parameters if group.requires_grad else ():
+                    parameter.register_post_accumulate_grad_hook(partial(self._grad_arrived, unit))
 
     # ---- forward
 
@@ -129,8 +127,8 @@ class UnitHooks:
 
     def call_method(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a method of a module that is not its forward, and return its result."""
-        # Like a forward, it computes with whole weights: those that it reads by name are gathered
-        # when it does, and again for its backward. A method that reads none communicates nothing.
+        # Weights that it reads by name are gathered then, and again for its backward. A method that
+        # reads none communicates nothing.
         if self.calls or in_backward():
             return method(*args, **kwargs)
         self._callbacks.before_call()
@@ -169,9 +167,8 @@ class UnitHooks:
                 continue  # it computes nothing, and hooks on it would pile up
             is_unchanged = call.is_unchanged_input(tensor)
             if call.module is self._root.module and tensor.requires_grad:
-                # Before the hooks that the user sets on the output, whose errors end the pass, and
-                # before those of the last unit, where that one has computed the output: prefetching
-                # expects that backward begins with the root.
+                # Before the user's hooks on the output, whose errors end the pass, and before those
+                # of the last unit: prefetching expects that backward begins with the root.
                 tensor.register_hook(self._enter_backward if is_unchanged else pre_backward)
             if is_unchanged:
                 continue
@@ -217,12 +214,12 @@ class UnitHooks:
             self._schedule.begin_use(call)
 
     def _pre_backward_of_node(self, call: UnitCall, gradients: Any) -> None:
-        # Autograd runs the nodes that were made last first, so those of later calls have run when
-        # it reaches the node that computed an output of `call`. The gradients of their inputs need
-        # not be complete then: `call` and others may have the same inputs (the result of an
-        # encoder, a bias of positions). In a second pass over a kept graph, no hooks tell of them.
+        # Autograd runs the nodes that were made last first, so those of later calls have run. The
+        # gradients of their inputs need not be complete: `call` and others may have the same ones
+        # (the result of an encoder). In a second pass over a kept graph, no hooks tell of them.
         for later in list(self._awaiting):
-            if later.began > call.ended and later.has_all_grads:
+            is_of_pass = later.unit.users.get(later) == current_pass()
+            if later.began > call.ended and is_of_pass and later.unit.has_all_grads:
                 self._post_backward(later)
         self._pre_backward(call, gradients)
 
@@ -276,8 +273,4 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
         inner = [getattr(value, item.name) for item in dataclasses.fields(value)]
     else:
         inner = [leaf for leaf in tree_leaves(value) if leaf is not value]
-    found: list[torch.Tensor] = []
-    for item in inner:
-        if item is not None:
-            found += tensors_in(item)
-    return found
+    return [tensor for item in inner if item is not None for tensor in tensors_in(item)]

@@ -142,9 +142,8 @@ class FlatRange:
 
     def parts(self, count: int) -> list[FlatRange]:
         """Return the same elements as ranges of ``count`` equal tensors that make up dim 0."""
-        # Example: [3, 10) of a tensor of shape (4, 3), seen as 2 tensors of shape (2, 3), which are
-        # the elements [0, 6) and [6, 12) of it. The result is [3, 6) of the first and [0, 4) of the
-        # second. A tensor outside the range gets [0, 0).
+        # Example: [3, 10) of a tensor of shape (4, 3), seen as 2 tensors of shape (2, 3), is [3, 6)
+        # of the first and [0, 4) of the second. A tensor outside the range gets [0, 0).
         if count == 1:
             return [self]
         shape = (self.shape[0] // count, *self.shape[1:])
@@ -185,7 +184,6 @@ class Partition:
     num_outer: int  # owned shards of a shard; 1 unless the outer axis shards optimizer state
     inner_rank: int  # the index of this rank's shard
     outer_rank: int  # the index of this rank's owned shard within its shard
-    shards_outer: bool
 
     @property
     def num_owned(self) -> int:
@@ -210,14 +208,12 @@ def plan(
 ) -> Layout:
     """Lay parameters out over ``world_size`` ranks, cut between rows where that is cheap.
 
-    With preferences only, padding is at most 1 % of the elements, or ``MIN_ALIGNMENT * (world_size
-    + len(shapes))`` if that is more. Requirements are satisfied whatever they cost; preferences
-    beside them add nothing beyond that bound. The result depends on the arguments only, so every
-    rank can plan alone. Equal arguments return the same object.
+    Preferences cost at most 1 % of the elements of padding, or ``MIN_ALIGNMENT * (world_size +
+    len(shapes))`` if that is more; requirements whatever they need. The result depends on the
+    arguments only, so every rank can plan alone. Equal arguments return the same object.
 
     Args:
-        shapes: shapes of the parameters; ``positions`` of the result has the same order, the
-            buffer need not.
+        shapes: shapes of the parameters, in the order of ``positions`` of the result.
         world_size: number of shards, at least 1.
         granularity: granularity of all parameters, or one for each.
     """
@@ -277,23 +273,15 @@ def _chunks(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Chunk]:
     if len(shape) <= 1:
         yield ((start,), (stop - start,)) if shape else ((), ())
         return
-    row = prod(shape[1:])
-    first_whole = -(-start // row)  # of the rows that begin at or behind the start
-    end_of_whole = stop // row
-    if first_whole > end_of_whole:  # all inside one row
-        yield from _chunks_in_row(shape, end_of_whole, start, stop)
-        return
-    if start < first_whole * row:
-        yield from _chunks_in_row(shape, first_whole - 1, start, first_whole * row)
-    if first_whole < end_of_whole:
-        offsets = (first_whole,) + (0,) * (len(shape) - 1)
-        yield offsets, (end_of_whole - first_whole, *shape[1:])
-    if end_of_whole * row < stop:
-        yield from _chunks_in_row(shape, end_of_whole, end_of_whole * row, stop)
-
-
-def _chunks_in_row(shape: tuple[int, ...], row: int, start: int, stop: int) -> Iterator[Chunk]:
-    """Yield the chunks of the range ``[start, stop)`` of the tensor, which lies inside ``row``."""
-    first = row * prod(shape[1:])
-    for offsets, sizes in _chunks(shape[1:], start - first, stop - first):
-        yield (row, *offsets), (1, *sizes)
+    size = prod(shape[1:])
+    while start < stop:
+        row, offset = divmod(start, size)
+        num_whole = (stop - start) // size
+        if offset == 0 and num_whole:
+            yield (row,) + (0,) * (len(shape) - 1), (num_whole, *shape[1:])
+            start += num_whole * size
+        else:
+            end = min(stop, (row + 1) * size)
+            for offsets, sizes in _chunks(shape[1:], offset, end - row * size):
+                yield (row, *offsets), (1, *sizes)
+            start = end

@@ -17,12 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from megatron.fsdp.engine.policy import raise_problems
 
 # [Note: the axes of a parameter]
-#     inner     the ranks that shard it
-#     outer     in hybrid sharding, the ranks that replicate it, or that shard its optimizer state
-#               further
+#     inner     the ranks that shard it; on `expert_mesh`, those that have the same experts
+#     outer     in hybrid sharding, the ranks that replicate it or shard its optimizer state further
 #     tensor    the ranks that have other slices, or copies, of it in tensor parallelism
-# Expert parameters have an inner axis of their own, on `expert_mesh`: the ranks that store shards
-# of the same experts.
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -109,13 +106,10 @@ class Mesh:
 
     def all_groups(self) -> list[dist.ProcessGroup]:
         """Return groups that reach every rank of the mesh if they are used one after the other."""
-        data_group = self.dense.data_group
-        if data_group is None:  # the mesh cannot tell: all ranks of the program
-            data_group = dist.distributed_c10d._get_default_group()
-        groups = [data_group]
-        if self.dense.tensor is not None:
-            groups.append(self.dense.tensor.get_group())
-        return groups
+        # If the mesh has no group of its data ranks: all ranks of the program.
+        data_group = self.dense.data_group or dist.distributed_c10d._get_default_group()
+        tensor = self.dense.tensor
+        return [data_group] if tensor is None else [data_group, tensor.get_group()]
 
     def _axis(self, mesh: DeviceMesh, name: str | None) -> DeviceMesh | None:
         """Return an axis of dense or expert parameters; None if it has no name."""
@@ -199,11 +193,9 @@ class Mesh:
 
     def _problems_of_groups(self, mesh: str, data_group: str, gather_group: str) -> list[str]:
         """Return the problems of the axes of a mesh and of its groups, by the names of fields."""
-        axes = {}
-        for field in ("inner", "outer", "tensor"):
-            axis = self._axis(getattr(self, mesh), getattr(self, field))
-            if axis is not None:
-                axes[field] = axis
+        fields = [field for field in ("inner", "outer", "tensor") if getattr(self, field)]
+        found = {field: self._axis(getattr(self, mesh), getattr(self, field)) for field in fields}
+        axes = {field: axis for field, axis in found.items() if axis is not None}
         problems = [
             # Shards of the one axis would be summed over the other as if they were copies. A
             # flattened axis shares ranks with its parts.
@@ -214,17 +206,31 @@ class Mesh:
             if len(set(axes[first].mesh.tolist()) & set(axes[second].mesh.tolist())) > 1
         ]
         data_axes = [axes[field] for field in ("inner", "outer") if field in axes]
-        checks = {data_group: _problem_of_data_group, gather_group: _problem_of_gathers}
-        for name, check in checks.items():
+        size = prod(axis.size() for axis in data_axes)
+        wanted = {rank for axis in data_axes for rank in axis.mesh.tolist()}
+        inner = dist.get_process_group_ranks(axes["inner"].get_group())
+        for name in (data_group, gather_group):
             group = getattr(self, name)
-            if isinstance(group, dist.ProcessGroup):
-                ranks = dist.get_process_group_ranks(group)
-                problems += [f"Mesh.{name} {problem}" for problem in check(ranks, data_axes)]
-            elif group is not None:
-                problems.append(
-                    f"Mesh.{name} expects a torch.distributed.ProcessGroup but got"
-                    f" {type(group).__name__}"
+            is_group = isinstance(group, dist.ProcessGroup)
+            ranks = dist.get_process_group_ranks(group) if is_group else []
+            problem = ""
+            if group is not None and not is_group:
+                problem = f"expects a torch.distributed.ProcessGroup but got {type(group).__name__}"
+            elif ranks and name == gather_group and ranks != inner:
+                problem = (
+                    f"has the ranks {ranks}, but the shard axis {inner}: they must be the same"
                 )
+            elif ranks and name == data_group and len(ranks) != size:
+                problem = (
+                    f"has {len(ranks)} ranks, but the outer and the shard axis together {size}"
+                )
+            elif ranks and name == data_group and not wanted <= set(ranks):
+                problem = (
+                    f"has the ranks {ranks}, which leave out some of the outer and the shard axis:"
+                    f" {sorted(wanted)}"
+                )
+            if problem:
+                problems.append(f"Mesh.{name} {problem}")
         return problems
 
 
@@ -248,11 +254,8 @@ class Axes:
         """Return the mesh of the DTensors of these parameters, without creating process groups."""
         # Its axes are in the order in which a parameter is divided: a tensor-parallel slice is
         # sharded over the inner axis, and that shard over the outer one.
-        axes = [self.inner]
-        if self.tensor is not None:
-            axes.insert(0, self.tensor)
-        if self.outer is not None and outer_is_sharded:
-            axes.append(self.outer)
+        wanted = (self.tensor, self.inner, self.outer if outer_is_sharded else None)
+        axes = [axis for axis in wanted if axis is not None]
         if len(axes) == 1:
             return self.inner
         names = [axis_names(axis)[0] for axis in axes]
@@ -279,8 +282,7 @@ def submesh(mesh: DeviceMesh, names: Sequence[str]) -> DeviceMesh | None:
     if mesh.mesh_dim_names == tuple(names):
         return mesh
     with warnings.catch_warnings():
-        # torch deprecates slicing a flattened axis out of its root mesh. Our users pass names, so
-        # they could not act on the warning.
+        # torch deprecates slicing a flattened axis out of its root; users could do nothing.
         warnings.simplefilter("ignore")
         try:
             return mesh[names[0] if len(names) == 1 else tuple(names)]
@@ -288,15 +290,10 @@ def submesh(mesh: DeviceMesh, names: Sequence[str]) -> DeviceMesh | None:
             return None
 
 
-def _group_ranks(axis: DeviceMesh) -> list[int]:
-    return dist.get_process_group_ranks(axis.get_group())
-
-
 def _ranks_of(mesh: DeviceMesh, names: Sequence[str]) -> torch.Tensor:
     """Return the ranks of this rank's submesh of ``mesh``, with a dim for each name, in order."""
-    # torch slices axes out of a mesh in the mesh's own order only. Example: the names are (tp, dp),
-    # and the submesh exists as (dp, tp) only, with the ranks [[0, 1], [2, 3]]. The result is
-    # [[0, 2], [1, 3]].
+    # torch slices axes out of a mesh in its own order only. Example: for (tp, dp) there is only
+    # (dp, tp), with the ranks [[0, 1], [2, 3]]. The result is [[0, 2], [1, 3]].
     for order in permutations(names):
         found = submesh(mesh, order)
         if found is not None:
@@ -318,34 +315,9 @@ def _extend_along(ranks: torch.Tensor, axis: DeviceMesh) -> torch.Tensor:
     return torch.tensor(groups, dtype=ranks.dtype).view(*ranks.shape, -1)
 
 
-# ---- checks of single arguments
-
-
 def _problems_of_mesh(field: str, mesh: object) -> list[str]:
     if not isinstance(mesh, DeviceMesh):
         return [f"{field} expects a torch DeviceMesh but got {type(mesh).__name__}"]
     if not mesh.mesh_dim_names:
         return [f"{field} expects named axes (mesh_dim_names): Mesh.inner names one of them"]
     return []
-
-
-def _problem_of_data_group(ranks: list[int], axes: list[DeviceMesh]) -> list[str]:
-    """Return a problem of a group that lacks ranks of the data axes, the inner one first."""
-    size = prod(axis.size() for axis in axes)
-    wanted = set().union(*map(_group_ranks, axes))
-    if len(ranks) != size:
-        return [f"has {len(ranks)} ranks, but the outer and the shard axis together {size}"]
-    if not wanted <= set(ranks):
-        return [
-            f"has the ranks {ranks}, which leave out some of the outer and the shard axis:"
-            f" {sorted(wanted)}"
-        ]
-    return []
-
-
-def _problem_of_gathers(ranks: list[int], axes: list[DeviceMesh]) -> list[str]:
-    """Return a problem of a group of other ranks than the inner axis, the first of ``axes``."""
-    inner = _group_ranks(axes[0])
-    if ranks == inner:
-        return []
-    return [f"has the ranks {ranks}, but the shard axis {inner}: they must be the same"]

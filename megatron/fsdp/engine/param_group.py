@@ -36,14 +36,9 @@ from megatron.fsdp.engine.tensor_parallel import local_tensor, set_local_tensor
 class ParamGroup:
     """The weights of some parameters that are sharded together, and their ``gradients``.
 
-    Args:
-        names: names of the parameters, for messages and checkpoints.
-        parameters: compute parameters, each of which :meth:`shard_parameter` moves into the group.
-            Of DTensors (tensor parallelism), the local tensors are sharded.
-        shards_outer: the outer axis shards optimizer state too; at level 3 only.
-        unit_name: name of the unit of the group, for traces.
-        weight_storage: the memory of gathered weights.
-        gradient_storage: the memory of local gradients.
+    :meth:`shard_parameter` moves each of ``parameters`` into the group. Of DTensors (tensor
+    parallelism), the local tensors are sharded. ``shards_outer``, at level 3 only: the outer axis
+    shards optimizer state too.
     """
 
     def __init__(
@@ -67,7 +62,13 @@ class ParamGroup:
         self.unit_name = unit_name
         self.requires_grad = parameters[0].requires_grad
         self.communicator = communicator
-        self.partition = _partition(communicator, strategy, shards_outer)
+        shards_inner = strategy.shards_optimizer
+        self.partition = Partition(
+            num_inner=communicator.inner_size if shards_inner else 1,
+            num_outer=communicator.outer_size if shards_outer else 1,
+            inner_rank=communicator.inner_rank if shards_inner else 0,
+            outer_rank=communicator.outer_rank if shards_outer else 0,
+        )
         self.rank = self.partition.rank
         shapes = [tuple(local_tensor(parameter).shape) for parameter in parameters]
         self.layout = plan(shapes, self.partition.num_owned, granularity)
@@ -127,9 +128,9 @@ class ParamGroup:
         values = local_tensor(self.parameters[index]).detach().contiguous()
         with observe.work(self.unit_name, "shard"):
             self.communicator.broadcast(values)
-        if self._casts_at_unshard:
-            pass  # the main shard has the values
-        elif self.reshards_after_use:
+        if not self.reshards_after_use:
+            self.compute.views[index].copy_(values)
+        elif not self._casts_at_unshard:  # otherwise the main shard alone has the values
             # Positions in the compute shard: a parameter at [10, 18), a shard at [16, 24) have
             # [0, 2) in common, the last two elements of the parameter.
             size = self.compute_shard.numel()
@@ -137,8 +138,6 @@ class ParamGroup:
             low, high = max(start, 0), min(start + values.numel(), size)
             if low < high:
                 self.compute_shard[low:high] = values.view(-1)[low - start : high - start]
-        else:
-            self.compute.views[index].copy_(values)
         owned = self.layout.owned(index, self.rank)
         self.main_view(index).view(-1).copy_(values.view(-1)[owned.start : owned.stop])
         self._point_parameters([index])
@@ -193,8 +192,8 @@ class ParamGroup:
     def reshard(self) -> None:
         """Free the compute parameters at level 3; at other levels do nothing."""
         if self.reshards_after_use:
-            # Hooks reshard units while the error of an all-gather that somebody has waited for is
-            # under way, and torch warns of a second one.
+            # Hooks reshard units while the error of a failed all-gather is under way, and torch
+            # warns of a second one.
             if self._all_gather is not None and self._all_gather.has_failed:
                 self._all_gather = None
             else:
@@ -202,11 +201,6 @@ class ParamGroup:
             with observe.work(self.unit_name, "reshard"):
                 self.compute.free()
             self._become(WeightState.SHARDED)
-
-    @property
-    def blocker(self) -> FlatBuffer | None:
-        """The buffer of another group that must be freed before this one is unsharded."""
-        return self.compute.blocker
 
     # ---- new values
 
@@ -236,11 +230,9 @@ class ParamGroup:
 
     def _make_due(self) -> None:
         self.wait_for_unshard()
-        if self.has_all_shards and self.main_is_compute:
-            self._change_main_state(MainState.INSTALLED)
-            return
-        self._change_main_state(MainState.DUE)
-        if self.state is WeightState.UNSHARDED:
+        is_in_place = self.has_all_shards and self.main_is_compute
+        self._change_main_state(MainState.INSTALLED if is_in_place else MainState.DUE)
+        if self.state is WeightState.UNSHARDED and not is_in_place:
             self._become(WeightState.STALE)
 
     @torch.no_grad()
@@ -262,34 +254,18 @@ class ParamGroup:
         self.main_state = change_state(self, self.main_state, state)
 
 
-def _partition(
-    communicator: Communicator, strategy: ShardingStrategy, shards_outer: bool
-) -> Partition:
-    """Return the partition of a group whose ranks are those of ``communicator``."""
-    shards_inner = strategy.shards_optimizer
-    return Partition(
-        num_inner=communicator.inner_size if shards_inner else 1,
-        num_outer=communicator.outer_size if shards_outer else 1,
-        inner_rank=communicator.inner_rank if shards_inner else 0,
-        outer_rank=communicator.outer_rank if shards_outer else 0,
-        shards_outer=shards_outer,
-    )
-
-
 def unshard(groups: Sequence[ParamGroup]) -> None:
     """Start the all-gathers of groups of a unit, unless they are done or under way."""
-    # Groups that are sharded over the same ranks are gathered in one launch; see [Note: one launch
-    # for several gathers].
-    by_ranks: dict[Hashable, list[ParamGroup]] = defaultdict(list)
+    # In one launch where the ranks are the same: see [Note: one launch for several gathers].
+    by_ranks: dict[tuple[bool, Hashable], list[ParamGroup]] = defaultdict(list)
     for group in groups:
         if group.state in (WeightState.SHARDED, WeightState.STALE):
             by_ranks[group.has_all_shards, group.communicator.gather_groups].append(group)
     if not by_ranks:
         return
     with observe.work(groups[0].unit_name, "unshard"):
-        for together in by_ranks.values():
+        for (is_whole, _), together in by_ranks.items():
             gathers = [group.prepare_unshard() for group in together]
-            is_whole = together[0].has_all_shards
             communicator = together[0].communicator
             all_gather = Pending() if is_whole else communicator.all_gather(gathers)
             for group in together:

@@ -22,17 +22,14 @@ from math import lcm
 #    smallest shard.
 #
 # For one shard size, parameters are placed one after the other: always the one that leaves the
-# smallest gap, and among equals the one with the largest alignment. Small parameters without an
-# alignment remain to fill gaps. If the smallest gap is larger than the padding that is left, a
-# parameter whose alignment is only preferred is placed without a gap and may be cut anywhere.
+# smallest gap, and among equals the one with the largest alignment. If the gap is larger than the
+# padding that is left, a parameter whose alignment is only preferred is placed without a gap.
 
-# In elements: 16 bytes of a 2-byte dtype, the alignment that vector loads and matrix kernels want.
-# All starts and cuts are multiples of it.
+# In elements, of all starts and cuts: 16 bytes of a 2-byte dtype, which matrix kernels want.
 MIN_ALIGNMENT = 8
 # Padding that preferred alignments may cost, as a share of the elements.
 PADDING_BUDGET = 0.01
-# Common multiples of alignments worth trying. Models have three or four different alignments, so
-# only random shapes reach this limit.
+# Common multiples of alignments worth trying. Only random shapes reach this limit.
 MAX_STEPS = 32
 
 
@@ -60,12 +57,8 @@ def find_placement(requests: Sequence[Request], world_size: int) -> Placement:
     total = _total_size(classes)
     smallest_shard = max(_round_up(_ceil_div(total, world_size), MIN_ALIGNMENT), MIN_ALIGNMENT)
     # A shard that is large enough for everything is never cut, so this search finds something.
-    best = _search(
-        [each if each.is_required else each.without_alignment() for each in classes],
-        world_size,
-        smallest_shard,
-        max(total, smallest_shard),
-    )
+    required = [each if each.is_required else each.without_alignment() for each in classes]
+    best = _search(required, world_size, smallest_shard, max(total, smallest_shard))
     assert best is not None
     if all(each.is_required for each in classes):
         return best
@@ -96,10 +89,9 @@ class _SizeClass:
 
     def first_start(self, cursor: int, shard: int) -> int:
         """Return the first start at or after ``cursor`` for which every cut is aligned."""
-        # The shard size must suit the class. Example: size 40, alignment 16, shards of 24. At 16,
-        # the next cut is at 24, and a start 16 elements before it would be before the cursor. At
-        # 24, the next cut is at 48. It is aligned for a start at 48 - 16 = 32, which is the result,
-        # because 32 + 40 = 72 does not cross the cut after it.
+        # The shard size must suit the class. Example: size 40, alignment 16, shards of 24. From 16,
+        # the next cut is at 24, too close. From 24, it is at 48, and aligned for a start at
+        # 48 - 16 = 32. That is the result: 32 + 40 = 72 does not cross the cut after it.
         while True:
             cut = _next_cut(cursor, shard)
             if cursor + self.size <= cut:
@@ -189,8 +181,7 @@ def _ladder(first: int, last: int) -> Iterator[int]:
 
 def _place(classes: Sequence[_SizeClass], world_size: int, shard: int) -> Placement | None:
     """Place the parameters one after the other; return None if that breaks a requirement."""
-    # Preferences that no start can satisfy are dropped at once. These parameters may start
-    # anywhere, so they come last and fill gaps.
+    # Parameters whose preference no start can satisfy may start anywhere: they fill gaps.
     suited, unsuited = [], []
     for each in classes:
         if each.suits(shard):
@@ -203,7 +194,11 @@ def _place(classes: Sequence[_SizeClass], world_size: int, shard: int) -> Placem
     starts: list[tuple[int, int]] = []
     cursor, spare = 0, world_size * shard - _total_size(classes)
     while waiting:
-        position, start = _smallest_gap([each for each, _ in waiting], cursor, shard)
+        # Among equal gaps the first class, which has the largest alignment.
+        start, position = min(
+            (each.first_start(cursor, shard), position)
+            for position, (each, _) in enumerate(waiting)
+        )
         if start - cursor > spare:
             preferred = [index for index, (each, _) in enumerate(waiting) if not each.is_required]
             if not preferred:
@@ -223,22 +218,9 @@ def _place(classes: Sequence[_SizeClass], world_size: int, shard: int) -> Placem
     return Placement(num_broken, shard, tuple(starts))
 
 
-def _smallest_gap(classes: Sequence[_SizeClass], cursor: int, shard: int) -> tuple[int, int]:
-    """Return the index of the class that can start closest after the cursor, and that start."""
-    best_position, best_start = 0, classes[0].first_start(cursor, shard)
-    for position, each in enumerate(classes):
-        if best_start == cursor:
-            break
-        start = each.first_start(cursor, shard)
-        if start < best_start:
-            best_position, best_start = position, start
-    return best_position, best_start
-
-
 def cuts_are_aligned(alignment: int, start: int, numel: int, shard: int) -> bool:
     """Return True if every cut of ``[start, start + numel)`` is aligned, counted from the start."""
-    # The first two cuts decide for all. If both are aligned, their distance, the shard size, is a
-    # multiple of the alignment, and so every further cut is aligned too.
+    # If the first two cuts are aligned, so is their distance, the shard size, and every other cut.
     cuts = range(_next_cut(start, shard), start + numel, shard)
     return all((cut - start) % alignment == 0 for cut in cuts[:2])
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The schedule: when units are unsharded and resharded, and when their gradients are reduced."""
 
-# The calls of a unit are its users. A unit is unsharded for its first user and resharded after its
-# last. While one unit computes, the next units are prefetched and the gradients of the previous one
-# are reduced. Collectives are launched in the order of calls, which is the same on every rank.
+# A unit is unsharded for the first call that uses it and resharded after the last. While it
+# computes, the next units are prefetched and the gradients of the previous one are reduced.
+# Collectives are launched in the order of calls, which is the same on every rank.
 
 from __future__ import annotations
 
@@ -15,10 +15,8 @@ from itertools import chain
 import torch
 from torch import nn
 
-from megatron.fsdp.engine.buffer import FlatBuffer
 from megatron.fsdp.engine.device import current_pass, in_backward
 from megatron.fsdp.engine.gradients import GroupGradients
-from megatron.fsdp.engine.param_group import unshard
 from megatron.fsdp.engine.policy import Overlap, ShardingStrategy
 from megatron.fsdp.engine.states import GradientState
 from megatron.fsdp.engine.unit import GRAPH, Unit, UnitCall
@@ -33,27 +31,22 @@ class Microbatches:
 
     def __init__(self, sync_each: bool):
         self.sync_each = sync_each  # every pass ends with final gradients on the parameters
-        self._is_last = True
+        self.is_last = True  # outside of `no_sync`
         self._are_marked = False  # by `no_sync`: a pass outside of it is the last one of its step
 
-    @property
-    def is_last(self) -> bool:
-        """True outside of ``no_sync``; may be assigned."""
-        return self._is_last
-
-    @is_last.setter
-    def is_last(self, value: bool) -> None:
-        self._is_last = value
-        self._are_marked = self._are_marked or not value
+    def mark(self, is_last: bool) -> None:
+        """Say whether the passes to come are the last ones of their step."""
+        self.is_last = is_last
+        self._are_marked = self._are_marked or not is_last
 
     @property
     def are_synchronised(self) -> bool:
         """True if gradients of the pass under way are reduced completely."""
-        return self._is_last and (self.sync_each or self._are_marked)
+        return self.is_last and (self.sync_each or self._are_marked)
 
     def end_pass(self) -> None:
         """Note that a backward pass is over: marks count until the last pass of their step."""
-        if self._is_last:
+        if self.is_last:
             self._are_marked = False
 
     def set_sync_each(self, sync_each: bool) -> None:
@@ -77,9 +70,8 @@ class Schedule:
         self.microbatches = microbatches
         self._strategy = strategy
         self._overlaps_reductions = overlap.grad_reduce
-        # Reduce gradients when the backward pass is over, where no level forbids that. The loss may
-        # then reach other units on other ranks, at levels 0 and 1. Levels 2 and 3 reduce and gather
-        # unit by unit, so their ranks must reach the same ones.
+        # Reduce gradients when the backward pass is over: at levels 0 and 1, the loss may then
+        # reach other units on other ranks. Levels 2 and 3 reduce unit by unit in any case.
         self._reduces_late = reduces_late
         self.prefetcher = Prefetcher(units, overlap)
         self._reducing: list[GroupGradients] = []  # whose reductions are under way, oldest first
@@ -121,7 +113,7 @@ class Schedule:
         """Unshard a unit for a user; the use is neither recorded nor prefetched from."""
         unit.users[user] = current_pass()
         self.prefetcher.used(unit)
-        unshard(unit.groups)
+        unit.unshard()
         unit.wait_for_unshard()
 
     def end_use(self, unit: Unit, user: Hashable) -> None:
@@ -131,8 +123,8 @@ class Schedule:
 
     def _reshard(self, unit: Unit) -> None:
         if unit.users:
-            return
-        if self._keeps_graph:
+            pass
+        elif self._keeps_graph:
             # The unit stays unsharded until the end of the next backward pass that is not recorded.
             unit.users[GRAPH] = max(current_pass(), 0)
         elif not self.prefetcher.keep(unit):
@@ -176,8 +168,7 @@ class Schedule:
 
     def _reduce(self, unit: Unit) -> None:
         """Accumulate the gradients of a unit, and reduce them if it is time."""
-        # The flat gradient buffers of the previous unit are freed here, so that only one unit's
-        # buffers are allocated at a time.
+        # This frees the previous unit's flat gradient buffers: one unit has some at a time.
         self._advance_reductions()
         is_complete = self.microbatches.are_synchronised
         reduces_now = self._strategy.shards_gradients or (is_complete and not self._reduces_late)
@@ -245,8 +236,7 @@ class UseOrder:
     """The order in which a forward has used units; one may be there several times."""
 
     forward: list[Unit] = field(default_factory=list)
-    # The reverse order, but for the root: backward begins with it, and never comes back to it,
-    # since it is in use until the end.
+    # The reverse order, but for the root: it comes first, and is in use until the end.
     backward: list[Unit] = field(default_factory=list)
     # The units that stay unsharded at the end of the forward, as backward begins with them.
     kept: list[Unit] = field(default_factory=list)
@@ -257,18 +247,15 @@ class UseOrder:
 class Prefetcher:
     """Unshards units before they are used, never more of them than the window allows."""
 
-    # The order is recorded in every forward of the root, so a model may change it from step to
-    # step. All ranks prefetch the same units at the same points, because only calls of units, and
-    # of `start_param_sync`, trigger prefetching.
+    # The order is recorded in every forward of the root. All ranks prefetch the same units at the
+    # same points, because only calls of units, and of `start_param_sync`, trigger prefetching.
 
     def __init__(self, units: list[Unit], overlap: Overlap):
         self.is_enabled = overlap.param_gather
         self._units = units
         self._max_units = overlap.prefetch_units
         self._max_bytes = overlap.prefetch_bytes
-        self._unit_of: dict[FlatBuffer, Unit] = {}
-        for unit in units:
-            self._unit_of.update((group.compute, unit) for group in unit.groups)
+        self._unit_of = {group.compute: unit for unit in units for group in unit.groups}
         groups = list(chain.from_iterable(unit.groups for unit in units))
         # Otherwise weights stay allocated, and each forward begins with all gathers that are due.
         self._are_resharded = any(group.reshards_after_use for group in groups)
@@ -322,7 +309,12 @@ class Prefetcher:
             self._recorded.append(unit)
         self._current = unit
         order = self._order.backward if is_backward else self._order.forward
-        self._position = _position_of(unit, order, self._position + 1)
+        # The next use from here, otherwise the first. Nothing is prefetched after a unit that the
+        # order does not have.
+        start = self._position + 1
+        self._position = len(order)
+        if unit in order:
+            self._position = order.index(unit, start if unit in order[start:] else 0)
         self.prefetch()
 
     # ---- unsharding ahead
@@ -390,9 +382,8 @@ class Prefetcher:
 
     def keep(self, unit: Unit) -> bool:
         """Keep a unit whose call ends unsharded if it is used again at once."""
-        # It may be called again, or its backward is among the first: that is so for the root, with
-        # which backward begins, and for the units that would be prefetched then. They count as
-        # prefetched, so nothing more than the window is unsharded.
+        # It may be called again, or its backward is among the first. Then it counts as prefetched,
+        # so nothing more than the window is unsharded.
         is_kept = unit in self._upcoming or unit in self._kept_for_backward()
         if is_kept:
             self._prefetched.add(unit)
@@ -424,10 +415,3 @@ class Prefetcher:
                 self._of_next_forward.discard(unit)
                 if not unit.users:
                     unit.reshard()
-
-
-def _position_of(unit: Unit, order: list[Unit], start: int) -> int:
-    """Return where ``order`` uses ``unit``: next from ``start``, otherwise the first time."""
-    if unit not in order:
-        return len(order)  # nothing is prefetched after it
-    return order.index(unit, start if unit in order[start:] else 0)

@@ -20,12 +20,11 @@ from typing import Generic, TypeVar
 #     the gradients of its inputs arrive    UNSHARDED -> SHARDED             RUNNING -> IDLE
 #
 # In the last line, the local gradients move into the group's flat buffer (GradientState EMPTY ->
-# WAITING) and their reduction begins (-> REDUCING). When it is over they are in the gradient shard
-# (-> EMPTY), which parameters show at the end of the pass (ShownState HIDDEN -> FINAL). The
-# optimizer then updates the main weights (MainState INSTALLED -> DUE). At level 3 the next
-# all-gather sends the new values. At levels 1 and 2 weights stay allocated, and new main weights
-# make them STALE until the next forward, or `start_param_sync`, gathers them again. At level 0 they
-# are STALE where main weights of another dtype have to be cast, otherwise always UNSHARDED.
+# WAITING) and are reduced (-> REDUCING) into the gradient shard (-> EMPTY). Parameters show that at
+# the end of the pass (ShownState HIDDEN -> FINAL). The optimizer then updates the main weights
+# (MainState INSTALLED -> DUE). At level 3 the next all-gather sends the new values. Below, weights
+# stay allocated: they are STALE until the next forward, or `start_param_sync`, gathers or casts
+# them. Where level 0 needs no cast, they are always UNSHARDED.
 
 
 class EngineState(Enum):
@@ -52,11 +51,9 @@ class MainState(EngineState):
 
     # The compute shard has the values of the main weights, or each all-gather casts them.
     INSTALLED = auto()
-    # Main weights are newer. The next all-gather first casts them, and gathers the owned shards of
-    # the outer ranks.
+    # Main weights are newer. The next all-gather casts them, and gathers over the outer axis too.
     DUE = auto()
-    # Main weights are newer, after a step that installs none. All-gathers send the values that the
-    # compute shard had before, until somebody installs them.
+    # Main weights are newer, but all-gathers send older values until somebody installs them.
     HELD = auto()
 
 
@@ -66,8 +63,7 @@ class GradientState(EngineState):
     EMPTY = auto()
     # Layers write gradients into the flat tensor themselves; autograd has not brought any yet.
     WRITING = auto()
-    # A backward of the unit has ended, and a reduction is due. All ranks take part in it, also one
-    # that has no gradients itself (experts without tokens).
+    # A reduction is due, in which all ranks take part, also those without gradients.
     WAITING = auto()
     # Their reduction is under way; nothing may be added to them.
     REDUCING = auto()
@@ -93,9 +89,9 @@ class BackwardState(EngineState):
     IDLE = auto()
     # A call is in backward, or gradients arrive; the unit is done when every parameter has one.
     RUNNING = auto()
-    # Another pass than the one in which the unit came into use has produced gradients for it: the
-    # nested backward of activation recomputation, a backward inside a forward, or one of several
-    # over a kept graph. More may follow for the same parameters: counting does not tell the end.
+    # Gradients came from another pass than the one in which the unit came into use: the nested
+    # backward of recomputation, a backward inside a forward, or one of several over a kept graph.
+    # More may follow for the same parameters, so counting does not tell the end.
     RECOMPUTED = auto()
 
 
@@ -104,11 +100,9 @@ class CallState(EngineState):
 
     # Its forward is under way or over; its backward has not begun, or is over.
     FORWARD = auto()
-    # Its backward has begun. The gradients of its inputs, or the backward of a call that came
-    # before it, will tell when it is over.
+    # Its backward has begun. Gradients of its inputs, or the backward of an earlier call, end it.
     AWAITING_INPUTS = auto()
-    # Its backward has begun, and no gradients of inputs are outstanding. The gradients of the
-    # unit's parameters, or the end of the pass, will tell when it is over.
+    # No gradients of inputs are outstanding. Those of parameters, or the end of the pass, end it.
     AWAITING_PARAMETERS = auto()
 
 

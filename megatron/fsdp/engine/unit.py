@@ -56,17 +56,11 @@ class UnitCall(StateOwner[CallState]):
         """The call's own unit and the units that it borrows."""
         return [self.unit, *self.borrowed]
 
-    @property
-    def has_all_grads(self) -> bool:
-        """True if all parameters of the unit have gradients of the pass that reached the call."""
-        return self.unit.has_all_grads and self.unit.users.get(self) == current_pass()
-
     def note_input(self, tensor: torch.Tensor) -> None:
         """Note an input, and the tensor that it is a view of."""
-        self.inputs[id(tensor)] = tensor, tensor._version
-        base = tensor._base
-        if base is not None:
-            self.inputs[id(base)] = base, base._version
+        for noted in (tensor, tensor._base):
+            if noted is not None:
+                self.inputs[id(noted)] = noted, noted._version
 
     def is_unchanged_input(self, tensor: torch.Tensor) -> bool:
         """Return True for an input that the forward passes on: it needs no weights in backward."""
@@ -94,8 +88,7 @@ class UnitCall(StateOwner[CallState]):
 class Unit(StateOwner[BackwardState]):
     """Parameters that are unsharded and resharded together.
 
-    They are the parameters of a module, or parameters that several units share. Those have no
-    module, and the joined names of these units.
+    They are those of a module, or ones that several units share; these have no module.
     """
 
     def __init__(self, name: str, module: nn.Module | None, is_automatic: bool = False):
@@ -155,7 +148,8 @@ class Unit(StateOwner[BackwardState]):
     @property
     def blockers(self) -> set[FlatBuffer]:
         """The buffers of other units in the memory of this one's weights."""
-        return {group.blocker for group in self.groups if group.blocker is not None}
+        blockers = [group.compute.blocker for group in self.groups]
+        return {blocker for blocker in blockers if blocker is not None}
 
     @property
     def is_unsharded(self) -> bool:
@@ -188,18 +182,16 @@ class Unit(StateOwner[BackwardState]):
         # Recomputation runs a nested backward inside the pass in which the unit was unsharded, and
         # the outer pass may use the same parameter again.
         number = current_pass()
-        for since in self.users.values():
-            if since != number:
-                self.change_state(BackwardState.RECOMPUTED)
-                return
-        if self.state is BackwardState.IDLE:
+        if any(since != number for since in self.users.values()):
+            self.change_state(BackwardState.RECOMPUTED)
+        elif self.state is BackwardState.IDLE:
             self.change_state(BackwardState.RUNNING)
 
     @property
     def has_all_grads(self) -> bool:
         """True if every parameter that is trained has its gradient; never after recomputation."""
-        # Never for a unit in which all are frozen: only its inputs tell when its backward is over.
-        # Nor while another unit's backward uses frozen parameters of this one.
+        # Never where all are frozen: only the inputs tell when the backward is over. Nor while
+        # another unit's backward uses frozen parameters of this one.
         if not 0 < len(self.arrived) == self._num_trained:
             return False
         is_lent = self._has_frozen and any(_borrows(user, self) for user in self.users)
@@ -219,8 +211,8 @@ class Unit(StateOwner[BackwardState]):
 
     def reset_backward(self, is_over: bool = True) -> None:
         """Return to IDLE and drop the users that began in a backward pass, which may be over."""
-        # Otherwise calls of other units, in whose backward that of this unit may lie, still use the
-        # unit unless all of its gradients are there.
+        # Otherwise calls of other units, whose backward may contain that of this one, still use it
+        # unless all of its gradients are there.
         keeps_borrowers = not (is_over or self.has_all_grads)
         self.arrived.clear()
         for call in self.calls_in_backward:

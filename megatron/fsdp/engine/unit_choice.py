@@ -92,9 +92,8 @@ def merge_small_units(
     The root's unit stays within ``limit`` bytes; None: the size of the largest unit that the user
     named, 0 if there is none.
     """
-    # The smallest are merged first. Their weights stay unsharded while the root computes. A
-    # transformer's final norm is merged, and its embedding and output layer if they are small
-    # beside a layer.
+    # The smallest first. Their weights stay unsharded while the root computes. Example: a final
+    # norm, and an embedding that is small beside a layer.
     root = units[0]
     sizes = {
         unit: sum(parameter.nbytes for parameter in parameters.values())
@@ -110,8 +109,7 @@ def merge_small_units(
         is_automatic = all(sharer.is_automatic for sharer in sharers or [unit])
         # A tied weight comes before its sharers; those that need one that stays behind stay too.
         is_alone = all(shared is root for shared in unit.shared)
-        # Unequal slices would shift the other parameters of the root by different amounts on
-        # different tensor-parallel ranks.
+        # Unequal slices would shift the root's other parameters differently on different ranks.
         is_even = not any(map(has_uneven_slices, parameters_of[unit].values()))
         if is_automatic and is_alone and is_even and sizes[unit] <= room:
             room -= sizes[unit]
