@@ -117,7 +117,11 @@ class Simulator(Recorder):
     # ---- the engine's calls
 
     def add(
-        self, track: str, name: str, unit: str, operands: Sequence[torch.Tensor] = ()
+        self,
+        track: str,
+        name: str,
+        unit: str | None = None,
+        operands: Sequence[torch.Tensor] = (),
     ) -> TraceEntry:
         """Record, and count the bytes of flat storage."""
         entry = super().add(track, name, unit, operands)
