@@ -113,8 +113,6 @@ class Communicator:
         self.outer_rank = dist.get_rank(self.outer) if has_outer else 0
         self.is_hybrid = self.outer_size > 1
         self.has_collectives = self.inner_size * self.outer_size > 1
-        # A reduction over both axes then changes nothing.
-        self.is_identity = not self.has_collectives and self.divisor == 1
         self.gather_groups = self.all_gather_group, self.outer  # of weights
 
     # ---- weights

@@ -194,7 +194,8 @@ class GroupGradients(StateOwner[GradientState]):
         dtype = self.comm_dtype if self._frees_local else self._grad_sum.dtype
         if not self._may_share_sum:
             return dtype, None
-        if reduces_now and self._communicator.is_identity:
+        changes_nothing = not self._communicator.has_collectives and self._communicator.divisor == 1
+        if reduces_now and changes_nothing:
             self._move_back()
             return dtype, self._grad_sum
         has_reduced = not (self._grad_sum.is_empty and self._optimizer_grad.is_empty)
