@@ -197,12 +197,12 @@ def _refuse_without_values(
     of_modules: dict[nn.Module, dict[str, torch.Tensor]], source: str
 ) -> None:
     """Raise ``ValueError`` for tensors of these names that are NaN everywhere still."""
-    left = [
-        f"{type(module).__name__}.{name}"
-        for module, names in of_modules.items()
-        for name, tensor in _own_tensors(module).items()
-        if name in names and tensor.is_floating_point() and tensor.numel() and tensor.isnan().all()
-    ]
+    left = []
+    for module, names in of_modules.items():
+        for name, tensor in _own_tensors(module).items():
+            is_number = name in names and tensor.is_floating_point() and tensor.numel()
+            if is_number and tensor.isnan().all():
+                left.append(f"{type(module).__name__}.{name}")
     if left:
         raise ValueError(
             f"{source} gives no values to {', '.join(left)}: pass a MetaInitialisation.function"

@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from typing import Any, NoReturn, SupportsIndex
 
 import torch
@@ -131,7 +132,7 @@ class ShardedModule(nn.Module):
     @property
     def groups(self) -> list[ParamGroup]:
         """The groups of all units, in the order of units."""
-        return [group for unit in self._units for group in unit.groups]
+        return list(chain.from_iterable(unit.groups for unit in self._units))
 
     @property
     def memory_slots(self) -> dict[str, list[int]]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 from weakref import WeakSet
 
@@ -103,7 +104,7 @@ def _refuse_parameters_from_before(optimizer: torch.optim.Optimizer, *unused: An
     """Raise ``RuntimeError`` at the first step of an optimizer that would train nothing."""
     if optimizer in _checked:
         return
-    given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    given = list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
     stale = sum(hasattr(parameter, IS_COMPUTE) and parameter.requires_grad for parameter in given)
     if stale:
         raise RuntimeError(

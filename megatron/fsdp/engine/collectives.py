@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _coalescing_manager
 
 from megatron.fsdp.engine.device import Collective, Pending, Streams, Work
+from megatron.fsdp.engine.layout import Partition
 from megatron.fsdp.engine.observe import GATHER, REDUCE, observed, observing
 
 # torch 2.13 renamed both and warns about the old names.
@@ -114,6 +115,15 @@ class Communicator:
         self.is_hybrid = self.outer_size > 1
         self.has_collectives = self.inner_size * self.outer_size > 1
         self.gather_groups = self.all_gather_group, self.outer  # of weights
+
+    def partition(self, shards_inner: bool, shards_outer: bool) -> Partition:
+        """Return the shards of a buffer that one or both axes divide, and this rank's."""
+        return Partition(
+            num_inner=self.inner_size if shards_inner else 1,
+            num_outer=self.outer_size if shards_outer else 1,
+            inner_rank=self.inner_rank if shards_inner else 0,
+            outer_rank=self.outer_rank if shards_outer else 0,
+        )
 
     # ---- weights
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any, Protocol
 
 import torch
@@ -273,4 +274,4 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
         inner = [getattr(value, item.name) for item in dataclasses.fields(value)]
     else:
         inner = [leaf for leaf in tree_leaves(value) if leaf is not value]
-    return [tensor for item in inner if item is not None for tensor in tensors_in(item)]
+    return list(chain.from_iterable(tensors_in(item) for item in inner if item is not None))

@@ -62,7 +62,7 @@ PREFER_ROWS = Granularity("rows", is_required=False)
 
 
 @dataclass(frozen=True)
-class Position:
+class ParamPosition:
     """The position of one parameter in the flat buffer, in elements."""
 
     shape: tuple[int, ...]
@@ -86,7 +86,7 @@ class Layout:
 
     world_size: int
     shard_size: int  # in elements, a multiple of `MIN_ALIGNMENT`
-    positions: tuple[Position, ...]  # in the order of the parameters
+    positions: tuple[ParamPosition, ...]  # in the order of the parameters
 
     @property
     def numel(self) -> int:
@@ -253,7 +253,7 @@ def _plan(
         by_rows = bool(shape) and cuts_are_aligned(
             row_size(shape), start, prod(shape), placement.shard_size
         )
-        positions.append(Position(shape, start, by_rows))
+        positions.append(ParamPosition(shape, start, by_rows))
     return Layout(world_size, placement.shard_size, tuple(positions))
 
 

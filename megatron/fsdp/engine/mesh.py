@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import combinations, permutations
+from itertools import chain, combinations, permutations
 from math import prod
 
 import torch
@@ -207,7 +207,7 @@ class Mesh:
         ]
         data_axes = [axes[field] for field in ("inner", "outer") if field in axes]
         size = prod(axis.size() for axis in data_axes)
-        wanted = {rank for axis in data_axes for rank in axis.mesh.tolist()}
+        wanted = set(chain.from_iterable(axis.mesh.tolist() for axis in data_axes))
         inner = dist.get_process_group_ranks(axes["inner"].get_group())
         for name in (data_group, gather_group):
             group = getattr(self, name)

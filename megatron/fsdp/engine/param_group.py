@@ -14,7 +14,7 @@ from megatron.fsdp.engine.buffer import FlatBuffer, Storage, shard_view
 from megatron.fsdp.engine.collectives import Communicator, Gather
 from megatron.fsdp.engine.device import Pending
 from megatron.fsdp.engine.gradients import GroupGradients
-from megatron.fsdp.engine.layout import PREFER_ROWS, Granularity, Partition, plan
+from megatron.fsdp.engine.layout import PREFER_ROWS, Granularity, plan
 from megatron.fsdp.engine.policy import Precision, ShardingStrategy
 from megatron.fsdp.engine.states import MainState, WeightState, change_state
 from megatron.fsdp.engine.tensor_parallel import local_tensor, set_local_tensor
@@ -62,13 +62,7 @@ class ParamGroup:
         self.unit_name = unit_name
         self.requires_grad = parameters[0].requires_grad
         self.communicator = communicator
-        shards_inner = strategy.shards_optimizer
-        self.partition = Partition(
-            num_inner=communicator.inner_size if shards_inner else 1,
-            num_outer=communicator.outer_size if shards_outer else 1,
-            inner_rank=communicator.inner_rank if shards_inner else 0,
-            outer_rank=communicator.outer_rank if shards_outer else 0,
-        )
+        self.partition = communicator.partition(strategy.shards_optimizer, shards_outer)
         self.rank = self.partition.rank
         shapes = [tuple(local_tensor(parameter).shape) for parameter in parameters]
         self.layout = plan(shapes, self.partition.num_owned, granularity)

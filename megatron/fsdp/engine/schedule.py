@@ -15,6 +15,7 @@ from itertools import chain
 import torch
 from torch import nn
 
+from megatron.fsdp.engine.buffer import FlatBuffer
 from megatron.fsdp.engine.device import current_pass, in_backward
 from megatron.fsdp.engine.gradients import GroupGradients
 from megatron.fsdp.engine.policy import Overlap, ShardingStrategy
@@ -255,7 +256,9 @@ class Prefetcher:
         self._units = units
         self._max_units = overlap.prefetch_units
         self._max_bytes = overlap.prefetch_bytes
-        self._unit_of = {group.compute: unit for unit in units for group in unit.groups}
+        self._unit_of: dict[FlatBuffer, Unit] = {}
+        for unit in units:
+            self._unit_of.update((group.compute, unit) for group in unit.groups)
         groups = list(chain.from_iterable(unit.groups for unit in units))
         # Otherwise weights stay allocated, and each forward begins with all gathers that are due.
         self._are_resharded = any(group.reshards_after_use for group in groups)

@@ -6,6 +6,7 @@ import copy
 import itertools
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -439,12 +440,8 @@ def errors_after_a_reduction_that_failed() -> list[str]:
 
     with patch.object(Communicator, "reduce_scatter", fail_once):
         rank = dist.get_rank()
-        steps = (
-            lambda: plain_backward(model, 0, rank),
-            optimizer.zero_grad,
-            lambda: plain_backward(model, 0, rank),
-        )
-        return list(map(error_of, steps))
+        backward = partial(plain_backward, model, 0, rank)
+        return list(map(error_of, (backward, optimizer.zero_grad, backward)))
 
 
 def test_a_reduction_that_fails_is_told_once(ranks: Ranks) -> None:
