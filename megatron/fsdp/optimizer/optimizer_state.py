@@ -161,7 +161,7 @@ def checkpoint_slots(sharded_param: ShardedParam, slots: Slots) -> Slots:
 
 
 def match_groups(groups: list[Setting], saved: list[Setting]) -> list[Setting]:
-    """Return saved param groups, and the parameters in each, in the order of ``groups``, by name."""
+    """Return saved groups, and the parameters in each, in the order of ``groups``, by name."""
     if any(group.get("param_names") is None for group in saved):
         return saved  # matched by position, as in torch
     own_names = [group["param_names"] for group in groups]
