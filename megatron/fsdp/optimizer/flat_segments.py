@@ -209,9 +209,8 @@ class Segments:
         for members in _parts(run):
             low, high = members[0].start, max(member.stop for member in members)
             segment = Segment(members, main[low:high], low)
-            self.state[segment.weight] = {
-                name: flat[low - start : high - start] for name, flat in flats.items()
-            }
+            place = slice(low - start, high - start)
+            self.state[segment.weight] = {name: flat[place] for name, flat in flats.items()}
             yield segment
 
 
@@ -239,9 +238,8 @@ def _shard_range(group: ParamGroup, index: int) -> tuple[int, int]:
 def _can_be_flat(member: Member, group: Setting) -> bool:
     """Return True if a parameter and its state can be updated as a part of a flat tensor."""
     weight = _local(member.sharded_param.parameter)
-    if not weight.is_floating_point():
-        return False
-    if _needs_blocks(group, weight.dtype) and weight.numel() % BLOCK:
+    is_partial = _needs_blocks(group, weight.dtype) and weight.numel() % BLOCK
+    if is_partial or not weight.is_floating_point():
         return False
     for value in member.slots.values():
         if isinstance(value, DTensor):

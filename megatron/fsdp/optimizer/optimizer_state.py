@@ -37,9 +37,9 @@ ELEMENTWISE: dict[OptimizerClass, Callable[[Setting], tuple[str, ...]]] = {
     torch.optim.Adadelta: lambda group: ("square_avg", "acc_delta"),
     torch.optim.Adagrad: lambda group: ("sum",),
     torch.optim.RMSprop: lambda group: (
-        "square_avg",
-        *(("momentum_buffer",) if group["momentum"] > 0 else ()),
-        *(("grad_avg",) if group["centered"] else ()),
+        ("square_avg",)
+        + ("momentum_buffer",) * (group["momentum"] > 0)
+        + ("grad_avg",) * bool(group["centered"])
     ),
     # The first step with dampening differs from one that finds state, and the next two keep the
     # learning rate of the first step: it must create their state.

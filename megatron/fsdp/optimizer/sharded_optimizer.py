@@ -154,8 +154,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         linked = filter(is_linked, self.state)
         own += [(sharded_param_of(parameter), self.state[parameter]) for parameter in linked]
         names = elementwise_names(own)
-        for key in sharded_params.keys() & state.keys():
-            state[key] = shard_slots(sharded_params[key], state[key], names)
+        for key, slots in state.items():
+            if key in sharded_params:
+                state[key] = shard_slots(sharded_params[key], slots, names)
         if self._fsdp_flat is not None:
             self._fsdp_flat.forget()
         super().load_state_dict({**state_dict, "param_groups": groups, "state": state})
@@ -174,8 +175,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._fsdp_whole_models = []
         for model in self._fsdp_models:
             model._has_optimizer = True
-            trainable = [each for each in model.parameters() if each.requires_grad]
-            if set(trainable) <= set(own):
+            if {each for each in model.parameters() if each.requires_grad} <= set(own):
                 self._fsdp_whole_models.append(model)
 
     def _make_missing_state(self) -> None:
@@ -255,11 +255,10 @@ def shard_optimizer(
 
 
 def swap_parameters(optimizer: torch.optim.Optimizer, model: ShardedModule) -> None:
-    """Replace the module's parameters in an optimizer by the sharded ones, with groups and state."""
+    """Replace the module's parameters in an optimizer, and their state, by the sharded ones."""
     sharded_params = {each.compute: each for each in model.sharded_params}
     replacements = {compute: each.parameter for compute, each in sharded_params.items()}
-    known = {*replacements.keys(), *replacements.values()}
-    _refuse_strangers(optimizer, known)
+    _refuse_strangers(optimizer, {*replacements.keys(), *replacements.values()})
     for group in optimizer.param_groups:
         # In place: optimizers such as LBFGS have references to the list.
         group["params"][:] = [replacements.get(each, each) for each in group["params"]]
