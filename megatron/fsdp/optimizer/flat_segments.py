@@ -270,9 +270,7 @@ def _runs(members: Sequence[Member], group: Setting) -> list[Run]:
         own: list[Run] = []
         previous: Member | None = None
         spans = [(*_shard_range(param_group, i), i) for i in range(len(param_group.parameters))]
-        for start, stop, index in sorted(spans):
-            if start == stop:
-                continue
+        for start, _, index in sorted(span for span in spans if span[0] < span[1]):
             current = by_index.get(index)
             if current is not None:
                 if (
