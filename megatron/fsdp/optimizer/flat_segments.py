@@ -148,7 +148,7 @@ class Segments:
     """The segments of one optimizer, whose state becomes views of flat tensors."""
 
     def __init__(self, optimizer: torch.optim.Optimizer):
-        self.parameters = parameters_of(optimizer)
+        self.parameters: list[torch.Tensor] = [*parameters_of(optimizer)]
         self.of_group: list[list[Segment]] = []
         self.others: list[list[torch.Tensor]] = []  # the parameters in no segment, by param group
         self.state: State = defaultdict(dict)
