@@ -1,26 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Flat segments of main weights, with their gradients and optimizer state.
+"""Flat segments of main weights, with their gradients and optimizer state."""
 
-[Note: flat segments] The local tensors of the sharded parameters of a group are views of one flat
-tensor, and so are those of their gradients. An element-wise update of the flat tensor is the update
-of every parameter in it. Torch's optimizers therefore step on segments instead of on parameters.
-
-    main shard   | weight 1 | bias 1 |..| weight 2 | weight 3 |        dots are padding
-    runs         |         param group 0           | group 1  |
-    exp_avg      |        one flat tensor          | another  |
-    segments     |       step 7      |  |  step 5  |  step 7  |
-
-run       parameters that follow one another in the main shard and are in the same param group of
-          the optimizer. Each moment of a run is one flat tensor, of which the local tensors of the
-          DTensors in ``optimizer.state`` are views
-segment   parameters of a run whose counters (``step``) are equal and which all have a gradient, or
-          all have none; no more of them than :data:`LARGEST` allows
-
-Every parameter keeps counters of its own, because state dicts contain them: they are 0-d views of
-one vector. A step counts once for a segment, and one call copies the counts to all parameters.
-
-Padding has gradients of zero, so its weights and moments remain zero.
-"""
+# [Note: flat segments] The local tensors of a group's parameters are views of one flat tensor, and
+# so are those of their gradients. Updating it element by element updates every parameter in it.
+#
+#     main shard   | weight 1 | bias 1 |..| weight 2 | weight 3 |        dots are padding
+#     runs         |         param group 0           | group 1  |
+#     exp_avg      |        one flat tensor          | another  |
+#     segments     |       step 7      |  |  step 5  |  step 7  |
+#
+# A run has neighbors in the main shard that are in one param group of the optimizer. Each of its
+# moments is one flat tensor, of which the tensors in `optimizer.state` are views. A segment has
+# members of a run with equal counters (`step`) which all have a gradient, or all have none.
+#
+# State dicts contain counters of every parameter: they are 0-d views of one vector. A step counts
+# once for a segment, and one call copies the counts to all parameters. Padding has gradients of
+# zero, so its weights and moments remain zero.
 
 from __future__ import annotations
 
@@ -36,17 +31,15 @@ from torch.distributed.tensor import DTensor
 
 from megatron.fsdp.dtensor.sharded_param import ShardedGradient, ShardedParam, sharded_param_of
 from megatron.fsdp.engine.param_group import ParamGroup
-from megatron.fsdp.optimizer.optimizer_state import Setting, Slots
+from megatron.fsdp.optimizer.optimizer_state import Setting, Slots, parameters_of
 
+# Elements; a multiple of what one vector instruction computes, in any dtype.
 BLOCK = 64
-"""Elements; a multiple of what one vector instruction computes, in any dtype."""
-
+# Elements of a segment of several parameters. Optimizers that step on one tensor after the other
+# make three temporary tensors of its size, which would be the most memory that a step needs.
 LARGEST = 1 << 19
-"""Elements of a segment of several parameters. Optimizers that step on one tensor after the other
-make three temporary tensors of its size, which would be the most memory that a step needs."""
 
-State = defaultdict[torch.Tensor, Slots]
-"""The state of an optimizer."""
+State = defaultdict[torch.Tensor, Slots]  # of an optimizer
 
 _grad = attrgetter("grad")
 _values = methodcaller("values")
@@ -54,23 +47,14 @@ _values = methodcaller("values")
 
 @dataclass
 class Member:
-    """A parameter in a run.
-
-    Args:
-        sharded_param: the parameter.
-        slots: its state in the optimizer.
-        has_grad: it has a gradient.
-        start: its first element in the main shard of its group.
-        stop: the position behind the last one; equal to ``start`` if this rank owns none.
-        counts: the values of its counters.
-    """
+    """A parameter in a run."""
 
     sharded_param: ShardedParam
-    slots: Slots
+    slots: Slots  # its state in the optimizer
     has_grad: bool
-    start: int
-    stop: int
-    counts: list[float] = field(default_factory=list)
+    start: int  # its first element in the main shard of its group
+    stop: int  # behind the last one; equal to `start` if this rank owns none
+    counts: list[float] = field(default_factory=list)  # the values of its counters
 
     @property
     def is_empty(self) -> bool:
@@ -90,20 +74,12 @@ Run = list[Member]
 
 @dataclass(eq=False)
 class Segment:
-    """A flat range of a main shard; see [Note: flat segments].
-
-    Args:
-        members: its parameters.
-        weight: the flat range of the main weights.
-        start: its position in the main shard.
-        grad_offset: the position of the gradient in its storage, once :meth:`find_gradient` has
-            found it.
-    """
+    """A flat range of a main shard; see [Note: flat segments]."""
 
     members: list[Member]
-    weight: torch.Tensor
-    start: int
-    grad_offset: int = 0
+    weight: torch.Tensor  # the flat range of the main weights
+    start: int  # its position in the main shard
+    grad_offset: int = 0  # the gradient's position in its storage, from `find_gradient`
 
     @property
     def parameters(self) -> list[torch.Tensor]:
@@ -133,12 +109,7 @@ class Segment:
 
 
 class Counters:
-    """One counter (``step``) of parameters, and of the segments that they are in.
-
-    Args:
-        name: the name of the counter.
-        members: the parameters that have it. Their counters become views of one vector.
-    """
+    """One counter (``step``) of parameters, as views of one vector, and of their segments."""
 
     def __init__(self, name: str, members: Sequence[Member]):
         self._name = name
@@ -174,33 +145,24 @@ class Counters:
 
 
 class Segments:
-    """The segments of one optimizer, in the form in which torch's ``step`` takes parameters.
-
-    Args:
-        optimizer: an optimizer of torch. The tensors in its state become views of flat ones.
-
-    Attributes:
-        parameters: the parameters of all groups.
-        of_group: the segments of each param group.
-        others: the parameters of each param group that are in none.
-        state: the state of all segments.
-        counters: those of all parameters in segments.
-    """
+    """The segments of one optimizer, whose state becomes views of flat tensors."""
 
     def __init__(self, optimizer: torch.optim.Optimizer):
-        self.parameters = list(_parameters_of(optimizer))
-        has_grad = [gradient is not None for gradient in self.gradients()]
+        self.parameters: list[torch.Tensor] = [*parameters_of(optimizer)]
         self.of_group: list[list[Segment]] = []
-        self.others: list[list[torch.Tensor]] = []
+        self.others: list[list[torch.Tensor]] = []  # the parameters in no segment, by param group
         self.state: State = defaultdict(dict)
         runs_of_group: list[list[Run]] = []
-        presence = iter(has_grad)
+        gradients = iter(self.gradients())
         for group in optimizer.param_groups:
             is_plain_sgd = "dampening" in group and group["momentum"] == 0  # which has no state
             self.others.append([])
             members: list[Member] = []
-            for parameter, present in zip(group["params"], presence):
-                member = _member(parameter, optimizer.state.get(parameter, {}), present)
+            for parameter, gradient in zip(group["params"], gradients):
+                slots = optimizer.state.get(parameter, {})
+                sharded_param = sharded_param_of(parameter)
+                span = _shard_range(sharded_param.group, sharded_param.index)
+                member = Member(sharded_param, slots, gradient is not None, *span)
                 if (member.slots or is_plain_sgd) and _can_be_flat(member, group):
                     members.append(member)
                 else:
@@ -208,9 +170,7 @@ class Segments:
             runs_of_group.append(_runs(members, group))
         self.counters = _counters(chain.from_iterable(runs_of_group))
         for runs in runs_of_group:
-            self.of_group.append([])
-            for run in runs:
-                self.of_group[-1] += self._divide(run)
+            self.of_group.append(list(chain.from_iterable(map(self._divide, runs))))
         for counters in self.counters:
             counters.count_segments(self.all(), self.state)
         # What the segments were made from, to notice changes.
@@ -235,7 +195,7 @@ class Segments:
         slots = optimizer.state.values()
         return (
             self._settings == _settings_of(optimizer)
-            and _are_same(self.parameters, _parameters_of(optimizer))
+            and _are_same(self.parameters, parameters_of(optimizer))
             and _are_same(self._slots, slots)
             and _are_same(self._slot_values, chain.from_iterable(map(_values, slots)))
         )
@@ -244,21 +204,14 @@ class Segments:
         """Yield the segments of a run, whose moments become views of flat tensors."""
         start, stop = run[0].start, max(member.stop for member in run)
         main = run[0].sharded_param.group.main_shard
-        flats: dict[str, torch.Tensor] = {}
-        for name, value in run[0].slots.items():
-            if isinstance(value, DTensor):
-                flats[name] = _flat_moment(name, run, start, stop - start)
+        moments = [name for name, value in run[0].slots.items() if isinstance(value, DTensor)]
+        flats = {name: _flat_moment(name, run, start, stop - start) for name in moments}
         for members in _parts(run):
             low, high = members[0].start, max(member.stop for member in members)
             segment = Segment(members, main[low:high], low)
-            self.state[segment.weight] = {
-                name: flat[low - start : high - start] for name, flat in flats.items()
-            }
+            place = slice(low - start, high - start)
+            self.state[segment.weight] = {name: flat[place] for name, flat in flats.items()}
             yield segment
-
-
-def _parameters_of(optimizer: torch.optim.Optimizer) -> Iterable[torch.Tensor]:
-    return chain.from_iterable([group["params"] for group in optimizer.param_groups])
 
 
 def _settings_of(optimizer: torch.optim.Optimizer) -> list[tuple[int, bool, bool]]:
@@ -278,19 +231,15 @@ def _are_same(known: Sequence[object], now: Iterable[object]) -> bool:
 # ---- parameters
 
 
-def _member(parameter: torch.Tensor, slots: Slots, has_grad: bool) -> Member:
-    sharded_param = sharded_param_of(parameter)
-    group = sharded_param.group
-    start, stop = group.layout.shard_range(sharded_param.index, group.rank)
-    return Member(sharded_param, slots, has_grad, start, stop)
+def _shard_range(group: ParamGroup, index: int) -> tuple[int, int]:
+    return group.layout.shard_range(index, group.rank)
 
 
 def _can_be_flat(member: Member, group: Setting) -> bool:
     """Return True if a parameter and its state can be updated as a part of a flat tensor."""
     weight = _local(member.sharded_param.parameter)
-    if not weight.is_floating_point():
-        return False
-    if _needs_blocks(group, weight.dtype) and weight.numel() % BLOCK:
+    is_partial = _needs_blocks(group, weight.dtype) and weight.numel() % BLOCK
+    if is_partial or not weight.is_floating_point():
         return False
     for value in member.slots.values():
         if isinstance(value, DTensor):
@@ -304,11 +253,9 @@ def _can_be_flat(member: Member, group: Setting) -> bool:
 
 
 def _needs_blocks(group: Setting, dtype: torch.dtype) -> bool:
-    """Return True if flat tensors must consist of whole blocks of :data:`BLOCK` elements.
-
-    On a CPU, elements at the end of a tensor that fill no vector are computed one by one. Fused
-    kernels, and kernels for 16 bits, round these otherwise than vectors.
-    """
+    """Return True if flat tensors must consist of whole blocks of :data:`BLOCK` elements."""
+    # On a CPU, elements at the end of a tensor that fill no vector are computed one by one. Fused
+    # kernels, and kernels for 16 bits, round these otherwise than vectors.
     return bool(group.get("fused")) or dtype.itemsize < 4
 
 
@@ -322,13 +269,14 @@ def _runs(members: Sequence[Member], group: Setting) -> list[Run]:
         is_dense = _needs_blocks(group, param_group.main_shard.dtype)  # no padding in a run
         own: list[Run] = []
         previous: Member | None = None
-        for index in _order(param_group):
+        spans = [(*_shard_range(param_group, i), i) for i in range(len(param_group.parameters))]
+        for start, _, index in sorted(span for span in spans if span[0] < span[1]):
             current = by_index.get(index)
             if current is not None:
                 if (
                     previous is None
                     or previous.signature != current.signature
-                    or (is_dense and previous.stop != current.start)
+                    or (is_dense and previous.stop != start)
                 ):
                     own.append([])
                 own[-1].append(current)
@@ -338,16 +286,6 @@ def _runs(members: Sequence[Member], group: Setting) -> list[Run]:
                 _add_empty(member, own)
         runs += own
     return runs
-
-
-def _order(group: ParamGroup) -> list[int]:
-    """Return the parameters of which this rank owns elements, in the order of its shard."""
-    starts = {}
-    for index in range(len(group.parameters)):
-        start, stop = group.layout.shard_range(index, group.rank)
-        if start < stop:
-            starts[index] = start
-    return sorted(starts, key=starts.__getitem__)
 
 
 def _parts(run: Run) -> Iterator[list[Member]]:

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The update of torch's optimizers on flat segments, or parameter by parameter.
+"""The update of torch's optimizers on flat segments, or parameter by parameter."""
 
-Parameters are updated one by one, as DTensors, if they cannot be in a segment: those whose gradient
-or state the user has replaced by other tensors, and those whose state the first step must create.
-So are the parameters of a segment some, but not all, of which have a gradient; before the next step
-they are divided into other segments. See [Note: flat segments].
-"""
+# Parameters are updated one by one, as DTensors, if the user has replaced their gradient or state,
+# or if the first step must create their state. So are those of a segment some of which have no
+# gradient; before the next step they are divided into other segments. See [Note: flat segments].
 
 from __future__ import annotations
 
@@ -22,16 +20,12 @@ from megatron.fsdp.optimizer.optimizer_state import OptimizerClass
 
 _now = methodcaller("__call__")  # of weak references, in C
 
+# Segments to update, and other parameters to update one by one, of each param group.
 Division = tuple[list[list[Segment]], list[list[torch.Tensor]]]
-"""Segments to update, and other parameters to update one by one, of each param group."""
 
 
 class FlatUpdate:
-    """The update of one optimizer on flat segments.
-
-    Args:
-        kind: the class of torch whose ``step`` is used.
-    """
+    """The update of one optimizer on flat segments, with the ``step`` of a class of torch."""
 
     def __init__(self, kind: OptimizerClass):
         self._step = inspect.unwrap(kind.step)  # without hooks, which run around all of this
@@ -104,10 +98,7 @@ class FlatUpdate:
         return self._last
 
     def _divide_anew(self, segments: Segments, gradients: list[torch.Tensor | None]) -> bool:
-        """Divide for gradients that are not those of the last step.
-
-        Return True if all gradients in segments are views of flat gradients, or None.
-        """
+        """Divide for new gradients; return True if all in segments are flat or None."""
         gradient_of = dict(zip(segments.parameters, gradients))
         flat: list[list[Segment]] = []
         others: list[list[torch.Tensor]] = []
@@ -117,19 +108,15 @@ class FlatUpdate:
             others.append([each for each in alone if gradient_of[each] is not None])
             for segment in own:
                 parameters = segment.parameters
-                present = [
-                    gradient
-                    for gradient in map(gradient_of.get, parameters)
-                    if gradient is not None
-                ]
-                if not present:
-                    continue
-                if len(present) == len(parameters) and segment.find_gradient(present):
+                found = map(gradient_of.get, parameters)
+                present = [gradient for gradient in found if gradient is not None]
+                is_whole = len(present) == len(parameters)
+                if is_whole and segment.find_gradient(present):
                     flat[-1].append(segment)
-                    continue
-                are_all_flat = False
-                others[-1] += parameters
-                self._must_divide |= len(present) < len(parameters)
+                elif present:
+                    are_all_flat = False
+                    others[-1] += parameters
+                    self._must_divide |= not is_whole
         self._last = (flat, others)
         position_of = {parameter: index for index, parameter in enumerate(segments.parameters)}
         self._positions = [

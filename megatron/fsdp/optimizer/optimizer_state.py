@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state of an optimizer over sharded parameters: first values, sharding, and state dicts.
+"""The state of an optimizer over sharded parameters: first values, sharding, and state dicts."""
 
-An *entry* of the state of one parameter is element-wise (a moment: one value for each element of
-the parameter, sharded like it), or one value for the whole parameter (a step count), or whatever
-else an optimizer keeps (a factor of a matrix), which is the same on all ranks.
-"""
+# An entry of the state of one parameter is element-wise (a moment, sharded like the parameter), or
+# one value (a step count), or what else an optimizer keeps, which is the same on all ranks.
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable
+from itertools import chain
 from math import prod
 from typing import Any
 
@@ -22,14 +21,13 @@ from megatron.fsdp.dtensor.uneven_dtensor import UnevenDTensor
 
 OptimizerClass = type[torch.optim.Optimizer]
 
-Setting = dict[str, Any]
-"""The settings of a param group, by name."""
-
-Slots = dict[str, Any]
-"""The state of one parameter, by name."""
+Setting = dict[str, Any]  # the settings of a param group, by name
+Slots = dict[str, Any]  # the state of one parameter, by name
 
 _ADAM = ("exp_avg", "exp_avg_sq")
 
+# Optimizers of torch whose update is element-wise, which step on flat tensors, with the names of
+# their moments, in torch's order, as far as these can exist before the first step.
 ELEMENTWISE: dict[OptimizerClass, Callable[[Setting], tuple[str, ...]]] = {
     torch.optim.Adam: lambda group: _ADAM + ("max_exp_avg_sq",) * group["amsgrad"],
     torch.optim.AdamW: lambda group: _ADAM + ("max_exp_avg_sq",) * group["amsgrad"],
@@ -39,9 +37,9 @@ ELEMENTWISE: dict[OptimizerClass, Callable[[Setting], tuple[str, ...]]] = {
     torch.optim.Adadelta: lambda group: ("square_avg", "acc_delta"),
     torch.optim.Adagrad: lambda group: ("sum",),
     torch.optim.RMSprop: lambda group: (
-        "square_avg",
-        *(("momentum_buffer",) if group["momentum"] > 0 else ()),
-        *(("grad_avg",) if group["centered"] else ()),
+        ("square_avg",)
+        + ("momentum_buffer",) * (group["momentum"] > 0)
+        + ("grad_avg",) * bool(group["centered"])
     ),
     # The first step with dampening differs from one that finds state, and the next two keep the
     # learning rate of the first step: it must create their state.
@@ -51,20 +49,18 @@ ELEMENTWISE: dict[OptimizerClass, Callable[[Setting], tuple[str, ...]]] = {
     torch.optim.ASGD: lambda group: (),
     torch.optim.Rprop: lambda group: (),
 }
-"""Optimizers of torch whose update is element-wise, which step on flat tensors.
 
-With the names of their moments, in torch's order, as far as these can exist before the first step.
-"""
-
+# Entries that are not element-wise; shapes do not show it if all parameters have one element.
 COUNTERS = ("step", "mu_product", "eta", "mu")
-"""Entries that are not element-wise; shapes do not show it if all parameters have one element."""
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    """Return the parameters of all groups."""
+    return list(chain.from_iterable([group["params"] for group in optimizer.param_groups]))
 
 
 def elementwise_class(kind: OptimizerClass) -> OptimizerClass | None:
-    """Return the class in :data:`ELEMENTWISE` whose update ``kind`` has; None if there is none.
-
-    ``kind`` may be a subclass that does not change ``step`` or ``_init_group``.
-    """
+    """Return the class in :data:`ELEMENTWISE` of which ``kind`` inherits the update, or None."""
     known = next((base for base in kind.__mro__ if base in ELEMENTWISE), None)
     if known is None:
         return None
@@ -81,17 +77,7 @@ def initial_state(
     group: Setting,
     parameter: nn.Parameter,
 ) -> Slots:
-    """Return the state that the first step would create, before that step: zero moments, step 0.
-
-    It is empty for optimizers that must create it at the first step, and for those that are not in
-    :data:`ELEMENTWISE`.
-
-    Args:
-        optimizer: the optimizer; its defaults are read.
-        kind: the user's class, before sharding.
-        group: the param group of ``parameter``.
-        parameter: a sharded parameter.
-    """
+    """Return the state that the first step would create; none if only that step can do so."""
     known = elementwise_class(kind)
     names = ELEMENTWISE[known](group) if known is not None else ()
     if not names:
@@ -123,11 +109,9 @@ def makes_state_late(kind: OptimizerClass, group: Setting) -> bool:
 
 
 def elementwise_names(states: Iterable[tuple[ShardedParam, Slots]]) -> set[str]:
-    """Return the names of the entries that are sharded like their parameters.
-
-    They are DTensors for some parameter, or have the shape of the parameter for all of them.
-    Parameters of one element are left out, because step counts may have the same shape.
-    """
+    """Return the names of the entries that are sharded like their parameters."""
+    # They are DTensors for some parameter, or have the shape of the parameter for all of them.
+    # Parameters of one element are left out, because step counts may have the same shape.
     sharded: set[str] = set()
     fits: dict[str, bool] = {}
     for sharded_param, slots in states:
@@ -141,16 +125,7 @@ def elementwise_names(states: Iterable[tuple[ShardedParam, Slots]]) -> set[str]:
 
 
 def shard_slots(sharded_param: ShardedParam, slots: Slots, names: set[str]) -> Slots:
-    """Return ``slots`` with this rank's shard, as a DTensor, of every element-wise tensor.
-
-    Args:
-        sharded_param: the parameter that the state belongs to.
-        slots: full tensors, DTensors and other values.
-        names: the result of :func:`elementwise_names` for all parameters of the optimizer.
-
-    Raises:
-        ValueError: if the shape of a tensor is not the parameter's.
-    """
+    """Return ``slots`` with shards of the tensors in ``names`` (of :func:`elementwise_names`)."""
     return {
         name: sharded_param.sharded_like(value)
         if _is_elementwise(name, value, sharded_param, names)
@@ -186,15 +161,9 @@ def checkpoint_slots(sharded_param: ShardedParam, slots: Slots) -> Slots:
 
 
 def match_groups(groups: list[Setting], saved: list[Setting]) -> list[Setting]:
-    """Return saved param groups, and the parameters in each, in the order of ``groups``, by name.
-
-    Without names in ``saved`` they are returned unchanged, and matched by position, as in torch.
-
-    Raises:
-        ValueError: if a group does not have the same parameters.
-    """
+    """Return saved groups, and the parameters in each, in the order of ``groups``, by name."""
     if any(group.get("param_names") is None for group in saved):
-        return saved
+        return saved  # matched by position, as in torch
     own_names = [group["param_names"] for group in groups]
     all_own = set().union(*own_names)
     saved_names = [_names_with_prefix(group, all_own) for group in saved]
@@ -217,10 +186,7 @@ def match_groups(groups: list[Setting], saved: list[Setting]) -> list[Setting]:
 
 
 def _names_with_prefix(group: Setting, own: set[str]) -> list[str]:
-    """Return a saved group's names with the wrapper's prefix ``module.``.
-
-    An optimizer over the unsharded model has saved them without it.
-    """
+    """Return a saved group's names with the prefix ``module.``, which unsharded models lack."""
     # torch's `set_state_dict` replaces numbers by names, in the order of our group, and does not
     # change `param_names`.
     is_by_name = group["params"] and all(isinstance(key, str) for key in group["params"])

@@ -1,13 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Optimizers over sharded parameters: any optimizer of torch's interface, unchanged.
+"""Optimizers over sharded parameters: any optimizer of torch's interface, unchanged."""
 
-[Note: the sharded optimizer] A sharded optimizer is the user's object. Its class is replaced by a
-subclass of :class:`ShardedOptimizer` and the original class: the step finishes reductions first and
-installs the new main weights afterwards, and state dicts contain DTensors. Element-wise optimizers
-of torch step on flat segments (see [Note: flat segments]). All others step on the DTensors
-themselves, whose operations give what whole tensors give: operations that are not element-wise
-gather what they need, and the first step says how much.
-"""
+# [Note: the sharded optimizer] A sharded optimizer is the user's object. Its class is replaced by a
+# subclass of `ShardedOptimizer` and the original class. Element-wise optimizers of torch step on
+# flat segments (see [Note: flat segments]). All others step on the DTensors themselves: operations
+# that are not element-wise gather what they need, and the first step says how much.
 
 from __future__ import annotations
 
@@ -31,6 +28,7 @@ from megatron.fsdp.optimizer.optimizer_state import (
     initial_state,
     makes_state_late,
     match_groups,
+    parameters_of,
     shard_slots,
 )
 from megatron.fsdp.problems import Problems
@@ -71,8 +69,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for model in self._fsdp_models if not install_optimized_model_weights else ():
             for group in model.groups:
                 group.keep_compute_weights()
-        self._finish_communication(sync_grad_before_optimizer_step)
         reduce = partial(self._finish_communication, sync_grad_before_optimizer_step)
+        reduce()
         closures = [] if closure is None else [partial(_with_reduction, closure, reduce)]
         if self._fsdp_flat is not None:
             loss = _flat_step(self, *closures)
@@ -106,7 +104,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         shared = [model for model in self._fsdp_models if model not in self._fsdp_whole_models]
         if shared:
             for model in shared:
-                self._clear_own_shards(model)
+                model.finish_grad_sync()  # gradients not reduced yet would be added later
+            for sharded_param in self._sharded_params():
+                if owner_of(sharded_param.parameter) in shared:
+                    clear_gradient_shard(sharded_param)
             super().zero_grad(set_to_none)
             for model in shared:
                 model.zero_grad_buffer(only_hidden=True)
@@ -115,19 +116,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if not set_to_none:
                 model.attach_grad_to_optimizer_state()  # zeros
 
-    def _clear_own_shards(self, model: ShardedModule) -> None:
-        """Clear the gradients of the parameters of a model that this optimizer steps."""
-        model.finish_grad_sync()  # gradients that are not reduced yet would be added later
-        for sharded_param in self._sharded_params():
-            if owner_of(sharded_param.parameter) is model:
-                clear_gradient_shard(sharded_param)
-
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of parameters of sharded models, and create their state.
-
-        Raises:
-            ValueError: if a parameter belongs to no sharded model.
-        """
+        """Add a group of parameters of sharded models, and create their state."""
         given = param_group["params"]
         given = [given] if isinstance(given, torch.Tensor) else given
         if not isinstance(given, set):  # which torch refuses
@@ -139,11 +129,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._make_missing_state()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return torch's structure, with ``param_names`` in every group.
-
-        Element-wise state is in DTensors, ready for torch.distributed.checkpoint if the optimizer
-        was sharded with ``preproc_state_dict_for_dcp_ckpt``.
-        """
+        """Return torch's structure, with DTensors, and ``param_names`` in every group."""
         state = super().state_dict()
         if self._fsdp_checkpoint_ready:
             sharded_params = self._sharded_params()
@@ -154,13 +140,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state of an optimizer over parameters of the same names.
-
-        With ``param_names`` in the state dict, groups and parameters may be in another order.
-        Without names they are matched by position, as in torch.
-
-        Args:
-            state_dict: torch's structure, with full tensors or DTensors.
+        """Load state, with full tensors or DTensors, by ``param_names``, else by position.
 
         Raises:
             ValueError: if names, groups or shapes do not agree; nothing is changed then.
@@ -171,9 +151,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         sharded_params = dict(zip(keys, self._sharded_params()))
         state = dict(state_dict["state"])
         own = [(sharded_params[key], state[key]) for key in sharded_params.keys() & state.keys()]
-        for parameter, slots in self.state.items():
-            if is_linked(parameter):
-                own.append((sharded_param_of(parameter), slots))
+        linked = filter(is_linked, self.state)
+        own += [(sharded_param_of(parameter), self.state[parameter]) for parameter in linked]
         names = elementwise_names(own)
         for key, slots in state.items():
             if key in sharded_params:
@@ -187,17 +166,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
             warn_of_absent_state(kind.__name__)
 
     def _sharded_params(self) -> list[ShardedParam]:
-        return list(map(sharded_param_of, _parameters(self)))
+        return list(map(sharded_param_of, parameters_of(self)))
 
     def _find_models(self) -> None:
         """Find the models of the parameters, and which of them no other optimizer steps."""
-        own = _parameters(self)
+        own = parameters_of(self)
         self._fsdp_models = list(dict.fromkeys(owner_of(parameter) for parameter in own))
         self._fsdp_whole_models = []
         for model in self._fsdp_models:
             model._has_optimizer = True
-            trainable = [each for each in model.parameters() if each.requires_grad]
-            if set(trainable) <= set(own):
+            if {each for each in model.parameters() if each.requires_grad} <= set(own):
                 self._fsdp_whole_models.append(model)
 
     def _make_missing_state(self) -> None:
@@ -225,7 +203,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
 
 def _with_reduction(closure: Callable[[], Any], reduce: Callable[[], None]) -> Any:
-    """Call a closure, and then ``reduce`` its gradients."""
     with torch.enable_grad():
         loss = closure()
     reduce()
@@ -246,8 +223,7 @@ def shard_optimizer(
 ) -> torch.optim.Optimizer:
     """Shard an optimizer over a sharded model's ``parameters()``, in place, and return it.
 
-    The state of element-wise optimizers of torch is created at once, so a checkpoint can be loaded
-    into it; see :func:`~megatron.fsdp.optimizer.optimizer_state.initial_state` for others.
+    The state of element-wise optimizers of torch is created at once, as checkpoints need it.
 
     Args:
         optimizer: the optimizer.
@@ -261,7 +237,7 @@ def shard_optimizer(
     if issubclass(kind, ShardedOptimizer):
         raise ValueError("the optimizer is sharded already")
     refuse_optimizer(optimizer)
-    _refuse_unsharded(_parameters(optimizer))
+    _refuse_unsharded(parameters_of(optimizer))
     _keep_scheduler(optimizer)
     optimizer.__class__ = type(
         kind.__name__, (ShardedOptimizer, kind), {"__module__": kind.__module__}
@@ -279,16 +255,10 @@ def shard_optimizer(
 
 
 def swap_parameters(optimizer: torch.optim.Optimizer, model: ShardedModule) -> None:
-    """Replace the module's parameters in an optimizer by the sharded ones, with groups and state.
-
-    Raises:
-        ValueError: if the optimizer has a parameter that is not the module's; nothing is changed
-            then.
-    """
+    """Replace the module's parameters in an optimizer, and their state, by the sharded ones."""
     sharded_params = {each.compute: each for each in model.sharded_params}
     replacements = {compute: each.parameter for compute, each in sharded_params.items()}
-    known = {*replacements.keys(), *replacements.values()}
-    _refuse_strangers(optimizer, known)
+    _refuse_strangers(optimizer, {*replacements.keys(), *replacements.values()})
     for group in optimizer.param_groups:
         # In place: optimizers such as LBFGS have references to the list.
         group["params"][:] = [replacements.get(each, each) for each in group["params"]]
@@ -311,14 +281,7 @@ def check_optimizer(
     module: nn.Module,
     use_decoupled_grad: bool,
 ) -> None:
-    """Add every reason why an optimizer cannot be sharded with a module to ``problems``.
-
-    Args:
-        problems: the list to add to.
-        optimizer: the user's argument, of any type.
-        module: the user's argument, of any type, before sharding.
-        use_decoupled_grad: the user's argument of this name.
-    """
+    """Add every reason why the user's arguments, of any type, do not fit to ``problems``."""
     problems.check(refuse_optimizer, optimizer)
     if not isinstance(optimizer, torch.optim.Optimizer):
         return
@@ -333,17 +296,11 @@ def check_optimizer(
 
 
 def refuse_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Raise an error for what is no optimizer, or cannot be sharded with any model.
-
-    Raises:
-        ValueError: for other types, and a ``step`` that has been replaced on the instance.
-            Learning-rate schedulers are allowed to do so.
-        NotImplementedError: for sparse gradients and differentiable updates.
-    """
+    """Raise an error for what is no optimizer, or cannot be sharded with any model."""
     name = type(optimizer).__name__
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ValueError(f"optimizer expects a torch.optim.Optimizer but got {name}")
-    own_step = vars(optimizer).get("step")
+    own_step = vars(optimizer).get("step")  # learning-rate schedulers may replace it
     if own_step is not None and not hasattr(own_step, "_wrapped_by_lr_sched"):
         raise ValueError(
             "the optimizer's step has been replaced on the instance: shard the optimizer before"
@@ -369,7 +326,7 @@ def _refuse_unsharded(parameters: list[nn.Parameter]) -> None:
 
 
 def _refuse_strangers(optimizer: torch.optim.Optimizer, known: set[Any]) -> None:
-    strangers = sum(1 for parameter in _parameters(optimizer) if parameter not in known)
+    strangers = sum(1 for parameter in parameters_of(optimizer) if parameter not in known)
     if strangers:
         raise ValueError(f"{strangers} parameters of the optimizer are none of the module's")
 
@@ -385,23 +342,15 @@ def _user_class(optimizer: torch.optim.Optimizer) -> OptimizerClass:
     raise AssertionError("every optimizer has a class")
 
 
-def _parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
-    """Return the parameters of all groups."""
-    return list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
-
-
 def _names(parameters: Iterable[nn.Parameter]) -> list[str]:
     """Return the names of sharded parameters in the wrapper."""
     return ["module." + sharded_param_of(parameter).name for parameter in parameters]
 
 
 def _keep_scheduler(optimizer: torch.optim.Optimizer) -> None:
-    """Let a learning-rate scheduler from before sharding see the steps of the new class.
-
-    It has wrapped the step of the old class and put the result on the instance.
-    """
+    """Let a learning-rate scheduler from before sharding see the steps of the new class."""
     if "step" not in vars(optimizer):
-        return
+        return  # else it has wrapped the step of the old class and put it on the instance
 
     def step(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         vars(self)["_opt_called"] = True  # without it the scheduler warns about a wrong order
