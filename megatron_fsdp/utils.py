@@ -5,14 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from megatron.fsdp.engine.mesh import axis_names
-from megatron.fsdp.engine.tensor_parallel import (
-    get_mcore_tensor_parallel_partition_dim,
-    is_mcore_tensor_model_parallel,
-)
+from megatron.fsdp.engine.tensor_parallel import get_mcore_tensor_parallel_partition_dim
 from megatron_fsdp.distributed_index import FSDPDistributedIndex
 from megatron_fsdp.megatron_fsdp import MegatronFSDP
 from megatron_fsdp.not_offered import attributes_of
@@ -67,6 +65,11 @@ def contains_submesh(
     """
     wanted = (submesh_names,) if isinstance(submesh_names, str) else tuple(submesh_names or ())
     return bool(wanted) and set(wanted) <= set(get_mesh_names(device_mesh))
+
+
+def is_mcore_tensor_model_parallel(param: torch.Tensor) -> bool:
+    """Return True if tensor parallelism divides a parameter of Megatron-Core."""
+    return get_mcore_tensor_parallel_partition_dim(param) is not None
 
 
 _SLOTS = "memory at fixed addresses is fsdp_double_buffer=True, its bytes model.memory_slots"

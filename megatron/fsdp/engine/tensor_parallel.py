@@ -50,8 +50,3 @@ def get_mcore_tensor_parallel_partition_dim(param: torch.Tensor) -> int | None:
     # sharded parameters that are made of them.
     dim: int = getattr(param, "partition_dim", -1)
     return dim if getattr(param, "tensor_model_parallel", False) and dim >= 0 else None
-
-
-def is_mcore_tensor_model_parallel(param: torch.Tensor) -> bool:
-    """Return True if tensor parallelism divides a parameter of Megatron-Core."""
-    return get_mcore_tensor_parallel_partition_dim(param) is not None
