@@ -49,10 +49,7 @@ def record(
     Args:
         directory: gets the files, and is created; None: no files.
         ranks: ranks that write files; None: all. All ranks record.
-        keep: the number of entries to keep, the last ones; None: all, about 200 bytes each.
-
-    Yields:
-        The recorder, with the entries so far.
+        keep: the number of last entries to keep; None: all, about 200 bytes each.
 
     Raises:
         ValueError: on every rank, for wrong arguments or a directory that a rank cannot write to.
@@ -159,8 +156,7 @@ def chrome_events(
     rank: int, entries: list[TraceEntry], origin: float, now: float
 ) -> Iterator[dict[str, Any]]:
     """Yield the events of a rank in Chrome's trace event format; times are in microseconds."""
-    # A process for each rank, whose threads are the tracks of the recorder; storage is a counter.
-    # Entries of a track that overlap without one containing the other are on several threads.
+    # Threads are tracks, several for one whose entries overlap; storage is a counter.
     yield _name("process_name", rank, 0, f"rank {rank}")
     for place, track in enumerate(TRACKS):
         lanes = Lanes()
@@ -211,7 +207,7 @@ class Lanes:
 def _storage_events(
     rank: int, entries: list[TraceEntry], origin: float
 ) -> Iterator[dict[str, Any]]:
-    """Yield the bytes of flat storage above the least during the trace; the start is unknown."""
+    # The bytes above the least during the trace, since those at its start are unknown.
     changes = [entry for entry in entries if entry.track == STORAGE]
     sizes = [0]
     for entry in changes:
