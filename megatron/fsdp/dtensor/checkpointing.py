@@ -121,8 +121,8 @@ def update_uneven_dtensor_chunk_metadata(dtensor: DTensor) -> None:
 def preprocess_state_dict_for_uneven_dtensor(state_dict: dict[str, Any]) -> dict[str, Any]:
     """Prepare every DTensor in nested mappings, lists and tuples, in place, for torch's checkpoint.
 
-    Returns ``state_dict`` itself. All DTensors of a mesh share one exchange of sizes, which is a
-    ``ValueError`` on every rank that does it if ranks have different DTensors.
+    Returns ``state_dict`` itself. All DTensors of a mesh share one exchange of sizes. They must be
+    the same on its ranks, else each of them raises ``ValueError``.
     """
     paths = filter_unflattened_state_dict(
         state_dict, visit_condition=lambda item: isinstance(item, DTensor)
@@ -356,7 +356,7 @@ def filter_unflattened_state_dict(
     key_chain: list[Any] = [],  # noqa: B006  # the published default; it is not changed here
     visit_condition: Callable[[Any], bool] = lambda x: False,
 ) -> list[list[Any]]:
-    """List the paths after ``key_chain`` of items, chosen by ``visit_condition``, in nested state."""
+    """List the paths after ``key_chain`` of items of nested state that meet the condition."""
     if isinstance(state_dict, list | tuple):
         state_dict = dict(enumerate(state_dict))
     if not isinstance(state_dict, Mapping):
