@@ -30,7 +30,7 @@ UNTAGGED = frozenset(
     }
 )
 ALIASES = frozenset({aten.alias.default, aten.detach.default})
-# Operations whose second argument is a shape: aliases if it is the operand's own.
+# Aliases if their second argument is the operand's own shape.
 RESHAPES = frozenset({aten.view.default, aten._unsafe_view.default, aten.expand.default})
 # Operations that take dtype and device from a tensor, and the shape from their arguments.
 FACTORIES = frozenset(
@@ -67,15 +67,13 @@ UNKNOWN_PART = (
 )
 
 
-# [Note: operations on uneven DTensors] torch's own rules for DTensors expect equal parts. Here, an
-# operation first runs in a mode that looks at what it consists of:
+# [Note: operations on uneven DTensors] torch's own rules expect equal parts. Here, an operation
+# first runs in a mode that looks at what it consists of:
 #
-#     element-wise    on the local tensors of operands that are divided alike, and numbers. The
-#                     result is another uneven DTensor; nothing is communicated. Operations in place
-#                     take this rank's part of other operands too
-#     anything else   started again, on whole tensors that all ranks gather. The result is a plain
-#                     tensor, equal on all ranks. What is written to a whole tensor, or later to a
-#                     view of it, is copied into the local tensor
+#     element-wise    on local tensors of operands that are divided alike, and numbers, to an uneven
+#                     DTensor, without communication; in place, on own parts of other operands too
+#     anything else   started again, on whole tensors that all ranks gather, to a plain tensor. What
+#                     is written to a whole tensor or a view of it is copied to the local tensor
 #
 # This depends on shapes and layouts, equal on all ranks: all of them gather or none does.
 
@@ -148,7 +146,6 @@ class OnLocalTensors(TorchDispatchMode):
         of_local = {id(operand._local_tensor): operand for operand in operands}
 
         def wrap(local: torch.Tensor, pattern: DTensor) -> DTensor:
-            """Return a local result as a DTensor, or the operand that it belongs to."""
             if id(local) in of_local:
                 return of_local[id(local)]
             return self._divided_like(pattern, local, func in ALIASES or func in RESHAPES)
@@ -167,7 +164,7 @@ class OnLocalTensors(TorchDispatchMode):
         return result
 
     def _own_parts_of_operands(self, func: Any, args: Any, is_list: bool) -> Any:
-        """Replace whole operands of an operation that writes to sharded tensors by own parts."""
+        """Replace whole operands of an operation in place by this rank's parts."""
         written, result = args[0], list(args)
         if is_list:
             for position, values in enumerate(args):
@@ -245,7 +242,6 @@ def _are_alike(left: DTensor, right: DTensor) -> bool:
 
 
 def _report_writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Note the writes of an operation to the local tensors of its arguments."""
     values = [kwargs.get("out")]
     for argument, value in zip(func._schema.arguments, args):
         if argument.alias_info is not None and argument.alias_info.is_write:
@@ -275,10 +271,9 @@ class Whole:
 
     def __init__(self, dtensor: DTensor):
         self.dtensor = dtensor
-        # The placements of a scalar are Replicate, but only one rank may have its element.
+        # Only one rank may have the element of a scalar, which is called Replicate.
         self.is_local = is_replicated(dtensor) and bool(dtensor.shape)
         local = dtensor._local_tensor
-        # Gathered, or a view of the local one if every rank has all elements.
         self.tensor = local.detach() if self.is_local else full_tensor(dtensor)
         if torch.is_grad_enabled() and dtensor.requires_grad:
             self.tensor.requires_grad_()
@@ -314,10 +309,7 @@ class Whole:
 
 
 class WholeView(torch.Tensor):
-    """A view of a whole tensor that was gathered from all ranks."""
-
-    # Operations on it return plain tensors, or views like itself. What is written to it is copied
-    # into the local tensor, without communication.
+    """A view of a gathered tensor; what is written to it is copied into the local tensor."""
 
     whole: Whole
 
@@ -412,8 +404,8 @@ def _call_with_equal_draws(
     groups: Iterable[dist.ProcessGroup],
 ) -> Any:
     """Call an operation on tensors that are equal on all ranks, with equal results."""
-    # Programs seed ranks differently, for dropout and data. If the operation draws from the default
-    # generator, results and operands that it has written to are broadcast over the groups.
+    # Programs seed ranks differently. If an operation draws numbers, what it returns and writes is
+    # broadcast.
     device = operands[0].device
     state, versions = _generator_state(device), [operand._version for operand in operands]
     result = operation()
