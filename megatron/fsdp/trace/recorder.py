@@ -24,8 +24,8 @@ class CollectiveError(RuntimeError):
 # [Note: recorded times] Times are of the host. A collective begins when it is launched, and ends on
 # CPU when `Pending.wait` returns, on CUDA when it is enqueued: torch.profiler has device times.
 #
-# [Note: microbatches] A microbatch is counted from 0 for each forward, evaluation and model chunks
-# of a pipeline included, or backward pass that this rank has begun since the last optimizer step.
+# [Note: microbatches] This is the number, from 0, of forwards or of backward passes on this rank
+# since the last optimizer step. Forwards in evaluation and of every model chunk count.
 
 
 @dataclass(slots=True)
