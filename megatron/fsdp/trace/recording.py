@@ -183,7 +183,21 @@ def chrome_events(
             }
         for lane in range(len(lanes.open)):
             yield _name("thread_name", rank, place * LANES + lane, track)
-    yield from _storage_events(rank, entries, origin)
+    # The bytes of storage above the least during the trace, since those at its start are unknown.
+    changes = [entry for entry in entries if entry.track == STORAGE]
+    sizes = [0]
+    for entry in changes:
+        sizes.append(sizes[-1] + (1 if entry.name == "allocate" else -1) * entry.num_bytes)
+    least = min(sizes)
+    for entry, size in zip(changes, sizes[1:]):
+        yield {
+            "ph": "C",
+            "name": "flat storage",
+            "ts": 1e6 * (entry.begin - origin),
+            "pid": rank,
+            "tid": 0,
+            "args": {"bytes": size - least},
+        }
 
 
 class Lanes:
@@ -202,26 +216,6 @@ class Lanes:
                 return lane
         self.open.append([end])
         return len(self.open) - 1
-
-
-def _storage_events(
-    rank: int, entries: list[TraceEntry], origin: float
-) -> Iterator[dict[str, Any]]:
-    # The bytes above the least during the trace, since those at its start are unknown.
-    changes = [entry for entry in entries if entry.track == STORAGE]
-    sizes = [0]
-    for entry in changes:
-        sizes.append(sizes[-1] + (1 if entry.name == "allocate" else -1) * entry.num_bytes)
-    least = min(sizes)
-    for entry, size in zip(changes, sizes[1:]):
-        yield {
-            "ph": "C",
-            "name": "flat storage",
-            "ts": 1e6 * (entry.begin - origin),
-            "pid": rank,
-            "tid": 0,
-            "args": {"bytes": size - least},
-        }
 
 
 def _name(what: str, rank: int, thread: int, name: str) -> dict[str, Any]:
