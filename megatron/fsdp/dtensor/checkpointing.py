@@ -287,8 +287,7 @@ def _problems(ranks: list[Any], shape: tuple[int, ...]) -> list[str]:
 
 def _text(chunk: Chunk) -> str:
     """Format a chunk as an index, such as [0:2, 3:5]."""
-    ranges = [f"{offset}:{offset + size}" for offset, size in zip(*chunk)]
-    return f"[{', '.join(ranges)}]"
+    return f"[{', '.join(f'{offset}:{offset + size}' for offset, size in zip(*chunk))}]"
 
 
 # ---- splitting
