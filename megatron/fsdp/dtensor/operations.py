@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
-from itertools import chain
 from typing import Any, NoReturn, SupportsIndex
 
 import torch
@@ -356,8 +354,11 @@ def _call_on_wholes(
     watched = [(whole.tensor, whole) for whole in wholes] + [(view, view.whole) for view in views]
     tensors = [tensor for tensor, _ in watched]
     versions = [tensor._version for tensor in tensors]
-    groups = dict.fromkeys(chain.from_iterable(_groups_of(whole.dtensor) for _, whole in watched))
-    result = _call_with_equal_draws(partial(func, *args, **kwargs), tensors, groups)
+    state = _generator_state(tensors[0].device)
+    result = func(*args, **kwargs)
+    if not torch.equal(state, _generator_state(tensors[0].device)):
+        changed = [own for own, version in zip(tensors, versions) if own._version != version]
+        _make_equal((result, changed), [whole.dtensor for _, whole in watched])
     written: list[Whole] = []
     for (tensor, whole), version in zip(watched, versions):
         if tensor._version != version and whole not in written:
@@ -368,12 +369,6 @@ def _call_on_wholes(
     for whole in written:
         whole.version = _version(whole.dtensor._local_tensor)
     return _as_views(result, [whole for _, whole in watched])
-
-
-def _groups_of(dtensor: DTensor) -> list[dist.ProcessGroup]:
-    """Return groups that reach all ranks with parts of a tensor, one after the other."""
-    part, mesh = part_of(dtensor), dtensor.device_mesh
-    return [*mesh.get_all_groups(), *(part.replicas if part is not None else ())]
 
 
 def _as_views(result: Any, wholes: Iterable[Whole]) -> Any:
@@ -398,26 +393,18 @@ def _as_views(result: Any, wholes: Iterable[Whole]) -> Any:
     return result
 
 
-def _call_with_equal_draws(
-    operation: Callable[[], Any],
-    operands: Sequence[torch.Tensor],
-    groups: Iterable[dist.ProcessGroup],
-) -> Any:
-    """Call an operation on tensors that are equal on all ranks, with equal results."""
-    # Programs seed ranks differently. If an operation draws numbers, what it returns and writes is
-    # broadcast.
-    device = operands[0].device
-    state, versions = _generator_state(device), [operand._version for operand in operands]
-    result = operation()
-    if torch.equal(state, _generator_state(device)):
-        return result
-    written = [tensor for tensor, version in zip(operands, versions) if tensor._version != version]
-    for tensor in tree_leaves((result, written)):
+def _make_equal(values: Any, dtensors: Iterable[DTensor]) -> None:
+    """Broadcast values computed with random numbers: programs seed ranks differently."""
+    groups: dict[dist.ProcessGroup, None] = {}  # one after the other, they reach all ranks
+    for dtensor in dtensors:
+        part = part_of(dtensor)
+        replicas = part.replicas if part is not None else ()
+        groups |= dict.fromkeys([*dtensor.device_mesh.get_all_groups(), *replicas])
+    for tensor in tree_leaves(values):
         if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided and tensor.numel():
             content = tensor.detach().contiguous()
             broadcast_over(content.view(-1).view(torch.uint8), groups)
             tensor.detach().copy_(content)
-    return result
 
 
 def _generator_state(device: torch.device) -> Any:
