@@ -169,6 +169,7 @@ class ShardedParam:
             raise ValueError(
                 f"{self.name}: expects shape {tuple(self.slice.shape)} but got {tuple(value.shape)}"
             )
+        is_slice = False
         if isinstance(value, DTensor):
             part, local = part_of(value), value._local_tensor
             if part is not None and (part.key or isinstance(local, ChunkedTensor)):
@@ -183,13 +184,12 @@ class ShardedParam:
                 )
             is_of_tensor_axis = value.device_mesh.ndim < self._mesh.ndim
             if is_of_tensor_axis and local.shape == self.flat_range.shape:
-                return self._own(local)  # of the tensor-parallel model before sharding
-            value = value.full_tensor()  # torch has divided it
-        size = self.flat_range.shape[self.slice.dim] if self.slice.dim is not None else 0
-        return self._own(self.slice.of(value, size))
-
-    def _own(self, whole_slice: torch.Tensor) -> torch.Tensor:
-        flat = whole_slice.detach().reshape(-1)
+                value, is_slice = local, True  # of the tensor-parallel model before sharding
+            else:
+                value = value.full_tensor()  # torch has divided it
+        if self.slice.dim is not None and not is_slice:
+            value = self.slice.of(value, self.flat_range.shape[self.slice.dim])
+        flat = value.detach().reshape(-1)
         return flat[self.flat_range.start : self.flat_range.stop].view(self.flat_range.local_shape)
 
 
@@ -226,8 +226,7 @@ class ShardedGradient(UnevenDTensor):
 class GradientFamily:
     """The gradients of a model, whose norms are computed together, by one collective."""
 
-    # torch's `clip_grad_norm_` asks for one norm after the other, on all ranks in the same order.
-    # The first request computes all norms, and every gradient takes its own once.
+    # torch asks for one norm after the other: the first request computes all, each is taken once.
 
     def __init__(self) -> None:
         self._members: list[ShardedGradient] = []
@@ -306,17 +305,14 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """Scale the gradients of sharded parameters in place, so that their norm is at most a number.
 
-    The result is that of ``torch.nn.utils.clip_grad_norm_``, which works too, but calls a kernel
-    for each gradient. A gradient of another tensor is a ``TypeError``.
+    The result, the norm of all gradients before scaling, 0-d and equal on every rank, is that of
+    ``torch.nn.utils.clip_grad_norm_``, which works too, but calls a kernel for each gradient.
 
     Args:
         parameters: parameters of sharded models, in the same order on all ranks.
         max_norm: the largest norm that is left unchanged.
         norm_type: the order of the norm; positive, may be infinity.
         error_if_nonfinite: raise ``RuntimeError`` if the norm is NaN or Inf.
-
-    Returns:
-        The norm of all gradients together before they were scaled, 0-d, the same on every rank.
     """
     with torch._C.DisableTorchFunctionSubclass():
         shown = [parameter.grad for parameter in parameters]
