@@ -37,10 +37,10 @@ AnyDTensor = TypeVar("AnyDTensor", bound=DTensor)
 
 Coordinate = tuple[int, ...]  # position of a rank in a mesh: one number for each mesh axis
 
-# [Note: parts of tensors] In the flat buffers of the engine, a rank owns a flat range of a parameter.
-# Above it, a local tensor contains a TensorPart: chunks, in the order of the local elements. A chunk
-# is a block of the whole tensor, given by offsets and sizes. Local tensors have any size, as rows or
-# flat ranges, and follow one another along the mesh axes that divide dim 0, the last one fastest.
+# [Note: parts of tensors] In the engine, a rank owns a flat range of a parameter. Above it, a local
+# tensor contains a TensorPart: chunks, in the order of the local elements. A chunk is a block of
+# the whole tensor, given by offsets and sizes. Local tensors have any size, as rows or flat ranges,
+# and follow one another along the mesh axes that divide dim 0, the last one fastest.
 #
 # The layout determines the parts of parameters and gradients, of what is computed from them, and of
 # state dicts. For a user's own DTensors, ranks exchange local shapes (`part_at`).
@@ -103,8 +103,8 @@ class TensorSlice(NamedTuple):
 
     def chunks(self, flat_range: FlatRange) -> tuple[Chunk, ...]:
         """Return the chunks of the whole tensor that make up a flat range of this slice."""
-        # Elements 4 to 8 of the slice [:, 3:6] of shape (4, 6) are the end of its row 1 and its row
-        # 2: ((1, 1), (1, 2)), ((2, 0), (1, 3)), and ((1, 4), (1, 2)), ((2, 3), (1, 3)) of the whole.
+        # Elements 4 to 8 of the slice [:, 3:6] of shape (4, 6) are the end of row 1, and row 2:
+        # ((1, 1), (1, 2)), ((2, 0), (1, 3)), which are ((1, 4), (1, 2)), ((2, 3), (1, 3)) of all.
         chunks, dim, start = flat_range.chunks(), self.dim, self.start
         if dim is None:
             return tuple(chunks)
@@ -279,7 +279,7 @@ def full_tensor(dtensor: DTensor) -> torch.Tensor:
     for dim in later_dims:
         for axis in reversed(axes_of(placements, dim)):
             shards = all_gather_uneven(flat, mesh.get_group(axis))
-            ranges = [_as_range_of_dim(shard, shape, dim) for shard in shards]
+            ranges = [shard.view(replaced(tuple(shape), dim, -1)) for shard in shards]
             flat = torch.cat(ranges, dim).reshape(-1)
     if flat.numel() != shape.numel() and shape:
         raise ValueError(
@@ -287,16 +287,6 @@ def full_tensor(dtensor: DTensor) -> torch.Tensor:
             f" {shape.numel()}"
         )
     return flat[: shape.numel()].view(shape).to(local.device)
-
-
-def _as_range_of_dim(flat: torch.Tensor, shape: torch.Size, dim: int) -> torch.Tensor:
-    """View the flat elements of a range of ``dim`` of a tensor of ``shape`` with all its dims."""
-    others = shape.numel() // shape[dim]
-    if flat.numel() % others:
-        raise ValueError(
-            f"a part of {flat.numel()} elements is no range of dim {dim} of shape {tuple(shape)}"
-        )
-    return flat.view(replaced(tuple(shape), dim, flat.numel() // others))
 
 
 # ---- parts that follow from the shapes of all local tensors
