@@ -40,11 +40,11 @@ def record(
         with trace.record("traces"):
             train_one_step()
 
-    Files are written at its end, after an error too: ``traces/rank0.json``, which Perfetto
-    (https://ui.perfetto.dev) and chrome://tracing open, and ``traces/rank0.tsv``, a table; the same
-    for every rank. If a collective fails, the error shows the last ones of its rank and names the
-    first rank that differs; the other ranks print theirs. Over NCCL a timeout is an error only
-    with ``TORCH_NCCL_BLOCKING_WAIT=1``; otherwise torch ends the process.
+    Every rank writes files at its end, after an error too: ``traces/rank0.json`` for Perfetto
+    (https://ui.perfetto.dev) or chrome://tracing, and a table, ``traces/rank0.tsv``. If a
+    collective fails, the error shows the last ones of its rank and names the first rank that
+    differs; the other ranks print theirs. Over NCCL a timeout is an error only with
+    ``TORCH_NCCL_BLOCKING_WAIT=1``; otherwise torch ends the process.
 
     Args:
         directory: gets the files, and is created; None: no files.
