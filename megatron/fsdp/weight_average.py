@@ -17,8 +17,7 @@ from megatron.fsdp.sharded_module import ShardedModule
 class WeightAverage:
     """An exponential moving average of the main weights of a sharded model.
 
-    Every rank averages the weights that it owns, without communication, in the dtype of the main
-    weights. Buffers (statistics of batch norms) are not averaged.
+    Every rank averages its main weights, in their dtype, without communication; no buffers.
 
         average = WeightAverage(model, decay=0.999)
         average.update()  # after each step of the optimizer

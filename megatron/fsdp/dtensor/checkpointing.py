@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The published functions on uneven DTensors: gathering, checkpoints, splitting, nested state.
+"""The published functions on uneven DTensors: gathering, checkpoints, splitting, nested state."""
 
-They accept all DTensors of sharded models, and a user's own. Functions that may communicate say so;
-every rank of the DTensor's mesh must call them, in the same order.
-"""
+# Functions that may communicate say so: every rank of the mesh must call them, in the same order.
 
 from __future__ import annotations
 
@@ -58,7 +56,7 @@ def make_fsdp_dtensor(
 
     Args:
         local_tensor: rows, or a flat range of elements, of this rank's tensor-parallel slice.
-        param: the parameter: its shape, and the attributes or placements of tensor parallelism.
+        param: the parameter, with the attributes or placements of tensor parallelism.
         dist_index: the mesh, as ``model.get_distributed_index()`` returns it.
         is_sharded_param: the data ranks divide the parameter; False: each has a copy.
         is_expert_param: use the mesh of expert parameters.
@@ -113,11 +111,9 @@ def gather_uneven_dtensor_to_full_tensor(
 
 
 def update_uneven_dtensor_chunk_metadata(dtensor: DTensor) -> None:
-    """Prepare a DTensor for torch.distributed.checkpoint, in place; it keeps its storage.
+    """Prepare a DTensor for torch's checkpoint, in place; a small collective if parts are unknown.
 
-    Ranks exchange the sizes of local tensors whose parts they do not know, by a small collective.
-    Flat ranges of a user's own DTensor with dims besides dim 0 divided are a
-    ``NotImplementedError``. Placements other than ``Shard`` and ``Replicate`` are left to torch.
+    Placements other than ``Shard`` and ``Replicate`` are left to torch.
     """
     _attach_chunks({"": dtensor})
 
@@ -125,8 +121,8 @@ def update_uneven_dtensor_chunk_metadata(dtensor: DTensor) -> None:
 def preprocess_state_dict_for_uneven_dtensor(state_dict: dict[str, Any]) -> dict[str, Any]:
     """Prepare every DTensor in nested mappings, lists and tuples, in place, for torch's checkpoint.
 
-    Returns ``state_dict`` itself. All DTensors of a mesh share one exchange of sizes. If its ranks
-    do not have the same DTensors, each of them raises ``ValueError``.
+    Returns ``state_dict`` itself. All DTensors of a mesh share one exchange of sizes. They must be
+    the same on its ranks, else each of them raises ``ValueError``.
     """
     paths = filter_unflattened_state_dict(
         state_dict, visit_condition=lambda item: isinstance(item, DTensor)
@@ -154,10 +150,8 @@ def get_state_dict(
 def gather_and_compute_chunk_metadata(dtensor: DTensor) -> ChunkStorageMetadata:
     """Compute the offsets and sizes of this rank's chunk from the local sizes of all ranks.
 
-    This is a small collective, unless the tensor is replicated or a scalar. If this rank owns
-    nothing, the size of dim 0 is 0; for a scalar of another rank, both are ``(0,)``. If some rank
-    has several chunks, a flat range that begins or ends inside a row, every rank raises
-    ``NotImplementedError``.
+    This is a small collective, unless the tensor is replicated or a scalar. A rank without
+    elements has size 0 in dim 0. Several chunks on some rank are a ``NotImplementedError``.
     """
     _check_placements(dtensor)
     shape, mesh = tuple(dtensor.shape), dtensor.device_mesh
@@ -197,7 +191,6 @@ def _attach_chunks(named: dict[str, DTensor]) -> None:
 
 
 def _own_part(dtensor: DTensor) -> TensorPart:
-    """Return this rank's part; a collective if the ranks do not know their parts."""
     _check_placements(dtensor)
     return part_of(dtensor) or _exchanged_parts({"": dtensor}, dtensor.device_mesh)[""]
 
@@ -241,8 +234,7 @@ def validate_uneven_dtensor(dtensor: DTensor) -> None:
     """Check that the local tensors of all ranks make up the whole tensor; a collective.
 
     Every rank raises the same ``ValueError`` if chunks overlap, leave a gap, reach beyond the shape
-    or do not fit the local tensor, or if copies have different chunks; ``NotImplementedError`` for
-    placements other than ``Shard`` and ``Replicate``.
+    or do not fit the local tensor, or if copies have different chunks.
     """
     part = _own_part(dtensor)
     mesh, shape = dtensor.device_mesh, tuple(dtensor.shape)
@@ -260,10 +252,7 @@ def validate_uneven_dtensor(dtensor: DTensor) -> None:
 
 
 def _problems(ranks: list[Any], shape: tuple[int, ...]) -> list[str]:
-    """List the problems of the chunks of all ranks; a scalar has no chunks to compare.
-
-    ``ranks``: for each a key that it shares with its copies, its number, local size and chunks.
-    """
+    """List problems of all ranks, given as key shared with copies, number, local size, chunks."""
     problems: list[str] = []
     first_of: dict[Any, tuple[int, tuple[Chunk, ...]]] = {}
     for copies, rank, numel, chunks in ranks:
@@ -279,7 +268,7 @@ def _problems(ranks: list[Any], shape: tuple[int, ...]) -> list[str]:
                 f"rank {rank} does not hold the same chunks as rank {first}, whose copy it should"
                 " be"
             )
-        # The placements of a scalar are Replicate, but only one rank may have its element.
+        # Only one rank may have the element of a scalar, which is called Replicate.
         first_of[copies] = (first, chunks_of_first or chunks)
     everything: list[Chunk] = sorted(sum((chunks for _, chunks in first_of.values()), ()))
     for index, left in enumerate(everything if shape else ()):
@@ -298,8 +287,7 @@ def _problems(ranks: list[Any], shape: tuple[int, ...]) -> list[str]:
 
 def _text(chunk: Chunk) -> str:
     """Format a chunk as an index, such as [0:2, 3:5]."""
-    ranges = [f"{offset}:{offset + size}" for offset, size in zip(*chunk)]
-    return f"[{', '.join(ranges)}]"
+    return f"[{', '.join(f'{offset}:{offset + size}' for offset, size in zip(*chunk))}]"
 
 
 # ---- splitting
@@ -313,14 +301,10 @@ def split_dtensor(
 ) -> Iterator[DTensor]:
     """Split a DTensor along ``dim`` into DTensors, like ``torch.split``; detached, sharing storage.
 
-    A rank keeps the elements that it has of ``dtensor``, so it may have none of a part. Ranks that
-    do not know their parts exchange sizes in this call, by a small collective. The parts are always
-    ready for torch's checkpoint, so ``update_uneven_dtensor_chunk_meta`` has no effect.
-
-    Raises:
-        IndexError, RuntimeError: those of ``torch.split``.
-        NotImplementedError: for a dim other than 0 if ranks have flat ranges, and for placements
-            other than ``Shard`` and ``Replicate``.
+    A rank keeps its elements, so it may have none of a part. If ranks do not know their parts, this
+    call is a small collective. The parts are always ready for torch's checkpoint, so
+    ``update_uneven_dtensor_chunk_meta`` has no effect. Dims other than 0 of flat ranges are a
+    ``NotImplementedError``.
     """
     pieces = torch.empty(dtensor.shape, device="meta").split(split_size_or_sections, dim)
     dim %= dtensor.ndim
@@ -338,14 +322,10 @@ def split_dtensor(
 
 def _cut(dtensor: DTensor, part: TensorPart, dim: int, start: int, length: int) -> DTensor:
     """Return the range ``[start, start + length)`` of ``dim`` as a DTensor."""
-    # Example of a block: the local tensor is rows 2 to 5 of a matrix, ((2, 0), (4, 3)), and the
-    # range is rows 3 to 8. They have rows 3 to 5 in common: rows 1 to 3 of the local tensor, and
-    # the chunk ((0, 0), (3, 3)) of the range.
-    #
-    # Example of a flat range, along dim 0: elements 2 to 10 of a matrix of shape (4, 3) are the
-    # chunks ((0, 2), (1, 1)), ((1, 0), (2, 3)) and ((3, 0), (1, 2)), one after the other. Row 2 is
-    # the second row of the second chunk: after the 1 element of the first chunk and a row of 3 come
-    # its 3 elements, [4:7] of the local tensor.
+    # A block: of rows 2 to 5 of a matrix, ((2, 0), (4, 3)), the range of rows 3 to 8 has rows 1 to
+    # 3 of the local tensor, the chunk ((0, 0), (3, 3)) of the range.
+    # A flat range: elements 2 to 10 of shape (4, 3) are ((0, 2), (1, 1)), ((1, 0), (2, 3)) and
+    # ((3, 0), (1, 2)). Row 2 comes after 1 element and a row of 3: [4:7] of the local tensor.
     shape = replaced(tuple(dtensor.shape), dim, length)
     local = dtensor._local_tensor.detach()
     cut = local.new_empty((0, *shape[1:]))
@@ -375,10 +355,7 @@ def filter_unflattened_state_dict(
     key_chain: list[Any] = [],  # noqa: B006  # the published default; it is not changed here
     visit_condition: Callable[[Any], bool] = lambda x: False,
 ) -> list[list[Any]]:
-    """List the paths, keys and positions after ``key_chain``, of items in nested state.
-
-    Mappings, lists and tuples are visited; ``visit_condition`` chooses among all other values.
-    """
+    """List the paths after ``key_chain`` of items of nested state that meet the condition."""
     if isinstance(state_dict, list | tuple):
         state_dict = dict(enumerate(state_dict))
     if not isinstance(state_dict, Mapping):

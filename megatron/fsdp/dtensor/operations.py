@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
-from itertools import chain
 from typing import Any, NoReturn, SupportsIndex
 
 import torch
@@ -30,7 +28,7 @@ UNTAGGED = frozenset(
     }
 )
 ALIASES = frozenset({aten.alias.default, aten.detach.default})
-# Operations whose second argument is a shape: aliases if it is the operand's own.
+# Aliases if their second argument is the operand's own shape.
 RESHAPES = frozenset({aten.view.default, aten._unsafe_view.default, aten.expand.default})
 # Operations that take dtype and device from a tensor, and the shape from their arguments.
 FACTORIES = frozenset(
@@ -67,15 +65,13 @@ UNKNOWN_PART = (
 )
 
 
-# [Note: operations on uneven DTensors] torch's own rules for DTensors expect equal parts. Here, an
-# operation first runs in a mode that looks at what it consists of:
+# [Note: operations on uneven DTensors] torch's own rules expect equal parts. Here, an operation
+# first runs in a mode that looks at what it consists of:
 #
-#     element-wise    on the local tensors of operands that are divided alike, and numbers. The
-#                     result is another uneven DTensor; nothing is communicated. Operations in place
-#                     take this rank's part of other operands too
-#     anything else   started again, on whole tensors that all ranks gather. The result is a plain
-#                     tensor, equal on all ranks. What is written to a whole tensor, or later to a
-#                     view of it, is copied into the local tensor
+#     element-wise    on local tensors of operands that are divided alike, and numbers, to an uneven
+#                     DTensor, without communication; in place, on own parts of other operands too
+#     anything else   started again, on whole tensors that all ranks gather, to a plain tensor. What
+#                     is written to a whole tensor or a view of it is copied to the local tensor
 #
 # This depends on shapes and layouts, equal on all ranks: all of them gather or none does.
 
@@ -148,7 +144,6 @@ class OnLocalTensors(TorchDispatchMode):
         of_local = {id(operand._local_tensor): operand for operand in operands}
 
         def wrap(local: torch.Tensor, pattern: DTensor) -> DTensor:
-            """Return a local result as a DTensor, or the operand that it belongs to."""
             if id(local) in of_local:
                 return of_local[id(local)]
             return self._divided_like(pattern, local, func in ALIASES or func in RESHAPES)
@@ -167,7 +162,7 @@ class OnLocalTensors(TorchDispatchMode):
         return result
 
     def _own_parts_of_operands(self, func: Any, args: Any, is_list: bool) -> Any:
-        """Replace whole operands of an operation that writes to sharded tensors by own parts."""
+        """Replace whole operands of an operation in place by this rank's parts."""
         written, result = args[0], list(args)
         if is_list:
             for position, values in enumerate(args):
@@ -245,7 +240,6 @@ def _are_alike(left: DTensor, right: DTensor) -> bool:
 
 
 def _report_writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Note the writes of an operation to the local tensors of its arguments."""
     values = [kwargs.get("out")]
     for argument, value in zip(func._schema.arguments, args):
         if argument.alias_info is not None and argument.alias_info.is_write:
@@ -275,10 +269,9 @@ class Whole:
 
     def __init__(self, dtensor: DTensor):
         self.dtensor = dtensor
-        # The placements of a scalar are Replicate, but only one rank may have its element.
+        # Only one rank may have the element of a scalar, which is called Replicate.
         self.is_local = is_replicated(dtensor) and bool(dtensor.shape)
         local = dtensor._local_tensor
-        # Gathered, or a view of the local one if every rank has all elements.
         self.tensor = local.detach() if self.is_local else full_tensor(dtensor)
         if torch.is_grad_enabled() and dtensor.requires_grad:
             self.tensor.requires_grad_()
@@ -314,10 +307,7 @@ class Whole:
 
 
 class WholeView(torch.Tensor):
-    """A view of a whole tensor that was gathered from all ranks."""
-
-    # Operations on it return plain tensors, or views like itself. What is written to it is copied
-    # into the local tensor, without communication.
+    """A view of a gathered tensor; what is written to it is copied into the local tensor."""
 
     whole: Whole
 
@@ -364,8 +354,11 @@ def _call_on_wholes(
     watched = [(whole.tensor, whole) for whole in wholes] + [(view, view.whole) for view in views]
     tensors = [tensor for tensor, _ in watched]
     versions = [tensor._version for tensor in tensors]
-    groups = dict.fromkeys(chain.from_iterable(_groups_of(whole.dtensor) for _, whole in watched))
-    result = _call_with_equal_draws(partial(func, *args, **kwargs), tensors, groups)
+    state = _generator_state(tensors[0].device)
+    result = func(*args, **kwargs)
+    if not torch.equal(state, _generator_state(tensors[0].device)):
+        changed = [own for own, version in zip(tensors, versions) if own._version != version]
+        _make_equal((result, changed), [whole.dtensor for _, whole in watched])
     written: list[Whole] = []
     for (tensor, whole), version in zip(watched, versions):
         if tensor._version != version and whole not in written:
@@ -376,12 +369,6 @@ def _call_on_wholes(
     for whole in written:
         whole.version = _version(whole.dtensor._local_tensor)
     return _as_views(result, [whole for _, whole in watched])
-
-
-def _groups_of(dtensor: DTensor) -> list[dist.ProcessGroup]:
-    """Return groups that reach all ranks with parts of a tensor, one after the other."""
-    part, mesh = part_of(dtensor), dtensor.device_mesh
-    return [*mesh.get_all_groups(), *(part.replicas if part is not None else ())]
 
 
 def _as_views(result: Any, wholes: Iterable[Whole]) -> Any:
@@ -406,26 +393,18 @@ def _as_views(result: Any, wholes: Iterable[Whole]) -> Any:
     return result
 
 
-def _call_with_equal_draws(
-    operation: Callable[[], Any],
-    operands: Sequence[torch.Tensor],
-    groups: Iterable[dist.ProcessGroup],
-) -> Any:
-    """Call an operation on tensors that are equal on all ranks, with equal results."""
-    # Programs seed ranks differently, for dropout and data. If the operation draws from the default
-    # generator, results and operands that it has written to are broadcast over the groups.
-    device = operands[0].device
-    state, versions = _generator_state(device), [operand._version for operand in operands]
-    result = operation()
-    if torch.equal(state, _generator_state(device)):
-        return result
-    written = [tensor for tensor, version in zip(operands, versions) if tensor._version != version]
-    for tensor in tree_leaves((result, written)):
+def _make_equal(values: Any, dtensors: Iterable[DTensor]) -> None:
+    """Broadcast values computed with random numbers: programs seed ranks differently."""
+    groups: dict[dist.ProcessGroup, None] = {}  # one after the other, they reach all ranks
+    for dtensor in dtensors:
+        part = part_of(dtensor)
+        replicas = part.replicas if part is not None else ()
+        groups |= dict.fromkeys([*dtensor.device_mesh.get_all_groups(), *replicas])
+    for tensor in tree_leaves(values):
         if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided and tensor.numel():
             content = tensor.detach().contiguous()
             broadcast_over(content.view(-1).view(torch.uint8), groups)
             tensor.detach().copy_(content)
-    return result
 
 
 def _generator_state(device: torch.device) -> Any:

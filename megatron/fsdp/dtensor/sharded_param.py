@@ -51,10 +51,9 @@ class ParameterMesh:
     norm_group_of_copies: NormGroup  # of those of which every tensor-parallel rank has a copy
 
 
-# [Note: sharded parameters] The local tensor of a sharded parameter is the flat range of its
-# group's main shard that the layout assigns to this rank. That of its gradient is the same range of
-# the gradient shard. Both know their part of the whole tensor, and so does everything that
-# element-wise operations compute from them.
+# [Note: sharded parameters] The local tensor of a parameter, or of its gradient, is a flat range of
+# its group's main shard, or gradient shard. Both, and what element-wise operations make of them,
+# know their part of the whole tensor.
 
 
 class ShardedParam:
@@ -120,10 +119,7 @@ class ShardedParam:
     # ---- checkpoints
 
     def checkpoint_tensor(self, value: DTensor | None = None, with_chunks: bool = True) -> DTensor:
-        """Return a tensor over ``value``'s storage that torch's checkpoint can save and load.
-
-        ``value`` is a DTensor of the parameter's shape; None: the main weight.
-        """
+        """Return ``value``, by default the main weight, as torch's checkpoint expects it."""
         source = self.parameter if value is None else value
         tensor = self._in_checkpoint(source._local_tensor.detach(), self._part, with_chunks)
         tensor.on_write = getattr(source, "on_write", None)
@@ -133,9 +129,8 @@ class ShardedParam:
         """Cut ``value``, as above, along dim 0 into ``count`` equal entries of a checkpoint."""
         if count == 1:
             return [self.checkpoint_tensor(value)]
-        # Example with a count of 2: a weight of shape (8, 3) becomes two tensors of shape (4, 3).
-        # If tensor parallelism divides its dim 0 over two ranks, each rank has 2 rows of either.
-        # The second rank starts at row 4 of the weight, and at row 4 / 2 = 2 of the two tensors.
+        # With a count of 2, a weight of shape (8, 3) becomes two of shape (4, 3). The second of two
+        # tensor-parallel ranks starts at row 4 of the weight, and at row 4 / 2 = 2 of either.
         rows, dim, start = self.slice.shape[0] // count, self.slice.dim, self.slice.start
         shape = (rows, *self.slice.shape[1:])
         slice_ = TensorSlice(shape, dim, start // count if dim == 0 else start)
@@ -167,17 +162,14 @@ class ShardedParam:
         self.parameter._local_tensor.copy_(self.local_shard(value))
 
     def local_shard(self, value: torch.Tensor) -> torch.Tensor:
-        """Return the elements of ``value`` that this rank owns, in the shape of the local tensor.
-
-        ``value`` has the parameter's shape: a full tensor, a DTensor of this layout, or a DTensor
-        that torch has divided, which is gathered. Another shape or layout is a ``ValueError``.
-        """
+        """Return this rank's elements of a full tensor or DTensor; ``ValueError`` if none fit."""
         if not isinstance(value, torch.Tensor):
             raise ValueError(f"{self.name}: expects a tensor but got {type(value).__name__}")
         if tuple(value.shape) not in (self.slice.shape, self.slice.shape or (1,)):
             raise ValueError(
                 f"{self.name}: expects shape {tuple(self.slice.shape)} but got {tuple(value.shape)}"
             )
+        is_slice = False
         if isinstance(value, DTensor):
             part, local = part_of(value), value._local_tensor
             if part is not None and (part.key or isinstance(local, ChunkedTensor)):
@@ -190,18 +182,15 @@ class ShardedParam:
                     f" elements on this rank, not the {self.flat_range.numel} of this one); load it"
                     " with torch.distributed.checkpoint, which reshards"
                 )
-        whole = self._whole_slice_of(value).reshape(-1)
-        return whole[self.flat_range.start : self.flat_range.stop].view(self.flat_range.local_shape)
-
-    def _whole_slice_of(self, value: torch.Tensor) -> torch.Tensor:
-        """Return this rank's slice of a full tensor, or of a DTensor that torch has divided."""
-        size = self.flat_range.shape[self.slice.dim] if self.slice.dim is not None else 0
-        if not isinstance(value, DTensor):
-            return self.slice.of(value.detach(), size)
-        is_of_tensor_axis = value.device_mesh.ndim < self._mesh.ndim
-        if is_of_tensor_axis and value._local_tensor.shape == self.flat_range.shape:
-            return value._local_tensor.detach()  # of the tensor-parallel model before sharding
-        return self.slice.of(value.full_tensor().detach(), size)
+            is_of_tensor_axis = value.device_mesh.ndim < self._mesh.ndim
+            if is_of_tensor_axis and local.shape == self.flat_range.shape:
+                value, is_slice = local, True  # of the tensor-parallel model before sharding
+            else:
+                value = value.full_tensor()  # torch has divided it
+        if self.slice.dim is not None and not is_slice:
+            value = self.slice.of(value, self.flat_range.shape[self.slice.dim])
+        flat = value.detach().reshape(-1)
+        return flat[self.flat_range.start : self.flat_range.stop].view(self.flat_range.local_shape)
 
 
 def link(tensor: torch.Tensor, sharded: ShardedParam) -> None:
@@ -222,10 +211,9 @@ def is_linked(tensor: object) -> bool:
 
 # ---- gradients
 #
-# [Note: norms of gradients] torch computes norms of DTensors mesh by mesh. It can neither combine
-# norms over different meshes (expert parameters), nor compute an infinity norm if a rank owns
-# nothing. Here every rank computes the norms of its shards, and one all-reduce over each process
-# group combines all of them into plain tensors, equal on all ranks.
+# [Note: norms of gradients] torch can neither combine norms over different meshes (expert
+# parameters), nor compute an infinity norm if a rank owns nothing. Here one all-reduce over each
+# process group combines the norms of all shards into plain tensors, equal on all ranks.
 
 
 class ShardedGradient(UnevenDTensor):
@@ -238,8 +226,7 @@ class ShardedGradient(UnevenDTensor):
 class GradientFamily:
     """The gradients of a model, whose norms are computed together, by one collective."""
 
-    # torch's `clip_grad_norm_` asks for one norm after the other, on all ranks in the same order.
-    # The first request computes all norms, and every gradient takes its own once.
+    # torch asks for one norm after the other: the first request computes all, each is taken once.
 
     def __init__(self) -> None:
         self._members: list[ShardedGradient] = []
@@ -269,10 +256,7 @@ class GradientFamily:
 def norms(
     gradients: Sequence[ShardedGradient], order: float = 2.0, dtype: torch.dtype | None = None
 ) -> list[torch.Tensor]:
-    """Compute the norm of each whole gradient: 0-d tensors, equal on every rank; a collective.
-
-    Without a ``dtype``, the results have that of each gradient, at least float32.
-    """
+    """Compute the norm of each whole gradient, 0-d, by default at least float32; a collective."""
     if not gradients:
         return []
     shards = [gradient._local_tensor for gradient in gradients]
@@ -299,7 +283,6 @@ def norms(
 def _all_reduce(
     values: torch.Tensor, norm_groups: Sequence[NormGroup], op: dist.ReduceOp.RedOpType
 ) -> None:
-    """All-reduce each value over the process groups of its norm group, in place."""
     distinct = list(dict.fromkeys(norm_groups))
     for group in _groups_of(distinct):
         if all(group in norm_group.groups for norm_group in distinct):
@@ -322,18 +305,14 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """Scale the gradients of sharded parameters in place, so that their norm is at most a number.
 
-    The result is that of ``torch.nn.utils.clip_grad_norm_``, which works too, but calls a kernel
-    for each gradient. A gradient of another tensor is a ``TypeError``.
+    The result, the norm of all gradients before scaling, 0-d and equal on every rank, is that of
+    ``torch.nn.utils.clip_grad_norm_``, which works too, but calls a kernel for each gradient.
 
     Args:
-        parameters: parameters of sharded models, in the same order on all ranks; those without a
-            gradient are skipped.
+        parameters: parameters of sharded models, in the same order on all ranks.
         max_norm: the largest norm that is left unchanged.
         norm_type: the order of the norm; positive, may be infinity.
         error_if_nonfinite: raise ``RuntimeError`` if the norm is NaN or Inf.
-
-    Returns:
-        The norm of all gradients together before they were scaled, 0-d, the same on every rank.
     """
     with torch._C.DisableTorchFunctionSubclass():
         shown = [parameter.grad for parameter in parameters]
@@ -356,9 +335,7 @@ def clip_grad_norm_(
     return total
 
 
-# ---- replacements of torch's functions, with the same arguments
-#
-# They return NotImplemented for calls that torch handles.
+# ---- replacements of torch's functions; NotImplemented for calls that torch handles
 
 
 def _are_gradients(tensors: Sequence[torch.Tensor]) -> TypeGuard[Sequence[ShardedGradient]]:

@@ -37,17 +37,13 @@ AnyDTensor = TypeVar("AnyDTensor", bound=DTensor)
 
 Coordinate = tuple[int, ...]  # position of a rank in a mesh: one number for each mesh axis
 
-# [Note: parts of tensors] The engine lays parameters out in flat buffers, where a rank owns a flat
-# range of each. Above the engine, what a local tensor contains is a TensorPart: chunks of the whole
-# tensor, in the order of the local elements. A chunk is a block of an N-d tensor, given by offsets
-# and sizes. torch's DTensor expects equal blocks. Here local tensors have any size, as whole rows
-# or as flat ranges, and follow one another along the mesh axes that divide dim 0, the last of
-# these axes fastest.
+# [Note: parts of tensors] In the engine, a rank owns a flat range of a parameter. Above it, a local
+# tensor contains a TensorPart: chunks, in the order of the local elements. A chunk is a block of
+# the whole tensor, given by offsets and sizes. Local tensors have any size, as rows or flat ranges,
+# and follow one another along the mesh axes that divide dim 0, the last one fastest.
 #
-# The layout determines the parts of parameters and gradients, of everything computed from them, and
-# of the tensors in state dicts. A replicated tensor is one chunk. Of other DTensors (a user's own)
-# a rank knows its local tensor only: the ranks of the mesh exchange the shapes of their local
-# tensors, and every rank computes all offsets (`part_at`).
+# The layout determines the parts of parameters and gradients, of what is computed from them, and of
+# state dicts. For a user's own DTensors, ranks exchange local shapes (`part_at`).
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,9 +77,7 @@ class TensorSlice(NamedTuple):
 
     @classmethod
     def of_parameter(cls, parameter: nn.Parameter, axis: DeviceMesh | None) -> TensorSlice:
-        """Return the slice that a module's ``parameter`` is on this rank of the tensor axis."""
-        # It follows from the placements of DTensors, and from the attributes of Megatron-Core's and
-        # Transformer Engine's parameters.
+        """Return the slice, from the placements of a DTensor or Megatron-Core's attributes."""
         local = tuple(local_tensor(parameter).shape)
         if axis is None:
             return cls(local)
@@ -109,15 +103,11 @@ class TensorSlice(NamedTuple):
 
     def chunks(self, flat_range: FlatRange) -> tuple[Chunk, ...]:
         """Return the chunks of the whole tensor that make up a flat range of this slice."""
-        # Example: the whole tensor has shape (4, 6), and this rank the slice [:, 3:6], of shape
-        # (4, 3). Elements 4 to 8 of the slice are the end of its row 1 and its row 2:
-        #
-        #     within the slice    ((1, 1), (1, 2)), ((2, 0), (1, 3))    offsets and sizes
-        #     within the whole    ((1, 4), (1, 2)), ((2, 3), (1, 3))
-        chunks = flat_range.chunks()
-        if self.dim is None:
+        # Elements 4 to 8 of the slice [:, 3:6] of shape (4, 6) are the end of row 1, and row 2:
+        # ((1, 1), (1, 2)), ((2, 0), (1, 3)), which are ((1, 4), (1, 2)), ((2, 3), (1, 3)) of all.
+        chunks, dim, start = flat_range.chunks(), self.dim, self.start
+        if dim is None:
             return tuple(chunks)
-        dim, start = self.dim, self.start
         return tuple((replaced(at, dim, at[dim] + start), sizes) for at, sizes in chunks)
 
     def of(self, whole: torch.Tensor, size: int) -> torch.Tensor:
@@ -136,17 +126,14 @@ def replaced(values: tuple[int, ...], position: int, value: int) -> tuple[int, .
 class ChunkedTensor(torch.Tensor):
     """A local tensor that tells torch.distributed.checkpoint which chunks it contains."""
 
-    # torch computes the chunks of a DTensor from its placements, which is wrong for uneven ones,
-    # but first asks the local tensor by the three methods with double underscores.
-
+    # torch asks for chunks by three methods with double underscores before it computes equal ones.
     # Operations ignore this class, as torch documents for subclasses that only carry data.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     part: TensorPart
 
     def copy_(self, src: torch.Tensor, non_blocking: bool = False) -> ChunkedTensor:
         """Copy a tensor of the local shape, or this part of a view of the whole one."""
-        # torch's `set_model_state_dict` with `broadcast_from_rank0` hands over the part of the
-        # whole tensor that this rank would have if the ranks had equal parts.
+        # torch's `set_model_state_dict` with `broadcast_from_rank0` hands over an equal part.
         if not self.numel():
             return self  # a part of equal size may have elements
         whole = src._base
@@ -231,8 +218,7 @@ def wrap_local(
     stride = torch.empty(shape, device="meta").stride()
     meta = TensorMeta(torch.Size(shape), stride, local.dtype)
     spec = DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
-    # The wrapper gets its storage offset from the tensor that it is created with, and torch cannot
-    # copy or save a wrapper whose offset is not 0. So `local` is assigned afterwards.
+    # torch cannot copy or save a wrapper created with a storage offset, which `local` may have.
     result = dtensor_class(local.new_empty(0), spec, requires_grad=False)
     result._local_tensor = local
     return result
@@ -286,16 +272,14 @@ def full_tensor(dtensor: DTensor) -> torch.Tensor:
         return local.clone().view(shape)
     if _watched_bytes is not None:
         _watched_bytes.append(shape.numel() * local.itemsize)
-    # Offloaded state is gathered where the mesh is.
-    flat = local.reshape(-1).to(mesh.device_type)
-    # torch has no sharded scalars, so the placements of a scalar in a state dict are Replicate. But
-    # only one rank may have its element, so it is gathered along all axes.
+    flat = local.reshape(-1).to(mesh.device_type)  # offloaded state is gathered there
+    # Only one rank may have the element of a scalar, which is called Replicate.
     for axis in reversed(axes_of(placements, 0) if shape else range(len(placements))):
         flat = torch.cat(all_gather_uneven(flat, mesh.get_group(axis)))
     for dim in later_dims:
         for axis in reversed(axes_of(placements, dim)):
             shards = all_gather_uneven(flat, mesh.get_group(axis))
-            ranges = [_as_range_of_dim(shard, shape, dim) for shard in shards]
+            ranges = [shard.view(replaced(tuple(shape), dim, -1)) for shard in shards]
             flat = torch.cat(ranges, dim).reshape(-1)
     if flat.numel() != shape.numel() and shape:
         raise ValueError(
@@ -303,16 +287,6 @@ def full_tensor(dtensor: DTensor) -> torch.Tensor:
             f" {shape.numel()}"
         )
     return flat[: shape.numel()].view(shape).to(local.device)
-
-
-def _as_range_of_dim(flat: torch.Tensor, shape: torch.Size, dim: int) -> torch.Tensor:
-    """View the flat elements of a range of ``dim`` of a tensor of ``shape`` with all its dims."""
-    others = shape.numel() // shape[dim]
-    if flat.numel() % others:
-        raise ValueError(
-            f"a part of {flat.numel()} elements is no range of dim {dim} of shape {tuple(shape)}"
-        )
-    return flat.view(replaced(tuple(shape), dim, flat.numel() // others))
 
 
 # ---- parts that follow from the shapes of all local tensors
@@ -324,11 +298,8 @@ def part_at(
     placements: Sequence[Placement],
     local_shapes: Mapping[Coordinate, tuple[int, ...]],
 ) -> tuple[TensorPart, tuple[int, ...]]:
-    """Return the part that rank ``own`` has of a DTensor, and the offsets at which it begins.
-
-    ``local_shapes`` are those of all ranks. With another number of dims than ``shape``, which has
-    at least one, a local tensor is a flat range of elements.
-    """
+    """Return the part that rank ``own`` has of a DTensor, and the offsets at which it begins."""
+    # A local tensor with another number of dims is a flat range.
     ndim = len(shape)
     is_flat = any(len(local) != ndim and prod(local) for local in local_shapes.values())
     divided = [dim for dim in range(1, ndim) if axes_of(placements, dim)]
@@ -341,8 +312,7 @@ def part_at(
     for dim in range(1 if is_flat else ndim):
         axes = axes_of(placements, dim)
         others = [axis for axis in range(len(own)) if axis not in axes]
-        # The sizes along this dim of the local tensors before this one. An empty local tensor may
-        # have any width, so a width is the largest of those at the same position.
+        # An empty local tensor may have any width, so a width is the largest at its position.
         sizes: dict[Coordinate, int] = defaultdict(int)
         for coordinate, local in local_shapes.items():
             is_on_line = all(coordinate[axis] == own[axis] for axis in others)

@@ -39,10 +39,7 @@ for _name in ("T", "mT", "H", "mH", "real", "imag"):
 
 
 class UnevenDTensor(DTensor):
-    """A DTensor whose local tensors may have any size, and which can still be gathered.
-
-    Operations give what the whole tensor would give; see [Note: operations on uneven DTensors].
-    """
+    """A DTensor with local tensors of any size; operations give what whole tensors would give."""
 
     # What the local tensor contains; None if the ranks do not know, or the placements tell it.
     part: TensorPart | None = None
@@ -99,9 +96,9 @@ class UnevenDTensor(DTensor):
                 "the ranks do not know which part of this DTensor each of them has: call"
                 " update_uneven_dtensor_chunk_metadata on it first"
             )
-        return (
-            local if isinstance(local, ChunkedTensor) else as_chunked_tensor(local.detach(), part)
-        )
+        if isinstance(local, ChunkedTensor):
+            return local
+        return as_chunked_tensor(local.detach(), part)
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         return self._with_chunks().__create_chunk_list__()
@@ -131,7 +128,7 @@ class UnevenDTensor(DTensor):
             )
         everywhere = [Replicate()] * self.device_mesh.ndim
         wanted = tuple(placements or everywhere)
-        # The placements of a scalar are Replicate, but only one rank may have its element.
+        # Only one rank may have the element of a scalar, which is called Replicate.
         if wanted == tuple(self.placements) and self.shape:
             return self
         whole = full_tensor(self)
@@ -152,9 +149,7 @@ class UnevenDTensor(DTensor):
         return result
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
-        """Pickle as DTensors of torch do: the local tensor, the mesh and the placements."""
-        # The rest of the flat buffer, what belongs to this process only, and the class of gradients
-        # are left out.
+        """Pickle the local tensor, mesh and placements, without what belongs to this process."""
         local = self._local_tensor
         if type(local) is torch.Tensor:  # a view; pickle would take the whole storage
             local = local.detach().clone()
@@ -171,7 +166,6 @@ torch.serialization.add_safe_globals([UnevenDTensor])
 
 @torch.no_grad()
 def _assign(dtensor: UnevenDTensor, value: torch.Tensor) -> None:
-    """Copy ``value`` into a tensor whose ``data`` it is assigned to."""
     # torch would exchange the wrapper and leave the local tensor as it was.
     if value.shape != dtensor.shape:
         raise RuntimeError(
@@ -197,8 +191,7 @@ def make_uneven_dtensor(
 ) -> UnevenDTensor:
     """Return a DTensor of ``shape`` over ``local_tensor``, sharing its storage; no communication.
 
-    Local tensors of successive ranks follow one another, as rows or as flat ranges of elements, of
-    any size. A number of placements other than that of the mesh axes is a ``ValueError``.
+    Local tensors of successive ranks follow one another, as rows or flat ranges of any size.
     """
     if len(placements) != device_mesh.ndim:
         raise ValueError(

@@ -48,7 +48,6 @@ def first_difference(sequences: Sequences) -> str | None:
 
 
 def _difference_in(ranks: tuple[int, ...], sequences: Sequences) -> tuple[float, str] | None:
-    """Return when the first collective began in which these ranks differ, and the message."""
     numbered: dict[int, dict[int, PublishedCollective]] = {}
     for rank in ranks:
         published = sequences.get(rank)
@@ -91,14 +90,12 @@ class DivergenceWatch:
 
     def stop(self) -> None:
         """Stop looking, and leave the last collectives of this rank to ranks that fail later."""
-        # They may wait for this rank, which has failed elsewhere or had fewer batches.
         self._is_over.set()
         self._thread.join()
         with suppress(RuntimeError):  # the store has ended with the process that has it
             self._publish()
 
     def _look(self) -> None:
-        """Publish and print the last collectives of this rank when another rank has failed."""
         with suppress(RuntimeError):  # as above
             while not self._is_over.wait(POLL_SECONDS):
                 if self._store.check(["failed"]):
@@ -107,15 +104,13 @@ class DivergenceWatch:
                     return
 
     def _explain(self, entry: TraceEntry, error: Exception) -> str:
-        """Return the message for a collective that failed on this rank."""
         self._is_over.set()  # the thread would print what the message says
         parts = [f"failed: {entry}: {error}", self._last_lines()]
         try:
             self._store.set("failed", str(self._rank))
             self._publish()
             sequences = self._collect()
-            silent = sorted(set(range(self._num_ranks)) - set(sequences))
-            if silent:
+            if silent := sorted(set(range(self._num_ranks)) - set(sequences)):
                 parts.append(f"no answer from ranks {silent}")
             parts.append(
                 first_difference(sequences)

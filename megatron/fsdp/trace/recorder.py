@@ -21,13 +21,11 @@ class CollectiveError(RuntimeError):
     """A collective that failed while it was recorded; the cause is torch's error."""
 
 
-# [Note: recorded times] Times are of the host. A collective begins when it is launched. On CPU it
-# ends when :meth:`~megatron.fsdp.engine.device.Pending.wait` returns, which may be later than its
-# last byte. On CUDA it ends when it is enqueued: device times are what torch.profiler is for.
+# [Note: recorded times] Times are of the host. A collective begins when it is launched, and ends on
+# CPU when `Pending.wait` returns, on CUDA when it is enqueued: torch.profiler has device times.
 #
-# [Note: microbatches] The microbatch of an entry is the number of forwards, or of backward passes,
-# that this rank has begun since the last step of the optimizer, counted from 0. Forwards in
-# evaluation count too, and so does every model chunk of a pipeline stage.
+# [Note: microbatches] This is the number, from 0, of forwards or of backward passes on this rank
+# since the last optimizer step. Forwards in evaluation and of every model chunk count.
 
 
 @dataclass(slots=True)

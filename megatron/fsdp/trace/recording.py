@@ -40,19 +40,16 @@ def record(
         with trace.record("traces"):
             train_one_step()
 
-    Files are written at its end, after an error too: ``traces/rank0.json``, which Perfetto
-    (https://ui.perfetto.dev) and chrome://tracing open, and ``traces/rank0.tsv``, a table; the same
-    for every rank. If a collective fails, the error shows the last ones of its rank and names the
-    first rank that differs; the other ranks print theirs. Over NCCL a timeout is an error only
-    with ``TORCH_NCCL_BLOCKING_WAIT=1``; otherwise torch ends the process.
+    Every rank writes files at its end, after an error too: ``traces/rank0.json`` for Perfetto
+    (https://ui.perfetto.dev) or chrome://tracing, and a table, ``traces/rank0.tsv``. If a
+    collective fails, the error shows the last ones of its rank and names the first rank that
+    differs; the other ranks print theirs. Over NCCL a timeout is an error only with
+    ``TORCH_NCCL_BLOCKING_WAIT=1``; otherwise torch ends the process.
 
     Args:
         directory: gets the files, and is created; None: no files.
         ranks: ranks that write files; None: all. All ranks record.
-        keep: the number of entries to keep, the last ones; None: all, about 200 bytes each.
-
-    Yields:
-        The recorder, with the entries so far.
+        keep: the number of last entries to keep; None: all, about 200 bytes each.
 
     Raises:
         ValueError: on every rank, for wrong arguments or a directory that a rank cannot write to.
@@ -159,8 +156,7 @@ def chrome_events(
     rank: int, entries: list[TraceEntry], origin: float, now: float
 ) -> Iterator[dict[str, Any]]:
     """Yield the events of a rank in Chrome's trace event format; times are in microseconds."""
-    # A process for each rank, whose threads are the tracks of the recorder; storage is a counter.
-    # Entries of a track that overlap without one containing the other are on several threads.
+    # Threads are tracks, several for one whose entries overlap; storage is a counter.
     yield _name("process_name", rank, 0, f"rank {rank}")
     for place, track in enumerate(TRACKS):
         lanes = Lanes()
@@ -187,7 +183,21 @@ def chrome_events(
             }
         for lane in range(len(lanes.open)):
             yield _name("thread_name", rank, place * LANES + lane, track)
-    yield from _storage_events(rank, entries, origin)
+    # The bytes of storage above the least during the trace, since those at its start are unknown.
+    changes = [entry for entry in entries if entry.track == STORAGE]
+    sizes = [0]
+    for entry in changes:
+        sizes.append(sizes[-1] + (1 if entry.name == "allocate" else -1) * entry.num_bytes)
+    least = min(sizes)
+    for entry, size in zip(changes, sizes[1:]):
+        yield {
+            "ph": "C",
+            "name": "flat storage",
+            "ts": 1e6 * (entry.begin - origin),
+            "pid": rank,
+            "tid": 0,
+            "args": {"bytes": size - least},
+        }
 
 
 class Lanes:
@@ -206,26 +216,6 @@ class Lanes:
                 return lane
         self.open.append([end])
         return len(self.open) - 1
-
-
-def _storage_events(
-    rank: int, entries: list[TraceEntry], origin: float
-) -> Iterator[dict[str, Any]]:
-    """Yield the bytes of flat storage above the least during the trace; the start is unknown."""
-    changes = [entry for entry in entries if entry.track == STORAGE]
-    sizes = [0]
-    for entry in changes:
-        sizes.append(sizes[-1] + (1 if entry.name == "allocate" else -1) * entry.num_bytes)
-    least = min(sizes)
-    for entry, size in zip(changes, sizes[1:]):
-        yield {
-            "ph": "C",
-            "name": "flat storage",
-            "ts": 1e6 * (entry.begin - origin),
-            "pid": rank,
-            "tid": 0,
-            "args": {"bytes": size - least},
-        }
 
 
 def _name(what: str, rank: int, thread: int, name: str) -> dict[str, Any]:
