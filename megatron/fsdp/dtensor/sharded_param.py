@@ -6,8 +6,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
-from itertools import chain
+from itertools import chain, compress, repeat
 from math import inf
+from operator import attrgetter, is_not
 from typing import Any, TypeGuard, TypeVar
 
 import torch
@@ -31,6 +32,15 @@ from megatron.fsdp.engine.mesh import Axes
 from megatron.fsdp.engine.param_group import ParamGroup
 
 AnyUneven = TypeVar("AnyUneven", bound=UnevenDTensor)
+
+# Gradients are clipped in every step, so loops over all of them are left to `map`, which runs in C.
+_grad_of = attrgetter("grad")
+_local_tensor_of = attrgetter("_local_tensor")
+_version_of = attrgetter("_local_tensor._version")
+_norm_group_of = attrgetter("norm_group")
+_dtype_of = attrgetter("dtype")
+_groups_of = attrgetter("groups")
+_copies_of = attrgetter("copies")
 
 
 @dataclass(frozen=True, eq=False)  # its hash is not computed in Python
@@ -244,10 +254,11 @@ class GradientFamily:
         """Return the norm of one gradient; see :func:`norms`."""
         waiting = self._waiting.setdefault((order, dtype), {})
         if not waiting:
-            for member, own in zip(self._members, norms(self._members, order, dtype)):
-                waiting[id(member)] = own, member._local_tensor._version
+            versions = map(_version_of, self._members)
+            own_norms = norms(self._members, order, dtype)
+            waiting.update(zip(map(id, self._members), zip(own_norms, versions)))
         norm, version = waiting.pop(id(gradient), (None, None))
-        if norm is not None and version == gradient._local_tensor._version:
+        if norm is not None and version == _version_of(gradient):
             return norm
         return norms([gradient], order, dtype)[0]
 
@@ -259,41 +270,45 @@ def norms(
     """Compute the norm of each whole gradient, 0-d, by default at least float32; a collective."""
     if not gradients:
         return []
-    shards = [gradient._local_tensor for gradient in gradients]
-    norm_groups = [gradient.norm_group for gradient in gradients]
-    filled = [index for index, shard in enumerate(shards) if shard.numel()]
-    result = torch.zeros(len(shards), dtype=torch.float64, device=shards[0].device)
-    if filled:  # torch has no infinity norm of nothing
-        own = [shards[index] for index in filled]
-        wide = reduce(torch.promote_types, {shard.dtype for shard in own}, torch.float32)
-        result[filled] = torch.stack(torch._foreach_norm(own, order, dtype=wide)).double()
+    shards = list(map(_local_tensor_of, gradients))
+    norm_groups = list(map(_norm_group_of, gradients))
+    result = _powers(shards, order)
     if order == inf:
         _all_reduce(result, norm_groups, dist.ReduceOp.MAX)
     else:
-        result **= order
         _all_reduce(result, norm_groups, dist.ReduceOp.SUM)
-        result /= result.new_tensor([norm_group.copies for norm_group in norm_groups])
-        result **= 1 / order
-    dtypes = [dtype or torch.promote_types(shard.dtype, torch.float32) for shard in shards]
-    if len(set(dtypes)) == 1:
-        return list(result.to(dtypes[0]).unbind())
-    return [norm.to(own_dtype) for norm, own_dtype in zip(result, dtypes)]
+        copies = result.new_tensor(list(map(_copies_of, norm_groups)))
+        result = (result / copies) ** (1 / order)
+    if dtype is None:
+        dtypes = list(map(torch.promote_types, map(_dtype_of, shards), repeat(torch.float32)))
+        if len(set(dtypes)) > 1:
+            return [norm.to(own) for norm, own in zip(result, dtypes)]
+        dtype = dtypes[0]
+    return list(result.to(dtype).unbind())
+
+
+def _powers(shards: Sequence[torch.Tensor], order: float) -> torch.Tensor:
+    """Return norm ** order of each shard in float64; for the infinity norm, the norm itself."""
+    sizes = list(map(torch.Tensor.numel, shards))
+    filled = list(compress(shards, sizes))  # torch has no infinity norm of nothing
+    result = torch.zeros(len(shards), dtype=torch.float64, device=shards[0].device)
+    if filled:
+        wide = reduce(torch.promote_types, set(map(_dtype_of, filled)), torch.float32)
+        powers = torch.stack(torch._foreach_norm(filled, order, dtype=wide)).double()
+        result[list(compress(range(len(shards)), sizes))] = powers
+    return result if order == inf else result**order
 
 
 def _all_reduce(
     values: torch.Tensor, norm_groups: Sequence[NormGroup], op: dist.ReduceOp.RedOpType
 ) -> None:
     distinct = list(dict.fromkeys(norm_groups))
-    for group in _groups_of(distinct):
+    for group in dict.fromkeys(chain.from_iterable(map(_groups_of, distinct))):
         if all(group in norm_group.groups for norm_group in distinct):
             all_reduce_over(values, [group], op)
             continue
         members = [index for index, own in enumerate(norm_groups) if group in own.groups]
         values[members] = all_reduce_over(values[members], [group], op)
-
-
-def _groups_of(norm_groups: Iterable[NormGroup]) -> list[dist.ProcessGroup]:
-    return list(dict.fromkeys(chain.from_iterable(own.groups for own in norm_groups)))
 
 
 @torch.no_grad()
@@ -315,8 +330,8 @@ def clip_grad_norm_(
         error_if_nonfinite: raise ``RuntimeError`` if the norm is NaN or Inf.
     """
     with torch._C.DisableTorchFunctionSubclass():
-        shown = [parameter.grad for parameter in parameters]
-    gradients = [gradient for gradient in shown if gradient is not None]
+        shown = list(map(_grad_of, parameters))
+    gradients = list(compress(shown, map(is_not, shown, repeat(None))))
     if norm_type <= 0:
         raise ValueError(f"norm_type expects a positive number or infinity but got {norm_type!r}")
     if not gradients:
@@ -331,7 +346,7 @@ def clip_grad_norm_(
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(f"the norm of order {norm_type} of the gradients is {total.item()}")
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-    torch._foreach_mul_([gradient._local_tensor for gradient in gradients], factor)
+    torch._foreach_mul_(list(map(_local_tensor_of, gradients)), factor)
     return total
 
 
@@ -339,7 +354,7 @@ def clip_grad_norm_(
 
 
 def _are_gradients(tensors: Sequence[torch.Tensor]) -> TypeGuard[Sequence[ShardedGradient]]:
-    return {type(tensor) for tensor in tensors} == {ShardedGradient}
+    return set(map(type, tensors)) == {ShardedGradient}
 
 
 def _foreach_norm(
@@ -383,10 +398,10 @@ def _unscale_(
     """Unscale for ``torch.amp.GradScaler``, and share an overflow on any rank with all ranks."""
     if not _are_gradients(gradients):
         return NotImplemented
-    shards = [gradient._local_tensor for gradient in gradients]
+    shards = list(map(_local_tensor_of, gradients))
     torch._amp_foreach_non_finite_check_and_unscale_(shards, found_inf, inverse_scale)
-    groups = _groups_of(gradient.norm_group for gradient in gradients)
-    all_reduce_over(found_inf, groups, dist.ReduceOp.MAX)
+    groups = dict.fromkeys(chain.from_iterable(map(_groups_of, map(_norm_group_of, gradients))))
+    all_reduce_over(found_inf, list(groups), dist.ReduceOp.MAX)
     return None
 
 
