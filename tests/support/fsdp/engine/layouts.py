@@ -16,7 +16,7 @@ from megatron.fsdp.engine.layout import (
     WHOLE_TENSOR,
     Granularity,
     Layout,
-    Position,
+    ParamPosition,
     plan,
 )
 from megatron.fsdp.engine.planner import MIN_ALIGNMENT, PADDING_BUDGET
@@ -109,7 +109,7 @@ def random_modules(seed: int, count: int, requirement_share: float) -> Iterator[
         )
 
 
-def cuts(slot: Position, layout: Layout) -> list[int]:
+def cuts(slot: ParamPosition, layout: Layout) -> list[int]:
     """Return the elements of a slot, counted from its first, before which it is cut."""
     borders = range(layout.shard_size, layout.numel, layout.shard_size)
     near = borders[max(slot.start // layout.shard_size - 2, 0) : slot.stop // layout.shard_size + 2]
