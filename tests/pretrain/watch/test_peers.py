@@ -210,9 +210,10 @@ def waiting(wait: Callable[[], object]) -> SimpleNamespace:
         unit_name="head",
         _unit_name="head",
         _all_gather=work,
+        change_state=lambda state: None,
         _become=lambda state: None,
         comm_dtype=local.dtype,
-        _take_local=lambda reduces_now: local,
+        _open=lambda reduces_now: (SimpleNamespace(flat=local), False),
         _communicator=SimpleNamespace(reduce_scatter=lambda full, result: work),
         _drop_local=lambda: None,
     )
