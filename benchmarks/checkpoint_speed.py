@@ -48,7 +48,7 @@ from megatron.checkpoint.dcp.signing_writer import SigningWriter
 from megatron.checkpoint.store import directory
 from megatron.pretrain import ranks
 from megatron.pretrain.arguments.check import FrozenArguments
-from megatron.pretrain.checkpoints import checkpointing, fsdp_dtensor_checkpoint
+from megatron.pretrain.checkpoints import checkpointing, fsdp_dtensor_format
 from megatron.pretrain.checkpoints.saved_state import run_state
 from megatron.pretrain.run_state import Progress
 
@@ -169,10 +169,10 @@ class OwnCheckpoint(SavedRun):
     def save_without_digests(self, folder: Path) -> None:
         """Save as plain DCP does: no digests, and no directory is renamed."""
         state = run_state(self.args, Progress(1), self.scheduler, with_rng=True)
-        form = fsdp_dtensor_checkpoint.FsdpDtensorFormat()
+        form = fsdp_dtensor_format.FsdpDtensorFormat()
         content = form.collect(self.args, state, self.model, self.optimizer)
         unsigned = partial(SigningWriter, signs=False)
-        with mock.patch.object(fsdp_dtensor_checkpoint, "SigningWriter", unsigned):
+        with mock.patch.object(fsdp_dtensor_format, "SigningWriter", unsigned):
             assert not form.write(self.args, content, folder)
 
     def load(self, folder: Path, verify: bool = True) -> None:

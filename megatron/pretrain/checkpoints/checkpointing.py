@@ -42,7 +42,7 @@ from megatron.pretrain.checkpoints.checkpoint_source import (
     pass_over,
 )
 from megatron.pretrain.checkpoints.converted_source import format_of
-from megatron.pretrain.checkpoints.fsdp_dtensor_checkpoint import FsdpDtensorFormat
+from megatron.pretrain.checkpoints.fsdp_dtensor_format import FsdpDtensorFormat
 from megatron.pretrain.checkpoints.fsdp_torch_dist import FsdpTorchDistFormat
 from megatron.pretrain.checkpoints.saved_state import (
     load_random_state,
@@ -50,7 +50,7 @@ from megatron.pretrain.checkpoints.saved_state import (
     rates_of,
     run_state,
 )
-from megatron.pretrain.checkpoints.torch_dist_checkpoint import TorchDistFormat
+from megatron.pretrain.checkpoints.torch_dist_format import TorchDistFormat
 from megatron.pretrain.errors import RunError, is_of_machine
 from megatron.pretrain.first_rank import on_first_rank, wait_until_visible
 from megatron.pretrain.run_state import Progress

@@ -42,7 +42,7 @@ from megatron.checkpoint.torch_dist.checkpoint import extra_state_objects, files
 from megatron.fsdp.dtensor.tensor_part import as_chunked_tensor, part_of
 from megatron.mcore_adapter.checkpoint_entries import sharded_params
 from megatron.pretrain.checkpoints.checkpoint_format import attempt
-from megatron.pretrain.checkpoints.fsdp_dtensor_checkpoint import (
+from megatron.pretrain.checkpoints.fsdp_dtensor_format import (
     EntryNames,
     FsdpDtensorFormat,
     Model,
@@ -50,7 +50,7 @@ from megatron.pretrain.checkpoints.fsdp_dtensor_checkpoint import (
     optimizer_entries,
     own_prefix,
 )
-from megatron.pretrain.checkpoints.torch_dist_checkpoint import sharded_random_state
+from megatron.pretrain.checkpoints.torch_dist_format import sharded_random_state
 
 
 class FsdpTorchDistFormat(FsdpDtensorFormat):

@@ -16,7 +16,7 @@ from megatron.core.transformer.module import MegatronModule
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from megatron.pretrain.checkpoints.torch_dist_checkpoint import gathered_weights
+from megatron.pretrain.checkpoints.torch_dist_format import gathered_weights
 
 
 def number_of_parameters(model: list[MegatronModule]) -> int:

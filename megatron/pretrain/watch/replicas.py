@@ -17,7 +17,7 @@ from megatron.core import parallel_state
 from megatron.core.transformer.module import MegatronModule
 
 from megatron.fsdp.engine.collectives import agree
-from megatron.pretrain.checkpoints.torch_dist_checkpoint import gathered_weights
+from megatron.pretrain.checkpoints.torch_dist_format import gathered_weights
 from megatron.pretrain.errors import RunError
 
 
