@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import shutil
 import socket
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
@@ -267,13 +267,6 @@ class Store:
                 self._write(_marker(name), b"being deleted")  # a part of it is no checkpoint
                 self._remove(name)
                 self._system.rm_file(self._remote(_marker(name)))
-
-    def remove_files(self, pattern: str, but: Collection[str]) -> None:
-        """Remove files of the first level whose names match a pattern, except some."""
-        with errors_of(self.url):
-            for name in self._entries():
-                if fnmatch(name, pattern) and name not in but:
-                    self._system.rm_file(self._remote(name))
 
     # ---- paths
 

@@ -151,10 +151,6 @@ def test_readers_see_an_upload_when_it_is_complete(tmp_path: Path) -> None:
     store.upload(tmp_path, "iter_0000006", ["a"])
     store.abandon("iter_0000006")
     assert sorted(MemoryFileSystem.store) == ["/run/iter_0000003/a", "/run/iter_0000003/b"]
-    store.upload(tmp_path, ".", ["a", "b"])
-    store.remove_files("?", but=["b"])
-    store.refresh()
-    assert names(path) == ["b", "iter_0000003"]
 
 
 CHANGES = ("pipe_file", "put_file", "rm_file", "rm")
