@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -138,3 +139,11 @@ def collector_paused() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+@contextmanager
+def without_warnings() -> Iterator[None]:
+    """Silence warnings: torch's checkpoint uses names that torch itself deprecates."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield

@@ -5,9 +5,7 @@ from __future__ import annotations
 
 import argparse
 import copy
-import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -49,7 +47,11 @@ from megatron.mcore_adapter.checkpoint_entries import (
     state_entries,
 )
 from megatron.mcore_adapter.file_differences import FileDifferences
-from megatron.pretrain.checkpoints.checkpoint_format import attempt, collector_paused
+from megatron.pretrain.checkpoints.checkpoint_format import (
+    attempt,
+    collector_paused,
+    without_warnings,
+)
 from megatron.pretrain.checkpoints.checkpoint_source import Say
 from megatron.pretrain.checkpoints.converted_source import format_of, open_converted
 from megatron.pretrain.model.vocabulary_padding import VocabularyArguments, fit_padding
@@ -108,7 +110,7 @@ class FsdpDtensorFormat:
         """
         reuse = self._plans if args.ckpt_assume_constant_structure else None
         planner = new_planner(reuse=reuse, spreads=args.ckpt_fully_parallel_save)
-        with _without_warnings():
+        with without_warnings():
             problems = attempt(
                 lambda: save_entries(content, storage_writer=writer, planner=planner)
             )
@@ -341,7 +343,7 @@ def _read_metadata(reader: StorageReader) -> dict[str, STORAGE_TYPES]:
 
 def _read(content: dict[str, Any], reader: StorageReader) -> None:
     """Read the entries of ``content`` from the file, in place; a collective."""
-    with _without_warnings():
+    with without_warnings():
         load_entries(content, storage_reader=reader, planner=SafePlanner(allow_partial_load=True))
 
 
@@ -350,14 +352,6 @@ def _read_args(reader: StorageReader) -> argparse.Namespace | None:
     content: dict[str, argparse.Namespace | None] = {"args": None}
     _read(content, reader)
     return content["args"]
-
-
-@contextmanager
-def _without_warnings() -> Iterator[None]:
-    """Silence warnings: torch's checkpoint uses names that torch itself deprecates."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
 
 
 def _check(

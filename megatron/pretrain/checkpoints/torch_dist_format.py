@@ -11,7 +11,6 @@ parameter.
 from __future__ import annotations
 
 import argparse
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -32,7 +31,7 @@ from megatron.checkpoint.torch_dist.checkpoint import check_marker
 from megatron.checkpoint.torch_dist.unsharded_state import COMMON_FILE, read_common
 from megatron.fsdp.engine.collectives import agree
 from megatron.mcore_adapter.releases.common_state import common_object_readable
-from megatron.pretrain.checkpoints.checkpoint_format import attempt, sign
+from megatron.pretrain.checkpoints.checkpoint_format import attempt, sign, without_warnings
 from megatron.pretrain.checkpoints.checkpoint_source import Say
 from megatron.pretrain.checkpoints.torch_dist_saving import (
     SaveStrategies,
@@ -342,11 +341,3 @@ def gathered_weights(model: list[MegatronModule]) -> Iterator[None]:
     finally:
         for chunk in overlapped:
             chunk.enable_forward_pre_hook()
-
-
-@contextmanager
-def without_warnings() -> Iterator[None]:
-    """Silence warnings: torch's checkpoint uses names that torch itself deprecates."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
