@@ -23,7 +23,7 @@ from megatron.pretrain.arguments.config_flags import field_flags
 from megatron.pretrain.arguments.configs import ddp_config, optimizer_config, transformer_config
 from megatron.pretrain.arguments.not_built import same_here
 from megatron.pretrain.arguments.program_flags import PROGRAM_GROUPS
-from megatron.pretrain.checkpoints import torch_dist_checkpoint
+from megatron.pretrain.checkpoints import torch_dist_format
 from megatron.pretrain.data.tokenizer_choice import TokenizerChoice
 from megatron.pretrain.model import gpt_optimizer
 from tests.support.pretrain.arguments.command_lines import REFUSED_HERE
@@ -77,7 +77,7 @@ def start(args: argparse.Namespace) -> dict[str, Any]:
 
 def torch_dist(args: argparse.Namespace) -> dict[str, Any]:
     """Return the settings with which a torch_dist checkpoint is described and read."""
-    seen = torch_dist_checkpoint.metadata_of(args)
+    seen = torch_dist_format.metadata_of(args)
 
     def load(content: Any, source: str, sharded_strategy: Any, strict: Any) -> None:
         seen["strict"] = strict.value
@@ -89,11 +89,11 @@ def torch_dist(args: argparse.Namespace) -> dict[str, Any]:
     inner["_common_state_readable"] = lambda source: nullcontext()
     outer = {"load": load, "load_content_metadata": lambda source: {}}
     with (
-        patch.multiple(torch_dist_checkpoint, **inner),
-        patch.multiple(torch_dist_checkpoint.dist_checkpointing, **outer),
+        patch.multiple(torch_dist_format, **inner),
+        patch.multiple(torch_dist_format.dist_checkpointing, **outer),
         pytest.raises(ValueError, match="enough seen"),
     ):
-        torch_dist_checkpoint.TorchDistFormat().load(args, {}, [], None, Path("nowhere"), print)
+        torch_dist_format.TorchDistFormat().load(args, {}, [], None, Path("nowhere"), print)
     return seen
 
 

@@ -29,11 +29,11 @@ def write(command_line: str, layout: str | None = None) -> State | None:
 
     `layout` is one that Megatron-Core can write and the training program does not ask for.
     """
-    from megatron.pretrain.checkpoints import checkpointing, torch_dist_checkpoint
+    from megatron.pretrain.checkpoints import checkpointing, torch_dist_format
     from tests.support.pretrain.training_runs import pretrain
 
     states: list[State | None] = []
-    original, metadata = checkpointing.save, torch_dist_checkpoint.metadata_of
+    original, metadata = checkpointing.save, torch_dist_format.metadata_of
 
     def save(args: Any, model: Any, optimizer: Any, *rest: Any) -> None:
         original(args, model, optimizer, *rest)
@@ -44,7 +44,7 @@ def write(command_line: str, layout: str | None = None) -> State | None:
 
     with (
         patch.object(checkpointing, "save", save),
-        patch.object(torch_dist_checkpoint, "metadata_of", with_layout),
+        patch.object(torch_dist_format, "metadata_of", with_layout),
     ):
         pretrain(command_line)
     return states[-1]
