@@ -1,20 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions on sharded tensors. See `megatron.fsdp.dtensor.checkpointing`."""
+"""Functions on uneven DTensors: gathering, checkpoints, validation, splitting, nested state."""
 
-from megatron.fsdp.dtensor.checkpointing import (
-    filter_unflattened_state_dict,
-    gather_and_compute_chunk_metadata,
-    gather_uneven_dtensor_to_full_tensor,
-    get_state_dict,
-    get_unflattened_state_dict,
-    preprocess_state_dict_for_uneven_dtensor,
-    redistribute_uneven_dtensor_to_replicated,
-    split_dtensor,
-    uneven_dtensor_to_full_tensor,
-    update_uneven_dtensor_chunk_metadata,
-    validate_uneven_dtensor,
+# Functions that may communicate say so: every rank of the mesh must call them, in the same order.
+
+from __future__ import annotations
+
+from ast import literal_eval
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate, islice
+from math import prod
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+from torch.distributed.checkpoint.state_dict import StateDictOptions
+from torch.distributed.checkpoint.state_dict import get_state_dict as get_torch_state_dict
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+
+from megatron.fsdp.dtensor.tensor_part import (
+    Coordinate,
+    TensorPart,
+    as_chunked_tensor,
+    full_tensor,
+    is_replicated,
+    is_sharded_or_replicated,
+    part_at,
+    part_of,
+    replaced,
 )
-from megatron.fsdp.dtensor.uneven_dtensor import make_uneven_dtensor
+from megatron.fsdp.dtensor.uneven_dtensor import dtensor_over, make_uneven_dtensor
+from megatron.fsdp.engine.collectives import agree
+from megatron.fsdp.engine.layout import Chunk, row_size
 from megatron_fsdp.not_offered import attributes_of
 
 __all__ = [
@@ -41,3 +61,294 @@ __getattr__ = attributes_of(
         "rebind_uneven_dtensor_local_tensor": _MADE_ANEW,
     },
 )
+
+# ---- whole tensors
+
+
+def uneven_dtensor_to_full_tensor(dtensor: DTensor) -> torch.Tensor:
+    """Gather the whole tensor on every rank, detached, in new storage."""
+    return full_tensor(dtensor)
+
+
+def redistribute_uneven_dtensor_to_replicated(dtensor: DTensor) -> DTensor:
+    """Gather the whole tensor as a DTensor that is replicated on its mesh."""
+    return gather_uneven_dtensor_to_full_tensor(dtensor)
+
+
+def gather_uneven_dtensor_to_full_tensor(
+    dtensor: DTensor, target_device: torch.device | str | None = None
+) -> DTensor:
+    """Gather the whole tensor as a replicated DTensor whose local tensors are on another device."""
+    whole, mesh = full_tensor(dtensor), dtensor.device_mesh
+    if target_device is not None:
+        whole = whole.to(target_device)
+    return dtensor_over(whole, mesh, [Replicate()] * mesh.ndim, whole.shape)
+
+
+# ---- state dicts for torch.distributed.checkpoint
+
+
+def update_uneven_dtensor_chunk_metadata(dtensor: DTensor) -> None:
+    """Prepare a DTensor for torch's checkpoint, in place; a small collective if parts are unknown.
+
+    Placements other than ``Shard`` and ``Replicate`` are left to torch.
+    """
+    _attach_chunks({"": dtensor})
+
+
+def preprocess_state_dict_for_uneven_dtensor(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Prepare every DTensor in nested mappings, lists and tuples, in place, for torch's checkpoint.
+
+    Returns ``state_dict`` itself. All DTensors of a mesh share one exchange of sizes. They must be
+    the same on its ranks, else each of them raises ``ValueError``.
+    """
+    paths = filter_unflattened_state_dict(
+        state_dict, visit_condition=lambda item: isinstance(item, DTensor)
+    )
+    paths.sort(key=str)  # ranks may have put their keys in another order
+    _attach_chunks({str(path): get_unflattened_state_dict(state_dict, path) for path in paths})
+    return state_dict
+
+
+def get_state_dict(
+    model: nn.Module,
+    optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer],
+    *,
+    submodules: set[nn.Module] | None = None,
+    options: StateDictOptions | None = None,
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the result of torch's function of this name, ready for torch's checkpoint."""
+    found = get_torch_state_dict(model, optimizers, submodules=submodules, options=options)
+    model_state, optimizer_state = cast(tuple[dict[str, Any], dict[str, Any]], found)
+    preprocess_state_dict_for_uneven_dtensor(model_state)
+    preprocess_state_dict_for_uneven_dtensor(optimizer_state)
+    return model_state, optimizer_state
+
+
+def gather_and_compute_chunk_metadata(dtensor: DTensor) -> ChunkStorageMetadata:
+    """Compute the offsets and sizes of this rank's chunk from the local sizes of all ranks.
+
+    This is a small collective, unless the tensor is replicated or a scalar. A rank without
+    elements has size 0 in dim 0. Several chunks on some rank are a ``NotImplementedError``.
+    """
+    _check_placements(dtensor)
+    shape, mesh = tuple(dtensor.shape), dtensor.device_mesh
+    if not shape or is_replicated(dtensor):
+        local_shape = shape if dtensor._local_tensor.numel() else (0, *shape[1:])
+        return ChunkStorageMetadata(torch.Size([0] * len(local_shape)), torch.Size(local_shape))
+    local_shapes = _exchange(tuple(dtensor._local_tensor.shape), mesh)
+    placements = dtensor.placements
+    found = {rank: part_at(rank, shape, placements, local_shapes) for rank in local_shapes}
+    if max(len(part.chunks) for part, _ in found.values()) > 1:
+        raise NotImplementedError(
+            "a rank holds a run of elements, which is more than one chunk:"
+            " update_uneven_dtensor_chunk_metadata gives the DTensor a __create_chunk_list__ with"
+            " all of them"
+        )
+    part, offsets = found[tuple(mesh.get_coordinate() or ())]
+    _, sizes = part.chunks[0] if part.chunks else (offsets, (0, *shape[1:]))
+    offsets = offsets if part.chunks else (offsets[0], *[0] * (len(shape) - 1))
+    return ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+
+
+def _attach_chunks(named: dict[str, DTensor]) -> None:
+    """Replace the local tensors of DTensors, named by their paths, by ones with chunks."""
+    parts: dict[str, TensorPart] = {}
+    unknown: dict[DeviceMesh, dict[str, DTensor]] = defaultdict(dict)
+    for name, dtensor in named.items():
+        part, mesh = part_of(dtensor), dtensor.device_mesh
+        if part is not None:
+            parts[name] = part
+        elif is_sharded_or_replicated(dtensor.placements) and mesh.get_coordinate() is not None:
+            unknown[mesh][name] = dtensor
+    for mesh, members in unknown.items():
+        parts.update(_exchanged_parts(members, mesh))
+    for name, part in parts.items():
+        dtensor = named[name]
+        dtensor._local_tensor = as_chunked_tensor(dtensor._local_tensor.detach(), part)
+
+
+def _own_part(dtensor: DTensor) -> TensorPart:
+    _check_placements(dtensor)
+    return part_of(dtensor) or _exchanged_parts({"": dtensor}, dtensor.device_mesh)[""]
+
+
+def _exchanged_parts(named: dict[str, DTensor], mesh: DeviceMesh) -> dict[str, TensorPart]:
+    """Return this rank's parts of DTensors of one mesh, by their names; a collective."""
+    shapes = {
+        (name, tuple(dtensor.shape)): tuple(dtensor._local_tensor.shape)
+        for name, dtensor in named.items()
+    }
+    of_ranks = _exchange(shapes, mesh)
+    keys = set().union(*of_ranks.values())
+    missing = keys - keys.intersection(*of_ranks.values())
+    if missing:
+        raise ValueError("\n".join(f"some rank does not have {key}" for key in sorted(missing)))
+    own, parts = tuple(mesh.get_coordinate() or ()), {}
+    for name, shape in shapes:
+        local_shapes = {rank: of_rank[name, shape] for rank, of_rank in of_ranks.items()}
+        parts[name], _ = part_at(own, shape, named[name].placements, local_shapes)
+    return parts
+
+
+def _exchange(value: Any, mesh: DeviceMesh) -> dict[Coordinate, Any]:
+    """Return the values, literals of Python, of all ranks of a mesh by their coordinates."""
+    own = (tuple(mesh.get_coordinate() or ()), value)
+    return dict(map(literal_eval, agree([repr(own)], mesh.get_all_groups())))
+
+
+def _check_placements(dtensor: DTensor) -> None:
+    if not is_sharded_or_replicated(dtensor.placements):
+        raise NotImplementedError(
+            f"expects the placements Shard and Replicate but got {dtensor.placements}: redistribute"
+            " first"
+        )
+
+
+# ---- validation
+
+
+def validate_uneven_dtensor(dtensor: DTensor) -> None:
+    """Check that the local tensors of all ranks make up the whole tensor; a collective.
+
+    Every rank raises the same ``ValueError`` if chunks overlap, leave a gap, reach beyond the shape
+    or do not fit the local tensor, or if copies have different chunks.
+    """
+    part = _own_part(dtensor)
+    mesh, shape = dtensor.device_mesh, tuple(dtensor.shape)
+    # Ranks whose coordinates differ only along replicating axes have copies.
+    copies = tuple(
+        0 if isinstance(placement, Replicate) else position
+        for placement, position in zip(dtensor.placements, mesh.get_coordinate() or ())
+    )
+    own = (copies, dist.get_rank(), dtensor._local_tensor.numel(), part.chunks)
+    problems = _problems(sorted(_exchange(own, mesh).values()), shape)
+    if problems:
+        raise ValueError(
+            f"the parts do not make up a tensor of shape {shape}:\n" + "\n".join(problems[:10])
+        )
+
+
+def _problems(ranks: list[Any], shape: tuple[int, ...]) -> list[str]:
+    """List problems of all ranks, given as key shared with copies, number, local size, chunks."""
+    problems: list[str] = []
+    first_of: dict[Any, tuple[int, tuple[Chunk, ...]]] = {}
+    for copies, rank, numel, chunks in ranks:
+        claimed = sum(prod(sizes) for _, sizes in chunks)
+        if numel != claimed:
+            problems.append(f"rank {rank} holds {numel} elements, but its chunks {claimed}")
+        for chunk in chunks:
+            if any(at < 0 or at + size > limit for at, size, limit in zip(*chunk, shape)):
+                problems.append(f"rank {rank}: {_text(chunk)} reaches beyond the shape")
+        first, chunks_of_first = first_of.setdefault(copies, (rank, chunks))
+        if chunks_of_first != chunks and shape:
+            problems.append(
+                f"rank {rank} does not hold the same chunks as rank {first}, whose copy it should"
+                " be"
+            )
+        # Only one rank may have the element of a scalar, which is called Replicate.
+        first_of[copies] = (first, chunks_of_first or chunks)
+    everything: list[Chunk] = sorted(sum((chunks for _, chunks in first_of.values()), ()))
+    for index, left in enumerate(everything if shape else ()):
+        for right in islice(everything, index + 1, None):
+            if right[0][0] >= left[0][0] + left[1][0]:
+                break  # all others begin in later rows
+            if all(
+                a < b + size_b and b < a + size_a for a, size_a, b, size_b in zip(*left, *right)
+            ):
+                problems.append(f"{_text(left)} and {_text(right)} overlap")
+    missing = prod(shape) - sum(prod(sizes) for _, sizes in everything)
+    if not problems and missing > 0:
+        problems.append(f"{missing} elements are held by no rank")
+    return problems
+
+
+def _text(chunk: Chunk) -> str:
+    """Format a chunk as an index, such as [0:2, 3:5]."""
+    return f"[{', '.join(f'{offset}:{offset + size}' for offset, size in zip(*chunk))}]"
+
+
+# ---- splitting
+
+
+def split_dtensor(
+    dtensor: DTensor,
+    split_size_or_sections: int | Sequence[int],
+    dim: int = 0,
+    update_uneven_dtensor_chunk_meta: bool = False,
+) -> Iterator[DTensor]:
+    """Split a DTensor along ``dim`` into DTensors, like ``torch.split``; detached, sharing storage.
+
+    A rank keeps its elements, so it may have none of a part. If ranks do not know their parts, this
+    call is a small collective. The parts are always ready for torch's checkpoint, so
+    ``update_uneven_dtensor_chunk_meta`` has no effect. Dims other than 0 of flat ranges are a
+    ``NotImplementedError``.
+    """
+    pieces = torch.empty(dtensor.shape, device="meta").split(split_size_or_sections, dim)
+    dim %= dtensor.ndim
+    lengths = [piece.shape[dim] for piece in pieces]
+    part = _own_part(dtensor)
+    if part.is_flat and dim > 0:
+        raise NotImplementedError(
+            f"split along dim {dim}: ranks hold runs of elements that begin or end inside a row,"
+            " and would hold strips of them; split along dim 0, or split the result of"
+            " uneven_dtensor_to_full_tensor"
+        )
+    starts = accumulate(lengths, initial=0)
+    return (_cut(dtensor, part, dim, start, length) for start, length in zip(starts, lengths))
+
+
+def _cut(dtensor: DTensor, part: TensorPart, dim: int, start: int, length: int) -> DTensor:
+    """Return the range ``[start, start + length)`` of ``dim`` as a DTensor."""
+    # A block: of rows 2 to 5 of a matrix, ((2, 0), (4, 3)), the range of rows 3 to 8 has rows 1 to
+    # 3 of the local tensor, the chunk ((0, 0), (3, 3)) of the range.
+    # A flat range: elements 2 to 10 of shape (4, 3) are ((0, 2), (1, 1)), ((1, 0), (2, 3)) and
+    # ((3, 0), (1, 2)). Row 2 comes after 1 element and a row of 3: [4:7] of the local tensor.
+    shape = replaced(tuple(dtensor.shape), dim, length)
+    local = dtensor._local_tensor.detach()
+    cut = local.new_empty((0, *shape[1:]))
+    chunks: list[Chunk] = []
+    first = position = 0  # of the range, and of the chunk, in the flat local tensor
+    for offsets, sizes in part.chunks:
+        low, high = max(offsets[dim], start), min(offsets[dim] + sizes[dim], start + length)
+        if low < high:
+            if not chunks:
+                first = position + (low - offsets[0]) * row_size(sizes)
+            chunks.append((replaced(offsets, dim, low - start), replaced(sizes, dim, high - low)))
+            if part.is_flat:
+                numel = sum(prod(sizes) for _, sizes in chunks)
+                cut = local.reshape(-1)[first : first + numel]
+            else:
+                cut = local.narrow(dim, low - offsets[dim], high - low)
+        position += prod(sizes)
+    cut = as_chunked_tensor(cut, TensorPart(shape, tuple(chunks), part.is_flat))
+    return dtensor_over(cut, dtensor.device_mesh, dtensor.placements, shape)
+
+
+# ---- paths in nested state dicts
+
+
+def filter_unflattened_state_dict(
+    state_dict: Any,
+    key_chain: list[Any] = [],  # noqa: B006  # the published default; it is not changed here
+    visit_condition: Callable[[Any], bool] = lambda x: False,
+) -> list[list[Any]]:
+    """List the paths after ``key_chain`` of items of nested state that meet the condition."""
+    if isinstance(state_dict, list | tuple):
+        state_dict = dict(enumerate(state_dict))
+    if not isinstance(state_dict, Mapping):
+        return [[*key_chain]] if visit_condition(state_dict) else []
+    paths: list[list[Any]] = []
+    for key, value in state_dict.items():
+        paths += filter_unflattened_state_dict(value, [*key_chain, key], visit_condition)
+    return paths
+
+
+def get_unflattened_state_dict(
+    state_dict: Any,
+    key_chain: list[Any] = [],  # noqa: B006  # the published default; it is not changed here
+) -> Any:
+    """Return the item at a path of keys and positions; ``state_dict`` itself at the empty path."""
+    for key in key_chain:
+        state_dict = state_dict[key]
+    return state_dict

@@ -11,8 +11,8 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as torch_state_dict
 
-from megatron.fsdp.dtensor.checkpointing import uneven_dtensor_to_full_tensor
 from megatron_fsdp import MegatronFSDP, fully_shard, fully_shard_model
+from megatron_fsdp.uneven_dtensor import uneven_dtensor_to_full_tensor
 from tests.support.fsdp import models
 from tests.support.fsdp.meshes import Meshes, shard_mesh
 from tests.support.fsdp.reference import Ranks, batch, evaluate, loss_of, optimizer_over

@@ -19,9 +19,9 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron.checkpoint.core.listing import some
 from megatron.checkpoint.core.spelling import plain_name
-from megatron.fsdp.dtensor import checkpointing
 from megatron.mcore_adapter.checkpoint_entries import entries_of, sharded_params, state_entries
 from megatron.mcore_adapter.file_differences import FileDifferences
+from megatron_fsdp import uneven_dtensor
 
 _EXPERT = re.compile(r"\.mlp\.experts\.(?:local_experts\.|linear_fc\d\.(?:weight|bias))(\d+)")
 _VIRTUAL_STAGE = re.compile(r"model\d+")
@@ -72,7 +72,7 @@ def preprocess_state_dict_for_uneven_dtensor(state_dict: dict[str, Any]) -> dict
         }
     if isinstance(state_dict.get("model"), Mapping):
         state_dict["model"] = ModelEntries(state_dict["model"])
-    return checkpointing.preprocess_state_dict_for_uneven_dtensor(state_dict)
+    return uneven_dtensor.preprocess_state_dict_for_uneven_dtensor(state_dict)
 
 
 def handle_fp8_extra_state_case(model_state_dict: dict[str, Any]) -> None:

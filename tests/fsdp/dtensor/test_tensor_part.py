@@ -11,7 +11,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron.fsdp.dtensor.checkpointing import (
+from megatron.fsdp.dtensor.tensor_part import TensorPart, as_chunked_tensor
+from megatron.fsdp.dtensor.uneven_dtensor import dtensor_over
+from megatron_fsdp.uneven_dtensor import (
     gather_and_compute_chunk_metadata,
     preprocess_state_dict_for_uneven_dtensor,
     split_dtensor,
@@ -19,8 +21,6 @@ from megatron.fsdp.dtensor.checkpointing import (
     update_uneven_dtensor_chunk_metadata,
     validate_uneven_dtensor,
 )
-from megatron.fsdp.dtensor.tensor_part import TensorPart, as_chunked_tensor
-from megatron.fsdp.dtensor.uneven_dtensor import dtensor_over
 from tests.support.fsdp.dtensor.dtensors import (
     CUT_INSIDE_ROWS,
     KINDS,

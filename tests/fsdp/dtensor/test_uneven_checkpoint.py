@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from megatron.fsdp.dtensor.checkpointing import (
+from megatron_fsdp.uneven_dtensor import (
     filter_unflattened_state_dict,
     get_unflattened_state_dict,
     preprocess_state_dict_for_uneven_dtensor,

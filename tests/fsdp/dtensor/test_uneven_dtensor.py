@@ -7,14 +7,14 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from megatron.fsdp.dtensor.checkpointing import (
-    get_state_dict,
-    make_fsdp_dtensor,
-    update_uneven_dtensor_chunk_metadata,
-)
 from megatron.fsdp.dtensor.tensor_part import full_tensor
 from megatron.fsdp.dtensor.uneven_dtensor import make_uneven_dtensor
 from megatron_fsdp import FSDPDistributedIndex, fully_shard
+from megatron_fsdp.param_and_grad_buffer import make_fsdp_dtensor
+from megatron_fsdp.uneven_dtensor import (
+    get_state_dict,
+    update_uneven_dtensor_chunk_metadata,
+)
 from tests.support.fsdp.meshes import mesh_of
 from tests.support.fsdp.reference import Ranks
 from tests.support.fsdp.wrong_calls import message_of

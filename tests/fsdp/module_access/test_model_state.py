@@ -11,12 +11,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from megatron.fsdp.dtensor.checkpointing import (
+from megatron_fsdp import fully_shard, fully_shard_model
+from megatron_fsdp.uneven_dtensor import (
     gather_uneven_dtensor_to_full_tensor,
     redistribute_uneven_dtensor_to_replicated,
     uneven_dtensor_to_full_tensor,
 )
-from megatron_fsdp import fully_shard, fully_shard_model
 from tests.support.fsdp import models
 from tests.support.fsdp.meshes import shard_mesh
 from tests.support.fsdp.models import ResidualBlock

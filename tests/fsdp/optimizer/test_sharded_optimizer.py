@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import lr_scheduler
 
-from megatron.fsdp.dtensor.checkpointing import uneven_dtensor_to_full_tensor
 from megatron.fsdp.optimizer.optimizer_state import elementwise_class
 from megatron_fsdp import fully_shard, fully_shard_model, fully_shard_optimizer
+from megatron_fsdp.uneven_dtensor import uneven_dtensor_to_full_tensor
 from tests.support.fsdp import models
 from tests.support.fsdp.meshes import shard_mesh
 from tests.support.fsdp.models import ResidualBlock

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from megatron.fsdp.dtensor.checkpointing import uneven_dtensor_to_full_tensor
 from megatron_fsdp import MixedPrecisionPolicy, fully_shard
+from megatron_fsdp.uneven_dtensor import uneven_dtensor_to_full_tensor
 from tests.support.fsdp import models
 from tests.support.fsdp.meshes import shard_mesh
 from tests.support.fsdp.reference import batch, close, loss_of, optimizer_over
