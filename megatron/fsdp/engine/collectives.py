@@ -129,25 +129,20 @@ class Communicator:
 
     def all_gather(self, gathers: Sequence[Gather]) -> Pending:
         """Start all-gathers together, in one collective over each axis with something to gather."""
-        collectives = []
+        shards = [gather.shard for gather in gathers]
+        # What is filled, what fills it, and the ranks, over one axis after the other.
+        stages = []
         owned = [gather.owned for gather in gathers if gather.owned is not None]
         if owned and self.outer is not None:
-            shards = [gather.shard for gather in gathers if gather.owned is not None]
-            collectives.append(self._gathering(shards, owned, self.outer))
+            filled = [gather.shard for gather in gathers if gather.owned is not None]
+            stages.append((filled, owned, self.outer))
         if self.inner_size > 1:
-            fulls = [gather.full for gather in gathers]
-            shards = [gather.shard for gather in gathers]
-            collectives.append(self._gathering(fulls, shards, self.all_gather_group))
+            stages.append(([gather.full for gather in gathers], shards, self.all_gather_group))
+        collectives = []
+        for fulls, parts, group in stages:
+            collective = self.transport.all_gather(fulls, parts, group)
+            collectives.append(observed(GATHER, "all_gather", fulls, group, collective))
         return self.streams.launch("gather", *collectives)
-
-    def _gathering(
-        self,
-        fulls: Sequence[torch.Tensor],
-        shards: Sequence[torch.Tensor],
-        group: dist.ProcessGroup,
-    ) -> Collective:
-        collective = self.transport.all_gather(fulls, shards, group)
-        return observed(GATHER, "all_gather", fulls, group, collective)
 
     def broadcast(
         self, tensor: torch.Tensor, over_inner: bool = True, over_outer: bool = True

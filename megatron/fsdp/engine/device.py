@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Streams, events and storage on CUDA and on CPU."""
+"""Streams and events on CUDA and on CPU."""
 
 from __future__ import annotations
 
@@ -57,6 +57,9 @@ class CpuStreams:
         first, *others = collectives
         work = first(True)
 
+        if not others:
+            return Pending(work.wait if work is not None else None)
+
         def wait() -> None:
             if work is not None:
                 work.wait()
@@ -93,16 +96,6 @@ Streams = CpuStreams | CudaStreams
 def streams_for(device: torch.device) -> Streams:
     """Return the streams for collectives of tensors on ``device``."""
     return CudaStreams(device) if device.type == "cuda" else CpuStreams()
-
-
-def allocate(tensor: torch.Tensor) -> None:
-    """Allocate the storage of a freed flat tensor; its values are undefined."""
-    tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
-
-
-def free(tensor: torch.Tensor) -> None:
-    """Free the storage of a flat tensor and all its views; they keep their shapes."""
-    tensor.untyped_storage().resize_(0)
 
 
 # Returns the number of the backward pass that autograd is running in this thread, or -1. Activation

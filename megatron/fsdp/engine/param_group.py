@@ -166,8 +166,8 @@ class ParamGroup:
         """Note that the all-gather of :meth:`prepare_unshard` has started."""
         self._all_gather = all_gather
         if self.main_state is MainState.DUE:
-            self._change_main_state(MainState.INSTALLED)
-        self._become(WeightState.UNSHARDING)
+            self.main_state = change_state(self, self.main_state, MainState.INSTALLED)
+        self.state = change_state(self, self.state, WeightState.UNSHARDING)
 
     @torch.no_grad()
     def _cast(self) -> None:
@@ -181,7 +181,7 @@ class ParamGroup:
             with observe.work(self.unit_name, "wait for unshard"):
                 self._all_gather.wait()
             self._all_gather = None
-            self._become(WeightState.UNSHARDED)
+            self.state = change_state(self, self.state, WeightState.UNSHARDED)
 
     def reshard(self) -> None:
         """Free the compute parameters at level 3; at other levels do nothing."""
@@ -194,7 +194,7 @@ class ParamGroup:
                 self.wait_for_unshard()
             with observe.work(self.unit_name, "reshard"):
                 self.compute.free()
-            self._become(WeightState.SHARDED)
+            self.state = change_state(self, self.state, WeightState.SHARDED)
 
     # ---- new values
 
@@ -206,7 +206,7 @@ class ParamGroup:
             self._cast()
         if self._casts_at_unshard and self._kept is None:
             self._kept = self.main_shard.to(self.precision.compute)
-        self._change_main_state(MainState.HELD)
+        self.main_state = change_state(self, self.main_state, MainState.HELD)
 
     def note_edit(self) -> None:
         """Note that main weights were written to: the next use of the unit installs them."""
@@ -225,9 +225,10 @@ class ParamGroup:
     def _make_due(self) -> None:
         self.wait_for_unshard()
         is_in_place = self.has_all_shards and self.main_is_compute
-        self._change_main_state(MainState.INSTALLED if is_in_place else MainState.DUE)
+        due = MainState.INSTALLED if is_in_place else MainState.DUE
+        self.main_state = change_state(self, self.main_state, due)
         if self.state is WeightState.UNSHARDED and not is_in_place:
-            self._become(WeightState.STALE)
+            self.state = change_state(self, self.state, WeightState.STALE)
 
     @torch.no_grad()
     def broadcast(self) -> None:
@@ -240,12 +241,6 @@ class ParamGroup:
                     over_outer=self.partition.num_outer == 1,
                 )
             self.install_main_weights()
-
-    def _become(self, state: WeightState) -> None:
-        self.state = change_state(self, self.state, state)
-
-    def _change_main_state(self, state: MainState) -> None:
-        self.main_state = change_state(self, self.main_state, state)
 
 
 def unshard(groups: Sequence[ParamGroup]) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from megatron.fsdp.dtensor.tensor_part import full_tensor
-from megatron.fsdp.engine import device
+from megatron.fsdp.engine.buffer import FlatBuffer, Storage
 from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard_model
 from tests.support.fsdp.meshes import shard_mesh
 from tests.support.fsdp.models import TanhLayer
@@ -240,18 +240,18 @@ def pass_without_end(pair: Pair) -> None:
 def most_bytes(pair: Pair) -> int:
     """Run a pass that synchronises, and return the most bytes of gradients during it."""
     most = 0
-    allocate = device.allocate
+    allocate = Storage.allocate
 
-    def allocate_and_look(tensor: Tensor) -> None:
+    def allocate_and_look(storage: Storage, buffer: FlatBuffer) -> None:
         nonlocal most
-        allocate(tensor)
+        allocate(storage, buffer)
         most = max(most, stored_gradients(pair.model))
 
-    device.allocate = allocate_and_look
+    Storage.allocate = allocate_and_look
     try:
         pair.backward()
     finally:
-        device.allocate = allocate
+        Storage.allocate = allocate
     return max(most, stored_gradients(pair.model))
 
 

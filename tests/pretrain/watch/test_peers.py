@@ -19,6 +19,7 @@ import torch
 from megatron.fsdp.engine import observe
 from megatron.fsdp.engine.gradients import GroupGradients
 from megatron.fsdp.engine.param_group import ParamGroup
+from megatron.fsdp.engine.states import WeightState
 from megatron.pretrain.watch import position
 from megatron.pretrain.watch.peers import (
     LEFT,
@@ -211,7 +212,7 @@ def waiting(wait: Callable[[], object]) -> SimpleNamespace:
         _unit_name="head",
         _all_gather=work,
         change_state=lambda state: None,
-        _become=lambda state: None,
+        state=WeightState.UNSHARDING,
         comm_dtype=local.dtype,
         _open=lambda reduces_now: (SimpleNamespace(flat=local), False),
         _communicator=SimpleNamespace(reduce_scatter=lambda full, result: work),

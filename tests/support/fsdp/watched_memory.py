@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from megatron.fsdp.engine import device
+from megatron.fsdp.engine.buffer import FlatBuffer, Storage
 from megatron.fsdp.engine.gradients import GroupGradients
 from megatron_fsdp import MegatronFSDP, fully_shard, fully_shard_model
 from tests.support.fsdp.meshes import shard_mesh
@@ -98,26 +98,26 @@ def local_gradients(group: Any) -> Tensor | None:
 def watching(model: MegatronFSDP) -> Iterator[list[Sample]]:
     """Take a sample after every change of storage, and before gradients are accumulated."""
     samples: list[Sample] = []
-    originals = device.allocate, device.free
+    originals = Storage.allocate, Storage.free
     accumulate = GroupGradients.accumulate
 
     def look_and_accumulate(gradients: GroupGradients, reduces_now: bool) -> None:
         samples.append(look_at(model))
         accumulate(gradients, reduces_now)
 
-    def watched(change: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
-        def change_and_look(tensor: Tensor) -> None:
-            change(tensor)
+    def watched(change: Callable[..., None]) -> Callable[..., None]:
+        def change_and_look(storage: Storage, buffer: FlatBuffer) -> None:
+            change(storage, buffer)
             samples.append(look_at(model))
 
         return change_and_look
 
-    device.allocate, device.free = map(watched, originals)
+    Storage.allocate, Storage.free = map(watched, originals)
     GroupGradients.accumulate = look_and_accumulate
     try:
         yield samples
     finally:
-        device.allocate, device.free = originals
+        Storage.allocate, Storage.free = originals
         GroupGradients.accumulate = accumulate
 
 
