@@ -63,9 +63,7 @@ class Trainability:
             self.follow()
 
     def refuse_thawed(self) -> None:
-        """Refuse parameters that are trained now, and were frozen when the model was sharded."""
-        if not self._name_of_frozen or not torch.is_grad_enabled():
-            return
+        """Refuse a backward for parameters that were frozen when the model was sharded."""
         thawed = [name for frozen, name in self._name_of_frozen.items() if frozen.requires_grad]
         if thawed:
             raise RuntimeError(

@@ -82,11 +82,10 @@ class UnitAccess:
         self._versions = {unit: self._read(unit) for unit in self._parameters}
 
     def before_call(self) -> None:
-        """Follow what code has frozen; refuse what it has added, or thawed without gradients."""
+        """Follow what code has frozen; refuse parameters that it has added or removed."""
         if not in_backward():
             self._known.check()
             self._trainability.follow()
-            self._trainability.refuse_thawed()
 
     def after_use(self, unit: Unit) -> None:
         """Copy what a call has written to compute weights into the main weights."""
