@@ -115,8 +115,13 @@ def _problems_of_axes(module: nn.Module, mesh: Mesh) -> Iterator[str]:
             continue
         axis, own = mesh.dense.tensor, parameter.device_mesh
         if axis is None:
-            yield f"{name} is a DTensor over {own.mesh_dim_names}: pass that axis as Mesh.tensor"
+            yield (
+                f"{name} is a DTensor over {own.mesh_dim_names}: if that is an axis of tensor"
+                " parallelism, pass it as Mesh.tensor, in one mesh with the data axes; if other"
+                " software has sharded the model (FSDP2, or from_pretrained of transformers with"
+                " tp_plan or a DistributedConfig), load it without that"
+            )
             return  # the others have the same problem
-        if own.ndim != 1 or own.size() != axis.size():
+        if own.mesh.tolist() != axis.mesh.tolist():
             yield f"{name} is a DTensor over another mesh than Mesh.tensor={mesh.tensor!r}"
             return

@@ -262,6 +262,14 @@ def split_by_tensor_parallelism(scene: Scene, *, tp_dim: str | None, other: bool
     fully_shard_model(module, mesh, "dp", tp_dim=tp_dim)
 
 
+def split_over_the_data_axis(scene: Scene) -> None:
+    """Shard a weight as FSDP2 does, over an axis as large as that of tensor parallelism."""
+    mesh = mesh_of("dp", "tp", sizes=(2, 2))
+    module = nn.Linear(4, 4)
+    module.weight = nn.Parameter(distribute_tensor(module.weight.detach(), mesh["dp"], [Shard(0)]))
+    fully_shard_model(module, mesh, "dp", tp_dim="tp")
+
+
 def shard_the_same_module_twice(scene: Scene) -> None:
     module = nn.Linear(3, 3)
     fully_shard_model(module)
@@ -323,12 +331,17 @@ MODELS: dict[str, WrongCall] = {
         lambda scene: fully_shard_model(expert()),
     ),
     "DTensor without tp_dim": WrongCall(
-        ("weight is a DTensor over ('tp',)", "tp_dim"),
+        ("weight is a DTensor over ('tp',)", "tp_dim", "DistributedConfig), load it without"),
         lambda scene: split_by_tensor_parallelism(scene, tp_dim=None),
     ),
     "DTensor over another mesh": WrongCall(
         ("weight is a DTensor", "tp_dim='tp'"),
         lambda scene: split_by_tensor_parallelism(scene, tp_dim="tp", other=True),
+    ),
+    "DTensor over the data axis": WrongCall(
+        ("weight is a DTensor over another mesh", "tp_dim='tp'"),
+        split_over_the_data_axis,
+        world_size=4,
     ),
     "frozen and thawed": WrongCall(
         ("0.weight", "frozen when the model was sharded"), thaw, RuntimeError
