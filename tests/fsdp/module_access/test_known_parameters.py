@@ -66,7 +66,9 @@ CHANGES = {
     ),
     "a new weight": Change(replace_a_weight, ("1 new (head.weight), 1 gone (head.weight)",)),
     "a new scalar beside a layer": Change(
-        lambda model: model.module.blocks[0].register_parameter("scale", nn.Parameter(torch.ones(1))),
+        lambda model: model.module.blocks[0].register_parameter(
+            "scale", nn.Parameter(torch.ones(1))
+        ),
         ("1 new (blocks.0.scale), 0 gone ()",),
     ),
     "a deleted layer": Change(
