@@ -22,6 +22,7 @@ from megatron.fsdp.engine.device import streams_for
 from megatron.fsdp.engine.layout import PREFER_ROWS, ROWS
 from megatron.fsdp.engine.mesh import Axes
 from megatron.fsdp.engine.param_group import ParamGroup
+from megatron.fsdp.engine.tensor_parallel import local_tensor
 from megatron.fsdp.engine.unit import Unit
 from megatron.fsdp.engine.unit_choice import (
     assign_parameters,
@@ -57,6 +58,12 @@ def shard_parameters(
     if initialiser is not None:
         sharder.initialise(units, sharded_params, initialiser)
     for compute, sharded_param in sharded_params.items():
+        view = sharded_param.group.compute.views[sharded_param.index]
+        if local_tensor(compute).data_ptr() != view.data_ptr():
+            raise NotImplementedError(
+                f"{sharded_param.name}: a {type(compute).__name__} cannot be sharded, because it"
+                " does not take the memory that is assigned to its data"
+            )
         # The attributes that user code has set on the module's parameter.
         for name, value in vars(compute).items():
             if not (isinstance(compute, DTensor) and name in ("_local_tensor", "_spec")):

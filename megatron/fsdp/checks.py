@@ -12,6 +12,7 @@ from megatron.fsdp.backends.memory_slots import problems_of_nccl
 from megatron.fsdp.dtensor.sharded_param import is_linked
 from megatron.fsdp.engine.mesh import Mesh
 from megatron.fsdp.engine.policy import ShardingStrategy
+from megatron.fsdp.engine.tensor_parallel import local_tensor
 from megatron.fsdp.meta_initialisation import Initialiser, problems_of_initialisation
 from megatron.fsdp.problems import Problems
 from megatron.fsdp.settings import ComputePrecision, Settings, Units, resolve_unit_modules
@@ -37,6 +38,7 @@ def check_all(
         problems.add("the module is sharded already")
         return
     problems.check(_refuse_casts_of_dtensors, module, settings)
+    problems.check(_refuse_tensors_inside, module)
     found = [*_problems_of_units(module, units or ()), *_problems_of_dtypes(module)]
     if mesh is not None:
         found += _problems_of_axes(module, mesh)
@@ -63,6 +65,22 @@ def _refuse_casts_of_dtensors(module: nn.Module, settings: Settings) -> None:
                 f"{name} is a DTensor, which is not cast to param_dtype={dtype}: convert the module"
                 " first, and pass a policy with main_params_dtype"
             )
+
+
+def _refuse_tensors_inside(module: nn.Module) -> None:
+    """Raise ``NotImplementedError`` for parameters that are computed from tensors inside them."""
+    # All-gathers would fill the parameter, and forwards read the tensors inside.
+    classes: dict[str, list[str]] = {}
+    for name, parameter in module.named_parameters():
+        local = local_tensor(parameter)
+        if hasattr(local, "__tensor_flatten__"):
+            classes.setdefault(type(local).__name__, []).append(name)
+    if classes:
+        found = "; ".join(f"{', '.join(names[:5])} ({kind})" for kind, names in classes.items())
+        raise NotImplementedError(
+            f"quantized weights, and float8 all-gathers, are not supported yet: {found} are tensor"
+            " subclasses around other tensors; shard the model with plain parameters"
+        )
 
 
 def _problems_of_units(module: nn.Module, units: Units) -> Iterator[str]:
@@ -115,8 +133,13 @@ def _problems_of_axes(module: nn.Module, mesh: Mesh) -> Iterator[str]:
             continue
         axis, own = mesh.dense.tensor, parameter.device_mesh
         if axis is None:
-            yield f"{name} is a DTensor over {own.mesh_dim_names}: pass that axis as Mesh.tensor"
+            yield (
+                f"{name} is a DTensor over {own.mesh_dim_names}: if that is an axis of tensor"
+                " parallelism, pass it as Mesh.tensor, in one mesh with the data axes; if other"
+                " software has sharded the model (FSDP2, or from_pretrained of transformers with"
+                " tp_plan or a DistributedConfig), load it without that"
+            )
             return  # the others have the same problem
-        if own.ndim != 1 or own.size() != axis.size():
+        if own.mesh.tolist() != axis.mesh.tolist():
             yield f"{name} is a DTensor over another mesh than Mesh.tensor={mesh.tensor!r}"
             return

@@ -164,6 +164,7 @@ class GradientSync(StateOwner[ShownState]):
         for observer in observe.observers:
             observer.begin_pass(observe.BACKWARD)
         self._trainability.follow()
+        self._trainability.refuse_thawed()
         self._agreement.check()
         if self.state not in (ShownState.SHOWN, ShownState.FINAL):
             return

@@ -35,7 +35,7 @@ from megatron.fsdp.module_access.model_state import (
 )
 from megatron.fsdp.module_access.shown_parameters import ShownParameters
 from megatron.fsdp.module_access.trainability import Trainability
-from megatron.fsdp.module_access.unit_access import UnitAccess
+from megatron.fsdp.module_access.unit_access import KnownParameters, UnitAccess
 from megatron.fsdp.module_access.wrapped_module import (
     cast_at_units,
     checked_method,
@@ -113,7 +113,8 @@ class ShardedModule(nn.Module):
             groups_of_use=self._mesh.all_groups() if gradients.find_unused else None,
             after_pass=self._after_backward,
         )
-        access = UnitAccess(units, self._trainability)
+        self._known = KnownParameters(self, self._trainability.name_of)
+        access = UnitAccess(units, self._trainability, self._known)
         self._hooks = UnitHooks(self._schedule, self._gradients, access)
         ShownParameters(self._hooks, sharded, self._trainability, module)
         self._hooks.handles |= cast_at_units(units, settings.precision)
@@ -165,6 +166,7 @@ class ShardedModule(nn.Module):
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield names, which begin with ``module.``, and main weights as DTensors."""
+        self._known.check()
         # Whatever `recurse` is: torch's `set_state_dict` asks module by module.
         self._trainability.follow()
         seen: set[ShardedParam] = set()
@@ -183,6 +185,7 @@ class ShardedModule(nn.Module):
         keep_vars: bool = False,
     ) -> dict[str, Any]:
         """Return main weights as DTensors of full shape, and buffers unchanged."""
+        self._known.check()
         state: dict[str, Any] = super().state_dict(
             *args,
             destination=destination,  # type: ignore[arg-type]  # None makes one with metadata

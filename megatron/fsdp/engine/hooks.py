@@ -191,9 +191,9 @@ class UnitHooks:
 
     def _enter_backward(self, gradient: Any = None) -> None:
         if not self._schedule.is_in_backward:
+            self._gradients.begin_backward()  # which may refuse the pass, before there is one
             self._schedule.begin_backward()
             self._awaiting.clear()
-            self._gradients.begin_backward()
             torch.autograd.Variable._execution_engine.queue_callback(self._end_pass)
 
     def _end_pass(self) -> None:

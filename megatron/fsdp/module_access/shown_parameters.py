@@ -92,7 +92,7 @@ class ShownParameters:
         if compute is present or compute not in unit_of or present not in unit_of:
             return compute
         # A weight that is tied to another one only now: both are sharded already.
-        names = dict(zip(self._trainability.parameters, self._trainability.names))
+        names = self._trainability.name_of
         raise ValueError(
             f"{names[present]} cannot be tied to {names[compute]}: they were two"
             " parameters when the model was sharded, and each has its own shards and optimizer"

@@ -29,12 +29,12 @@ class Trainability:
         self._sharded = list(sharded.values())
         self.flags = read_flags(self.parameters)  # True for those that are trained
         self.num_changes = 0  # of flags
-        name_of: dict[nn.Parameter, str] = {}
+        self.name_of: dict[nn.Parameter, str] = {}
         for unit in units:
             unit.find_trained()
             for group in unit.groups:
-                name_of.update(zip(group.parameters, group.names))
-        self.names = [name_of[parameter] for parameter in self.parameters]
+                self.name_of.update(zip(group.parameters, group.names))
+        self.names = [self.name_of[parameter] for parameter in self.parameters]
         # Those that were frozen when the model was sharded: they have no gradients.
         frozen = [not flag for flag in self.flags]
         self._name_of_frozen = dict(compress(zip(self.parameters, self.names), frozen))
@@ -63,9 +63,7 @@ class Trainability:
             self.follow()
 
     def refuse_thawed(self) -> None:
-        """Refuse parameters that are trained now, and were frozen when the model was sharded."""
-        if not self._name_of_frozen or not torch.is_grad_enabled():
-            return
+        """Refuse a backward for parameters that were frozen when the model was sharded."""
         thawed = [name for frozen, name in self._name_of_frozen.items() if frozen.requires_grad]
         if thawed:
             raise RuntimeError(

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Changes that code makes to compute parameters, followed when units are used."""
+"""Changes that code makes to compute parameters, followed or refused when units are used."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import compress
+from collections.abc import Iterable, Sequence
+from itertools import chain, compress
 from operator import attrgetter, ne
 
 import torch
+from torch import nn
 
 from megatron.fsdp.engine.device import in_backward
 from megatron.fsdp.engine.param_group import ParamGroup
@@ -16,6 +17,48 @@ from megatron.fsdp.engine.unit import Unit
 from megatron.fsdp.module_access.trainability import Trainability
 
 _version = attrgetter("_version")
+
+
+class KnownParameters:
+    """The parameters that were sharded: ``root``, the wrapper, has no others afterwards."""
+
+    # Otherwise what code adds would be used and never trained, and what it removes would still be
+    # among `parameters()`. Other objects may come and go: buffers, and modules around the same
+    # parameters (torch.compile).
+
+    def __init__(self, root: nn.Module, names: dict[nn.Parameter, str]):
+        self._root = root
+        self._names = names
+        # Of every module in `root` the parameters and the children, as live views; all that was in
+        # them when they were looked at, and the ids of that. A forward compares ids, in C.
+        self._views: list[Iterable[object]] = []
+        self._seen: list[object] = []
+        self._ids: list[int] = []
+
+    def check(self) -> None:
+        """Raise ``RuntimeError`` if parameters have appeared or vanished since sharding."""
+        if self._views and list(map(id, chain.from_iterable(self._views))) == self._ids:
+            return
+        # Read as plain dicts, which do not show the sharded parameters instead.
+        modules = dict(self._root.named_modules())
+        names: dict[nn.Parameter, str] = {}
+        for path, module in modules.items():
+            for name, parameter in dict.items(module._parameters):
+                if parameter is not None:
+                    names[parameter] = f"{path}.{name}".removeprefix("module.")
+        new = [name for parameter, name in names.items() if parameter not in self._names]
+        gone = [name for parameter, name in self._names.items() if parameter not in names]
+        if new or gone:
+            raise RuntimeError(
+                "the model has other parameters than when it was sharded:"
+                f" {len(new)} new ({', '.join(new[:5])}), {len(gone)} gone ({', '.join(gone[:5])})."
+                " The optimizer knows only those that were sharded: replace layers, resize"
+                " embeddings, and add adapters and parametrizations before fully_shard"
+            )
+        stores = chain.from_iterable((one._parameters, one._modules) for one in modules.values())
+        self._views = list(map(dict.values, stores))
+        self._seen = list(chain.from_iterable(self._views))
+        self._ids = list(map(id, self._seen))
 
 
 class UnitAccess:
@@ -27,8 +70,9 @@ class UnitAccess:
     # all ranks write the same, and each takes its own part. Version counters tell that a parameter
     # was written to. Those of `parameter.data` are its own: such writes are not found.
 
-    def __init__(self, units: Sequence[Unit], trainability: Trainability):
+    def __init__(self, units: Sequence[Unit], trainability: Trainability, known: KnownParameters):
         self._trainability = trainability
+        self._known = known
         # The parameters of each unit that are not the main weights, and their version counters.
         self._parameters: dict[Unit, list[torch.Tensor]] = {}
         for unit in units:
@@ -38,10 +82,10 @@ class UnitAccess:
         self._versions = {unit: self._read(unit) for unit in self._parameters}
 
     def before_call(self) -> None:
-        """Follow what code has frozen; refuse what it has thawed and has no gradients."""
+        """Follow what code has frozen; refuse parameters that it has added or removed."""
         if not in_backward():
+            self._known.check()
             self._trainability.follow()
-            self._trainability.refuse_thawed()
 
     def after_use(self, unit: Unit) -> None:
         """Copy what a call has written to compute weights into the main weights."""
