@@ -29,6 +29,7 @@ from megatron.fsdp.optimizer.optimizer_state import (
     makes_state_late,
     match_groups,
     parameters_of,
+    refuse_local_state,
     shard_slots,
 )
 from megatron.fsdp.problems import Problems
@@ -129,10 +130,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._make_missing_state()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return torch's structure, with DTensors, and ``param_names`` in every group."""
+        """Return torch's structure, with DTensors, and ``param_names`` in every group.
+
+        A collective for optimizers that step on DTensors.
+
+        Raises:
+            ValueError: for state that is different on each rank and no DTensor.
+        """
         state = super().state_dict()
         if self._fsdp_checkpoint_ready:
             sharded_params = self._sharded_params()
+            self._refuse_local_state(dict(enumerate(sharded_params)), state["state"])
             state["state"] = {
                 position: checkpoint_slots(sharded_params[position], slots)
                 for position, slots in state["state"].items()
@@ -157,6 +165,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for key, slots in state.items():
             if key in sharded_params:
                 state[key] = shard_slots(sharded_params[key], slots, names)
+        self._refuse_local_state(sharded_params, state)
         if self._fsdp_flat is not None:
             self._fsdp_flat.forget()
         super().load_state_dict({**state_dict, "param_groups": groups, "state": state})
@@ -164,6 +173,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
         kind = _user_class(self)
         if not state and any(makes_state_late(kind, group) for group in groups):
             warn_of_absent_state(kind.__name__)
+
+    def _refuse_local_state(
+        self, sharded_params: dict[Any, ShardedParam], state: dict[Any, Any]
+    ) -> None:
+        if self._fsdp_flat is None:  # flat segments are DTensors, and count the same steps
+            states = [(sharded_params[key], state[key]) for key in sharded_params if key in state]
+            meshes = [model._mesh.all_groups() for model in self._fsdp_models]
+            groups = list(dict.fromkeys(chain.from_iterable(meshes)))
+            refuse_local_state(_user_class(self).__name__, states, groups)
 
     def _sharded_params(self) -> list[ShardedParam]:
         return list(map(sharded_param_of, parameters_of(self)))

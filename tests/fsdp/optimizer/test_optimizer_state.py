@@ -4,11 +4,13 @@
 import copy
 import io
 from collections.abc import Callable
+from functools import partial
 from itertools import chain
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as torch_state_dict
 from torch.distributed.tensor import DTensor
@@ -16,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from megatron.fsdp.dtensor.tensor_part import full_tensor
 from megatron_fsdp import fully_shard, fully_shard_model, fully_shard_optimizer
 from tests.support.fsdp import models
+from tests.support.fsdp.matrix_optimizers import Simple
 from tests.support.fsdp.meshes import shard_mesh
 from tests.support.fsdp.optimizers import (
     IN_ONE_GROUP,
@@ -346,3 +349,71 @@ def test_counters_of_a_scalar_parameter_are_not_sharded(ranks: Ranks) -> None:
         net(torch.ones(2)).sum().backward()
         optimizer.step()
     assert ranks(2, nadam_on_a_scalar) == pytest.approx([net.scale.item()] * 2)
+
+
+class RowsOfShard(Simple):
+    """Keeps the mean of each row of its shard, as optimizers that quantize shards do."""
+
+    def direction(self, parameter: Tensor, grad: Tensor, group: dict[str, Any]) -> Tensor:
+        rows = grad.to_local().square()
+        rows = rows.mean(-1, keepdim=rows.ndim > 1) if group["is_local"] else grad.square().mean()
+        self.state[parameter]["rows"] = rows
+        return grad
+
+
+class EvenParts(Simple):
+    """Wraps a tensor of the size of its shard as if the shards of all ranks were equal."""
+
+    def direction(self, parameter: Tensor, grad: Tensor, group: dict[str, Any]) -> Tensor:
+        local = torch.zeros(parameter.to_local().numel())
+        mesh, placements = parameter.device_mesh, parameter.placements
+        self.state[parameter]["codes"] = DTensor.from_local(local, mesh, placements)
+        return grad
+
+
+def local_state(make: Callable[..., torch.optim.Optimizer], level: int) -> str | None:
+    """Return the error of saving state, after which a rank still trains."""
+    module = models.build("scalars")
+    model, optimizer = fully_shard(
+        module, make(module.parameters()), shard_mesh(), **sharding(module, level)
+    )
+    sharded_step(model, optimizer, 0)
+    message = None
+    try:
+        optimizer.load_state_dict(optimizer.state_dict())
+    except ValueError as error:
+        message = str(error)
+    sharded_step(model, optimizer, 1)
+    return message
+
+
+@pytest.mark.parametrize("level", [1, 3])
+def test_state_of_shards_is_refused_by_name(ranks: Ranks, level: int) -> None:
+    first, second = ranks(2, local_state, partial(RowsOfShard, is_local=True), level)
+    assert first is not None and first == second
+    for part in ("RowsOfShard", "['rows'] (", "torch.zeros_like(parameter)"):
+        assert part in first
+    first, second = ranks(2, local_state, EvenParts, level)
+    assert first is not None and first == second and "EvenParts" in first
+
+
+def test_state_that_all_ranks_share_is_saved(ranks: Ranks) -> None:
+    assert ranks(2, local_state, partial(RowsOfShard, is_local=False), 3) == [None, None]
+    assert ranks(2, local_state, partial(RowsOfShard, is_local=True), 0) == [None, None]
+
+
+def load_local_state() -> None:
+    """Load files of each rank that differ."""
+    module = models.build("scalars")
+    optimizer = RowsOfShard(module.parameters(), is_local=False)
+    model, optimizer = fully_shard(module, optimizer, shard_mesh(), **sharding(module))
+    sharded_step(model, optimizer, 0)
+    state = optimizer.state_dict()
+    state["state"][1]["rows"] = torch.full((2,), float(dist.get_rank()))
+    with pytest.raises(ValueError, match=r"1 entries of the state of RowsOfShard .*\['rows'\]"):
+        optimizer.load_state_dict(state)
+    assert all(slots["rows"].ndim == 0 for slots in optimizer.state.values())  # as before
+
+
+def test_state_of_shards_is_refused_where_it_is_loaded(ranks: Ranks) -> None:
+    ranks(2, load_local_state)
