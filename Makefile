@@ -5,26 +5,26 @@
 #   make test [ARGS="-k layout"]              the tests, in a few minutes
 #   make test-all                             these and what is long by nature: every combination
 #   make docs                                 the documentation site, in build/site
-#   make test TORCH=torch==2.14.1 MEGATRON=0.19.0   with another torch, in an environment of its own, and with a
-#                                             release of Megatron-Core whose archive is in build/megatron_releases
+#   make test-oldest, make test-newest        the tests with the oldest and the newest torch (and Megatron-Core)
+#   make test TORCH=torch==2.14.1 MEGATRON=0.18.2   with another torch, in an environment of its own, and with another
+#                                             release of Megatron-Core, which pip downloads once
 
 # The newest of the Pythons that torch is tested with here; PYTHON=/path/to/python overrides the search.
 PYTHON ?= $(firstword $(foreach name,python3.11 python3 python3.12 python3.13 python3.10,$(shell \
 	command -v $(name) >/dev/null 2>&1 && $(name) -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 10))' 2>/dev/null \
 	&& command -v $(name))))
-# On its own and first: it is by far the largest part. Another build of 2.10 to 2.14, also one for GPUs, gets its own folder.
+# On its own and first: it is by far the largest part. Another build of 2.10 to 2.15, also one for GPUs, gets its own folder.
 USUAL_TORCH = torch==2.13.0
 TORCH ?= $(USUAL_TORCH)
 VENV = .venv$(if $(filter-out $(USUAL_TORCH),$(TORCH)),-$(subst /,-,$(subst ==,-,$(TORCH))))
-# A release of Megatron-Core to put before the installed one. Its archive is in build/megatron_releases, or where
-# MEGATRON_RELEASES says; without it, the message says where to get it.
+# A release of Megatron-Core to put before the installed one, unpacked in build/megatron_core.
 MEGATRON ?=
 ARGS ?=
 # Two processes share the test files: while one waits for its ranks or for the disk, the other works.
 WITH_RELEASE = $(if $(MEGATRON),variables=$$($(VENV)/bin/python -m tests.support.megatron_release $(MEGATRON)) && eval "$$variables" &&)
 PYTEST = $(WITH_RELEASE) $(VENV)/bin/python -m pytest --numprocesses 2 --dist loadfile
 
-.PHONY: pretrain lint test test-all docs clean
+.PHONY: pretrain lint test test-all test-oldest test-newest docs clean
 .DELETE_ON_ERROR:
 
 pretrain: $(VENV)/.installed
@@ -35,6 +35,12 @@ test: $(VENV)/.installed
 
 test-all: test
 	$(PYTEST) -m exhaustive $(ARGS)
+
+test-oldest:
+	$(MAKE) test TORCH=torch==2.10.0
+
+test-newest:
+	$(MAKE) test TORCH=torch==2.15.0 MEGATRON=0.19.2
 
 lint: $(VENV)/.installed
 	$(VENV)/bin/ruff check .

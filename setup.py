@@ -56,8 +56,8 @@ setup(
         name: ["py.typed"] for name in ("megatron.fsdp", "megatron.checkpoint", "megatron_fsdp")
     },
     install_requires=[
-        "torch>=2.10,<2.15",
-        "megatron-core>=0.16.0,<0.20",
+        "torch>=2.10,<2.16",
+        "megatron-core>=0.16.0,<0.21",
         "numpy",
         "zlib-ng",  # checksums as fast as memory; zlib is used where it is missing
         "fsspec>=2024.2",  # the packages of its file systems (s3fs, gcsfs) are optional

@@ -7,6 +7,7 @@ import sys
 import typing
 from contextlib import redirect_stdout
 from importlib import import_module
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 from unittest.mock import patch
@@ -16,6 +17,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from megatron.core import distributed as core_distributed
+from megatron.core.datasets import utils as dataset_utils
 from megatron.core.optimizer import DistributedOptimizer
 from megatron.core.utils import unwrap_model
 from torch._dynamo import eval_frame
@@ -174,6 +176,26 @@ def test_the_command_line_the_environment_and_torch_are_restored() -> None:
     assert "--use-distributed-optimizer" in during[0]
     assert during[1] is None
     assert during[2] != before[2]
+
+
+def compilers_of(folder: Path) -> list[bool]:
+    """Job: whether the loop compiles functions for data sets while installed, and afterwards."""
+    compile_helpers = dataset_utils.compile_helpers
+    with (
+        patch.object(sys, "argv", ["pretrain_gpt.py", "--micro-batch-size", "2"]),
+        patch.object(tested, "has_loop", lambda: True),
+        patch.object(dataset_utils, "__file__", str(folder / "utils.py")),
+    ):
+        with drop_in.install():
+            during = dataset_utils.compile_helpers is compile_helpers
+        return [during, dataset_utils.compile_helpers is compile_helpers]
+
+
+def test_the_loop_of_a_wheel_compiles_nothing(tmp_path: Path) -> None:
+    """A wheel has no Makefile, without which the loop would end the program."""
+    assert run_ranks(1, compilers_of, tmp_path) == [[False, True]]
+    (tmp_path / "Makefile").touch()
+    assert run_ranks(1, compilers_of, tmp_path) == [[True, True]]
 
 
 def stance_after_uninstalling() -> tuple[str, str]:

@@ -38,7 +38,7 @@ def test_one_flag_trains_with_the_newest_release_like_its_ddp() -> None:
         ("0.17.1", ["zero0", "resume-vpp", "ep", "resume-tp-pp"]),
         ("0.18.2", ["zero0", "hybrid-optim", "cp", "bf16", "resume"]),
         (
-            "0.19.0",
+            "0.19.2",
             ["zero0", "double-buffer", "evaluation", "vpp", "cp", "resume-ep", "resume-vpp-bf16"],
         ),
     ],

@@ -1,47 +1,57 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Other releases of Megatron-Core than the installed one, with Megatron-LM's program, for tests.
+"""Other releases of Megatron-Core than the installed one, with Megatron-LM's loop, for tests.
 
-    python -m tests.support.megatron_release 0.19.0    unpack it, and print the environment for it
-    eval "$(.venv/bin/python -m tests.support.megatron_release 0.19.0)"     use it in this shell
+    python -m tests.support.megatron_release 0.19.2    unpack it, and print the environment for it
+    eval "$(.venv/bin/python -m tests.support.megatron_release 0.19.2)"     use it in this shell
 
-The archive of a release is that of the public tag core_vX of Megatron-LM, as GitHub packs it
-(`curl -LO https://github.com/NVIDIA/Megatron-LM/archive/refs/tags/core_v0.19.0.tar.gz`). It lies in
-`build/megatron_releases`, or where MEGATRON_RELEASES says; `.tar.xz` will do as well. It is
-unpacked into `build/megatron_core`.
+pip downloads the wheel once, from the index that it is configured for, and it is unpacked into
+`build/megatron_core`. Wheels from 0.17 on are for Python 3.12 and newer, and hold
+`megatron/training`. Earlier versions of Python run them too: only functions for data sets are
+compiled, and those of the installed release are the same.
 """
 
 from __future__ import annotations
 
+import fcntl
+import functools
 import os
 import shlex
 import shutil
+import subprocess
 import sys
-import tarfile
+import sysconfig
 import tempfile
+import zipfile
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
-ARCHIVES = Path(os.environ.get("MEGATRON_RELEASES", ROOT / "build" / "megatron_releases"))
-ORIGIN = "https://github.com/NVIDIA/Megatron-LM/archive/refs/tags"
 UNPACKED = ROOT / "build" / "megatron_core"
 PACKAGES = Path(sys.prefix) / "for_releases"
 """Installed by the Makefile, and only for these runs: torch must not see triton in others."""
 NEEDED = ("triton", "pybind11", "six")
+DOWNLOAD = (
+    "download --quiet --disable-pip-version-check --retries 1 --timeout 30 --no-deps"
+    " --only-binary=:all: --python-version 3.12 --implementation cp"
+    " --platform manylinux_2_28_x86_64"
+)
+"""Words of pip; the same wheel serves every machine, as what is compiled in it is not needed."""
+HELPERS = Path(
+    "megatron", "core", "datasets", f"helpers_cpp{sysconfig.get_config_var('EXT_SUFFIX')}"
+)
 
-RELEASES = ("0.17.1", "0.18.2", "0.19.0")
+RELEASES = ("0.17.1", "0.18.2", "0.19.2")
 
 
+class DownloadError(RuntimeError):
+    """pip cannot download a release."""
+
+
+@functools.cache  # a failed download takes a while
 def obstacle(release: str) -> str | None:
     """Return the reason for which a release cannot run here, or None."""
-    if archive_of(release) is None:
-        return (
-            f"no Megatron-Core {release}: put {ORIGIN}/core_v{release}.tar.gz into {ARCHIVES}"
-            " (MEGATRON_RELEASES names another folder)"
-        )
     missing = [
         name for name in NEEDED if not any(PACKAGES.glob(f"{name}*")) and not find_spec(name)
     ]
@@ -50,6 +60,10 @@ def obstacle(release: str) -> str | None:
             f"Megatron-Core {release} imports {', '.join(NEEDED)}: install them with pip install"
             f" --no-deps --target {PACKAGES} {' '.join(NEEDED)}"
         )
+    try:
+        unpack(release)
+    except DownloadError as error:
+        return str(error)
     return None
 
 
@@ -60,32 +74,36 @@ def require(release: str) -> None:
         pytest.skip(reason)
 
 
-def archive_of(release: str) -> Path | None:
-    """Return the archive of a release, or None where there is none."""
-    return next(iter(sorted(ARCHIVES.glob(f"core_v{release}.tar.*"))), None)
-
-
 def unpack(release: str) -> Path:
-    """Unpack a release unless it is there already, and return its folder."""
+    """Download and unpack a release unless it is there already, and return its folder.
+
+    Raises:
+        DownloadError: pip cannot download it.
+    """
     target = UNPACKED / release
-    if not target.is_dir():
-        UNPACKED.mkdir(parents=True, exist_ok=True)
-        # Under a name of its own first: two test processes may need it at once.
-        with tempfile.TemporaryDirectory(dir=UNPACKED) as folder:
-            with tarfile.open(archive_of(release)) as archive:
-                extract(archive, folder)
-            inner = next(Path(folder).rglob("megatron")).parent
-            try:
-                inner.rename(target)
-            except OSError:
-                shutil.rmtree(inner)  # the other process was faster
+    UNPACKED.mkdir(parents=True, exist_ok=True)
+    with open(UNPACKED / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # two test processes may need it at once
+        if not target.is_dir():
+            with tempfile.TemporaryDirectory(dir=UNPACKED) as folder:
+                with zipfile.ZipFile(download(release, folder)) as wheel:
+                    wheel.extractall(Path(folder, "wheel"))
+                Path(folder, "wheel").rename(target)
+        installed = Path(sysconfig.get_path("platlib"), HELPERS)
+        if installed.exists() and not (target / HELPERS).exists():
+            shutil.copy(installed, target / HELPERS)
     return target
 
 
-def extract(archive: tarfile.TarFile, folder: str) -> None:
-    """Unpack an archive of the project; early releases of Python 3.11 know no filters."""
-    filters: dict[str, Any] = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
-    archive.extractall(folder, **filters)
+def download(release: str, folder: str) -> Path:
+    """Download the wheel of a release into a folder and return its path."""
+    words = [*DOWNLOAD.split(), "--dest", folder, f"megatron-core=={release}"]
+    run = subprocess.run([sys.executable, "-m", "pip", *words], text=True, capture_output=True)
+    wheels = [*Path(folder).glob("*.whl")]
+    if run.returncode or not wheels:
+        reason = (run.stderr.strip().splitlines() or ["no wheel"])[-1]
+        raise DownloadError(f"pip finds no Megatron-Core {release}: {reason}")
+    return wheels[0]
 
 
 def environment(release: str) -> dict[str, str]:

@@ -6,9 +6,11 @@ from __future__ import annotations
 import os
 import sys
 import typing
+from pathlib import Path
 
 import torch
 import typing_extensions
+from megatron.core.datasets import utils as dataset_utils
 
 from megatron.mcore_adapter import cpu
 from megatron.mcore_adapter.megatron_lm.loop_flags import LoopCommandLine
@@ -22,7 +24,8 @@ class LoopProgram:
     Programs without a command line of the loop are left as they are. The constructor checks, and
     changes nothing. :meth:`prepare` completes the command line, installs what a machine without
     CUDA needs, and provides ``typing.override``: the loop of Megatron-LM 0.18 and newer imports it,
-    and Python has it since 3.12.
+    and Python has it since 3.12. In a wheel the loop does not compile functions for data sets: they
+    are compiled there, and the Makefile that it calls is missing.
 
     Raises:
         LoopFlagError: if the command line contradicts itself or the machine.
@@ -38,6 +41,7 @@ class LoopProgram:
         self._environment: dict[str, str] = {}
         self._on_cpu: LoopOnCpu | None = None
         self._provides_override = False
+        self._compile_helpers = dataset_utils.compile_helpers
 
     def prepare(self) -> None:
         """Change ``sys.argv``, the environment, and on a machine without CUDA torch."""
@@ -52,6 +56,8 @@ class LoopProgram:
         if not hasattr(typing, "override"):
             vars(typing)["override"] = typing_extensions.override
             self._provides_override = True
+        if not Path(dataset_utils.__file__).with_name("Makefile").exists():
+            dataset_utils.compile_helpers = lambda: None
 
     def restore(self) -> None:
         """Undo what :meth:`prepare` did, where nobody else has changed it since."""
@@ -63,6 +69,7 @@ class LoopProgram:
             self._on_cpu.restore()
         if self._provides_override:
             del vars(typing)["override"]
+        dataset_utils.compile_helpers = self._compile_helpers
 
     def say(self, message: str) -> None:
         """Print one line on the first rank, with what was changed."""

@@ -16,8 +16,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-TESTED = ("0.16.0", "0.16.1", "0.17.1", "0.18.2", "0.19.0")
-"""Tags core_v* of Megatron-LM that the tests were run on, the oldest first."""
+TESTED = ("0.16.0", "0.16.1", "0.17.1", "0.18.2", "0.19.2")
+"""Releases that the tests were run on, the oldest first."""
 
 GRACE_SECONDS = 5
 """Time that the first rank has to report an error before the others end."""

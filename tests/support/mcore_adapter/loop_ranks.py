@@ -3,13 +3,12 @@
 
     python -m tests.support.mcore_adapter.loop_ranks PROGRAM RUNS.json RESULTS.json
 
-with the checkout first on PYTHONPATH. Every run is a fresh set of processes in which
+with the release first on PYTHONPATH. Every run is a fresh set of processes in which
 `python -m megatron.mcore_adapter PROGRAM FLAGS...` runs; importing torch and Megatron-Core, which
 takes longer than a run, is done once.
 """
 
 import functools
-import importlib.util
 import json
 import os
 import runpy
@@ -21,7 +20,6 @@ import typing
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
@@ -141,19 +139,9 @@ def warm_up(script: str) -> None:
     """Import what every rank imports; the drop-in replaces names that were imported before."""
     if not hasattr(typing, "override"):
         vars(typing)["override"] = typing_extensions.override
-    sys.path.insert(0, str(Path(script).parent))
-    if importlib.util.find_spec("megatron.legacy") is None:
-        # The archives leave out old models, which programs of 0.17 name in annotations only.
-        parent: Any = import_module("megatron")
-        for name in ("megatron.legacy", "megatron.legacy.model"):
-            sys.modules[name] = ModuleType(name)
-            setattr(parent, name.rpartition(".")[2], sys.modules[name])
-            parent = sys.modules[name]
-        parent.GPTModel = object
     for name in (
         "megatron.mcore_adapter.drop_in",
-        "gpt_builders",
-        "model_provider",
+        "megatron.training",
         "megatron.core.tokenizers.text",  # imports transformers
     ):
         import_module(name)

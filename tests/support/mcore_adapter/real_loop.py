@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Megatron-LM's own training loop with this project, against the same loop with its DDP.
 
-    python -m tests.support.mcore_adapter.real_loop --release 0.19.0 [--rows zero2 ep] [--write]
+    python -m tests.support.mcore_adapter.real_loop --release 0.19.2 [--rows zero2 ep] [--write]
 
-Every row of `ROWS` runs `pretrain_gpt.py` of the release on CPU ranks, twice: with the flags of the
+Every row of `ROWS` runs `loop_pretrain_gpt.py` on CPU ranks, twice: with the flags of the
 layout, and with those and `--use-megatron-fsdp`. Losses and gradient norms of all steps have to
 agree to 1e-5. `--write` puts the differences into the table of results.
 """
@@ -21,9 +21,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.support.megatron_release import RELEASES, environment, unpack
+from tests.support.megatron_release import RELEASES, environment
 
 ROOT = Path(__file__).parents[3]
+PROGRAM = Path(__file__).with_name("loop_pretrain_gpt.py")
 RESULTS = ROOT / "benchmarks" / "results" / "real_loop.md"
 TOLERANCE = 1e-5
 
@@ -123,7 +124,6 @@ def compare(names: Iterable[str], release: str) -> dict[str, tuple[float, float]
     Returns:
         By row, the largest relative differences of losses and of gradient norms, or what failed.
     """
-    checkout = unpack(release)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         runs: dict[str, dict[str, Any]] = {}
@@ -134,7 +134,7 @@ def compare(names: Iterable[str], release: str) -> dict[str, tuple[float, float]
             last[name] = [run["name"] for run in own]
         (folder / "runs.json").write_text(json.dumps([*runs.values()]))
         command = [sys.executable, "-m", "tests.support.mcore_adapter.loop_ranks"]
-        paths = [checkout / "pretrain_gpt.py", folder / "runs.json", folder / "results.json"]
+        paths = [PROGRAM, folder / "runs.json", folder / "results.json"]
         subprocess.run(
             [*command, *map(str, paths)], check=True, cwd=ROOT, env=loop_environment(release)
         )
@@ -213,7 +213,7 @@ def main() -> None:
     args = parser.parse_args()
     start = time.monotonic()
     results = compare(args.rows, args.release)
-    print(f"core_v{args.release}, {time.monotonic() - start:.0f} s")
+    print(f"megatron-core {args.release}, {time.monotonic() - start:.0f} s")
     print("| row | loss | gradient norm |\n|---|---|---|")
     for name, result in results.items():
         if isinstance(result, str):

@@ -2,7 +2,7 @@
 """Checkpoints of every release of Megatron-Core, loaded and converted under every other one.
 
     python -m tests.support.pretrain.files_by_release                  every pair of releases
-        --releases installed 0.19.0                                    pairs of these
+        --releases installed 0.19.2                                    pairs of these
         --models llama --write FILE                                    and as Markdown
 
 Under each release Megatron-Core's DDP trains four steps, and checkpoints are written after two of

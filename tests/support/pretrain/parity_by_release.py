@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A covering part of the parity table, on another release of Megatron-Core.
 
-    python -m tests.support.pretrain.parity_by_release --release 0.19.0    every row
+    python -m tests.support.pretrain.parity_by_release --release 0.19.2    every row
         tp2 mla                                                            rows with such words
         --write FILE                                                       and as Markdown
 

@@ -59,7 +59,7 @@ def train_on(release: str, folder: Path, num_ranks: int, *command_lines: str) ->
     Skips the test where the release is absent.
 
     Args:
-        release: such as "0.19.0".
+        release: such as "0.19.2".
         folder: for the files of the exchange.
         num_ranks: number of ranks.
         command_lines: of the training program.
@@ -75,7 +75,7 @@ def do_on(release: str, tasks: Sequence[Task], folder: Path | None = None) -> li
     """Do tasks one after the other on a release; a task that fails ends none of the others.
 
     Args:
-        release: such as "0.19.0"; :data:`INSTALLED` for this process.
+        release: such as "0.19.2"; :data:`INSTALLED` for this process.
         tasks: the tasks.
         folder: for the files of the exchange; a temporary one without.
 
