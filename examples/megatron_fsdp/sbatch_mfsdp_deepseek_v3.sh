@@ -47,6 +47,7 @@ PARALLEL=(
     --init-model-with-meta-device
     --calculate-per-token-loss
     --grad-reduce-in-bf16
+    --fsdp-double-buffer
     --overlap-grad-reduce
     --overlap-param-gather
     --no-gradient-accumulation-fusion
@@ -54,6 +55,8 @@ PARALLEL=(
     --expert-tensor-parallel-size 1
     --distributed-timeout-minutes 30
 )
+# The buffers are registered with NCCL, which memory in segments that grow does not allow.
+[[ "${PYTORCH_CUDA_ALLOC_CONF:-}" == *expandable_segments:True* ]] || PARALLEL+=(--use-nccl-ub)
 MODEL=(
     --num-layers 61
     --hidden-size 7168

@@ -29,6 +29,7 @@ FOLDER = Path("examples", "megatron_fsdp")
 SCRIPTS = sorted(path.name for path in (ROOT / FOLDER).glob("*.sh"))
 SAMPLE = DATA / "torch_dist" / "dense_swiglu_bf16_tp2_dp2"
 TRACKER = "latest_checkpointed_iteration.txt"
+GROWING = "expandable_segments:True"
 LOSS = re.compile(r"^iteration +(\d+)/.* lm loss: (\S+)", re.MULTILINE)
 
 
@@ -116,10 +117,20 @@ def test_deepseek_v3_is_accepted_on_64_nodes_and_has_its_published_size(
         and args.seed == 5
         and args.bf16
         and args.init_model_with_meta_device
+        and args.calculate_per_token_loss
+        and args.grad_reduce_in_bf16
+        and args.fsdp_double_buffer
+        and args.nccl_ub
     )
     assert not any("CUDA_DEVICE_MAX_CONNECTIONS" in request["environment"] for request in requests)
     main, active, predicting = deepseek_parameters(args)
     assert (round(main / 1e9), round(active / 1e9), round(predicting / 1e9, 1)) == (671, 37, 11.6)
+
+
+def test_deepseek_v3_registers_no_memory_in_segments_that_grow(shell: Shell) -> None:
+    script = "sbatch_mfsdp_deepseek_v3.sh"
+    args = parsed(words_of(script, shell, PYTORCH_CUDA_ALLOC_CONF=GROWING)[0])
+    assert args is not None and args.fsdp_double_buffer and not args.nccl_ub
 
 
 def deepseek_parameters(args: argparse.Namespace) -> tuple[int, int, int]:
@@ -207,6 +218,7 @@ def test_deepseek_v3_trains_in_small_and_goes_on_after_it_was_queued_again(
     environment = {
         "GPUS_PER_NODE": "1",
         "EXPERT_PARALLEL": "2",
+        "PYTORCH_CUDA_ALLOC_CONF": GROWING,  # so that nothing needs NCCL
         "CHECKPOINTS": str(tmp_path / "saved"),
         "END_AT": f"{reason}: iteration 1/",
     }

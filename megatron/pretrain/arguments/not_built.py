@@ -113,7 +113,7 @@ REFUSED: dict[str, str] = {
 
 NOT_BUILT_VALUES: dict[str, dict[Any, str]] = {
     "ckpt_format": dict.fromkeys(
-        ("torch", "torch_dcp"), "not written or read here; use torch_dist or fsdp_dtensor"
+        ("torch", "torch_dcp", "zarr"), "not written or read here; use torch_dist or fsdp_dtensor"
     ),
     "non_persistent_ckpt_type": dict.fromkeys(
         ("local", "in_memory"), "not built; use --async-save, or global"

@@ -113,7 +113,7 @@ PROGRAM_GROUPS: dict[str, tuple[Flag, ...]] = {
         row("--save-retain-interval", int, "keep multiples of this iteration, and the newest"),
         row(
             "--ckpt-format",
-            "torch|torch_dist|torch_dcp|fsdp_dtensor",
+            "torch|torch_dist|torch_dcp|zarr|fsdp_dtensor",
             "layout; FSDP's default is fsdp_dtensor",
             "torch_dist",
         ),

@@ -63,6 +63,7 @@ def test_the_single_queue_of_scripts_for_tensor_parallelism_is_removed() -> None
     [
         (["--ckpt-format", "torch_dist"], "--ckpt-format torch_dist with --use-megatron-fsdp"),
         (["--ckpt-format=fsdp_dtensor", "--ckpt-format=torch"], "--ckpt-format torch with"),
+        (["--ckpt-format", "zarr"], "write --ckpt-format fsdp_dtensor or leave it out"),
         (["--use-torch-fsdp2"], "leave one of them out"),
         (["--overlap-moe-expert-parallel-comm"], "parts of layers"),
         (["--check-weight-hash-across-dp-replicas-interval", "5"], "have no replicas"),

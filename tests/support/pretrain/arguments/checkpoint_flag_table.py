@@ -44,6 +44,7 @@ CHECKPOINTS = (
     ),
     refused("--ckpt-format torch", "use torch_dist or fsdp_dtensor"),
     refused("--ckpt-format torch_dcp", "use torch_dist or fsdp_dtensor"),
+    refused("--ckpt-format zarr", "use torch_dist or fsdp_dtensor"),
     shown(
         "--no-strict-fsdp-dtensor-load",
         f"{CHECKPOINTING}test_a_partial_load_takes_what_there_is_and_a_strict_one_says_what_is_missing",
