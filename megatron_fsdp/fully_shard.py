@@ -7,7 +7,7 @@ They translate their keywords into the settings of :func:`megatron.fsdp.fully_sh
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Concatenate, ParamSpec
 
@@ -82,6 +82,7 @@ def fully_shard_model(
     find_unused_parameters: bool = False,
     granularity: str = "prefer_rows",
     fsdp_manual_registration: bool = False,
+    ignored_params: Iterable[nn.Parameter] | None = None,
 ) -> MegatronFSDP:
     """Shard a model over data ranks, by the published keywords of ``megatron.fsdp.fully_shard``.
 
@@ -184,6 +185,10 @@ def fully_shard_model(
         fsdp_manual_registration: leave the registration of ``nccl_ub`` to
             ``model.manual_buffer_registration()``, called after the first step. Otherwise the end
             of that step registers.
+        ignored_params: parameters of ``module`` that are not sharded, as in FSDP2. They stay plain,
+            on their device and with the values of their rank, in ``model.parameters()`` and state
+            dicts too, and an optimizer steps them as plain tensors. Their gradients are yours, as
+            in FSDP2: nothing reduces them over ranks. Reduce them before gradients are clipped.
 
     Returns:
         The wrapper; the user's module is its ``module``.

@@ -42,6 +42,7 @@ KEYWORDS: dict[type, dict[str, str]] = {
         "boundaries": "granularity",
         "one_unit": "disable_bucketing",
         "fine_grained": "enable_fine_grained_param_gather",
+        "ignored": "ignored_params",
     },
     Gradients: {
         "sum_only": "calculate_per_token_loss",

@@ -26,7 +26,7 @@ def check_agreement(settings: Settings, parameters_of: dict[Unit, dict[str, nn.P
     values: dict[str, object] = {"Settings.precision": settings.precision}
     for setting in (settings.strategy, settings.gradients, settings.overlap, settings.memory):
         for field in fields(setting):
-            if field.name != "device":
+            if field.name not in ("device", "ignored"):
                 name = f"{type(setting).__name__}.{field.name}"
                 values[name] = getattr(setting, field.name)
     values["the list of units"] = ", ".join(unit.name or "the model" for unit in parameters_of)

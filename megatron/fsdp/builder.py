@@ -43,12 +43,17 @@ def shard_parameters(
 
     Return the units, the root first, the sharded parameters, and the memory slots, if any.
     """
+    strategy, ignored = settings.strategy, settings.ignored
     # Tensors on meta are allocated later.
-    module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(settings.device))
-    strategy = settings.strategy
+    module._apply(lambda one: one if one.is_meta or one in ignored else one.to(settings.device))
     wanted = resolve_unit_modules(settings.units)
-    units = find_units(module, wanted, strategy.one_unit, strategy.fine_grained)
+    units = [Unit("", module)]
+    if not strategy.one_unit:
+        units = find_units(module, wanted, strategy.fine_grained, ignored)
     parameters_of = assign_parameters(units)
+    for parameters in parameters_of.values():
+        for name in [name for name, one in parameters.items() if one in ignored]:
+            del parameters[name]
     if not strategy.fine_grained:
         merge_small_units(units, parameters_of, settings.overlap.prefetch_bytes)
     check_agreement(settings, parameters_of)

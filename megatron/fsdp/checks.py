@@ -37,13 +37,22 @@ def check_all(
     if any(is_linked(own) or hasattr(own, IS_COMPUTE) for own in module.parameters()):
         problems.add("the module is sharded already")
         return
-    problems.check(_refuse_casts_of_dtensors, module, settings)
-    problems.check(_refuse_tensors_inside, module)
-    found = [*_problems_of_units(module, units or ()), *_problems_of_dtypes(module)]
+    ignored = settings.ignored
+    named = {name: one for name, one in module.named_parameters() if one not in ignored}
+    problems.check(_refuse_casts_of_dtensors, named, settings)
+    problems.check(_refuse_tensors_inside, named)
+    found = [*_problems_of_units(module, units or ()), *_problems_of_dtypes(named)]
+    if foreign := len(ignored.difference(module.parameters())):
+        found.append(
+            f"Strategy.ignored has {foreign} parameters that are no part of the model: take them"
+            " from the model that is sharded, not from a copy of it"
+        )
     if mesh is not None:
-        found += _problems_of_axes(module, mesh)
+        found += _problems_of_axes(named, mesh)
     if initialiser is not None:
         found += problems_of_initialisation(module, initialiser)
+        if any(parameter.is_meta for parameter in ignored):
+            found.append("Strategy.ignored has parameters on the meta device: give them values")
         if settings.level is ShardingStrategy.NO_SHARD:
             found.append(
                 "Settings.initialisation needs a sharding strategy: at level 0 every rank holds"
@@ -55,11 +64,11 @@ def check_all(
         problems.add(problem)
 
 
-def _refuse_casts_of_dtensors(module: nn.Module, settings: Settings) -> None:
+def _refuse_casts_of_dtensors(named: dict[str, nn.Parameter], settings: Settings) -> None:
     """Raise ``NotImplementedError`` for DTensors whose dtype would have to change in place."""
     precision = settings.precision
     dtype = precision.param_dtype if isinstance(precision, ComputePrecision) else None
-    for name, parameter in module.named_parameters():
+    for name, parameter in named.items():
         if isinstance(parameter, DTensor) and dtype not in (None, parameter.dtype):
             raise NotImplementedError(
                 f"{name} is a DTensor, which is not cast to param_dtype={dtype}: convert the module"
@@ -67,11 +76,11 @@ def _refuse_casts_of_dtensors(module: nn.Module, settings: Settings) -> None:
             )
 
 
-def _refuse_tensors_inside(module: nn.Module) -> None:
+def _refuse_tensors_inside(named: dict[str, nn.Parameter]) -> None:
     """Raise ``NotImplementedError`` for parameters that are computed from tensors inside them."""
     # All-gathers would fill the parameter, and forwards read the tensors inside.
     classes: dict[str, list[str]] = {}
-    for name, parameter in module.named_parameters():
+    for name, parameter in named.items():
         local = local_tensor(parameter)
         if hasattr(local, "__tensor_flatten__"):
             classes.setdefault(type(local).__name__, []).append(name)
@@ -94,8 +103,7 @@ def _problems_of_units(module: nn.Module, units: Units) -> Iterator[str]:
         )
 
 
-def _problems_of_dtypes(module: nn.Module) -> Iterator[str]:
-    parameters = dict(module.named_parameters())
+def _problems_of_dtypes(parameters: dict[str, nn.Parameter]) -> Iterator[str]:
     if not parameters:
         yield "the module has no parameters to shard"
     wrong = [
@@ -118,9 +126,8 @@ def _problems_of_meta_tensors(module: nn.Module) -> Iterator[str]:
         )
 
 
-def _problems_of_axes(module: nn.Module, mesh: Mesh) -> Iterator[str]:
+def _problems_of_axes(named: dict[str, nn.Parameter], mesh: Mesh) -> Iterator[str]:
     """Yield problems of parameters that need an axis that the mesh does not have."""
-    named = dict(module.named_parameters())
     experts = [name for name, one in named.items() if getattr(one, "allreduce", True) is False]
     if experts and mesh.expert is None:
         yield (

@@ -7,8 +7,9 @@
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -41,6 +42,9 @@ class Strategy:
             would cost more than 1 % of padding; the local tensor is then flat. "rows": never.
         one_unit: make the whole model one unit.
         fine_grained: make each module that owns parameters a unit, inside named units too.
+        ignored: parameters of the model that are not sharded. They stay as they are, on their
+            device and with the values of their rank, in ``parameters()`` and state dicts too.
+            An optimizer steps them as plain tensors; nothing reduces their gradients over ranks.
     """
 
     level: int | str | ShardingStrategy = ShardingStrategy.OPTIM_GRADS_PARAMS
@@ -48,9 +52,16 @@ class Strategy:
     boundaries: str = "prefer_rows"
     one_unit: bool = False
     fine_grained: bool = False
+    ignored: Iterable[nn.Parameter] | None = None
 
     def __post_init__(self) -> None:
         problems = problems_of_flags(self)
+        given: Any = () if self.ignored is None else self.ignored
+        are_several = isinstance(given, Iterable) and not isinstance(given, torch.Tensor)
+        ignored = list(given) if are_several else [given]
+        if not are_several or not all(isinstance(one, nn.Parameter) for one in ignored):
+            found = ", ".join(sorted({type(one).__name__ for one in ignored}))
+            problems.append(f"Strategy.ignored expects a set of parameters but got {found}")
         parsed: dict[str, ShardingStrategy] = {}
         for name in ("level", "outer"):
             try:
@@ -72,6 +83,7 @@ class Strategy:
         raise_problems(problems)
         object.__setattr__(self, "level", level)
         object.__setattr__(self, "outer", outer)
+        object.__setattr__(self, "ignored", frozenset(ignored))
 
 
 @dataclass(frozen=True)
@@ -162,6 +174,11 @@ class Settings:
     def shards_outer(self) -> bool:
         """True if the outer axis shards optimizer state."""
         return ShardingStrategy.parse(self.strategy.outer).shards_optimizer
+
+    @property
+    def ignored(self) -> frozenset[nn.Parameter]:
+        """The parameters that are not sharded."""
+        return frozenset(self.strategy.ignored or ())
 
     @property
     def own_mesh(self) -> Mesh:

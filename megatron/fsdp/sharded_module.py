@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
@@ -92,12 +92,17 @@ class ShardedModule(nn.Module):
             module, settings, initialiser
         )
         self._units = units
-        named = module.named_parameters(remove_duplicate=False)  # with all names of tied ones
-        self._by_name = {name: self._sharded_params[parameter] for name, parameter in named}
         sharded: dict[nn.Parameter, Any] = {}
         for compute, sharded_param in self._sharded_params.items():
             sharded[compute] = sharded_param.parameter
-            setattr(sharded_param.parameter, OWNER, self)
+        self.ignored = settings.ignored
+        # What an optimizer may step, by all names of tied ones.
+        named = module.named_parameters(remove_duplicate=False)
+        self._by_name = {name: sharded.get(parameter, parameter) for name, parameter in named}
+        self.name_of: dict[nn.Parameter, str] = {}  # the first name of each
+        for name, parameter in self._by_name.items():
+            setattr(parameter, OWNER, self)
+            self.name_of.setdefault(parameter, f"module.{name}")
         gradients = settings.gradients
         self._trainability = Trainability(units, sharded)
         self._microbatches = Microbatches(gradients.sync_each_microbatch)
@@ -127,8 +132,8 @@ class ShardedModule(nn.Module):
 
     @property
     def sharded_params(self) -> list[ShardedParam]:
-        """Every parameter once, in the module's order."""
-        return list(dict.fromkeys(self._by_name.values()))
+        """Every parameter that is sharded once, in the module's order."""
+        return list(dict.fromkeys(map(sharded_param_of, filter(is_linked, self._by_name.values()))))
 
     @property
     def groups(self) -> list[ParamGroup]:
@@ -169,12 +174,11 @@ class ShardedModule(nn.Module):
         self._known.check()
         # Whatever `recurse` is: torch's `set_state_dict` asks module by module.
         self._trainability.follow()
-        seen: set[ShardedParam] = set()
+        seen: set[nn.Parameter] = set()
         prefix = f"{prefix}.module." if prefix else "module."
-        for name, sharded_param in self._by_name.items():
-            if not remove_duplicate or sharded_param not in seen:
-                seen.add(sharded_param)
-                parameter: Any = sharded_param.parameter
+        for name, parameter in self._by_name.items():
+            if not remove_duplicate or parameter not in seen:
+                seen.add(parameter)
                 yield prefix + name, parameter
 
     def state_dict(  # type: ignore[override]  # one signature for torch's two overloads
@@ -314,6 +318,7 @@ class ShardedModule(nn.Module):
         self.zero_grad_buffer()
         if not set_to_none:
             self.attach_grad_to_optimizer_state()
+        clear_plain_gradients(self.ignored, set_to_none)
 
     # ---- weights
 
@@ -415,3 +420,10 @@ def owner_of(parameter: torch.Tensor) -> ShardedModule:
 def is_owned(parameter: torch.Tensor) -> bool:
     """Return True if a parameter belongs to a sharded model."""
     return hasattr(parameter, OWNER)
+
+
+def clear_plain_gradients(parameters: Iterable[nn.Parameter], set_to_none: bool) -> None:
+    """Clear the gradients of parameters that are not sharded."""
+    for parameter in parameters:
+        kept = None if set_to_none or parameter.grad is None else torch.zeros_like(parameter.grad)
+        parameter.grad = kept

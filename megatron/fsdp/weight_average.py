@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from megatron.fsdp.dtensor.sharded_param import ShardedParam, sharded_param_of
+from megatron.fsdp.dtensor.sharded_param import ShardedParam, is_linked, sharded_param_of
 from megatron.fsdp.engine.buffer import shard_view
 from megatron.fsdp.sharded_module import ShardedModule
 
@@ -17,7 +17,8 @@ from megatron.fsdp.sharded_module import ShardedModule
 class WeightAverage:
     """An exponential moving average of the main weights of a sharded model.
 
-    Every rank averages its main weights, in their dtype, without communication; no buffers.
+    Every rank averages its main weights, in their dtype, without communication; no buffers,
+    and no parameters that are ignored.
 
         average = WeightAverage(model, decay=0.999)
         average.update()  # after each step of the optimizer
@@ -73,7 +74,7 @@ class WeightAverage:
 
     def _named(self) -> dict[str, ShardedParam]:
         named = self._model.named_parameters(remove_duplicate=False)
-        return {name: sharded_param_of(parameter) for name, parameter in named}
+        return {name: sharded_param_of(each) for name, each in named if is_linked(each)}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the averages, as DTensors that share their storage, and ``num_updates``."""

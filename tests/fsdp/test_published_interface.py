@@ -128,6 +128,7 @@ SHARD = {
     "find_unused_parameters": False,
     "granularity": "prefer_rows",
     "fsdp_manual_registration": False,
+    "ignored_params": None,
 }
 
 

@@ -396,11 +396,13 @@ def _unscale_(
     gradients: Sequence[torch.Tensor], found_inf: torch.Tensor, inverse_scale: torch.Tensor
 ) -> Any:
     """Unscale for ``torch.amp.GradScaler``, and share an overflow on any rank with all ranks."""
-    if not _are_gradients(gradients):
+    own = [gradient for gradient in gradients if type(gradient) is ShardedGradient]
+    plain = [gradient for gradient in gradients if type(gradient) is torch.Tensor]
+    if len(own) + len(plain) < len(gradients):
         return NotImplemented
-    shards = list(map(_local_tensor_of, gradients))
+    shards = [*map(_local_tensor_of, own), *plain]
     torch._amp_foreach_non_finite_check_and_unscale_(shards, found_inf, inverse_scale)
-    groups = dict.fromkeys(chain.from_iterable(map(_groups_of, map(_norm_group_of, gradients))))
+    groups = dict.fromkeys(chain.from_iterable(map(_groups_of, map(_norm_group_of, own))))
     all_reduce_over(found_inf, list(groups), dist.ReduceOp.MAX)
     return None
 

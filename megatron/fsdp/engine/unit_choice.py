@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 from torch import nn
 
@@ -14,21 +14,20 @@ from megatron.fsdp.engine.unit import Unit
 def find_units(
     root: nn.Module,
     unit_modules: Sequence[type | nn.Module],
-    only_root: bool = False,
     fine_grained: bool = False,
+    ignored: Set[nn.Parameter] = frozenset(),
 ) -> list[Unit]:
     """Return the unit of the root and the units inside it, in module order.
 
     They are the modules that the user names and, outside of them, every module that owns parameters
-    directly (embedding, final norm, head); if ``fine_grained``, also inside of them. With
-    ``only_root`` the root is the only unit.
+    directly (embedding, final norm, head); if ``fine_grained``, also inside of them.
     """
     classes = tuple(entry for entry in unit_modules if isinstance(entry, type))
     instances = {entry for entry in unit_modules if isinstance(entry, nn.Module)}
     units: dict[nn.Module, Unit] = {root: Unit("", root)}
 
     def visit(module: nn.Module, name: str, inside_named: bool) -> None:
-        owns_parameters = next(module.parameters(recurse=False), None) is not None
+        owns_parameters = bool(set(module.parameters(recurse=False)) - ignored)
         if module is not root and (isinstance(module, classes) or module in instances):
             units.setdefault(module, Unit(name, module))
             inside_named = True
@@ -37,8 +36,7 @@ def find_units(
         for child_name, child in module.named_children():
             visit(child, f"{name}.{child_name}" if name else child_name, inside_named)
 
-    if not only_root:
-        visit(root, "", inside_named=False)
+    visit(root, "", inside_named=False)
     return list(units.values())
 
 

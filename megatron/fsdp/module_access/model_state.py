@@ -128,9 +128,10 @@ def copied_module(
         vars(parameter).update(vars(compute))
         delattr(parameter, IS_COMPUTE)
         memo[id(compute)] = memo[id(sharded_param.parameter)] = parameter
+    strategy = replace(settings.strategy, ignored=copy.deepcopy(list(settings.ignored), memo))
     copied = copy.deepcopy(module, memo)
     units = [memo.get(id(unit), unit) for unit in settings.units or ()]
-    return copied, replace(settings, units=units, initialisation=None)
+    return copied, replace(settings, units=units, strategy=strategy, initialisation=None)
 
 
 def remove_hooks(original: nn.Module, copied: nn.Module, handles: set[int]) -> None:

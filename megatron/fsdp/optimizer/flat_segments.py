@@ -29,7 +29,12 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from megatron.fsdp.dtensor.sharded_param import ShardedGradient, ShardedParam, sharded_param_of
+from megatron.fsdp.dtensor.sharded_param import (
+    ShardedGradient,
+    ShardedParam,
+    is_linked,
+    sharded_param_of,
+)
 from megatron.fsdp.engine.param_group import ParamGroup
 from megatron.fsdp.optimizer.optimizer_state import Setting, Slots, parameters_of
 
@@ -160,6 +165,9 @@ class Segments:
             members: list[Member] = []
             for parameter, gradient in zip(group["params"], gradients):
                 slots = optimizer.state.get(parameter, {})
+                if not is_linked(parameter):
+                    self.others[-1].append(parameter)
+                    continue
                 sharded_param = sharded_param_of(parameter)
                 span = _shard_range(sharded_param.group, sharded_param.index)
                 member = Member(sharded_param, slots, gradient is not None, *span)

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from itertools import chain
+from itertools import chain, filterfalse
 from operator import is_, methodcaller
 from weakref import ref
 
 import torch
 
+from megatron.fsdp.dtensor.sharded_param import is_linked
 from megatron.fsdp.optimizer.flat_segments import Segment, Segments, State
 from megatron.fsdp.optimizer.optimizer_state import OptimizerClass
 
@@ -49,8 +50,10 @@ class FlatUpdate:
                 counters.copy_to_members()
             for weight in chain.from_iterable(weights):
                 weight.grad = None
-        if any(others):
-            self._run(optimizer, others, optimizer.state)
+        # torch's operations on several tensors take no mix of DTensors and plain parameters.
+        for select in (filter, filterfalse) if any(others) else ():
+            parameters = [list(select(is_linked, own)) for own in others]
+            self._run(optimizer, parameters, optimizer.state)
 
     def prepare(self, optimizer: torch.optim.Optimizer) -> Segments:
         """Return the segments, made anew if parameters, settings or state have changed."""

@@ -33,7 +33,12 @@ from megatron.fsdp.optimizer.optimizer_state import (
     shard_slots,
 )
 from megatron.fsdp.problems import Problems
-from megatron.fsdp.sharded_module import ShardedModule, is_owned, owner_of
+from megatron.fsdp.sharded_module import (
+    ShardedModule,
+    clear_plain_gradients,
+    is_owned,
+    owner_of,
+)
 from megatron.fsdp.warnings_once import warn, warn_of_absent_state
 
 GATHERS = (
@@ -47,6 +52,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     _fsdp_models: list[ShardedModule]
     _fsdp_whole_models: list[ShardedModule]  # those whose parameters no other optimizer steps
+    _fsdp_ignored: list[nn.Parameter]  # that are not sharded
     _fsdp_checkpoint_ready: bool
     _fsdp_flat: FlatUpdate | None  # of element-wise optimizers of torch
     _fsdp_must_tell: bool  # what the step gathers has not been said yet
@@ -106,7 +112,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if shared:
             for model in shared:
                 model.finish_grad_sync()  # gradients not reduced yet would be added later
-            for sharded_param in self._sharded_params():
+            for sharded_param in self._sharded_params().values():
                 if owner_of(sharded_param.parameter) in shared:
                     clear_gradient_shard(sharded_param)
             super().zero_grad(set_to_none)
@@ -116,6 +122,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             model.zero_grad_buffer()
             if not set_to_none:
                 model.attach_grad_to_optimizer_state()  # zeros
+        clear_plain_gradients(self._fsdp_ignored, set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters of sharded models, and create their state."""
@@ -140,11 +147,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         state = super().state_dict()
         if self._fsdp_checkpoint_ready:
             sharded_params = self._sharded_params()
-            self._refuse_local_state(dict(enumerate(sharded_params)), state["state"])
-            state["state"] = {
-                position: checkpoint_slots(sharded_params[position], slots)
-                for position, slots in state["state"].items()
-            }
+            self._refuse_local_state(sharded_params, state["state"])
+            for position, sharded_param in sharded_params.items():
+                if position in state["state"]:
+                    slots = state["state"][position]
+                    state["state"][position] = checkpoint_slots(sharded_param, slots)
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -156,7 +163,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         groups = match_groups(self.param_groups, state_dict["param_groups"])
         # Keys are numbers, or names if torch's `set_state_dict` has replaced them.
         keys = chain.from_iterable(group["params"] for group in groups)
-        sharded_params = dict(zip(keys, self._sharded_params()))
+        by_position = self._sharded_params()
+        sharded_params = {key: by_position[n] for n, key in enumerate(keys) if n in by_position}
         state = dict(state_dict["state"])
         own = [(sharded_params[key], state[key]) for key in sharded_params.keys() & state.keys()]
         linked = filter(is_linked, self.state)
@@ -183,17 +191,23 @@ class ShardedOptimizer(torch.optim.Optimizer):
             groups = list(dict.fromkeys(chain.from_iterable(meshes)))
             refuse_local_state(_user_class(self).__name__, states, groups)
 
-    def _sharded_params(self) -> list[ShardedParam]:
-        return list(map(sharded_param_of, parameters_of(self)))
+    def _sharded_params(self) -> dict[int, ShardedParam]:
+        """Return the sharded parameters by their position in state dicts."""
+        parameters = enumerate(parameters_of(self))
+        return {
+            position: sharded_param_of(each) for position, each in parameters if is_linked(each)
+        }
 
     def _find_models(self) -> None:
         """Find the models of the parameters, and which of them no other optimizer steps."""
         own = parameters_of(self)
         self._fsdp_models = list(dict.fromkeys(owner_of(parameter) for parameter in own))
         self._fsdp_whole_models = []
+        self._fsdp_ignored = [parameter for parameter in own if not is_linked(parameter)]
         for model in self._fsdp_models:
             model._has_optimizer = True
-            if {each for each in model.parameters() if each.requires_grad} <= set(own):
+            trained = {each for each in model.parameters() if each.requires_grad}
+            if trained - model.ignored <= set(own):
                 self._fsdp_whole_models.append(model)
 
     def _make_missing_state(self) -> None:
@@ -276,7 +290,7 @@ def swap_parameters(optimizer: torch.optim.Optimizer, model: ShardedModule) -> N
     """Replace the module's parameters in an optimizer, and their state, by the sharded ones."""
     sharded_params = {each.compute: each for each in model.sharded_params}
     replacements = {compute: each.parameter for compute, each in sharded_params.items()}
-    _refuse_strangers(optimizer, {*replacements.keys(), *replacements.values()})
+    _refuse_strangers(optimizer, {*replacements.keys(), *replacements.values(), *model.ignored})
     for group in optimizer.param_groups:
         # In place: optimizers such as LBFGS have references to the list.
         group["params"][:] = [replacements.get(each, each) for each in group["params"]]
@@ -361,8 +375,8 @@ def _user_class(optimizer: torch.optim.Optimizer) -> OptimizerClass:
 
 
 def _names(parameters: Iterable[nn.Parameter]) -> list[str]:
-    """Return the names of sharded parameters in the wrapper."""
-    return ["module." + sharded_param_of(parameter).name for parameter in parameters]
+    """Return the names of parameters in the wrapper."""
+    return [owner_of(parameter).name_of[parameter] for parameter in parameters]
 
 
 def _keep_scheduler(optimizer: torch.optim.Optimizer) -> None:

@@ -63,7 +63,9 @@ def test_outside_of_units_every_module_that_owns_parameters_is_one() -> None:
         )
     ]
     assert units == ["", *map(".".join, product(blocks, ("norm", "up", "down")))]
-    assert [unit.name for unit in find_units(model, [ResidualBlock], only_root=True)] == [""]
+    ignored = frozenset([model.embed.weight, model.embed.bias, model.head.weight])
+    found = find_units(model, [ResidualBlock, Outer], ignored=ignored)
+    assert [unit.name for unit in found if unit.is_automatic] == ["head"]
     inside = [
         unit.name
         for unit in find_units(nn.Sequential(ResidualBlock()), [ResidualBlock], fine_grained=True)

@@ -226,7 +226,7 @@ def write_shard_of_the_same_size() -> None:
     state = model.state_dict()
     value = state["module.weight"]
     other = 1 - dist.get_rank()
-    flat_range = model._by_name["weight"].group.layout.owned(0, other)
+    flat_range = model.sharded_params[0].group.layout.owned(0, other)
     assert flat_range.numel == value._local_tensor.numel()
     value.part = replace(value.part, chunks=tuple(flat_range.chunks()), key=None)
     with pytest.raises(RuntimeError, match="sharded for another layout"):

@@ -348,6 +348,15 @@ def shows_nothing_to_register(make: Make) -> None:
     close(gradient(model), mean_gradient(2), "gradient", 1e-5)
 
 
+@shows("fully_shard_model", "ignored_params")
+def shows_ignored_params(make: Make) -> None:
+    module = build_stack()
+    model = make(module, ignored_params=module.embed.parameters())
+    plain = [name for name, each in model.named_parameters() if type(each) is nn.Parameter]
+    assert plain == ["module.embed.weight", "module.embed.bias"]
+    assert "ignored_params" in message_of(ValueError, make, build_stack(), ignored_params=["embed"])
+
+
 @shows("fully_shard_model", "cuda_graph_mode")
 def shows_cuda_graph_mode(make: Make) -> None:
     assert slots_of(make, cuda_graph_mode=True) == slots_of(make, fsdp_double_buffer=True)
