@@ -57,7 +57,8 @@ def fully_shard(
     With an outer axis they are reduced over that too, after the last microbatch of a step.
 
     ``model.parameters()`` yields the *main weights*, which the optimizer updates: DTensors of the
-    full logical shape over this rank's shard. Their gradients are on ``param.grad`` after backward.
+    full logical shape over this rank's shard. Their gradients are on ``param.grad`` after backward,
+    when hooks that were registered on them are called.
     The next forward casts and gathers the main weights as they are when it begins.
 
     Args:

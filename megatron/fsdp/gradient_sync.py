@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import chain, compress, count, islice, repeat
 from operator import and_, is_, is_not
 
@@ -37,6 +38,11 @@ from megatron.fsdp.module_access.trainability import read_flags
 # code gets from a gradient by `to_local()`, `detach()` or `clone()` does not change after
 # `zero_grad`. A gradient that is kept itself has no values then (its local tensor is on the meta
 # device) until it shows those of the next step.
+
+# [Note: hooks of parameters] Autograd never reaches sharded parameters, so the hooks that code
+# registers on them are called here, when a pass has handed its gradients over. Like torch's, a hook
+# gets what the pass adds, not the sum with what earlier passes have left on the parameter. That is
+# set aside for the pass and added again after the hooks.
 
 
 class GradientError(RuntimeError):
@@ -146,7 +152,12 @@ class GradientSync(StateOwner[ShownState]):
         for sharded_param in sharded_params:
             if sharded_param.group.requires_grad:
                 trainable.setdefault(sharded_param.group, []).append(sharded_param)
-        attribute = "decoupled_grad" if use_decoupled_grad else "grad"
+        self._attribute = attribute = "decoupled_grad" if use_decoupled_grad else "grad"
+        # Parameters with hooks, each with the number of reductions when they were last called.
+        self._hooked: dict[ShardedParam, int] = {}
+        self._set_aside: dict[ShardedParam, torch.Tensor] = {}
+        for sharded_param in chain.from_iterable(trainable.values()):
+            sharded_param.parameter.on_hook = partial(self._note_hook, sharded_param)
         self._family = GradientFamily()
         self._groups = [
             ShownGradients(members, attribute, self._family) for members in trainable.values()
@@ -155,6 +166,11 @@ class GradientSync(StateOwner[ShownState]):
 
     def __str__(self) -> str:
         return "the gradients of the model"
+
+    @property
+    def _hands_over(self) -> bool:
+        """True if a backward pass ends with final gradients on the parameters."""
+        return self._microbatches.sync_each and self._microbatches.is_last
 
     # ---- backward passes
 
@@ -166,6 +182,7 @@ class GradientSync(StateOwner[ShownState]):
         self._trainability.follow()
         self._trainability.refuse_thawed()
         self._agreement.check()
+        self._set_aside.clear()  # of a pass that has failed
         if self.state not in (ShownState.SHOWN, ShownState.FINAL):
             return
         for shown in self._groups:
@@ -179,6 +196,8 @@ class GradientSync(StateOwner[ShownState]):
                 if gradient is None:
                     shown.had_passes.discard(index)
                     clear_gradient_shard(shown.sharded_params[index])
+        if self._hooked and self.state is ShownState.FINAL:
+            self._set_gradients_aside()
         self.change_state(ShownState.HIDDEN)
 
     def end_backward(self) -> None:
@@ -194,7 +213,7 @@ class GradientSync(StateOwner[ShownState]):
             for shown in self._groups:
                 shown.had_passes.update(compress(count(), read_flags(shown.parameters)))
         self._microbatches.end_pass()
-        if self._microbatches.sync_each and self._microbatches.is_last:
+        if self._hands_over:
             self.finish()
         self._after_pass()
 
@@ -215,6 +234,8 @@ class GradientSync(StateOwner[ShownState]):
         if self.state is not ShownState.FINAL:
             self.start()
             self._attach(ShownState.FINAL)
+            if self._hooked:
+                self._call_hooks()
 
     def attach(self) -> None:
         """Wait for the reductions that have started, and put the results on the parameters."""
@@ -252,6 +273,52 @@ class GradientSync(StateOwner[ShownState]):
             if next(everywhere):
                 shown.group.gradients.change_state(GradientState.WAITING)
             shown.used = list(islice(everywhere, len(shown.parameters)))
+
+    # ---- hooks of parameters
+
+    def _note_hook(self, sharded_param: ShardedParam) -> None:
+        if not self._microbatches.sync_each:
+            raise NotImplementedError(
+                f"{sharded_param.name}: hooks are called at the end of a backward that hands its"
+                " gradients over. Without synchronisation of each microbatch none does"
+                " (sync_model_each_microbatch=False): change parameter.grad before the step, or"
+                " accumulate inside no_sync()"
+            )
+        self._hooked.setdefault(sharded_param, sharded_param.group.gradients.num_reductions)
+
+    def _set_gradients_aside(self) -> None:
+        for sharded_param in self._hooked:
+            parameter = sharded_param.parameter
+            if not parameter._backward_hooks or getattr(parameter, self._attribute, None) is None:
+                continue
+            if not self._hands_over:
+                raise RuntimeError(
+                    f"{sharded_param.name} has a hook and a gradient that was handed over, to which"
+                    " a microbatch that does not synchronise would add: call zero_grad() first"
+                )
+            shard = gradient_shard(sharded_param)
+            self._set_aside[sharded_param] = shard.clone()
+            shard.zero_()
+
+    @torch.no_grad()
+    def _call_hooks(self) -> None:
+        """Call the hooks of the parameters that have got new gradients, and may be trained."""
+        called: list[torch.Tensor] = []
+        for sharded_param, number in list(self._hooked.items()):
+            parameter, group = sharded_param.parameter, sharded_param.group
+            gradient = getattr(parameter, self._attribute, None)
+            self._hooked[sharded_param] = group.gradients.num_reductions
+            if number != group.gradients.num_reductions and parameter.requires_grad:
+                called.append(parameter)
+                for hook in list((parameter._backward_hooks or {}).values()):
+                    result = hook(gradient)
+                    if result is not None:
+                        gradient.copy_(result)
+            if sharded_param in self._set_aside:
+                gradient._local_tensor.add_(self._set_aside.pop(sharded_param))
+        for parameter in called:
+            for hook in list((parameter._post_accumulate_grad_hooks or {}).values()):
+                hook(parameter)
 
     # ---- changes of gradients
 
@@ -293,8 +360,13 @@ class GradientSync(StateOwner[ShownState]):
                 shown.used = [False] * len(shown.parameters)
 
 
+def gradient_shard(sharded_param: ShardedParam) -> torch.Tensor:
+    """Return this rank's shard of the reduced gradient of one parameter."""
+    group = sharded_param.group
+    return shard_view(group.gradients.shard, group.layout, sharded_param.index, group.rank)
+
+
 def clear_gradient_shard(sharded_param: ShardedParam) -> None:
     """Set this rank's shard of the reduced gradient of one parameter to zero."""
-    group = sharded_param.group
-    group.gradients.users.discard(sharded_param.index)
-    shard_view(group.gradients.shard, group.layout, sharded_param.index, group.rank).zero_()
+    sharded_param.group.gradients.users.discard(sharded_param.index)
+    gradient_shard(sharded_param).zero_()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from operator import attrgetter
 from typing import Any, ClassVar, SupportsIndex
 
@@ -26,7 +27,15 @@ from megatron.fsdp.dtensor.tensor_part import (
 )
 
 # Attributes of parameters and gradients that refer to the model and to process groups.
-PROCESS_ATTRIBUTES = frozenset({"_fsdp_sharded", "_fsdp_model", "norm_group", "family", "on_write"})
+PROCESS_ATTRIBUTES = frozenset(
+    {"_fsdp_sharded", "_fsdp_model", "norm_group", "family", "on_write", "on_hook"}
+)
+
+NO_PARTIAL_BACKWARD = (
+    "torch.autograd.grad cannot return gradients of sharded parameters, which backward() reduces"
+    " over all ranks: call loss.backward() and read parameter.grad. Gradients of inputs and"
+    " activations can be asked for"
+)
 
 _SET_DATA: Callable[..., Any] = attrgetter("data.__set__")(torch.Tensor)
 # Attributes that are operations, and the functions that compute them.
@@ -45,6 +54,8 @@ class UnevenDTensor(DTensor):
     part: TensorPart | None = None
     # Called after an operation has written to the tensor or an alias of it.
     on_write: Callable[[], None] | None = None
+    # Called before a hook is registered on a parameter that a model hands gradients to.
+    on_hook: Callable[[], None] | None = None
     # Functions in place of torch's. They return NotImplemented for calls that torch handles.
     replacements: ClassVar[Mapping[Callable[..., Any], Callable[..., Any]]] = {}
 
@@ -162,6 +173,28 @@ class UnevenDTensor(DTensor):
 
 
 torch.serialization.add_safe_globals([UnevenDTensor])
+
+
+def _register(
+    register: Callable[..., Any], parameter: UnevenDTensor, hook: Callable[..., Any]
+) -> Any:
+    if parameter.on_hook is None:
+        return NotImplemented
+    parameter.on_hook()
+    return register(parameter, hook)
+
+
+def _grad(outputs: Any, inputs: Sequence[Any], **options: Any) -> Any:
+    if any(getattr(each, "on_hook", None) is not None for each in inputs):
+        raise NotImplementedError(NO_PARTIAL_BACKWARD)
+    return NotImplemented
+
+
+_HOOKS = (torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook)
+UnevenDTensor.replacements = {
+    **{register: partial(_register, register) for register in _HOOKS},
+    torch.autograd.grad: _grad,
+}
 
 
 @torch.no_grad()

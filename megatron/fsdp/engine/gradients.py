@@ -117,6 +117,7 @@ class GroupGradients(StateOwner[GradientState]):
         # Empty, unless it has the values of the sum in the other dtype of the optimizer.
         self._optimizer_grad = RunningSum(size, precision.main_param, device, holds, own)
         self._reduction: Iterator[None] | None = None  # the one under way
+        self.num_reductions = 0  # that have started, the same on all ranks
 
     def __str__(self) -> str:
         return f"the gradients of unit {self._unit_name!r}"
@@ -267,6 +268,7 @@ class GroupGradients(StateOwner[GradientState]):
 
         A rank without any contributes zeros, because the other ranks wait for it.
         """
+        self.num_reductions += 1
         self.wait_for_reduce()
         self._move_back()
         with observe.work(self._unit_name, "reduce"):

@@ -222,14 +222,6 @@ def plan(
         granularity = (granularity,) * len(sizes)
     if world_size < 1:
         raise ValueError(f"expects a world size of at least 1 but got {world_size}")
-    if len(granularity) != len(sizes):
-        raise ValueError(
-            f"expects one granularity for each of {len(sizes)} parameters but got"
-            f" {len(granularity)}"
-        )
-    negative = [shape for shape in sizes if min(shape, default=0) < 0]
-    if negative:
-        raise ValueError(f"expects dims of at least 0 but got {negative}")
     return _plan(sizes, world_size, tuple(granularity))
 
 
@@ -239,7 +231,7 @@ def _plan(
 ) -> Layout:
     requests = [
         Request(prod(shape), granularity.alignment(shape), granularity.is_required)
-        for shape, granularity in zip(shapes, granularities)
+        for shape, granularity in zip(shapes, granularities, strict=True)
     ]
     placement = find_placement(requests, world_size)
     starts = dict(placement.starts)

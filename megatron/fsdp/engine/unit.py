@@ -148,8 +148,7 @@ class Unit(StateOwner[BackwardState]):
     @property
     def blockers(self) -> set[FlatBuffer]:
         """The buffers of other units in the memory of this one's weights."""
-        blockers = [group.compute.blocker for group in self.groups]
-        return {blocker for blocker in blockers if blocker is not None}
+        return set(filter(None, (group.compute.blocker for group in self.groups)))
 
     @property
     def is_unsharded(self) -> bool:
