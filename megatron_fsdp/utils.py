@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from megatron.fsdp.dtensor.tensor_part import get_mcore_tensor_parallel_partition_dim
 from megatron.fsdp.engine.mesh import axis_names
-from megatron.fsdp.engine.tensor_parallel import get_mcore_tensor_parallel_partition_dim
 from megatron_fsdp.distributed_index import FSDPDistributedIndex
 from megatron_fsdp.megatron_fsdp import MegatronFSDP
 from megatron_fsdp.not_offered import attributes_of

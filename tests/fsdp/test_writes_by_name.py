@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from megatron.fsdp.dtensor.tensor_part import full_tensor
 from megatron.fsdp.module_access import unit_access
 from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard
+from tests.support.fsdp import models, side_by_side
 from tests.support.fsdp.meshes import Meshes
 from tests.support.fsdp.models import WIDTH, ResidualBlock, Stack
 from tests.support.fsdp.reference import LEVELS, Ranks, batch, optimizer_over
@@ -271,6 +272,21 @@ def comparisons_of_plain_steps() -> int:
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_forwards_that_write_nothing_cost_no_comparison(ranks: Ranks, num_ranks: int) -> None:
     assert ranks(num_ranks, comparisons_of_plain_steps) == [0] * num_ranks
+
+
+def comparisons_of_tied_weights() -> int:
+    """Train a weight of two units, whose gradients free it before the first unit's backward."""
+    with patch.object(unit_access, "take_written") as take_written:
+        model, optimizer = side_by_side.shard(models.build("tied_across_units"), 3)
+        for step in range(2):
+            plain_backward(model, step, 0)
+            optimizer.step()
+            optimizer.zero_grad()
+    return take_written.call_count
+
+
+def test_weights_that_are_freed_early_are_not_taken_for_written(ranks: Ranks) -> None:
+    assert ranks(2, comparisons_of_tied_weights) == [0, 0]
 
 
 def write_between_steps_that_are_not_installed() -> None:

@@ -28,10 +28,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from megatron.fsdp.engine.collectives import all_gather_uneven
 from megatron.fsdp.engine.layout import Chunk, FlatRange, row_size
-from megatron.fsdp.engine.tensor_parallel import (
-    get_mcore_tensor_parallel_partition_dim,
-    local_tensor,
-)
+from megatron.fsdp.engine.tensor_parallel import local_tensor
 
 AnyDTensor = TypeVar("AnyDTensor", bound=DTensor)
 
@@ -113,6 +110,14 @@ class TensorSlice(NamedTuple):
     def of(self, whole: torch.Tensor, size: int) -> torch.Tensor:
         """Return the view of this slice in ``whole``; ``size`` is its length along ``dim``."""
         return whole if self.dim is None else whole.narrow(self.dim, self.start, size)
+
+
+def get_mcore_tensor_parallel_partition_dim(param: torch.Tensor) -> int | None:
+    """Return the dim of a parameter that tensor parallelism divides; None if it does not."""
+    # Parameters of Megatron-Core and Transformer Engine have these attributes, and so do the
+    # sharded parameters that are made of them.
+    dim: int = getattr(param, "partition_dim", -1)
+    return dim if getattr(param, "tensor_model_parallel", False) and dim >= 0 else None
 
 
 def replaced(values: tuple[int, ...], position: int, value: int) -> tuple[int, ...]:

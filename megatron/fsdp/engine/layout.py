@@ -41,13 +41,6 @@ class Granularity:
     count: int = 1
     is_required: bool = True
 
-    def __post_init__(self) -> None:
-        if self.unit not in ("elements", "rows", "tensor") or self.count < 1:
-            raise ValueError(
-                f"expects elements, rows or tensor and a count of at least 1 but got {self.unit!r},"
-                f" {self.count}"
-            )
-
     def alignment(self, shape: Sequence[int]) -> int:
         """Return the number of elements of a tensor of ``shape`` that stay together."""
         if self.unit == "tensor":

@@ -32,6 +32,13 @@ from megatron.fsdp.engine.tensor_parallel import local_tensor, set_local_tensor
 #                        the compute shard, at the first use after a step or before each all-gather
 # Gradients have a class of their own: see [Note: the way of a gradient].
 
+# [Note: weights that backward may not read] A tensor may leave a unit by another way than as its
+# result (kept on the module, or in a list). No hook tells the schedule of its backward, which would
+# read freed memory at level 3, or what an all-gather has not filled yet. So compute parameters have
+# the version counters that graphs know while the unit is unsharded only. Otherwise they have this
+# one, and autograd, which compares it with what it has saved, raises before it reads.
+UNREADABLE = 1 << 31  # "is at version 2147483648; expected version 0" in its message
+
 
 class ParamGroup:
     """The weights of some parameters that are sharded together, and their ``gradients``.
@@ -86,6 +93,7 @@ class ParamGroup:
         self.main_state = MainState.INSTALLED
         self._kept: torch.Tensor | None = None  # the compute shard to gather while HELD, if cast
         self._all_gather: Pending | None = None
+        self._versions: list[int] | None = None  # of the compute parameters while unreadable
         self.gradients = GroupGradients(
             self.parameters,
             self.layout,
@@ -181,6 +189,9 @@ class ParamGroup:
             with observe.work(self.unit_name, "wait for unshard"):
                 self._all_gather.wait()
             self._all_gather = None
+            if self._versions is not None:
+                torch._C._autograd._unsafe_set_version_counter(self.parameters, self._versions)
+                self._versions = None
             self.state = change_state(self, self.state, WeightState.UNSHARDED)
 
     def reshard(self) -> None:
@@ -192,6 +203,10 @@ class ParamGroup:
                 self._all_gather = None
             else:
                 self.wait_for_unshard()
+            if self._versions is None:
+                self._versions = [parameter._version for parameter in self.parameters]
+                unreadable = [UNREADABLE] * len(self._versions)
+                torch._C._autograd._unsafe_set_version_counter(self.parameters, unreadable)
             with observe.work(self.unit_name, "reshard"):
                 self.compute.free()
             self.state = change_state(self, self.state, WeightState.SHARDED)

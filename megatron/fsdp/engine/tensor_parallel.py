@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters that tensor parallelism divides: DTensors of torch, or marked by Megatron-Core."""
+"""Parameters that tensor parallelism divides and that are DTensors of torch."""
 
 from __future__ import annotations
 
@@ -42,11 +42,3 @@ def local_grad(parameter: nn.Parameter) -> torch.Tensor:
             grad = grad.redistribute(placements=parameter.placements)
         grad = grad.to_local()
     return grad.to_dense() if grad.is_sparse else grad
-
-
-def get_mcore_tensor_parallel_partition_dim(param: torch.Tensor) -> int | None:
-    """Return the dim of a parameter that tensor parallelism divides; None if it does not."""
-    # Parameters of Megatron-Core and Transformer Engine have these attributes, and so do the
-    # sharded parameters that are made of them.
-    dim: int = getattr(param, "partition_dim", -1)
-    return dim if getattr(param, "tensor_model_parallel", False) and dim >= 0 else None

@@ -23,6 +23,12 @@ FORWARD = -1
 # A user of a unit's weights: the graph that autograd records of a backward (create_graph=True).
 GRAPH = "graph"
 
+KEPT_ASIDE = (
+    "%s: gradients reach its parameters, but none a result of its forward, so its weights are not"
+    " gathered. A tensor that forward keeps elsewhere (on the module, in a list) is in the loss:"
+    " return it from the forward of the unit"
+)
+
 _clock = count()
 _state = attrgetter("state")
 
@@ -184,6 +190,8 @@ class Unit(StateOwner[BackwardState]):
         if any(since != number for since in self.users.values()):
             self.change_state(BackwardState.RECOMPUTED)
         elif self.state is BackwardState.IDLE:
+            if {WeightState.SHARDED, WeightState.UNSHARDING}.intersection(map(_state, self.groups)):
+                raise RuntimeError(KEPT_ASIDE % self)
             self.change_state(BackwardState.RUNNING)
 
     @property

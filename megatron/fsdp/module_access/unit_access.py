@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from megatron.fsdp.engine.device import in_backward
-from megatron.fsdp.engine.param_group import ParamGroup
+from megatron.fsdp.engine.param_group import UNREADABLE, ParamGroup
 from megatron.fsdp.engine.states import MainState, WeightState
 from megatron.fsdp.engine.unit import Unit
 from megatron.fsdp.module_access.trainability import Trainability
@@ -90,7 +90,7 @@ class UnitAccess:
     def after_use(self, unit: Unit) -> None:
         """Copy what a call has written to compute weights into the main weights."""
         before = self._versions.get(unit)
-        if before is None or before == (now := self._read(unit)):
+        if before is None or before == (now := self._read(unit)) or UNREADABLE in now:
             return
         self._versions[unit] = now
         written = set(compress(self._parameters[unit], map(ne, before, now)))

@@ -360,9 +360,3 @@ def test_equal_layers_are_planned_once() -> None:
 def test_bad_arguments_are_refused(arguments: tuple, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         plan(*arguments)
-
-
-def test_a_granularity_that_means_nothing_is_refused() -> None:
-    for unit, count in (("rows", 0), ("columns", 1)):
-        with pytest.raises(ValueError, match="expects elements, rows or tensor"):
-            Granularity(unit, count)

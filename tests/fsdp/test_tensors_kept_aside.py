@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A tensor leaves a unit by another way than as its result, and is added to the loss.
+
+At level 3 its backward may come when the weights of the unit are freed, or not gathered yet.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron.fsdp.engine.param_group import UNREADABLE
+from megatron_fsdp import fully_shard_model
+from tests.support.fsdp.models import WIDTH, ResidualBlock, Stack
+from tests.support.fsdp.reference import LEVELS, Ranks, batch, compare_shards, loss_of
+from tests.support.fsdp.side_by_side import inner, mean_gradients, plain_backward, shard
+
+UNREAD = f"is at version {UNREADABLE}; expected"
+
+
+class KeepsTensor(ResidualBlock):
+    """A unit that keeps a tensor on itself, computed before its result or from it."""
+
+    def __init__(self, when: str) -> None:
+        super().__init__()
+        self.extra = nn.Linear(WIDTH, WIDTH)
+        self.when = when
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept = self.computed(x)
+        y = super().forward(x + self.kept if self.when == "inside" else x)
+        if self.when == "after":
+            self.kept = self.computed(y)
+        return y
+
+    def computed(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.extra(torch.tanh(self.extra(x))))
+
+
+def keep_by_hook(module: KeepsTensor, args: tuple[Tensor], y: Tensor) -> None:
+    module.kept = module.computed(y)
+
+
+class Keeping(Stack):
+    def __init__(self, when: str) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(KeepsTensor(when) for _ in range(3))
+        for block in self.blocks if when == "hook" else ():
+            block.register_forward_hook(keep_by_hook)
+
+
+def build(when: str, is_frozen: bool) -> nn.Module:
+    torch.manual_seed(1)
+    model = Keeping(when).double()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("embed" in name or not is_frozen)
+    return model
+
+
+def all_losses(model: nn.Module, step: int, rank: int) -> None:
+    loss = loss_of(model(batch(step, rank, 0)))
+    (loss + sum(block.kept.sin().sum() for block in inner(model).blocks)).backward()
+
+
+def kept_loss(model: nn.Module, step: int, rank: int) -> None:
+    model(batch(step, rank, 0))
+    inner(model).blocks[1].kept.sin().sum().backward()
+
+
+def outcome(level: int, when: str, backward: Callable[..., None], is_frozen: bool) -> str:
+    """Return "right" if gradients are those of the unsharded model, or the error."""
+    reference = build(when, is_frozen)
+    model, _ = shard(build(when, is_frozen), level, fsdp_unit_modules=[KeepsTensor])
+    result = "right"
+    # The first pass finds the order of units, so the second prefetches in another way.
+    for step, use in enumerate((backward, backward, plain_backward)):
+        expected = mean_gradients(reference, use, step)
+        model.zero_grad()
+        try:
+            use(model, step, dist.get_rank())
+        except RuntimeError as error:
+            assert use is not plain_backward
+            result = str(error)
+            continue
+        shown = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+        compare_shards(model, shown, expected, f"{when}, step {step}")
+    return result
+
+
+@pytest.mark.parametrize("is_frozen", [False, True], ids=["trained", "frozen"])
+@pytest.mark.parametrize("when", ["before", "inside", "after", "hook"])
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_kept_tensor_in_the_loss_is_right_or_refused(
+    ranks: Ranks, level: int, when: str, is_frozen: bool
+) -> None:
+    # Without the result in the loss, nothing tells that the backward of the unit begins.
+    is_seen = level < 3 or when in ("before", "inside")
+    for backward, is_right in ((all_losses, is_seen), (kept_loss, level < 3)):
+        for result in ranks(2, outcome, level, when, backward, is_frozen):
+            assert result == "right" if is_right else UNREAD in result
+
+
+class KeepsWeight(torch.autograd.Function):
+    """A linear function that keeps its weight where autograd does not check it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight = weight
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
+        (x,) = ctx.saved_tensors
+        return None, gradient.t() @ x
+
+
+class KeepsInList(nn.Module):
+    def __init__(self, kept: list[Tensor]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(4))
+        self.kept = kept
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept.append(KeepsWeight.apply(x, self.weight))
+        return x
+
+
+def backward_without_saved_weights(level: int) -> str:
+    kept: list[Tensor] = []
+    module = nn.Sequential(KeepsInList(kept), KeepsInList([]))
+    model = fully_shard_model(module, fsdp_unit_modules=[KeepsInList], zero_dp_strategy=level)
+    model(torch.ones(2, 4))
+    try:
+        kept[0].sum().backward()
+    except RuntimeError as error:
+        return str(error)
+    return "right"
+
+
+def test_gradients_of_weights_that_are_not_gathered_name_the_unit(ranks: Ranks) -> None:
+    for level in LEVELS:
+        for result in ranks(2, backward_without_saved_weights, level):
+            message = "unit '0': gradients reach its parameters, but none a result of its forward"
+            assert result == "right" if level < 3 else result.startswith(message)
