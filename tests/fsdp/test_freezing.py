@@ -274,7 +274,6 @@ class TwoAdapters(nn.Module):
 
 def switch_adapters(level: int, frozen_first: bool) -> None:
     """Use the second adapter between two steps of the first; train it too if it may be."""
-
     trained = "a" if frozen_first else "ab"
 
     def switch(model: nn.Module, step: int, rank: int) -> None:
