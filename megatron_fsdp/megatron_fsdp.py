@@ -39,8 +39,8 @@ class MegatronFSDP(ShardedModule):
     :class:`megatron.fsdp.ShardedModule`.
 
     Args:
-        module: the module, initialised on every rank. Ranks take the weights of the first data
-            rank.
+        module: the module, initialised on every rank. Ranks take the weights and buffers of the
+            first data rank.
         dist_index: the mesh.
         ddp_config: strategy and overlap, an object of this package or Megatron-Core's. None: level
             3 with overlap.

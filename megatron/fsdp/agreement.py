@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import fields
 from itertools import chain, compress
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -20,8 +21,12 @@ from megatron.fsdp.settings import Settings
 _num_models: Counter[tuple[int, ...]] = Counter()  # that were sharded over the same ranks
 
 
-def check_agreement(settings: Settings, parameters_of: dict[Unit, dict[str, nn.Parameter]]) -> None:
-    """Raise ``ValueError`` on every rank if ranks shard other parameters or by other settings."""
+def check_agreement(
+    settings: Settings,
+    parameters_of: dict[Unit, dict[str, nn.Parameter]],
+    buffers: dict[str, torch.Tensor],
+) -> None:
+    """Raise ``ValueError`` on every rank if ranks shard other models or by other settings."""
     # Ranks that differ would wait for each other forever.
     values: dict[str, object] = {"Settings.precision": settings.precision}
     for setting in (settings.strategy, settings.gradients, settings.overlap, settings.memory):
@@ -38,6 +43,9 @@ def check_agreement(settings: Settings, parameters_of: dict[Unit, dict[str, nn.P
             f"{name} {tuple(parameter.shape)} {parameter.dtype} {trainable}{on_meta}"
         )
     values["the number of parameters"] = len(parameters)
+    for number, (name, buffer) in enumerate(buffers.items()):
+        values[f"buffer {number}"] = f"{name} {tuple(buffer.shape)} {buffer.dtype}"
+    values["the number of buffers"] = len(buffers)
     axes = settings.own_mesh.dense
     groups = [axis.get_group() for axis in (axes.inner, axes.outer) if axis is not None]
     # The separator sorts before all other characters.
@@ -45,8 +53,8 @@ def check_agreement(settings: Settings, parameters_of: dict[Unit, dict[str, nn.P
     values_of: dict[str, list[str]] = {name: [] for name in values}
     for text in given:
         name, _, value = text.partition("\0")
-        # A rank with fewer parameters ignores those that only other ranks have. The numbers of
-        # parameters then differ too, and are reported.
+        # A rank with fewer parameters or buffers ignores those that only other ranks have. Their
+        # numbers then differ too, and are reported.
         if name in values_of:
             values_of[name].append(value)
     differences = [

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from functools import partial
-from typing import NamedTuple
+from itertools import starmap
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,7 +23,7 @@ from megatron.fsdp.engine.device import streams_for
 from megatron.fsdp.engine.layout import PREFER_ROWS, ROWS
 from megatron.fsdp.engine.mesh import Axes
 from megatron.fsdp.engine.param_group import ParamGroup
-from megatron.fsdp.engine.tensor_parallel import local_tensor
+from megatron.fsdp.engine.tensor_parallel import local_tensor, set_local_tensor
 from megatron.fsdp.engine.unit import Unit
 from megatron.fsdp.engine.unit_choice import (
     assign_parameters,
@@ -56,12 +57,13 @@ def shard_parameters(
             del parameters[name]
     if not strategy.fine_grained:
         merge_small_units(units, parameters_of, settings.overlap.prefetch_bytes)
-    check_agreement(settings, parameters_of)
+    check_agreement(settings, parameters_of, dict(module.named_buffers()))
     slots = _make_memory_slots(settings)
     sharder = Sharder(settings, slots)
     sharded_params = sharder.shard(parameters_of)
     if initialiser is not None:
         sharder.initialise(units, sharded_params, initialiser)
+    sharder.broadcast_buffers(module)
     for compute, sharded_param in sharded_params.items():
         view = sharded_param.group.compute.views[sharded_param.index]
         if local_tensor(compute).data_ptr() != view.data_ptr():
@@ -144,6 +146,21 @@ class Sharder:
             for parameter in materialize(part, self._settings.device, initialiser):
                 sharded_param = sharded_params[parameter]
                 sharded_param.group.shard_parameter(sharded_param.index)
+
+    def broadcast_buffers(self, module: nn.Module) -> None:
+        """Give all data ranks the dense buffers of the first one, as they have its weights."""
+        has_expert_mesh = self._settings.own_mesh.expert is not None
+        for path, inner in module.named_modules():
+            buffers: dict[str, Any] = dict(inner.named_buffers(path, recurse=False))
+            own = {**buffers, **dict(inner.named_parameters(path, recurse=False))}
+            is_expert = has_expert_mesh and any(starmap(is_expert_parameter, own.items()))
+            for buffer in buffers.values():
+                local = local_tensor(buffer)
+                if local.layout is torch.strided and not hasattr(local, "__tensor_flatten__"):
+                    values = local.detach().contiguous()
+                    # As bytes, because backends do not know all dtypes.
+                    self._communicator(is_expert).broadcast(values.view(-1).view(torch.uint8))
+                    set_local_tensor(buffer, values)
 
     def _make_group(
         self, key: GroupKey, parameters: dict[str, nn.Parameter], unit_name: str

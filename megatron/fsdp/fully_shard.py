@@ -62,8 +62,8 @@ def fully_shard(
     The next forward casts and gathers the main weights as they are when it begins.
 
     Args:
-        model: any initialised module. Ranks take the weights of the first data rank. Its parameters
-            stay the same objects and become views of flat buffers.
+        model: any initialised module. Ranks take the weights and buffers of the first data rank.
+            Its parameters stay the same objects and become views of flat buffers.
         optimizer: over ``model.parameters()``. None: create it over the parameters of the result,
             and pass it to :func:`megatron.fsdp.shard_optimizer`.
         mesh: the ranks. None: one axis over all ranks, on the accelerator if there is one,

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import nan
@@ -48,14 +48,15 @@ class Initialiser:
 
     def for_model(self, model: nn.Module, setting: MetaInitialisation | None) -> Initialiser | None:
         """Return the initialiser of a model; None: nothing is on meta."""
-        if setting is None:
+        modules = list(model.modules()) if isinstance(model, nn.Module) else []
+        if setting is None or not any(map(_own_meta_tensors, modules)):
             return None
         if setting.function is not None:
             return GivenInitialiser(setting.function)
         # Models of transformers, which this package does not import.
         models = [
             module
-            for module in (model.modules() if isinstance(model, nn.Module) else ())
+            for module in modules
             if any(base.__name__ == "PreTrainedModel" for base in type(module).__mro__)
         ]
         return TransformersInitialiser(models, self) if models else self
@@ -172,9 +173,10 @@ def materialize(
             if initialiser.source is not None and tensor.is_floating_point():
                 _own_tensors(module)[name].data.fill_(nan)
     for module, tensors in of_modules.items():
+        inside = {inner: of_modules[inner] for inner in module.modules() if inner in part}
         is_parent = initialiser.visits_parents and part.issuperset(module.children())
-        if tensors or is_parent:
-            with torch.no_grad(), _protected(module, tensors, device):
+        if tensors or (is_parent and any(inside.values())):
+            with torch.no_grad(), _protected(inside, device):
                 initialiser.initialise(module)
     if initialiser.source is not None:
         _refuse_without_values(of_modules, initialiser.source)
@@ -211,12 +213,18 @@ def _refuse_without_values(
 
 
 @contextmanager
-def _protected(module: nn.Module, names: Collection[str], device: torch.device) -> Iterator[None]:
-    """Replace the tensors that ``module`` owns, except ``names``, by stand-ins for a while."""
+def _protected(
+    names_of: Mapping[nn.Module, Collection[str]], device: torch.device
+) -> Iterator[None]:
+    """Replace the tensors that modules own, except those named, by stand-ins for a while."""
     # They keep their values: a parameter tied to one of an earlier module, which may be sharded
     # already, or a tensor that the user has set. As many random numbers are drawn.
-    stores: list[dict[str, Any]] = [module._parameters, module._buffers]
-    kept = [{name: own for name, own in store.items() if name not in names} for store in stores]
+    stores: list[dict[str, Any]] = []
+    kept: list[dict[str, Any]] = []
+    for module, names in names_of.items():
+        for store in (module._parameters, module._buffers):
+            stores.append(store)
+            kept.append({name: own for name, own in store.items() if name not in names})
     for store, tensors in zip(stores, kept):
         store.update(
             {name: None if own is None else _like(own, device) for name, own in tensors.items()}

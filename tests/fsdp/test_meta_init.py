@@ -2,6 +2,7 @@
 """Models from the meta device get the weights of those from the CPU, and are never whole."""
 
 import gc
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -10,12 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megatron.fsdp import MetaInitialisation, Strategy
+from megatron.fsdp import fully_shard as fully_shard_typed
 from megatron.fsdp.dtensor.tensor_part import full_tensor
 from megatron_fsdp import MixedPrecisionPolicy, fully_shard_model
 from tests.support.fsdp.live_bytes import LiveBytes
 from tests.support.fsdp.meshes import Meshes
-from tests.support.fsdp.models import WIDTH
-from tests.support.fsdp.reference import Ranks, batch, close, loss_of
+from tests.support.fsdp.models import WIDTH, ResidualBlock, Stack
+from tests.support.fsdp.reference import LEVELS, Ranks, batch, close, loss_of
 from tests.support.fsdp.side_by_side import train_side_by_side
 
 HEADS, HIDDEN = 2, 6
@@ -357,3 +360,76 @@ def build_in_two_ways() -> str:
 def test_ranks_must_agree_on_what_is_on_the_meta_device(ranks: Ranks) -> None:
     first, second = ranks(2, build_in_two_ways)
     assert first == second and "on meta" in first
+
+
+class PreTrainedModel(Stack):
+    """A model of transformers' convention: blocks initialise the layers inside them."""
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+        elif isinstance(module, nn.LayerNorm):
+            module.reset_parameters()
+        elif isinstance(module, ResidualBlock):
+            nn.init.normal_(module.down.weight, std=0.1)
+            nn.init.normal_(module.up.weight, std=0.1)
+
+
+def by_keywords(module: nn.Module, level: int) -> Any:
+    return fully_shard_model(
+        module,
+        fsdp_unit_modules=[ResidualBlock],
+        zero_dp_strategy=level,
+        init_model_with_meta_device=True,
+    )
+
+
+def by_settings(module: nn.Module, level: int) -> Any:
+    return fully_shard_typed(
+        module,
+        units=[ResidualBlock],
+        strategy=Strategy(level=level),
+        initialisation=MetaInitialisation(),
+    )
+
+
+def initialise_nothing(door: Callable[..., Any], level: int) -> None:
+    torch.manual_seed(1)
+    module = PreTrainedModel()
+    expected = [parameter.detach().clone() for parameter in module.parameters()]
+    state = torch.get_rng_state()
+    model = door(module, level)
+    assert torch.equal(torch.get_rng_state(), state)
+    for parameter, value in zip(model.parameters(), expected, strict=True):
+        assert torch.equal(full_tensor(parameter), value)
+
+
+@pytest.mark.parametrize("door", [by_settings, by_keywords])
+@pytest.mark.parametrize("level", LEVELS)
+def test_nothing_is_drawn_where_nothing_is_on_the_meta_device(
+    ranks: Ranks, level: int, door: Callable[..., Any]
+) -> None:
+    ranks(2, initialise_nothing, door, level)
+
+
+def initialise_one_layer(level: int) -> None:
+    """Leave one layer of a block on the meta device: the block would initialise the others too."""
+    torch.manual_seed(1)
+    module = PreTrainedModel()
+    module.blocks[1].up = nn.Linear(WIDTH, 7, device="meta")
+    expected = {name: p.detach().clone() for name, p in module.named_parameters() if not p.is_meta}
+    model = by_keywords(module, level)
+    found = {name.removeprefix("module."): full_tensor(p) for name, p in model.named_parameters()}
+    assert 0 < found.pop("blocks.1.up.weight").std() < 0.3
+    assert found.pop("blocks.1.up.bias").eq(0).all()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+@pytest.mark.parametrize("level", [1, 3])
+def test_a_block_initialises_only_those_of_its_layers_that_are_on_the_meta_device(
+    ranks: Ranks, level: int
+) -> None:
+    ranks(2, initialise_one_layer, level)
