@@ -17,7 +17,7 @@ from megatron.fsdp.dtensor.tensor_part import full_tensor
 from megatron.fsdp.engine.param_group import ParamGroup
 from megatron.fsdp.module_access.shown_parameters import WatchedParameters
 from megatron.fsdp.settings import Settings
-from megatron.fsdp.warnings_once import IS_COMPUTE
+from megatron.fsdp.warnings_once import IS_COMPUTE, warn
 
 
 def load_model_state(
@@ -53,11 +53,17 @@ def load_model_state(
         problems.append(f"missing keys: {', '.join(sorted(missing))}")
     if strict and unexpected:
         problems.append(f"unexpected keys: {', '.join(sorted(unexpected))}")
+    if not strict and len(unexpected) == len(state) > 0:
+        problems.append(f"no key fits: {_first(unexpected)}; the model has {_first(missing)}")
     if problems:
         raise RuntimeError(
             "the state dict does not fit the sharded model:\n  " + "\n  ".join(problems)
         )
 
+    if not strict and unexpected:
+        warn("load_state_dict: not in the model, and not used: %s", _first(unexpected))
+    if not strict and missing:
+        warn("load_state_dict: not given, and left as they are: %s", _first(missing))
     with torch.no_grad():
         for name, shard in shards.items():
             sharded_params[name].parameter._local_tensor.copy_(shard)
@@ -66,6 +72,10 @@ def load_model_state(
     buffers = {name: value for name, value in own.items() if name in expected}
     module.load_state_dict(buffers, strict=False)
     return _IncompatibleKeys(missing, unexpected)
+
+
+def _first(names: Sequence[str]) -> str:
+    return f"{len(names)} keys ({', '.join(sorted(names)[:5])}{', …' * (len(names) > 5)})"
 
 
 def _without_wrapper_prefix(names: set[str], state: Mapping[str, Any]) -> dict[str, Any]:
