@@ -33,6 +33,7 @@ from megatron.fsdp.module_access.model_state import (
     load_model_state,
     remove_hooks,
 )
+from megatron.fsdp.module_access.own_names import lead_by_own_names, own_name
 from megatron.fsdp.module_access.shown_parameters import ShownParameters
 from megatron.fsdp.module_access.trainability import Trainability
 from megatron.fsdp.module_access.unit_access import UnitAccess
@@ -93,7 +94,9 @@ class ShardedModule(nn.Module):
         )
         self._units = units
         named = module.named_parameters(remove_duplicate=False)  # with all names of tied ones
-        self._by_name = {name: self._sharded_params[parameter] for name, parameter in named}
+        self._by_name = {
+            own_name(name): self._sharded_params[parameter] for name, parameter in named
+        }
         sharded: dict[nn.Parameter, Any] = {}
         for compute, sharded_param in self._sharded_params.items():
             sharded[compute] = sharded_param.parameter
@@ -121,6 +124,7 @@ class ShardedModule(nn.Module):
         watch_optimizers(list(self._sharded_params))
         gathers_layers = self.strategy.shards_parameters and self._mesh.dense.inner.size() > 1
         prepare_wrapped_module(module, gathers_layers, self.state_dict, self._apply)
+        lead_by_own_names(self)
 
     # ---- the parts
 
@@ -189,9 +193,13 @@ class ShardedModule(nn.Module):
             prefix=prefix,
             keep_vars=True,
         )
-        for key, value in list(state.items()):
+        for raw, value in list(state.items()):
+            if not raw.startswith(prefix):
+                continue
+            key = own_name(raw)
+            state[key] = state.pop(raw)  # all of them, which keeps their order
             sharded_param = self._sharded_param_of(value)
-            if not key.startswith(prefix) or not isinstance(value, torch.Tensor):
+            if not isinstance(value, torch.Tensor):
                 continue
             if sharded_param is None:
                 state[key] = value if keep_vars else value.detach()

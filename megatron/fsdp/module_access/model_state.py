@@ -15,6 +15,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 from megatron.fsdp.dtensor.sharded_param import ShardedParam, is_linked, sharded_param_of
 from megatron.fsdp.dtensor.tensor_part import full_tensor
 from megatron.fsdp.engine.param_group import ParamGroup
+from megatron.fsdp.module_access.own_names import own_name
 from megatron.fsdp.module_access.shown_parameters import WatchedParameters
 from megatron.fsdp.settings import Settings
 from megatron.fsdp.warnings_once import IS_COMPUTE, warn
@@ -31,7 +32,9 @@ def load_model_state(
         raise TypeError(f"state_dict expects a mapping but got {type(state).__name__}")
     # Wrappers inside (Float16Module) may rename keys, so the keys are those of the module's state
     # dict, not the paths of its parameters.
-    entries = {name: find(value) for name, value in module.state_dict(keep_vars=True).items()}
+    values = module.state_dict(keep_vars=True)
+    paths = {own_name(path): path for path in values}
+    entries = {name: find(values[path]) for name, path in paths.items()}
     names = set(entries)
     sharded_params = {name: found for name, found in entries.items() if found is not None}
     own = _without_wrapper_prefix(names, state)
@@ -69,7 +72,7 @@ def load_model_state(
             sharded_params[name].parameter._local_tensor.copy_(shard)
     for group in dict.fromkeys(sharded_params[name].group for name in shards):
         group.install_main_weights()
-    buffers = {name: value for name, value in own.items() if name in expected}
+    buffers = {paths[name]: value for name, value in own.items() if name in expected}
     module.load_state_dict(buffers, strict=False)
     return _IncompatibleKeys(missing, unexpected)
 
@@ -79,11 +82,12 @@ def _first(names: Sequence[str]) -> str:
 
 
 def _without_wrapper_prefix(names: set[str], state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``state`` under the wrapped module's names, without the wrapper's ``module.``."""
+    """Return ``state`` under the wrapped module's own names, without the wrapper's ``module.``."""
+    state = {own_name(key): value for key, value in state.items()}
     all_prefixed = bool(state) and all(key.startswith("module.") for key in state)
     if all_prefixed and not any(key in names for key in state):
         return {key.removeprefix("module."): value for key, value in state.items()}
-    return dict(state)
+    return state
 
 
 def accept_full_tensors(module: nn.Module) -> set[int]:
