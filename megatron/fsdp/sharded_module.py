@@ -214,9 +214,12 @@ class ShardedModule(nn.Module):
     ) -> _IncompatibleKeys:
         """Load DTensors of the same layout, or full tensors; the next forward uses them.
 
+        A collective: all ranks load the same keys.
+
         Names are the wrapper's or the module's own. ``assign`` copies too: weights remain views.
         """
-        return load_model_state(self.module, self._sharded_param_of, state_dict, strict)
+        groups = self._mesh.all_groups()
+        return load_model_state(self.module, self._sharded_param_of, state_dict, strict, groups)
 
     def _sharded_param_of(self, value: Any) -> ShardedParam | None:
         if not isinstance(value, nn.Parameter):

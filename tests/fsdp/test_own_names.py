@@ -142,7 +142,9 @@ def own(model: nn.Module) -> dict[str, Tensor]:
         ("compiled", "plain"),
         ("plain", "compiled"),
         pytest.param("compiled", "recomputed", marks=pytest.mark.exhaustive),
-        pytest.param(*WAYS.keys() - {"plain", "recomputed", "compiled"}, marks=pytest.mark.exhaustive),
+        pytest.param(
+            *WAYS.keys() - {"plain", "recomputed", "compiled"}, marks=pytest.mark.exhaustive
+        ),
     ],
 )
 def test_a_checkpoint_loads_with_other_wrappers(
@@ -203,23 +205,33 @@ def test_torch_sets_full_states(ranks: Ranks, way: str, is_broadcast: bool) -> N
     ranks(2, set_by_torch, way, 3, is_broadcast)
 
 
-def set_without_a_key(way: str) -> str:
+def set_what_does_not_fit(way: str, case: str, strict: bool) -> str:
     model, _ = sharded(way, 3)
-    state = own(model)
-    del state["1.up.weight"]
-    options = torch_state_dict.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    state = {f"module.{name}": value for name, value in state.items()}
-    with pytest.raises(RuntimeError) as error:
-        torch_state_dict.set_model_state_dict(
-            model, state if dist.get_rank() == 0 else {}, options=options
-        )
+    state = {f"module.{name}": value + 1 for name, value in own(model).items()}
+    if case == "a key is missing":
+        del state["module.1.up.weight"]
+    else:  # which torch neither broadcasts nor leaves out
+        state = own(model)
+    options = torch_state_dict.StateDictOptions(
+        full_state_dict=True, broadcast_from_rank0=True, strict=strict
+    )
+    weights = state if dist.get_rank() == 0 else {}
+    with pytest.raises(RuntimeError, match="does not fit") as error:
+        torch_state_dict.set_model_state_dict(model, weights, options=options)
     return str(error.value)
 
 
-@pytest.mark.parametrize("way", ["plain", "compiled"])
-def test_a_missing_key_is_an_error_on_all_ranks(ranks: Ranks, way: str) -> None:
-    for message in ranks(2, set_without_a_key, way):
-        assert "1.up.weight" in message
+@pytest.mark.parametrize("way", ["plain", "recomputed", "compiled"])
+@pytest.mark.parametrize(
+    ("case", "strict"),
+    [("a key is missing", True), ("other names", True), ("other names", False)],
+)
+def test_what_torch_broadcasts_in_part_is_an_error_on_all_ranks(
+    ranks: Ranks, way: str, case: str, strict: bool
+) -> None:
+    first, second = ranks(2, set_what_does_not_fit, way, case, strict)
+    words = {"a key is missing": "missing keys: 1.up.weight", "other names": "than 1 were given 14"}
+    assert first == second and words[case] in first
 
 
 class Saved(nn.Sequential):

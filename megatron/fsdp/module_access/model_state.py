@@ -4,16 +4,19 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from megatron.fsdp.dtensor.sharded_param import ShardedParam, is_linked, sharded_param_of
 from megatron.fsdp.dtensor.tensor_part import full_tensor
+from megatron.fsdp.engine.collectives import agree
 from megatron.fsdp.engine.param_group import ParamGroup
 from megatron.fsdp.module_access.own_names import own_name
 from megatron.fsdp.module_access.shown_parameters import WatchedParameters
@@ -26,8 +29,12 @@ def load_model_state(
     find: Callable[[Any], ShardedParam | None],
     state: Mapping[str, Any],
     strict: bool,
+    groups: Sequence[dist.ProcessGroup],
 ) -> _IncompatibleKeys:
-    """Copy ``state`` into main weights, which ``find`` knows by entry, and buffers, if all fits."""
+    """Copy ``state`` into main weights, which ``find`` knows by entry, and buffers, if all fits.
+
+    A collective of ``groups``: the problems of any rank are raised on every rank.
+    """
     if not isinstance(state, Mapping):
         raise TypeError(f"state_dict expects a mapping but got {type(state).__name__}")
     # Wrappers inside (Float16Module) may rename keys, so the keys are those of the module's state
@@ -38,6 +45,7 @@ def load_model_state(
     names = set(entries)
     sharded_params = {name: found for name, found in entries.items() if found is not None}
     own = _without_wrapper_prefix(names, state)
+    given = set(own)
     weights = {name: own.pop(name) for name in list(own) if name in sharded_params}
     shards: dict[str, torch.Tensor] = {}
     problems = []
@@ -58,6 +66,7 @@ def load_model_state(
         problems.append(f"unexpected keys: {', '.join(sorted(unexpected))}")
     if not strict and len(unexpected) == len(state) > 0:
         problems.append(f"no key fits: {_first(unexpected)}; the model has {_first(missing)}")
+    problems = agree([*problems, *_different_keys(given, groups)], groups)
     if problems:
         raise RuntimeError(
             "the state dict does not fit the sharded model:\n  " + "\n  ".join(problems)
@@ -75,6 +84,18 @@ def load_model_state(
     buffers = {paths[name]: value for name, value in own.items() if name in expected}
     module.load_state_dict(buffers, strict=False)
     return _IncompatibleKeys(missing, unexpected)
+
+
+def _different_keys(given: set[str], groups: Sequence[dist.ProcessGroup]) -> list[str]:
+    """Return a problem if another rank was given keys that this one was not; a collective."""
+    # torch's `broadcast_from_rank0` leaves keys that it does not know on the first rank.
+    digest = hashlib.sha256("\n".join(sorted(given)).encode()).hexdigest()
+    if len(agree([digest], groups)) == 1:
+        return []
+    absent = [name for name in agree(given, groups) if name not in given]
+    return (
+        [f"only other ranks than {dist.get_rank()} were given {_first(absent)}"] if absent else []
+    )
 
 
 def _first(names: Sequence[str]) -> str:
