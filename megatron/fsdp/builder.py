@@ -32,6 +32,7 @@ from megatron.fsdp.engine.unit_choice import (
     merge_small_units,
 )
 from megatron.fsdp.meta_initialisation import Initialiser, initialisation_parts, materialize
+from megatron.fsdp.module_access.own_names import own_name
 from megatron.fsdp.settings import Settings, resolve_unit_modules
 
 ShardedParams = dict[nn.Parameter, ShardedParam]  # by the module's own parameters
@@ -57,6 +58,9 @@ def shard_parameters(
             del parameters[name]
     if not strategy.fine_grained:
         merge_small_units(units, parameters_of, settings.overlap.prefetch_bytes)
+    for unit, parameters in parameters_of.items():
+        unit.name, unit.shown_name = own_name(unit.name), own_name(unit.shown_name)
+        parameters_of[unit] = {own_name(name): each for name, each in parameters.items()}
     check_agreement(settings, parameters_of, dict(module.named_buffers()))
     slots = _make_memory_slots(settings)
     sharder = Sharder(settings, slots)

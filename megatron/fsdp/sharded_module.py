@@ -33,6 +33,7 @@ from megatron.fsdp.module_access.model_state import (
     load_model_state,
     remove_hooks,
 )
+from megatron.fsdp.module_access.own_names import lead_by_own_names, own_name
 from megatron.fsdp.module_access.shown_parameters import ShownParameters
 from megatron.fsdp.module_access.trainability import Trainability
 from megatron.fsdp.module_access.unit_access import KnownParameters, UnitAccess
@@ -98,7 +99,7 @@ class ShardedModule(nn.Module):
         self.ignored = settings.ignored
         # What an optimizer may step, by all names of tied ones.
         named = module.named_parameters(remove_duplicate=False)
-        self._by_name = {name: sharded.get(parameter, parameter) for name, parameter in named}
+        self._by_name = {own_name(name): sharded.get(each, each) for name, each in named}
         self.name_of: dict[nn.Parameter, str] = {}  # the first name of each
         for name, parameter in self._by_name.items():
             setattr(parameter, OWNER, self)
@@ -127,6 +128,7 @@ class ShardedModule(nn.Module):
         watch_optimizers(list(self._sharded_params))
         gathers_layers = self.strategy.shards_parameters and self._mesh.dense.inner.size() > 1
         prepare_wrapped_module(module, gathers_layers, self.state_dict, self._apply)
+        lead_by_own_names(self)
 
     # ---- the parts
 
@@ -196,9 +198,13 @@ class ShardedModule(nn.Module):
             prefix=prefix,
             keep_vars=True,
         )
-        for key, value in list(state.items()):
+        for raw, value in list(state.items()):
+            if not raw.startswith(prefix):
+                continue
+            key = own_name(raw)
+            state[key] = state.pop(raw)  # all of them, which keeps their order
             sharded_param = self._sharded_param_of(value)
-            if not key.startswith(prefix) or not isinstance(value, torch.Tensor):
+            if not isinstance(value, torch.Tensor):
                 continue
             if sharded_param is None:
                 state[key] = value if keep_vars else value.detach()
@@ -213,9 +219,12 @@ class ShardedModule(nn.Module):
     ) -> _IncompatibleKeys:
         """Load DTensors of the same layout, or full tensors; the next forward uses them.
 
+        A collective: all ranks load the same keys.
+
         Names are the wrapper's or the module's own. ``assign`` copies too: weights remain views.
         """
-        return load_model_state(self.module, self._sharded_param_of, state_dict, strict)
+        groups = self._mesh.all_groups()
+        return load_model_state(self.module, self._sharded_param_of, state_dict, strict, groups)
 
     def _sharded_param_of(self, value: Any) -> ShardedParam | None:
         if not isinstance(value, nn.Parameter):

@@ -11,6 +11,7 @@ import torch
 
 from megatron.fsdp.dtensor.sharded_param import ShardedParam, is_linked, sharded_param_of
 from megatron.fsdp.engine.buffer import shard_view
+from megatron.fsdp.module_access.own_names import own_name
 from megatron.fsdp.sharded_module import ShardedModule
 
 
@@ -90,6 +91,7 @@ class WeightAverage:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load the averages from DTensors of the same layout, or full tensors."""
         own = self.state_dict()
+        state_dict = {own_name(name): value for name, value in state_dict.items()}
         different = sorted(own.keys() ^ set(state_dict))
         if different:
             raise RuntimeError(f"the state dict is of another model: {', '.join(different[:5])}")

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from megatron.fsdp import ShardedModule
 from megatron.fsdp.dtensor.tensor_part import full_tensor
 from megatron.fsdp.engine.collectives import agree
+from megatron.fsdp.module_access.own_names import own_name
 
 SHARDS_FOLDER = "sharded_state"
 """Folder inside a checkpoint of the Trainer or of `save_state`."""
@@ -202,7 +203,7 @@ def _with_own_names(state: dict[str, Any]) -> dict[str, Any]:
 def _frozen_names(module: nn.Module) -> set[str]:
     """Return the names of the parameters of a module that are not trained."""
     named = module.named_parameters(remove_duplicate=False)
-    return {name for name, parameter in named if not parameter.requires_grad}
+    return {own_name(name) for name, parameter in named if not parameter.requires_grad}
 
 
 def _unwanted_names(module: nn.Module) -> set[str]:
@@ -213,5 +214,6 @@ def _unwanted_names(module: nn.Module) -> set[str]:
     for method in ("get_input_embeddings", "get_output_embeddings"):
         if hasattr(module, method):
             embeddings.append(getattr(module, method)())
-    prefixes = tuple(f"{name}." for name, each in module.named_modules() if each in embeddings)
+    named = module.named_modules()
+    prefixes = tuple(f"{own_name(name)}." for name, each in named if each in embeddings)
     return {name for name in _frozen_names(module) if not name.startswith(prefixes)}

@@ -4,20 +4,24 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from megatron.fsdp.dtensor.sharded_param import ShardedParam, is_linked, sharded_param_of
 from megatron.fsdp.dtensor.tensor_part import full_tensor
+from megatron.fsdp.engine.collectives import agree
 from megatron.fsdp.engine.param_group import ParamGroup
+from megatron.fsdp.module_access.own_names import own_name
 from megatron.fsdp.module_access.shown_parameters import WatchedParameters
 from megatron.fsdp.settings import Settings
-from megatron.fsdp.warnings_once import IS_COMPUTE
+from megatron.fsdp.warnings_once import IS_COMPUTE, warn
 
 
 def load_model_state(
@@ -25,16 +29,23 @@ def load_model_state(
     find: Callable[[Any], ShardedParam | None],
     state: Mapping[str, Any],
     strict: bool,
+    groups: Sequence[dist.ProcessGroup],
 ) -> _IncompatibleKeys:
-    """Copy ``state`` into main weights, which ``find`` knows by entry, and buffers, if all fits."""
+    """Copy ``state`` into main weights, which ``find`` knows by entry, and buffers, if all fits.
+
+    A collective of ``groups``: the problems of any rank are raised on every rank.
+    """
     if not isinstance(state, Mapping):
         raise TypeError(f"state_dict expects a mapping but got {type(state).__name__}")
     # Wrappers inside (Float16Module) may rename keys, so the keys are those of the module's state
     # dict, not the paths of its parameters.
-    entries = {name: find(value) for name, value in module.state_dict(keep_vars=True).items()}
+    values = module.state_dict(keep_vars=True)
+    paths = {own_name(path): path for path in values}
+    entries = {name: find(values[path]) for name, path in paths.items()}
     names = set(entries)
     sharded_params = {name: found for name, found in entries.items() if found is not None}
     own = _without_wrapper_prefix(names, state)
+    given = set(own)
     weights = {name: own.pop(name) for name in list(own) if name in sharded_params}
     shards: dict[str, torch.Tensor] = {}
     problems = []
@@ -53,27 +64,51 @@ def load_model_state(
         problems.append(f"missing keys: {', '.join(sorted(missing))}")
     if strict and unexpected:
         problems.append(f"unexpected keys: {', '.join(sorted(unexpected))}")
+    if not strict and len(unexpected) == len(state) > 0:
+        problems.append(f"no key fits: {_first(unexpected)}; the model has {_first(missing)}")
+    problems = agree([*problems, *_different_keys(given, groups)], groups)
     if problems:
         raise RuntimeError(
             "the state dict does not fit the sharded model:\n  " + "\n  ".join(problems)
         )
 
+    if not strict and unexpected:
+        warn("load_state_dict: not in the model, and not used: %s", _first(unexpected))
+    if not strict and missing:
+        warn("load_state_dict: not given, and left as they are: %s", _first(missing))
     with torch.no_grad():
         for name, shard in shards.items():
             sharded_params[name].parameter._local_tensor.copy_(shard)
     for group in dict.fromkeys(sharded_params[name].group for name in shards):
         group.install_main_weights()
-    buffers = {name: value for name, value in own.items() if name in expected}
+    buffers = {paths[name]: value for name, value in own.items() if name in expected}
     module.load_state_dict(buffers, strict=False)
     return _IncompatibleKeys(missing, unexpected)
 
 
+def _different_keys(given: set[str], groups: Sequence[dist.ProcessGroup]) -> list[str]:
+    """Return a problem if another rank was given keys that this one was not; a collective."""
+    # torch's `broadcast_from_rank0` leaves keys that it does not know on the first rank.
+    digest = hashlib.sha256("\n".join(sorted(given)).encode()).hexdigest()
+    if len(agree([digest], groups)) == 1:
+        return []
+    absent = [name for name in agree(given, groups) if name not in given]
+    return (
+        [f"only other ranks than {dist.get_rank()} were given {_first(absent)}"] if absent else []
+    )
+
+
+def _first(names: Sequence[str]) -> str:
+    return f"{len(names)} keys ({', '.join(sorted(names)[:5])}{', …' * (len(names) > 5)})"
+
+
 def _without_wrapper_prefix(names: set[str], state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``state`` under the wrapped module's names, without the wrapper's ``module.``."""
+    """Return ``state`` under the wrapped module's own names, without the wrapper's ``module.``."""
+    state = {own_name(key): value for key, value in state.items()}
     all_prefixed = bool(state) and all(key.startswith("module.") for key in state)
     if all_prefixed and not any(key in names for key in state):
         return {key.removeprefix("module."): value for key, value in state.items()}
-    return dict(state)
+    return state
 
 
 def accept_full_tensors(module: nn.Module) -> set[int]:

@@ -26,6 +26,7 @@ from megatron.fsdp.dtensor.sharded_param import ShardedParam
 from megatron.fsdp.dtensor.tensor_part import part_of
 from megatron.fsdp.dtensor.uneven_dtensor import UnevenDTensor
 from megatron.fsdp.engine.collectives import agree
+from megatron.fsdp.module_access.own_names import own_name
 
 OptimizerClass = type[torch.optim.Optimizer]
 
@@ -246,7 +247,7 @@ def _names_with_prefix(group: Setting, own: set[str]) -> list[str]:
     # torch's `set_state_dict` replaces numbers by names, in the order of our group, and does not
     # change `param_names`.
     is_by_name = group["params"] and all(isinstance(key, str) for key in group["params"])
-    names = group["params"] if is_by_name else group["param_names"]
+    names = list(map(own_name, group["params"] if is_by_name else group["param_names"]))
     return [
         "module." + name if name not in own and "module." + name in own else name for name in names
     ]

@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 import gc
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,6 +16,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.transformer.module import MegatronModule
 from torch.distributed.checkpoint.api import CheckpointException
 
+from megatron.checkpoint.core.listing import some
 from megatron.checkpoint.integrity.manifest import FileDigest, Manifest, digests_of_rank
 from megatron.fsdp.engine.collectives import agree
 from megatron.pretrain.checkpoints.checkpoint_source import Say
@@ -123,6 +124,31 @@ def sign(target: Path) -> list[str]:
             Manifest(target, files).write()
 
     return attempt(write_manifest)
+
+
+def tell_of_partial_load(
+    source: Path, not_in_file: Sequence[str], not_in_model: Sequence[str], fits: bool, say: Say
+) -> None:
+    """Say what a load that is not strict leaves out, which is the same on all ranks.
+
+    Args:
+        source: directory of the checkpoint.
+        not_in_file: keys that keep the values that they have in this run.
+        not_in_model: keys of the file that no rank uses.
+        fits: some tensor of the model is in the file.
+        say: prints a line on the first rank.
+
+    Raises:
+        ValueError: nothing fits.
+    """
+    absent = f"{len(not_in_file)} entries are not in the file and stay as they are: "
+    unused = f"{len(not_in_model)} entries of the file are not in the model: "
+    lines = [absent + some(not_in_file)] if not_in_file else []
+    lines += [unused + some(not_in_model)] if not_in_model else []
+    if not fits:
+        raise ValueError(f"{source} has no weight of this model:\n  " + "\n  ".join(lines))
+    for line in lines:
+        say(f"note: {source} is loaded in part: {line}")
 
 
 @contextmanager

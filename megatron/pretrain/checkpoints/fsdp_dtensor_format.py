@@ -50,6 +50,7 @@ from megatron.mcore_adapter.file_differences import FileDifferences
 from megatron.pretrain.checkpoints.checkpoint_format import (
     attempt,
     collector_paused,
+    tell_of_partial_load,
     without_warnings,
 )
 from megatron.pretrain.checkpoints.checkpoint_source import Say
@@ -157,7 +158,7 @@ class FsdpDtensorFormat:
             VocabularyArguments.of(args),
             lambda: VocabularyArguments.of(_read_args(reader)),
         )
-        _check(content, stored, source, is_partial=not args.strict_fsdp_dtensor_load)
+        _check(content, stored, source, None if args.strict_fsdp_dtensor_load else say)
         if optimizer is not None:
             drop_absent_settings(content["optimizer"]["param_to_group_meta"], stored)
         _read(content, reader)
@@ -355,9 +356,11 @@ def _read_args(reader: StorageReader) -> argparse.Namespace | None:
 
 
 def _check(
-    content: dict[str, Any], stored: Mapping[str, STORAGE_TYPES], source: Path, is_partial: bool
+    content: dict[str, Any], stored: Mapping[str, STORAGE_TYPES], source: Path, say: Say | None
 ) -> None:
     """Compare the entries that all ranks ask for with those of the file; a collective.
+
+    ``say`` allows a partial load, and tells what it leaves out.
 
     Raises:
         ValueError: on every rank, listing the entries that do not fit.
@@ -368,7 +371,7 @@ def _check(
     starts = ("model.", STATE_PREFIX) if "optimizer" in content else ("model.",)
     keys = [key for key in sorted(stored) if key.startswith(starts)]
     unexpected = _asked_nowhere(keys, asked)
-    if is_partial:
+    if say is not None:
         problems = differences.without_missing().problems()
     else:
         problems = differences.problems()
@@ -379,6 +382,10 @@ def _check(
             + "\n  ".join(problems)
             + _hints(differences)
         )
+    if say is not None:
+        used = set(keys).difference(unexpected)
+        fits = any(key.startswith("model.") for key in used)
+        tell_of_partial_load(source, differences.missing, unexpected, fits, say)
 
 
 def _hints(differences: FileDifferences) -> str:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, apply_factories
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron.core.distributed import DistributedDataParallel
@@ -31,7 +32,12 @@ from megatron.checkpoint.torch_dist.checkpoint import check_marker
 from megatron.checkpoint.torch_dist.unsharded_state import COMMON_FILE, read_common
 from megatron.fsdp.engine.collectives import agree
 from megatron.mcore_adapter.releases.common_state import common_object_readable
-from megatron.pretrain.checkpoints.checkpoint_format import attempt, sign, without_warnings
+from megatron.pretrain.checkpoints.checkpoint_format import (
+    attempt,
+    sign,
+    tell_of_partial_load,
+    without_warnings,
+)
 from megatron.pretrain.checkpoints.checkpoint_source import Say
 from megatron.pretrain.checkpoints.torch_dist_saving import (
     SaveStrategies,
@@ -45,6 +51,8 @@ SHARDING_TYPE = "distrib_optim_sharding_type"
 """The field of the description that names the distributed optimizer's layout; absent without it."""
 MEMORY_EFFICIENT = "distrib_optim_fully_reshardable_mem_efficient"
 """The field of the description that says how a save gathers the optimizer's state."""
+LENIENT = ("log_", "return_", "ignore_")
+"""Beginnings of the values of --dist-ckpt-strictness with which differences are no errors."""
 
 
 class TorchDistFormat:
@@ -104,9 +112,17 @@ class TorchDistFormat:
             metadata = {**metadata, MEMORY_EFFICIENT: False}
             content = sharded_state(state, model, optimizer, metadata, is_loading=True)
             _drop_absent_random_state(content, source)
-            loaded = _load_sharded(args, content, source)
+            models = [content[key] for key in named_chunks(model)]
+            own_keys = {each.key for each in nested_values(models) if hasattr(each, "key")}
+            not_asked = tuple({"optimizer", "rng_state"} - content.keys())
+            loaded, *differences = _load_sharded(args, content, source)
+            if differences:
+                not_in_model, not_in_file = differences
+                unused = [key for key in sorted(not_in_model) if not key.startswith(not_asked)]
+                fits = bool(agree(["fits"] if own_keys - not_in_file else []))
+                tell_of_partial_load(source, agree(not_in_file), unused, fits, say)
             for key, chunk in named_chunks(model).items():
-                unwrap(chunk).load_state_dict(loaded[key])
+                unwrap(chunk).load_state_dict(loaded[key], strict=not differences)
             if optimizer is not None:
                 load_optimizer(optimizer, loaded["optimizer"])
         return loaded
@@ -114,20 +130,24 @@ class TorchDistFormat:
 
 def _load_sharded(
     args: argparse.Namespace, content: dict[str, Any], source: Path
-) -> dict[str, Any]:
-    """Load content in Megatron-Core's sharded form; a collective."""
+) -> tuple[Any, ...]:
+    """Load content in Megatron-Core's sharded form; a collective.
+
+    A load that is not strict also returns the keys of the file that no rank asks for, and those
+    that this rank asks for in vain.
+    """
+    is_lenient = args.dist_ckpt_strictness.startswith(LENIENT)
+    strict = "return_all" if is_lenient else args.dist_ckpt_strictness
     try:
         loaded = dist_checkpointing.load(
             content,
             str(source),
             sharded_strategy=load_strategy(args, source),
-            strict=StrictHandling(args.dist_ckpt_strictness),
+            strict=StrictHandling(strict),
         )
     except (CheckpointingException, KeyError, RuntimeError) as error:
         raise ValueError(f"{source} is a checkpoint of another model or run: {error}") from error
-    if isinstance(loaded, tuple):  # return_unexpected and return_all give the differences too
-        loaded = loaded[0]
-    return loaded
+    return loaded if isinstance(loaded, tuple) else (loaded,)
 
 
 def _refuse_other_optimizer(

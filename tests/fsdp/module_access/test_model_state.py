@@ -17,6 +17,7 @@ from megatron_fsdp.uneven_dtensor import (
     redistribute_uneven_dtensor_to_replicated,
     uneven_dtensor_to_full_tensor,
 )
+from tests.fsdp.test_warnings_once import Messages
 from tests.support.fsdp import models
 from tests.support.fsdp.meshes import shard_mesh
 from tests.support.fsdp.models import ResidualBlock
@@ -284,3 +285,26 @@ def load_by_assignment() -> None:
 
 def test_assigning_a_state_dict_copies_it(ranks: Ranks) -> None:
     ranks(2, load_by_assignment)
+
+
+def load_a_part() -> tuple[list[str], str]:
+    model = fully_shard_model(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), shard_mesh())
+    messages = Messages()
+    model.load_state_dict({"0.weight": torch.ones(4, 4), "2.weight": torch.ones(4)}, strict=False)
+    said = messages.take()
+    model.load_state_dict(model.state_dict(), strict=False)
+    assert messages.take() == []
+    with pytest.raises(RuntimeError) as error:
+        model.load_state_dict({"model.0.weight": torch.zeros(4, 4)}, strict=False)
+    model.load_state_dict({"1.running_mean": torch.ones(4)}, strict=False)  # a buffer fits
+    assert (whole(model.state_dict())["module.0.weight"] == 1).all()
+    return said, str(error.value)
+
+
+def test_a_load_that_is_not_strict_counts_and_names_what_it_leaves_out(ranks: Ranks) -> None:
+    (said, error), (said_by_second, same) = ranks(2, load_a_part)
+    assert said_by_second == [] and error == same
+    unused, left = said
+    assert "not used: 1 keys (2.weight)" in unused
+    assert "left as they are: 6 keys (0.bias, 1.bias, 1.num_batches_tracked, " in left
+    assert "no key fits: 1 keys (model.0.weight); the model has 7 keys (0.bias, 0.weight" in error

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron.core.transformer.enums import AttnBackend
 
 from megatron.checkpoint.dcp.signing_writer import SigningWriter
-from megatron.pretrain.checkpoints import checkpointing
+from megatron.pretrain.checkpoints import checkpointing, fsdp_dtensor_format
 from tests.support.pretrain.saved_runs import (
     DROPOUT,
     FSDP,
@@ -272,6 +272,31 @@ def test_a_partial_load_takes_what_there_is_and_a_strict_one_says_what_is_missin
     assert state.args == expected.args
     fewer = run_ranks(2, refuse, f"{LINE} --num-layers 1 --load {folder}")[0]
     assert "not in the model" in fewer and "decoder.layers.1." in fewer
+
+
+def lines_of_load(command_line: str, model_prefix: str = "module.") -> list[str] | str:
+    """Job: return what a load prints, or its error."""
+    run = build(command_line)
+    try:
+        with patch.object(fsdp_dtensor_format, "MODEL_PREFIX", model_prefix):
+            load_checkpoint(run)
+    except ValueError as error:
+        return str(error)
+    return [line for line in run.report.record.lines if "note: " in line]
+
+
+def test_a_partial_load_counts_and_names_what_it_leaves_out(fp32: tuple[Path, Record]) -> None:
+    folder, _ = fp32
+    load = f"--load {folder} --no-load-optim --no-load-rng"
+    line = f"{LINE} {load} --dist-ckpt-strictness log_all"
+    (absent,) = run_ranks(2, lines_of_load, f"{line} --num-layers 3")[0]
+    assert "7 entries are not in the file" in absent and "decoder.layers.2." in absent
+    (unused,) = run_ranks(2, lines_of_load, f"{line} --num-layers 1")[0]
+    assert "7 entries of the file are not in the model" in unused and "layers.1." in unused
+    assert run_ranks(2, lines_of_load, line)[0] == []
+    first, second = run_ranks(2, lines_of_load, line, "stranger.")
+    assert first == second
+    assert "has no weight of this model" in first and "stranger." in first
 
 
 def failing_save(command_line: str, failing_rank: int) -> str:

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from tests.support.model_parallel import forget_groups
 from tests.support.pretrain.saved_runs import DROPOUT, GATED, SIX, assert_equal, read, saved_at
-from tests.support.pretrain.training_runs import Record, refuse, train
+from tests.support.pretrain.training_runs import Record, build, load_checkpoint, refuse, train
 from tests.support.rank_pool import run_ranks
 
 LAYOUTS = {
@@ -82,6 +82,32 @@ def test_without_fsdp_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -
             and str(tmp_path) in refusals[0]
             and words in refusals[0]
         )
+
+
+def lines_of_load(command_line: str) -> list[str] | str:
+    """Job: return what a load prints, or its error."""
+    run = build(command_line)
+    try:
+        load_checkpoint(run)
+    except ValueError as error:
+        return str(error)
+    return [line for line in run.report.record.lines if "note: " in line]
+
+
+@pytest.mark.parametrize("strictness", ["log_unexpected", "log_all"])
+def test_a_lenient_load_counts_and_names_what_it_leaves_out(
+    strictness: str, tmp_path: Path
+) -> None:
+    line = f"{SIX} --no-load-optim --no-load-rng"
+    save = f"--train-iters 1 --save {tmp_path} --save-interval 1"
+    run_ranks(2, train, f"{line} {save}")
+    line += f" --load {tmp_path} --no-check-checkpoint-args --dist-ckpt-strictness"
+    run = f"{line} {strictness}"
+    (unused,) = run_ranks(2, lines_of_load, f"{run} --disable-bias-linear")[0]
+    assert "4 entries of the file are not in the model" in unused and "linear_qkv.bias" in unused
+    (absent,) = run_ranks(2, lines_of_load, f"{run} --qk-layernorm")[0]
+    assert "4 entries are not in the file" in absent and "q_layernorm.weight" in absent
+    assert run_ranks(2, lines_of_load, run)[0] == []
 
 
 @pytest.mark.parametrize(
