@@ -86,6 +86,11 @@ class Strategy:
         object.__setattr__(self, "ignored", frozenset(ignored))
 
 
+PER_PARAMETER = "param_dtype_override_fn"
+REDUCES_AS_MAIN = hasattr(TorchPrecision, PER_PARAMETER)
+"""Since torch 2.15 FSDP2 reduces in the dtype of main weights where the policy names no other."""
+
+
 @dataclass(frozen=True)
 class ComputePrecision(MixedPrecisionPolicy):
     """FSDP2's precision: weights are cast to a compute dtype, and main weights keep theirs.
@@ -105,12 +110,17 @@ class ComputePrecision(MixedPrecisionPolicy):
         main = compute_dtype
         if self.param_dtype is not None and main.is_floating_point:
             compute_dtype = self.param_dtype
-        return Precision(compute_dtype, main, main, self.grad_comm_dtype or compute_dtype)
+        comm = main if REDUCES_AS_MAIN else compute_dtype
+        return Precision(compute_dtype, main, main, self.grad_comm_dtype or comm)
 
 
 def parse_precision(policy: MixedPrecisionPolicy | TorchPrecision) -> MixedPrecisionPolicy:
     """Return a policy of this package for one of it or of ``torch.distributed.fsdp``."""
     if isinstance(policy, TorchPrecision):
+        if getattr(policy, PER_PARAMETER, None) is not None:
+            raise NotImplementedError(
+                f"not built: {PER_PARAMETER}; without it param_dtype is that of all parameters"
+            )
         dtypes = policy.reduce_dtype, policy.param_dtype, policy.output_dtype
         return ComputePrecision(None, None, *dtypes, policy.cast_forward_inputs)
     if not isinstance(policy, MixedPrecisionPolicy):

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NoReturn
@@ -238,11 +239,21 @@ class ShardedAccelerator(Accelerator):
         states.load_shards(folder, *self._hidden)
 
 
-def default_units(module: nn.Module) -> list[type[nn.Module]]:
-    """Return the classes of layers in a module of transformers that are never split."""
+def default_units(module: nn.Module) -> list[type[nn.Module] | nn.Module]:
+    """Return the layers of a module of transformers.
+
+    They are the classes that are never split, and further layers of the model's plan for FSDP2
+    (transformers 5.24), whose names have ``*`` for a number.
+    """
     names = set(getattr(module, "_no_split_modules", None) or ())
     kinds = [type(each) for each in module.modules()]
-    return list(dict.fromkeys(kind for kind in kinds if kind.__name__ in names))
+    never_split = list(dict.fromkeys(kind for kind in kinds if kind.__name__ in names))
+    rules = {rule for rule in getattr(module, "fsdp_plan", None) or () if "*" in rule}
+    planned = []
+    for name, each in module.named_modules():
+        if re.sub(r"\d+", "*", name) in rules and type(each) not in never_split:
+            planned.append(each)
+    return [*never_split, *planned]
 
 
 def _is_sharded(optimizer: torch.optim.Optimizer) -> bool:

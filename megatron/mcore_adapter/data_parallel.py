@@ -15,6 +15,7 @@ from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.ssm.mamba_layer import MambaLayer
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
@@ -288,11 +289,11 @@ class MainWeights:
 
 
 def default_unit_modules(module: nn.Module) -> list[type | nn.Module]:
-    """List transformer layers, the embedding, and the output layer, which is found by its name."""
+    """List layers, the embedding, and the output layer, which is found by its name."""
     outputs = [
         child for name, child in module.named_modules() if name.rpartition(".")[2] == "output_layer"
     ]
-    return [TransformerLayer, LanguageModelEmbedding, *outputs]
+    return [TransformerLayer, MambaLayer, LanguageModelEmbedding, *outputs]
 
 
 def precision_policy(ddp_config: DistributedDataParallelConfig) -> MixedPrecisionPolicy:

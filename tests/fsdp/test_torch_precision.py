@@ -22,6 +22,7 @@ from tests.support.fsdp.watched_communication import watching_dtypes
 from tests.support.fsdp.wrong_calls import message_of
 
 BF16, FP32 = torch.bfloat16, torch.float32
+SINCE_2_15 = hasattr(TorchPrecision, "param_dtype_override_fn")
 
 POLICIES = {
     "nothing": TorchPrecision(),
@@ -106,7 +107,7 @@ def side_by_side(name: str, level: int, casts: bool) -> dict[str, bool]:
     )
     with watching_dtypes() as dtypes:
         actual = train(model, module, optimizer)
-    travels = policy.reduce_dtype or policy.param_dtype or FP32
+    travels = policy.reduce_dtype or (None if SINCE_2_15 else policy.param_dtype) or FP32
     is_seen = level == 0 or set(dtypes) == {travels}  # level 0 all-reduces
     same = {"travels": is_seen, "dtypes": actual["dtypes"] == expected["dtypes"]}
     for what in ("outputs", "gradients", "weights"):
@@ -163,6 +164,19 @@ def with_tensor_parallelism() -> str:
 def test_dtensors_of_tensor_parallelism_are_not_cast(ranks: Ranks) -> None:
     for message in ranks(2, with_tensor_parallelism):
         assert "weight is a DTensor" in message and "main_params_dtype" in message
+
+
+def with_a_dtype_of_its_own_for_a_parameter() -> str:
+    policy = TorchPrecision(param_dtype=BF16)
+    object.__setattr__(policy, "param_dtype_override_fn", lambda parameter: None)
+    return message_of(
+        NotImplementedError, fully_shard_model, nn.Linear(2, 2), mixed_precision_policy=policy
+    )
+
+
+def test_a_dtype_for_a_single_parameter_is_refused(ranks: Ranks) -> None:
+    for message in ranks(2, with_a_dtype_of_its_own_for_a_parameter):
+        assert "param_dtype_override_fn" in message
 
 
 def contradicting() -> str:

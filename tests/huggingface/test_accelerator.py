@@ -23,6 +23,7 @@ pytest.importorskip("transformers", reason="needs the package transformers")
 accelerate = pytest.importorskip("accelerate", reason="needs the package accelerate")
 
 TOLERANCE = 2e-6
+STYLE = "free_full_weight"
 
 
 def prepare(
@@ -231,3 +232,17 @@ def load_different_checkpoints(folder: Path) -> str:
 def test_ranks_that_would_load_different_checkpoints_are_told(ranks: Ranks, tmp_path: Path) -> None:
     for message in ranks(2, load_different_checkpoints, tmp_path, timeout=60):
         assert message.endswith(f"different checkpoints: {tmp_path}/0, {tmp_path}/1")
+
+
+def test_layers_of_the_plan_for_fsdp2_are_units() -> None:
+    from megatron.huggingface.accelerator import default_units
+
+    model = build_llama()
+    kind = type(model.model.layers[0])
+    model.fsdp_plan = {"model.layers.*": STYLE, "model.layers.*.mlp": STYLE}
+    mlps = [layer.mlp for layer in model.model.layers]
+    assert default_units(model) == [kind, *mlps]
+    model._no_split_modules = None
+    assert default_units(model)[::2] == list(model.model.layers)
+    model.fsdp_plan = None
+    assert default_units(model) == []

@@ -12,9 +12,11 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from megatron.mcore_adapter import FullyShardedDataParallel
@@ -182,7 +184,36 @@ def default_units() -> list[str]:
 
 
 def test_the_default_units_are_found_in_the_module() -> None:
-    assert run_ranks(1, default_units) == [["TransformerLayer", "LanguageModelEmbedding"]]
+    assert run_ranks(1, default_units) == [
+        ["TransformerLayer", "MambaLayer", "LanguageModelEmbedding"]
+    ]
+
+
+class Mixer(nn.Linear):
+    """A mixer of a Mamba layer without Mamba's kernels."""
+
+    def __init__(self, config: TransformerConfig, d_model: int, **settings: Any):
+        super().__init__(d_model, d_model)
+
+
+def groups_of_a_mamba_layer() -> list[set[str]]:
+    """Job: the parameters that are gathered together where the second layer is one of Mamba."""
+    args, config, module = make_module()
+    module.decoder.layers[1] = MambaLayer(
+        config,
+        MambaLayerSubmodules(mixer=Mixer),
+        layer_number=2,
+        pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
+    )
+    model = FullyShardedDataParallel(
+        config=config, ddp_config=ddp_config(args, num_parameters=1), module=module
+    )
+    return [set(group.names) for group in model.module.groups]
+
+
+def test_a_mamba_layer_is_a_unit() -> None:
+    names = {"decoder.layers.1.mixer.weight", "decoder.layers.1.mixer.bias"}
+    assert names in run_ranks(1, groups_of_a_mamba_layer)[0]
 
 
 def refusal(ddp_changes: dict[str, Any], config_changes: dict[str, Any]) -> str:

@@ -28,6 +28,11 @@ from torch import Tensor, nn
 from megatron.mcore_adapter.cpu import on_cpu
 from megatron.mcore_adapter.local_layers import LocalAttention, LocalLatentAttention, LocalNorm
 
+try:
+    from megatron.core.models.hybrid import hybrid_block
+except ImportError:  # releases before 0.18
+    hybrid_block = None
+
 LOOP = "megatron.training"
 """The package that is told that there is a device."""
 
@@ -74,6 +79,8 @@ class LoopOnCpu:
         self._replace(WrappedTorchNorm, "__new__", LocalNorm.__new__)
         self._replace(LocalSpecProvider, "core_attention", lambda provider: CoreAttention)
         self._replace(gpt_layer_specs, "MLASelfAttention", LocalLatentAttention)
+        if hybrid_block is not None:  # its last norm is no part of a layer's specification
+            self._replace(hybrid_block, "TENorm", LocalNorm)
 
     def _keep_pipeline_outputs(self) -> None:
         """Keep the outputs of a pipeline stage until their backward."""

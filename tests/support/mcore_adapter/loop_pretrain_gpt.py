@@ -1,17 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """A program for Megatron-LM's loop in Megatron-Core's wheels, which have the loop alone.
 
-It is started like `pretrain_gpt.py` of a checkout, with the same flags. Models are those of local
-layers; data are random tokens, which every rank makes by itself.
+It is started like `pretrain_gpt.py` of a checkout, with the same flags; --hybrid-layer-pattern
+(0.19) brings a HybridModel. Layers are local ones; data are random tokens, which every rank makes
+by itself.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
+    get_gpt_layer_local_spec,
+)
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
+    TransformerLayerSubmodules,
+)
 from megatron.training import argument_utils, arguments, get_args, pretrain
 from torch import Tensor
 from torch.utils.data import Dataset
@@ -84,6 +94,30 @@ def build_model(
     )
 
 
+def hybrid_stack(num_experts: int | None, normalization: str) -> ModuleSpec:
+    """Return the layers of a HybridModel but for Mamba's, by local classes."""
+    from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
+    from megatron.core.ssm.mlp_layer import MLPLayer
+
+    dense, sparse = (
+        get_gpt_layer_local_spec(each, normalization=normalization).submodules
+        for each in (None, num_experts)
+    )
+    nothing = TransformerLayerSubmodules()
+    no_attention = {name: getattr(nothing, name) for name in ATTENTION}
+    no_mlp = {name: getattr(nothing, name) for name in MLP}
+    return ModuleSpec(
+        HybridStack,
+        submodules=HybridStackSubmodules(
+            attention_layer=ModuleSpec(TransformerLayer, submodules=replace(dense, **no_mlp)),
+            mlp_layer=ModuleSpec(MLPLayer, submodules=replace(dense, **no_attention)),
+            moe_layer=ModuleSpec(TransformerLayer, submodules=replace(sparse, **no_attention)),
+        ),
+    )
+
+
+ATTENTION = ("input_layernorm", "self_attention", "self_attn_bda")
+MLP = ("pre_mlp_layernorm", "mlp", "mlp_bda")
 MODEL_CONFIG = "core_transformer_config_from_args"
 
 
@@ -106,6 +140,9 @@ def main() -> None:
     if hasattr(argument_utils, "pretrain_cfg_container_from_args"):
         args = arguments.parse_and_validate_args()
         of_model = getattr(argument_utils, "gpt_config_from_args", lambda args: None)(args)
+        if args.hybrid_layer_pattern is not None:
+            of_model = argument_utils.hybrid_config_from_args(args)
+            of_model.hybrid_stack_spec = hybrid_stack(args.num_experts, args.normalization)
         settings["cfg_container"] = argument_utils.pretrain_cfg_container_from_args(args, of_model)
     pretrain(
         train_valid_test_dataset_provider=build_datasets,

@@ -46,6 +46,7 @@ SP = "--tensor-model-parallel-size 2 --sequence-parallel"
 VPP = "--num-layers 4 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"
 OVERLAP = "--overlap-grad-reduce --overlap-param-gather"
 HYBRID_OPTIM = "--num-distributed-optimizer-instances 2 --outer-dp-sharding-strategy optim"
+HYBRID_MODEL = f"--hybrid-layer-pattern *-*E {MOE}"
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,8 @@ class Row:
     """Flags of both runs."""
     fsdp: str = ""
     """Further flags of the run with --use-megatron-fsdp."""
+    since: str = RELEASES[0]
+    """The first release that has the feature."""
     resumed_at: int | None = None
     """Save after this many steps, and compare the steps of a run that continues from there."""
 
@@ -86,6 +89,7 @@ ROWS = {
         f"{MOE} --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall",
         "--data-parallel-sharding-strategy optim_grads",
     ),
+    "hybrid-model": Row(2, HYBRID_MODEL, since="0.19.2"),
     "resume": Row(2, resumed_at=2),
     "resume-double-buffer": Row(2, fsdp=f"{OVERLAP} --fsdp-double-buffer", resumed_at=2),
     "resume-bf16": Row(2, "--bf16", resumed_at=2),
@@ -99,6 +103,7 @@ ROWS = {
     "resume-tp-pp": Row(
         4, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2", resumed_at=2
     ),
+    "resume-hybrid-model": Row(2, HYBRID_MODEL, since="0.19.2", resumed_at=2),
 }
 
 
@@ -208,11 +213,12 @@ def short(*differences: float) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--release", choices=RELEASES, default=RELEASES[-1])
-    parser.add_argument("--rows", nargs="+", choices=ROWS, default=[*ROWS])
+    parser.add_argument("--rows", nargs="+", choices=ROWS, help="default: all of the release")
     parser.add_argument("--write", action="store_true", help=f"into {RESULTS.relative_to(ROOT)}")
     args = parser.parse_args()
     start = time.monotonic()
-    results = compare(args.rows, args.release)
+    rows = args.rows or [name for name, row in ROWS.items() if row.since <= args.release]
+    results = compare(rows, args.release)
     print(f"megatron-core {args.release}, {time.monotonic() - start:.0f} s")
     print("| row | loss | gradient norm |\n|---|---|---|")
     for name, result in results.items():
