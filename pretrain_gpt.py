@@ -44,6 +44,7 @@ from megatron.pretrain.arguments import (  # noqa: E402
     dry_run_ranks,
     parse_arguments,
 )
+from megatron.pretrain.data.gpt_datasets import BuildDatasets, build_datasets  # noqa: E402
 from megatron.pretrain.dry_run import print_dry_run  # noqa: E402
 from megatron.pretrain.errors import RunError  # noqa: E402
 from megatron.pretrain.loop import pretrain  # noqa: E402
@@ -54,8 +55,12 @@ GRACE_SECONDS = 5
 """Time that the first rank has to report an error before the others do."""
 
 
-def main() -> int:
-    """Run the program with the arguments of the process, and return its exit code."""
+def main(build: BuildDatasets = build_datasets) -> int:
+    """Run the program with the arguments of the process, and return its exit code.
+
+    Other programs pass a function that makes other samples of the data than documents in a row:
+    see examples/finetune/sft_packed.py.
+    """
     try:
         args, notes = parse_arguments(
             sys.argv[1:],
@@ -75,7 +80,7 @@ def main() -> int:
         try:
             device = ranks.start(args)
             watch.connect()
-            pretrain(args, device, watch.follow)
+            pretrain(args, device, watch.follow, build)
         except KeyboardInterrupt:
             return watch.interrupted()
         except RerunExitError as request:

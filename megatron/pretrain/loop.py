@@ -27,7 +27,7 @@ from megatron.pretrain.arguments.check import FrozenArguments
 from megatron.pretrain.checkpoints import checkpointing, save_directory
 from megatron.pretrain.checkpoints.background_save import BackgroundSaves
 from megatron.pretrain.checkpoints.checkpoint_source import non_persistent_root
-from megatron.pretrain.data.gpt_datasets import build_datasets, find_data
+from megatron.pretrain.data.gpt_datasets import BuildDatasets, build_datasets, find_data
 from megatron.pretrain.data.samplers import WholeDataset, batches, named_sets, one_or_list
 from megatron.pretrain.data.tokenizer_choice import TokenizerChoice
 from megatron.pretrain.data.tokenizers import build_tokenizer, embedding_rows
@@ -51,21 +51,26 @@ def pretrain(
     args: argparse.Namespace,
     device: torch.device,
     follow: Callable[[Progress], None] = lambda progress: None,
+    build: BuildDatasets = build_datasets,
 ) -> Progress:
     """Build everything, load, train, evaluate and save; return the progress of the run.
 
-    ``follow`` gets the progress, which training then changes.
+    ``follow`` gets the progress, which training then changes. ``build`` makes the datasets of the
+    files that the arguments name: another function makes other samples of them.
 
     Raises:
         ValueError, RunError, OSError: with a message for the user, the same on every rank where the
             cause is.
     """
     with save_directory.reserved(args, say):
-        return run_to_the_end(args, device, follow)
+        return run_to_the_end(args, device, follow, build)
 
 
 def run_to_the_end(
-    args: argparse.Namespace, device: torch.device, follow: Callable[[Progress], None]
+    args: argparse.Namespace,
+    device: torch.device,
+    follow: Callable[[Progress], None],
+    build: BuildDatasets,
 ) -> Progress:
     """Do the work of :func:`pretrain` while no other run saves in the same directory."""
     if args.profile:
@@ -84,7 +89,7 @@ def run_to_the_end(
         run.report.say(line)
 
     with rerun.machine(args, model, run.report.say):
-        load_and_train(run, lambda: build_datasets(args, tokenizer, source), follow)
+        load_and_train(run, lambda: build(args, tokenizer, source), follow)
     run.report.end()
     if run.exit_code:
         raise rerun.RerunExitError(run.exit_code)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The pages beside the scripts: they name every script, and their commands are accepted."""
 
+import itertools
 import json
 import re
 from pathlib import Path
@@ -21,7 +22,7 @@ def page_of(folder: str) -> Path:
     return ROOT / "examples" / folder / "README.md"
 
 
-@pytest.mark.parametrize("folder", ["megatron_fsdp"])
+@pytest.mark.parametrize("folder", ["megatron_fsdp", "finetune"])
 def test_the_page_names_every_script_and_only_files_that_exist(folder: str) -> None:
     text = page_of(folder).read_text()
     scripts = {path.name for path in page_of(folder).parent.glob("*.sh")}
@@ -31,15 +32,22 @@ def test_the_page_names_every_script_and_only_files_that_exist(folder: str) -> N
     assert not [line for line in text.splitlines() if len(line) > 100 and line[0] != "|"]
 
 
-@pytest.mark.parametrize(("folder", "runs"), [("megatron_fsdp", [2, 2, 2, 16, 64])])
+@pytest.mark.parametrize(
+    ("folder", "runs"), [("megatron_fsdp", [2, 2, 2, 16, 64]), ("finetune", [2] * 6)]
+)
 def test_every_command_of_the_page_is_accepted(
-    folder: str, runs: list[int], shell: Shell, tmp_path: Path
+    folder: str,
+    runs: list[int],
+    shell: Shell,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.chdir(shell.directory)
     (tmp_path / "models").mkdir()
     write_tokenizer(tmp_path / "models" / "DeepSeek-V3")
     (tmp_path / "data").mkdir()
-    for suffix in (".bin", ".idx"):
-        (tmp_path / "data" / f"tokens_text_document{suffix}").symlink_to(f"{CORPUS}{suffix}")
+    for name, suffix in itertools.product(("tokens", "mine", "lines"), (".bin", ".idx")):
+        (tmp_path / "data" / f"{name}_text_document{suffix}").symlink_to(f"{CORPUS}{suffix}")
     commands = "".join(block.commands for block in command_blocks(page_of(folder)))
     record = tmp_path / "record"
     done = shell.run("bash", "-ec", commands.replace(*FEWER_NODES), RECORD=str(record))

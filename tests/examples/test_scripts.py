@@ -24,6 +24,7 @@ from tests.examples.conftest import Shell
 from tests.support.checkpoint.samples import DATA
 from tests.support.pretrain.training_runs import CORPUS
 from tests.support.warm_programs import ROOT
+from tools.preprocess_data import preprocess_data
 
 FOLDER = Path("examples", "megatron_fsdp")
 SCRIPTS = sorted(path.name for path in (ROOT / FOLDER).glob("*.sh"))
@@ -63,7 +64,7 @@ def words_of(script: str, shell: Shell, *more: str, **environment: str) -> list[
 
 
 def parsed(request: dict[str, Any], with_gpus: bool = True) -> argparse.Namespace | None:
-    """Parse the words as their program does; return None for the checkpoint tool."""
+    """Parse the words as their program does; return None for a tool."""
     script, words, num_ranks = request["words"][0], request["words"][1:], 1
     if request["program"] == "torchrun":
         launch = parse_torchrun(request["words"])
@@ -72,7 +73,10 @@ def parsed(request: dict[str, Any], with_gpus: bool = True) -> argparse.Namespac
     if script == "tools/checkpoint/checkpoint_inspector.py":
         command_line.main.commands[words[0]].make_context(words[0], list(words[1:]))
         return None
-    assert script == "pretrain_gpt.py"
+    if script == "tools/preprocess_data.py":
+        preprocess_data.make_context(script, list(words))
+        return None
+    assert script in ("pretrain_gpt.py", "examples/finetune/sft_packed.py")
     with patch.object(
         rope_utils, "fused_apply_rotary_pos_emb", "as where Transformer Engine is installed"
     ):

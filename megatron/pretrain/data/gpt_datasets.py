@@ -2,10 +2,11 @@
 """Training data: Megatron-Core's GPT datasets, built from the files that the command line names."""
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
@@ -36,6 +37,8 @@ from megatron.pretrain.first_rank import on_first_rank
 DEFAULT_CORPUS_DIRECTORY = "data"
 Sizes = tuple[int, int | None, int]
 """Samples of the training, validation and test data; None for one epoch, each sample once."""
+BuildDatasets = Callable[[argparse.Namespace, Tokenizer, DataSource | None], tuple[Any, Any, Any]]
+"""A function like :func:`build_datasets`."""
 
 
 def find_data(args: argparse.Namespace, tokenizer: Tokenizer) -> DataSource | None:
