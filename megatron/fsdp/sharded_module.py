@@ -35,7 +35,7 @@ from megatron.fsdp.module_access.model_state import (
 )
 from megatron.fsdp.module_access.shown_parameters import ShownParameters
 from megatron.fsdp.module_access.trainability import Trainability
-from megatron.fsdp.module_access.unit_access import UnitAccess
+from megatron.fsdp.module_access.unit_access import UnitAccess, UnitHandle, units_of
 from megatron.fsdp.module_access.wrapped_module import (
     cast_at_units,
     checked_method,
@@ -358,6 +358,27 @@ class ShardedModule(nn.Module):
         """Wait for the all-gathers that have started."""
         for unit in self._units:
             unit.wait_for_unshard()
+
+    def unshard(self, module: nn.Module | None = None, async_op: bool = False) -> UnitHandle | None:
+        """Gather the weights of one unit ahead, as in FSDP2; its next call uses them, and reshards.
+
+        Units inside of ``module`` (None: the root) are not gathered. With ``async_op`` the handle's
+        ``wait()`` waits, or the call. Below level 3 weights are gathered only if they have changed.
+        """
+        units = units_of(self._units, module)
+        for unit in units:
+            self._schedule.prefetcher.used(unit)
+            if not unit.blockers:  # otherwise the call gathers, when its memory slot is free
+                unit.unshard()
+        handle = UnitHandle(units)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def reshard(self, module: nn.Module | None = None) -> None:
+        """Free the gathered weights of one unit at level 3, unless a call uses them."""
+        self._schedule.prefetcher.reshard_idle(set(units_of(self._units, module)))
 
     def broadcast_params(self) -> None:
         """Broadcast main weights from the first rank of every axis that replicates them."""
