@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
@@ -99,10 +99,10 @@ class ShardedModule(nn.Module):
         # What an optimizer may step, by all names of tied ones.
         named = module.named_parameters(remove_duplicate=False)
         self._by_name = {name: sharded.get(parameter, parameter) for name, parameter in named}
-        self.name_of: dict[nn.Parameter, str] = {}  # the first name of each
-        for name, parameter in self._by_name.items():
+        reversed_names = reversed(self._by_name.items())  # the first name of each stays
+        self.name_of = {parameter: f"module.{name}" for name, parameter in reversed_names}
+        for parameter in self.name_of:
             setattr(parameter, OWNER, self)
-            self.name_of.setdefault(parameter, f"module.{name}")
         gradients = settings.gradients
         self._trainability = Trainability(units, sharded)
         self._microbatches = Microbatches(gradients.sync_each_microbatch)
@@ -315,7 +315,8 @@ class ShardedModule(nn.Module):
         self.zero_grad_buffer()
         if not set_to_none:
             self.attach_grad_to_optimizer_state()
-        clear_plain_gradients(self.ignored, set_to_none)
+        if self.ignored:
+            nn.ParameterList(self.ignored).zero_grad(set_to_none)
 
     # ---- weights
 
@@ -438,10 +439,3 @@ def owner_of(parameter: torch.Tensor) -> ShardedModule:
 def is_owned(parameter: torch.Tensor) -> bool:
     """Return True if a parameter belongs to a sharded model."""
     return hasattr(parameter, OWNER)
-
-
-def clear_plain_gradients(parameters: Iterable[nn.Parameter], set_to_none: bool) -> None:
-    """Clear the gradients of parameters that are not sharded."""
-    for parameter in parameters:
-        kept = None if set_to_none or parameter.grad is None else torch.zeros_like(parameter.grad)
-        parameter.grad = kept

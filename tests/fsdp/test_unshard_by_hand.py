@@ -160,7 +160,7 @@ def refuse() -> None:
         inside = message_of(ValueError, call, module.outer[1].second.up)
         assert "Linear inside of the unit 'outer.1.second'" in inside
         assert "ModuleList inside of the unit 'root'" in message_of(ValueError, call, module.blocks)
-        assert "Linear outside of it" in message_of(ValueError, call, nn.Linear(2, 2))
+        assert "Linear outside of the model" in message_of(ValueError, call, nn.Linear(2, 2))
         assert "str" in message_of(ValueError, call, "blocks.0")
     plain = megatron.fsdp.fully_shard(models.build_stack(), units=[ResidualBlock])
     plain.unshard(plain.module.blocks[0])

@@ -107,16 +107,10 @@ class UnitHandle(UnshardHandle):
 
 def units_of(units: Sequence[Unit], module: nn.Module | None) -> list[Unit]:
     """Return the unit of a module, None: the root's, and those whose parameters it shares."""
-    around: list[Unit] = []
+    where = "outside of the model"
     for unit in units:
         if module is None or module in unit.modules:
             return [unit, *unit.shared]
         if unit.module is not None and module in unit.module.modules():
-            around.append(unit)
-    kind = type(module).__name__
-    if not around:
-        raise ValueError(f"module expects a unit of the model but got a {kind} outside of it")
-    raise ValueError(
-        f"module expects a unit but got a {kind} inside of the unit {around[-1].shown_name!r}: pass"
-        " that module, or None for the root"
-    )
+            where = f"inside of the unit {unit.shown_name!r}: pass that, or None for the root"
+    raise ValueError(f"module expects a unit but got a {type(module).__name__} {where}")
