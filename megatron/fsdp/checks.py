@@ -12,6 +12,7 @@ from megatron.fsdp.backends.memory_slots import problems_of_nccl
 from megatron.fsdp.dtensor.sharded_param import is_linked
 from megatron.fsdp.engine.mesh import Mesh
 from megatron.fsdp.engine.policy import ShardingStrategy
+from megatron.fsdp.engine.unit_choice import is_expert_parameter
 from megatron.fsdp.meta_initialisation import Initialiser, problems_of_initialisation
 from megatron.fsdp.problems import Problems
 from megatron.fsdp.settings import ComputePrecision, Settings, Units, resolve_unit_modules
@@ -120,10 +121,13 @@ def _problems_of_axes(named: dict[str, nn.Parameter], mesh: Mesh) -> Iterator[st
     for name, parameter in named.items():
         if not isinstance(parameter, DTensor):
             continue
-        axis, own = mesh.dense.tensor, parameter.device_mesh
+        is_expert = mesh.expert is not None and is_expert_parameter(name, parameter)
+        axis, own = mesh.axes(is_expert).tensor, parameter.device_mesh
+        where = " of Mesh.expert_mesh" if is_expert else ""
         if axis is None:
-            yield f"{name} is a DTensor over {own.mesh_dim_names}: pass that axis as Mesh.tensor"
+            text = f"{name} is a DTensor over {own.mesh_dim_names}: pass that axis"
+            yield f"{text}{where} as Mesh.tensor"
             return  # the others have the same problem
-        if own.ndim != 1 or own.size() != axis.size():
-            yield f"{name} is a DTensor over another mesh than Mesh.tensor={mesh.tensor!r}"
+        if own.mesh.tolist() != axis.mesh.tolist():
+            yield f"{name} is a DTensor over another mesh than Mesh.tensor={mesh.tensor!r}{where}"
             return
