@@ -13,6 +13,7 @@ from megatron.fsdp.dtensor.sharded_param import is_linked
 from megatron.fsdp.engine.mesh import Mesh
 from megatron.fsdp.engine.policy import ShardingStrategy
 from megatron.fsdp.engine.tensor_parallel import local_tensor
+from megatron.fsdp.engine.unit_choice import is_expert_parameter
 from megatron.fsdp.meta_initialisation import Initialiser, problems_of_initialisation
 from megatron.fsdp.problems import Problems
 from megatron.fsdp.settings import ComputePrecision, Settings, Units, resolve_unit_modules
@@ -138,15 +139,17 @@ def _problems_of_axes(named: dict[str, nn.Parameter], mesh: Mesh) -> Iterator[st
     for name, parameter in named.items():
         if not isinstance(parameter, DTensor):
             continue
-        axis, own = mesh.dense.tensor, parameter.device_mesh
+        is_expert = mesh.expert is not None and is_expert_parameter(name, parameter)
+        axis, own = mesh.axes(is_expert).tensor, parameter.device_mesh
+        where = " of Mesh.expert_mesh" if is_expert else ""
         if axis is None:
             yield (
                 f"{name} is a DTensor over {own.mesh_dim_names}: if that is an axis of tensor"
-                " parallelism, pass it as Mesh.tensor, in one mesh with the data axes; if other"
-                " software has sharded the model (FSDP2, or from_pretrained of transformers with"
-                " tp_plan or a DistributedConfig), load it without that"
+                f" parallelism{where}, pass it as Mesh.tensor, in one mesh with the data axes; if"
+                " other software has sharded the model (FSDP2, or from_pretrained of transformers"
+                " with tp_plan or a DistributedConfig), load it without that"
             )
             return  # the others have the same problem
         if own.mesh.tolist() != axis.mesh.tolist():
-            yield f"{name} is a DTensor over another mesh than Mesh.tensor={mesh.tensor!r}"
+            yield f"{name} is a DTensor over another mesh than Mesh.tensor={mesh.tensor!r}{where}"
             return

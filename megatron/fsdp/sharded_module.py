@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
@@ -36,7 +36,12 @@ from megatron.fsdp.module_access.model_state import (
 from megatron.fsdp.module_access.own_names import lead_by_own_names, own_name
 from megatron.fsdp.module_access.shown_parameters import ShownParameters
 from megatron.fsdp.module_access.trainability import Trainability
-from megatron.fsdp.module_access.unit_access import KnownParameters, UnitAccess
+from megatron.fsdp.module_access.unit_access import (
+    KnownParameters,
+    UnitAccess,
+    UnitHandle,
+    units_of,
+)
 from megatron.fsdp.module_access.wrapped_module import (
     cast_at_units,
     checked_method,
@@ -100,10 +105,10 @@ class ShardedModule(nn.Module):
         # What an optimizer may step, by all names of tied ones.
         named = module.named_parameters(remove_duplicate=False)
         self._by_name = {own_name(name): sharded.get(each, each) for name, each in named}
-        self.name_of: dict[nn.Parameter, str] = {}  # the first name of each
-        for name, parameter in self._by_name.items():
+        reversed_names = reversed(self._by_name.items())  # the first name of each stays
+        self.name_of = {parameter: f"module.{name}" for name, parameter in reversed_names}
+        for parameter in self.name_of:
             setattr(parameter, OWNER, self)
-            self.name_of.setdefault(parameter, f"module.{name}")
         gradients = settings.gradients
         self._trainability = Trainability(units, sharded)
         self._microbatches = Microbatches(gradients.sync_each_microbatch)
@@ -327,7 +332,8 @@ class ShardedModule(nn.Module):
         self.zero_grad_buffer()
         if not set_to_none:
             self.attach_grad_to_optimizer_state()
-        clear_plain_gradients(self.ignored, set_to_none)
+        if self.ignored:
+            nn.ParameterList(self.ignored).zero_grad(set_to_none)
 
     # ---- weights
 
@@ -370,6 +376,27 @@ class ShardedModule(nn.Module):
         """Wait for the all-gathers that have started."""
         for unit in self._units:
             unit.wait_for_unshard()
+
+    def unshard(self, module: nn.Module | None = None, async_op: bool = False) -> UnitHandle | None:
+        """Gather the weights of one unit ahead, as in FSDP2; its next call uses them, and reshards.
+
+        Units inside of ``module`` (None: the root) are not gathered. With ``async_op`` the handle's
+        ``wait()`` waits, or the call. Below level 3 weights are gathered only if they have changed.
+        """
+        units = units_of(self._units, module)
+        for unit in units:
+            self._schedule.prefetcher.used(unit)
+            if not unit.blockers:  # otherwise the call gathers, when its memory slot is free
+                unit.unshard()
+        handle = UnitHandle(units)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def reshard(self, module: nn.Module | None = None) -> None:
+        """Free the gathered weights of one unit at level 3, unless a call uses them."""
+        self._schedule.prefetcher.reshard_idle(set(units_of(self._units, module)))
 
     def broadcast_params(self) -> None:
         """Broadcast main weights from the first rank of every axis that replicates them."""
@@ -429,10 +456,3 @@ def owner_of(parameter: torch.Tensor) -> ShardedModule:
 def is_owned(parameter: torch.Tensor) -> bool:
     """Return True if a parameter belongs to a sharded model."""
     return hasattr(parameter, OWNER)
-
-
-def clear_plain_gradients(parameters: Iterable[nn.Parameter], set_to_none: bool) -> None:
-    """Clear the gradients of parameters that are not sharded."""
-    for parameter in parameters:
-        kept = None if set_to_none or parameter.grad is None else torch.zeros_like(parameter.grad)
-        parameter.grad = kept

@@ -18,8 +18,7 @@ from megatron.fsdp.sharded_module import ShardedModule
 class WeightAverage:
     """An exponential moving average of the main weights of a sharded model.
 
-    Every rank averages its main weights, in their dtype, without communication; no buffers,
-    and no parameters that are ignored.
+    Every rank averages its main weights, in their dtype, without communication; nothing else.
 
         average = WeightAverage(model, decay=0.999)
         average.update()  # after each step of the optimizer

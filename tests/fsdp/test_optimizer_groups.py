@@ -244,3 +244,39 @@ def train_with_two_groups(level: int) -> None:
 def test_param_groups_keep_their_learning_rates_and_weight_decays(ranks: Ranks) -> None:
     for level in (0, 1, 3):
         ranks(2, train_with_two_groups, level)
+
+
+def begin_again(name: str, level: int) -> None:
+    """Put the parameters of the sharded model into the optimizer of the module, as documented."""
+    reference, module = models.build("several_units"), models.build("several_units")
+    expected, optimizer = (OPTIMIZERS[name](each.parameters()) for each in (reference, module))
+    loss_of(module(batch(9, 0, 0))).backward()
+    optimizer.step()  # it has state over the parameters of the module
+    optimizer.zero_grad()
+    module.load_state_dict(reference.state_dict())
+    model = fully_shard_model(module, shard_mesh(), **sharding(reference, level))
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    expected_scheduler = torch.optim.lr_scheduler.StepLR(expected, 1, 0.5)
+    optimizer.param_groups.clear()
+    optimizer.state.clear()
+    optimizer.add_param_group({"params": model.parameters()})
+    assert fully_shard_optimizer(optimizer) is optimizer
+    assert optimizer.param_groups[0]["param_names"] == list(weights(model))
+    for step in range(3):
+        unsharded_step(reference, expected, step)
+        sharded_step(model, optimizer, step)
+        reference.zero_grad()
+        model.zero_grad()
+        scheduler.step()  # made before, over the group that was cleared
+        expected_scheduler.step()
+        compare_shards(model, weights(model), weights(reference), f"weight after step {step}")
+    assert len(optimizer.state) == len(list(model.parameters()))
+
+
+@pytest.mark.always("3-adamw", "1-sgd_momentum")
+@pytest.mark.parametrize("name", ["adamw", "sgd_momentum"])
+@pytest.mark.parametrize("level", [0, 1, 3])
+def test_an_existing_optimizer_is_initialised_again_as_documented(
+    ranks: Ranks, level: int, name: str
+) -> None:
+    ranks(2, begin_again, name, level)

@@ -284,12 +284,12 @@ class Prefetcher:
             self._order = replace(self._order, num_updates=self._num_updates)
             self._num_updates = 0
         # Those kept for a backward that has not come are resharded: weights may change till then.
-        self._reshard_idle(self._prefetched - self._of_next_forward)
+        self.reshard_idle(self._prefetched - self._of_next_forward)
 
     def stop_recording(self) -> None:
         """Keep the recorded order, and reshard units that were prefetched but not used."""
         kept = self._order.kept if torch.is_grad_enabled() else []
-        self._reshard_idle(self._prefetched.difference(kept))
+        self.reshard_idle(self._prefetched.difference(kept))
         order = self._recorded
         last: list[Unit] = []
         for unit in order[:0:-1] if self.is_enabled else ():
@@ -329,7 +329,7 @@ class Prefetcher:
         self._upcoming = self._window()
         if self._prefetched:
             wanted = [*self._upcoming, *self._kept_for_backward()]
-            self._reshard_idle(self._prefetched.difference(wanted))
+            self.reshard_idle(self._prefetched.difference(wanted))
         self._unshard_ahead(self._upcoming)
 
     def _unshard_ahead(self, units: list[Unit]) -> None:
@@ -403,14 +403,15 @@ class Prefetcher:
         self._prefetched.discard(unit)
         self._of_next_forward.discard(unit)
         if self._are_assigned_ahead:
-            self._reshard_idle({self._unit_of[buffer] for buffer in unit.blockers})
+            self.reshard_idle({self._unit_of[buffer] for buffer in unit.blockers})
 
     def reshard_unused(self) -> None:
         """Reshard all prefetched units that no call uses."""
         self._upcoming = []
-        self._reshard_idle(set(self._prefetched))
+        self.reshard_idle(set(self._prefetched))
 
-    def _reshard_idle(self, units: set[Unit]) -> None:
+    def reshard_idle(self, units: set[Unit]) -> None:
+        """Reshard those of the units that no call uses."""
         # The order of a set differs between ranks.
         for unit in self._units if units else ():
             if unit in units:

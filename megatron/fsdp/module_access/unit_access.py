@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Changes that code makes to compute parameters, followed or refused when units are used."""
+"""Changes that code makes to compute parameters, and units that it unshards itself."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from operator import attrgetter, ne
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import UnshardHandle
 
 from megatron.fsdp.engine.device import in_backward
 from megatron.fsdp.engine.param_group import UNREADABLE, ParamGroup
@@ -130,3 +131,29 @@ def take_written(group: ParamGroup, index: int) -> None:
         written = group.compute.views[index].reshape(-1)[own.start : own.stop]
         main = group.main_view(index).view(-1)
         main.copy_(torch.where(written == main.to(written.dtype), main, written.to(main.dtype)))
+
+
+# ---- unsharding by hand
+
+
+class UnitHandle(UnshardHandle):
+    """A handle to wait for the all-gathers of units."""
+
+    def __init__(self, units: Sequence[Unit]):
+        self._units = units
+
+    def wait(self) -> None:
+        """Make compute wait for the all-gathers that have started."""
+        for unit in self._units:
+            unit.wait_for_unshard()
+
+
+def units_of(units: Sequence[Unit], module: nn.Module | None) -> list[Unit]:
+    """Return the unit of a module, None: the root's, and those whose parameters it shares."""
+    where = "outside of the model"
+    for unit in units:
+        if module is None or module in unit.modules:
+            return [unit, *unit.shared]
+        if unit.module is not None and module in unit.module.modules():
+            where = f"inside of the unit {unit.shown_name!r}: pass that, or None for the root"
+    raise ValueError(f"module expects a unit but got a {type(module).__name__} {where}")

@@ -33,12 +33,7 @@ from megatron.fsdp.optimizer.optimizer_state import (
     shard_slots,
 )
 from megatron.fsdp.problems import Problems
-from megatron.fsdp.sharded_module import (
-    ShardedModule,
-    clear_plain_gradients,
-    is_owned,
-    owner_of,
-)
+from megatron.fsdp.sharded_module import ShardedModule, is_owned, owner_of
 from megatron.fsdp.warnings_once import warn, warn_of_absent_state
 
 GATHERS = (
@@ -122,7 +117,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             model.zero_grad_buffer()
             if not set_to_none:
                 model.attach_grad_to_optimizer_state()  # zeros
-        clear_plain_gradients(self._fsdp_ignored, set_to_none)
+        if self._fsdp_ignored:
+            nn.ParameterList(self._fsdp_ignored).zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters of sharded models, and create their state."""

@@ -160,6 +160,18 @@ def shows_manual_registration(make: Make) -> None:
     assert "needs nccl_ub" in message_of(ValueError, fully_shard_model, build_stack(), **refused)
 
 
+@shows("members", "unshard", "reshard")
+def shows_unshard_and_reshard(make: Make) -> None:
+    model = wrapped(build_stack(), fsdp_unit_modules=[ResidualBlock])
+    block, buffer = model.module.blocks[1], model._units[2].groups[0].compute
+    for gather in (model.unshard, partial(model.unshard, async_op=True)):
+        gather(block)
+        assert buffer.is_allocated
+        model.reshard(block)
+        assert not buffer.is_allocated
+    assert "'blocks.1'" in message_of(ValueError, model.unshard, block.up)
+
+
 @shows("members", "memory_slots")
 def shows_memory_slots(make: Make) -> None:
     model = wrapped(build_stack(), fsdp_unit_modules=[ResidualBlock], fsdp_double_buffer=True)
