@@ -29,7 +29,7 @@ from benchmarks.trace_picture import draw
 from megatron.fsdp import trace
 from megatron.fsdp.engine.layout import plan
 from megatron.fsdp.engine.policy import MixedPrecisionPolicy, ShardingStrategy
-from megatron.fsdp.memory_estimate import AxisSizes, MemoryPlan, estimate_memory
+from megatron.pretrain.memory_estimate import AxisSizes, MemoryPlan, estimate_memory
 from megatron_fsdp import fully_shard
 
 PARTS = ("weights", "gradients", "optimizer_state", "gathered", "local_gradients")

@@ -2,7 +2,7 @@
 """Quick estimates of candidates, by which a search chooses those that it simulates.
 
 Layers of a model are alike, so one layer of each kind is built on the meta device and estimated by
-the function of ``megatron/fsdp/memory_estimate.py``, with the shards of the candidate. Of time,
+the function of ``megatron/pretrain/memory_estimate.py``, with the shards of the candidate. Of time,
 only the largest of computing, gathering and reducing a layer counts.
 """
 
@@ -15,13 +15,13 @@ import torch
 from torch import nn
 
 from megatron.fsdp import ShardingStrategy
-from megatron.fsdp.memory_estimate import MemoryEstimate, estimate_memory
 from megatron.planning.candidates import Candidate
 from megatron.planning.layer_costs import GptCosts, ModelRanks
 from megatron.planning.machine import Cluster
 from megatron.planning.skeleton import Cost
 from megatron.pretrain.arguments.configs import transformer_config
 from megatron.pretrain.dry_run import layers_of, memory_plan, pretending
+from megatron.pretrain.memory_estimate import MemoryEstimate, estimate_memory
 from megatron.pretrain.model.flops import layers_with_experts
 from megatron.pretrain.model.gpt_model import build_chunk, unwrap
 

@@ -18,19 +18,19 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron.fsdp import ShardingStrategy
-from megatron.fsdp.memory_estimate import (
-    AxisSizes,
-    MemoryEstimate,
-    MemoryPlan,
-    estimate_memory,
-    experts_in,
-)
 from megatron.mcore_adapter import cpu
 from megatron.mcore_adapter.data_parallel import default_unit_modules, precision_policy
 from megatron.pretrain import ranks
 from megatron.pretrain.arguments.configs import ddp_config, transformer_config
 from megatron.pretrain.data.tokenizer_choice import TokenizerChoice
 from megatron.pretrain.data.tokenizers import build_tokenizer, embedding_rows
+from megatron.pretrain.memory_estimate import (
+    AxisSizes,
+    MemoryEstimate,
+    MemoryPlan,
+    estimate_memory,
+    experts_in,
+)
 from megatron.pretrain.model.gpt_model import build_chunk
 
 MIB = 2**20

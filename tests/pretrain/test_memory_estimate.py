@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from megatron.fsdp.engine import device
-from megatron.fsdp.memory_estimate import AxisSizes, MemoryPlan, estimate_memory
+from megatron.pretrain.memory_estimate import AxisSizes, MemoryPlan, estimate_memory
 from megatron_fsdp import (
     MegatronFSDP,
     MixedPrecisionPolicy,
