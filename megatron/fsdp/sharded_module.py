@@ -124,7 +124,7 @@ class ShardedModule(nn.Module):
             groups_of_use=self._mesh.all_groups() if gradients.find_unused else None,
             after_pass=self._after_backward,
         )
-        self._known = KnownParameters(self, self._trainability.name_of)
+        self._known = KnownParameters(self, {own: name for name, own in module.named_parameters()})
         access = UnitAccess(units, self._trainability, self._known)
         self._hooks = UnitHooks(self._schedule, self._gradients, access)
         ShownParameters(self._hooks, sharded, self._trainability, module)
