@@ -115,7 +115,7 @@ def fully_shard_model(
         hybrid_fsdp_expt_group: group over outer x shard of the expert mesh; derived from that mesh
             if it is not given.
         expt_device_mesh: mesh of expert parameters (``allreduce=False``, or inside a module called
-            ``experts``), with axes of the same names and any sizes. Its ranks store the same experts.
+            ``experts``), with axes of these names and any sizes. Its ranks store the same experts.
         fsdp_group_ag: second group of the ranks of the shard axis, for all-gathers only, which then
             do not queue behind reductions.
         expt_fsdp_group_ag: ``fsdp_group_ag`` for the expert mesh.
