@@ -2,6 +2,7 @@
 """Two models in one process, each sharded by itself: a vision tower and a language model."""
 
 import copy
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,7 @@ def sharded(levels: tuple[int, int]) -> dict[str, MegatronFSDP]:
 
 
 def parameters_of(models: dict[str, nn.Module] | nn.ModuleDict) -> list[nn.Parameter]:
-    return [each for model in models.values() for each in model.parameters()]
+    return list(chain.from_iterable(model.parameters() for model in models.values()))
 
 
 def optimizers_over(models: dict[str, MegatronFSDP], shared: bool) -> list[torch.optim.Optimizer]:
