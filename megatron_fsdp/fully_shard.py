@@ -102,8 +102,8 @@ def fully_shard_model(
     clipping, schedulers, checkpoints) is used as without sharding.
 
     Args:
-        module: any initialised module. Ranks take the weights and buffers of the first data rank.
-            Its parameters stay the same objects and become views of flat buffers.
+        module: any initialised module. Ranks take the weights of the first data rank. Its
+            parameters stay the same objects and become views of flat buffers.
         device_mesh: mesh with named axes. None: one axis over all ranks, on the accelerator if
             there is one, otherwise on the CPU.
         dp_shard_dim: axis to shard over, which may be a flattened one; required with a mesh of
@@ -115,7 +115,7 @@ def fully_shard_model(
         hybrid_fsdp_expt_group: group over outer x shard of the expert mesh; derived from that mesh
             if it is not given.
         expt_device_mesh: mesh of expert parameters (``allreduce=False``, or inside a module called
-            ``experts``), with axes of the same names and any sizes, over ranks of the same experts.
+            ``experts``), with axes of these names and any sizes. Its ranks store the same experts.
         fsdp_group_ag: second group of the ranks of the shard axis, for all-gathers only, which then
             do not queue behind reductions.
         expt_fsdp_group_ag: ``fsdp_group_ag`` for the expert mesh.

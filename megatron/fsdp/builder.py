@@ -45,7 +45,7 @@ def shard_parameters(
 
     Return the units, the root first, the sharded parameters, and the memory slots, if any.
     """
-    strategy, ignored = settings.strategy, settings.ignored
+    strategy, ignored = settings.strategy, settings.strategy.ignored
     # Tensors on meta are allocated later.
     module._apply(lambda one: one if one.is_meta or one in ignored else one.to(settings.device))
     wanted = resolve_unit_modules(settings.units)

@@ -38,12 +38,12 @@ def check_all(
     if any(is_linked(own) or hasattr(own, IS_COMPUTE) for own in module.parameters()):
         problems.add("the module is sharded already")
         return
-    ignored = settings.ignored
+    ignored = settings.strategy.ignored
     named = {name: one for name, one in module.named_parameters() if one not in ignored}
     problems.check(_refuse_casts_of_dtensors, named, settings)
     problems.check(_refuse_tensors_inside, named)
     found = [*_problems_of_units(module, units or ()), *_problems_of_dtypes(named)]
-    if foreign := len(ignored.difference(module.parameters())):
+    if foreign := len(ignored - set(module.parameters())):
         found.append(
             f"Strategy.ignored has {foreign} parameters that are no part of the model: take them"
             " from the model that is sharded, not from a copy of it"

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,7 +52,7 @@ class Strategy:
     boundaries: str = "prefer_rows"
     one_unit: bool = False
     fine_grained: bool = False
-    ignored: Iterable[nn.Parameter] | None = None
+    ignored: Set[nn.Parameter] = frozenset()
 
     def __post_init__(self) -> None:
         problems = problems_of_flags(self)
@@ -184,11 +184,6 @@ class Settings:
     def shards_outer(self) -> bool:
         """True if the outer axis shards optimizer state."""
         return ShardingStrategy.parse(self.strategy.outer).shards_optimizer
-
-    @property
-    def ignored(self) -> frozenset[nn.Parameter]:
-        """The parameters that are not sharded."""
-        return frozenset(self.strategy.ignored or ())
 
     @property
     def own_mesh(self) -> Mesh:

@@ -101,7 +101,7 @@ class ShardedModule(nn.Module):
         sharded: dict[nn.Parameter, Any] = {}
         for compute, sharded_param in self._sharded_params.items():
             sharded[compute] = sharded_param.parameter
-        self.ignored = settings.ignored
+        self.ignored = settings.strategy.ignored
         # What an optimizer may step, by all names of tied ones.
         named = module.named_parameters(remove_duplicate=False)
         self._by_name = {own_name(name): sharded.get(each, each) for name, each in named}

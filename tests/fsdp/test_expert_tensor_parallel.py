@@ -31,7 +31,7 @@ class FeedForward(nn.Module):
         return self.down(torch.tanh(self.up(x)))
 
 
-class Layer(nn.Module):
+class LayerWithExpert(nn.Module):
     """A dense part, and an expert that gets the tokens of all ranks that compute it together."""
 
     mesh: DeviceMesh | None = None  # (dp_shard, tp)
@@ -56,7 +56,9 @@ class Layer(nn.Module):
 
 def build() -> nn.Sequential:
     torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(WIDTH, WIDTH), Layer(), Layer(), nn.Linear(WIDTH, 2)).double()
+    return nn.Sequential(
+        nn.Linear(WIDTH, WIDTH), LayerWithExpert(), LayerWithExpert(), nn.Linear(WIDTH, 2)
+    ).double()
 
 
 def parallelized(kind: str) -> tuple[nn.Sequential, dict[str, Any]]:
@@ -78,7 +80,7 @@ def sharded(kind: str, level: int) -> tuple[MegatronFSDP, torch.optim.Optimizer]
     module, place = parallelized(kind)
     settings = {"zero_dp_strategy": level, "preserve_fp32_weights": False}
     return fully_shard(
-        module, optimizer_over(module), **place, **settings, fsdp_unit_modules=[Layer]
+        module, optimizer_over(module), **place, **settings, fsdp_unit_modules=[LayerWithExpert]
     )
 
 

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two models in one process, each sharded by itself: a vision tower and a language model."""
 
+import copy
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 
 from megatron_fsdp import MegatronFSDP, fully_shard_model, fully_shard_optimizer
@@ -51,7 +54,7 @@ def sharded(levels: tuple[int, int]) -> dict[str, MegatronFSDP]:
 
 
 def parameters_of(models: dict[str, nn.Module] | nn.ModuleDict) -> list[nn.Parameter]:
-    return [each for model in models.values() for each in model.parameters()]
+    return list(chain.from_iterable(model.parameters() for model in models.values()))
 
 
 def optimizers_over(models: dict[str, MegatronFSDP], shared: bool) -> list[torch.optim.Optimizer]:
@@ -168,3 +171,26 @@ def test_a_checkpoint_of_two_models_loads_at_other_levels(
 ) -> None:
     ranks(2, save, str(tmp_path), (3, 3), shared)
     ranks(2, load, str(tmp_path), (1, 2), shared)
+
+
+def go_on_by_torchs_functions(levels: tuple[int, int]) -> None:
+    """Hand over the module that has both models inside to torch's state-dict functions."""
+    reference, models = build(), sharded(levels)
+    expected = OPTIMIZERS["adamw"](reference.parameters())
+    both, (optimizer,) = nn.ModuleDict(models), optimizers_over(models, True)
+    for step in range(2):
+        reference_step(reference, expected, step)
+        step_of(models, [optimizer], step)
+    weights, moments = copy.deepcopy(get_state_dict(both, optimizer))
+    assert "language.module.0.norm.weight" in weights.keys() & moments["state"].keys()
+    step_of(models, [optimizer], 7)
+    set_state_dict(both, optimizer, model_state_dict=weights, optim_state_dict=moments)
+    compare(models, reference, "loaded")
+    for step in range(2, 4):
+        reference_step(reference, expected, step)
+        step_of(models, [optimizer], step)
+    compare(models, reference, "two steps after loading")
+
+
+def test_torchs_state_dict_functions_take_a_module_of_two_models(ranks: Ranks) -> None:
+    ranks(2, go_on_by_torchs_functions, (3, 1))

@@ -163,7 +163,7 @@ def copied_module(
         vars(parameter).update(vars(compute))
         delattr(parameter, IS_COMPUTE)
         memo[id(compute)] = memo[id(sharded_param.parameter)] = parameter
-    strategy = replace(settings.strategy, ignored=copy.deepcopy(list(settings.ignored), memo))
+    strategy = replace(settings.strategy, ignored=copy.deepcopy(settings.strategy.ignored, memo))
     copied = copy.deepcopy(module, memo)
     units = [memo.get(id(unit), unit) for unit in settings.units or ()]
     return copied, replace(settings, units=units, strategy=strategy, initialisation=None)

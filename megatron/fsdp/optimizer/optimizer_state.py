@@ -224,7 +224,9 @@ def match_groups(groups: list[Setting], saved: list[Setting]) -> list[Setting]:
     own_names = [group["param_names"] for group in groups]
     all_own = set().union(*own_names)
     saved_names = [_names_with_prefix(group, all_own) for group in saved]
-    if saved_names == own_names:
+    is_same = list(map(len, saved_names)) == list(map(len, own_names))
+    # A module around several models adds a prefix of its own to the names of each.
+    if is_same and all(map(str.endswith, chain(*saved_names), chain(*own_names))):
         return [{**group, "param_names": names} for names, group in zip(own_names, saved)]
     keys = [dict(zip(names, group["params"])) for names, group in zip(saved_names, saved)]
     matched = []
