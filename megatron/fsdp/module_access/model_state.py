@@ -33,7 +33,7 @@ def load_model_state(
 ) -> _IncompatibleKeys:
     """Copy ``state`` into main weights, which ``find`` knows by entry, and buffers, if all fits.
 
-    A collective of ``groups``: the problems of any rank are raised on every rank.
+    A collective: every rank raises the problems of all ranks.
     """
     if not isinstance(state, Mapping):
         raise TypeError(f"state_dict expects a mapping but got {type(state).__name__}")
@@ -44,7 +44,9 @@ def load_model_state(
     entries = {name: find(values[path]) for name, path in paths.items()}
     names = set(entries)
     sharded_params = {name: found for name, found in entries.items() if found is not None}
-    own = _without_wrapper_prefix(names, state)
+    own = {own_name(key): value for key, value in state.items()}
+    if not names.intersection(own):  # they are the wrapper's
+        own = {key.removeprefix("module."): value for key, value in own.items()}
     given = set(own)
     weights = {name: own.pop(name) for name in list(own) if name in sharded_params}
     shards: dict[str, torch.Tensor] = {}
@@ -72,10 +74,11 @@ def load_model_state(
             "the state dict does not fit the sharded model:\n  " + "\n  ".join(problems)
         )
 
-    if not strict and unexpected:
-        warn("load_state_dict: not in the model, and not used: %s", _first(unexpected))
-    if not strict and missing:
-        warn("load_state_dict: not given, and left as they are: %s", _first(missing))
+    if not strict and (missing or unexpected):
+        texts = _first(unexpected), _first(missing)
+        warn(
+            "load_state_dict: not in the model: %s; left as they are, because not given: %s", *texts
+        )
     with torch.no_grad():
         for name, shard in shards.items():
             sharded_params[name].parameter._local_tensor.copy_(shard)
@@ -100,15 +103,6 @@ def _different_keys(given: set[str], groups: Sequence[dist.ProcessGroup]) -> lis
 
 def _first(names: Sequence[str]) -> str:
     return f"{len(names)} keys ({', '.join(sorted(names)[:5])}{', …' * (len(names) > 5)})"
-
-
-def _without_wrapper_prefix(names: set[str], state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``state`` under the wrapped module's own names, without the wrapper's ``module.``."""
-    state = {own_name(key): value for key, value in state.items()}
-    all_prefixed = bool(state) and all(key.startswith("module.") for key in state)
-    if all_prefixed and not any(key in names for key in state):
-        return {key.removeprefix("module."): value for key, value in state.items()}
-    return state
 
 
 def accept_full_tensors(module: nn.Module) -> set[int]:
