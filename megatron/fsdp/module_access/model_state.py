@@ -47,10 +47,10 @@ def load_model_state(
     own = {own_name(key): value for key, value in state.items()}
     if not names.intersection(own):  # they are the wrapper's
         own = {key.removeprefix("module."): value for key, value in own.items()}
-    given = set(own)
+    problems = [f"{name} and module.{name} are given" for name in own if f"module.{name}" in own]
+    given = hashlib.sha256("\n".join(sorted(names.intersection(own))).encode()).hexdigest()
     weights = {name: own.pop(name) for name in list(own) if name in sharded_params}
     shards: dict[str, torch.Tensor] = {}
-    problems = []
     for name, value in weights.items():
         try:
             shards[name] = sharded_params[name].local_shard(value)
@@ -68,17 +68,19 @@ def load_model_state(
         problems.append(f"unexpected keys: {', '.join(sorted(unexpected))}")
     if not strict and len(unexpected) == len(state) > 0:
         problems.append(f"no key fits: {_first(unexpected)}; the model has {_first(missing)}")
-    problems = agree([*problems, *_different_keys(given, groups)], groups)
+    # torch's `broadcast_from_rank0` leaves keys that it does not know on the first rank.
+    texts = agree([*problems, given], groups)
+    problems = [text for text in texts if " " in text]
+    if len(texts) > len(problems) + 1:
+        problems.append("ranks load different keys: all need those of model.state_dict()")
     if problems:
         raise RuntimeError(
             "the state dict does not fit the sharded model:\n  " + "\n  ".join(problems)
         )
 
     if not strict and (missing or unexpected):
-        texts = _first(unexpected), _first(missing)
-        warn(
-            "load_state_dict: not in the model: %s; left as they are, because not given: %s", *texts
-        )
+        left = _first(unexpected), _first(missing)
+        warn("load_state_dict: not in the model: %s; not given and left as they are: %s", *left)
     with torch.no_grad():
         for name, shard in shards.items():
             sharded_params[name].parameter._local_tensor.copy_(shard)
@@ -87,18 +89,6 @@ def load_model_state(
     buffers = {paths[name]: value for name, value in own.items() if name in expected}
     module.load_state_dict(buffers, strict=False)
     return _IncompatibleKeys(missing, unexpected)
-
-
-def _different_keys(given: set[str], groups: Sequence[dist.ProcessGroup]) -> list[str]:
-    """Return a problem if another rank was given keys that this one was not; a collective."""
-    # torch's `broadcast_from_rank0` leaves keys that it does not know on the first rank.
-    digest = hashlib.sha256("\n".join(sorted(given)).encode()).hexdigest()
-    if len(agree([digest], groups)) == 1:
-        return []
-    absent = [name for name in agree(given, groups) if name not in given]
-    return (
-        [f"only other ranks than {dist.get_rank()} were given {_first(absent)}"] if absent else []
-    )
 
 
 def _first(names: Sequence[str]) -> str:
