@@ -68,16 +68,7 @@ def load_model_state(
         problems.append(f"unexpected keys: {', '.join(sorted(unexpected))}")
     if not strict and len(unexpected) == len(state) > 0:
         problems.append(f"no key fits: {_first(unexpected)}; the model has {_first(missing)}")
-    # torch's `broadcast_from_rank0` leaves keys that it does not know on the first rank.
-    texts = agree([*problems, given], groups)
-    problems = [text for text in texts if " " in text]
-    if len(texts) > len(problems) + 1:
-        problems.append("ranks load different keys: all need those of model.state_dict()")
-    if problems:
-        raise RuntimeError(
-            "the state dict does not fit the sharded model:\n  " + "\n  ".join(problems)
-        )
-
+    _raise_everywhere(problems, given, groups)
     if not strict and (missing or unexpected):
         left = _first(unexpected), _first(missing)
         warn("load_state_dict: not in the model: %s; not given and left as they are: %s", *left)
@@ -89,6 +80,18 @@ def load_model_state(
     buffers = {paths[name]: value for name, value in own.items() if name in expected}
     module.load_state_dict(buffers, strict=False)
     return _IncompatibleKeys(missing, unexpected)
+
+
+def _raise_everywhere(problems: list[str], given: str, groups: Sequence[dist.ProcessGroup]) -> None:
+    # torch's `broadcast_from_rank0` leaves keys that it does not know on the first rank.
+    texts = agree([*problems, given], groups)
+    problems = [text for text in texts if " " in text]
+    if len(texts) > len(problems) + 1:
+        problems.append("ranks load different keys: all need those of model.state_dict()")
+    if problems:
+        raise RuntimeError(
+            "the state dict does not fit the sharded model:\n  " + "\n  ".join(problems)
+        )
 
 
 def _first(names: Sequence[str]) -> str:
