@@ -9,7 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -24,6 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron.fsdp.dtensor.tensor_part import full_tensor
 from megatron_fsdp import MegatronFSDP, fully_shard, fully_shard_model
+from megatron_fsdp.uneven_dtensor import check_whole_blocks
 from tests.support.fsdp.reference import Ranks
 
 
@@ -158,3 +161,49 @@ def load_from_rank_0(level: int, is_broadcast: bool) -> list[str]:
 def test_full_state_dicts_are_set_by_torch(ranks: Ranks, level: int, is_broadcast: bool) -> None:
     for problems in ranks(3, load_from_rank_0, level, is_broadcast):
         assert not problems
+
+
+def flat_and_whole(granularity: str) -> MegatronFSDP:
+    torch.manual_seed(4)
+    module = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 31), nn.Linear(31, 2, bias=False))
+    return fully_shard_model(module, granularity=granularity)
+
+
+def save_for_hugging_face(granularity: str, path: str) -> str | None:
+    model = flat_and_whole(granularity)
+    state = model.module.state_dict()
+    try:
+        check_whole_blocks({"model": state})
+    except ValueError as error:
+        return str(error)
+    writer = HuggingFaceStorageWriter(path, save_distributed=True, enable_consolidation=True)
+    dcp.save(state, storage_writer=writer)
+    return None
+
+
+def load_for_hugging_face(granularity: str, path: str) -> list[str]:
+    expected = flat_and_whole("rows").module.state_dict()
+    model = flat_and_whole(granularity)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    state = model.module.state_dict()
+    dcp.load(state, storage_reader=HuggingFaceStorageReader(f"{path}/sharded"))
+    model.load_state_dict(state)
+    whole = {name: full_tensor(value) for name, value in expected.items()}
+    files = load_file(f"{path}/model-00001-of-00001.safetensors")
+    problems = [name for name in whole if not torch.equal(files[name], whole[name])]
+    loaded = model.module.state_dict()
+    return problems + [n for n in whole if not torch.equal(full_tensor(loaded[n]), whole[n])]
+
+
+def test_rows_are_saved_for_hugging_face_and_flat_runs_are_refused(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    first, second = ranks(2, save_for_hugging_face, "prefer_rows", str(tmp_path))
+    assert first == second and first is not None
+    assert "weight" in first and "granularity='rows'" in first and not list(tmp_path.iterdir())
+    assert ranks(2, save_for_hugging_face, "rows", str(tmp_path)) == [None, None]
+    for granularity, size in (("rows", 2), ("prefer_rows", 3)):
+        for problems in ranks(size, load_for_hugging_face, granularity, str(tmp_path)):
+            assert not problems

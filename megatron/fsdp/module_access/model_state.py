@@ -33,7 +33,7 @@ def load_model_state(
 ) -> _IncompatibleKeys:
     """Copy ``state`` into main weights, which ``find`` knows by entry, and buffers, if all fits.
 
-    A collective of ``groups``: the problems of any rank are raised on every rank.
+    A collective: every rank raises the problems of all ranks.
     """
     if not isinstance(state, Mapping):
         raise TypeError(f"state_dict expects a mapping but got {type(state).__name__}")
@@ -44,11 +44,13 @@ def load_model_state(
     entries = {name: find(values[path]) for name, path in paths.items()}
     names = set(entries)
     sharded_params = {name: found for name, found in entries.items() if found is not None}
-    own = _without_wrapper_prefix(names, state)
-    given = set(own)
+    own = {own_name(key): value for key, value in state.items()}
+    if not names.intersection(own):  # they are the wrapper's
+        own = {key.removeprefix("module."): value for key, value in own.items()}
+    problems = [f"{name} and module.{name} are given" for name in own if f"module.{name}" in own]
+    given = hashlib.sha256("\n".join(sorted(names.intersection(own))).encode()).hexdigest()
     weights = {name: own.pop(name) for name in list(own) if name in sharded_params}
     shards: dict[str, torch.Tensor] = {}
-    problems = []
     for name, value in weights.items():
         try:
             shards[name] = sharded_params[name].local_shard(value)
@@ -66,16 +68,10 @@ def load_model_state(
         problems.append(f"unexpected keys: {', '.join(sorted(unexpected))}")
     if not strict and len(unexpected) == len(state) > 0:
         problems.append(f"no key fits: {_first(unexpected)}; the model has {_first(missing)}")
-    problems = agree([*problems, *_different_keys(given, groups)], groups)
-    if problems:
-        raise RuntimeError(
-            "the state dict does not fit the sharded model:\n  " + "\n  ".join(problems)
-        )
-
-    if not strict and unexpected:
-        warn("load_state_dict: not in the model, and not used: %s", _first(unexpected))
-    if not strict and missing:
-        warn("load_state_dict: not given, and left as they are: %s", _first(missing))
+    _raise_everywhere(problems, given, groups)
+    if not strict and (missing or unexpected):
+        left = _first(unexpected), _first(missing)
+        warn("load_state_dict: not in the model: %s; not given and left as they are: %s", *left)
     with torch.no_grad():
         for name, shard in shards.items():
             sharded_params[name].parameter._local_tensor.copy_(shard)
@@ -86,29 +82,20 @@ def load_model_state(
     return _IncompatibleKeys(missing, unexpected)
 
 
-def _different_keys(given: set[str], groups: Sequence[dist.ProcessGroup]) -> list[str]:
-    """Return a problem if another rank was given keys that this one was not; a collective."""
+def _raise_everywhere(problems: list[str], given: str, groups: Sequence[dist.ProcessGroup]) -> None:
     # torch's `broadcast_from_rank0` leaves keys that it does not know on the first rank.
-    digest = hashlib.sha256("\n".join(sorted(given)).encode()).hexdigest()
-    if len(agree([digest], groups)) == 1:
-        return []
-    absent = [name for name in agree(given, groups) if name not in given]
-    return (
-        [f"only other ranks than {dist.get_rank()} were given {_first(absent)}"] if absent else []
-    )
+    texts = agree([*problems, given], groups)
+    problems = [text for text in texts if " " in text]
+    if len(texts) > len(problems) + 1:
+        problems.append("ranks load different keys: all need those of model.state_dict()")
+    if problems:
+        raise RuntimeError(
+            "the state dict does not fit the sharded model:\n  " + "\n  ".join(problems)
+        )
 
 
 def _first(names: Sequence[str]) -> str:
     return f"{len(names)} keys ({', '.join(sorted(names)[:5])}{', …' * (len(names) > 5)})"
-
-
-def _without_wrapper_prefix(names: set[str], state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``state`` under the wrapped module's own names, without the wrapper's ``module.``."""
-    state = {own_name(key): value for key, value in state.items()}
-    all_prefixed = bool(state) and all(key.startswith("module.") for key in state)
-    if all_prefixed and not any(key in names for key in state):
-        return {key.removeprefix("module."): value for key, value in state.items()}
-    return state
 
 
 def accept_full_tensors(module: nn.Module) -> set[int]:

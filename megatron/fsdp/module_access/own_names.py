@@ -10,9 +10,7 @@ from types import SimpleNamespace
 from torch import nn
 
 # Attributes in which `checkpoint_wrapper` and `torch.compile` have the module that they wrap.
-_COMPILED = "_orig_mod"
-_WRAPPED = re.compile(rf"\.?\b(?:_checkpoint_wrapped_module|{_COMPILED})\b")
-_INSIDE = "_fsdp_uncompiled"
+_WRAPPED = re.compile(r"\.?\b(?:_checkpoint_wrapped_module|_orig_mod)\b")
 
 
 def own_name(name: str) -> str:
@@ -22,17 +20,12 @@ def own_name(name: str) -> str:
 
 def lead_by_own_names(root: nn.Module) -> None:
     """Let torch's functions on state dicts find what compiled modules own by :func:`own_name`."""
-    # Otherwise `get_model_state_dict` expects `_orig_mod` in names. It asks every module for names
-    # that hooks change: {part of a name: attribute that has the module of this name}.
-    for module in list(root.modules()):
-        compiled = {
-            name: child._modules[_COMPILED]
-            for name, child in module._modules.items()
-            if child is not None and _COMPILED in child._modules
-        }
-        inside = dict.fromkeys(compiled, _INSIDE)
-        if _COMPILED in module._modules:
-            inside[""] = _COMPILED
-        if inside:
-            vars(module)["_fqn_modifiers"] = partial(dict, inside)
-            vars(module)[_INSIDE] = SimpleNamespace(**compiled)
+    # `get_model_state_dict` expects `_orig_mod` in names, unless a module tells it, as one with
+    # hooks on state dicts does: {part of a name: attribute that has the module of this name}.
+    for module in root.modules():
+        named = [(name, child) for name, child in module._modules.items() if child is not None]
+        inner = {name: each._orig_mod for name, each in named if "_orig_mod" in each._modules}
+        if inner or "_orig_mod" in module._modules:
+            vars(module)["_fsdp_inner"] = SimpleNamespace(**inner)
+            modifiers = {**dict.fromkeys(inner, "_fsdp_inner"), "": "_orig_mod"}
+            vars(module)["_fqn_modifiers"] = partial(dict, modifiers)

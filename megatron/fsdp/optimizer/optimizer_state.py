@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import io
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from math import prod
@@ -23,7 +23,6 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.utils._pytree import tree_leaves
 
 from megatron.fsdp.dtensor.sharded_param import ShardedParam
-from megatron.fsdp.dtensor.tensor_part import part_of
 from megatron.fsdp.dtensor.uneven_dtensor import UnevenDTensor
 from megatron.fsdp.engine.collectives import agree
 from megatron.fsdp.module_access.own_names import own_name
@@ -169,52 +168,56 @@ def checkpoint_slots(sharded_param: ShardedParam, slots: Slots) -> Slots:
     }
 
 
-_UNEVEN = "not divided as torch would"
-
-
 def refuse_local_state(
-    optimizer: str,
-    states: Iterable[tuple[ShardedParam, Slots]],
-    groups: Sequence[dist.ProcessGroup],
+    optimizer: str, states: Sequence[tuple[ShardedParam, Slots]], groups: list[dist.ProcessGroup]
 ) -> None:
     """Raise ``ValueError``, on every rank, for state that is a rank's own; a collective."""
     # A checkpoint has one copy of what is no DTensor: that of any rank.
     told = []
     for sharded_param, slots in states:
-        mesh = str(sharded_param.parameter.device_mesh.mesh.tolist())  # others have other experts
+        mesh = sharded_param.parameter.device_mesh.mesh.tolist()  # others have other experts
         for name, value in slots.items():
-            leaves = list(map(_shape_and_content, tree_leaves(value)))
-            shapes, contents = ", ".join(each[0] for each in leaves), str(leaves)
-            told.append("\0".join((f"{sharded_param.name}[{name!r}]", mesh, shapes, contents)))
+            content = "\0".join(map(_content, tree_leaves(value)))
+            told.append(f"{sharded_param.name}[{name!r}]\0{mesh}\0{content}")
     found = [text.split("\0") for text in agree(told, groups)]
-    num_contents = Counter((name, mesh) for name, mesh, *_ in found)
-    local: dict[str, set[str]] = {}
-    for name, mesh, shapes, contents in found:
-        if num_contents[name, mesh] > 1 or _UNEVEN in contents:
-            local.setdefault(name, set()).add(shapes)
+    counts = Counter((name, mesh) for name, mesh, *_ in found)
+    local = [f"{text[0]} {text[2]}" for text in found if counts[text[0], text[1]] > 1]
     if local:
-        few = [f"{name} {' or '.join(sorted(shapes))}" for name, shapes in local.items()][:3]
         raise ValueError(
-            f"{len(local)} entries of the state of {optimizer} are each rank's own, and a"
-            f" checkpoint would have those of one rank: {'; '.join(few)}. Keep them in tensors like"
-            " the parameter (torch.zeros_like(parameter)), or compute them by operations on the"
-            " parameter and its gradient, not on to_local(), so that all ranks have the same"
+            f"{optimizer} has state that is each rank's own, and a checkpoint would have one rank's"
+            f" copy: {'; '.join(local[:4])}. Keep it in tensors like the parameter"
+            " (torch.zeros_like(parameter)), or compute it by operations on the parameter and its"
+            " gradient, not on to_local(), so that all ranks have the same"
         )
 
 
-def _shape_and_content(value: Any) -> tuple[str, str]:
-    """Return texts that are the same on all ranks if a checkpoint can have one copy of a value."""
+def _content(value: Any) -> str:
+    """Return a text that is the same on all ranks if a checkpoint can have one copy of a value."""
     if isinstance(value, DTensor):
         shape, mesh, placements = value.shape, value.device_mesh, value.placements
         even, _ = compute_local_shape_and_global_offset(shape, mesh, placements)
-        is_known = isinstance(value, UnevenDTensor) or part_of(value) is not None
-        is_right = is_known or value._local_tensor.shape == even
-        return str(tuple(shape)), "" if is_right else _UNEVEN
+        is_right = isinstance(value, UnevenDTensor) or value._local_tensor.shape == even
+        return f"{tuple(shape)}" if is_right else f"{tuple(shape)} of rank {dist.get_rank()}"
     if isinstance(value, torch.Tensor):
         file = io.BytesIO()  # `torch.save` knows sparse tensors and subclasses too
         torch.save(value.detach().cpu().clone(), file)
-        return str(tuple(value.shape)), hashlib.sha256(file.getvalue()).hexdigest()
-    return "", repr(value) if isinstance(value, int | float | str) else ""
+        return f"{tuple(value.shape)}\0{hashlib.sha256(file.getvalue()).hexdigest()}"
+    return repr(value) if isinstance(value, int | float | str) else ""
+
+
+class NamedGroup(dict[str, Any]):
+    """A param group of a state dict, whose ``param_names`` go with its ``params``."""
+
+    def pop(self, key: str, *default: Any) -> Any:
+        """Remove a setting, as a dict does, and the names with the parameters."""
+        # torch's flattening takes `params` out, and saves the rest for each of them: names would
+        # grow with the square of their number. Its keys are names then.
+        if key == "params":
+            self["param_names"] = []
+        return super().pop(key, *default)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return OrderedDict, (), None, None, iter(self.items())  # files need no class of ours
 
 
 def match_groups(groups: list[Setting], saved: list[Setting]) -> list[Setting]:

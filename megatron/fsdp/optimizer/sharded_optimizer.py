@@ -21,6 +21,7 @@ from megatron.fsdp.dtensor.tensor_part import gathered_bytes
 from megatron.fsdp.gradient_sync import clear_gradient_shard
 from megatron.fsdp.optimizer.flat_update import FlatUpdate
 from megatron.fsdp.optimizer.optimizer_state import (
+    NamedGroup,
     OptimizerClass,
     checkpoint_slots,
     elementwise_class,
@@ -135,12 +136,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return torch's structure, with DTensors, and ``param_names`` in every group.
 
-        A collective for optimizers that step on DTensors.
-
-        Raises:
-            ValueError: for state that is different on each rank and no DTensor.
+        For optimizers that step on DTensors a collective, which refuses what differs between ranks.
         """
         state = super().state_dict()
+        state["param_groups"] = list(map(NamedGroup, state["param_groups"]))
         if self._fsdp_checkpoint_ready:
             sharded_params = self._sharded_params()
             self._refuse_local_state(sharded_params, state["state"])
@@ -183,9 +182,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     ) -> None:
         if self._fsdp_flat is None:  # flat segments are DTensors, and count the same steps
             states = [(sharded_params[key], state[key]) for key in sharded_params if key in state]
-            meshes = [model._mesh.all_groups() for model in self._fsdp_models]
-            groups = list(dict.fromkeys(chain.from_iterable(meshes)))
-            refuse_local_state(_user_class(self).__name__, states, groups)
+            groups = chain.from_iterable(model._mesh.all_groups() for model in self._fsdp_models)
+            refuse_local_state(_user_class(self).__name__, states, list(dict.fromkeys(groups)))
 
     def _sharded_params(self) -> dict[int, ShardedParam]:
         """Return the sharded parameters by their position in state dicts."""

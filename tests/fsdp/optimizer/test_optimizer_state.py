@@ -410,10 +410,31 @@ def load_local_state() -> None:
     sharded_step(model, optimizer, 0)
     state = optimizer.state_dict()
     state["state"][1]["rows"] = torch.full((2,), float(dist.get_rank()))
-    with pytest.raises(ValueError, match=r"1 entries of the state of RowsOfShard .*\['rows'\]"):
+    with pytest.raises(ValueError, match=r"RowsOfShard has .*: \S+\['rows'\] \(2,\)"):
         optimizer.load_state_dict(state)
     assert all(slots["rows"].ndim == 0 for slots in optimizer.state.values())  # as before
 
 
 def test_state_of_shards_is_refused_where_it_is_loaded(ranks: Ranks) -> None:
     ranks(2, load_local_state)
+
+
+def flattened_names() -> tuple[int, list[str]]:
+    """Load a flattened state by DCP, and return the length of all lists in it."""
+    options = torch_state_dict.StateDictOptions(flatten_optimizer_state_dict=True)
+    model, optimizer = sharded_pair("scalars")
+    sharded_step(model, optimizer, 0)
+    flat = torch_state_dict.get_optimizer_state_dict(model, optimizer, options=options)
+    length = sum(len(value) for key, value in flat.items() if key.endswith(".param_names"))
+    other, fresh = sharded_pair("scalars")
+    torch_state_dict.set_optimizer_state_dict(other, fresh, flat, options=options)
+    assert_same_state(fresh, optimizer)
+    names = optimizer.param_groups[0]["param_names"]
+    assert fresh.param_groups[0]["param_names"] == names
+    assert optimizer.state_dict()["param_groups"][0]["param_names"] == names
+    return length, names
+
+
+def test_flattened_state_does_not_repeat_all_names_for_each_parameter(ranks: Ranks) -> None:
+    for length, names in ranks(2, flattened_names):
+        assert length == 0 and len(names) > 2
