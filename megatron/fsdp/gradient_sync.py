@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import chain, compress, count, islice, repeat
 from operator import and_, is_, is_not
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -306,8 +307,10 @@ class GradientSync(StateOwner[ShownState]):
         called: list[torch.Tensor] = []
         for sharded_param, number in list(self._hooked.items()):
             parameter, group = sharded_param.parameter, sharded_param.group
-            gradient = getattr(parameter, self._attribute, None)
+            gradient: Any = getattr(parameter, self._attribute, None)
             self._hooked[sharded_param] = group.gradients.num_reductions
+            if gradient is None:  # no rank has used the parameter
+                continue
             if number != group.gradients.num_reductions and parameter.requires_grad:
                 called.append(parameter)
                 for hook in list((parameter._backward_hooks or {}).values()):
@@ -316,9 +319,9 @@ class GradientSync(StateOwner[ShownState]):
                         gradient.copy_(result)
             if sharded_param in self._set_aside:
                 gradient._local_tensor.add_(self._set_aside.pop(sharded_param))
-        for parameter in called:
-            for hook in list((parameter._post_accumulate_grad_hooks or {}).values()):
-                hook(parameter)
+        for owner in called:
+            for hook in list((owner._post_accumulate_grad_hooks or {}).values()):
+                hook(owner)
 
     # ---- changes of gradients
 

@@ -202,6 +202,25 @@ def test_hooks_are_called_once_for_a_pass_that_brings_a_gradient(ranks: Ranks, l
     assert ranks(2, numbers_of_calls, level) == [[1, 1]] * 2
 
 
+def names_of_hooked_ones(level: int, find_unused: bool) -> list[str]:
+    """Run a pass that reaches the embedding alone, which is in one unit with the head."""
+    model = sharded_stack(level, find_unused_parameters=find_unused)
+    called: list[str] = []
+    for name in ("embed", "head"):
+        parameter = model.module.get_submodule(name).weight
+        parameter.register_post_accumulate_grad_hook(lambda one, name=name: called.append(name))
+    loss_of(model.module.embed(batch(0, dist.get_rank(), 0))).backward()
+    return called
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_hooks_of_unused_parameters_see_zeros_unless_they_are_to_be_found(
+    ranks: Ranks, level: int
+) -> None:
+    assert ranks(2, names_of_hooked_ones, level, find_unused=False) == [["embed", "head"]] * 2
+    assert ranks(2, names_of_hooked_ones, level, find_unused=True) == [["embed"]] * 2
+
+
 def accumulate_without_synchronisation(level: int) -> None:
     reference, model = build_stack(), sharded_stack(level)
     for each in (reference, model):

@@ -38,6 +38,7 @@ from megatron.fsdp.engine.tensor_parallel import local_tensor, set_local_tensor
 # the version counters that graphs know while the unit is unsharded only. Otherwise they have this
 # one, and autograd, which compares it with what it has saved, raises before it reads.
 UNREADABLE = 1 << 31  # "is at version 2147483648; expected version 0" in its message
+_set_versions = torch._C._autograd._unsafe_set_version_counter
 
 
 class ParamGroup:
@@ -93,7 +94,7 @@ class ParamGroup:
         self.main_state = MainState.INSTALLED
         self._kept: torch.Tensor | None = None  # the compute shard to gather while HELD, if cast
         self._all_gather: Pending | None = None
-        self._versions: list[int] | None = None  # of the compute parameters while unreadable
+        self._versions: tuple[int, ...] | None = None  # of the compute parameters while unreadable
         self.gradients = GroupGradients(
             self.parameters,
             self.layout,
@@ -190,7 +191,7 @@ class ParamGroup:
                 self._all_gather.wait()
             self._all_gather = None
             if self._versions is not None:
-                torch._C._autograd._unsafe_set_version_counter(self.parameters, self._versions)
+                _set_versions(tuple(self.parameters), self._versions)
                 self._versions = None
             self.state = change_state(self, self.state, WeightState.UNSHARDED)
 
@@ -204,9 +205,8 @@ class ParamGroup:
             else:
                 self.wait_for_unshard()
             if self._versions is None:
-                self._versions = [parameter._version for parameter in self.parameters]
-                unreadable = [UNREADABLE] * len(self._versions)
-                torch._C._autograd._unsafe_set_version_counter(self.parameters, unreadable)
+                self._versions = tuple(parameter._version for parameter in self.parameters)
+                _set_versions(tuple(self.parameters), (UNREADABLE,) * len(self._versions))
             with observe.work(self.unit_name, "reshard"):
                 self.compute.free()
             self.state = change_state(self, self.state, WeightState.SHARDED)
