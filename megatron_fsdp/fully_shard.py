@@ -102,8 +102,8 @@ def fully_shard_model(
     clipping, schedulers, checkpoints) is used as without sharding.
 
     Args:
-        module: any initialised module. Ranks take the weights of the first data rank. Its
-            parameters stay the same objects and become views of flat buffers.
+        module: any initialised module. Ranks take the weights and buffers of the first data rank.
+            Its parameters stay the same objects and become views of flat buffers.
         device_mesh: mesh with named axes. None: one axis over all ranks, on the accelerator if
             there is one, otherwise on the CPU.
         dp_shard_dim: axis to shard over, which may be a flattened one; required with a mesh of

@@ -222,8 +222,8 @@ def _protected(
     stores: list[dict[str, Any]] = []
     kept: list[dict[str, Any]] = []
     for module, names in names_of.items():
-        for store in (module._parameters, module._buffers):
-            stores.append(store)
+        stores += [module._parameters, module._buffers]
+        for store in stores[-2:]:
             kept.append({name: own for name, own in store.items() if name not in names})
     for store, tensors in zip(stores, kept):
         store.update(

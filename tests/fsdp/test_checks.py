@@ -10,11 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from torch.testing._internal.two_tensor import TwoTensor
+from torch.distributed.tensor import Shard, distribute_tensor
 
-from megatron.fsdp import Strategy
-from megatron.fsdp import fully_shard as fully_shard_by_settings
 from megatron.fsdp.backends.memory_slots import problems_of_nccl
 from megatron_fsdp import (
     DistributedDataParallelConfig,
@@ -28,7 +25,7 @@ from megatron_fsdp import (
 from tests.fsdp.engine.test_mesh import HYBRID
 from tests.support.fsdp.meshes import mesh_of
 from tests.support.fsdp.models import ResidualBlock
-from tests.support.fsdp.reference import LEVELS, Ranks
+from tests.support.fsdp.reference import Ranks
 from tests.support.fsdp.wrong_calls import (
     Scene,
     WrongCall,
@@ -256,27 +253,6 @@ def complex_parameter() -> nn.Module:
     return module
 
 
-def with_weight(weight: torch.Tensor, trained: bool = True) -> nn.Module:
-    module = nn.Sequential(nn.Linear(2, 2))
-    module[0].weight = nn.Parameter(weight, requires_grad=trained)
-    return module
-
-
-def two_tensors() -> torch.Tensor:
-    """Return a tensor that is computed from two others, as quantized weights are."""
-    return TwoTensor(torch.ones(2, 2), torch.ones(2, 2))
-
-
-class KeepsItsMemory(nn.Parameter):
-    """A parameter that ignores what is assigned to its data."""
-
-    data = property(torch.Tensor.detach, lambda self, value: None)
-
-
-class Named(nn.Parameter):
-    """A plain subclass of the user's."""
-
-
 def split_by_tensor_parallelism(scene: Scene, *, tp_dim: str | None, other: bool = False) -> None:
     mesh = mesh_of("dp", "tp", sizes=(1, 2))
     module = nn.Linear(4, 4)
@@ -292,12 +268,6 @@ def split_over_the_data_axis(scene: Scene) -> None:
     module = nn.Linear(4, 4)
     module.weight = nn.Parameter(distribute_tensor(module.weight.detach(), mesh["dp"], [Shard(0)]))
     fully_shard_model(module, mesh, "dp", tp_dim="tp")
-
-
-def split_quantized_weight(scene: Scene) -> None:
-    mesh = mesh_of("dp", "tp", sizes=(1, 2))
-    weight = DTensor.from_local(two_tensors(), mesh["tp"], [Shard(0)])
-    fully_shard_model(with_weight(weight), mesh, "dp", tp_dim="tp")
 
 
 def shard_the_same_module_twice(scene: Scene) -> None:
@@ -373,24 +343,6 @@ MODELS: dict[str, WrongCall] = {
         split_over_the_data_axis,
         world_size=4,
     ),
-    **{
-        f"quantized weight, {name}": WrongCall(
-            ("0.weight (TwoTensor)", "quantized weights", "not supported yet"),
-            call,
-            NotImplementedError,
-        )
-        for name, call in {
-            "trained": lambda scene: fully_shard_model(with_weight(two_tensors())),
-            "frozen": lambda scene: fully_shard_model(with_weight(two_tensors(), trained=False)),
-            "by settings": lambda scene: fully_shard_by_settings(
-                with_weight(two_tensors()), strategy=Strategy(level=1)
-            ),
-            "at level 0": lambda scene: fully_shard_model(
-                with_weight(two_tensors()), zero_dp_strategy=0
-            ),
-            "divided by tensor parallelism": split_quantized_weight,
-        }.items()
-    },
     "frozen and thawed": WrongCall(
         ("0.weight", "frozen when the model was sharded"), thaw, RuntimeError
     ),
@@ -448,32 +400,6 @@ WRONG_CALLS = {**STRATEGIES, **OPTIONS, **MODELS}
 @pytest.mark.parametrize("name", WRONG_CALLS)
 def test_a_wrong_call_is_refused_alike_on_every_rank(ranks: Ranks, name: str) -> None:
     check_refusal(ranks, __name__, name)
-
-
-def shard_subclasses(level: int) -> str:
-    """Shard a plain subclass, which is trained, and one that keeps its memory; return the error."""
-    module = with_weight(torch.ones(2, 2))
-    module[0].weight = Named(torch.ones(2, 2))
-    model, optimizer = fully_shard(
-        module, torch.optim.SGD(module.parameters(), lr=1.0), zero_dp_strategy=level
-    )
-    model(torch.ones(1, 2)).sum().backward()
-    optimizer.step()
-    with torch.no_grad():
-        assert torch.equal(
-            model(torch.ones(1, 2)) - module[0].bias.full_tensor(), torch.zeros(1, 2)
-        )
-    module = with_weight(torch.ones(2, 2))
-    module[0].weight = KeepsItsMemory(torch.ones(2, 2))
-    return message_of(NotImplementedError, fully_shard_model, module, zero_dp_strategy=level)
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_subclasses_of_parameters_take_the_memory_of_the_buffer_or_are_refused(
-    ranks: Ranks, level: int
-) -> None:
-    for message in ranks(2, shard_subclasses, level):
-        assert "0.weight: a KeepsItsMemory cannot be sharded" in message
 
 
 def test_nccl_is_refused_by_a_build_for_gpus_on_a_machine_without(

@@ -253,62 +253,6 @@ def test_thawing_a_model_that_was_wholly_frozen_is_refused_at_its_backward(ranks
         assert "frozen when the model was sharded" in message
 
 
-class TwoAdapters(nn.Module):
-    """A frozen layer and two adapters, of which one is trained at a time, as PEFT has them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.block = ResidualBlock().requires_grad_(False)
-        self.adapters = nn.ModuleDict({name: nn.Linear(WIDTH, WIDTH) for name in "ab"})
-        self.double()
-
-    def set_adapter(self, names: str) -> None:
-        """Use the first of the named adapters, and train all of them."""
-        self.active = names[0]
-        for name, adapter in self.adapters.items():
-            adapter.requires_grad_(name in names)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.block(x) + self.adapters[self.active](x)
-
-
-def switch_adapters(level: int, frozen_first: bool) -> None:
-    """Use the second adapter between two steps of the first; train it too if it may be."""
-    trained = "a" if frozen_first else "ab"
-
-    def switch(model: nn.Module, step: int, rank: int) -> None:
-        model.set_adapter("b")
-        assert sum(parameter.requires_grad for parameter in model.parameters()) == 2
-        if frozen_first:
-            model(batch(step, rank, 1))  # evaluated, with a graph that nobody needs
-        else:
-            plain_backward(model, step, rank)
-        model.set_adapter("a")
-        plain_backward(model, step, rank)
-        model.set_adapter(trained)
-
-    def build() -> nn.Module:
-        model = TwoAdapters()
-        model.set_adapter(trained)
-        return model
-
-    _, model = train_side_by_side(build, switch, level)
-    if frozen_first:
-        model.set_adapter("b")
-        with pytest.raises(RuntimeError, match=r"adapters\.b\.weight.*frozen when"):
-            plain_backward(model, 0, 0)
-        model.set_adapter("a")
-        plain_backward(model, 0, 0)
-
-
-@pytest.mark.parametrize("frozen_first", [True, False], ids=["frozen", "trained"])
-@pytest.mark.parametrize("level", LEVELS)
-def test_adapters_are_switched_through_the_wrapper(
-    ranks: Ranks, level: int, frozen_first: bool
-) -> None:
-    ranks(2, switch_adapters, level, frozen_first)
-
-
 # ---- frozen weights that a backward needs after the last gradient of a parameter
 
 

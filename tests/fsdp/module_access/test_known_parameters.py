@@ -107,7 +107,7 @@ def test_parameters_that_come_or_go_after_sharding_are_named(
     ranks(2, change_after_sharding, door, level)
 
 
-class Around(nn.Module):
+class Enclosing(nn.Module):
     """A module around another one with the same parameters, as torch.compile makes it."""
 
     def __init__(self, module: nn.Module):
@@ -123,7 +123,7 @@ def change_what_may_change(door: Callable[..., Any], level: int) -> None:
     parametrize.register_parametrization(module.embed, "weight", Same())
     model = door(module, level)
     parametrize.remove_parametrizations(module.embed, "weight", leave_parametrized=False)
-    model.module.blocks[1] = Around(model.module.blocks[1])
+    model.module.blocks[1] = Enclosing(model.module.blocks[1])
     model.module.register_buffer("cache", torch.zeros(2))
     model.module.head.register_parameter("absent", None)
     x = batch(0, 0, 0)
