@@ -119,9 +119,8 @@ def _device_type(device: torch.device | str | None) -> str:
 
 def expert_tensor_group(pg_collection: ProcessGroupCollection | None) -> dist.ProcessGroup:
     """Return the group of the ranks that have slices of the same experts."""
-    if pg_collection is not None and hasattr(pg_collection, "expt_tp"):
-        return pg_collection.expt_tp
-    return parallel_state.get_expert_tensor_parallel_group()
+    group = getattr(pg_collection, "expt_tp", None)  # None too where 0.19 has none
+    return group or parallel_state.get_expert_tensor_parallel_group()
 
 
 def _mesh(

@@ -77,11 +77,8 @@ def count_over_all_instances(wrapper: nn.Module) -> None:
 
 def count_over_instance(wrapper: nn.Module, pg_collection: ProcessGroupCollection | None) -> None:
     """Let the optimizer of a model reduce over its instance, in which replicas do not count."""
-    if pg_collection is not None and hasattr(pg_collection, "intra_dist_opt"):
-        group = pg_collection.intra_dist_opt
-    else:
-        group = parallel_state.get_intra_distributed_optimizer_instance_group()
-    _reduce_over(wrapper, group)
+    group = getattr(pg_collection, "intra_dist_opt", None)  # None too where 0.19 has none
+    _reduce_over(wrapper, group or parallel_state.get_intra_distributed_optimizer_instance_group())
 
 
 def _reduce_over(wrapper: nn.Module, group: dist.ProcessGroup | None) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.models.gpt import GPTModel
@@ -20,6 +21,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from megatron.mcore_adapter import FullyShardedDataParallel
+from megatron.mcore_adapter.axes import expert_tensor_group
 from megatron.mcore_adapter.data_parallel import default_unit_modules
 from megatron.pretrain.arguments.configs import ddp_config
 from tests.support.mcore_adapter.wrapped_models import LAYERS, backward, make_module, make_wrapper
@@ -290,8 +292,20 @@ def train_with_groups_of_axes_of_several_ranks() -> list[bool]:
         backward(model, 0)
         model.finish_grad_sync()
         gradients.append([parameter.grad.to_local() for parameter in model.parameters()])
-    assert not hasattr(partial, "tp")  # the user's collection is not changed
+    assert "tp" not in vars(partial)  # the user's collection is not changed
     return [torch.equal(one, two) for one, two in zip(*gradients, strict=True)]
+
+
+def groups_of_an_empty_collection() -> bool:
+    """Job: the group of experts' slices is that of the process where a collection has none."""
+    initialize_data_parallel()
+    group = expert_tensor_group(ProcessGroupCollection())
+    return group is parallel_state.get_expert_tensor_parallel_group()
+
+
+def test_the_group_of_experts_slices_may_be_missing() -> None:
+    """An empty collection of 0.19 answers None."""
+    assert run_ranks(1, groups_of_an_empty_collection) == [True]
 
 
 def test_groups_of_axes_of_size_one_may_be_missing() -> None:

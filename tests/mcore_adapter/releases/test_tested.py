@@ -105,6 +105,7 @@ def test_the_loop_is_found_on_the_path_and_above_the_program(
 ) -> None:
     folder = checkout(tmp_path / "checkout", "0.19.0", loop=True)
     with path_of(checkout(tmp_path / "wheel", "0.19.0")):
+        monkeypatch.setattr(sys, "argv", [str(tmp_path / "train.py")])
         assert not tested.has_loop()
         monkeypatch.setattr(sys, "argv", [str(folder / "examples" / "multimodal" / "train.py")])
         assert tested.has_loop()
