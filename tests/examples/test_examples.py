@@ -3,11 +3,14 @@
 
 import json
 import os
+import re
 import shlex
 import subprocess
 from pathlib import Path
 
 import pytest
+import torch
+from torch.distributed.checkpoint import FileSystemReader
 
 from megatron.pretrain.arguments import parse_arguments
 from tests.examples.conftest import Shell
@@ -75,3 +78,18 @@ def test_the_plain_loop_continues_as_if_nothing_had_happened(shell: Shell) -> No
     assert "Warning" not in whole.stdout and parts[0].stdout != whole.stdout, whole.stdout
     assert parts[1].stdout == f"continuing after step 8\n{whole.stdout}"
     assert whole.stdout.count("loss") == 2  # evaluations, with and without averaged weights
+
+
+def test_the_recipe_of_bridge_trains_as_with_ddp_and_saves(shell: Shell) -> None:
+    program = ("torchrun", "--standalone", "--nproc_per_node", "2")
+    recipe = (*program, "examples/megatron_bridge_recipe.py")
+    sharded, ddp = shell.run(*recipe), shell.run(*recipe, "--ddp")
+    assert sharded.returncode == ddp.returncode == 0, sharded.stdout + ddp.stdout
+    losses = [re.findall(r"^step .*", run.stdout, re.MULTILINE) for run in (sharded, ddp)]
+    assert len(losses[0]) == 2 and losses[0] == losses[1]
+    assert float(losses[0][1].split()[-1]) < float(losses[0][0].split()[-1]) - 0.5
+    metadata = FileSystemReader(shell.directory / "checkpoints" / "bridge").read_metadata()
+    keys = metadata.state_dict_metadata
+    weight = "module.decoder.layers.1.mlp.linear_fc1.weight"
+    for key in (f"model.{weight}", f"optimizer.state.module.{weight}.exp_avg"):
+        assert keys[key].size == torch.Size((256, 64))

@@ -103,6 +103,13 @@ def test_every_message_of_the_troubleshooting_page_is_one_of_the_sources() -> No
     assert not missing, missing
 
 
+def test_every_test_that_the_page_of_kinds_names_exists() -> None:
+    rows = re.findall(r"^\| .* \|$", (DOCS / "what_others_met.md").read_text(), re.MULTILINE)
+    assert len(rows) >= 12  # with the heading
+    for file, name in re.findall(r"([\w/]+\.py)::(\w+)", "\n".join(rows)):
+        assert re.search(rf"^def {name}\(", (ROOT / file).read_text(), re.MULTILINE), name
+
+
 def test_every_page_is_in_the_navigation() -> None:
     navigation = yaml.safe_load((ROOT / "mkdocs.yml").read_text().split("nav:\n")[1])
 
