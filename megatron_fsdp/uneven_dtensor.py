@@ -38,7 +38,6 @@ from megatron.fsdp.engine.layout import Chunk, row_size
 from megatron_fsdp.not_offered import attributes_of
 
 __all__ = [
-    "check_whole_blocks",
     "filter_unflattened_state_dict",
     "gather_and_compute_chunk_metadata",
     "gather_uneven_dtensor_to_full_tensor",
@@ -109,28 +108,6 @@ def preprocess_state_dict_for_uneven_dtensor(state_dict: dict[str, Any]) -> dict
     paths.sort(key=str)  # ranks may have put their keys in another order
     _attach_chunks({str(path): get_unflattened_state_dict(state_dict, path) for path in paths})
     return state_dict
-
-
-def check_whole_blocks(state_dict: Mapping[str, Any]) -> None:
-    """Refuse a state dict for writers that store one block of a tensor for each rank; a collective.
-
-    torch's ``HuggingFaceStorageWriter(save_distributed=True)`` is one: of a flat run of elements,
-    which is several blocks, it keeps the last one and says nothing.
-
-    Raises:
-        ValueError: on every rank, naming the tensors of which some rank has several blocks.
-    """
-    paths = filter_unflattened_state_dict(
-        state_dict, visit_condition=lambda item: isinstance(item, DTensor)
-    )
-    parts = {str(path): part_of(get_unflattened_state_dict(state_dict, path)) for path in paths}
-    divided = agree(name for name, part in parts.items() if part and len(part.chunks) > 1)
-    if divided:
-        raise ValueError(
-            f"{len(divided)} tensors are divided inside of rows, and such writers would lose most"
-            f" of them: {', '.join(divided[:5])}. Shard the model with granularity='rows', or save"
-            " whole tensors (full_state_dict=True)"
-        )
 
 
 def get_state_dict(

@@ -26,7 +26,6 @@ from torch.distributed.tensor import DTensor
 
 from megatron.fsdp.dtensor.tensor_part import full_tensor
 from megatron_fsdp import MegatronFSDP, fully_shard, fully_shard_model
-from megatron_fsdp.uneven_dtensor import check_whole_blocks
 from tests.support.fsdp.reference import Ranks
 
 
@@ -172,12 +171,11 @@ def flat_and_whole(granularity: str) -> MegatronFSDP:
 def save_for_hugging_face(granularity: str, path: str) -> str | None:
     model = flat_and_whole(granularity)
     state = model.module.state_dict()
-    try:
-        check_whole_blocks({"model": state})
-    except ValueError as error:
-        return str(error)
     writer = HuggingFaceStorageWriter(path, save_distributed=True, enable_consolidation=True)
-    dcp.save(state, storage_writer=writer)
+    try:
+        dcp.save(state, storage_writer=writer)
+    except dcp.api.CheckpointException as error:
+        return str(error)
     return None
 
 
@@ -201,8 +199,9 @@ def test_rows_are_saved_for_hugging_face_and_flat_runs_are_refused(
     ranks: Ranks, tmp_path: Path
 ) -> None:
     first, second = ranks(2, save_for_hugging_face, "prefer_rows", str(tmp_path))
-    assert first == second and first is not None
-    assert "weight" in first and "granularity='rows'" in first and not list(tmp_path.iterdir())
+    for message in (first, second):
+        assert "weight" in message and "granularity='rows'" in message
+    assert not list(tmp_path.rglob("*.safetensors"))
     assert ranks(2, save_for_hugging_face, "rows", str(tmp_path)) == [None, None]
     for granularity, size in (("rows", 2), ("prefer_rows", 3)):
         for problems in ranks(size, load_for_hugging_face, granularity, str(tmp_path)):

@@ -51,7 +51,6 @@ MODULES: dict[str, list[str]] = {
     "megatron_fsdp.param_and_grad_buffer": ["make_fsdp_dtensor"],
     "megatron_fsdp.package_info": ["__version__"],
     "megatron_fsdp.uneven_dtensor": [
-        "check_whole_blocks",  # of our own
         *(
             "filter_unflattened_state_dict",
             "gather_and_compute_chunk_metadata",

@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import wraps
 from math import prod
 from operator import add
 from typing import Any, NamedTuple, SupportsIndex, TypeVar
@@ -15,12 +16,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     MetadataIndex,
     TensorProperties,
 )
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import (
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -194,6 +201,31 @@ def as_chunked_tensor(local: torch.Tensor, part: TensorPart) -> ChunkedTensor:
 
 # `torch.load` then accepts state dicts that were saved with `torch.save`.
 torch.serialization.add_safe_globals([as_chunked_tensor, TensorPart])
+
+
+def _refusing_lost_blocks(prepare: Callable[..., list[SavePlan]]) -> Callable[..., list[SavePlan]]:
+    """Wrap the method of a writer that keeps one block of a tensor for each rank, in silence."""
+
+    @wraps(prepare)
+    def checked(writer: HuggingFaceStorageWriter, plans: list[SavePlan]) -> list[SavePlan]:
+        # Of a flat run of elements, which is several blocks, it would keep the last one.
+        counts = [Counter(item.index.fqn for item in plan.items) for plan in plans]
+        lost = sorted({name for count in counts for name, number in count.items() if number > 1})
+        if lost:
+            raise ValueError(
+                f"{len(lost)} tensors are divided inside of rows, and {type(writer).__name__} would"
+                f" lose most of them: {', '.join(lost[:5])}. Shard the model with"
+                " granularity='rows', or save whole tensors (full_state_dict=True)"
+            )
+        return prepare(writer, plans)
+
+    return checked
+
+
+# Nothing else tells a tensor which writer stores it.
+HuggingFaceStorageWriter.prepare_global_plan = _refusing_lost_blocks(  # type: ignore[method-assign]
+    HuggingFaceStorageWriter.prepare_global_plan
+)
 
 
 # ---- DTensors over local tensors of any size
