@@ -61,7 +61,7 @@ $(VENV)/.installed: setup.py pyproject.toml
 	"$(PYTHON)" -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --disable-pip-version-check --quiet "$(TORCH)"
 	$(VENV)/bin/python -m pip install --disable-pip-version-check --quiet --editable ".[test,lint,plot]"
-	@# Imported by checkouts of Megatron-Core. Only tests on these see it: with triton torch would compile kernels for them.
+	@# Imported by newer releases of Megatron-Core. Only tests on these see it: with triton torch would compile kernels for them.
 	@# A build of torch for GPUs brings the triton that it works with.
 	@missing=$$($(VENV)/bin/python -c 'import sys; from importlib.util import find_spec; print(*(n for n in sys.argv[1:] if not find_spec(n)))' triton pybind11 six); \
 	test -z "$$missing" || $(VENV)/bin/python -m pip install --disable-pip-version-check --quiet --no-deps --target $(VENV)/for_releases $$missing \

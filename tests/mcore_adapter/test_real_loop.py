@@ -39,7 +39,10 @@ def test_one_flag_trains_with_the_newest_release_like_its_ddp() -> None:
         ("0.18.2", ["zero0", "hybrid-optim", "cp", "bf16", "resume"]),
         (
             "0.19.2",
-            ["zero0", "double-buffer", "evaluation", "vpp", "cp", "resume-ep", "resume-vpp-bf16"],
+            [
+                *("zero0", "double-buffer", "evaluation", "vpp", "cp", "hybrid-model"),
+                *("resume-ep", "resume-vpp-bf16", "resume-hybrid-model"),
+            ],
         ),
     ],
 )
