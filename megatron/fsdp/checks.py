@@ -144,10 +144,10 @@ def _problems_of_axes(named: dict[str, nn.Parameter], mesh: Mesh) -> Iterator[st
         where = " of Mesh.expert_mesh" if is_expert else ""
         if axis is None:
             yield (
-                f"{name} is a DTensor over {own.mesh_dim_names}: if that is an axis of tensor"
-                f" parallelism{where}, pass it as Mesh.tensor, in one mesh with the data axes; if"
-                " other software has sharded the model (FSDP2, or from_pretrained of transformers"
-                " with tp_plan or a DistributedConfig), load it without that"
+                f"{name} is a DTensor over {own.mesh_dim_names}: for tensor parallelism, pass that"
+                f" axis{where} as Mesh.tensor, in one mesh with the data axes; if other software"
+                " has sharded the model (FSDP2, or from_pretrained of transformers with tp_plan or"
+                " a DistributedConfig), load it without that"
             )
             return  # the others have the same problem
         if own.mesh.tolist() != axis.mesh.tolist():

@@ -181,11 +181,9 @@ class ShardedModule(nn.Module):
         self._known.check()
         # Whatever `recurse` is: torch's `set_state_dict` asks module by module.
         self._trainability.follow()
-        seen: set[nn.Parameter] = set()
         prefix = f"{prefix}.module." if prefix else "module."
         for name, parameter in self._by_name.items():
-            if not remove_duplicate or parameter not in seen:
-                seen.add(parameter)
+            if not remove_duplicate or self.name_of[parameter] == f"module.{name}":
                 yield prefix + name, parameter
 
     def state_dict(  # type: ignore[override]  # one signature for torch's two overloads
@@ -383,16 +381,10 @@ class ShardedModule(nn.Module):
         Units inside of ``module`` (None: the root) are not gathered. With ``async_op`` the handle's
         ``wait()`` waits, or the call. Below level 3 weights are gathered only if they have changed.
         """
-        units = units_of(self._units, module)
-        for unit in units:
-            self._schedule.prefetcher.used(unit)
-            if not unit.blockers:  # otherwise the call gathers, when its memory slot is free
-                unit.unshard()
-        handle = UnitHandle(units)
-        if async_op:
-            return handle
-        handle.wait()
-        return None
+        handle = UnitHandle(units_of(self._units, module), self._schedule.prefetcher)
+        if not async_op:
+            handle.wait()
+        return handle if async_op else None
 
     def reshard(self, module: nn.Module | None = None) -> None:
         """Free the gathered weights of one unit at level 3, unless a call uses them."""

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from megatron.fsdp.engine import device
+from megatron.fsdp.engine.buffer import FlatBuffer, Storage
 from megatron.pretrain.memory_estimate import AxisSizes, MemoryPlan, estimate_memory
 from megatron_fsdp import (
     MegatronFSDP,
@@ -34,16 +34,16 @@ def build() -> nn.Module:
 def most_local_bytes(model: MegatronFSDP) -> int:
     """Run a step of two microbatches; return the most bytes that wait for a reduction."""
     most = 0
-    allocate = device.allocate
+    allocate = Storage.allocate
 
-    def allocate_and_look(tensor: torch.Tensor) -> None:
+    def allocate_and_look(storage: Storage, buffer: FlatBuffer) -> None:
         nonlocal most
-        allocate(tensor)
+        allocate(storage, buffer)
         now = sum(stored(local_gradients(group)) for group in model.groups)
         now += sum(stored(group.gradients._inner_sum._total) for group in model.groups)
         most = max(most, now)
 
-    with patch.object(device, "allocate", allocate_and_look):
+    with patch.object(Storage, "allocate", allocate_and_look):
         for is_last in (False, True):
             model.is_last_microbatch = is_last
             model(torch.randn(2, 8, WIDTH, dtype=BF16)).float().sum().backward()

@@ -209,12 +209,14 @@ def _refusing_lost_blocks(prepare: Callable[..., list[SavePlan]]) -> Callable[..
     @wraps(prepare)
     def checked(writer: HuggingFaceStorageWriter, plans: list[SavePlan]) -> list[SavePlan]:
         # Of a flat run of elements, which is several blocks, it would keep the last one.
-        counts = [Counter(item.index.fqn for item in plan.items) for plan in plans]
-        lost = sorted({name for count in counts for name, number in count.items() if number > 1})
+        lost: set[str] = set()
+        for plan in plans:
+            counts = Counter(item.index.fqn for item in plan.items)
+            lost |= {name for name, count in counts.items() if count > 1}
         if lost:
             raise ValueError(
                 f"{len(lost)} tensors are divided inside of rows, and {type(writer).__name__} would"
-                f" lose most of them: {', '.join(lost[:5])}. Shard the model with"
+                f" lose most of them: {', '.join(sorted(lost)[:5])}. Shard the model with"
                 " granularity='rows', or save whole tensors (full_state_dict=True)"
             )
         return prepare(writer, plans)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Sequence
+from operator import attrgetter
 
 import torch
 from torch import nn
@@ -39,6 +40,7 @@ from megatron.fsdp.engine.tensor_parallel import local_tensor, set_local_tensor
 # one, and autograd, which compares it with what it has saved, raises before it reads.
 UNREADABLE = 1 << 31  # "is at version 2147483648; expected version 0" in its message
 _set_versions = torch._C._autograd._unsafe_set_version_counter
+_version_of = attrgetter("_version")
 
 
 class ParamGroup:
@@ -205,7 +207,7 @@ class ParamGroup:
             else:
                 self.wait_for_unshard()
             if self._versions is None:
-                self._versions = tuple(parameter._version for parameter in self.parameters)
+                self._versions = tuple(map(_version_of, self.parameters))
                 _set_versions(tuple(self.parameters), (UNREADABLE,) * len(self._versions))
             with observe.work(self.unit_name, "reshard"):
                 self.compute.free()

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import UnshardHandle
 
 from megatron.fsdp.engine.device import in_backward
 from megatron.fsdp.engine.param_group import UNREADABLE, ParamGroup
+from megatron.fsdp.engine.schedule import Prefetcher
 from megatron.fsdp.engine.states import MainState, WeightState
 from megatron.fsdp.engine.unit import Unit
 from megatron.fsdp.module_access.trainability import Trainability
@@ -137,10 +138,14 @@ def take_written(group: ParamGroup, index: int) -> None:
 
 
 class UnitHandle(UnshardHandle):
-    """A handle to wait for the all-gathers of units."""
+    """The all-gathers of units, which have started, to wait for."""
 
-    def __init__(self, units: Sequence[Unit]):
+    def __init__(self, units: Sequence[Unit], prefetcher: Prefetcher):
         self._units = units
+        for unit in units:
+            prefetcher.used(unit)
+            if not unit.blockers:  # otherwise the call gathers, when its memory slot is free
+                unit.unshard()
 
     def wait(self) -> None:
         """Make compute wait for the all-gathers that have started."""

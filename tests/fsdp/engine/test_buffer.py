@@ -9,7 +9,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from megatron.fsdp.engine import device
+from megatron.fsdp.engine.buffer import FlatBuffer, Storage
 from megatron.fsdp.engine.collectives import Communicator
 from megatron.fsdp.engine.device import Pending
 from megatron_fsdp import fully_shard_model
@@ -50,17 +50,18 @@ def watching_order(seen: list[int]) -> Iterator[None]:
 
         return call
 
-    wait, free = Pending.wait, device.free
+    wait, free = Pending.wait, Storage.free
     kept: list[Pending] = []
 
     def watched_wait(self: Pending) -> None:
         wait(self)
         users.pop(id(self), None)
 
-    def watched_free(tensor: Tensor) -> None:
-        assert not any(tensor.untyped_storage()._cdata in storages for storages in users.values())
+    def watched_free(storage: Storage, buffer: FlatBuffer) -> None:
+        memory = buffer.flat.untyped_storage()._cdata
+        assert not any(memory in storages for storages in users.values())
         seen.append(len(users))
-        free(tensor)
+        free(storage, buffer)
 
     names = (
         "all_gather",
@@ -72,7 +73,7 @@ def watching_order(seen: list[int]) -> Iterator[None]:
     with (
         patch.multiple(Communicator, **{name: watched(name) for name in names}),
         patch.object(Pending, "wait", watched_wait),
-        patch.object(device, "free", watched_free),
+        patch.object(Storage, "free", watched_free),
     ):
         yield
 

@@ -213,6 +213,7 @@ def waiting(wait: Callable[[], object]) -> SimpleNamespace:
         _all_gather=work,
         change_state=lambda state: None,
         state=WeightState.UNSHARDING,
+        _versions=None,
         comm_dtype=local.dtype,
         _open=lambda reduces_now: (SimpleNamespace(flat=local), False),
         _communicator=SimpleNamespace(reduce_scatter=lambda full, result: work),

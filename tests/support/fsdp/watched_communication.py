@@ -9,6 +9,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
+from megatron.fsdp.engine import collectives, observe
 from megatron.fsdp.engine.collectives import Communicator
 from megatron.fsdp.engine.device import CpuStreams, Pending
 
@@ -17,17 +18,21 @@ from megatron.fsdp.engine.device import CpuStreams, Pending
 def watching_collectives() -> Iterator[list[tuple[str, Any, Any]]]:
     """Record name, group and operation of every gather and reduction."""
     calls: list[tuple[str, Any, Any]] = []
-    gather, scatter = Communicator._gathering, Communicator._scattering
+    observed, scatter = collectives.observed, Communicator._scattering
 
-    def watched_gather(self: Communicator, fulls: Any, shards: Any, group: Any) -> Any:
-        calls.append(("gather", group, None))
-        return gather(self, fulls, shards, group)
+    def watched(kind: str, name: str, operands: Any, group: Any, collective: Any) -> Any:
+        if kind == observe.GATHER:
+            calls.append(("gather", group, None))
+        return observed(kind, name, operands, group, collective)
 
     def watched_scatter(self: Communicator, full: Tensor, shard: Tensor, group: Any) -> Any:
         calls.append(("reduce", group, self._operation(full)))
         return scatter(self, full, shard, group)
 
-    with patch.multiple(Communicator, _gathering=watched_gather, _scattering=watched_scatter):
+    with (
+        patch.object(collectives, "observed", watched),
+        patch.object(Communicator, "_scattering", watched_scatter),
+    ):
         yield calls
 
 
