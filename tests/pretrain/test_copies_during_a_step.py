@@ -194,7 +194,8 @@ def test_a_copy_while_a_forward_writes_to_weights_for_the_first_time_is_an_error
     assert [path.name for path in tmp_path.glob("iter_*")] == ["iter_0000002"]
 
 
-@pytest.mark.parametrize("through_data", [pytest.param(False, marks=pytest.mark.exhaustive), True])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("through_data", [False, True])
 @cases("level_1", of=["level_3", "level_1", "ddp"])
 def test_weights_that_forwards_write_to_are_copied_before_the_next_one(
     name: str, through_data: bool, tmp_path: Path

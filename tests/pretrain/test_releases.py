@@ -22,12 +22,10 @@ MODES = {
 }
 
 NEWEST = RELEASES[-1]
-ON_EACH = [
-    pytest.param(each, marks=[] if each == NEWEST else pytest.mark.exhaustive) for each in RELEASES
-]
 
 
-@pytest.mark.parametrize("release", ON_EACH)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("release", RELEASES)
 def test_losses_norms_and_checkpoints_are_those_of_the_installed_release(
     release: str, tmp_path: Path
 ) -> None:

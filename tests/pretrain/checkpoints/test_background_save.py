@@ -74,6 +74,7 @@ def bytes_before_saves(command_line: str) -> list[int]:
     return found
 
 
+@pytest.mark.exhaustive
 def test_host_memory_is_allocated_once_before_the_first_save(tmp_path: Path) -> None:
     line = f"{IN_BACKGROUND} --use-persistent-ckpt-worker --save {tmp_path} --save-interval 2"
     sizes = run_ranks(2, bytes_before_saves, f"{line} --exit-interval 5")[0]
