@@ -38,6 +38,7 @@ NOT_SIMULATED = {
     "--nccl-ub": "memory slots",
     "--fp8-format": "fp8",
     "--mtp-num-layers": "layers that predict further tokens",
+    "--hybrid-layer-pattern": "a HybridModel",
 }
 """Flags that are refused, and what they ask for."""
 
@@ -178,8 +179,7 @@ def search(
         ValueError: if the sizes of the model, the batch and the mesh go together in no way.
     """
     estimates = QuickEstimates(args, num_gpus, machine)
-    found = candidates(args, num_gpus, machine.gpus_per_node, choices)
-    every = [estimates.of(candidate) for candidate in found]
+    every = [*map(estimates.of, candidates(args, num_gpus, machine.gpus_per_node, choices))]
     if not every:
         raise ValueError(
             f"no mesh of {num_gpus} GPUs divides the model and a --global-batch-size of"

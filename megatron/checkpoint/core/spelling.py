@@ -340,7 +340,6 @@ def _is_stacked(
     """Decide whether torch_dist files have all layers of the decoder in one tensor.
 
     They do if all layers are alike, unless an argument of the run says otherwise.
-
     """
     if not isinstance(moe_layer_freq, int) or moe_layer_freq > 1:
         return False

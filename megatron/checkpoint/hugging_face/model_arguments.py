@@ -118,6 +118,7 @@ class Argument:
 
 ARGUMENTS: tuple[Argument, ...] = (
     Argument("num_layers"),
+    Argument("hybrid_layer_pattern"),
     Argument("hidden_size"),
     Argument("ffn_hidden_size"),
     Argument("num_attention_heads"),

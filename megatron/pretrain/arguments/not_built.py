@@ -84,8 +84,8 @@ REFUSED: dict[str, str] = {
     "is for inference; this program trains": """flash_decode batch_invariant_mode inference_*
         symmetric_ar_type use_inference_optimized_layers mlp_chunks_for_prefill cache_mla_latents
         nccl_all_reduce_for_prefill moe_pad_experts_for_cuda_graph_inference""",
-    "belongs to models that are no GPT": """mamba_* use_mamba_mem_eff_path mrope_section
-        mtp_hybrid_override_pattern""",
+    "belongs to models that are no GPT": "mrope_section mtp_hybrid_override_pattern",
+    "Mamba layers have the default sizes": "mamba_* use_mamba_mem_eff_path",
     "needs layers of its own, which are not built in yet; use --spec": (
         "experimental_attention_variant dsa_* linear_*"
     ),

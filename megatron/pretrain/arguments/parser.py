@@ -24,6 +24,7 @@ from megatron.pretrain.arguments.config_flags import absent_flags, field_flags
 from megatron.pretrain.arguments.configs import ddp_config, optimizer_config, transformer_config
 from megatron.pretrain.arguments.data_rules import check_data
 from megatron.pretrain.arguments.flags import Flag, help_text
+from megatron.pretrain.arguments.hybrid_rules import follow_pattern
 from megatron.pretrain.arguments.machine_rules import check_observing, fit_to_machine
 from megatron.pretrain.arguments.model_rules import complete_model, complete_sizes
 from megatron.pretrain.arguments.not_built import (
@@ -259,6 +260,7 @@ def apply_rules(check: Check) -> None:
     take_checkpoint_arguments(check)
     refuse_not_built(check)
     note_what_is_the_same(check)
+    follow_pattern(check)
     has_sizes = check_numbers(check)
     sizes = RULES_OF_SIZES if has_sizes else ()
     for rule in (*RULES_OF_FLAGS, *sizes, *LAST_RULES):

@@ -205,6 +205,7 @@ PROGRAM_GROUPS: dict[str, tuple[Flag, ...]] = {
         row("--use-flash-attn", "switch", "the same as --attention-backend flash"),
         row("--use-mcore-models", "switch", "is the default", dest="deprecated_use_mcore_models"),
         row("--spec", str, "module and attribute of a layer specification", nargs="*"),
+        row("--hybrid-layer-pattern", str, "a HybridModel: * attention, - MLP, E experts, M Mamba"),
         row("--recompute-activations", "switch", "--recompute-granularity selective"),
         row("--export-te-mcore-model", "switch", "layers as ModelOpt exports them"),
         row("--export-kd-teacher-load", str, "checkpoint of a teacher to learn from"),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The GPT model of a command line, chunk by chunk, and its data-parallel wrapper."""
+"""The model of a command line, chunk by chunk, and its data-parallel wrapper."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from contextlib import contextmanager, nullcontext
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.models.gpt import GPTModel
 from megatron.core.parallel_state import is_pipeline_first_stage, is_pipeline_last_stage
 from megatron.core.tensor_parallel import set_defaults_if_not_set_tensor_model_parallel_attributes
@@ -53,25 +54,29 @@ def build_chunk(
 
     With --init-model-with-meta-device they have no values yet, and are on no device.
     """
-    spec = layer_spec(config, vp_stage, args.spec)
+    settings = {
+        "vocab_size": padded_vocab_size,
+        "max_sequence_length": args.max_position_embeddings,
+        "pre_process": is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+        "post_process": is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+        "share_embeddings_and_output_weights": not args.untie_embeddings_and_output_weights,
+        "position_embedding_type": args.position_embedding_type,
+        "rotary_percent": args.rotary_percent,
+        "rotary_base": args.rotary_base,
+        "seq_len_interpolation_factor": args.rotary_seq_len_interpolation_factor,
+        "vp_stage": vp_stage,
+    }
     with on_meta(config) if args.init_model_with_meta_device else nullcontext():
-        model: MegatronModule = GPTModel(
-            config,
-            spec,
-            vocab_size=padded_vocab_size,
-            max_sequence_length=args.max_position_embeddings,
-            pre_process=is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
-            post_process=is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
-            share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
-            position_embedding_type=args.position_embedding_type,
-            rotary_percent=args.rotary_percent,
-            rotary_base=args.rotary_base,
-            seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor,
-            rope_scaling=args.use_rope_scaling,
-            rope_scaling_factor=args.rope_scaling_factor,
-            mtp_block_spec=mtp_block_spec(config, spec, vp_stage),
-            vp_stage=vp_stage,
-        )
+        if args.hybrid_layer_pattern is not None:
+            from megatron.pretrain.model.hybrid_model import hybrid_model  # not in all releases
+
+            model = hybrid_model(config, args.hybrid_layer_pattern, **settings)
+        else:
+            spec = layer_spec(config, vp_stage, args.spec)
+            settings["rope_scaling"] = args.use_rope_scaling
+            settings["rope_scaling_factor"] = args.rope_scaling_factor
+            settings["mtp_block_spec"] = mtp_block_spec(config, spec, vp_stage)
+            model = GPTModel(config, spec, **settings)
     for parameter in model.parameters():
         set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
     if not args.init_model_with_meta_device:
@@ -121,9 +126,9 @@ def wrap(
     return FullyShardedDataParallel(config=config, ddp_config=settings, module=model, device=device)
 
 
-def unwrap(model: torch.nn.Module) -> GPTModel:
-    """Return the GPTModel inside all wrappers."""
-    while not isinstance(model, GPTModel):
+def unwrap(model: torch.nn.Module) -> LanguageModule:
+    """Return the model inside all wrappers."""
+    while not isinstance(model, LanguageModule):
         inner = model.module
         assert isinstance(inner, torch.nn.Module)
         model = inner

@@ -91,7 +91,7 @@ def layer_spec(
     with_engine = _with_engine(config)
     if named:
         custom = named_spec(named)
-        return custom if with_engine else _with_classes(custom, _local_classes(config))
+        return custom if with_engine else with_local_classes(custom, config)
     spec = get_gpt_decoder_block_spec(
         config,
         with_engine,
@@ -99,7 +99,7 @@ def layer_spec(
         qk_l2_norm=config.qk_l2_norm,
         vp_stage=vp_stage,
     )
-    return spec if with_engine else _with_classes(spec, _local_classes(config))
+    return spec if with_engine else with_local_classes(spec, config)
 
 
 def mtp_block_spec(
@@ -121,15 +121,15 @@ def mtp_block_spec(
         )[-1]
         spec = replace(spec, layer_specs=[last])
     block = get_gpt_mtp_block_spec(config, spec, with_engine, vp_stage=vp_stage)
-    return block if with_engine else _with_classes(block, _local_classes(config))
+    return block if with_engine else with_local_classes(block, config)
 
 
 def _with_engine(config: TransformerConfig) -> bool:
     return config.transformer_impl == "transformer_engine"
 
 
-def _local_classes(config: TransformerConfig) -> dict[type, type]:
-    """Map classes of Megatron-Core's local layers to ours."""
+def with_local_classes(spec: Any, config: TransformerConfig) -> Any:
+    """Return a copy of a specification with our classes instead of Megatron-Core's local ones."""
     # With Apex, Megatron-Core takes the fused norm in some places, for RMSNorm too, which that norm
     # does not know. One norm serves all machines.
     classes: dict[type, type] = {
@@ -139,7 +139,7 @@ def _local_classes(config: TransformerConfig) -> dict[type, type]:
     }
     if config.context_parallel_size > 1 or config.multi_latent_attention:
         classes[DotProductAttention] = LocalAttention
-    return classes
+    return _with_classes(spec, classes)
 
 
 def _with_classes(spec: Any, classes: dict[type, type]) -> Any:

@@ -204,7 +204,7 @@ READ_BY = {
     "gpt_model": (
         """position_embedding_type rotary_base rotary_percent use_rope_scaling rope_scaling_factor
         rotary_seq_len_interpolation_factor spec max_position_embeddings
-        untie_embeddings_and_output_weights"""
+        untie_embeddings_and_output_weights hybrid_layer_pattern"""
     ),
     "gpt_datasets": (
         """seq_length mock_data data_path train_data_path valid_data_path
