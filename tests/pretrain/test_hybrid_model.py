@@ -22,6 +22,7 @@ TWO_STEPS = "--exit-interval 2 --save-interval 2"
 NEWEST = RELEASES[-1]
 
 
+@pytest.mark.exhaustive
 def test_attention_mlp_and_experts_train_and_resume_like_ddp(tmp_path: Path) -> None:
     saved = f"--save {tmp_path} {TWO_STEPS}"
     modes = ["", FSDP, f"{FSDP} {saved}", f"{FSDP} --load {tmp_path}"]
