@@ -148,9 +148,7 @@ def own(model: nn.Module) -> dict[str, Tensor]:
         ("compiled", "plain"),
         ("plain", "compiled"),
         pytest.param("compiled", "recomputed", marks=pytest.mark.exhaustive),
-        pytest.param(
-            *WAYS.keys() - {"plain", "recomputed", "compiled"}, marks=pytest.mark.exhaustive
-        ),
+        pytest.param(*list(WAYS)[-2:], marks=pytest.mark.exhaustive),
     ],
 )
 def test_a_checkpoint_loads_with_other_wrappers(
