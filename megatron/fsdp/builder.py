@@ -18,7 +18,7 @@ from megatron.fsdp.backends.gloo_messages import GlooMessages
 from megatron.fsdp.backends.memory_slots import EngineSlots, NcclMemory, allocate_slots
 from megatron.fsdp.dtensor.sharded_param import NormGroup, ParameterMesh, ShardedParam, link
 from megatron.fsdp.engine.buffer import Storage
-from megatron.fsdp.engine.collectives import Communicator
+from megatron.fsdp.engine.collectives import Communicator, agree
 from megatron.fsdp.engine.device import streams_for
 from megatron.fsdp.engine.layout import PREFER_ROWS, ROWS
 from megatron.fsdp.engine.mesh import Axes
@@ -34,6 +34,7 @@ from megatron.fsdp.engine.unit_choice import (
 from megatron.fsdp.meta_initialisation import Initialiser, initialisation_parts, materialize
 from megatron.fsdp.module_access.own_names import own_name
 from megatron.fsdp.settings import Settings, resolve_unit_modules
+from megatron.fsdp.warnings_once import warn
 
 ShardedParams = dict[nn.Parameter, ShardedParam]  # by the module's own parameters
 
@@ -152,19 +153,34 @@ class Sharder:
                 sharded_param.group.shard_parameter(sharded_param.index)
 
     def broadcast_buffers(self, module: nn.Module) -> None:
-        """Give all data ranks the dense buffers of the first one, as they have its weights."""
-        has_expert_mesh = self._settings.own_mesh.expert is not None
+        """Give all data ranks the buffers of the first one, as they have its weights."""
+        # Those of modules with experts inside are of the first rank with the same experts.
+        mesh = self._settings.own_mesh
+        changed: list[str] = []
         for path, inner in module.named_modules():
             buffers: dict[str, Any] = dict(inner.named_buffers(path, recurse=False))
-            own = {**buffers, **dict(inner.named_parameters(path, recurse=False))}
-            is_expert = has_expert_mesh and any(starmap(is_expert_parameter, own.items()))
-            for buffer in buffers.values():
-                local = local_tensor(buffer)
-                if local.layout is torch.strided and not hasattr(local, "__tensor_flatten__"):
-                    values = local.detach().contiguous()
-                    # As bytes, because backends do not know all dtypes.
-                    self._communicator(is_expert).broadcast(values.view(-1).view(torch.uint8))
-                    set_local_tensor(buffer, values)
+            inside = {**buffers, **dict(inner.named_parameters(path))}
+            is_expert = mesh.expert is not None and any(
+                starmap(is_expert_parameter, inside.items())
+            )
+            for name, buffer in buffers.items():
+                local = local_tensor(buffer).detach()
+                if local.layout is not torch.strided or hasattr(local, "__tensor_flatten__"):
+                    continue
+                # As bytes, because backends do not know all dtypes.
+                values = local.contiguous().view(-1).view(torch.uint8)
+                before = values.clone()
+                self._communicator(is_expert).broadcast(values)
+                if local.is_meta or torch.equal(before, values):
+                    continue
+                changed.append(own_name(name))
+                given = values.view(local.dtype).view(local.shape)
+                if 0 in local.stride():  # expanded: its elements cannot be written to
+                    set_local_tensor(buffer, given)
+                else:
+                    local.copy_(given)
+        if names := agree(changed, mesh.all_groups()):
+            warn("buffers differ between ranks, and become the first one's: %s", ", ".join(names))
 
     def _make_group(
         self, key: GroupKey, parameters: dict[str, nn.Parameter], unit_name: str

@@ -101,13 +101,13 @@ class ShardedModule(nn.Module):
         sharded: dict[nn.Parameter, Any] = {}
         for compute, sharded_param in self._sharded_params.items():
             sharded[compute] = sharded_param.parameter
-        self.ignored = settings.strategy.ignored
+        self._ignored = settings.strategy.ignored
         # What an optimizer may step, by all names of tied ones.
         named = module.named_parameters(remove_duplicate=False)
         self._by_name = {own_name(name): sharded.get(each, each) for name, each in named}
         reversed_names = reversed(self._by_name.items())  # the first name of each stays
-        self.name_of = {parameter: f"module.{name}" for name, parameter in reversed_names}
-        for parameter in self.name_of:
+        self._name_of = {parameter: f"module.{name}" for name, parameter in reversed_names}
+        for parameter in self._name_of:
             setattr(parameter, OWNER, self)
         gradients = settings.gradients
         self._trainability = Trainability(units, sharded)
@@ -183,7 +183,7 @@ class ShardedModule(nn.Module):
         self._trainability.follow()
         prefix = f"{prefix}.module." if prefix else "module."
         for name, parameter in self._by_name.items():
-            if not remove_duplicate or self.name_of[parameter] == f"module.{name}":
+            if not remove_duplicate or self._name_of[parameter] == f"module.{name}":
                 yield prefix + name, parameter
 
     def state_dict(  # type: ignore[override]  # one signature for torch's two overloads
@@ -204,7 +204,7 @@ class ShardedModule(nn.Module):
         for raw, value in list(state.items()):
             if not raw.startswith(prefix):
                 continue
-            key = own_name(raw)
+            key = prefix + own_name(raw[len(prefix) :])
             state[key] = state.pop(raw)  # all of them, which keeps their order
             sharded_param = self._sharded_param_of(value)
             if not isinstance(value, torch.Tensor):
@@ -222,11 +222,11 @@ class ShardedModule(nn.Module):
     ) -> _IncompatibleKeys:
         """Load DTensors of the same layout, or full tensors; the next forward uses them.
 
-        A collective: all ranks load the same keys.
-
-        Names are the wrapper's or the module's own. ``assign`` copies too: weights remain views.
+        A collective above level 0: all ranks load the same keys. If ``strict`` is False, a warning
+        names what is left out, and no key that fits is an error. Names are the wrapper's or the
+        module's own. ``assign`` copies too: weights remain views.
         """
-        groups = self._mesh.all_groups()
+        groups = self._mesh.all_groups() if self.strategy.shards_optimizer else ()
         return load_model_state(self.module, self._sharded_param_of, state_dict, strict, groups)
 
     def _sharded_param_of(self, value: Any) -> ShardedParam | None:
@@ -330,8 +330,8 @@ class ShardedModule(nn.Module):
         self.zero_grad_buffer()
         if not set_to_none:
             self.attach_grad_to_optimizer_state()
-        if self.ignored:
-            nn.ParameterList(self.ignored).zero_grad(set_to_none)
+        if self._ignored:
+            nn.ParameterList(self._ignored).zero_grad(set_to_none)
 
     # ---- weights
 

@@ -2,16 +2,19 @@
 """Recomputed and compiled modules have the names of plain ones, wherever a name goes out or in."""
 
 import copy
+import os
 from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch._dynamo.eval_frame import OptimizedModule
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint import state_dict as torch_state_dict
 
@@ -25,8 +28,9 @@ from tests.support.fsdp.state_dicts import assert_equal, whole
 
 
 def compiled(module: nn.Module) -> nn.Module:
-    result = torch.compile(module, backend="eager")
-    assert isinstance(result, nn.Module)
+    with patch.dict(os.environ, TORCHDYNAMO_DISABLE="0"):  # other tests compile nothing
+        result = torch.compile(module, backend="eager")
+    assert isinstance(result, OptimizedModule)
     return result
 
 
@@ -260,3 +264,16 @@ def test_save_pretrained_writes_own_names(ranks: Ranks) -> None:
     assert "1.up.weight" in expected[0]
     for way in WAYS:
         assert ranks(2, save_whole, way) == expected
+
+
+def load_compiled(level: int) -> None:
+    model, _ = sharded("plain", level)
+    outer = compiled(model)
+    state = outer.state_dict()
+    assert all(key.startswith("_orig_mod.module.") for key in state)
+    outer.load_state_dict(state)
+
+
+@pytest.mark.parametrize("level", [0, 3])
+def test_a_compiled_wrapper_keeps_its_own_prefix(ranks: Ranks, level: int) -> None:
+    ranks(2, load_compiled, level)

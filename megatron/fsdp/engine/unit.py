@@ -25,8 +25,8 @@ GRAPH = "graph"
 
 KEPT_ASIDE = (
     "%s: gradients reach its parameters, but none a result of its forward, so its weights are not"
-    " gathered. A tensor that forward keeps elsewhere (on the module, in a list) is in the loss:"
-    " return it from the forward of the unit"
+    " gathered. A tensor that forward keeps elsewhere (on the module, in a list, in an object that"
+    " is no pytree) is in the loss: return it from the forward of the unit"
 )
 
 _clock = count()

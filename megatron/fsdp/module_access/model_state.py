@@ -33,7 +33,7 @@ def load_model_state(
 ) -> _IncompatibleKeys:
     """Copy ``state`` into main weights, which ``find`` knows by entry, and buffers, if all fits.
 
-    A collective: every rank raises the problems of all ranks.
+    A collective of ``groups``: every rank raises the problems of all ranks.
     """
     if not isinstance(state, Mapping):
         raise TypeError(f"state_dict expects a mapping but got {type(state).__name__}")
@@ -47,7 +47,8 @@ def load_model_state(
     own = {own_name(key): value for key, value in state.items()}
     if not names.intersection(own):  # they are the wrapper's
         own = {key.removeprefix("module."): value for key, value in own.items()}
-    problems = [f"{name} and module.{name} are given" for name in own if f"module.{name}" in own]
+    twice = [name for name in own if f"module.{name}" in own.keys() - names]
+    problems = [f"{name} and module.{name} are given" for name in twice]
     given = hashlib.sha256("\n".join(sorted(names.intersection(own))).encode()).hexdigest()
     weights = {name: own.pop(name) for name in list(own) if name in sharded_params}
     shards: dict[str, torch.Tensor] = {}

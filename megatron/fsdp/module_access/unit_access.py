@@ -46,6 +46,8 @@ class KnownParameters:
         names: dict[nn.Parameter, str] = {}
         for path, module in modules.items():
             for name, parameter in dict.items(module._parameters):
+                if parameter is not None and not isinstance(parameter, nn.Parameter):
+                    return  # torch.func.functional_call has put it there for one call
                 if parameter is not None:
                     names[parameter] = f"{path}.{name}".removeprefix("module.")
         new = [name for parameter, name in names.items() if parameter not in self._names]

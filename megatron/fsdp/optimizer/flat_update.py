@@ -53,7 +53,8 @@ class FlatUpdate:
         # torch's operations on several tensors take no mix of DTensors and plain parameters.
         for select in (filter, filterfalse) if any(others) else ():
             parameters = [list(select(is_linked, own)) for own in others]
-            self._run(optimizer, parameters, optimizer.state)
+            if any(parameters):
+                self._run(optimizer, parameters, optimizer.state)
 
     def prepare(self, optimizer: torch.optim.Optimizer) -> Segments:
         """Return the segments, made anew if parameters, settings or state have changed."""

@@ -136,7 +136,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return torch's structure, with DTensors, and ``param_names`` in every group.
 
-        For optimizers that step on DTensors a collective, which refuses what differs between ranks.
+        Above level 0, for optimizers that step on DTensors, a collective, which refuses what
+        differs between ranks.
         """
         state = super().state_dict()
         state["param_groups"] = list(map(NamedGroup, state["param_groups"]))
@@ -180,9 +181,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _refuse_local_state(
         self, sharded_params: dict[Any, ShardedParam], state: dict[Any, Any]
     ) -> None:
-        if self._fsdp_flat is None:  # flat segments are DTensors, and count the same steps
+        # Flat segments are DTensors, and count the same steps. At level 0 ranks have all state.
+        models = [model for model in self._fsdp_models if model.strategy.shards_optimizer]
+        if self._fsdp_flat is None and models and self._fsdp_checkpoint_ready:
             states = [(sharded_params[key], state[key]) for key in sharded_params if key in state]
-            groups = chain.from_iterable(model._mesh.all_groups() for model in self._fsdp_models)
+            groups = chain.from_iterable(model._mesh.all_groups() for model in models)
             refuse_local_state(_user_class(self).__name__, states, list(dict.fromkeys(groups)))
 
     def _sharded_params(self) -> dict[int, ShardedParam]:
@@ -201,7 +204,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for model in self._fsdp_models:
             model._has_optimizer = True
             trained = {each for each in model.parameters() if each.requires_grad}
-            if trained - model.ignored <= set(own):
+            if trained - model._ignored <= set(own):
                 self._fsdp_whole_models.append(model)
 
     def _make_missing_state(self) -> None:
@@ -284,7 +287,7 @@ def swap_parameters(optimizer: torch.optim.Optimizer, model: ShardedModule) -> N
     """Replace the module's parameters in an optimizer, and their state, by the sharded ones."""
     sharded_params = {each.compute: each for each in model.sharded_params}
     replacements = {compute: each.parameter for compute, each in sharded_params.items()}
-    _refuse_strangers(optimizer, {*replacements.keys(), *replacements.values(), *model.ignored})
+    _refuse_strangers(optimizer, {*replacements.keys(), *replacements.values(), *model._ignored})
     for group in optimizer.param_groups:
         # In place: optimizers such as LBFGS have references to the list.
         group["params"][:] = [replacements.get(each, each) for each in group["params"]]
@@ -370,7 +373,7 @@ def _user_class(optimizer: torch.optim.Optimizer) -> OptimizerClass:
 
 def _names(parameters: Iterable[nn.Parameter]) -> list[str]:
     """Return the names of parameters in the wrapper."""
-    return [owner_of(parameter).name_of[parameter] for parameter in parameters]
+    return [owner_of(parameter)._name_of[parameter] for parameter in parameters]
 
 
 def _keep_scheduler(optimizer: torch.optim.Optimizer) -> None:
