@@ -159,6 +159,11 @@ class ParamGroup:
         """Return the part of main parameter ``index`` that this rank owns; it may be empty."""
         return shard_view(self.main_shard, self.layout, index, self.rank)
 
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """The version counters of the compute parameters as autograd knows them."""
+        return self._versions or tuple(map(_version_of, self.parameters))
+
     # ---- unshard and reshard
 
     def prepare_unshard(self) -> Gather:

@@ -68,9 +68,8 @@ class WeightWrites:
         """Return a number that grows with writes."""
         if self._is_fully_sharded:  # a forward writes to the parameters of the module inside
             groups = itertools.chain.from_iterable(chunk.module.groups for chunk in model)
-            weights = itertools.chain.from_iterable(group.parameters for group in groups)
-        else:
-            weights = itertools.chain.from_iterable(chunk.parameters() for chunk in model)
+            return sum(sum(group.versions) for group in groups)
+        weights = itertools.chain.from_iterable(chunk.parameters() for chunk in model)
         return sum(weight._version for weight in weights)
 
     def _content_of(self, model: Sequence[MegatronModule]) -> list[int]:

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from megatron.fsdp.dtensor.tensor_part import full_tensor
 from megatron_fsdp import fully_shard, fully_shard_model, fully_shard_optimizer
 from tests.support.fsdp import models
-from tests.support.fsdp.matrix_optimizers import RowMeans, Simple
+from tests.support.fsdp.matrix_optimizers import Simple
 from tests.support.fsdp.meshes import shard_mesh
 from tests.support.fsdp.optimizers import (
     IN_ONE_GROUP,
@@ -438,18 +438,3 @@ def flattened_names() -> tuple[int, list[str]]:
 def test_flattened_state_does_not_repeat_all_names_for_each_parameter(ranks: Ranks) -> None:
     for length, names in ranks(2, flattened_names):
         assert length == 0 and len(names) > 2
-
-
-def use_states_alone() -> None:
-    """At level 0 every rank has all state, so one rank may save and load by itself."""
-    model = fully_shard_model(nn.Linear(3, 3), zero_dp_strategy=0)
-    optimizer = fully_shard_optimizer(RowMeans(model.parameters(), lr=0.1))
-    model(torch.ones(2, 3)).sum().backward()
-    optimizer.step()
-    if dist.get_rank() == 0:
-        optimizer.load_state_dict(optimizer.state_dict())
-        model.load_state_dict(model.state_dict())
-
-
-def test_a_rank_of_level_0_needs_no_other_for_its_states(ranks: Ranks) -> None:
-    ranks(2, use_states_alone, timeout=30)

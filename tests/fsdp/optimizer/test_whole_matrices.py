@@ -259,3 +259,18 @@ def shard_after_two_steps(make: Make) -> None:
         unsharded_step(reference, expected, step)
         sharded_step(model, optimizer, step)
         compare_shards(model, weights(model), weights(reference), "weight", TOLERANCE)
+
+
+def use_states_alone() -> None:
+    """At level 0 every rank has all state, so one rank may save and load by itself."""
+    model = fully_shard_model(nn.Linear(3, 3), zero_dp_strategy=0)
+    optimizer = fully_shard_optimizer(written.RowMeans(model.parameters(), lr=0.1))
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    if dist.get_rank() == 0:
+        optimizer.load_state_dict(optimizer.state_dict())
+        model.load_state_dict(model.state_dict())
+
+
+def test_a_rank_of_level_0_needs_no_other_for_its_states(ranks: Ranks) -> None:
+    ranks(2, use_states_alone, timeout=30)
