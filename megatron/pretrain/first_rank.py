@@ -17,6 +17,9 @@ from megatron.pretrain.errors import RunError
 SECONDS_UNTIL_VISIBLE = 10.0
 """Time in which a shared file system shows every rank what the first one sees."""
 
+Say = Callable[[str], None]
+"""Prints one line for the user, on the first rank."""
+
 Result = TypeVar("Result")
 
 

@@ -22,10 +22,10 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from megatron.fsdp.engine.collectives import agree
 from megatron.pretrain.checkpoints import checkpointing
 from megatron.pretrain.checkpoints.checkpoint_format import attempt, collector_paused
-from megatron.pretrain.checkpoints.checkpoint_source import Say
 from megatron.pretrain.checkpoints.checkpoint_writer import WriterProcess, WriterWorld
 from megatron.pretrain.checkpoints.staging import StagingBuffer
 from megatron.pretrain.errors import RunError
+from megatron.pretrain.first_rank import Say
 from megatron.pretrain.model.forward_writes import WeightWrites, is_buffer_of
 from megatron.pretrain.run_state import Progress
 

@@ -13,7 +13,7 @@ import argparse
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron.checkpoint.dcp.stored_checkpoint import StoredCheckpoint
 from megatron.checkpoint.hugging_face import model_reader as hugging_face
@@ -26,10 +26,7 @@ from megatron.checkpoint.hugging_face.model_arguments import (
 )
 from megatron.checkpoint.hugging_face.model_directory import is_model_directory
 from megatron.checkpoint.torch_dist.unsharded_state import COMMON_FILE, COMMON_OBJECT, read_common
-from megatron.pretrain.first_rank import on_first_rank
-
-if TYPE_CHECKING:
-    from megatron.pretrain.checkpoints.checkpoint_source import Say
+from megatron.pretrain.first_rank import Say, on_first_rank
 
 CAPACITY = (
     "moe_expert_capacity_factor",

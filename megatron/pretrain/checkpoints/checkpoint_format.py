@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megatron.checkpoint.core.listing import some
 from megatron.checkpoint.integrity.manifest import FileDigest, Manifest, digests_of_rank
 from megatron.fsdp.engine.collectives import agree
-from megatron.pretrain.checkpoints.checkpoint_source import Say
+from megatron.pretrain.first_rank import Say
 
 
 class CheckpointFormat(Protocol):

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,9 +19,7 @@ from megatron.checkpoint.torch_dist.checkpoint import check_marker
 from megatron.checkpoint.torch_dist.unsharded_state import COMMON_FILE, read_common
 from megatron.pretrain.checkpoints.checkpoint_arguments import stored_arguments
 from megatron.pretrain.errors import RunError, is_of_machine
-
-Say = Callable[[str], None]
-"""Prints one line for the user, on the first rank."""
+from megatron.pretrain.first_rank import Say
 
 Damage = dict[Path, str]
 """Path of a checkpoint or a tracker file that is passed over -> what is wrong with it."""

@@ -36,7 +36,6 @@ from megatron.pretrain.checkpoints.checkpoint_format import (
 from megatron.pretrain.checkpoints.checkpoint_source import (
     CheckpointSource,
     Damage,
-    Say,
     fallback_lines,
     find_source,
     pass_over,
@@ -52,7 +51,7 @@ from megatron.pretrain.checkpoints.saved_state import (
 )
 from megatron.pretrain.checkpoints.torch_dist_format import TorchDistFormat
 from megatron.pretrain.errors import RunError, is_of_machine
-from megatron.pretrain.first_rank import on_first_rank, wait_until_visible
+from megatron.pretrain.first_rank import Say, on_first_rank, wait_until_visible
 from megatron.pretrain.run_state import Progress
 from megatron.pretrain.watch import rerun
 

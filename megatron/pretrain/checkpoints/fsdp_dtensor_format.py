@@ -53,8 +53,8 @@ from megatron.pretrain.checkpoints.checkpoint_format import (
     tell_of_partial_load,
     without_warnings,
 )
-from megatron.pretrain.checkpoints.checkpoint_source import Say
 from megatron.pretrain.checkpoints.converted_source import format_of, open_converted
+from megatron.pretrain.first_rank import Say
 from megatron.pretrain.model.vocabulary_padding import VocabularyArguments, fit_padding
 
 Model = list[FullyShardedDataParallel]

@@ -29,7 +29,6 @@ from megatron.pretrain.checkpoints import url_saves
 from megatron.pretrain.checkpoints.checkpoint_source import (
     NON_PERSISTENT,
     CheckpointSource,
-    Say,
     continues,
     continues_in,
     find_source,
@@ -37,7 +36,7 @@ from megatron.pretrain.checkpoints.checkpoint_source import (
     non_persistent_root,
 )
 from megatron.pretrain.errors import RunError
-from megatron.pretrain.first_rank import on_first_rank
+from megatron.pretrain.first_rank import Say, on_first_rank
 from megatron.pretrain.report.loss_history import HISTORY
 
 REPLACED = "replaced_{}"

@@ -14,7 +14,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.checkpoint.fsdp_dtensor.keys import CHECKPOINT_VERSION
 from megatron.checkpoint.store.url_staging import with_urls
 from megatron.fsdp.engine.collectives import agree
-from megatron.pretrain.checkpoints.checkpoint_source import Say
+from megatron.pretrain.first_rank import Say
 from megatron.pretrain.run_state import Progress, gather_random_state, restore_random_state
 from megatron.pretrain.watch import rerun
 

@@ -38,13 +38,12 @@ from megatron.pretrain.checkpoints.checkpoint_format import (
     tell_of_partial_load,
     without_warnings,
 )
-from megatron.pretrain.checkpoints.checkpoint_source import Say
 from megatron.pretrain.checkpoints.torch_dist_saving import (
     SaveStrategies,
     load_strategy,
     written_by_threads,
 )
-from megatron.pretrain.first_rank import on_first_rank
+from megatron.pretrain.first_rank import Say, on_first_rank
 from megatron.pretrain.model.gpt_model import unwrap
 
 SHARDING_TYPE = "distrib_optim_sharding_type"
