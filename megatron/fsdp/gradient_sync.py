@@ -58,7 +58,7 @@ class ShownGradients:
     ):
         self.sharded_params = sharded_params
         self.group: ParamGroup = sharded_params[0].group
-        self.parameters: list[torch.Tensor] = [each.parameter for each in sharded_params]
+        self.parameters: list[torch.Tensor] = [sharded.parameter for sharded in sharded_params]
         self._attribute = attribute  # of the parameters, on which they show gradients
         self._family = family
         self.attached: list[ShardedGradient] = []  # that the parameters have been given
@@ -75,7 +75,7 @@ class ShownGradients:
         """Show the gradients in the gradient shard."""
         flat = shard.tensor()
         if not self._gradients:
-            self._gradients = [each.gradient(flat, self._family) for each in self.sharded_params]
+            self._gradients = [own.gradient(flat, self._family) for own in self.sharded_params]
             self._no_values = shard.places.within(torch.empty_like(flat, device="meta"))
         if self._flat is not flat:
             self._flat = flat
@@ -89,7 +89,7 @@ class ShownGradients:
         self.attached = list(compress(self._gradients, flags))
         shown: Sequence[ShardedGradient | None] = self._gradients
         if not all(flags):
-            shown = [each if flag else None for each, flag in zip(self._gradients, flags)]
+            shown = [own if flag else None for own, flag in zip(self._gradients, flags)]
         with torch._C.DisableTorchFunctionSubclass():
             set_all(self.parameters, self._attribute, shown)
 

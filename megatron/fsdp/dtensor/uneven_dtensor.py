@@ -185,7 +185,7 @@ def _register(
 
 
 def _grad(outputs: Any, inputs: Sequence[Any], **options: Any) -> Any:
-    if any(getattr(each, "on_hook", None) is not None for each in inputs):
+    if any(getattr(tensor, "on_hook", None) is not None for tensor in inputs):
         raise NotImplementedError(NO_PARTIAL_BACKWARD)
     return NotImplemented
 

@@ -57,10 +57,10 @@ def find_placement(requests: Sequence[Request], world_size: int) -> Placement:
     total = _total_size(classes)
     smallest_shard = max(_round_up(_ceil_div(total, world_size), MIN_ALIGNMENT), MIN_ALIGNMENT)
     # A shard that is large enough for everything is never cut, so this search finds something.
-    required = [each if each.is_required else each.without_alignment() for each in classes]
+    required = [kind if kind.is_required else kind.without_alignment() for kind in classes]
     best = _search(required, world_size, smallest_shard, max(total, smallest_shard))
     assert best is not None
-    if all(each.is_required for each in classes):
+    if all(kind.is_required for kind in classes):
         return best
     numel = sum(request.numel for request in requests)
     padding = max(int(PADDING_BUDGET * numel), MIN_ALIGNMENT * (world_size + len(requests)))
@@ -124,7 +124,7 @@ def _size_classes(requests: Sequence[Request]) -> list[_SizeClass]:
 
 
 def _total_size(classes: Sequence[_SizeClass]) -> int:
-    return sum(each.size * len(each.indices) for each in classes)
+    return sum(kind.size * len(kind.indices) for kind in classes)
 
 
 def _search(
@@ -135,11 +135,11 @@ def _search(
     for step in _steps(classes, smallest, largest):
         # If a required alignment does not divide the step, the shard must be large enough for one
         # cut through its parameters.
-        strict = [each for each in classes if each.is_required and step % each.alignment]
-        floor = max([smallest, *(each.one_cut_shard() for each in strict)])
+        strict = [kind for kind in classes if kind.is_required and step % kind.alignment]
+        floor = max([smallest, *(kind.one_cut_shard() for kind in strict)])
         # Parameters that are misaligned at every multiple of this step.
-        unsuited = [each for each in classes if not each.suits(largest // step * step)]
-        hopeless = sum(len(each.indices) for each in unsuited)
+        unsuited = [kind for kind in classes if not kind.suits(largest // step * step)]
+        hopeless = sum(len(kind.indices) for kind in unsuited)
         for multiple in _ladder(_ceil_div(floor, step), largest // step):
             shard = multiple * step
             if best is not None and (best.num_broken, best.shard_size) <= (hopeless, shard):
@@ -155,9 +155,9 @@ def _steps(classes: Sequence[_SizeClass], smallest: int, largest: int) -> list[i
     # They are common multiples of alignments. Parameters that fit in a shard are ignored, because
     # their alignments need not divide it.
     count: Counter[int] = Counter()
-    for each in classes:
-        if each.size > smallest:
-            count[each.alignment] += len(each.indices)
+    for kind in classes:
+        if kind.size > smallest:
+            count[kind.alignment] += len(kind.indices)
     steps = [MIN_ALIGNMENT]
     # The most frequent alignments first, because the list is truncated to MAX_STEPS.
     for alignment in sorted(count, key=lambda alignment: (-count[alignment], alignment)):
@@ -183,24 +183,24 @@ def _place(classes: Sequence[_SizeClass], world_size: int, shard: int) -> Placem
     """Place the parameters one after the other; return None if that breaks a requirement."""
     # Parameters whose preference no start can satisfy may start anywhere: they fill gaps.
     suited, unsuited = [], []
-    for each in classes:
-        if each.suits(shard):
-            suited.append((each, [*each.indices]))
-        elif each.is_required:
+    for kind in classes:
+        if kind.suits(shard):
+            suited.append((kind, [*kind.indices]))
+        elif kind.is_required:
             return None
         else:
-            unsuited.append((each.without_alignment(), [*each.indices]))
+            unsuited.append((kind.without_alignment(), [*kind.indices]))
     waiting = suited + unsuited
     starts: list[tuple[int, int]] = []
     cursor, spare = 0, world_size * shard - _total_size(classes)
     while waiting:
         # Among equal gaps the first class, which has the largest alignment.
         start, position = min(
-            (each.first_start(cursor, shard), position)
-            for position, (each, _) in enumerate(waiting)
+            (kind.first_start(cursor, shard), position)
+            for position, (kind, _) in enumerate(waiting)
         )
         if start - cursor > spare:
-            preferred = [index for index, (each, _) in enumerate(waiting) if not each.is_required]
+            preferred = [index for index, (kind, _) in enumerate(waiting) if not kind.is_required]
             if not preferred:
                 return None
             position, start = preferred[0], cursor
@@ -212,9 +212,9 @@ def _place(classes: Sequence[_SizeClass], world_size: int, shard: int) -> Placem
             del waiting[position]
     start_of = dict(starts)
     num_broken = 0
-    for each in classes:
-        for index in each.indices:
-            num_broken += not cuts_are_aligned(each.alignment, start_of[index], each.size, shard)
+    for kind in classes:
+        for index in kind.indices:
+            num_broken += not cuts_are_aligned(kind.alignment, start_of[index], kind.size, shard)
     return Placement(num_broken, shard, tuple(starts))
 
 

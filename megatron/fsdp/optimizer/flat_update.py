@@ -109,7 +109,7 @@ class FlatUpdate:
         are_all_flat = True
         for own, alone in zip(segments.of_group, segments.others):
             flat.append([])
-            others.append([each for each in alone if gradient_of[each] is not None])
+            others.append([member for member in alone if gradient_of[member] is not None])
             for segment in own:
                 parameters = segment.parameters
                 found = map(gradient_of.get, parameters)

@@ -126,7 +126,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         given = param_group["params"]
         given = [given] if isinstance(given, torch.Tensor) else given
         if not isinstance(given, set):  # which torch refuses
-            parameters = [each[1] if isinstance(each, tuple) else each for each in given]
+            parameters = [entry[1] if isinstance(entry, tuple) else entry for entry in given]
             _refuse_unsharded(parameters)
             param_group = {**param_group, "params": parameters, "param_names": _names(parameters)}
         super().add_param_group(param_group)
@@ -203,7 +203,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._fsdp_ignored = [parameter for parameter in own if not is_linked(parameter)]
         for model in self._fsdp_models:
             model._has_optimizer = True
-            trained = {each for each in model.parameters() if each.requires_grad}
+            trained = {parameter for parameter in model.parameters() if parameter.requires_grad}
             if trained - model._ignored <= set(own):
                 self._fsdp_whole_models.append(model)
 
@@ -285,16 +285,16 @@ def shard_optimizer(
 
 def swap_parameters(optimizer: torch.optim.Optimizer, model: ShardedModule) -> None:
     """Replace the module's parameters in an optimizer, and their state, by the sharded ones."""
-    sharded_params = {each.compute: each for each in model.sharded_params}
-    replacements = {compute: each.parameter for compute, each in sharded_params.items()}
+    sharded_params = {sharded.compute: sharded for sharded in model.sharded_params}
+    replacements = {compute: sharded.parameter for compute, sharded in sharded_params.items()}
     _refuse_strangers(optimizer, {*replacements.keys(), *replacements.values(), *model._ignored})
     for group in optimizer.param_groups:
         # In place: optimizers such as LBFGS have references to the list.
-        group["params"][:] = [replacements.get(each, each) for each in group["params"]]
+        group["params"][:] = [replacements.get(own, own) for own in group["params"]]
     unsharded = [
-        each for each in optimizer.state if isinstance(each, nn.Parameter) and each in replacements
+        key for key in optimizer.state if isinstance(key, nn.Parameter) and key in replacements
     ]
-    names = elementwise_names((sharded_params[each], optimizer.state[each]) for each in unsharded)
+    names = elementwise_names((sharded_params[key], optimizer.state[key]) for key in unsharded)
     # One parameter at a time: its whole state is freed before the next one is sharded.
     for compute in unsharded:
         slots = optimizer.state.pop(compute)

@@ -112,7 +112,7 @@ class TorchDistFormat:
             content = sharded_state(state, model, optimizer, metadata, is_loading=True)
             _drop_absent_random_state(content, source)
             models = [content[key] for key in named_chunks(model)]
-            own_keys = {each.key for each in nested_values(models) if hasattr(each, "key")}
+            own_keys = {entry.key for entry in nested_values(models) if hasattr(entry, "key")}
             not_asked = tuple({"optimizer", "rng_state"} - content.keys())
             loaded, *differences = _load_sharded(args, content, source)
             if differences:
