@@ -80,6 +80,7 @@ def test_the_plain_loop_continues_as_if_nothing_had_happened(shell: Shell) -> No
     assert whole.stdout.count("loss") == 2  # evaluations, with and without averaged weights
 
 
+@pytest.mark.exhaustive
 def test_the_recipe_of_bridge_trains_as_with_ddp_and_saves(shell: Shell) -> None:
     program = ("torchrun", "--standalone", "--nproc_per_node", "2")
     recipe = (*program, "examples/megatron_bridge_recipe.py")

@@ -31,7 +31,7 @@ def workplace(commands: dict[str, str], tmp_path_factory: pytest.TempPathFactory
     return Shell(repository_in(tmp_path_factory.mktemp("finetune")), commands)
 
 
-@pytest.mark.always("experts")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("recipe", "flags", "num_ranks"),
     [

@@ -103,7 +103,7 @@ def is_elsewhere(page: str, commands: str) -> bool:
     return f"{page}: {commands.splitlines()[0]}" in ELSEWHERE
 
 
-@pytest.mark.always("coming_from_megatron_lm")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "page",
     list(COMMAND_PAGES),

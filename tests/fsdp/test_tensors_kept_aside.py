@@ -90,6 +90,7 @@ def outcome(level: int, when: str, backward: Callable[..., None], is_frozen: boo
     return result
 
 
+@pytest.mark.seldom("1-*", "2-*")
 @pytest.mark.parametrize("is_frozen", [False, True], ids=["trained", "frozen"])
 @pytest.mark.parametrize("when", ["before", "inside", "after", "hook"])
 @pytest.mark.parametrize("level", LEVELS)

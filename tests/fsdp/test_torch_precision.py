@@ -116,6 +116,7 @@ def side_by_side(name: str, level: int, casts: bool) -> dict[str, bool]:
     return same
 
 
+@pytest.mark.seldom("*-1", "*-2")
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_policy_of_torch_gives_the_bits_of_fsdp2(ranks: Ranks, name: str, level: int) -> None:

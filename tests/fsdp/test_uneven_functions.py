@@ -146,6 +146,7 @@ def compare_parts(name: str, dtensor: DTensor, whole: Tensor, sections: Any, dim
     validate_uneven_dtensor(part)
 
 
+@pytest.mark.seldom("hybrid_optim", "tensor")
 @pytest.mark.parametrize("kind", ["level3", "hybrid_optim", "tensor", "users_own"])
 def test_parts_are_those_of_torch_split(ranks: Ranks, kind: str) -> None:
     ranks(4, split_everything, kind)

@@ -181,7 +181,7 @@ def train_with_latest_copies(command_line: str) -> Record:
         return train(command_line)[0]
 
 
-@cases("level_1", of=["level_3", "level_1", "ddp"])
+@cases(of=["level_3", "level_1", "ddp"])
 def test_a_copy_while_a_forward_writes_to_weights_for_the_first_time_is_an_error(
     name: str, tmp_path: Path
 ) -> None:

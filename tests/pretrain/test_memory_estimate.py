@@ -100,6 +100,7 @@ def bytes_of_parts(
     }
 
 
+@pytest.mark.seldom("*-bf16_grads")
 @pytest.mark.parametrize("main_grads", [FP32, BF16], ids=["fp32_grads", "bf16_grads"])
 @pytest.mark.parametrize(
     ("level", "outer", "sharded"),

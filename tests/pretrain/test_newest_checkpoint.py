@@ -58,6 +58,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 }
 
 
+@pytest.mark.seldom("incomplete")
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_newest_checkpoint_is_named_and_replaced_in_time(
     damage: str, folder: Path, saved: tuple[Path, Record]

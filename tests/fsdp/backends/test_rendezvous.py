@@ -49,6 +49,7 @@ def launcher() -> Iterator[Launcher]:
         yield Launcher(pool)
 
 
+@pytest.mark.seldom("5")
 @pytest.mark.parametrize("world_size", [1, 2, 5])
 def test_each_attempt_has_a_name_of_its_own(world_size: int, launcher: Launcher) -> None:
     names = [launcher.attempt(world_size) for _ in range(4)]

@@ -121,6 +121,7 @@ def compare(level: int) -> tuple[list[str], set[str]]:
     return found, kinds
 
 
+@pytest.mark.seldom("1")
 @pytest.mark.parametrize("level", [0, 1, 3])
 def test_operations_give_what_the_whole_tensor_gives(ranks: Ranks, level: int) -> None:
     assert len(ELEMENTWISE) + len(WHOLE) + len(IN_PLACE) >= 60

@@ -122,6 +122,7 @@ def compare_with_single_updates(name: str, dtype: torch.dtype) -> None:
         assert max(len(segment.members) for segment in segments.all()) > 1
 
 
+@pytest.mark.seldom("*_foreach", "*_tensor_rate", "*_single")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_updates_have_the_bits_of_single_updates(ranks: Ranks, name: str) -> None:
     ranks(2, compare_with_single_updates, name, torch.float32)
