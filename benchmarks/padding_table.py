@@ -163,7 +163,7 @@ def shapes_on_one_rank(unit: PlannedUnit, expert_parallel: int) -> Shapes:
 
 def padding(layout: Layout) -> float:
     """Return the padding as a share of the elements."""
-    return layout.padding / sum(position.numel for position in layout.positions)
+    return layout.numel / sum(position.numel for position in layout.positions) - 1
 
 
 def seconds_to_plan(units: list[PlannedUnit], world_size: int, expert_parallel: int) -> float:

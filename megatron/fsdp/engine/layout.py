@@ -48,7 +48,6 @@ class Granularity:
         return self.count * (row_size(shape) if self.unit == "rows" else 1)
 
 
-ELEMENTS = Granularity("elements")
 ROWS = Granularity("rows")
 WHOLE_TENSOR = Granularity("tensor")
 PREFER_ROWS = Granularity("rows", is_required=False)
@@ -85,11 +84,6 @@ class Layout:
     def numel(self) -> int:
         """Elements of the whole buffer, padding included."""
         return self.world_size * self.shard_size
-
-    @property
-    def padding(self) -> int:
-        """Elements of the buffer that belong to no parameter."""
-        return self.numel - sum(position.numel for position in self.positions)
 
     def owned(self, index: int, rank: int) -> FlatRange:
         """Return the elements of parameter ``index`` that ``rank`` owns; the range may be empty."""

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.fsdp.engine.layout import (
-    ELEMENTS,
     PREFER_ROWS,
     ROWS,
     WHOLE_TENSOR,
@@ -39,6 +38,7 @@ shapes = st.one_of(
 )
 
 
+ELEMENTS = Granularity("elements")
 REQUIREMENTS = [ELEMENTS, Granularity("elements", 32), ROWS, Granularity("rows", 3), WHOLE_TENSOR]
 
 
@@ -135,3 +135,8 @@ def bound(module: Module, world_size: int) -> float:
         PADDING_BUDGET * sum(prod(shape) for shape, _ in module),
         MIN_ALIGNMENT * (world_size + len(module)),
     )
+
+
+def padding_of(layout: Layout) -> int:
+    """Return the number of elements of the buffer that belong to no parameter."""
+    return layout.numel - sum(position.numel for position in layout.positions)
