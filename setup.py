@@ -89,6 +89,7 @@ setup(
             "transformers>=5",
             "accelerate>=1.15",
             "peft",
+            "torchao",  # its tensor subclasses; what it has compiled is not needed
             "sentencepiece",
             "tiktoken",
             "safetensors",

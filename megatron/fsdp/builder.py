@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from megatron.fsdp.agreement import check_agreement
 from megatron.fsdp.backends.gloo_messages import GlooMessages
@@ -20,7 +19,6 @@ from megatron.fsdp.dtensor.sharded_param import NormGroup, ParameterMesh, Sharde
 from megatron.fsdp.engine.buffer import Storage
 from megatron.fsdp.engine.collectives import Communicator, agree
 from megatron.fsdp.engine.device import streams_for
-from megatron.fsdp.engine.layout import PREFER_ROWS, ROWS
 from megatron.fsdp.engine.mesh import Axes
 from megatron.fsdp.engine.param_group import ParamGroup
 from megatron.fsdp.engine.tensor_parallel import local_tensor, set_local_tensor
@@ -33,6 +31,8 @@ from megatron.fsdp.engine.unit_choice import (
 )
 from megatron.fsdp.meta_initialisation import Initialiser, initialisation_parts, materialize
 from megatron.fsdp.module_access.own_names import own_name
+from megatron.fsdp.quantized.all_gather_extension import users_attributes
+from megatron.fsdp.quantized.stored_forms import FormKey, form_of, make_form, refuse_own_memory
 from megatron.fsdp.settings import Settings, resolve_unit_modules
 from megatron.fsdp.warnings_once import warn
 
@@ -48,7 +48,10 @@ def shard_parameters(
     """
     strategy, ignored = settings.strategy, settings.strategy.ignored
     # Tensors on meta are allocated later.
+    kept = {one: users_attributes(one) for one in module.parameters()}
     module._apply(lambda one: one if one.is_meta or one in ignored else one.to(settings.device))
+    for one, attributes in kept.items():  # torch drops those of tensor subclasses
+        vars(one).update(attributes)
     wanted = resolve_unit_modules(settings.units)
     units = [Unit("", module)]
     if not strategy.one_unit:
@@ -64,30 +67,26 @@ def shard_parameters(
         parameters_of[unit] = {own_name(name): each for name, each in parameters.items()}
     check_agreement(settings, parameters_of, dict(module.named_buffers()))
     slots = _make_memory_slots(settings)
-    sharder = Sharder(settings, slots)
+    sharder = Sharder(module, settings, slots)
     sharded_params = sharder.shard(parameters_of)
     if initialiser is not None:
         sharder.initialise(units, sharded_params, initialiser)
     sharder.broadcast_buffers(module)
-    for compute, sharded_param in sharded_params.items():
-        view = sharded_param.group.compute.views[sharded_param.index]
-        if local_tensor(compute).data_ptr() != view.data_ptr():
-            raise NotImplementedError(
-                f"{sharded_param.name}: a {type(compute).__name__} cannot be sharded, because it"
-                " does not take the memory that is assigned to its data"
-            )
+    for given, sharded_param in sharded_params.items():
+        if given is not sharded_param.compute:  # optimizers have the one that was given
+            link(given, sharded_param)
+        refuse_own_memory(sharded_param.group, sharded_param.index)
         # The attributes that user code has set on the module's parameter.
-        for name, value in vars(compute).items():
-            if not (isinstance(compute, DTensor) and name in ("_local_tensor", "_spec")):
-                setattr(sharded_param.parameter, name, value)
+        for name, value in users_attributes(given).items():
+            setattr(sharded_param.parameter, name, value)
         link(sharded_param.parameter, sharded_param)
-    return units, sharded_params, slots
+    return units, {each.compute: each for each in sharded_params.values()}, slots
 
 
 class GroupKey(NamedTuple):
     """The properties that all parameters of a group share."""
 
-    dtype: torch.dtype
+    stored: FormKey
     trainable: bool
     is_expert: bool
     alone: str | None  # name of a parameter that must be the only one of its group
@@ -100,7 +99,7 @@ def names_of_groups(
     names: dict[GroupKey, list[str]] = defaultdict(list)
     for name, parameter in parameters.items():
         key = GroupKey(
-            parameter.dtype,
+            form_of(parameter),
             parameter.requires_grad,
             has_expert_mesh and is_expert_parameter(name, parameter),
             # A weight that pipeline stages share must be sharded alike on all of them, whatever
@@ -114,7 +113,8 @@ def names_of_groups(
 class Sharder:
     """Shards the parameters of units over the ranks of the mesh."""
 
-    def __init__(self, settings: Settings, slots: EngineSlots | None):
+    def __init__(self, module: nn.Module, settings: Settings, slots: EngineSlots | None):
+        self._module = module
         self._settings = settings
         self._slots = slots
         self._streams = streams_for(settings.device)
@@ -186,18 +186,21 @@ class Sharder:
         self, key: GroupKey, parameters: dict[str, nn.Parameter], unit_name: str
     ) -> ParamGroup:
         settings = self._settings
+        precision = settings.precision.resolve(key.stored.dtype, key.trainable)
+        axis, device = settings.own_mesh.axes(key.is_expert).inner, settings.device
+        rows = settings.strategy.boundaries == "rows"
+        form = make_form(key.stored, parameters, self._module, axis, device, precision, rows)
         return ParamGroup(
-            list(parameters),
-            list(parameters.values()),
+            parameters,
             settings.level,
             settings.shards_outer,
-            settings.precision.resolve(key.dtype, key.trainable),
+            precision,
             self._communicator(key.is_expert),
             settings.device,
             unit_name,
             self._slots.weights if self._slots else Storage(),
             self._slots.gradients if self._slots else Storage(),
-            ROWS if settings.strategy.boundaries == "rows" else PREFER_ROWS,
+            form,
         )
 
     def _communicator(self, is_expert: bool) -> Communicator:

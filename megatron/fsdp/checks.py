@@ -12,10 +12,10 @@ from megatron.fsdp.backends.memory_slots import problems_of_nccl
 from megatron.fsdp.dtensor.sharded_param import is_linked
 from megatron.fsdp.engine.mesh import Mesh
 from megatron.fsdp.engine.policy import ShardingStrategy
-from megatron.fsdp.engine.tensor_parallel import local_tensor
 from megatron.fsdp.engine.unit_choice import is_expert_parameter
 from megatron.fsdp.meta_initialisation import Initialiser, problems_of_initialisation
 from megatron.fsdp.problems import Problems
+from megatron.fsdp.quantized.stored_forms import refuse_parameters
 from megatron.fsdp.settings import ComputePrecision, Settings, Units, resolve_unit_modules
 from megatron.fsdp.warnings_once import IS_COMPUTE
 
@@ -41,7 +41,8 @@ def check_all(
     ignored = settings.strategy.ignored
     named = {name: one for name, one in module.named_parameters() if one not in ignored}
     problems.check(_refuse_casts_of_dtensors, named, settings)
-    problems.check(_refuse_tensors_inside, named)
+    outer, slots = settings.shards_outer, settings.memory.uses_slots
+    problems.check(refuse_parameters, named, settings.level, outer, slots)
     found = [*_problems_of_units(module, units or ()), *_problems_of_dtypes(named)]
     if foreign := len(ignored - set(module.parameters())):
         found.append(
@@ -75,22 +76,6 @@ def _refuse_casts_of_dtensors(named: dict[str, nn.Parameter], settings: Settings
                 f"{name} is a DTensor, which is not cast to param_dtype={dtype}: convert the module"
                 " first, and pass a policy with main_params_dtype"
             )
-
-
-def _refuse_tensors_inside(named: dict[str, nn.Parameter]) -> None:
-    """Raise ``NotImplementedError`` for parameters that are computed from tensors inside them."""
-    # All-gathers would fill the parameter, and forwards read the tensors inside.
-    classes: dict[str, list[str]] = {}
-    for name, parameter in named.items():
-        local = local_tensor(parameter)
-        if hasattr(local, "__tensor_flatten__"):
-            classes.setdefault(type(local).__name__, []).append(name)
-    if classes:
-        found = "; ".join(f"{', '.join(names[:5])} ({kind})" for kind, names in classes.items())
-        raise NotImplementedError(
-            f"quantized weights, and float8 all-gathers, are not supported yet: {found} are tensor"
-            " subclasses around other tensors; shard the model with plain parameters"
-        )
 
 
 def _problems_of_units(module: nn.Module, units: Units) -> Iterator[str]:

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from megatron.fsdp.quantized.all_gather_extension import users_attributes
+
 InitialiseModule = Callable[[nn.Module], object]  # gives its own tensors values, in place
 
 
@@ -251,5 +253,5 @@ def _like(original: torch.Tensor, device: torch.device) -> torch.Tensor:
     if not isinstance(original, nn.Parameter):
         return values
     parameter = nn.Parameter(values, requires_grad=original.requires_grad)
-    vars(parameter).update(vars(original))
+    vars(parameter).update(users_attributes(original))
     return parameter

@@ -76,7 +76,7 @@ def estimate_memory(model: nn.Module, memory_plan: MemoryPlan) -> MemoryEstimate
         of_unit: Counter[str] = Counter()
         for key, names in names_of_groups(parameters, memory_plan.expert is not None).items():
             axes = memory_plan.expert if key.is_expert and memory_plan.expert else memory_plan.dense
-            precision = memory_plan.precision.resolve(key.dtype, key.trainable)
+            precision = memory_plan.precision.resolve(key.stored.dtype, key.trainable)
             shapes = [tuple(local_tensor(parameters[name]).shape) for name in names]
             of_unit.update(_of_group(shapes, axes, precision, key.trainable, memory_plan))
         of_units.append(of_unit)

@@ -11,14 +11,8 @@ from megatron.fsdp import fully_shard as fully_shard_by_settings
 from megatron_fsdp import fully_shard, fully_shard_model
 from tests.support.fsdp.meshes import mesh_of
 from tests.support.fsdp.reference import LEVELS, Ranks
+from tests.support.fsdp.subclasses import Frozen4Bit
 from tests.support.fsdp.wrong_calls import Scene, WrongCall, check_refusal, message_of
-
-
-class Quantized(torch.Tensor):
-    """A tensor that torch takes apart into the tensors that it is computed from."""
-
-    def __tensor_flatten__(self) -> tuple[list[str], None]:
-        return ["codes", "scales"], None
 
 
 class KeepsItsMemory(nn.Parameter):
@@ -31,16 +25,14 @@ class Named(nn.Parameter):
     """A plain subclass of the user's."""
 
 
-def with_weight(weight: torch.Tensor, trained: bool = True) -> nn.Module:
+def with_weight(weight: torch.Tensor) -> nn.Module:
     module = nn.Sequential(nn.Linear(2, 2))
-    module[0].weight = (
-        weight if isinstance(weight, nn.Parameter) else nn.Parameter(weight, requires_grad=trained)
-    )
+    module[0].weight = weight if isinstance(weight, nn.Parameter) else nn.Parameter(weight)
     return module
 
 
 def quantized() -> torch.Tensor:
-    return torch.ones(2, 2).as_subclass(Quantized)
+    return Frozen4Bit.of(torch.ones(2, 2))
 
 
 def split_quantized_weight(scene: Scene) -> None:
@@ -52,7 +44,6 @@ def split_quantized_weight(scene: Scene) -> None:
 
 CALLS = {
     "trained": lambda scene: fully_shard_model(with_weight(quantized())),
-    "frozen": lambda scene: fully_shard_model(with_weight(quantized(), trained=False)),
     "by settings": lambda scene: fully_shard_by_settings(
         with_weight(quantized()), strategy=Strategy(level=1)
     ),
@@ -61,7 +52,7 @@ CALLS = {
 }
 WRONG_CALLS = {
     name: WrongCall(
-        ("0.weight (Quantized)", "quantized weights", "not supported yet"),
+        ("0.weight (Frozen4Bit)", "tensor subclasses around other tensors", "freeze them"),
         call,
         NotImplementedError,
     )
@@ -70,7 +61,7 @@ WRONG_CALLS = {
 
 
 @pytest.mark.parametrize("name", WRONG_CALLS)
-def test_quantized_weights_are_refused_alike_on_every_rank(ranks: Ranks, name: str) -> None:
+def test_trained_weights_without_main_weights_are_refused_alike(ranks: Ranks, name: str) -> None:
     check_refusal(ranks, __name__, name)
 
 

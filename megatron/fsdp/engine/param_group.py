@@ -15,7 +15,7 @@ from megatron.fsdp.engine.buffer import FlatBuffer, Storage, shard_view
 from megatron.fsdp.engine.collectives import Communicator, Gather
 from megatron.fsdp.engine.device import Pending
 from megatron.fsdp.engine.gradients import GroupGradients
-from megatron.fsdp.engine.layout import PREFER_ROWS, Granularity, plan
+from megatron.fsdp.engine.layout import PREFER_ROWS, Granularity, Layout, plan
 from megatron.fsdp.engine.policy import Precision, ShardingStrategy
 from megatron.fsdp.engine.states import MainState, WeightState, change_state
 from megatron.fsdp.engine.tensor_parallel import local_tensor, set_local_tensor
@@ -43,18 +43,48 @@ _set_versions = torch._C._autograd._unsafe_set_version_counter
 _version_of = attrgetter("_version")
 
 
+class StoredForm:
+    """The form in which a group stores compute weights; by default their values, in one dtype."""
+
+    def __init__(self, granularity: Granularity = PREFER_ROWS):
+        self.granularity = granularity  # of the values
+
+    def values(self, parameter: nn.Parameter) -> torch.Tensor:
+        """Return the values to shard, those of the local tensor, without a graph."""
+        return local_tensor(parameter).detach()
+
+    def buffer(self, layout: Layout, dtype: torch.dtype) -> tuple[Layout, torch.dtype]:
+        """Return layout and dtype of the flat buffer for values with this layout and dtype."""
+        return layout, dtype
+
+    def point(self, parameter: nn.Parameter, view: torch.Tensor) -> nn.Parameter:
+        """Make a compute parameter use its view of the buffer; return it, or what replaces it."""
+        # `.data` has a version counter of its own, so autograd does not take all-gathers into
+        # the flat buffer for in-place edits of the parameter.
+        set_local_tensor(parameter, view.data)
+        return parameter
+
+    def fill(self, shard: torch.Tensor, main: torch.Tensor, layout: Layout, rank: int) -> None:
+        """Compute the shard of ``rank`` from its main weights, in another dtype; a collective."""
+        shard.copy_(main)
+
+    def finish(self, flat: torch.Tensor) -> None:
+        """Complete the compute parameters when the buffer ``flat`` is gathered."""
+
+    def release(self) -> None:
+        """Free what :meth:`finish` has allocated."""
+
+
 class ParamGroup:
     """The weights of some parameters that are sharded together, and their ``gradients``.
 
-    :meth:`shard_parameter` moves each of ``parameters`` into the group. Of DTensors (tensor
-    parallelism), the local tensors are sharded. ``shards_outer``, at level 3 only: the outer axis
-    shards optimizer state too.
+    :meth:`shard_parameter` moves each of ``parameters`` into the group. ``shards_outer``, at level
+    3 only: the outer axis shards optimizer state too.
     """
 
     def __init__(
         self,
-        names: Sequence[str],
-        parameters: Sequence[nn.Parameter],
+        named: dict[str, nn.Parameter],
         strategy: ShardingStrategy,
         shards_outer: bool,
         precision: Precision,
@@ -63,29 +93,29 @@ class ParamGroup:
         unit_name: str,
         weight_storage: Storage,
         gradient_storage: Storage,
-        granularity: Granularity = PREFER_ROWS,
+        form: StoredForm,
     ):
-        self.names = list(names)
-        self.parameters = list(parameters)
+        self.names = list(named)
+        self.parameters = list(named.values())
         self.strategy = strategy
         self.precision = precision
         self.unit_name = unit_name
-        self.requires_grad = parameters[0].requires_grad
+        self.requires_grad = self.parameters[0].requires_grad
         self.communicator = communicator
         self.partition = communicator.partition(strategy.shards_optimizer, shards_outer)
         self.rank = self.partition.rank
-        shapes = [tuple(local_tensor(parameter).shape) for parameter in parameters]
-        self.layout = plan(shapes, self.partition.num_owned, granularity)
+        self.form = form
+        shapes = [tuple(form.values(parameter).shape) for parameter in self.parameters]
+        self.layout = plan(shapes, self.partition.num_owned, form.granularity)
         self.has_all_shards = self.layout.world_size == 1  # weights need no all-gather then
         self.reshards_after_use = strategy.shards_parameters and self.partition.num_inner > 1
-        self.main_is_compute = precision.main_param == precision.compute
+        name = f"the gathered weights of unit {unit_name!r} ({self.names[0]}, ...)"
+        storage = weight_storage if self.reshards_after_use else Storage()
+        stored = form.buffer(self.layout, precision.compute)
+        self.compute = FlatBuffer(*stored, device, name, storage, self._point_parameters)
+        self.main_is_compute = precision.main_param == self.compute.flat.dtype
         self._casts_at_unshard = (
             self.reshards_after_use and not self.main_is_compute and self.partition.num_outer == 1
-        )
-        name = f"the gathered weights of unit {unit_name!r} ({names[0]}, ...)"
-        storage = weight_storage if self.reshards_after_use else Storage()
-        self.compute = FlatBuffer(
-            self.layout, precision.compute, device, name, storage, self._point_parameters
         )
         self.compute_shard, self._owned_shard, self.main_shard = self._make_shards()
         if self.reshards_after_use:
@@ -123,37 +153,29 @@ class ParamGroup:
             owned_shard = compute_shard.view(partition.num_outer, -1)[partition.outer_rank]
         if self.main_is_compute:
             return compute_shard, owned_shard, owned_shard
-        main_shard = torch.zeros_like(owned_shard, dtype=self.precision.main_param)
-        return compute_shard, owned_shard, main_shard
+        main = owned_shard.new_zeros(self.layout.shard_size, dtype=self.precision.main_param)
+        return compute_shard, owned_shard, main
 
     @torch.no_grad()
     def shard_parameter(self, index: int) -> None:
         """Move parameter ``index`` into the group, with the values of the first data rank."""
         # Ranks that began with different seeds would otherwise train different replicas.
-        values = local_tensor(self.parameters[index]).detach().contiguous()
+        values = self.form.values(self.parameters[index]).contiguous()
         with observe.work(self.unit_name, "shard"):
             self.communicator.broadcast(values)
-        if not self.reshards_after_use:
-            self.compute.views[index].copy_(values)
-        elif not self._casts_at_unshard:  # otherwise the main shard alone has the values
-            # Positions in the compute shard: a parameter at [10, 18), a shard at [16, 24) have
-            # [0, 2) in common, the last two elements of the parameter.
-            size = self.compute_shard.numel()
-            start = self.layout.positions[index].start - self.partition.inner_rank * size
-            low, high = max(start, 0), min(start + values.numel(), size)
-            if low < high:
-                self.compute_shard[low:high] = values.view(-1)[low - start : high - start]
         owned = self.layout.owned(index, self.rank)
         self.main_view(index).view(-1).copy_(values.view(-1)[owned.start : owned.stop])
+        if self.compute.layout is self.layout and not self.reshards_after_use:
+            self.compute.views[index].copy_(values)
+        else:
+            self._make_due()
         self._point_parameters([index])
 
     @torch.no_grad()
     def _point_parameters(self, indices: Iterable[int] | None = None) -> None:
         """Make these compute parameters, or all of them, views of the flat buffer."""
-        for index in range(len(self.parameters)) if indices is None else indices:
-            # `.data` has a version counter of its own, so autograd does not take all-gathers into
-            # the flat buffer for in-place edits of the parameter.
-            set_local_tensor(self.parameters[index], self.compute.views[index].data)
+        for at in range(len(self.parameters)) if indices is None else indices:
+            self.parameters[at] = self.form.point(self.parameters[at], self.compute.views[at])
 
     def main_view(self, index: int) -> torch.Tensor:
         """Return the part of main parameter ``index`` that this rank owns; it may be empty."""
@@ -169,11 +191,8 @@ class ParamGroup:
     def prepare_unshard(self) -> Gather:
         """Allocate the compute parameters, cast the shard, and return the all-gather to start."""
         self.compute.allocate()
-        if self.main_state is MainState.DUE:
+        if self._casts_at_unshard or self.main_state is MainState.DUE:
             self._cast()
-        if self._casts_at_unshard:
-            with torch.no_grad():
-                self.compute_shard.copy_(self.main_shard if self._kept is None else self._kept)
         is_outer_due = self.partition.num_outer > 1 and self.main_state is not MainState.INSTALLED
         owned = self._owned_shard if is_outer_due else None
         return Gather(self.compute.flat, self.compute_shard, owned)
@@ -187,9 +206,11 @@ class ParamGroup:
 
     @torch.no_grad()
     def _cast(self) -> None:
-        """Cast main weights into the owned shard, where no all-gather does so."""
-        if not (self.main_is_compute or self._casts_at_unshard):
-            self._owned_shard.copy_(self.main_shard)
+        """Fill the owned shard from main weights, unless they are it, or from what is kept."""
+        if self._kept is not None:
+            self._owned_shard.copy_(self._kept)
+        elif not self.main_is_compute:
+            self.form.fill(self._owned_shard, self.main_shard, self.layout, self.rank)
 
     def wait_for_unshard(self) -> None:
         """Make compute wait for the all-gather that :func:`unshard` has started, if any."""
@@ -197,6 +218,7 @@ class ParamGroup:
             with observe.work(self.unit_name, "wait for unshard"):
                 self._all_gather.wait()
             self._all_gather = None
+            self.form.finish(self.compute.flat)
             if self._versions is not None:
                 _set_versions(tuple(self.parameters), self._versions)
                 self._versions = None
@@ -216,6 +238,7 @@ class ParamGroup:
                 _set_versions(tuple(self.parameters), (UNREADABLE,) * len(self._versions))
             with observe.work(self.unit_name, "reshard"):
                 self.compute.free()
+                self.form.release()
             self.state = change_state(self, self.state, WeightState.SHARDED)
 
     # ---- new values
@@ -224,10 +247,11 @@ class ParamGroup:
     def keep_compute_weights(self) -> None:
         """Keep a copy of the compute shard, which all-gathers send until weights are installed."""
         # Where compute weights do not follow every change of main weights, they are the copy.
-        if self.main_state is MainState.DUE:
+        if not self._casts_at_unshard and self.main_state is MainState.DUE:
             self._cast()
         if self._casts_at_unshard and self._kept is None:
-            self._kept = self.main_shard.to(self.precision.compute)
+            self._kept = torch.empty_like(self._owned_shard)
+            self.form.fill(self._kept, self.main_shard, self.layout, self.rank)
         self.main_state = change_state(self, self.main_state, MainState.HELD)
 
     def note_edit(self) -> None:

@@ -81,7 +81,7 @@ class UnitAccess:
         self._parameters: dict[Unit, list[torch.Tensor]] = {}
         for unit in units:
             for group in unit.groups:
-                if not _is_main(group):
+                if _takes_writes(group):
                     self._parameters.setdefault(unit, []).extend(group.parameters)
         self._versions = {unit: self._read(unit) for unit in self._parameters}
 
@@ -102,7 +102,7 @@ class UnitAccess:
             # Not after an exception, and not between a step and its weights that are installed
             # later: what a forward writes then is lost.
             has_values = group.state in (WeightState.UNSHARDED, WeightState.STALE)
-            if has_values and group.main_state is not MainState.HELD and not _is_main(group):
+            if has_values and group.main_state is not MainState.HELD and _takes_writes(group):
                 for index, parameter in enumerate(group.parameters):
                     if parameter in written:
                         take_written(group, index)
@@ -111,10 +111,10 @@ class UnitAccess:
         return list(map(_version, self._parameters[unit]))
 
 
-def _is_main(group: ParamGroup) -> bool:
-    """Return True if this rank's part of the compute weights is the main weights themselves."""
-    is_in_buffer = group.compute_shard._base is group.compute.flat
-    return group.main_is_compute and is_in_buffer
+def _takes_writes(group: ParamGroup) -> bool:
+    """Return True if writes must be copied: compute weights are values, and not the main ones."""
+    is_main = group.main_is_compute and group.compute_shard._base is group.compute.flat
+    return group.compute.layout is group.layout and not is_main
 
 
 @torch.no_grad()

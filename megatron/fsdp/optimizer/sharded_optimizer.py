@@ -286,6 +286,8 @@ def shard_optimizer(
 def swap_parameters(optimizer: torch.optim.Optimizer, model: ShardedModule) -> None:
     """Replace the module's parameters in an optimizer, and their state, by the sharded ones."""
     sharded_params = {sharded.compute: sharded for sharded in model.sharded_params}
+    linked = filter(is_linked, parameters_of(optimizer))  # before their classes replaced them
+    sharded_params.update((given, sharded_param_of(given)) for given in linked)
     replacements = {compute: sharded.parameter for compute, sharded in sharded_params.items()}
     _refuse_strangers(optimizer, {*replacements.keys(), *replacements.values(), *model._ignored})
     for group in optimizer.param_groups:

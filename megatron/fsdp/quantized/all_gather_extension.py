@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights whose class says what is gathered of them: the all-gather extension of FSDP2."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+
+from megatron.fsdp.engine.buffer import shard_view
+from megatron.fsdp.engine.layout import ROWS, Layout, ParamPosition, row_size
+from megatron.fsdp.engine.param_group import StoredForm
+from megatron.fsdp.engine.planner import MIN_ALIGNMENT
+from megatron.fsdp.engine.tensor_parallel import local_tensor
+from megatron.fsdp.quantized.freed_storage import allocated
+
+# [Note: the all-gather extension] A tensor subclass around one tensor of high precision may have
+# two methods, which FSDP2 and this library call alike:
+#
+#     fsdp_pre_all_gather(mesh, outer_size, outer_stride, module, mp_policy), or (mesh) alone,
+#         returns the tensors to gather for this rank's rows, and metadata. It may communicate over
+#         `mesh`: the scale of a float8 weight is one for all rows.
+#     fsdp_post_all_gather(outputs, metadata, param_dtype, *, out=None)
+#         returns the tensor that the forward reads, and the tensors inside it; with `out`, which it
+#         has returned once, it updates that.
+#
+# Classes rely on FSDP2's shards: every rank has as many rows of the weight as the others (a scale
+# is the mean of means), the last ones zeros if the ranks do not divide them. So each weight is a
+# group by itself. Its rows are those of the main weights, in their dtype; the optimizer knows
+# nothing of the class. The groups of a unit are still gathered in one launch.
+#
+# The buffer is one of bytes. If the class gathers one tensor, the forward reads the buffer itself;
+# several are copied out of it, as each rank sends one block with a part of all of them.
+
+
+def speaks_extension(tensor: torch.Tensor) -> bool:
+    """Return True if the class of a tensor has both methods of the all-gather extension."""
+    return hasattr(tensor, "fsdp_pre_all_gather") and hasattr(tensor, "fsdp_post_all_gather")
+
+
+def values_inside(tensor: torch.Tensor) -> str | None:
+    """Return the name of the tensor of high precision that a subclass is around, if it is one."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return None
+    names, _ = tensor.__tensor_flatten__()
+    if len(names) != 1:
+        return None
+    inner = getattr(tensor, names[0])
+    fits = inner.shape == tensor.shape and inner.is_floating_point() and inner.element_size() > 1
+    return names[0] if fits else None
+
+
+class Sent(NamedTuple):
+    """One of the tensors that every rank sends of a weight."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    nbytes: int
+
+
+class ExtensionForm(StoredForm):
+    """A weight as its class stores it. See [Note: the all-gather extension].
+
+    Args:
+        name: name of the parameter, for messages.
+        parameter: the parameter, which the one that forwards read replaces.
+        owners: the modules that own it, with the name that it has there.
+        mesh: the ranks that shard it.
+        device: the device of the shards.
+        main_dtype: the dtype of its main weights.
+        policy: the dtypes of compute weights and of reductions.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        parameter: nn.Parameter,
+        owners: Sequence[tuple[nn.Module, str]],
+        mesh: DeviceMesh,
+        device: torch.device,
+        main_dtype: torch.dtype,
+        policy: MixedPrecisionPolicy,
+    ):
+        super().__init__(ROWS)
+        self._name, self._owners = name, owners
+        self._mesh, self._policy = mesh, policy
+        local: Any = local_tensor(parameter)
+        self._class: Any = type(local)
+        (self._inner,), self._context = local.__tensor_flatten__()
+        self._shape, self._stride = local.shape, local.stride()
+        self._main_dtype, self._device = main_dtype, device
+        self._shard: Any = None  # the weight of this rank's rows
+        self._metadata: Any = None  # what its class said when they were sent
+        self._sent: list[Sent] = []
+        self._compute: nn.Parameter | None = None  # the parameter that forwards read
+        self._outputs: tuple[torch.Tensor, ...] = ()
+        self._separate: dict[torch.UntypedStorage, int] = {}  # outside the buffer, with its bytes
+
+    def values(self, parameter: nn.Parameter) -> torch.Tensor:
+        """Return the values of high precision, which the main weights take over."""
+        values: torch.Tensor = getattr(local_tensor(parameter), self._inner)
+        return values.detach()
+
+    def buffer(self, layout: Layout, dtype: torch.dtype) -> tuple[Layout, torch.dtype]:
+        """Return the layout of the bytes that all ranks send; a collective, if the class says so.
+
+        Raises:
+            NotImplementedError: if the ranks cannot have whole rows.
+        """
+        size = row_size(self._shape)
+        num_rows = -(-self._shape[0] // layout.world_size)
+        if layout.shard_size != num_rows * size:
+            raise NotImplementedError(
+                f"{self._name}: a {self._class.__name__} is sharded by rows of a multiple of"
+                f" {MIN_ALIGNMENT} elements, but has {size} in a row"
+            )
+        shape = num_rows, *self._shape[1:]
+        zeros = torch.zeros(shape, dtype=self._main_dtype, device=self._device)
+        self._sent = [Sent(one.shape, one.dtype, one.nbytes) for one in self._send(zeros)]
+        own = sum(one.nbytes for one in self._sent)
+        whole = ParamPosition((own * layout.world_size,), 0, False)
+        return Layout(layout.world_size, own, (whole,)), torch.uint8
+
+    def _send(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return the tensors to gather for a shard; a collective, if the class says so."""
+        inner = {self._inner: rows}
+        self._shard = self._class.__tensor_unflatten__(
+            inner, self._context, rows.shape, rows.stride()
+        )
+        prepare = self._shard.fsdp_pre_all_gather
+        arguments: tuple[Any, ...] = (self._mesh,)
+        if len(inspect.signature(prepare).parameters) > 1:
+            module, _ = self._owners[0]
+            arguments += (self._shape, self._stride, module, self._policy)
+        tensors, self._metadata = prepare(*arguments)
+        return tuple(tensors)
+
+    def fill(self, shard: torch.Tensor, main: torch.Tensor, layout: Layout, rank: int) -> None:
+        """Write what is gathered of this rank's rows to its shard of the buffer, as bytes."""
+        rows = shard_view(main, layout, 0, rank).view(-1, *self._shape[1:])
+        missing = self._sent[0].shape[0] - len(rows)
+        if missing:
+            rows = torch.cat([rows, rows.new_zeros(missing, *self._shape[1:])])
+        for part, tensor in zip(self._parts(shard), self._send(rows), strict=True):
+            part.copy_(tensor)
+
+    def _parts(self, block: torch.Tensor) -> list[torch.Tensor]:
+        """Return the tensors that a rank sends, as views of its bytes."""
+        parts = block.split([one.nbytes for one in self._sent])
+        return [part.view(one.dtype).view(one.shape) for part, one in zip(parts, self._sent)]
+
+    def point(self, parameter: nn.Parameter, view: torch.Tensor) -> nn.Parameter:
+        """Return the parameter that its class makes of what is gathered."""
+        if self._compute is not None:
+            return self._compute  # its memory never moves
+        with allocated(view) as buffer:
+            made = self._make(buffer)
+        self._compute = parameter
+        if isinstance(parameter, DTensor):
+            parameter._local_tensor = made
+            return parameter
+        # A new object, since torch.utils.swap_tensors cannot make a parameter one with slots.
+        self._compute = nn.Parameter(made, requires_grad=parameter.requires_grad)
+        for name, value in users_attributes(parameter).items():
+            setattr(self._compute, name, value)
+        for module, name in self._owners:
+            module._parameters[name] = self._compute
+        return self._compute
+
+    def _make(self, buffer: torch.Tensor) -> torch.Tensor:
+        """Return the tensor that the class makes of what is gathered."""
+        flats = [buffer]
+        if len(self._sent) > 1:
+            world_size = buffer.numel() // sum(one.nbytes for one in self._sent)
+            flats = [buffer.new_empty(world_size * one.nbytes) for one in self._sent]
+        self._outputs = tuple(
+            flat.view(one.dtype).view(-1, *one.shape[1:]) for flat, one in zip(flats, self._sent)
+        )
+        made: torch.Tensor
+        made, inside = self._shard.fsdp_post_all_gather(
+            self._outputs, self._metadata, self._policy.param_dtype
+        )
+        for tensor in (*self._outputs, *inside):
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() != buffer.untyped_storage().data_ptr():
+                self._separate[storage] = storage.nbytes()
+        if made.shape == self._shape:
+            return made
+        # Without the rows that make all shards equal.
+        return torch.as_strided(made, self._shape, self._stride, 0)
+
+    @torch.no_grad()
+    def finish(self, flat: torch.Tensor) -> None:
+        """Let the class update the parameter that forwards read."""
+        for storage, size in self._separate.items():
+            storage.resize_(size)
+        if len(self._sent) > 1:
+            world_size = len(self._outputs[0]) // self._sent[0].shape[0]
+            for number, block in enumerate(flat.view(world_size, -1)):
+                for output, part in zip(self._outputs, self._parts(block)):
+                    output[number * len(part) : (number + 1) * len(part)] = part
+        self._shard.fsdp_post_all_gather(
+            self._outputs, self._metadata, self._policy.param_dtype, out=self._compute
+        )
+
+    def release(self) -> None:
+        """Free the gathered tensors, and those of the class, that are not the buffer."""
+        for storage in self._separate:
+            storage.resize_(0)
+
+
+def users_attributes(parameter: nn.Parameter) -> dict[str, Any]:
+    """Return the attributes of a parameter that are not those of its class."""
+    tensor: Any = parameter
+    known = {"_is_param"}
+    if isinstance(tensor, DTensor):
+        known |= {"_local_tensor", "_spec"}
+    elif hasattr(tensor, "__tensor_flatten__"):
+        names, context = tensor.__tensor_flatten__()
+        inner = {name: getattr(tensor, name) for name in names}
+        same = tensor.__tensor_unflatten__(inner, context, tensor.shape, tensor.stride())
+        known |= {*names, *vars(same)}
+    return {name: value for name, value in vars(tensor).items() if name not in known}

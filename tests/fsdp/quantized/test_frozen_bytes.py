@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Frozen weights of subclasses around several tensors: sharded and gathered as bytes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+from megatron.fsdp.dtensor.tensor_part import full_tensor
+from megatron_fsdp import MegatronFSDP, fully_shard
+from tests.support.fsdp.reference import LEVELS, Ranks
+from tests.support.fsdp.subclasses import Frozen4Bit, RoundedLayer
+
+
+def build() -> nn.Sequential:
+    torch.manual_seed(2)
+    module = nn.Sequential(RoundedLayer(8, 13), RoundedLayer(13, 5), RoundedLayer(5, 8))
+    for layer in module:
+        layer.weight = nn.Parameter(Frozen4Bit.of(layer.weight.detach()), requires_grad=False)
+        layer.weight.of_mine = 7
+    return module
+
+
+def shard(level: int, **settings: object) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
+    module = build()
+    trained = [one for one in module.parameters() if one.requires_grad]
+    return fully_shard(
+        module,
+        torch.optim.SGD(trained, lr=0.1),
+        fsdp_unit_modules=[RoundedLayer],
+        zero_dp_strategy=level,
+        **settings,
+    )
+
+
+def compare(level: int, uses_slots: bool) -> None:
+    reference = build()
+    model, optimizer = shard(level, fsdp_double_buffer=uses_slots)
+    plain = torch.optim.SGD([one for one in reference.parameters() if one.requires_grad], lr=0.1)
+    x = torch.randn(4, 8)
+    for _ in range(3):
+        expected, output = reference(x), model(x)
+        assert torch.equal(output, expected)
+        expected.sum().backward()
+        output.sum().backward()
+        for one in (plain, optimizer):
+            one.step()
+            one.zero_grad()
+    weight = model.module[0].weight
+    assert weight.dtype == torch.uint8 and weight.of_mine == 7
+    read: list[torch.Tensor] = []
+    layer = model.module[0]
+    layer.register_forward_pre_hook(lambda *_: read.append(layer.weight))
+    model(x)
+    assert isinstance(read[0], Frozen4Bit)
+
+
+@pytest.mark.parametrize(
+    ("level", "uses_slots"), [*((level, False) for level in LEVELS), (3, True)]
+)
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_forwards_read_the_same_bits(
+    ranks: Ranks, num_ranks: int, level: int, uses_slots: bool
+) -> None:
+    ranks(num_ranks, compare, level, uses_slots)
+
+
+def save_and_load(folder: str, level: int) -> None:
+    model, _ = shard(level)
+    x = torch.randn(4, 8)
+    with torch.no_grad():
+        expected = model(x)
+    dcp.save({"model": model.state_dict()}, checkpoint_id=folder)
+    other, _ = shard(3 - level)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.zero_()
+        assert not torch.equal(other(x), expected)
+        state = other.state_dict()
+        dcp.load({"model": state}, checkpoint_id=folder)
+        other.load_state_dict(state)
+        assert torch.equal(other(x), expected)
+    for (name, mine), theirs in zip(model.state_dict().items(), other.state_dict().values()):
+        assert torch.equal(full_tensor(mine), full_tensor(theirs)), name
+
+
+@pytest.mark.parametrize("level", [0, 1])
+def test_checkpoints_hold_the_bytes(ranks: Ranks, tmp_path: Path, level: int) -> None:
+    ranks(2, save_and_load, str(tmp_path / "checkpoint"), level)
