@@ -141,7 +141,7 @@ def _load_sharded(
         loaded = dist_checkpointing.load(
             content,
             str(source),
-            sharded_strategy=load_strategy(args, source),
+            sharded_strategy=load_strategy(args),
             strict=StrictHandling(strict),
         )
     except (CheckpointingException, KeyError, RuntimeError) as error:

@@ -23,16 +23,15 @@ from typing import Any
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
-from megatron.core.dist_checkpointing.serialization import (
-    get_default_load_sharded_strategy,
-    get_default_save_sharded_strategy,
-)
+from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelLoadStrategyWrapper,
     FullyParallelSaveStrategyWrapper,
 )
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from megatron.fsdp.engine.collectives import agree
 
@@ -86,17 +85,31 @@ def _new_strategy(args: argparse.Namespace) -> Any:
     )
 
 
-def load_strategy(args: argparse.Namespace, source: Path) -> Any:
-    """Return the strategy of a load; None for Megatron-Core's own choice.
+class LoadStrategy(TorchDistLoadShardedStrategy):
+    """Megatron-Core's load, which can list the tensors of a file with torch 2.15 too."""
+
+    def load_tensors_metadata(
+        self, checkpoint_dir: Path, metadata: Metadata
+    ) -> dict[str, ShardedTensor]:
+        """Return the tensors of a checkpoint, without data."""
+        for entry in metadata.state_dict_metadata.values():
+            if isinstance(entry, TensorStorageMetadata):
+                # Megatron-Core (0.16 to 0.19) calls torch.empty with all fields. This one, new in
+                # torch 2.15, is no argument of it.
+                vars(entry.properties).pop("strides", None)
+        return super().load_tensors_metadata(checkpoint_dir, metadata)
+
+
+def load_strategy(args: argparse.Namespace) -> Any:
+    """Return the strategy of a load.
 
     With ``args.ckpt_fully_parallel_load``, of the data-parallel ranks that need the same tensor one
-    reads it from ``source`` and sends it to the others.
+    reads it and sends it to the others.
     """
     if not args.ckpt_fully_parallel_load:
-        return None
+        return LoadStrategy()
     return FullyParallelLoadStrategyWrapper(
-        get_default_load_sharded_strategy(str(source)),
-        parallel_state.get_data_parallel_group(with_context_parallel=True),
+        LoadStrategy(), parallel_state.get_data_parallel_group(with_context_parallel=True)
     )
 
 
