@@ -11,7 +11,8 @@ from unittest.mock import patch
 
 import pytest
 
-from megatron.checkpoint.integrity.manifest import MANIFEST
+from megatron.checkpoint.dcp.stored_checkpoint import StoredCheckpoint
+from megatron.checkpoint.integrity.manifest import MANIFEST, Manifest, digests_of_rank
 from megatron.checkpoint.store import directory
 from megatron.checkpoint.store.directory import TRACKER
 from megatron.checkpoint.torch_dist.checkpoint import MARKER
@@ -21,6 +22,7 @@ from megatron.pretrain.checkpoints.checkpoint_source import CheckpointSource, Da
 from megatron.pretrain.checkpoints.save_directory import refuse_overwriting, settle
 from megatron.pretrain.errors import RunError
 from tests.pretrain.test_pretrain_gpt import cut, tree
+from tests.support.checkpoint import samples
 from tests.support.pretrain.saved_runs import LINE
 from tests.support.pretrain.training_runs import Record, refuse, train
 from tests.support.rank_pool import run_ranks
@@ -86,6 +88,28 @@ def test_a_damaged_marker_of_torch_dist_is_found_without_a_manifest(
     found, damage = newest(folder)
     assert found.path == folder / "iter_0000001"
     assert f"{source / MARKER} is damaged" in damage[source]
+
+
+@pytest.fixture
+def common_object(tmp_path: Path) -> Path:
+    """Copy a checkpoint whose common state is an object beside tensors, as 0.19 writes it."""
+    sample = samples.torch_dist(samples.WITHOUT_COMMON_FILE)
+    return samples.iteration(samples.writable_copy(sample, tmp_path / "sample"))
+
+
+def test_files_of_tensors_are_left_to_all_ranks(common_object: Path) -> None:
+    Manifest(common_object, digests_of_rank(common_object, 0, 1)).write()
+    flip(common_object / "__0_0.distcp")
+    assert newest(common_object.parent)[1] == {}
+    assert StoredCheckpoint(common_object).damaged_files()
+
+
+def test_an_unfinished_checkpoint_is_no_other_format(common_object: Path) -> None:
+    """Megatron-Core writes the marker last."""
+    (common_object / MARKER).unlink()
+    for given in (dict(ckpt_step=3), {}):
+        with pytest.raises(ValueError, match=f"has no {MARKER}, which is written last"):
+            newest(common_object.parent, **given)
 
 
 def test_a_checkpoint_under_the_name_of_another_iteration_is_told(folder: Path) -> None:

@@ -90,6 +90,8 @@ def find_source(args: argparse.Namespace, say: Say, damage: Damage) -> Checkpoin
         path = directory.find(root, iteration)
         if path is None:
             raise ValueError(_absent(root, iteration))
+        if is_given and (wrong := _damage_of(path, args)):
+            raise ValueError(wrong)
         is_weights = weights_only or iteration == directory.RELEASE
         return CheckpointSource(path, iteration, is_weights, not is_given)
     if pretrained:
@@ -221,8 +223,6 @@ def _newest_sound(root: str, args: argparse.Namespace, damage: Damage) -> int | 
     refused = []
     for iteration in candidates:
         found = directory.find(root, iteration) or directory.iteration_directory(root, iteration)
-        if found not in damage:
-            stores.fetch(found)
         wrong = damage.get(found) or _damage_of(found, args)
         if wrong is None:
             return iteration
@@ -308,11 +308,11 @@ def _damage_of(path: Path, args: argparse.Namespace) -> str | None:
     These are missing, cut and foreign files, changes of small ones, and unreadable arguments.
     Tensors are compared later, by all ranks.
     """
+    stores.fetch(path)
     try:
-        verify = not args.no_verify_integrity
-        if not (path / METADATA).is_file():
-            StoredCheckpoint(path, verify)  # says what else is missing
-        opened = open_checkpoint(path, verify)
+        StoredCheckpoint(path, verify=not args.no_verify_integrity)
+        # Objects have checksums of their own; digests would read files of tensors as a whole.
+        opened = open_checkpoint(path, verify=False)
         if opened.format == TORCH_DIST:
             check_marker(path)
             read_common(opened.dcp_files())

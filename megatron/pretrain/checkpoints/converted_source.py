@@ -14,12 +14,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from megatron.checkpoint.commands.formats import (
-    FSDP_DTENSOR,
-    HUGGING_FACE,
-    TORCH_DIST,
-    open_checkpoint,
-)
+from megatron.checkpoint.commands.formats import FSDP_DTENSOR, HUGGING_FACE, TORCH_DIST
 from megatron.checkpoint.core.spelling import choose_spelling
 from megatron.checkpoint.core.training_state import TrainingState
 from megatron.checkpoint.dcp.dcp_target import EntryReader
@@ -43,11 +38,7 @@ def format_of(source: Path) -> str:
         return HUGGING_FACE
     if not (source / METADATA).is_file():
         raise ValueError(f"{source} is no complete checkpoint: it has no {METADATA}")
-    if (source / torch_dist.MARKER).is_file():
-        return TORCH_DIST
-    if (source / torch_dist.COMMON_FILE).is_file():
-        open_checkpoint(source, verify=False)  # refuses a save that was not finished
-    return FSDP_DTENSOR
+    return TORCH_DIST if (source / torch_dist.MARKER).is_file() else FSDP_DTENSOR
 
 
 def open_converted(source: Path, args: argparse.Namespace, say: Say) -> EntryReader:
