@@ -23,6 +23,7 @@ from typing import IO, TYPE_CHECKING, Any, ClassVar
 
 import numpy
 import torch
+from torch.distributed.checkpoint.metadata import TensorProperties
 
 if TYPE_CHECKING:
     # The base classes below are those in Python, not those in C, which typeshed describes.
@@ -75,6 +76,7 @@ _BUILTINS = (
     *("bool", "bytearray", "bytes", "complex", "dict", "float", "frozenset", "int"),
     *("list", "range", "set", "slice", "str", "tuple"),
 )
+_NUM_PROPERTIES = len(TensorProperties().__getstate__())
 _PATHS = ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")
 _NAMES_OF_PYTHON_2 = {"xrange": "range", "unicode": "str", "long": "int"}
 """Names that `torch.save` still writes."""
@@ -210,6 +212,9 @@ class Unpickler(_PythonUnpickler):
             raise RefusedPickleError(
                 f"the pickle sets special attributes of a {type(owner).__qualname__}"
             )
+        if isinstance(owner, TensorProperties) and isinstance(state, tuple):
+            # A newer torch adds fields at the end, as 2.15 adds strides, which readers do not need.
+            self.stack[-1] = state[:_NUM_PROPERTIES]
         super().load_build()
 
     dispatch: ClassVar = {

@@ -22,7 +22,7 @@ import torch
 from megatron.core.enums import ModelType
 from megatron.core.rerun_state_machine import RerunMode
 from megatron.core.transformer.enums import AttnBackend
-from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, TensorProperties
 
 from megatron.checkpoint.dcp import safe_pickle
 from megatron.checkpoint.dcp.safe_pickle import RefusedPickleError
@@ -288,6 +288,19 @@ def test_both_spellings_of_numpy_are_read(module: str) -> None:
 def test_paths_of_every_python_are_read_as_pure_paths(module: str, name: str) -> None:
     path = safe_pickle.load(call(module, name, text("data"), text("x")))
     assert path == PurePosixPath("data/x") and type(path) is PurePosixPath
+
+
+def test_descriptions_of_tensors_by_a_newer_torch_are_read_without_its_fields(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """That is, the strides of torch 2.15, whose files earlier ones do not read."""
+    properties = TensorProperties(dtype=torch.bfloat16)
+    state = (*properties.__getstate__(), (64, 1))
+    monkeypatch.setattr(TensorProperties, "__getstate__", lambda self: state)
+    written = pickle.dumps(properties)
+    with pytest.raises(ValueError, match="too many values to unpack"):
+        pickle.loads(written)
+    assert safe_pickle.load(written) == properties
 
 
 def test_tensors_of_every_kind_come_back() -> None:
