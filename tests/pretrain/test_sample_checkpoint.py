@@ -168,9 +168,10 @@ def test_a_checkpoint_written_here_has_the_keys_and_chunks_of_the_published_one(
     for key, entry in theirs.state_dict_metadata.items():
         assert type(ours.state_dict_metadata[key]) is type(entry)
         assert getattr(ours.state_dict_metadata[key], "size", None) == getattr(entry, "size", None)
-        assert getattr(ours.state_dict_metadata[key], "properties", None) == getattr(
-            entry, "properties", None
-        )
+        if isinstance(entry, dcp.metadata.TensorStorageMetadata):
+            # torch 2.15 has the field strides too, which the published file does not have.
+            properties = {**vars(ours.state_dict_metadata[key].properties), "strides": None}
+            assert properties == {**vars(entry.properties), "strides": None}
     assert ours.planner_data == theirs.planner_data
 
 

@@ -148,6 +148,8 @@ def test_without_manifest_a_lost_file_of_torch_dist_is_damage_of_the_newest(
     copy = without_manifest(shutil.copytree(saved["torch_dist"], tmp_path / "copy"))
     newer = shutil.copytree(copy / ITERATION, copy / "iter_0000002")
     (copy / TRACKER).write_text("2")
+    if not (newer / name).exists():
+        pytest.skip(f"this release of Megatron-Core writes no {name}")
     (newer / name).unlink()
     for flags in ("--no-load-fallback", "--ckpt-step 2"):
         error = refusal("torch_dist", copy, flags)
