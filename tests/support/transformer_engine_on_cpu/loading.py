@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Import of Transformer Engine into this process, with its kernels emulated.
+
+The import cannot be taken back, and Megatron-Core and transformers look for the package: call
+`use` in processes that nobody else's tests run in.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import os
+import sys
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from tests.support.transformer_engine_on_cpu import kernel_module
+from tests.support.transformer_engine_on_cpu.torch_on_cpu import TorchOnCpu
+from tests.support.transformer_engine_on_cpu.wheel import unpack
+
+HOPPER = (9, 0)
+BLACKWELL = (10, 0)
+
+ENVIRONMENT = {
+    "NVTE_PROJECT_BUILDING": "1",  # loads no CUDA libraries
+    "NVTE_TORCH_COMPILE": "0",  # functions that it compiles on import
+    "NVTE_FLASH_ATTN": "0",
+    "NVTE_FUSED_ATTN": "0",
+}
+NOT_NEEDED = (
+    *("triton", "triton.language", "triton.language.core", "triton.language.standard"),
+    *("onnx", "onnxscript"),
+)
+"""Modules that files import and that only kernels in triton or an export to ONNX use."""
+
+
+def use(capability: tuple[int, int] = BLACKWELL) -> types.ModuleType:
+    """Import `transformer_engine.pytorch` for an emulated device, and return it.
+
+    The capability decides what tensors there are: with `HOPPER`, FP8 weights have a transposed
+    copy, and MXFP8 and NVFP4 are refused. A second call returns the same module.
+
+    Raises:
+        RuntimeError: it is there already, for another capability.
+    """
+    loaded = _load(capability)
+    if loaded.capability != capability:
+        raise RuntimeError(f"Transformer Engine is loaded for {loaded.capability} already")
+    return importlib.import_module("transformer_engine.pytorch")
+
+
+@functools.cache
+def _load_once() -> dict[str, Any]:
+    return {}
+
+
+def _load(capability: tuple[int, int]) -> Any:
+    """Import the package and replace what CUDA is needed for; return the `torch.cuda` it sees."""
+    known = _load_once()
+    if "cuda" in known:
+        return known["cuda"]
+    os.environ.update(ENVIRONMENT)
+    # Before the placeholders: it looks for triton when it is imported, and remembers what it found.
+    importlib.import_module("torch._dynamo")
+    sys.path.append(str(unpack()))  # last: what it has besides is nobody's first choice
+    sys.modules[kernel_module.NAME] = kernel_module.build()
+    with _placeholders(), _without_compiled_libraries():
+        importlib.import_module("transformer_engine.pytorch")
+    seen = TorchOnCpu(capability)
+    for module in _modules():
+        for name, value in list(vars(module).items()):
+            if value is torch:
+                setattr(module, name, seen)
+    _replace_everywhere("_empty_tensor", functools.cache(lambda: torch.empty(0)))
+    known["cuda"] = seen.cuda
+    return seen.cuda
+
+
+def _modules() -> list[types.ModuleType]:
+    return [
+        module
+        for name, module in sys.modules.items()
+        if name.split(".")[0] == "transformer_engine" and module is not None
+    ]
+
+
+def _replace_everywhere(name: str, function: Callable[..., Any]) -> None:
+    """Replace a function in each module that imports it by its name."""
+    for module in _modules():
+        if name in vars(module):
+            setattr(module, name, function)
+
+
+class Placeholder(types.ModuleType):
+    """A module that has every name; each is a placeholder, which may be called and indexed."""
+
+    __version__ = "0"
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return Placeholder(name)
+
+    def __call__(self, *args: object, **settings: object) -> Any:
+        return Placeholder("result")
+
+    def __getitem__(self, key: object) -> Any:
+        return Placeholder("item")
+
+
+@contextlib.contextmanager
+def _placeholders() -> Iterator[None]:
+    """Let the import find modules that are not needed; take them away after it.
+
+    torch compiles functions where it finds triton, so it must not find it later.
+    """
+    kept = {name: sys.modules.get(name) for name in NOT_NEEDED}
+    for name in NOT_NEEDED:
+        sys.modules[name] = Placeholder(name)
+    try:
+        yield
+    finally:
+        for name, module in kept.items():
+            del sys.modules[name]
+            if module is not None:
+                sys.modules[name] = module
+
+
+@contextlib.contextmanager
+def _without_compiled_libraries() -> Iterator[None]:
+    """Let the import go on where it would look for the file of compiled kernels.
+
+    The package imports its parts when it is imported itself, so the function is replaced as soon as
+    the part that defines it is there.
+    """
+
+    class Finder:
+        """Finder that comes first and replaces the function after the import of its module."""
+
+        def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+            if name == "transformer_engine.pytorch":
+                common = sys.modules["transformer_engine.common"]
+                common.load_framework_extension = lambda framework: None
+
+    finder: Any = Finder()
+    sys.meta_path.insert(0, finder)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)

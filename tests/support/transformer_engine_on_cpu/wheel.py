@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The wheel of Transformer Engine: downloaded once, unpacked, and seen by no other process.
+
+`transformer-engine` is Python alone: tensor classes, quantizers, recipes and modules. The compiled
+kernels are in other wheels, which need CUDA to be built. pip downloads it from the index that it
+is configured for, and it is unpacked into `build/transformer_engine`. Nothing goes into the
+environment: Megatron-Core and transformers would find it there and use it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import functools
+import subprocess
+import sys
+import tempfile
+import zipfile
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from tests.support.megatron_release import ROOT, DownloadError
+
+RELEASE = "2.20.2"
+UNPACKED = ROOT / "build" / "transformer_engine"
+NEEDED = ("pydantic", "einops")
+"""Packages that its modules import. Others that they name are replaced in `loading`."""
+
+
+@functools.cache  # a failed download takes a while
+def obstacle() -> str | None:
+    """Return the reason for which Transformer Engine cannot run here, or None."""
+    missing = [name for name in NEEDED if not find_spec(name)]
+    if missing:
+        return f"Transformer Engine imports {', '.join(missing)}: install with pip install"
+    try:
+        unpack()
+    except DownloadError as error:
+        return str(error)
+    return None
+
+
+def require() -> None:
+    """Skip the test, with the reason, where Transformer Engine cannot run."""
+    reason = obstacle()
+    if reason is not None:
+        pytest.skip(reason)
+
+
+def unpack() -> Path:
+    """Download and unpack the wheel unless it is there already, and return its folder.
+
+    Raises:
+        DownloadError: pip cannot download it.
+    """
+    target = UNPACKED / RELEASE
+    UNPACKED.mkdir(parents=True, exist_ok=True)
+    with open(UNPACKED / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # two test processes may need it at once
+        if not target.is_dir():
+            with tempfile.TemporaryDirectory(dir=UNPACKED) as folder:
+                with zipfile.ZipFile(download(folder)) as wheel:
+                    wheel.extractall(Path(folder, "wheel"))
+                Path(folder, "wheel").rename(target)
+    return target
+
+
+def download(folder: str) -> Path:
+    """Download the wheel into a folder and return its path."""
+    words = "download --quiet --disable-pip-version-check --retries 1 --timeout 30 --no-deps"
+    command = [sys.executable, "-m", "pip", *words.split(), "--only-binary=:all:"]
+    run = subprocess.run(
+        [*command, "--dest", folder, f"transformer-engine=={RELEASE}"],
+        text=True,
+        capture_output=True,
+    )
+    wheels = [*Path(folder).glob("*.whl")]
+    if run.returncode or not wheels:
+        reason = (run.stderr.strip().splitlines() or ["no wheel"])[-1]
+        raise DownloadError(f"pip finds no Transformer Engine {RELEASE}: {reason}")
+    return wheels[0]
