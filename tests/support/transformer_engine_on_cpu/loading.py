@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import inspect
 import os
 import sys
 import types
@@ -76,8 +77,22 @@ def _load(capability: tuple[int, int]) -> Any:
             if value is torch:
                 setattr(module, name, seen)
     _replace_everywhere("_empty_tensor", functools.cache(lambda: torch.empty(0)))
+    for function in _refuse_other_devices():
+        names = ("is_cpu" if name == "is_cuda" else name for name in function.__code__.co_names)
+        function.__code__ = function.__code__.replace(co_names=tuple(names))
     known["cuda"] = seen.cuda
     return seen.cuda
+
+
+def _refuse_other_devices() -> list[types.FunctionType]:
+    """Return the functions that raise an error unless the `is_cuda` of a tensor is true."""
+    te = sys.modules["transformer_engine.pytorch"]
+    base = sys.modules["transformer_engine.pytorch.module.base"]
+    functions = (
+        base.TransformerEngineBaseModule.prepare_forward,
+        te.DotProductAttention.forward,
+    )
+    return [inspect.unwrap(function) for function in functions]
 
 
 def _modules() -> list[types.ModuleType]:

@@ -61,12 +61,12 @@ def generic_gemm(
         before = product.to(dtype) if not grad else gelu_in.reshape(product.shape)
         product = product * derivative(gelu_of, before) if grad else gelu_of(before.float())
         gelu_in = gelu_in if grad else before
-    shape = (*([] if transb else b.size()[:-1]), product.shape[-1])
+    shape = product.shape if transb else (*b.size()[:-1], product.shape[-1])
     if out is not None:
         product = product.reshape(out.shape)
         out.copy_(out.float() + product if accumulate else product)
     else:
-        out = product.to(dtype).reshape(shape if product.numel() else product.shape)
+        out = product.to(dtype).reshape(shape)
         if quantizer is not None:
             out = quantize(out, quantizer)
     return out, bias_grad, gelu_in if gelu else None, None

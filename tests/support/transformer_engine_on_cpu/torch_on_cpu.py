@@ -70,6 +70,10 @@ class Cuda(types.ModuleType):
     def __getattr__(self, name: str) -> Any:
         return getattr(torch.cuda, name)
 
+    def is_available(self) -> bool:
+        """Return that there is a device."""
+        return True
+
     def get_device_capability(self, device: Any = None) -> tuple[int, int]:
         """Return the compute capability that is emulated."""
         return self.capability
