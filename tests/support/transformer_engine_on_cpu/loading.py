@@ -77,11 +77,27 @@ def _load(capability: tuple[int, int]) -> Any:
             if value is torch:
                 setattr(module, name, seen)
     _replace_everywhere("_empty_tensor", functools.cache(lambda: torch.empty(0)))
+    for function in _constructors_on_cuda():
+        function.__defaults__ = tuple(
+            "cpu" if default == "cuda" else default for default in function.__defaults__
+        )
     for function in _refuse_other_devices():
         names = ("is_cpu" if name == "is_cuda" else name for name in function.__code__.co_names)
         function.__code__ = function.__code__.replace(co_names=tuple(names))
     known["cuda"] = seen.cuda
     return seen.cuda
+
+
+def _constructors_on_cuda() -> list[types.FunctionType]:
+    """Return the constructors of modules whose arguments have "cuda" among their defaults."""
+    found = {}
+    for module in _modules():
+        for cls in vars(module).values():
+            if isinstance(cls, type) and issubclass(cls, torch.nn.Module):
+                function = inspect.unwrap(cls.__init__)
+                if "cuda" in (getattr(function, "__defaults__", None) or ()):
+                    found[id(function)] = function
+    return [*found.values()]
 
 
 def _refuse_other_devices() -> list[types.FunctionType]:
