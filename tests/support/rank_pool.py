@@ -79,7 +79,7 @@ def run_ranks(
     """
     if not 1 <= world_size <= MAX_WORLD_SIZE:
         raise ValueError(f"expects a world size of 1 to {MAX_WORLD_SIZE} but got {world_size}")
-    call = _pickled_call(function, args, kwargs)
+    call = pickled_call(function, args, kwargs)
     for other, idle in _groups.items():
         if other != world_size:
             idle.pause()
@@ -316,7 +316,7 @@ def _is_worn(group_counts: set[int]) -> bool:
     return len(group_counts) > 1 or not group_counts <= set(range(1, MAX_GROUPS + 1))
 
 
-def _pickled_call(
+def pickled_call(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> bytes:
     try:

@@ -14,7 +14,7 @@ import inspect
 import os
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -39,32 +39,31 @@ NOT_NEEDED = (
 """Modules that files import and that only kernels in triton or an export to ONNX use."""
 
 
-def use(capability: tuple[int, int] = BLACKWELL) -> types.ModuleType:
+_loaded: list[tuple[int, int]] = []
+"""The capability, once the package is there."""
+
+
+def use(capability: tuple[int, int] | None = None) -> types.ModuleType:
     """Import `transformer_engine.pytorch` for an emulated device, and return it.
 
     The capability decides what tensors there are: with `HOPPER`, FP8 weights have a transposed
-    copy, and MXFP8 and NVFP4 are refused. A second call returns the same module.
+    copy, and MXFP8 and NVFP4 are refused. Without one it is `BLACKWELL`, or that of an earlier
+    call.
 
     Raises:
         RuntimeError: it is there already, for another capability.
     """
-    loaded = _load(capability)
-    if loaded.capability != capability:
-        raise RuntimeError(f"Transformer Engine is loaded for {loaded.capability} already")
-    return importlib.import_module("transformer_engine.pytorch")
+    os.environ.update(ENVIRONMENT)  # each time: ranks put it back after a job
+    if not _loaded:
+        _load(capability or BLACKWELL)
+        _loaded.append(capability or BLACKWELL)
+    if capability not in (None, *_loaded):
+        raise RuntimeError(f"Transformer Engine is loaded for {_loaded[0]} already")
+    return sys.modules["transformer_engine.pytorch"]
 
 
-@functools.cache
-def _load_once() -> dict[str, Any]:
-    return {}
-
-
-def _load(capability: tuple[int, int]) -> Any:
-    """Import the package and replace what CUDA is needed for; return the `torch.cuda` it sees."""
-    known = _load_once()
-    if "cuda" in known:
-        return known["cuda"]
-    os.environ.update(ENVIRONMENT)
+def _load(capability: tuple[int, int]) -> None:
+    """Import the package and replace what CUDA is needed for."""
     # Before the placeholders: it looks for triton when it is imported, and remembers what it found.
     importlib.import_module("torch._dynamo")
     sys.path.append(str(unpack()))  # last: what it has besides is nobody's first choice
@@ -76,16 +75,19 @@ def _load(capability: tuple[int, int]) -> Any:
         for name, value in list(vars(module).items()):
             if value is torch:
                 setattr(module, name, seen)
-    _replace_everywhere("_empty_tensor", functools.cache(lambda: torch.empty(0)))
+            elif name == "_empty_tensor":  # it moves a tensor to the device
+                setattr(module, name, _no_values)
     for function in _constructors_on_cuda():
-        function.__defaults__ = tuple(
-            "cpu" if default == "cuda" else default for default in function.__defaults__
-        )
+        defaults = ("cpu" if default == "cuda" else default for default in function.__defaults__)
+        function.__defaults__ = tuple(defaults)
     for function in _refuse_other_devices():
         names = ("is_cpu" if name == "is_cuda" else name for name in function.__code__.co_names)
         function.__code__ = function.__code__.replace(co_names=tuple(names))
-    known["cuda"] = seen.cuda
-    return seen.cuda
+
+
+@functools.cache
+def _no_values() -> torch.Tensor:
+    return torch.empty(0)
 
 
 def _constructors_on_cuda() -> list[types.FunctionType]:
@@ -117,13 +119,6 @@ def _modules() -> list[types.ModuleType]:
         for name, module in sys.modules.items()
         if name.split(".")[0] == "transformer_engine" and module is not None
     ]
-
-
-def _replace_everywhere(name: str, function: Callable[..., Any]) -> None:
-    """Replace a function in each module that imports it by its name."""
-    for module in _modules():
-        if name in vars(module):
-            setattr(module, name, function)
 
 
 class Placeholder(types.ModuleType):

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks with Transformer Engine: processes of their own, which no other test uses.
+
+    @pytest.fixture(scope="module")
+    def run() -> Iterator[RunOnRanks]:
+        transformer_engine_on_cpu.require()
+        with ranks(2) as run:
+            yield run
+
+    def weight_of_linear(size: int) -> torch.Tensor:      # at module level, as for `run_ranks`
+        te = transformer_engine_on_cpu.use()
+        ...
+
+    def test_weights_are_the_same_everywhere(run: RunOnRanks) -> None:
+        first, second = run(weight_of_linear, 64)
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from tests.support import rank_pool
+from tests.support.transformer_engine_on_cpu.loading import BLACKWELL, use
+
+RunOnRanks = Callable[..., list[Any]]
+TIMEOUT = 120.0
+
+
+@contextlib.contextmanager
+def ranks(world_size: int, capability: tuple[int, int] = BLACKWELL) -> Iterator[RunOnRanks]:
+    """Start ranks of a gloo world and yield a function that calls another one on each of them.
+
+    It returns the results in rank order. A failure of one rank ends all of them.
+    """
+    group = rank_pool.RankGroup(world_size)
+
+    def run(function: Callable[..., Any], *args: Any, **settings: Any) -> list[Any]:
+        call = rank_pool.pickled_call(_call, (capability, function, args, settings), {})
+        return group.run(call, TIMEOUT)
+
+    try:
+        yield run
+    finally:
+        group.kill()
+
+
+def _call(
+    capability: tuple[int, int],
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    settings: dict[str, Any],
+) -> Any:
+    te = use(capability)
+    # What an earlier test has left: amax histories, recipes, whether it was within an autocast
+    te.quantization.FP8GlobalStateManager.reset()
+    return function(*args, **settings)
