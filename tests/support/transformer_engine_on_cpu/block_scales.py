@@ -34,12 +34,17 @@ def put(scales: torch.Tensor, into: torch.Tensor) -> None:
     into[: scales.shape[0], : scales.shape[1]].copy_(scales)
 
 
+def quotient(number: float, by: torch.Tensor) -> torch.Tensor:
+    """Divide a number, and round once. `number / by` multiplies by the rounded inverse."""
+    return torch.div(torch.tensor(number), by)
+
+
 def scale_of(
     amax: torch.Tensor, largest: float, power_of_two: bool = False, epsilon: float = 0.0
 ) -> torch.Tensor:
     """Return the factors with which values up to `amax` fill the range up to `largest`."""
     amax = amax.float().clamp(min=epsilon)
-    scale = largest / amax
+    scale = quotient(largest, amax)
     scale = torch.where(torch.isinf(scale), FLOAT32_LARGEST, scale)
     if power_of_two:  # cut the mantissa off
         scale = (scale.contiguous().view(torch.int32) & -0x800000).view(torch.float32)

@@ -110,6 +110,23 @@ def te_general_grouped_gemm(
     return biases
 
 
+def fused_multi_row_padding(
+    rows: torch.Tensor, out: torch.Tensor, splits: Sequence[int], padded: Sequence[int]
+) -> None:
+    """Write groups of rows, each filled up with zeros to its padded number."""
+    out.zero_()
+    for source, target in zip(rows.split(list(splits)), out.split(list(padded))):
+        target[: len(source)] = source
+
+
+def fused_multi_row_unpadding(
+    rows: torch.Tensor, out: torch.Tensor, padded: Sequence[int], splits: Sequence[int]
+) -> None:
+    """Write groups of rows without those that they were filled up with."""
+    for source, target in zip(rows.split(list(padded)), out.split(list(splits))):
+        target.copy_(source[: len(target)])
+
+
 def get_num_cublas_streams() -> int:
     """Return the number of workspaces that grouped products get."""
     return 1

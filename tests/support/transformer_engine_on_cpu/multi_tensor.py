@@ -7,11 +7,20 @@ Each takes the size of its chunks, a flag that says whether values overflowed, a
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 
-from tests.support.transformer_engine_on_cpu.block_scales import FLOAT32_LARGEST, scale_of
-from tests.support.transformer_engine_on_cpu.number_formats import TORCH_DTYPES, largest
+from tests.support.transformer_engine_on_cpu.block_scales import (
+    FLOAT32_LARGEST,
+    quotient,
+    scale_of,
+)
+from tests.support.transformer_engine_on_cpu.number_formats import (
+    TORCH_DTYPES,
+    largest,
+    to_float8,
+)
 from tests.support.transformer_engine_on_cpu.quantization import mx_exponents
 
 Lists = Sequence[Sequence[torch.Tensor]]
@@ -65,33 +74,57 @@ def multi_tensor_compute_scale_inv_e8m0(
         scale_inv.copy_(mx_exponents(amax))
 
 
-def multi_tensor_adam(
-    chunk: int,
-    noop: torch.Tensor,
-    lists: Lists,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    epsilon: float,
-    step: int,
-    decoupled: int,
-    bias_correction: int,
-    weight_decay: float,
-) -> None:
-    """Update parameters (and master weights, the last list, if it is there) by Adam or AdamW."""
-    corrections = (1 - beta1**step, 1 - beta2**step) if bias_correction else (1.0, 1.0)
+class AdamStep(NamedTuple):
+    """The numbers of one step of Adam, in the order in which the kernels get them."""
+
+    lr: float
+    beta1: float
+    beta2: float
+    epsilon: float
+    step: int
+    decoupled: int
+    bias_correction: int
+    weight_decay: float
+
+    def update(
+        self, grad: torch.Tensor, weight: torch.Tensor, *averages: torch.Tensor
+    ) -> torch.Tensor:
+        """Update the averages of a gradient and of its square; return the new weight."""
+        corrections = (1.0, 1.0)
+        if self.bias_correction:
+            corrections = (1 - self.beta1**self.step, 1 - self.beta2**self.step)
+        weight, grad = weight.float(), grad.float()
+        if not self.decoupled:
+            grad = grad + self.weight_decay * weight
+        first = self.beta1 * averages[0].float() + (1 - self.beta1) * grad
+        second = self.beta2 * averages[1].float() + (1 - self.beta2) * grad * grad
+        update = (first / corrections[0]) / ((second / corrections[1]).sqrt() + self.epsilon)
+        if self.decoupled:
+            update = update + self.weight_decay * weight
+        averages[0].copy_(first)
+        averages[1].copy_(second)
+        return weight - self.lr * update
+
+
+def multi_tensor_adam(chunk: int, noop: torch.Tensor, lists: Lists, *numbers: Any) -> None:
+    """Update parameters, and their master weights if these are the last list."""
+    step = AdamStep(*numbers)
     for grad, param, exp_avg, exp_avg_sq, *master in zip(*lists):
-        weight = (master[0] if master else param).float()
-        grad = grad.float() if decoupled else grad.float() + weight_decay * weight
-        first = beta1 * exp_avg.float() + (1 - beta1) * grad
-        second = beta2 * exp_avg_sq.float() + (1 - beta2) * grad * grad
-        update = (first / corrections[0]) / ((second / corrections[1]).sqrt() + epsilon)
-        if decoupled:
-            update = update + weight_decay * weight
-        exp_avg.copy_(first)
-        exp_avg_sq.copy_(second)
+        weight = step.update(grad, master[0] if master else param, exp_avg, exp_avg_sq)
         for target in (param, *master):
-            target.copy_(weight - lr * update)
+            target.copy_(weight)
+
+
+def multi_tensor_adam_fp8(chunk: int, noop: torch.Tensor, lists: Lists, *numbers: Any) -> None:
+    """Update master weights, and cast them to FP8 parameters with delayed scaling."""
+    *numbers_of_step, dtype = numbers
+    step = AdamStep(*numbers_of_step)
+    for grad, data, exp_avg, exp_avg_sq, master, scale, amax, scale_inv in zip(*lists):
+        weight = step.update(grad, master, exp_avg, exp_avg_sq)
+        master.copy_(weight)
+        data.copy_(to_float8(weight * scale, TORCH_DTYPES[dtype]))
+        amax.copy_(torch.maximum(amax, weight.abs().max()))
+        scale_inv.copy_(1 / scale)
 
 
 def fused_amax_and_scale_update_after_reduction(
@@ -116,5 +149,5 @@ def fused_amax_and_scale_update_after_reduction(
             amax = torch.maximum(latest, history[1:].amax(dim=0))
         history.copy_(torch.cat((history[1:], latest[None])))
         history[0] = 0
-        updated = (limit / amax).clamp(max=FLOAT32_LARGEST)
+        updated = quotient(limit, amax).clamp(max=FLOAT32_LARGEST)
         scale.copy_(torch.where(torch.isfinite(amax) & (amax > 0), updated, scale))

@@ -13,6 +13,7 @@ import torch
 from tests.support.transformer_engine_on_cpu.block_scales import (
     FLOAT32_LARGEST,
     amax_of_blocks,
+    quotient,
     spread,
 )
 from tests.support.transformer_engine_on_cpu.number_formats import (
@@ -30,7 +31,7 @@ RANGE = largest(SCALE_DTYPE) * FP4_LARGEST
 
 def scale_of_tensor(amax: torch.Tensor) -> torch.Tensor:
     """Return the factor with which the largest scale of a block fills its FP8 type."""
-    scale = (RANGE / amax.float()).clamp(max=FLOAT32_LARGEST)
+    scale = quotient(RANGE, amax.float()).clamp(max=FLOAT32_LARGEST)
     return torch.where(scale == 0, 1.0, scale)
 
 

@@ -1,0 +1,367 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Transformer Engine's classes run on CPU ranks, and the emulated kernels compute what they should.
+
+Where the package has numerics in Python, the kernels agree with them bit by bit.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.support import transformer_engine_on_cpu
+from tests.support.megatron_release import DownloadError
+from tests.support.transformer_engine_on_cpu import BLACKWELL, HOPPER, use, wheel
+from tests.support.transformer_engine_on_cpu.quantization import values
+from tests.support.transformer_engine_on_cpu.ranks import RunOnRanks, ranks
+
+ERRORS = {
+    "DelayedScaling": 0.15,
+    "Float8CurrentScaling": 0.12,
+    "Float8BlockScaling": 0.1,
+    "MXFP8BlockScaling": 0.1,
+    "NVFP4BlockScaling": 0.35,
+}
+"""Recipe -> the largest error that the gradients of the modules here may have with it."""
+RECIPES = tuple(ERRORS)
+MODULES = {
+    "linear": ("Linear", dict(in_features=128, out_features=256)),
+    "layernorm_linear": ("LayerNormLinear", dict(in_features=128, out_features=256)),
+    "rmsnorm_linear": (
+        "LayerNormLinear",
+        dict(in_features=128, out_features=256, normalization="RMSNorm", bias=False),
+    ),
+    "layernorm_mlp": ("LayerNormMLP", dict(hidden_size=128, ffn_hidden_size=256)),
+    "swiglu_mlp": (
+        "LayerNormMLP",
+        dict(hidden_size=128, ffn_hidden_size=256, activation="swiglu", bias=False),
+    ),
+    "grouped_linear": ("GroupedLinear", dict(num_gemms=2, in_features=128, out_features=256)),
+    "transformer_layer": (
+        "TransformerLayer",
+        dict(
+            hidden_size=128,
+            ffn_hidden_size=256,
+            num_attention_heads=4,
+            hidden_dropout=0.0,
+            attention_dropout=0.0,
+            fuse_qkv_params=True,  # quantized weights cannot be split
+        ),
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def blackwell() -> Iterator[RunOnRanks]:
+    transformer_engine_on_cpu.require()
+    with ranks(2, BLACKWELL) as run:
+        yield run
+
+
+@pytest.fixture(scope="module")
+def hopper() -> Iterator[RunOnRanks]:
+    transformer_engine_on_cpu.require()
+    with ranks(2, HOPPER) as run:
+        yield run
+
+
+def matrix(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """Return random values whose rows and columns differ in size, with zeros in places."""
+    generator = torch.Generator().manual_seed(7)
+    result = torch.randn(shape, generator=generator)
+    result *= torch.logspace(-2, 2, shape[-1]) * torch.logspace(1, -1, shape[0])[:, None]
+    result[:, :40] = 0
+    result[3, 2:9] = torch.tensor([1e-6, -1e-6, 0.25, -0.75, 2.5, -5.0, 1e-20])
+    return result.to(dtype)
+
+
+# ---- loading
+
+
+def test_a_wheel_that_pip_does_not_find_is_an_obstacle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.delenv("PIP_FIND_LINKS", raising=False)
+    monkeypatch.setattr(wheel, "UNPACKED", tmp_path)
+    with pytest.raises(DownloadError, match="pip finds no Transformer Engine"):
+        wheel.unpack()
+    assert [*tmp_path.iterdir()] == [tmp_path / "lock"]
+
+
+def what_is_there() -> tuple[bool, ...]:
+    use()
+    names = ("transformer_engine.pytorch", "triton", "onnxscript", "onnx")
+    return tuple(name in sys.modules for name in names)
+
+
+def test_only_ranks_that_use_it_see_the_package(blackwell: RunOnRanks) -> None:
+    expected = (True, *(name in sys.modules for name in ("triton", "onnxscript", "onnx")))
+    assert blackwell(what_is_there) == [expected] * 2
+    assert "transformer_engine" not in sys.modules
+    assert wheel.RELEASE not in "".join(sys.path) and not find_spec("transformer_engine")
+
+
+def call_what_is_missing() -> str:
+    use()
+    import transformer_engine_torch
+
+    with pytest.raises(NotImplementedError) as caught:
+        transformer_engine_torch.fused_rope_forward(1, 2)
+    return str(caught.value)
+
+
+def test_a_kernel_that_is_not_emulated_says_so(blackwell: RunOnRanks) -> None:
+    assert blackwell(call_what_is_missing)[0] == "the kernel fused_rope_forward is not emulated"
+
+
+# ---- numerics that the package has in Python
+
+
+def compare_current_scaling(dtype: torch.dtype, number: int, settings: dict[str, Any]) -> None:
+    te = use()
+    from transformer_engine.pytorch.custom_recipes.reference_current_scaling import (
+        CurrentScalingQuantizerRef,
+    )
+
+    fp8 = {7: torch.float8_e4m3fn, 8: torch.float8_e5m2}[number]
+    names = {"pow_2_scales": "force_pow_2_scales", "eps": "amax_epsilon"}
+    own = {names[name]: value for name, value in settings.items()}
+    x = matrix(96, 160, dtype=dtype)
+    result = te.Float8CurrentScalingQuantizer(te.DType(number), "cpu", **own)(x)
+    expected = CurrentScalingQuantizerRef(fp8, **settings).quantize(x)
+    assert torch.equal(result._data, expected.data.view(torch.uint8))
+    assert torch.equal(result._scale_inv, expected.scale)
+    if result._transpose is not None:
+        assert torch.equal(result._transpose, expected.data_t.view(torch.uint8))
+    dequantized = CurrentScalingQuantizerRef(fp8).dequantize(expected.data, expected.scale)
+    assert torch.equal(result.dequantize(dtype=torch.float32), dequantized)
+
+
+@pytest.mark.parametrize("settings", [{}, {"pow_2_scales": True}, {"eps": 1e4}], ids=str)
+@pytest.mark.parametrize("number", [7, 8], ids=["e4m3", "e5m2"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+def test_current_scaling_is_that_of_the_reference(
+    hopper: RunOnRanks, dtype: torch.dtype, number: int, settings: dict[str, Any]
+) -> None:
+    hopper(compare_current_scaling, dtype, number, settings)
+
+
+def compare_nvfp4(dtype: torch.dtype, tile: tuple[int, int], rotated: bool) -> None:
+    te = use()
+    from transformer_engine.pytorch.custom_recipes import reference_nvfp4, reference_utils
+
+    x = matrix(96, 160, dtype=dtype)
+    expected = reference_nvfp4.NVFP4QuantizerRef(
+        dtype=reference_utils.Fp4Formats.E2M1, quant_tile_shape=tile, with_rht=rotated
+    ).quantize(x)
+    quantizer = te.NVFP4Quantizer(
+        with_rht=rotated, with_post_rht_amax=rotated, with_2d_quantization=tile == (16, 16)
+    )
+    result = quantizer(x)
+    assert torch.equal(result._rowwise_data, expected.data)
+    assert torch.equal(result._rowwise_scale_inv[:96, :10], expected.scale.view(torch.uint8))
+    assert torch.equal(result._amax_rowwise, expected.global_amax_row)
+    assert torch.equal(result._columnwise_data, expected.data_t)
+    assert torch.equal(result._columnwise_scale_inv[:160, :6], expected.scale_t.view(torch.uint8))
+    assert torch.equal(result._amax_columnwise, expected.global_amax_col)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tile", "rotated"),
+    [
+        (torch.bfloat16, (1, 16), False),
+        (torch.float32, (1, 16), False),
+        (torch.bfloat16, (1, 16), True),
+        (torch.bfloat16, (16, 16), False),
+        (torch.float32, (16, 16), False),
+    ],
+    ids=["bf16", "fp32", "bf16-rotated", "bf16-tiles", "fp32-tiles"],
+)
+def test_nvfp4_is_that_of_the_reference(
+    blackwell: RunOnRanks, dtype: torch.dtype, tile: tuple[int, int], rotated: bool
+) -> None:
+    blackwell(compare_nvfp4, dtype, tile, rotated)
+
+
+def compare_delayed_scaling(algorithm: str, margin: int) -> None:
+    use()
+    import transformer_engine_torch
+    from transformer_engine.common import recipe
+    from transformer_engine.pytorch.quantization import _amax_and_scale_update
+
+    settings = recipe.DelayedScaling(amax_compute_algo=algorithm, margin=margin)
+    history = 2.0 ** torch.randint(-9, 9, (5, 3))  # what is not a power of two is rounded twice
+    history[:, 1] = 0  # never used
+    expected_history, expected_scale = history.clone(), torch.tensor([1.0, 2.0, 3.0])
+    _amax_and_scale_update(expected_history, expected_scale, 448.0, settings)
+    scale = torch.tensor([1.0, 2.0, 3.0])
+    transformer_engine_torch.fused_amax_and_scale_update_after_reduction(
+        history[0].clone(), [history], [scale], algorithm, 7, margin
+    )
+    assert torch.equal(scale, expected_scale)
+    assert torch.equal(history, expected_history)
+
+
+@pytest.mark.parametrize("margin", [0, 2])
+@pytest.mark.parametrize("algorithm", ["max", "most_recent"])
+def test_delayed_scaling_is_updated_as_without_the_kernel(
+    blackwell: RunOnRanks, algorithm: str, margin: int
+) -> None:
+    blackwell(compare_delayed_scaling, algorithm, margin)
+
+
+# ---- numerics that are only in kernels: by their definitions
+
+
+def quantize_mxfp8(x: torch.Tensor) -> dict[str, torch.Tensor]:
+    te = use()
+    result = te.MXFP8Quantizer(te.DType.kFloat8E4M3)(x)
+    inner = {name: getattr(result, name) for name, _ in type(result)._INNER_TENSORS}
+    read = {"values": values(result), "values_columnwise": values(result, columnwise=True)}
+    return {**inner, **read, "dequantized": result.dequantize(dtype=torch.float32)}
+
+
+def block_by_block(x: torch.Tensor, largest: float = 448.0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what 32 values of a row become, and the E8M0 scales: one block after the other."""
+    result, scales = torch.empty_like(x, dtype=torch.float32), []
+    for row, target in zip(x.float(), result):
+        for block, out in zip(row.split(32), target.split(32)):
+            amax = block.abs().max()
+            exponent = torch.log2(amax / largest).ceil().clamp(min=-127)
+            scales.append(int(exponent) + 127)
+            scale = 2.0**exponent if amax else torch.tensor(1.0)
+            out.copy_((block / scale).to(torch.float8_e4m3fn).float() * scale)
+    return result, torch.tensor(scales, dtype=torch.uint8).reshape(x.shape[0], -1)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+def test_mxfp8_has_a_power_of_two_for_32_values(blackwell: RunOnRanks, dtype: torch.dtype) -> None:
+    x = matrix(64, 160, dtype=dtype)
+    (result, _) = blackwell(quantize_mxfp8, x)
+    rows, scales = block_by_block(x)
+    columns, scales_t = block_by_block(x.T)
+    assert torch.equal(result["_rowwise_scale_inv"][:64, :5], scales)
+    assert torch.equal(result["_columnwise_scale_inv"][:2, :160], scales_t.T)
+    assert torch.equal(result["values"], rows) and torch.equal(result["dequantized"], rows)
+    assert torch.equal(result["values_columnwise"], columns.T)
+
+
+def quantize_in_blocks(x: torch.Tensor, dims: int, power_of_two: bool) -> list[torch.Tensor]:
+    te = use()
+    result = te.Float8BlockQuantizer(
+        te.DType.kFloat8E4M3,
+        rowwise=True,
+        columnwise=True,
+        block_scaling_dim=dims,
+        force_pow_2_scales=power_of_two,
+    )(x)
+    found = [values(result), values(result, columnwise=True)]
+    found.append(result.dequantize(dtype=torch.float32))
+    result.update_usage(rowwise_usage=False)
+    return [*found, result.dequantize(dtype=torch.float32)]
+
+
+def tile_by_tile(x: torch.Tensor, rows: int, power_of_two: bool) -> torch.Tensor:
+    """Return what tiles of `rows` times 128 values become, one after the other."""
+    result = torch.empty_like(x, dtype=torch.float32)
+    for strip, target in zip(x.float().split(rows), result.split(rows)):
+        for tile, out in zip(strip.split(128, dim=1), target.split(128, dim=1)):
+            scale = torch.tensor(448.0) / tile.abs().max()
+            scale = torch.where(tile.any(), scale, 1.0)
+            if power_of_two:
+                scale = 2.0 ** scale.log2().floor()
+            out.copy_((tile * scale).to(torch.float8_e4m3fn).float() * (1 / scale))
+    return result
+
+
+@pytest.mark.parametrize("power_of_two", [True, False], ids=["power_of_two", "any_scale"])
+@pytest.mark.parametrize("dims", [1, 2], ids=["rows", "tiles"])
+def test_blocks_are_scaled_as_the_package_reads_them(
+    blackwell: RunOnRanks, dims: int, power_of_two: bool
+) -> None:
+    x = matrix(160, 300)
+    rows = 1 if dims == 1 else 128
+    expected = tile_by_tile(x, rows, power_of_two)
+    columnwise = tile_by_tile(x.T, rows, power_of_two).T
+    found = blackwell(quantize_in_blocks, x, dims, power_of_two)[0]
+    for result, wanted in zip(found, (expected, columnwise, expected, columnwise)):
+        assert torch.equal(result, wanted)
+
+
+# ---- modules
+
+
+def gradients(module: Any, x: torch.Tensor, recipe: Any = None) -> list[torch.Tensor]:
+    """Return the output and all gradients; delayed scaling has three passes to learn its scales."""
+    te = use()
+    splits = ([96, 160],) if isinstance(module, te.GroupedLinear) else ()
+    for _ in range(3 if recipe is not None else 1):
+        module.zero_grad()
+        leaf = x.clone().requires_grad_()
+        with te.autocast(enabled=recipe is not None, recipe=recipe):
+            output = module(leaf, *splits)
+        output.backward(output.detach())  # of half its square
+    grads = [param.grad for param in module.parameters()]
+    return [tensor.detach().float() for tensor in (output, leaf.grad, *grads)]
+
+
+def module_and_plain(name: str, recipe_name: str, quantized: bool) -> tuple[Any, Any, Any]:
+    te = use()
+    from transformer_engine.common import recipe as recipes
+
+    recipe = getattr(recipes, recipe_name)()
+    cls, settings = MODULES[name]
+    built = []
+    for enabled in (False, quantized):
+        torch.manual_seed(3)
+        with te.quantized_model_init(enabled, recipe, preserve_high_precision_init_val=True):
+            built.append(getattr(te, cls)(**settings, params_dtype=torch.bfloat16))
+    return built[1], built[0], recipe
+
+
+def errors_of_module(name: str, recipe_name: str, quantized: bool) -> list[float]:
+    """Return the relative errors of the output and all gradients."""
+    module, plain, recipe = module_and_plain(name, recipe_name, quantized)
+    num_quantized = 0
+    for param, initial in zip(module.parameters(), plain.parameters()):
+        if hasattr(param, "get_high_precision_init_val"):
+            num_quantized += 1
+            assert torch.equal(param.get_high_precision_init_val(), initial)
+    weights = sum(param.dim() == 2 for param in plain.parameters())
+    assert num_quantized == (weights if quantized else 0)
+    torch.manual_seed(4)
+    shape = (64, 4, 128) if name == "transformer_layer" else (256, 128)
+    x = torch.randn(shape, dtype=torch.bfloat16)
+    expected, found = gradients(plain, x), gradients(module, x, recipe)
+    return [((b - a).norm() / a.norm()).item() for a, b in zip(expected, found)]
+
+
+@pytest.mark.seldom("swiglu_mlp-*", "rmsnorm_linear-*", "*_linear-Float8BlockScaling-*")
+@pytest.mark.parametrize("quantized", [False, True], ids=["cast", "quantized"])
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("name", MODULES)
+def test_modules_compute_within_the_error_of_the_format(
+    blackwell: RunOnRanks, name: str, recipe: str, quantized: bool
+) -> None:
+    first, second = blackwell(errors_of_module, name, recipe, quantized)
+    assert 0 < max(first) < ERRORS[recipe], first
+    if recipe != "NVFP4BlockScaling":  # it rounds gradients at random
+        assert first == second
+
+
+@pytest.mark.seldom("*_linear-*", "*_mlp-*", "linear-DelayedScaling-*")
+@pytest.mark.parametrize("quantized", [False, True], ids=["cast", "quantized"])
+@pytest.mark.parametrize("recipe", RECIPES[:3])
+@pytest.mark.parametrize("name", MODULES)
+def test_modules_compute_the_same_with_transposed_weights(
+    hopper: RunOnRanks, name: str, recipe: str, quantized: bool
+) -> None:
+    assert 0 < max(hopper(errors_of_module, name, recipe, quantized)[0]) < ERRORS[recipe]
