@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Transformer Engine's classes run on CPU ranks, and the emulated kernels compute what they should.
+"""Transformer Engine is imported on CPU ranks, and its emulated kernels compute what they should.
 
 Where the package has numerics in Python, the kernels agree with them bit by bit.
 """
@@ -7,69 +7,17 @@ Where the package has numerics in Python, the kernels agree with them bit by bit
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from tests.support import transformer_engine_on_cpu
 from tests.support.megatron_release import DownloadError
-from tests.support.transformer_engine_on_cpu import BLACKWELL, HOPPER, use, wheel
+from tests.support.transformer_engine_on_cpu import use, wheel
 from tests.support.transformer_engine_on_cpu.quantization import values
-from tests.support.transformer_engine_on_cpu.ranks import RunOnRanks, ranks
-
-ERRORS = {
-    "DelayedScaling": 0.15,
-    "Float8CurrentScaling": 0.12,
-    "Float8BlockScaling": 0.1,
-    "MXFP8BlockScaling": 0.1,
-    "NVFP4BlockScaling": 0.35,
-}
-"""Recipe -> the largest error that the gradients of the modules here may have with it."""
-RECIPES = tuple(ERRORS)
-MODULES = {
-    "linear": ("Linear", dict(in_features=128, out_features=256)),
-    "layernorm_linear": ("LayerNormLinear", dict(in_features=128, out_features=256)),
-    "rmsnorm_linear": (
-        "LayerNormLinear",
-        dict(in_features=128, out_features=256, normalization="RMSNorm", bias=False),
-    ),
-    "layernorm_mlp": ("LayerNormMLP", dict(hidden_size=128, ffn_hidden_size=256)),
-    "swiglu_mlp": (
-        "LayerNormMLP",
-        dict(hidden_size=128, ffn_hidden_size=256, activation="swiglu", bias=False),
-    ),
-    "grouped_linear": ("GroupedLinear", dict(num_gemms=2, in_features=128, out_features=256)),
-    "transformer_layer": (
-        "TransformerLayer",
-        dict(
-            hidden_size=128,
-            ffn_hidden_size=256,
-            num_attention_heads=4,
-            hidden_dropout=0.0,
-            attention_dropout=0.0,
-            fuse_qkv_params=True,  # quantized weights cannot be split
-        ),
-    ),
-}
-
-
-@pytest.fixture(scope="module")
-def blackwell() -> Iterator[RunOnRanks]:
-    transformer_engine_on_cpu.require()
-    with ranks(2, BLACKWELL) as run:
-        yield run
-
-
-@pytest.fixture(scope="module")
-def hopper() -> Iterator[RunOnRanks]:
-    transformer_engine_on_cpu.require()
-    with ranks(2, HOPPER) as run:
-        yield run
+from tests.support.transformer_engine_on_cpu.ranks import RunOnRanks
 
 
 def matrix(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -294,74 +242,3 @@ def test_blocks_are_scaled_as_the_package_reads_them(
     found = blackwell(quantize_in_blocks, x, dims, power_of_two)[0]
     for result, wanted in zip(found, (expected, columnwise, expected, columnwise)):
         assert torch.equal(result, wanted)
-
-
-# ---- modules
-
-
-def gradients(module: Any, x: torch.Tensor, recipe: Any = None) -> list[torch.Tensor]:
-    """Return the output and all gradients; delayed scaling has three passes to learn its scales."""
-    te = use()
-    splits = ([96, 160],) if isinstance(module, te.GroupedLinear) else ()
-    for _ in range(3 if recipe is not None else 1):
-        module.zero_grad()
-        leaf = x.clone().requires_grad_()
-        with te.autocast(enabled=recipe is not None, recipe=recipe):
-            output = module(leaf, *splits)
-        output.backward(output.detach())  # of half its square
-    grads = [param.grad for param in module.parameters()]
-    return [tensor.detach().float() for tensor in (output, leaf.grad, *grads)]
-
-
-def module_and_plain(name: str, recipe_name: str, quantized: bool) -> tuple[Any, Any, Any]:
-    te = use()
-    from transformer_engine.common import recipe as recipes
-
-    recipe = getattr(recipes, recipe_name)()
-    cls, settings = MODULES[name]
-    built = []
-    for enabled in (False, quantized):
-        torch.manual_seed(3)
-        with te.quantized_model_init(enabled, recipe, preserve_high_precision_init_val=True):
-            built.append(getattr(te, cls)(**settings, params_dtype=torch.bfloat16))
-    return built[1], built[0], recipe
-
-
-def errors_of_module(name: str, recipe_name: str, quantized: bool) -> list[float]:
-    """Return the relative errors of the output and all gradients."""
-    module, plain, recipe = module_and_plain(name, recipe_name, quantized)
-    num_quantized = 0
-    for param, initial in zip(module.parameters(), plain.parameters()):
-        if hasattr(param, "get_high_precision_init_val"):
-            num_quantized += 1
-            assert torch.equal(param.get_high_precision_init_val(), initial)
-    weights = sum(param.dim() == 2 for param in plain.parameters())
-    assert num_quantized == (weights if quantized else 0)
-    torch.manual_seed(4)
-    shape = (64, 4, 128) if name == "transformer_layer" else (256, 128)
-    x = torch.randn(shape, dtype=torch.bfloat16)
-    expected, found = gradients(plain, x), gradients(module, x, recipe)
-    return [((b - a).norm() / a.norm()).item() for a, b in zip(expected, found)]
-
-
-@pytest.mark.seldom("swiglu_mlp-*", "rmsnorm_linear-*", "*_linear-Float8BlockScaling-*")
-@pytest.mark.parametrize("quantized", [False, True], ids=["cast", "quantized"])
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("name", MODULES)
-def test_modules_compute_within_the_error_of_the_format(
-    blackwell: RunOnRanks, name: str, recipe: str, quantized: bool
-) -> None:
-    first, second = blackwell(errors_of_module, name, recipe, quantized)
-    assert 0 < max(first) < ERRORS[recipe], first
-    if recipe != "NVFP4BlockScaling":  # it rounds gradients at random
-        assert first == second
-
-
-@pytest.mark.seldom("*_linear-*", "*_mlp-*", "linear-DelayedScaling-*")
-@pytest.mark.parametrize("quantized", [False, True], ids=["cast", "quantized"])
-@pytest.mark.parametrize("recipe", RECIPES[:3])
-@pytest.mark.parametrize("name", MODULES)
-def test_modules_compute_the_same_with_transposed_weights(
-    hopper: RunOnRanks, name: str, recipe: str, quantized: bool
-) -> None:
-    assert 0 < max(hopper(errors_of_module, name, recipe, quantized)[0]) < ERRORS[recipe]

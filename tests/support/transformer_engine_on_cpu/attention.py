@@ -21,9 +21,7 @@ def scaled_softmax_forward(x: torch.Tensor, scale: float) -> torch.Tensor:
     return torch.softmax(x.float() * scale, dim=-1).to(x.dtype)
 
 
-def scaled_softmax_backward(
-    grad: torch.Tensor, result: torch.Tensor, scale: float
-) -> torch.Tensor:
+def scaled_softmax_backward(grad: torch.Tensor, result: torch.Tensor, scale: float) -> torch.Tensor:
     """Return the gradient of the scores. Masked ones have a result of 0, thus no gradient."""
     grad32, result32 = grad.float(), result.float()
     inner = (grad32 * result32).sum(dim=-1, keepdim=True)

@@ -38,17 +38,20 @@ PARTS = (
 )
 
 
-class DType(enum.IntEnum):
-    """Types of data, with the numbers that the kernels know them by."""
-
-    kByte = 0
-    kInt32 = 2
-    kFloat32 = 4
-    kFloat16 = 5
-    kBFloat16 = 6
-    kFloat8E4M3 = 7
-    kFloat8E5M2 = 8
-    kFloat4E2M1 = 10
+DType = enum.IntEnum(
+    "DType",
+    {
+        "kByte": 0,
+        "kInt32": 2,
+        "kFloat32": 4,
+        "kFloat16": 5,
+        "kBFloat16": 6,
+        "kFloat8E4M3": 7,
+        "kFloat8E5M2": 8,
+        "kFloat4E2M1": 10,
+    },
+)
+"""Types of data, with the numbers that the kernels know them by."""
 
 
 class FP8FwdTensors(enum.IntEnum):

@@ -135,5 +135,3 @@ def get_num_cublas_streams() -> int:
 def get_cublasLt_version() -> int:  # noqa: N802 (the name in Transformer Engine)
     """Return a version that is new enough for every format."""
     return 130200
-
-

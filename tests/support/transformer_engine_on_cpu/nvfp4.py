@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The two scales of NVFP4: one of a tensor in float32, one of 16 values or of a tile in FP8.
 
-    value = FP4 value * scale of its block / scale of its tensor
+value = FP4 value * scale of its block / scale of its tensor
 """
 
 from __future__ import annotations

@@ -328,9 +328,7 @@ def bgrad_quantize(grad: torch.Tensor, quantizer: Any) -> list[Any]:
     return [as_matrix(grad).sum(dim=0).to(grad.dtype), quantize(grad, quantizer)]
 
 
-def fp8_transpose(
-    data: torch.Tensor, dtype: int, out: torch.Tensor | None = None
-) -> torch.Tensor:
+def fp8_transpose(data: torch.Tensor, dtype: int, out: torch.Tensor | None = None) -> torch.Tensor:
     """Return bytes with their last dimension first."""
     matrix = data.reshape(-1, data.shape[-1]).T
     result = matrix.reshape(data.shape[-1], *data.shape[:-1]).contiguous()

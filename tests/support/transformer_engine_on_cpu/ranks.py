@@ -1,18 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranks with Transformer Engine: processes of their own, which no other test uses.
 
-    @pytest.fixture(scope="module")
-    def run() -> Iterator[RunOnRanks]:
-        transformer_engine_on_cpu.require()
-        with ranks(2) as run:
-            yield run
+    with ranks(2) as run:
+        first, second = run(weight_of_linear, 64)       # a function at module level
 
-    def weight_of_linear(size: int) -> torch.Tensor:      # at module level, as for `run_ranks`
-        te = transformer_engine_on_cpu.use()
-        ...
-
-    def test_weights_are_the_same_everywhere(run: RunOnRanks) -> None:
-        first, second = run(weight_of_linear, 64)
+It may call `transformer_engine_on_cpu.use()` to get at the package. Tests share the ranks of a
+fixture, as a start takes seconds: `scope="module"`.
 """
 
 from __future__ import annotations

@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks with Transformer Engine, for the tests of this folder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support import transformer_engine_on_cpu
+from tests.support.transformer_engine_on_cpu import BLACKWELL, HOPPER
+from tests.support.transformer_engine_on_cpu.ranks import RunOnRanks, ranks
+
+
+@pytest.fixture(scope="package")
+def blackwell() -> Iterator[RunOnRanks]:
+    """Call functions on two ranks with Transformer Engine, for an emulated B200."""
+    transformer_engine_on_cpu.require()
+    with ranks(2, BLACKWELL) as run:
+        yield run
+
+
+@pytest.fixture(scope="package")
+def hopper() -> Iterator[RunOnRanks]:
+    """Call functions on two ranks with Transformer Engine, for an emulated H100."""
+    transformer_engine_on_cpu.require()
+    with ranks(2, HOPPER) as run:
+        yield run
