@@ -119,6 +119,86 @@ def test_modules_compute_the_same_with_transposed_weights(
     assert 0 < max(hopper(errors_of_module, name, recipe, quantized)[0]) < ERRORS[recipe]
 
 
+def differences_from_reference(name: str, recipe_name: str) -> list[float]:
+    """Return the relative differences from the recipe whose numerics the package has in Python."""
+    from transformer_engine.common import recipe as recipes
+    from transformer_engine.pytorch.custom_recipes import (
+        reference_current_scaling,
+        reference_nvfp4,
+    )
+
+    if recipe_name == "Float8CurrentScaling":
+        own, factory = recipes.Float8CurrentScaling(), "current_scaling_ref_factory"
+        reference = getattr(reference_current_scaling, factory)
+    else:
+        own = recipes.NVFP4BlockScaling(disable_stochastic_rounding=True)
+        reference = reference_nvfp4.nvfp4_ref_rht_2d_factory
+    cls, settings = MODULES[name]
+    torch.manual_seed(3)
+    module = getattr(use(), cls)(**{**settings, "bias": False}, params_dtype=torch.bfloat16)
+    x = torch.randn(256, 128, dtype=torch.bfloat16)
+    expected = gradients(module, x, recipes.CustomRecipe(qfactory=reference))
+    found = gradients(module, x, own)
+    return [((b - a).norm() / a.norm()).item() for a, b in zip(expected, found)]
+
+
+@pytest.mark.parametrize("recipe", ["Float8CurrentScaling", "NVFP4BlockScaling"])
+@pytest.mark.parametrize("name", ["linear", "rmsnorm_linear"])
+def test_modules_compute_what_they_do_with_reference_recipes(
+    blackwell: RunOnRanks, name: str, recipe: str
+) -> None:
+    largest = 0.01 if recipe == "NVFP4BlockScaling" else 0.0  # it multiplies in another order
+    assert max(blackwell(differences_from_reference, name, recipe)[0]) <= largest
+
+
+def shard_by_torch(recipe_name: str, meta: bool) -> tuple[str, bool]:
+    """Return the type of local weights, and whether outputs are those of the whole module."""
+    te = use()
+    from torch.distributed.fsdp import fully_shard
+    from transformer_engine.common import recipe as recipes
+
+    recipe = getattr(recipes, recipe_name)()
+    size = dict(in_features=256, out_features=256, params_dtype=torch.bfloat16)
+    with te.quantized_model_init(True, recipe):
+        module = te.Linear(**size, device="meta" if meta else "cpu")
+        whole = te.Linear(**size)
+    x = torch.randn(64, 256, dtype=torch.bfloat16)
+    mesh = dist.init_device_mesh("cpu", (2,))
+    fully_shard(module, mesh=mesh)
+    if meta:
+        module.reset_parameters()
+    local = module.weight._local_tensor
+    rows = torch.empty(256, 256)
+    dist.all_gather_into_tensor(rows, local.dequantize().float().contiguous())
+    with torch.no_grad():
+        whole.weight.copy_(rows.bfloat16())
+        whole.bias.copy_(module.bias.full_tensor())
+    outputs = []
+    for each in (module, whole):
+        with te.autocast(enabled=True, recipe=recipe):
+            outputs.append(each(x))
+        te.quantization.FP8GlobalStateManager.reset()
+    outputs[0].sum().backward()
+    assert module.weight.grad._local_tensor.shape == (128, 256)
+    return type(local).__name__, torch.equal(*outputs)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "meta", "local"),
+    [
+        ("DelayedScaling", False, "Float8Tensor"),
+        ("Float8CurrentScaling", False, "Float8Tensor"),
+        ("MXFP8BlockScaling", False, "MXFP8Tensor"),
+        ("Float8BlockScaling", True, "Float8BlockwiseQTensor"),
+        ("NVFP4BlockScaling", True, "NVFP4Tensor"),
+    ],
+)
+def test_quantized_weights_are_sharded_by_torch(
+    blackwell: RunOnRanks, recipe: str, meta: bool, local: str
+) -> None:
+    assert blackwell(shard_by_torch, recipe, meta) == [(local, True)] * 2
+
+
 # ---- training with master weights
 
 

@@ -80,9 +80,12 @@ def _load(capability: tuple[int, int]) -> None:
     for function in _constructors_on_cuda():
         defaults = ("cpu" if default == "cuda" else default for default in function.__defaults__)
         function.__defaults__ = tuple(defaults)
-    for function in _refuse_other_devices():
-        names = ("is_cpu" if name == "is_cuda" else name for name in function.__code__.co_names)
-        function.__code__ = function.__code__.replace(co_names=tuple(names))
+    for function in _ask_for_the_device():
+        code = function.__code__
+        function.__code__ = code.replace(
+            co_names=tuple("is_cpu" if name == "is_cuda" else name for name in code.co_names),
+            co_consts=tuple("cpu" if const == "cuda" else const for const in code.co_consts),
+        )
 
 
 @functools.cache
@@ -102,13 +105,16 @@ def _constructors_on_cuda() -> list[types.FunctionType]:
     return [*found.values()]
 
 
-def _refuse_other_devices() -> list[types.FunctionType]:
-    """Return the functions that raise an error unless the `is_cuda` of a tensor is true."""
+def _ask_for_the_device() -> list[types.FunctionType]:
+    """Return the functions that refuse a tensor, or move it, unless it is on a CUDA device."""
     te = sys.modules["transformer_engine.pytorch"]
     base = sys.modules["transformer_engine.pytorch.module.base"]
+    storage = te.tensor.storage
     functions = (
         base.TransformerEngineBaseModule.prepare_forward,
         te.DotProductAttention.forward,
+        storage.mxfp8_tensor_storage._FromMXFP8Func.forward,
+        storage.nvfp4_tensor_storage._FromNVFP4Func.forward,
     )
     return [inspect.unwrap(function) for function in functions]
 

@@ -23,20 +23,28 @@ TIMEOUT = 120.0
 
 @contextlib.contextmanager
 def ranks(world_size: int, capability: tuple[int, int] = BLACKWELL) -> Iterator[RunOnRanks]:
-    """Start ranks of a gloo world and yield a function that calls another one on each of them.
+    """Yield a function that calls another one on each rank of a gloo world.
 
-    It returns the results in rank order. A failure of one rank ends all of them.
+    It returns the results in rank order. The first call starts the ranks, and so does the first one
+    after a failure, which ends them.
     """
-    group = rank_pool.RankGroup(world_size)
+    groups: list[rank_pool.RankGroup] = []
 
     def run(function: Callable[..., Any], *args: Any, **settings: Any) -> list[Any]:
         call = rank_pool.pickled_call(_call, (capability, function, args, settings), {})
-        return group.run(call, TIMEOUT)
+        if not groups:
+            groups.append(rank_pool.RankGroup(world_size))
+        try:
+            return groups[0].run(call, TIMEOUT)
+        except BaseException:
+            groups.pop().kill()
+            raise
 
     try:
         yield run
     finally:
-        group.kill()
+        while groups:
+            groups.pop().kill()
 
 
 def _call(
