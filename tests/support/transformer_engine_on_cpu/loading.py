@@ -29,8 +29,6 @@ BLACKWELL = (10, 0)
 ENVIRONMENT = {
     "NVTE_PROJECT_BUILDING": "1",  # loads no CUDA libraries
     "NVTE_TORCH_COMPILE": "0",  # functions that it compiles on import
-    "NVTE_FLASH_ATTN": "0",
-    "NVTE_FUSED_ATTN": "0",
 }
 NOT_NEEDED = (
     *("triton", "triton.language", "triton.language.core", "triton.language.standard"),
@@ -53,7 +51,12 @@ def use(capability: tuple[int, int] | None = None) -> types.ModuleType:
     Raises:
         RuntimeError: it is there already, for another capability.
     """
-    os.environ.update(ENVIRONMENT)  # each time: ranks put it back after a job
+    # Each time: ranks put both back after a job. Last, as what the folder has besides is nobody's
+    # first choice.
+    os.environ.update(ENVIRONMENT)
+    folder = str(unpack())
+    if folder not in sys.path:
+        sys.path.append(folder)
     if not _loaded:
         _load(capability or BLACKWELL)
         _loaded.append(capability or BLACKWELL)
@@ -66,7 +69,6 @@ def _load(capability: tuple[int, int]) -> None:
     """Import the package and replace what CUDA is needed for."""
     # Before the placeholders: it looks for triton when it is imported, and remembers what it found.
     importlib.import_module("torch._dynamo")
-    sys.path.append(str(unpack()))  # last: what it has besides is nobody's first choice
     sys.modules[kernel_module.NAME] = kernel_module.build()
     with _placeholders(), _without_compiled_libraries():
         importlib.import_module("transformer_engine.pytorch")

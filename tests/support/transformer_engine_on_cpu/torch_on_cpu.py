@@ -50,7 +50,7 @@ class Device(metaclass=DeviceMeta):
     """The constructor of devices."""
 
     def __new__(cls, *args: Any, **settings: Any) -> Any:
-        if args and on_cpu(args[0]) == torch.device("cpu"):
+        if on_cpu(args[0] if args else settings.get("type")) == torch.device("cpu"):
             return torch.device("cpu")
         return torch.device(*args, **settings)
 
