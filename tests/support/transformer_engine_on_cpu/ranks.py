@@ -4,13 +4,16 @@
     with ranks(2) as run:
         first, second = run(weight_of_linear, 64)       # a function at module level
 
-It may call `transformer_engine_on_cpu.use()` to get at the package. Tests share the ranks of a
-fixture, as a start takes seconds: `scope="module"`.
+It may call `transformer_engine_on_cpu.use()` to get at the package, and Megatron-Core, imported by
+the function or its module, finds it too. Results are plain tensors and values: this process could
+not read others. Tests share the ranks of a fixture, as a start takes seconds.
 """
 
 from __future__ import annotations
 
 import contextlib
+import pickle
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -31,7 +34,9 @@ def ranks(world_size: int, capability: tuple[int, int] = BLACKWELL) -> Iterator[
     groups: list[rank_pool.RankGroup] = []
 
     def run(function: Callable[..., Any], *args: Any, **settings: Any) -> list[Any]:
-        call = rank_pool.pickled_call(_call, (capability, function, args, settings), {})
+        # Twice: the modules of a function and of its arguments are imported after the package.
+        inner = rank_pool.pickled_call(function, args, settings)
+        call = rank_pool.pickled_call(_call, (capability, inner), {})
         if not groups:
             groups.append(rank_pool.RankGroup(world_size))
         try:
@@ -47,13 +52,18 @@ def ranks(world_size: int, capability: tuple[int, int] = BLACKWELL) -> Iterator[
             groups.pop().kill()
 
 
-def _call(
-    capability: tuple[int, int],
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    settings: dict[str, Any],
-) -> Any:
+def _call(capability: tuple[int, int], call: bytes) -> Any:
+    if "transformer_engine" not in sys.modules:
+        _forget_megatron()
     te = use(capability)
     # What an earlier test has left: amax histories, recipes, whether it was within an autocast
     te.quantization.FP8GlobalStateManager.reset()
+    function, args, settings = pickle.loads(call)
     return function(*args, **settings)
+
+
+def _forget_megatron() -> None:
+    """Let Megatron-Core be imported again: the server of ranks has done so without the package."""
+    for name in list(sys.modules):
+        if name.split(".")[0] == "megatron":
+            del sys.modules[name]

@@ -31,9 +31,11 @@ NEEDED = ("pydantic", "einops")
 @functools.cache  # a failed download takes a while
 def obstacle() -> str | None:
     """Return the reason for which Transformer Engine cannot run here, or None."""
+    if find_spec("transformer_engine"):
+        return "Transformer Engine is installed: its kernels are only emulated where it is not"
     missing = [name for name in NEEDED if not find_spec(name)]
     if missing:
-        return f"Transformer Engine imports {', '.join(missing)}: install with pip install"
+        return f"Transformer Engine imports {', '.join(missing)}: install them with pip"
     try:
         unpack()
     except DownloadError as error:
