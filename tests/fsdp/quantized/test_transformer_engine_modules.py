@@ -125,6 +125,31 @@ def test_modules_compute_the_same_with_transposed_weights(
     assert 0 < max(hopper(errors_of_module, name, recipe, quantized)[0]) < ERRORS[recipe]
 
 
+def gradient_with_a_stale_copy() -> tuple[bool, bool]:
+    module, _, recipe = module_and_plain("linear", "Float8CurrentScaling", True)
+    module.weight._create_transpose()
+    module.weight._transpose.zero_()
+    output, grad, *_ = gradients(module, torch.randn(64, 128, dtype=torch.bfloat16), recipe)
+    return bool(output.any()), bool(grad.any())
+
+
+def test_a_stale_transposed_copy_is_read_as_on_the_device(hopper: RunOnRanks) -> None:
+    assert hopper(gradient_with_a_stale_copy)[0] == (True, False)
+
+
+def gradients_of_groups(recipe_name: str) -> list[bool]:
+    module, _, recipe = module_and_plain("grouped_linear", recipe_name, True)
+    with use().autocast(enabled=True, recipe=recipe):
+        output = module(torch.randn(64, 128, dtype=torch.bfloat16), [0, 64])
+    output.backward(output.detach())
+    return [bool(getattr(module, name).grad.any()) for name in ("weight0", "weight1")]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_groups_may_be_empty(blackwell: RunOnRanks, recipe: str) -> None:
+    assert blackwell(gradients_of_groups, recipe)[0] == [False, True]
+
+
 def differences_from_reference(name: str, recipe_name: str) -> list[float]:
     """Return the relative differences from the recipe whose numerics the package has in Python."""
     from transformer_engine.common import recipe as recipes

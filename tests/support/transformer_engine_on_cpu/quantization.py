@@ -279,7 +279,7 @@ def values(tensor: Any, columnwise: bool = False) -> torch.Tensor:
         return nvfp4.decode(tensor, columnwise)
     dtype = TORCH_DTYPES[tensor._fp8_dtype]
     if hasattr(tensor, "_transpose"):
-        return _per_tensor_values(tensor, dtype)
+        return _per_tensor_values(tensor, dtype, columnwise)
     side = "columnwise" if columnwise else "rowwise"
     data = getattr(tensor, f"_{side}_data")
     scales = getattr(tensor, f"_{side}_scale_inv")
@@ -297,13 +297,19 @@ def values(tensor: Any, columnwise: bool = False) -> torch.Tensor:
     return matrix.T if columnwise else matrix
 
 
-def _per_tensor_values(tensor: Any, dtype: torch.dtype) -> torch.Tensor:
-    if tensor._data is not None:
-        data = as_bytes(tensor._data).reshape(-1, tensor._data.shape[-1])
-    elif tensor._transpose is not None and not tensor._transpose_invalid:
+def _per_tensor_values(tensor: Any, dtype: torch.dtype, columnwise: bool) -> torch.Tensor:
+    from transformer_engine.pytorch.utils import is_non_tn_fp8_gemm_supported
+
+    # Devices that multiply in every layout read the one copy that there is. Others read the
+    # transposed copy: where it is stale, so is the product.
+    if columnwise and not is_non_tn_fp8_gemm_supported():
+        if tensor._transpose is None or tensor._transpose_invalid:
+            raise RuntimeError(f"{type(tensor).__name__} has no columnwise data")
         data = tensor._transpose.reshape(tensor._transpose.shape[0], -1).T.contiguous()
+    elif tensor._data is not None:
+        data = as_bytes(tensor._data).reshape(-1, tensor._data.shape[-1])
     else:
-        raise RuntimeError("Float8Tensor has no data")
+        raise RuntimeError(f"{type(tensor).__name__} has no rowwise data")
     return from_float8(data, dtype) * tensor._scale_inv.reshape(())
 
 
