@@ -187,9 +187,9 @@ class Sharder:
     ) -> ParamGroup:
         settings = self._settings
         precision = settings.precision.resolve(key.stored.dtype, key.trainable)
-        axis, device = settings.own_mesh.axes(key.is_expert).inner, settings.device
+        ranks = settings.own_mesh.axes(key.is_expert), settings.shards_outer, settings.device
         rows = settings.strategy.boundaries == "rows"
-        form = make_form(key.stored, parameters, self._module, axis, device, precision, rows)
+        form = make_form(key.stored, parameters, self._module, *ranks, precision, rows)
         return ParamGroup(
             parameters,
             settings.level,

@@ -15,7 +15,7 @@ from megatron.fsdp.engine.policy import ShardingStrategy
 from megatron.fsdp.engine.unit_choice import is_expert_parameter
 from megatron.fsdp.meta_initialisation import Initialiser, problems_of_initialisation
 from megatron.fsdp.problems import Problems
-from megatron.fsdp.quantized.stored_forms import refuse_parameters
+from megatron.fsdp.quantized.stored_forms import Sharding, refuse_parameters
 from megatron.fsdp.settings import ComputePrecision, Settings, Units, resolve_unit_modules
 from megatron.fsdp.warnings_once import IS_COMPUTE
 
@@ -41,8 +41,9 @@ def check_all(
     ignored = settings.strategy.ignored
     named = {name: one for name, one in module.named_parameters() if one not in ignored}
     problems.check(_refuse_casts_of_dtensors, named, settings)
+    divided = mesh is not None and mesh.tensor is not None
     outer, slots = settings.shards_outer, settings.memory.uses_slots
-    problems.check(refuse_parameters, named, settings.level, outer, slots)
+    problems.check(refuse_parameters, named, Sharding(settings.level, outer, slots, divided))
     found = [*_problems_of_units(module, units or ()), *_problems_of_dtypes(named)]
     if foreign := len(ignored - set(module.parameters())):
         found.append(

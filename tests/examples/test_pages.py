@@ -152,6 +152,8 @@ def runners_of(block: Block) -> list[str]:
                 ("program", PROGRAMS),
                 ("start page", ("docs/index.md",)),
                 ("readme", ("README.md",)),
+                # tests/fsdp/quantized/test_page.py
+                ("weights", ("docs/weights_of_fewer_bits.md",)),
             )
             if page in pages
         ]

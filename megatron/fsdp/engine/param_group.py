@@ -114,8 +114,9 @@ class ParamGroup:
         stored = form.buffer(self.layout, precision.compute)
         self.compute = FlatBuffer(*stored, device, name, storage, self._point_parameters)
         self.main_is_compute = precision.main_param == self.compute.flat.dtype
+        is_cast = self.compute.layout is self.layout and not self.main_is_compute
         self._casts_at_unshard = (
-            self.reshards_after_use and not self.main_is_compute and self.partition.num_outer == 1
+            self.reshards_after_use and is_cast and self.partition.num_outer == 1
         )
         self.compute_shard, self._owned_shard, self.main_shard = self._make_shards()
         if self.reshards_after_use:

@@ -30,6 +30,7 @@ from megatron.fsdp.quantized.freed_storage import allocated
 #         returns the tensor that the forward reads, and the tensors inside it; with `out`, which it
 #         has returned once, it updates that.
 #
+# FSDP2 calls the first before every gather; here it is called once after main weights have changed.
 # Classes rely on FSDP2's shards: every rank has as many rows of the weight as the others (a scale
 # is the mean of means), the last ones zeros if the ranks do not divide them. So each weight is a
 # group by itself. Its rows are those of the main weights, in their dtype; the optimizer knows

@@ -8,12 +8,12 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from megatron.fsdp.dtensor.tensor_part import get_mcore_tensor_parallel_partition_dim
 from megatron.fsdp.engine.layout import PREFER_ROWS, ROWS
+from megatron.fsdp.engine.mesh import Axes
 from megatron.fsdp.engine.param_group import ParamGroup, StoredForm
 from megatron.fsdp.engine.policy import Precision, ShardingStrategy
 from megatron.fsdp.engine.tensor_parallel import local_tensor
@@ -23,6 +23,12 @@ from megatron.fsdp.quantized.all_gather_extension import (
     values_inside,
 )
 from megatron.fsdp.quantized.frozen_bytes import BytesForm, tensors_inside
+from megatron.fsdp.quantized.transformer_engine_weights import (
+    BYTES,
+    TransformerEngineForm,
+    initial_values,
+    is_of_transformer_engine,
+)
 
 
 class FormKey(NamedTuple):
@@ -36,6 +42,8 @@ class FormKey(NamedTuple):
 def form_of(parameter: nn.Parameter) -> FormKey:
     """Return the form in which a parameter is stored."""
     local = local_tensor(parameter)
+    if is_of_transformer_engine(local) and parameter.requires_grad:
+        return FormKey(TransformerEngineForm, type(local), parameter.dtype)
     if speaks_extension(local) and values_inside(local) is not None:
         return FormKey(ExtensionForm, parameter, parameter.dtype)
     if hasattr(local, "__tensor_flatten__"):
@@ -47,7 +55,8 @@ def make_form(
     key: FormKey,
     named: dict[str, nn.Parameter],
     module: nn.Module,
-    mesh: DeviceMesh,
+    axes: Axes,
+    shards_outer: bool,
     device: torch.device,
     precision: Precision,
     only_rows: bool,
@@ -58,7 +67,8 @@ def make_form(
         key: what :func:`form_of` returns for each of the parameters.
         named: the parameters of the group by name.
         module: a module that contains them.
-        mesh: the ranks that shard them.
+        axes: the mesh axes of the parameters.
+        shards_outer: the outer axis shards optimizer state too.
         device: the device of the shards.
         precision: the dtypes of the group.
         only_rows: no cut between shards falls inside a row.
@@ -67,6 +77,10 @@ def make_form(
         return BytesForm()
     if key.form is StoredForm:
         return StoredForm(ROWS if only_rows else PREFER_ROWS)
+    if key.form is TransformerEngineForm:
+        group = axes.data_group if shards_outer else axes.inner.get_group()
+        assert group is not None  # checked with the module
+        return TransformerEngineForm(list(named.values()), group)
     ((name, parameter),) = named.items()  # the key is that of one parameter
     owners = []
     for inner in module.modules():
@@ -74,7 +88,7 @@ def make_form(
             if own is parameter:
                 owners.append((inner, own_name))
     policy = MixedPrecisionPolicy(precision.compute, precision.grad_comm)
-    return ExtensionForm(name, parameter, owners, mesh, device, precision.main_param, policy)
+    return ExtensionForm(name, parameter, owners, axes.inner, device, precision.main_param, policy)
 
 
 def refuse_own_memory(group: ParamGroup, index: int) -> None:
@@ -88,10 +102,19 @@ def refuse_own_memory(group: ParamGroup, index: int) -> None:
         )
 
 
+class Sharding(NamedTuple):
+    """The settings on which it depends whether parameters can be stored."""
+
+    level: ShardingStrategy
+    shards_outer: bool
+    uses_slots: bool
+    has_tensor_axis: bool
+
+
 Refusal = tuple[Callable[[nn.Parameter], bool], str]
 
 
-def refusals(level: ShardingStrategy, shards_outer: bool, uses_slots: bool) -> Iterator[Refusal]:
+def refusals(sharding: Sharding) -> Iterator[Refusal]:
     """Yield what is refused of parameters that are tensor subclasses, and why."""
 
     def is_extended(parameter: nn.Parameter) -> bool:
@@ -111,35 +134,52 @@ def refusals(level: ShardingStrategy, shards_outer: bool, uses_slots: bool) -> I
         " calls, have main weights to train; freeze them, or use plain parameters",
     )
     yield (
-        lambda one: is_bytes(one) and (isinstance(one, DTensor) or _is_divided(one)),
+        lambda one: is_bytes(one) and sharding.has_tensor_axis and _is_divided(one),
         "are tensor subclasses around other tensors, and divided by tensor parallelism",
     )
     yield (
         lambda one: is_bytes(one) and any(type(part) is not torch.Tensor for part in _inside(one)),
         "are tensor subclasses around tensor subclasses",
     )
-    if not level.shards_optimizer:
+
+    def is_engines(parameter: nn.Parameter) -> bool:
+        return form_of(parameter).form is TransformerEngineForm
+
+    yield (
+        lambda one: is_engines(one) and type(one).__name__ not in BYTES,
+        "of Transformer Engine cannot be sharded yet: use another recipe"
+        f" ({', '.join(BYTES)} can), or build the model without quantized_model_init",
+    )
+    yield (
+        lambda one: is_engines(one) and initial_values(one) is None,
+        "of Transformer Engine have no values before quantization: build the model in"
+        " quantized_model_init(..., preserve_high_precision_init_val=True)",
+    )
+    if not sharding.level.shards_optimizer:
+        yield is_engines, "are quantized for the shards of level 1 and more: not with level 0"
+    if sharding.uses_slots:
+        yield is_engines, "keep their codes at one place, which memory slots change"
+    if not sharding.level.shards_optimizer:
         yield is_extended, "are gathered by their class, and level 0 gathers nothing: use level 1"
-    if shards_outer:
+    if sharding.shards_outer:
         yield is_extended, "are gathered by their class over one axis: not with Strategy.outer"
-    if uses_slots:
+    if sharding.uses_slots:
         yield is_extended, "are gathered by their class, which knows no memory slots"
 
 
 def _is_divided(parameter: nn.Parameter) -> bool:
-    return get_mcore_tensor_parallel_partition_dim(parameter) is not None
+    is_ours = get_mcore_tensor_parallel_partition_dim(parameter) is not None
+    return is_ours or isinstance(parameter, DTensor)
 
 
 def _inside(parameter: nn.Parameter) -> Sequence[torch.Tensor]:
     return tensors_inside(local_tensor(parameter))
 
 
-def refuse_parameters(
-    named: dict[str, nn.Parameter], level: ShardingStrategy, shards_outer: bool, uses_slots: bool
-) -> None:
+def refuse_parameters(named: dict[str, nn.Parameter], sharding: Sharding) -> None:
     """Raise ``NotImplementedError`` for parameters that cannot be stored with these settings."""
     found = []
-    for is_refused, reason in refusals(level, shards_outer, uses_slots):
+    for is_refused, reason in refusals(sharding):
         names = [name for name, parameter in named.items() if is_refused(parameter)]
         if names:
             classes = {type(local_tensor(named[name])).__name__ for name in names}

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights of Transformer Engine that are stored in FP8 or FP4: `quantized_model_init`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+from types import ModuleType
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron.fsdp.engine.buffer import shard_view
+from megatron.fsdp.engine.layout import PREFER_ROWS, Layout, ParamPosition
+from megatron.fsdp.engine.param_group import StoredForm
+from megatron.fsdp.quantized.freed_storage import allocated
+
+# [Note: weights of Transformer Engine] Its functions for sharded training do all that depends on a
+# format; they take all weights of a group in one call:
+#
+#     quantize_master_weights     writes the codes of this rank's main weights to its shard, and the
+#                                 scales of whole weights, which a few all-reduces of maxima over
+#                                 the group make the same on all ranks
+#     post_all_gather_processing  makes of gathered codes what the backward reads: transposed copies
+#
+# So only codes are gathered, in the layout of the weights, and a shard may cut a weight anywhere.
+# They are quantized once after main weights have changed: when the backward comes, delayed scaling
+# has other scales.
+#
+# Main weights are cast to the dtype of the weight before they are quantized, as in the library.
+#
+# MXFP8 has other codes for the backward than for the forward, so it is not built yet.
+
+# Bytes of an element, by the name of the class of a weight.
+BYTES = {
+    "Float8Tensor": Fraction(1),  # delayed and current scaling
+    "Float8BlockwiseQTensor": Fraction(1),
+    "NVFP4Tensor": Fraction(1, 2),
+}
+
+
+def is_of_transformer_engine(tensor: torch.Tensor) -> bool:
+    """Return True for a quantized tensor of Transformer Engine, which is not imported."""
+    kind = type(tensor)
+    return kind.__module__.split(".")[0] == "transformer_engine" and kind is not nn.Parameter
+
+
+def initial_values(parameter: nn.Parameter) -> torch.Tensor | None:
+    """Return the values before quantization; None if they were not kept, or are used up."""
+    get = getattr(parameter, "get_high_precision_init_val", None)
+    values: torch.Tensor | None = None if get is None else get()
+    return values
+
+
+class TransformerEngineForm(StoredForm):
+    """Weights of one quantized class. See [Note: weights of Transformer Engine].
+
+    Args:
+        parameters: the weights.
+        group: the ranks that shard them.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup):
+        super().__init__(PREFER_ROWS)
+        self._weights = list(parameters)
+        self._group = group
+        self._bytes = BYTES[type(parameters[0]).__name__]
+        self._codes: Layout | None = None
+
+    def values(self, parameter: nn.Parameter) -> torch.Tensor:
+        """Return the values before quantization."""
+        values = initial_values(parameter)
+        assert values is not None  # checked with the module
+        return values.detach().to(parameter.device)
+
+    def buffer(self, layout: Layout, dtype: torch.dtype) -> tuple[Layout, torch.dtype]:
+        """Return the layout of the codes, as bytes."""
+        positions = []
+        for position in layout.positions:  # sizes and starts are multiples of 8
+            shape = (int(position.numel * self._bytes),)
+            positions.append(ParamPosition(shape, int(position.start * self._bytes), False))
+        size = int(layout.shard_size * self._bytes)
+        self._codes = Layout(layout.world_size, size, tuple(positions))
+        return self._codes, torch.uint8
+
+    def point(self, parameter: nn.Parameter, view: torch.Tensor) -> nn.Parameter:
+        """Make the weight keep its codes in the buffer, and forget the values before."""
+        helpers = _helpers()
+        with allocated(view) as flat:
+            *rows, columns = parameter.shape
+            codes = flat.view(*rows, int(columns * self._bytes))
+            helpers.replace_raw_data(parameter, codes)
+        helpers.clear_columnwise_cache(parameter)
+        parameter.clear_high_precision_init_val()  # type: ignore[attr-defined]  # see `values`
+        return parameter
+
+    def fill(self, shard: torch.Tensor, main: torch.Tensor, layout: Layout, rank: int) -> None:
+        """Quantize this rank's main weights into its shard; a collective."""
+        assert self._codes is not None
+        mains: list[torch.Tensor | None] = []
+        offsets: list[int | None] = []
+        fragments: list[torch.Tensor | None] = []
+        for index in range(len(self._weights)):
+            own = layout.owned(index, rank)
+            start, stop = self._codes.shard_range(index, rank)
+            is_here = own.numel > 0
+            mains.append(shard_view(main, layout, index, rank).view(-1) if is_here else None)
+            offsets.append(own.start if is_here else None)
+            fragments.append(shard[start:stop] if is_here else None)
+        _helpers().quantize_master_weights(
+            self._weights,
+            mains,
+            offsets,
+            self._group,
+            fragments,
+            manual_post_all_gather_processing=True,
+        )
+
+    @torch.no_grad()
+    def finish(self, flat: torch.Tensor) -> None:
+        """Make the copies that the backward reads."""
+        _helpers().post_all_gather_processing(self._weights)
+
+    def release(self) -> None:
+        """Free these copies."""
+        for weight in self._weights:
+            _helpers().clear_columnwise_cache(weight)
+
+
+def _helpers() -> ModuleType:
+    # Only where there are such weights, so that this package does not need the library.
+    from transformer_engine.pytorch.tensor import utils
+
+    module: ModuleType = utils
+    return module

@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The programs of docs/weights_of_fewer_bits.md."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.support import transformer_engine_on_cpu
+from tests.support.examples.blocks import python_of
+from tests.support.fsdp.reference import Ranks
+from tests.support.transformer_engine_on_cpu.ranks import RunOnRanks
+
+PAGE = "docs/weights_of_fewer_bits.md"
+
+
+def run_block(number: int) -> list[str]:
+    """Run a block with the imports of the first one; return the classes that forwards read."""
+    if number:
+        transformer_engine_on_cpu.use()
+    import torch
+    from torch import nn
+
+    from megatron_fsdp import fully_shard
+
+    names: dict[str, Any] = {"torch": torch, "nn": nn, "fully_shard": fully_shard}
+    exec(python_of(PAGE)[number].code, names)
+    return [type(group.parameters[0]).__name__ for group in names["model"].groups]
+
+
+def test_the_program_with_torchao_runs(ranks: Ranks) -> None:
+    pytest.importorskip("torchao", reason="torchao is not installed")
+    assert len(python_of(PAGE)) == 2
+    for classes in ranks(2, run_block, 0):
+        assert classes.count("Float8TrainingTensor") == 2
+
+
+def test_the_program_with_transformer_engine_runs(blackwell: RunOnRanks) -> None:
+    for classes in blackwell(run_block, 1):
+        assert classes.count("Float8Tensor") == 2

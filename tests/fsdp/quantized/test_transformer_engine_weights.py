@@ -1,0 +1,264 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights of `quantized_model_init`: sharded, gathered as codes, trained from fp32 main weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tests.support import transformer_engine_on_cpu
+from tests.support.fsdp.wrong_calls import message_of
+from tests.support.transformer_engine_on_cpu.ranks import RunOnRanks
+
+WIDTH, INNER = 128, 256
+RECIPES = ["delayed", "current", "block", "nvfp4"]
+
+
+def recipe_of(name: str) -> Any:
+    from transformer_engine.common import recipe
+
+    return {
+        # Otherwise the replicas of the reference would have to agree on their activations too.
+        "delayed": lambda: recipe.DelayedScaling(reduce_amax=False),
+        "current": recipe.Float8CurrentScaling,
+        "block": recipe.Float8BlockScaling,
+        "nvfp4": lambda: recipe.NVFP4BlockScaling(disable_stochastic_rounding=True),
+        "mxfp8": recipe.MXFP8BlockScaling,
+    }[name]()
+
+
+def build(recipe: Any, keeps_values: bool = True) -> nn.Sequential:
+    te = transformer_engine_on_cpu.use()
+    torch.manual_seed(5)
+    with te.quantized_model_init(
+        enabled=True, recipe=recipe, preserve_high_precision_init_val=keeps_values
+    ):
+        return nn.Sequential(
+            te.Linear(WIDTH, INNER, params_dtype=torch.bfloat16, device="cpu"),
+            te.LayerNormLinear(INNER, WIDTH, params_dtype=torch.bfloat16, device="cpu"),
+            te.Linear(WIDTH, WIDTH, bias=False, params_dtype=torch.bfloat16, device="cpu"),
+        )
+
+
+def data(step: int, rank: int) -> Tensor:
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    return torch.randn(32, WIDTH, generator=generator).bfloat16()
+
+
+def loss_of(model: nn.Module, recipe: Any, step: int, rank: int) -> Tensor:
+    te = transformer_engine_on_cpu.use()
+    with te.autocast(enabled=True, recipe=recipe):
+        return model(data(step, rank)).float().pow(2).mean()
+
+
+def first_values(parameter: Any) -> Tensor:
+    """Return a weight as it was before quantization, in fp32."""
+    get = getattr(parameter, "get_high_precision_init_val", None)
+    return (parameter.detach() if get is None else get()).float().clone()
+
+
+class Reference:
+    """The unsharded model, with a replica for the data of each rank, and fp32 main weights."""
+
+    def __init__(self, recipe: Any) -> None:
+        self.recipe = recipe
+        self.replicas = [build(recipe) for _ in range(dist.get_world_size())]
+        first = list(self.replicas[0].parameters())
+        self.mains = [nn.Parameter(first_values(parameter)) for parameter in first]
+        self.optimizer = torch.optim.AdamW(self.mains, lr=0.01)
+        self.alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+
+    def step(self, step: int) -> list[float]:
+        """Train a step; return the loss on the data of each rank."""
+        losses = []
+        sums = [torch.zeros_like(main) for main in self.mains]
+        for rank, replica in enumerate(self.replicas):
+            loss = loss_of(replica, self.recipe, step, rank)
+            loss.backward()
+            losses.append(float(loss.detach()))
+            for total, parameter in zip(sums, replica.parameters()):
+                total += parameter.grad.float()
+                parameter.grad = None
+        for main, total in zip(self.mains, sums):
+            main.grad = total / len(self.replicas)
+        self.optimizer.step()
+        self.install()
+        return losses
+
+    @torch.no_grad()
+    def install(self) -> None:
+        from transformer_engine.pytorch.tensor.utils import quantize_master_weights
+
+        alone = self.alone[dist.get_rank()]
+        for replica in self.replicas:
+            quantized, mains = [], []
+            for parameter, main in zip(replica.parameters(), self.mains):
+                if hasattr(parameter, "get_high_precision_init_val"):
+                    quantized.append(parameter)
+                    mains.append(main.detach().view(-1))
+                else:
+                    parameter.copy_(main)
+            quantize_master_weights(quantized, mains, [0] * len(mains), alone)
+
+
+def compare(recipe_name: str, level: int, variant: str = "flat") -> None:
+    te = transformer_engine_on_cpu.use()
+    from megatron.fsdp.dtensor.tensor_part import full_tensor
+    from megatron_fsdp import MixedPrecisionPolicy, fully_shard
+    from tests.support.fsdp.meshes import mesh_of
+
+    recipe = recipe_of(recipe_name)
+    reference = Reference(recipe)
+    module = build(recipe)
+    wanted = [first_values(parameter) for parameter in module.parameters()]
+    settings: dict[str, Any] = {"zero_dp_strategy": level}
+    if variant.startswith("hybrid"):
+        mesh = mesh_of("outer", "inner", sizes=(2, 1))
+        settings |= {"device_mesh": mesh, "dp_shard_dim": "inner", "dp_outer_dim": "outer"}
+        settings["outer_dp_sharding_strategy"] = variant.removeprefix("hybrid_")
+    model, optimizer = fully_shard(
+        module,
+        torch.optim.AdamW(module.parameters(), lr=0.01),
+        fsdp_unit_modules=[te.Linear, te.LayerNormLinear],
+        mixed_precision_policy=MixedPrecisionPolicy(torch.float32, torch.float32),
+        **settings,
+    )
+    for own, first in zip(model.parameters(), wanted, strict=True):
+        assert torch.equal(full_tensor(own), first)  # the first main weights, bit by bit
+    read: list[tuple[str, Tensor]] = []
+    for name, layer in module.named_children():
+        layer.register_forward_pre_hook(
+            lambda layer, _, name=name: read.append((name, layer.weight.dequantize()))
+        )
+    for step in range(5):
+        read.clear()
+        codes = [layer.weight.dequantize() for layer in reference.replicas[0]]
+        losses = reference.step(step)
+        loss = loss_of(model, recipe, step, dist.get_rank())
+        loss.backward()
+        assert [torch.equal(mine, codes[int(name)]) for name, mine in read] == [True] * 3
+        assert float(loss.detach()) == losses[dist.get_rank()], step
+        optimizer.step()
+        optimizer.zero_grad()
+        for own, main in zip(model.parameters(), reference.mains, strict=True):
+            assert torch.equal(full_tensor(own), main), step
+
+
+@pytest.mark.seldom("*-2-flat")
+@pytest.mark.parametrize("variant", ["flat"])
+@pytest.mark.parametrize("level", [1, 2, 3])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_weights_and_losses_have_the_bits_of_the_unsharded_model(
+    blackwell: RunOnRanks, recipe: str, level: int, variant: str
+) -> None:
+    blackwell(compare, recipe, level, variant)
+
+
+@pytest.mark.seldom("block-*")
+@pytest.mark.parametrize("variant", ["hybrid_no_shard", "hybrid_optim"])
+@pytest.mark.parametrize("recipe", ["current", "block"])
+def test_hybrid_sharding_has_them_too(blackwell: RunOnRanks, recipe: str, variant: str) -> None:
+    blackwell(compare, recipe, 3, variant)
+
+
+@pytest.mark.seldom("*-1")
+@pytest.mark.parametrize("level", [1, 3])
+@pytest.mark.parametrize("recipe", ["delayed", "current", "block"])
+def test_transposed_copies_are_made_anew(hopper: RunOnRanks, recipe: str, level: int) -> None:
+    hopper(compare, recipe, level)
+
+
+def frozen_base(recipe_name: str, level: int) -> None:
+    te = transformer_engine_on_cpu.use()
+    from megatron_fsdp import fully_shard
+
+    recipe = recipe_of(recipe_name)
+    reference, module = build(recipe), build(recipe)
+    for one in (reference, module):
+        one[0].weight.requires_grad_(False)
+        one[1].weight.requires_grad_(False)
+        one[2].weight.requires_grad_(False)
+    model, _ = fully_shard(
+        module,
+        torch.optim.SGD([one for one in module.parameters() if one.requires_grad], lr=0.1),
+        fsdp_unit_modules=[te.Linear, te.LayerNormLinear],
+        zero_dp_strategy=level,
+    )
+    for _ in range(2):
+        assert float(loss_of(model, recipe, 0, 0)) == float(loss_of(reference, recipe, 0, 0))
+        loss_of(model, recipe, 0, 0).backward()
+        loss_of(reference, recipe, 0, 0).backward()
+
+
+@pytest.mark.parametrize("recipe", ["current", "mxfp8"])
+def test_frozen_weights_are_gathered_as_bytes(blackwell: RunOnRanks, recipe: str) -> None:
+    blackwell(frozen_base, recipe, 3)
+
+
+def gathered(recipe_name: str) -> tuple[int, int]:
+    """Return the bytes that a forward gathers, and the number of elements of its matrices."""
+    te = transformer_engine_on_cpu.use()
+    from megatron.fsdp import trace
+    from megatron.fsdp.engine.observe import GATHER
+    from megatron_fsdp import fully_shard
+
+    recipe = recipe_of(recipe_name)
+    module = nn.Sequential(build(recipe)[2])
+    model, _ = fully_shard(
+        module,
+        torch.optim.SGD(module.parameters(), lr=0.1),
+        fsdp_unit_modules=[te.Linear],
+    )
+    with torch.no_grad(), trace.record() as recording:
+        loss_of(model, recipe, 0, 0)
+    gathers = [entry for entry in recording.collectives if entry.track == GATHER]
+    return sum(entry.num_bytes for entry in gathers), WIDTH * WIDTH
+
+
+def test_codes_travel(blackwell: RunOnRanks) -> None:
+    for recipe, ratio in {"current": 1.0, "block": 1.0, "nvfp4": 0.5}.items():
+        for num_bytes, numel in blackwell(gathered, recipe):
+            assert num_bytes == ratio * numel
+
+
+def without_values(module: nn.Module) -> None:
+    for parameter in module.parameters():
+        if hasattr(parameter, "clear_high_precision_init_val"):
+            parameter.clear_high_precision_init_val()
+
+
+REFUSED: dict[str, tuple[str, dict[str, Any], Callable[[nn.Module], Any], tuple[str, ...]]] = {
+    "a recipe": ("mxfp8", {}, lambda module: None, ("MXFP8Tensor", "another recipe")),
+    "no values": (
+        "current",
+        {},
+        without_values,
+        ("Float8Tensor", "preserve_high_precision_init_val=True"),
+    ),
+    "level 0": ("current", {"zero_dp_strategy": 0}, lambda module: None, ("not with level 0",)),
+    "slots": ("block", {"fsdp_double_buffer": True}, lambda module: None, ("memory slots",)),
+}
+
+
+def refuse(name: str) -> str:
+    transformer_engine_on_cpu.use()
+    from megatron_fsdp import fully_shard
+
+    recipe, settings, prepare, _ = REFUSED[name]
+    module = build(recipe_of(recipe))
+    prepare(module)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    return message_of(NotImplementedError, fully_shard, module, optimizer, **settings)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_built_is_refused_on_all_ranks(blackwell: RunOnRanks, name: str) -> None:
+    first, second = blackwell(refuse, name)
+    assert first == second
+    for words in REFUSED[name][3]:
+        assert words in first
