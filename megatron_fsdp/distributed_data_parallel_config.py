@@ -22,7 +22,8 @@ class DistributedDataParallelConfig:
     registration of ``nccl_ub`` to ``model.manual_buffer_registration()``.
 
     ``bucket_size``, ``gradient_reduce_div_fusion`` and ``fsdp_all_gather_in_start_param_sync`` tune
-    a communication scheme that this implementation does not have. They have no effect.
+    a communication scheme that this implementation does not have. They have no effect, nor has
+    ``fp8_param_gather``: weights that Transformer Engine stores in FP8 are always gathered so.
     """
 
     overlap_grad_reduce: bool = False

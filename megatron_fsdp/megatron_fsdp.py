@@ -123,7 +123,6 @@ class MegatronFSDP(ShardedModule):
         keywords["enable_fine_grained_param_gather"] = of_config or (forward and backward)
         problems.check(
             refuse_unbuilt,
-            fp8_param_gather=getattr(config, "fp8_param_gather", False),
             enable_fine_grained_param_gather_hook=forward and not (of_config or backward),
             enable_fine_grained_param_gather_backward_hook=backward and not (of_config or forward),
             fine_grained_recurse_module_types=fine_grained_recurse_module_types,

@@ -363,7 +363,6 @@ MODELS: dict[str, WrongCall] = {
             kind,
         )
         for name, message, kind in (
-            ("fp8_param_gather", "not built yet", NotImplementedError),
             ("nccl_ub", "use fsdp_double_buffer alone", ValueError),
             ("fsdp_manual_registration", "needs nccl_ub", ValueError),
         )

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from fractions import Fraction
 from types import ModuleType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -69,10 +70,14 @@ class TransformerEngineForm(StoredForm):
         self._codes: Layout | None = None
 
     def values(self, parameter: nn.Parameter) -> torch.Tensor:
-        """Return the values before quantization."""
-        values = initial_values(parameter)
-        assert values is not None  # checked with the module
-        return values.detach().to(parameter.device)
+        """Return the values before quantization, or the codes' where these were written later."""
+        kept = initial_values(parameter)
+        assert kept is not None  # checked with the module
+        kept = kept.detach().to(parameter.device)
+        # Code that loads a checkpoint, or initialises the weight itself, leaves what was kept.
+        weight: Any = parameter.detach()
+        again, codes = weight._get_quantizer()(kept).dequantize(), weight.dequantize()
+        return kept if torch.equal(again, codes) else codes
 
     def buffer(self, layout: Layout, dtype: torch.dtype) -> tuple[Layout, torch.dtype]:
         """Return the layout of the codes, as bytes."""

@@ -173,6 +173,23 @@ def test_transposed_copies_are_made_anew(hopper: RunOnRanks, recipe: str, level:
     hopper(compare, recipe, level)
 
 
+def load_before_sharding() -> None:
+    transformer_engine_on_cpu.use()
+    from megatron.fsdp.dtensor.tensor_part import full_tensor
+    from megatron_fsdp import fully_shard
+
+    module = build(recipe_of("current"))
+    with torch.no_grad():
+        module[0].weight.copy_(torch.full((INNER, WIDTH), 0.25))
+    model, _ = fully_shard(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    weight = full_tensor(next(iter(model.parameters())))
+    assert torch.equal(weight, torch.full_like(weight, 0.25))
+
+
+def test_what_was_loaded_before_sharding_is_trained(blackwell: RunOnRanks) -> None:
+    blackwell(load_before_sharding)
+
+
 def frozen_base(recipe_name: str, level: int) -> None:
     te = transformer_engine_on_cpu.use()
     from megatron_fsdp import fully_shard

@@ -130,6 +130,7 @@ def shows_fine_grained_of_config(make: Make) -> None:
     "bucket_size",
     "gradient_reduce_div_fusion",
     "fsdp_all_gather_in_start_param_sync",
+    "fp8_param_gather",
 )
 def shows_what_has_nothing_to_change(make: Make) -> None:
     """Show that fields which tune another way of communicating change nothing here."""
@@ -137,6 +138,7 @@ def shows_what_has_nothing_to_change(make: Make) -> None:
         "bucket_size": 1,
         "gradient_reduce_div_fusion": False,
         "fsdp_all_gather_in_start_param_sync": False,
+        "fp8_param_gather": True,  # there are no weights in FP8
     }.items():
         assert f"``{name}``" in DistributedDataParallelConfig.__doc__
         model = configured(**{name: value})
@@ -153,7 +155,6 @@ def refused_field(name: str, kind: type[Exception]) -> Callable[[Make], None]:
 
 for _name, _kind in {
     **REFUSED,
-    "fp8_param_gather": NotImplementedError,
     "fsdp_manual_registration": ValueError,  # without nccl_ub
 }.items():
     shows("DistributedDataParallelConfig", _name)(refused_field(_name, _kind))

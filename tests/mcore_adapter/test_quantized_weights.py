@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GPT models of Megatron-Core with weights that Transformer Engine stores in FP8."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.support import transformer_engine_on_cpu
+from tests.support.transformer_engine_on_cpu.ranks import RunOnRanks, ranks
+
+
+@pytest.fixture(scope="module")
+def engine_ranks() -> Iterator[RunOnRanks]:
+    transformer_engine_on_cpu.require()
+    with ranks(2) as run:
+        yield run
+
+
+def train(recipe: str | None, strategy: str, num_steps: int = 4) -> dict[str, Any]:
+    """Train a GPT with Megatron-Core's distributed optimizer, and FSDP or its own DDP."""
+    transformer_engine_on_cpu.use()
+    from megatron.mcore_adapter import cpu
+
+    cpu.install()
+    from megatron.core import parallel_state
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+    )
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import (
+        get_gpt_layer_with_transformer_engine_spec,
+    )
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.module import Float16Module
+
+    from megatron.mcore_adapter import FullyShardedDataParallel
+
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel()
+    fp8 = {"fp8": "hybrid", "fp8_recipe": recipe, "fp8_param": True} if recipe else {}
+    config = TransformerConfig(
+        num_layers=2,
+        hidden_size=128,
+        num_attention_heads=4,
+        bf16=True,
+        params_dtype=torch.bfloat16,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        **fp8,
+    )
+    model_parallel_cuda_manual_seed(7)
+    torch.manual_seed(7)
+    spec = get_gpt_layer_with_transformer_engine_spec()
+    module = Float16Module(config, GPTModel(config, spec, vocab_size=64, max_sequence_length=32))
+    is_sharded = strategy != "ddp"
+    sharding = {"data_parallel_sharding_strategy": strategy} if is_sharded else {}
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=True,
+        use_megatron_fsdp=is_sharded,
+        fp8_param_gather=recipe is not None,
+        **sharding,
+    )
+    wrapper = FullyShardedDataParallel if is_sharded else DistributedDataParallel
+    model = wrapper(config, ddp_config, module)
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(lr=0.01, bf16=True, use_distributed_optimizer=True, fp8_recipe=recipe),
+        [model],
+    )
+    result: dict[str, Any] = {"losses": [], "norms": []}
+    for step in range(num_steps):
+        model.zero_grad_buffer()
+        optimizer.zero_grad()
+        generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+        tokens = torch.randint(64, (4, 32), generator=generator)
+        loss = model(tokens, torch.arange(32)[None], None, labels=tokens).float().mean()
+        loss.backward()
+        model.finish_grad_sync()
+        _, norm, _ = optimizer.step()
+        result["losses"].append(loss.item())
+        result["norms"].append(float(norm))
+    if is_sharded:
+        result["stored"] = {group.compute.flat.dtype for group in model.module.groups}
+    return result
+
+
+@pytest.mark.always("tensorwise")
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "blockwise"])
+def test_strategies_train_alike_and_begin_as_ddp(engine_ranks: RunOnRanks, recipe: str) -> None:
+    first, *others = (
+        engine_ranks(train, recipe, strategy)
+        for strategy in ("optim", "optim_grads", "optim_grads_params")
+    )
+    assert all(other == first for other in others)
+    plain = engine_ranks(train, None, "optim_grads_params")
+    ddp = engine_ranks(train, recipe, "ddp", 1)
+    for own, in_bf16, of_ddp in zip(first, plain, ddp):
+        assert own["stored"] == {torch.uint8, torch.bfloat16}
+        assert own["losses"][:1] == of_ddp["losses"]
+        assert own["norms"][:1] == pytest.approx(of_ddp["norms"], rel=1e-6)
+        # FP8 has other losses than bf16, and not much different ones.
+        assert own["losses"] != in_bf16["losses"]
+        assert own["losses"] == pytest.approx(in_bf16["losses"], rel=0.05)
