@@ -100,9 +100,11 @@ class EvenPlanner(DefaultSavePlanner):
             for key, path in (plan.planner_data.paths or {}).items():
                 paths.setdefault(key, path)
         metadata = dataclasses.replace(metadata, planner_data=paths or None)
-        problems = _validate_global_plan(plans, metadata)
-        if problems:
-            raise ValueError(f"the ranks do not have each tensor once: {'; '.join(problems)[:500]}")
+        # A list of errors; torch 2.10 logs them, and returns whether there are none.
+        problems: Any = _validate_global_plan(plans, metadata)
+        if problems not in ([], True):
+            found = "; ".join(problems or ["torch has logged what is wrong"])
+            raise ValueError(f"the ranks do not have each tensor once: {found[:500]}")
         self.global_plan, self.metadata = plans, metadata
         save = "" if self._reuse is None else self._reuse.keep_all(all_plans, metadata)
         answers = [ChosenItems(positions, save) for positions in chosen]
