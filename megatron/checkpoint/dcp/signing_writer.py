@@ -9,9 +9,9 @@ depends on shape and dtype alone, so it is made once for all tensors of a shape 
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import os
+import pickle
 import struct
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +21,7 @@ from typing import IO, Any, NamedTuple, cast
 
 import torch
 from torch.distributed.checkpoint.filesystem import (
+    CURRENT_DCP_VERSION,
     DEFAULT_SUFFIX,
     FileSystemWriter,
     _StorageInfo,
@@ -91,13 +92,15 @@ class SigningWriter(FileSystemWriter):
         """
         # A string that stands in several tables is pickled once if it is one object.
         names = {key: key for key in metadata.state_dict_metadata}
-        places: list[WriteResult] = []
+        metadata.storage_data = {}
         for *written, _ in results:
             for place in written:
                 index = MetadataIndex(names[place.index.fqn], place.index.offset)
-                places.append(dataclasses.replace(place, index=index))
-        super().finish(metadata, [places])
+                metadata.storage_data[index] = place.storage_data
+        # Not left to torch: 2.10 writes a copy, without the fields that only Megatron-Core knows.
+        metadata.version, metadata.storage_meta = CURRENT_DCP_VERSION, self.storage_meta()
         directory = Path(self.path)
+        durable.write_bytes(directory / METADATA, pickle.dumps(metadata))
         for name, content in self._beside.items():
             (directory / name).write_bytes(content)
             durable.sync_file(directory / name)
