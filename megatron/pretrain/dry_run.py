@@ -203,6 +203,9 @@ def pretended_ranks(num_ranks: int, rank: int = 0) -> Iterator[None]:
     # torch has no public process group that pretends. Only plans and dry runs need this one.
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    if not torch._C._dispatch_has_kernel_for_dispatch_key("c10d::broadcast_", "Meta"):
+        # In torch 2.10 this module registers what process groups do with tensors on meta.
+        from torch.distributed._tools import fake_collectives  # noqa: F401
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=num_ranks)
     try:
         yield
