@@ -31,6 +31,7 @@ def test_a_killed_rank_is_started_again_and_no_loss_changes(
         command=["python", torch.distributed.run.__file__],
         program=["--no-python", "python", PROGRAM],
         environment=commands,
+        max_restarts=9,
     )
     try:
         assert job.wait(lambda: len(job.steps()) > 8, 0.02)

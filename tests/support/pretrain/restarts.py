@@ -67,6 +67,7 @@ class RestartedJob:
         command: starts torchrun.
         program: the program and words of torchrun before it.
         environment: variables instead of those of this process.
+        max_restarts: how often torchrun starts the ranks again.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class RestartedJob:
         command: Sequence[str] = (sys.executable, "-m", "torch.distributed.run"),
         program: Sequence[str] = (PROGRAM,),
         environment: dict[str, str] | None = None,
+        max_restarts: int = 1000,
     ):
         self.saved = folder / "saved"
         self._name = f"{folder.name}_{os.getpid()}_{free_port()}"
@@ -89,7 +91,7 @@ class RestartedJob:
         self.agents = []
         for number, log in enumerate(self._logs):
             words = f"--nnodes {num_agents} --nproc_per_node {WORLD_SIZE // num_agents}"
-            words += f" --max-restarts 1000 --rdzv-id {self._name}"
+            words += f" --max-restarts {max_restarts} --rdzv-id {self._name}"
             if rendezvous == "c10d":
                 words += f" --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:{port}"
             else:
@@ -144,15 +146,16 @@ class RestartedJob:
 
     def wait(self, condition: Callable[[], bool], pause: float) -> bool:
         """Wait for a condition; return False if the job ends without it."""
-        news, deadline = len(self.steps()), time.monotonic() + LONGEST_SILENCE
+        # A job that dies at the same step again and again repeats itself, and that is no news.
+        news, deadline = len(set(self.steps())), time.monotonic() + LONGEST_SILENCE
         while not condition():
             codes = [agent.poll() for agent in self.agents]
             if any(codes):
                 raise NotBackError(f"torchrun ended with {codes}:\n{self.last_lines()}")
             if all(code == 0 for code in codes):
                 return False
-            if len(self.steps()) > news:
-                news, deadline = len(self.steps()), time.monotonic() + LONGEST_SILENCE
+            if len(set(self.steps())) > news:
+                news, deadline = len(set(self.steps())), time.monotonic() + LONGEST_SILENCE
             if time.monotonic() > deadline:
                 raise NotBackError(f"silent for {LONGEST_SILENCE} s:\n{self.last_lines()}")
             time.sleep(pause)
