@@ -169,8 +169,10 @@ def test_bf16_trains_as_ddp_in_bf16_does() -> None:
 
 
 def test_fp16_skips_the_same_iterations_as_ddp() -> None:
+    # Both sum gradients in float32: DDP's sums in float16 overflow where those of FSDP do not.
     flags = (
         "--fp16 --initial-loss-scale 4194304 --hysteresis 1 --loss-scale-window 2 --train-iters 8"
+        " --accumulate-allreduce-grads-in-fp32"
     )
     fsdp = compare(flags, loss=1e-2, norm=1e-2, base=SHORT.replace("--log-num-zeros-in-grad", ""))
     skipped = fsdp.column("skipped")

@@ -79,5 +79,8 @@ def test_ranks_of_torchrun_share_the_work_and_say_it_once(
     torchrun = ["torchrun", "--standalone", "--nproc_per_node", 2]
     result = start(*torchrun, SCRIPT, TO_FSDP, sample, tmp_path / "out", "--json", **commands)
     assert result.returncode == 0, result.stderr
-    assert len(result.stdout.splitlines()) == 1 and json.loads(result.stdout)["parameters"] == 21
+    printed = result.stdout.splitlines()
+    if "[Gloo]" in result.stdout:  # torch 2.10: both ranks print lines, parts of which mix
+        printed = [line for line in printed if line.startswith("{")]
+    assert len(printed) == 1 and json.loads(printed[0])["parameters"] == 21
     assert run_json("diff", sample, tmp_path / "out")["same"] is True
