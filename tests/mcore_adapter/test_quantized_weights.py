@@ -21,27 +21,16 @@ def engine_ranks() -> Iterator[RunOnRanks]:
         yield run
 
 
-def train(recipe: str | None, strategy: str, num_steps: int = 4) -> dict[str, Any]:
-    """Train a GPT with Megatron-Core's distributed optimizer, and FSDP or its own DDP."""
-    transformer_engine_on_cpu.use()
-    from megatron.mcore_adapter import cpu
-
-    cpu.install()
+def make_gpt(recipe: str | None) -> tuple[Any, Any]:
+    """Return the config of a GPT, and the GPT."""
     from megatron.core import parallel_state
-    from megatron.core.distributed import (
-        DistributedDataParallel,
-        DistributedDataParallelConfig,
-    )
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import (
         get_gpt_layer_with_transformer_engine_spec,
     )
-    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.module import Float16Module
-
-    from megatron.mcore_adapter import FullyShardedDataParallel
 
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel()
@@ -59,7 +48,25 @@ def train(recipe: str | None, strategy: str, num_steps: int = 4) -> dict[str, An
     model_parallel_cuda_manual_seed(7)
     torch.manual_seed(7)
     spec = get_gpt_layer_with_transformer_engine_spec()
-    module = Float16Module(config, GPTModel(config, spec, vocab_size=64, max_sequence_length=32))
+    model = GPTModel(config, spec, vocab_size=64, max_sequence_length=32)
+    return config, Float16Module(config, model)
+
+
+def train(recipe: str | None, strategy: str, num_steps: int = 4) -> dict[str, Any]:
+    """Train a GPT with Megatron-Core's distributed optimizer, and FSDP or its own DDP."""
+    transformer_engine_on_cpu.use()
+    from megatron.mcore_adapter import cpu
+
+    cpu.install()
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+    )
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    from megatron.mcore_adapter import FullyShardedDataParallel
+
+    config, module = make_gpt(recipe)
     is_sharded = strategy != "ddp"
     sharding = {"data_parallel_sharding_strategy": strategy} if is_sharded else {}
     ddp_config = DistributedDataParallelConfig(
