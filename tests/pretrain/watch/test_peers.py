@@ -18,7 +18,7 @@ import torch
 
 from megatron.fsdp.engine import observe
 from megatron.fsdp.engine.gradients import GroupGradients
-from megatron.fsdp.engine.param_group import ParamGroup
+from megatron.fsdp.engine.param_group import ParamGroup, StoredForm
 from megatron.fsdp.engine.states import WeightState
 from megatron.pretrain.watch import position
 from megatron.pretrain.watch.peers import (
@@ -214,6 +214,8 @@ def waiting(wait: Callable[[], object]) -> SimpleNamespace:
         change_state=lambda state: None,
         state=WeightState.UNSHARDING,
         _versions=None,
+        form=StoredForm(),
+        compute=SimpleNamespace(flat=local),
         comm_dtype=local.dtype,
         _open=lambda reduces_now: (SimpleNamespace(flat=local), False),
         _communicator=SimpleNamespace(reduce_scatter=lambda full, result: work),
