@@ -40,6 +40,9 @@ from megatron.fsdp.quantized.freed_storage import allocated
 # several are copied out of it, as each rank sends one block with a part of all of them.
 
 
+ALIGNMENT = 16  # in bytes, which every size of an element divides
+
+
 def speaks_extension(tensor: torch.Tensor) -> bool:
     """Return True if the class of a tensor has both methods of the all-gather extension."""
     return hasattr(tensor, "fsdp_pre_all_gather") and hasattr(tensor, "fsdp_post_all_gather")
@@ -62,7 +65,8 @@ class Sent(NamedTuple):
 
     shape: torch.Size
     dtype: torch.dtype
-    nbytes: int
+    num_bytes: int
+    room: int  # bytes in the block of a rank: where there are several, each begins aligned
 
 
 class ExtensionForm(StoredForm):
@@ -123,8 +127,12 @@ class ExtensionForm(StoredForm):
             )
         shape = num_rows, *self._shape[1:]
         zeros = torch.zeros(shape, dtype=self._main_dtype, device=self._device)
-        self._sent = [Sent(one.shape, one.dtype, one.nbytes) for one in self._send(zeros)]
-        own = sum(one.nbytes for one in self._sent)
+        tensors = self._send(zeros)
+        alignment = ALIGNMENT if len(tensors) > 1 else 1
+        for one in tensors:
+            room = one.nbytes + -one.nbytes % alignment
+            self._sent.append(Sent(one.shape, one.dtype, one.nbytes, room))
+        own = sum(one.room for one in self._sent)
         whole = ParamPosition((own * layout.world_size,), 0, False)
         return Layout(layout.world_size, own, (whole,)), torch.uint8
 
@@ -153,8 +161,10 @@ class ExtensionForm(StoredForm):
 
     def _parts(self, block: torch.Tensor) -> list[torch.Tensor]:
         """Return the tensors that a rank sends, as views of its bytes."""
-        parts = block.split([one.nbytes for one in self._sent])
-        return [part.view(one.dtype).view(one.shape) for part, one in zip(parts, self._sent)]
+        parts = []
+        for room, one in zip(block.split([one.room for one in self._sent]), self._sent):
+            parts.append(room[: one.num_bytes].view(one.dtype).view(one.shape))
+        return parts
 
     def point(self, parameter: nn.Parameter, view: torch.Tensor) -> nn.Parameter:
         """Return the parameter that its class makes of what is gathered."""
@@ -178,8 +188,8 @@ class ExtensionForm(StoredForm):
         """Return the tensor that the class makes of what is gathered."""
         flats = [buffer]
         if len(self._sent) > 1:
-            world_size = buffer.numel() // sum(one.nbytes for one in self._sent)
-            flats = [buffer.new_empty(world_size * one.nbytes) for one in self._sent]
+            world_size = buffer.numel() // sum(one.room for one in self._sent)
+            flats = [buffer.new_empty(world_size * one.num_bytes) for one in self._sent]
         self._outputs = tuple(
             flat.view(one.dtype).view(-1, *one.shape[1:]) for flat, one in zip(flats, self._sent)
         )

@@ -35,7 +35,7 @@ from tests.support.fsdp.subclasses import (
 )
 from tests.support.fsdp.wrong_calls import message_of
 
-KINDS = {"one_tensor": Master, "two_tensors": RowScaled}
+KINDS = {"one_tensor": Master, "several_tensors": RowScaled}
 FLOAT64 = MixedPrecisionPolicy(torch.float64, torch.float64)
 SHAPES = [(16, 24), (24, 11), (11, 16), (16, 3)]
 """Inputs and outputs: of 24 rows every rank has as many, of 11 and of 3 some have fewer or none."""
@@ -102,8 +102,8 @@ def compare(kind: str, level: int, variant: str) -> None:
     "one_tensor-3-4-plain",
     "one_tensor-1-2-one_unit",
     "one_tensor-2-1-plain",
-    "two_tensors-3-2-recomputation",
-    "two_tensors-2-2-accumulation",
+    "several_tensors-3-2-recomputation",
+    "several_tensors-2-2-accumulation",
 )
 @pytest.mark.parametrize("variant", ["plain", "one_unit", "accumulation", "recomputation"])
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])

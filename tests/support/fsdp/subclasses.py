@@ -148,12 +148,15 @@ class RowScaled(Master):
 
     def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor, ...], Any]:
         scales = self.values.abs().amax(1, keepdim=True).clamp(min=1e-9) / CODES
-        return (code(self.values, scales), scales), None
+        # A tensor of one byte a row comes before one whose elements have several.
+        marks = torch.ones(len(scales), 1, dtype=torch.int8)
+        return (marks, code(self.values, scales), scales), None
 
     def fsdp_post_all_gather(
         self, outputs: tuple[Tensor, ...], metadata: Any, dtype: torch.dtype, *, out: Any = None
     ) -> Any:
-        codes, scales = outputs
+        marks, codes, scales = outputs
+        assert bool((marks == 1).all()) or out is None  # nothing is gathered at first
         made = (codes.to(scales.dtype) * scales).to(dtype)
         if out is None:
             return made, (made,)
