@@ -17,7 +17,6 @@ from megatron.fsdp.engine.buffer import shard_view
 from megatron.fsdp.engine.layout import ROWS, Layout, ParamPosition, row_size
 from megatron.fsdp.engine.param_group import StoredForm
 from megatron.fsdp.engine.planner import MIN_ALIGNMENT
-from megatron.fsdp.engine.tensor_parallel import local_tensor
 from megatron.fsdp.quantized.freed_storage import allocated
 
 # [Note: the all-gather extension] A tensor subclass around one tensor of high precision may have
@@ -95,10 +94,10 @@ class ExtensionForm(StoredForm):
         super().__init__(ROWS)
         self._name, self._owners = name, owners
         self._mesh, self._policy = mesh, policy
-        local: Any = local_tensor(parameter)
-        self._class: Any = type(local)
-        (self._inner,), self._context = local.__tensor_flatten__()
-        self._shape, self._stride = local.shape, local.stride()
+        tensor: Any = parameter
+        self._class: Any = type(tensor)
+        (self._inner,), self._context = tensor.__tensor_flatten__()
+        self._shape, self._stride = tensor.shape, tensor.stride()
         self._main_dtype, self._device = main_dtype, device
         self._shard: Any = None  # the weight of this rank's rows
         self._metadata: Any = None  # what its class said when they were sent
@@ -109,7 +108,7 @@ class ExtensionForm(StoredForm):
 
     def values(self, parameter: nn.Parameter) -> torch.Tensor:
         """Return the values of high precision, which the main weights take over."""
-        values: torch.Tensor = getattr(local_tensor(parameter), self._inner)
+        values: torch.Tensor = getattr(parameter, self._inner)
         return values.detach()
 
     def buffer(self, layout: Layout, dtype: torch.dtype) -> tuple[Layout, torch.dtype]:
@@ -172,10 +171,6 @@ class ExtensionForm(StoredForm):
             return self._compute  # its memory never moves
         with allocated(view) as buffer:
             made = self._make(buffer)
-        self._compute = parameter
-        if isinstance(parameter, DTensor):
-            parameter._local_tensor = made
-            return parameter
         # A new object, since torch.utils.swap_tensors cannot make a parameter one with slots.
         self._compute = nn.Parameter(made, requires_grad=parameter.requires_grad)
         for name, value in users_attributes(parameter).items():

@@ -134,7 +134,11 @@ def refusals(sharding: Sharding) -> Iterator[Refusal]:
         " calls, have main weights to train; freeze them, or use plain parameters",
     )
     yield (
-        lambda one: is_bytes(one) and sharding.has_tensor_axis and _is_divided(one),
+        lambda one: (
+            (is_bytes(one) or (is_extended(one) and isinstance(one, DTensor)))
+            and sharding.has_tensor_axis
+            and _is_divided(one)
+        ),
         "are tensor subclasses around other tensors, and divided by tensor parallelism",
     )
     yield (
