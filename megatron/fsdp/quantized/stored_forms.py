@@ -79,7 +79,8 @@ def make_form(
         return StoredForm(ROWS if only_rows else PREFER_ROWS)
     if key.form is TransformerEngineForm:
         group = axes.data_group if shards_outer else axes.inner.get_group()
-        assert group is not None  # checked with the module
+        if group is None:
+            raise NotImplementedError("Transformer Engine's weights need Mesh.data_group")
         return TransformerEngineForm(list(named.values()), group)
     ((name, parameter),) = named.items()  # the key is that of one parameter
     owners = []
@@ -117,14 +118,14 @@ Refusal = tuple[Callable[[nn.Parameter], bool], str]
 def refusals(sharding: Sharding) -> Iterator[Refusal]:
     """Yield what is refused of parameters that are tensor subclasses, and why."""
 
-    def is_extended(parameter: nn.Parameter) -> bool:
-        return form_of(parameter).form is ExtensionForm
+    def is_of(*forms: type[StoredForm]) -> Callable[[nn.Parameter], bool]:
+        return lambda one: form_of(one).form in forms
 
-    def is_bytes(parameter: nn.Parameter) -> bool:
-        return form_of(parameter).form is BytesForm
-
+    is_plain, is_extended, is_bytes = is_of(StoredForm), is_of(ExtensionForm), is_of(BytesForm)
+    is_engines = is_of(TransformerEngineForm)
+    needs_shards = is_of(ExtensionForm, TransformerEngineForm)
     yield (
-        lambda one: speaks_extension(local_tensor(one)) and form_of(one).form is StoredForm,
+        lambda one: is_plain(one) and speaks_extension(local_tensor(one)),
         "have fsdp_pre_all_gather and no __tensor_flatten__, so no part of them can be made",
     )
     yield (
@@ -134,21 +135,17 @@ def refusals(sharding: Sharding) -> Iterator[Refusal]:
         " calls, have main weights to train; freeze them, or use plain parameters",
     )
     yield (
-        lambda one: (
-            (is_bytes(one) or (is_extended(one) and isinstance(one, DTensor)))
-            and sharding.has_tensor_axis
-            and _is_divided(one)
-        ),
-        "are tensor subclasses around other tensors, and divided by tensor parallelism",
-    )
-    yield (
         lambda one: is_bytes(one) and any(type(part) is not torch.Tensor for part in _inside(one)),
         "are tensor subclasses around tensor subclasses",
     )
-
-    def is_engines(parameter: nn.Parameter) -> bool:
-        return form_of(parameter).form is TransformerEngineForm
-
+    if sharding.has_tensor_axis:
+        yield (
+            lambda one: (
+                (is_bytes(one) and get_mcore_tensor_parallel_partition_dim(one) is not None)
+                or (isinstance(one, DTensor) and not is_plain(one))
+            ),
+            "are tensor subclasses around other tensors, and divided by tensor parallelism",
+        )
     yield (
         lambda one: is_engines(one) and type(one).__name__ not in BYTES,
         "of Transformer Engine cannot be sharded yet: use another recipe"
@@ -160,20 +157,11 @@ def refusals(sharding: Sharding) -> Iterator[Refusal]:
         " quantized_model_init(..., preserve_high_precision_init_val=True)",
     )
     if not sharding.level.shards_optimizer:
-        yield is_engines, "are quantized for the shards of level 1 and more: not with level 0"
+        yield needs_shards, "are made of the shards of main weights: use level 1, 2 or 3"
     if sharding.uses_slots:
-        yield is_engines, "keep their codes at one place, which memory slots change"
-    if not sharding.level.shards_optimizer:
-        yield is_extended, "are gathered by their class, and level 0 gathers nothing: use level 1"
+        yield needs_shards, "keep what is gathered at one place, which memory slots change"
     if sharding.shards_outer:
         yield is_extended, "are gathered by their class over one axis: not with Strategy.outer"
-    if sharding.uses_slots:
-        yield is_extended, "are gathered by their class, which knows no memory slots"
-
-
-def _is_divided(parameter: nn.Parameter) -> bool:
-    is_ours = get_mcore_tensor_parallel_partition_dim(parameter) is not None
-    return is_ours or isinstance(parameter, DTensor)
 
 
 def _inside(parameter: nn.Parameter) -> Sequence[torch.Tensor]:

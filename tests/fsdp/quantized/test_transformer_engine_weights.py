@@ -257,7 +257,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], Callable[[nn.Module], Any], tuple[
         without_values,
         ("Float8Tensor", "preserve_high_precision_init_val=True"),
     ),
-    "level 0": ("current", {"zero_dp_strategy": 0}, lambda module: None, ("not with level 0",)),
+    "level 0": ("current", {"zero_dp_strategy": 0}, lambda module: None, ("use level 1",)),
     "slots": ("block", {"fsdp_double_buffer": True}, lambda module: None, ("memory slots",)),
 }
 
