@@ -60,6 +60,7 @@ def keep_gradients(mesh: str, way: str, kind: str, **settings: Any) -> bool:
     return all(torch.equal(values(each), copy) for each, copy in zip(kept, copies, strict=True))
 
 
+@pytest.mark.seldom("model-*", "by_hand-*")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("way", ["optimizer", "model", "torch", "by_hand"])
 def test_kept_gradients_do_not_change(ranks: Ranks, way: str, kind: str) -> None:

@@ -207,6 +207,7 @@ def set_by_torch(way: str, level: int, is_broadcast: bool) -> None:
     assert_equal(own(other), own(model), 1e-11)
 
 
+@pytest.mark.seldom("*_and_*")
 @pytest.mark.parametrize("is_broadcast", [True, False], ids=["rank 0 alone", "every rank"])
 @pytest.mark.parametrize("way", WAYS)
 def test_torch_sets_full_states(ranks: Ranks, way: str, is_broadcast: bool) -> None:

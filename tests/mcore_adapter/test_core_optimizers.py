@@ -97,6 +97,7 @@ def train_in_a_way(strategy: str, way: str) -> list[dict[str, torch.Tensor]]:
     ]
 
 
+@pytest.mark.seldom("no_shard-*", "optim_grads-*")
 @pytest.mark.parametrize("way", ["clipped", "closure", "accumulated"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_gradients_are_final_after_backward_as_with_an_unsharded_model(

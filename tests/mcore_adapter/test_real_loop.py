@@ -25,6 +25,7 @@ from tests.support.mcore_adapter.real_loop import (
 NEWEST = megatron_release.RELEASES[-1]
 
 
+@pytest.mark.exhaustive
 def test_one_flag_trains_with_the_newest_release_like_its_ddp() -> None:
     megatron_release.require(NEWEST)
     results = compare(["default"], NEWEST)

@@ -131,7 +131,7 @@ def cases(*by_default: str, of: Iterable[str]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("name", values)
 
 
-@cases("level_3", of=LINES)
+@cases(of=LINES)
 def test_a_checkpoint_copied_during_the_next_step_is_that_of_a_blocking_save(
     name: str, tmp_path: Path
 ) -> None:

@@ -116,6 +116,7 @@ def edit_after_steps(edit: str, starts_early: bool, level: int) -> None:
         torch.testing.assert_close(model(x), (x @ first + one) @ second + other)
 
 
+@pytest.mark.seldom("2-*")
 @pytest.mark.parametrize("starts_early", [False, True])
 @pytest.mark.parametrize("edit", EDITS)
 @pytest.mark.parametrize("level", LEVELS)
@@ -142,6 +143,7 @@ def edit_main_weights_after_steps(edit: str, level: int, mesh: str, **settings: 
         outputs_are_those_of_the_main_weights(model, "several_units")
 
 
+@pytest.mark.seldom("2-*")
 @pytest.mark.parametrize("edit", EDITS)
 @pytest.mark.parametrize("level", LEVELS)
 def test_main_weights_of_another_dtype_may_be_edited_too(

@@ -52,7 +52,7 @@ PLACES: dict[str, tuple[int, str, dict[str, Any]]] = {
 }
 """Number of ranks, mesh and settings."""
 
-OFTEN = ("level1", "level3", "hybrid_optim")
+OFTEN = ("level3",)
 
 
 class OddStack(nn.Module):
@@ -132,6 +132,7 @@ def test_muon_of_torch_steps_beside_adamw(ranks: Ranks, level: int) -> None:
     ranks(3, train_muon_and_adamw, level)
 
 
+@pytest.mark.seldom("0-*", "1-*")
 @pytest.mark.parametrize("how", ["tensor", "data", "foreach", "redistribute"])
 @pytest.mark.parametrize("level", [0, 1, 3])
 def test_muon_for_dtensors_steps_as_on_one_rank(ranks: Ranks, level: int, how: str) -> None:
