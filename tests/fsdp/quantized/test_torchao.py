@@ -76,7 +76,8 @@ def train(
         optimizer.step()
         optimizer.zero_grad()
         losses.append(float(loss.detach()))
-        weights += [whole(parameter) for parameter in model.parameters()]
+        # Copies: on one rank they are the weights themselves.
+        weights += [whole(parameter).clone() for parameter in model.parameters()]
     return losses, weights
 
 
