@@ -167,7 +167,7 @@ def test_sigterm_to_torchrun_saves_a_checkpoint_that_resumes(
     stopped = int(re.search(r"stopping at iteration (\d+): signal", output).group(1))
     assert f"saved checkpoint of iteration {stopped} " in output
     # No traceback of ours; torchrun has one of its own, about the signal.
-    assert "pretrain_gpt.py" not in errors and "warning" not in errors.lower()
+    assert "pretrain_gpt.py" not in errors and "warning" not in errors.lower(), errors
     assert (tmp_path / TRACKER).read_text() == str(stopped)
     resumed = run_ranks(2, train, f"{line} --load {tmp_path} --exit-interval {stopped + 1}")[0][0]
     assert [step["iteration"] for step in resumed.steps] == [stopped + 1]
