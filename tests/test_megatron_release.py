@@ -7,7 +7,7 @@ from unittest.mock import patch
 
 import pytest
 
-from tests.support import megatron_release
+from tests.support import megatron_release, wheels
 
 WHEEL = "megatron_core-9.8.7-cp312-cp312-manylinux_2_28_x86_64.whl"
 METADATA = "Metadata-Version: 2.1\nName: megatron-core\nVersion: 9.8.7\n"
@@ -28,7 +28,7 @@ def test_a_wheel_is_downloaded_once(tmp_path: Path) -> None:
         wheel.writestr("megatron_core-9.8.7.dist-info/METADATA", METADATA)
         wheel.writestr("megatron_core-9.8.7.dist-info/WHEEL", "Wheel-Version: 1.0\n")
     assert megatron_release.obstacle("9.8.7") is None
-    with patch.object(megatron_release, "download", side_effect=AssertionError):
+    with patch.object(wheels, "download", side_effect=AssertionError):
         folder = megatron_release.unpack("9.8.7")
     assert folder == tmp_path / "unpacked" / "9.8.7"
     assert (folder / "megatron" / "core" / "datasets" / "__init__.py").is_file()
@@ -37,5 +37,5 @@ def test_a_wheel_is_downloaded_once(tmp_path: Path) -> None:
 
 def test_a_release_that_pip_does_not_find_is_an_obstacle() -> None:
     reason = megatron_release.obstacle("9.8.6")
-    assert reason is not None and reason.startswith("pip finds no Megatron-Core 9.8.6: ERROR: ")
+    assert reason is not None and reason.startswith("pip finds no megatron-core==9.8.6: ERROR: ")
     assert [*megatron_release.UNPACKED.iterdir()] == [megatron_release.UNPACKED / "lock"]

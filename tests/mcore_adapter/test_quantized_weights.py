@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support import transformer_engine_on_cpu
+from tests.support.transformer_engine_on_cpu.core_gpt import make_gpt
 from tests.support.transformer_engine_on_cpu.ranks import RunOnRanks, ranks
 
 
@@ -19,37 +20,6 @@ def engine_ranks() -> Iterator[RunOnRanks]:
     transformer_engine_on_cpu.require()
     with ranks(2) as run:
         yield run
-
-
-def make_gpt(recipe: str | None) -> tuple[Any, Any]:
-    """Return the config of a GPT, and the GPT."""
-    from megatron.core import parallel_state
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import (
-        get_gpt_layer_with_transformer_engine_spec,
-    )
-    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-    from megatron.core.transformer import TransformerConfig
-    from megatron.core.transformer.module import Float16Module
-
-    if not parallel_state.model_parallel_is_initialized():
-        parallel_state.initialize_model_parallel()
-    fp8 = {"fp8": "hybrid", "fp8_recipe": recipe, "fp8_param": True} if recipe else {}
-    config = TransformerConfig(
-        num_layers=2,
-        hidden_size=128,
-        num_attention_heads=4,
-        bf16=True,
-        params_dtype=torch.bfloat16,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        **fp8,
-    )
-    model_parallel_cuda_manual_seed(7)
-    torch.manual_seed(7)
-    spec = get_gpt_layer_with_transformer_engine_spec()
-    model = GPTModel(config, spec, vocab_size=64, max_sequence_length=32)
-    return config, Float16Module(config, model)
 
 
 def train(recipe: str | None, strategy: str, num_steps: int = 4) -> dict[str, Any]:

@@ -12,41 +12,31 @@ compiled, and those of the installed release are the same.
 
 from __future__ import annotations
 
-import fcntl
 import functools
 import os
 import shlex
 import shutil
-import subprocess
 import sys
 import sysconfig
-import tempfile
-import zipfile
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+
+from tests.support import wheels
 
 ROOT = Path(__file__).parents[2]
 UNPACKED = ROOT / "build" / "megatron_core"
 PACKAGES = Path(sys.prefix) / "for_releases"
 """Installed by the Makefile, and only for these runs: torch must not see triton in others."""
 NEEDED = ("triton", "pybind11", "six")
-DOWNLOAD = (
-    "download --quiet --disable-pip-version-check --retries 1 --timeout 30 --no-deps"
-    " --only-binary=:all: --python-version 3.12 --implementation cp"
-    " --platform manylinux_2_28_x86_64"
-)
+FOR_PYTHON_3_12 = "--python-version 3.12 --implementation cp --platform manylinux_2_28_x86_64"
 """Words of pip; the same wheel serves every machine, as what is compiled in it is not needed."""
 HELPERS = Path(
     "megatron", "core", "datasets", f"helpers_cpp{sysconfig.get_config_var('EXT_SUFFIX')}"
 )
 
 RELEASES = ("0.17.1", "0.18.2", "0.19.2")
-
-
-class DownloadError(RuntimeError):
-    """pip cannot download a release."""
 
 
 @functools.cache  # a failed download takes a while
@@ -62,7 +52,7 @@ def obstacle(release: str) -> str | None:
         )
     try:
         unpack(release)
-    except DownloadError as error:
+    except wheels.DownloadError as error:
         return str(error)
     return None
 
@@ -78,32 +68,13 @@ def unpack(release: str) -> Path:
     """Download and unpack a release unless it is there already, and return its folder.
 
     Raises:
-        DownloadError: pip cannot download it.
+        wheels.DownloadError: pip cannot download it.
     """
-    target = UNPACKED / release
-    UNPACKED.mkdir(parents=True, exist_ok=True)
-    with open(UNPACKED / "lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # two test processes may need it at once
-        if not target.is_dir():
-            with tempfile.TemporaryDirectory(dir=UNPACKED) as folder:
-                with zipfile.ZipFile(download(release, folder)) as wheel:
-                    wheel.extractall(Path(folder, "wheel"))
-                Path(folder, "wheel").rename(target)
-        installed = Path(sysconfig.get_path("platlib"), HELPERS)
-        if installed.exists() and not (target / HELPERS).exists():
-            shutil.copy(installed, target / HELPERS)
-    return target
-
-
-def download(release: str, folder: str) -> Path:
-    """Download the wheel of a release into a folder and return its path."""
-    words = [*DOWNLOAD.split(), "--dest", folder, f"megatron-core=={release}"]
-    run = subprocess.run([sys.executable, "-m", "pip", *words], text=True, capture_output=True)
-    wheels = [*Path(folder).glob("*.whl")]
-    if run.returncode or not wheels:
-        reason = (run.stderr.strip().splitlines() or ["no wheel"])[-1]
-        raise DownloadError(f"pip finds no Megatron-Core {release}: {reason}")
-    return wheels[0]
+    folder = wheels.unpack("megatron-core", release, UNPACKED, FOR_PYTHON_3_12)
+    installed = Path(sysconfig.get_path("platlib"), HELPERS)
+    if installed.exists() and not (folder / HELPERS).exists():
+        shutil.copy(installed, folder / HELPERS)
+    return folder
 
 
 def environment(release: str) -> dict[str, str]:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support.transformer_engine_on_cpu import use
+from tests.support.transformer_engine_on_cpu.core_gpt import make_gpt
 from tests.support.transformer_engine_on_cpu.ranks import RunOnRanks
 
 ERRORS = {
@@ -232,30 +233,7 @@ def test_quantized_weights_are_sharded_by_torch(
 
 def loss_of_gpt(recipe_name: str | None) -> tuple[list[str], float]:
     """Return the types of parameters of a GPT of Megatron-Core, and its loss."""
-    from megatron.core import parallel_state
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import (
-        get_gpt_layer_with_transformer_engine_spec,
-    )
-    from megatron.core.transformer import TransformerConfig
-    from megatron.core.transformer.module import Float16Module
-
-    parallel_state.initialize_model_parallel()
-    fp8 = dict(fp8="hybrid", fp8_recipe=recipe_name, fp8_param=True) if recipe_name else {}
-    config = TransformerConfig(
-        num_layers=2,
-        hidden_size=128,
-        num_attention_heads=4,
-        bf16=True,
-        params_dtype=torch.bfloat16,
-        use_cpu_initialization=True,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        **fp8,
-    )
-    spec = get_gpt_layer_with_transformer_engine_spec()
-    torch.manual_seed(5)
-    model = Float16Module(config, GPTModel(config, spec, vocab_size=64, max_sequence_length=32))
+    _, model = make_gpt(recipe_name, use_cpu_initialization=True)
     tokens = torch.randint(64, (4, 32))
     loss = model(tokens, torch.arange(32)[None], None, labels=tokens).float().mean()
     loss.backward()

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.megatron_release import DownloadError
 from tests.support.transformer_engine_on_cpu import use, wheel
 from tests.support.transformer_engine_on_cpu.quantization import values
 from tests.support.transformer_engine_on_cpu.ranks import RunOnRanks
+from tests.support.wheels import DownloadError
 
 
 def matrix(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -39,7 +39,7 @@ def test_a_wheel_that_pip_does_not_find_is_an_obstacle(
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.delenv("PIP_FIND_LINKS", raising=False)
     monkeypatch.setattr(wheel, "UNPACKED", tmp_path)
-    with pytest.raises(DownloadError, match="pip finds no Transformer Engine"):
+    with pytest.raises(DownloadError, match="pip finds no transformer-engine==2"):
         wheel.unpack()
     assert [*tmp_path.iterdir()] == [tmp_path / "lock"]
 

@@ -9,18 +9,14 @@ environment: Megatron-Core and transformers would find it there and use it.
 
 from __future__ import annotations
 
-import fcntl
 import functools
-import subprocess
-import sys
-import tempfile
-import zipfile
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from tests.support.megatron_release import ROOT, DownloadError
+from tests.support import wheels
+from tests.support.megatron_release import ROOT
 
 RELEASE = "2.20.2"
 UNPACKED = ROOT / "build" / "transformer_engine"
@@ -38,7 +34,7 @@ def obstacle() -> str | None:
         return f"Transformer Engine imports {', '.join(missing)}: install them with pip"
     try:
         unpack()
-    except DownloadError as error:
+    except wheels.DownloadError as error:
         return str(error)
     return None
 
@@ -54,31 +50,6 @@ def unpack() -> Path:
     """Download and unpack the wheel unless it is there already, and return its folder.
 
     Raises:
-        DownloadError: pip cannot download it.
+        wheels.DownloadError: pip cannot download it.
     """
-    target = UNPACKED / RELEASE
-    UNPACKED.mkdir(parents=True, exist_ok=True)
-    with open(UNPACKED / "lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # two test processes may need it at once
-        if not target.is_dir():
-            with tempfile.TemporaryDirectory(dir=UNPACKED) as folder:
-                with zipfile.ZipFile(download(folder)) as wheel:
-                    wheel.extractall(Path(folder, "wheel"))
-                Path(folder, "wheel").rename(target)
-    return target
-
-
-def download(folder: str) -> Path:
-    """Download the wheel into a folder and return its path."""
-    words = "download --quiet --disable-pip-version-check --retries 1 --timeout 30 --no-deps"
-    command = [sys.executable, "-m", "pip", *words.split(), "--only-binary=:all:"]
-    run = subprocess.run(
-        [*command, "--dest", folder, f"transformer-engine=={RELEASE}"],
-        text=True,
-        capture_output=True,
-    )
-    wheels = [*Path(folder).glob("*.whl")]
-    if run.returncode or not wheels:
-        reason = (run.stderr.strip().splitlines() or ["no wheel"])[-1]
-        raise DownloadError(f"pip finds no Transformer Engine {RELEASE}: {reason}")
-    return wheels[0]
+    return wheels.unpack("transformer-engine", RELEASE, UNPACKED)
