@@ -10,6 +10,7 @@ from megatron.fsdp.dtensor.sharded_param import is_linked, sharded_param_of
 from megatron.fsdp.dtensor.tensor_part import TensorSlice
 from megatron.fsdp.dtensor.uneven_dtensor import UnevenDTensor, make_uneven_dtensor
 from megatron.fsdp.engine.mesh import Mesh
+from megatron.fsdp.engine.tensor_parallel import local_tensor as local_of
 from megatron_fsdp.not_offered import attributes_of
 from megatron_fsdp.uneven_dtensor import (
     update_uneven_dtensor_chunk_metadata,
@@ -64,7 +65,7 @@ def make_fsdp_dtensor(
     if is_linked(param):
         slice_ = sharded_param_of(param).slice
     else:
-        slice_ = TensorSlice.of_parameter(param, axes.tensor)
+        slice_ = TensorSlice.of_parameter(param, tuple(local_of(param).shape), axes.tensor)
     placements = slice_.placements(axes.tensor, mesh.ndim, is_sharded_param)
     dtensor = make_uneven_dtensor(local_tensor, slice_.shape or (1,), mesh, placements)
     if run_check:

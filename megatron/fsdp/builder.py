@@ -31,8 +31,8 @@ from megatron.fsdp.engine.unit_choice import (
 )
 from megatron.fsdp.meta_initialisation import Initialiser, initialisation_parts, materialize
 from megatron.fsdp.module_access.own_names import own_name
-from megatron.fsdp.quantized.all_gather_extension import users_attributes
 from megatron.fsdp.quantized.stored_forms import FormKey, form_of, make_form, refuse_own_memory
+from megatron.fsdp.quantized.tensor_subclasses import move, users_attributes
 from megatron.fsdp.settings import Settings, resolve_unit_modules
 from megatron.fsdp.warnings_once import warn
 
@@ -47,11 +47,7 @@ def shard_parameters(
     Return the units, the root first, the sharded parameters, and the memory slots, if any.
     """
     strategy, ignored = settings.strategy, settings.strategy.ignored
-    # Tensors on meta are allocated later.
-    kept = {one: users_attributes(one) for one in module.parameters()}
-    module._apply(lambda one: one if one.is_meta or one in ignored else one.to(settings.device))
-    for one, attributes in kept.items():  # torch drops those of tensor subclasses
-        vars(one).update(attributes)
+    move(module, settings.device, ignored)  # tensors on meta are allocated later
     wanted = resolve_unit_modules(settings.units)
     units = [Unit("", module)]
     if not strategy.one_unit:
@@ -76,7 +72,6 @@ def shard_parameters(
         if given is not sharded_param.compute:  # optimizers have the one that was given
             link(given, sharded_param)
         refuse_own_memory(sharded_param.group, sharded_param.index)
-        # The attributes that user code has set on the module's parameter.
         for name, value in users_attributes(given).items():
             setattr(sharded_param.parameter, name, value)
         link(sharded_param.parameter, sharded_param)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron.fsdp.quantized.all_gather_extension import users_attributes
+from megatron.fsdp.quantized.tensor_subclasses import users_attributes
 
 InitialiseModule = Callable[[nn.Module], object]  # gives its own tensors values, in place
 
@@ -180,6 +180,11 @@ def materialize(
         if tensors or (is_parent and any(inside.values())):
             with torch.no_grad(), _protected(inside, device):
                 initialiser.initialise(module)
+        own = module._parameters
+        if gone := [name for name, one in tensors.items() if one in found and one is not own[name]]:
+            raise NotImplementedError(
+                f"{type(module).__name__} makes {', '.join(gone)} anew: build it on a device"
+            )
     if initialiser.source is not None:
         _refuse_without_values(of_modules, initialiser.source)
     return list(found)

@@ -22,7 +22,7 @@ from megatron.fsdp.dtensor.sharded_param import ShardedParam, is_linked, sharded
 from megatron.fsdp.engine import observe
 from megatron.fsdp.engine.collectives import agree
 from megatron.fsdp.engine.hooks import UnitHooks
-from megatron.fsdp.engine.param_group import ParamGroup
+from megatron.fsdp.engine.param_group import ParamGroup, StoredForm
 from megatron.fsdp.engine.schedule import Microbatches, Schedule
 from megatron.fsdp.gradient_sync import GradientError, GradientSync
 from megatron.fsdp.meta_initialisation import Initialiser
@@ -251,15 +251,15 @@ class ShardedModule(nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedModule:
         """Return another sharded model with the same weights, without gradients; a collective."""
-        if not self._is_copyable or self._mesh.dense.tensor is not None:
+        are_plain = {type(group.form) for group in self.groups} <= {StoredForm}
+        if not (self._is_copyable and are_plain) or self._mesh.dense.tensor is not None:
             raise NotImplementedError(REFUSED_COPY)
         self._trainability.follow()
         module, settings = copied_module(self.module, self._sharded_params, self._settings, memo)
         remove_hooks(self.module, module, self._hooks.handles)
         copied = type(self).__new__(type(self))  # the constructor may take other arguments
         ShardedModule.__init__(copied, module, settings)
-        for name, value in vars(self).items():
-            vars(copied).setdefault(name, value)
+        vars(copied).update({**vars(self), **vars(copied)})
         copy_main_weights(self.sharded_params, copied.sharded_params)
         copied.train(self.training)
         return copied

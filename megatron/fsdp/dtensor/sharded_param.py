@@ -72,10 +72,9 @@ class ShardedParam:
     def __init__(self, group: ParamGroup, index: int, mesh: ParameterMesh):
         self.group, self.index, self.name = group, index, group.names[index]
         # This rank has a slice of the whole tensor, and owns a flat range of that slice.
-        self.slice = TensorSlice.of_parameter(group.parameters[index], mesh.axes.tensor)
         self.flat_range = group.layout.owned(index, group.rank)
-        if self.slice.dim is None and self.slice.shape != self.flat_range.shape:
-            self.slice = TensorSlice(self.flat_range.shape)  # of the bytes of a weight
+        shape, axis = self.flat_range.shape, mesh.axes.tensor
+        self.slice = TensorSlice.of_parameter(group.parameters[index], shape, axis)
         self._mesh = mesh.mesh
         self._placements = self.slice.placements(
             mesh.axes.tensor, mesh.mesh.ndim, group.strategy.shards_optimizer

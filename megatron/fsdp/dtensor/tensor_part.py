@@ -35,7 +35,6 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from megatron.fsdp.engine.collectives import all_gather_uneven
 from megatron.fsdp.engine.layout import Chunk, FlatRange, row_size
-from megatron.fsdp.engine.tensor_parallel import local_tensor
 
 AnyDTensor = TypeVar("AnyDTensor", bound=DTensor)
 
@@ -80,9 +79,10 @@ class TensorSlice(NamedTuple):
     start: int = 0  # the beginning of this rank's range along `dim`
 
     @classmethod
-    def of_parameter(cls, parameter: nn.Parameter, axis: DeviceMesh | None) -> TensorSlice:
-        """Return the slice, from the placements of a DTensor or Megatron-Core's attributes."""
-        local = tuple(local_tensor(parameter).shape)
+    def of_parameter(
+        cls, parameter: nn.Parameter, local: tuple[int, ...], axis: DeviceMesh | None
+    ) -> TensorSlice:
+        """Return the slice of shape ``local``, by a DTensor's placements or Core's attributes."""
         if axis is None:
             return cls(local)
         if isinstance(parameter, DTensor):

@@ -25,7 +25,7 @@ from megatron.fsdp.engine.tensor_parallel import local_tensor, set_local_tensor
 #                        view of the flat buffer `compute`, freed between uses at level 3
 #     compute shard      this rank's slice of the compute weights, the input of the all-gather. It
 #                        is a slice of the flat buffer, but at level 3 a separate tensor if the
-#                        optimizer updates it itself, or the outer axis gathers it
+#                        optimizer updates it, the outer axis gathers it, or its form is not plain
 #     owned shard        the part of the compute shard that this rank updates: all of it, unless
 #                        the outer axis divides it (see [Note: shards and owned shards])
 #     main shard         the owned shard in the main dtype, which the optimizer updates. If the

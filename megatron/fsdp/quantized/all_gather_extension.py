@@ -5,19 +5,19 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor
 
 from megatron.fsdp.engine.buffer import shard_view
 from megatron.fsdp.engine.layout import ROWS, Layout, ParamPosition, row_size
 from megatron.fsdp.engine.param_group import StoredForm
 from megatron.fsdp.engine.planner import MIN_ALIGNMENT
-from megatron.fsdp.quantized.freed_storage import allocated
+from megatron.fsdp.quantized.byte_views import allocated, ends_of, parts_of
+from megatron.fsdp.quantized.tensor_subclasses import users_attributes
 
 # [Note: the all-gather extension] A tensor subclass around one tensor of high precision may have
 # two methods, which FSDP2 and this library call alike:
@@ -37,35 +37,6 @@ from megatron.fsdp.quantized.freed_storage import allocated
 #
 # The buffer is one of bytes. If the class gathers one tensor, the forward reads the buffer itself;
 # several are copied out of it, as each rank sends one block with a part of all of them.
-
-
-ALIGNMENT = 16  # in bytes, which every size of an element divides
-
-
-def speaks_extension(tensor: torch.Tensor) -> bool:
-    """Return True if the class of a tensor has both methods of the all-gather extension."""
-    return hasattr(tensor, "fsdp_pre_all_gather") and hasattr(tensor, "fsdp_post_all_gather")
-
-
-def values_inside(tensor: torch.Tensor) -> str | None:
-    """Return the name of the tensor of high precision that a subclass is around, if it is one."""
-    if not hasattr(tensor, "__tensor_flatten__"):
-        return None
-    names, _ = tensor.__tensor_flatten__()
-    if len(names) != 1:
-        return None
-    inner = getattr(tensor, names[0])
-    fits = inner.shape == tensor.shape and inner.is_floating_point() and inner.element_size() > 1
-    return names[0] if fits else None
-
-
-class Sent(NamedTuple):
-    """One of the tensors that every rank sends of a weight."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-    num_bytes: int
-    room: int  # bytes in the block of a rank: where there are several, each begins aligned
 
 
 class ExtensionForm(StoredForm):
@@ -96,12 +67,12 @@ class ExtensionForm(StoredForm):
         self._mesh, self._policy = mesh, policy
         tensor: Any = parameter
         self._class: Any = type(tensor)
-        (self._inner,), self._context = tensor.__tensor_flatten__()
+        (self._inner,), self._context = tensor.__tensor_flatten__()  # checked with the module
         self._shape, self._stride = tensor.shape, tensor.stride()
         self._main_dtype, self._device = main_dtype, device
         self._shard: Any = None  # the weight of this rank's rows
         self._metadata: Any = None  # what its class said when they were sent
-        self._sent: list[Sent] = []
+        self._sent: list[torch.Tensor] = []  # on meta: what every rank sends
         self._compute: nn.Parameter | None = None  # the parameter that forwards read
         self._outputs: tuple[torch.Tensor, ...] = ()
         self._separate: dict[torch.UntypedStorage, int] = {}  # outside the buffer, with its bytes
@@ -126,28 +97,22 @@ class ExtensionForm(StoredForm):
             )
         shape = num_rows, *self._shape[1:]
         zeros = torch.zeros(shape, dtype=self._main_dtype, device=self._device)
-        tensors = self._send(zeros)
-        alignment = ALIGNMENT if len(tensors) > 1 else 1
-        for one in tensors:
-            room = one.nbytes + -one.nbytes % alignment
-            self._sent.append(Sent(one.shape, one.dtype, one.nbytes, room))
-        own = sum(one.room for one in self._sent)
+        self._sent = [torch.empty_like(one, device="meta") for one in self._send(zeros)]
+        own = ends_of(self._sent)[-1]
         whole = ParamPosition((own * layout.world_size,), 0, False)
         return Layout(layout.world_size, own, (whole,)), torch.uint8
 
     def _send(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return the tensors to gather for a shard; a collective, if the class says so."""
-        inner = {self._inner: rows}
-        self._shard = self._class.__tensor_unflatten__(
-            inner, self._context, rows.shape, rows.stride()
-        )
+        unflatten = self._class.__tensor_unflatten__
+        self._shard = unflatten({self._inner: rows}, self._context, rows.shape, rows.stride())
         prepare = self._shard.fsdp_pre_all_gather
         arguments: tuple[Any, ...] = (self._mesh,)
         if len(inspect.signature(prepare).parameters) > 1:
             module, _ = self._owners[0]
             arguments += (self._shape, self._stride, module, self._policy)
         tensors, self._metadata = prepare(*arguments)
-        return tuple(tensors)
+        return tuple(tensor.contiguous() for tensor in tensors)
 
     def fill(self, shard: torch.Tensor, main: torch.Tensor, layout: Layout, rank: int) -> None:
         """Write what is gathered of this rank's rows to its shard of the buffer, as bytes."""
@@ -155,15 +120,8 @@ class ExtensionForm(StoredForm):
         missing = self._sent[0].shape[0] - len(rows)
         if missing:
             rows = torch.cat([rows, rows.new_zeros(missing, *self._shape[1:])])
-        for part, tensor in zip(self._parts(shard), self._send(rows), strict=True):
+        for part, tensor in zip(parts_of(shard, self._sent), self._send(rows), strict=True):
             part.copy_(tensor)
-
-    def _parts(self, block: torch.Tensor) -> list[torch.Tensor]:
-        """Return the tensors that a rank sends, as views of its bytes."""
-        parts = []
-        for room, one in zip(block.split([one.room for one in self._sent]), self._sent):
-            parts.append(room[: one.num_bytes].view(one.dtype).view(one.shape))
-        return parts
 
     def point(self, parameter: nn.Parameter, view: torch.Tensor) -> nn.Parameter:
         """Return the parameter that its class makes of what is gathered."""
@@ -183,8 +141,8 @@ class ExtensionForm(StoredForm):
         """Return the tensor that the class makes of what is gathered."""
         flats = [buffer]
         if len(self._sent) > 1:
-            world_size = buffer.numel() // sum(one.room for one in self._sent)
-            flats = [buffer.new_empty(world_size * one.num_bytes) for one in self._sent]
+            world_size = buffer.numel() // ends_of(self._sent)[-1]
+            flats = [buffer.new_empty(world_size * one.nbytes) for one in self._sent]
         self._outputs = tuple(
             flat.view(one.dtype).view(-1, *one.shape[1:]) for flat, one in zip(flats, self._sent)
         )
@@ -209,7 +167,7 @@ class ExtensionForm(StoredForm):
         if len(self._sent) > 1:
             world_size = len(self._outputs[0]) // self._sent[0].shape[0]
             for number, block in enumerate(flat.view(world_size, -1)):
-                for output, part in zip(self._outputs, self._parts(block)):
+                for output, part in zip(self._outputs, parts_of(block, self._sent)):
                     output[number * len(part) : (number + 1) * len(part)] = part
         self._shard.fsdp_post_all_gather(
             self._outputs, self._metadata, self._policy.param_dtype, out=self._compute
@@ -219,17 +177,3 @@ class ExtensionForm(StoredForm):
         """Free the gathered tensors, and those of the class, that are not the buffer."""
         for storage in self._separate:
             storage.resize_(0)
-
-
-def users_attributes(parameter: nn.Parameter) -> dict[str, Any]:
-    """Return the attributes of a parameter that are not those of its class."""
-    tensor: Any = parameter
-    known = {"_is_param"}
-    if isinstance(tensor, DTensor):
-        known |= {"_local_tensor", "_spec"}
-    elif hasattr(tensor, "__tensor_flatten__"):
-        names, context = tensor.__tensor_flatten__()
-        inner = {name: getattr(tensor, name) for name in names}
-        same = tensor.__tensor_unflatten__(inner, context, tensor.shape, tensor.stride())
-        known |= {*names, *vars(same)}
-    return {name: value for name, value in vars(tensor).items() if name not in known}

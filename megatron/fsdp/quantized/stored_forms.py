@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -17,17 +17,18 @@ from megatron.fsdp.engine.mesh import Axes
 from megatron.fsdp.engine.param_group import ParamGroup, StoredForm
 from megatron.fsdp.engine.policy import Precision, ShardingStrategy
 from megatron.fsdp.engine.tensor_parallel import local_tensor
-from megatron.fsdp.quantized.all_gather_extension import (
-    ExtensionForm,
+from megatron.fsdp.quantized.all_gather_extension import ExtensionForm
+from megatron.fsdp.quantized.frozen_bytes import BytesForm
+from megatron.fsdp.quantized.tensor_subclasses import (
+    has_values_inside,
+    is_of_transformer_engine,
     speaks_extension,
-    values_inside,
+    tensors_inside,
 )
-from megatron.fsdp.quantized.frozen_bytes import BytesForm, tensors_inside
 from megatron.fsdp.quantized.transformer_engine_weights import (
     BYTES,
     TransformerEngineForm,
     initial_values,
-    is_of_transformer_engine,
 )
 
 
@@ -35,7 +36,7 @@ class FormKey(NamedTuple):
     """The form of a parameter; those of which it is the same share a group."""
 
     form: type[StoredForm]
-    alike: object  # the class, or the parameter itself if it is alone in its group
+    alike: object  # the class, or a number of its own if it is alone in its group
     dtype: torch.dtype  # of the values that are sharded
 
 
@@ -44,9 +45,9 @@ def form_of(parameter: nn.Parameter) -> FormKey:
     local = local_tensor(parameter)
     if is_of_transformer_engine(local) and parameter.requires_grad:
         return FormKey(TransformerEngineForm, type(local), parameter.dtype)
-    if speaks_extension(local) and values_inside(local) is not None:
-        return FormKey(ExtensionForm, parameter, parameter.dtype)
-    if hasattr(local, "__tensor_flatten__"):
+    if speaks_extension(local) and has_values_inside(local):
+        return FormKey(ExtensionForm, id(parameter), parameter.dtype)
+    if tensors_inside(local):
         return FormKey(BytesForm, type(local), torch.uint8)
     return FormKey(StoredForm, None, parameter.dtype)
 
@@ -135,7 +136,7 @@ def refusals(sharding: Sharding) -> Iterator[Refusal]:
         " calls, have main weights to train; freeze them, or use plain parameters",
     )
     yield (
-        lambda one: is_bytes(one) and any(type(part) is not torch.Tensor for part in _inside(one)),
+        lambda one: is_bytes(one) and has_subclasses_inside(one),
         "are tensor subclasses around tensor subclasses",
     )
     if sharding.has_tensor_axis:
@@ -164,8 +165,10 @@ def refusals(sharding: Sharding) -> Iterator[Refusal]:
         yield is_extended, "are gathered by their class over one axis: not with Strategy.outer"
 
 
-def _inside(parameter: nn.Parameter) -> Sequence[torch.Tensor]:
-    return tensors_inside(local_tensor(parameter))
+def has_subclasses_inside(parameter: nn.Parameter) -> bool:
+    """Return True if a tensor inside of a subclass is one too."""
+    inside = tensors_inside(local_tensor(parameter)).values()
+    return any(type(tensor) is not torch.Tensor for tensor in inside)
 
 
 def refuse_parameters(named: dict[str, nn.Parameter], sharding: Sharding) -> None:

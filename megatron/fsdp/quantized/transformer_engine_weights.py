@@ -15,7 +15,7 @@ from torch import nn
 from megatron.fsdp.engine.buffer import shard_view
 from megatron.fsdp.engine.layout import PREFER_ROWS, Layout, ParamPosition
 from megatron.fsdp.engine.param_group import StoredForm
-from megatron.fsdp.quantized.freed_storage import allocated
+from megatron.fsdp.quantized.byte_views import allocated
 
 # [Note: weights of Transformer Engine] Its functions for sharded training do all that depends on a
 # format; they take all weights of a group in one call:
@@ -41,17 +41,22 @@ BYTES = {
 }
 
 
-def is_of_transformer_engine(tensor: torch.Tensor) -> bool:
-    """Return True for a quantized tensor of Transformer Engine, which is not imported."""
-    kind = type(tensor)
-    return kind.__module__.split(".")[0] == "transformer_engine" and kind is not nn.Parameter
-
-
 def initial_values(parameter: nn.Parameter) -> torch.Tensor | None:
     """Return the values before quantization; None if they were not kept, or are used up."""
     get = getattr(parameter, "get_high_precision_init_val", None)
     values: torch.Tensor | None = None if get is None else get()
     return values
+
+
+def is_written(parameter: nn.Parameter) -> bool:
+    """Return True if the codes of a weight are not those of its values before quantization."""
+    # Code that loads a checkpoint, or initialises the weight itself, leaves these values behind.
+    weight: Any = parameter.detach()
+    kept = initial_values(parameter)
+    if kept is None:
+        return False  # they are used up
+    again = weight._get_quantizer()(kept.detach().to(parameter.device))
+    return not torch.equal(again.dequantize(), weight.dequantize())
 
 
 class TransformerEngineForm(StoredForm):
@@ -68,16 +73,14 @@ class TransformerEngineForm(StoredForm):
         self._group = group
         self._bytes = BYTES[type(parameters[0]).__name__]
         self._codes: Layout | None = None
+        self._stale = {parameter for parameter in parameters if is_written(parameter)}
 
     def values(self, parameter: nn.Parameter) -> torch.Tensor:
         """Return the values before quantization, or the codes' where these were written later."""
-        kept = initial_values(parameter)
+        weight: Any = parameter
+        kept = weight.detach().dequantize() if weight in self._stale else initial_values(weight)
         assert kept is not None  # checked with the module
-        kept = kept.detach().to(parameter.device)
-        # Code that loads a checkpoint, or initialises the weight itself, leaves what was kept.
-        weight: Any = parameter.detach()
-        again, codes = weight._get_quantizer()(kept).dequantize(), weight.dequantize()
-        return kept if torch.equal(again, codes) else codes
+        return kept.detach().to(parameter.device)
 
     def buffer(self, layout: Layout, dtype: torch.dtype) -> tuple[Layout, torch.dtype]:
         """Return the layout of the codes, as bytes."""

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,6 @@ from tests.support.fsdp.meshes import mesh_of, shard_mesh
 from tests.support.fsdp.reference import TOLERANCE, Ranks
 from tests.support.fsdp.subclasses import (
     CODES,
-    Coded,
     Master,
     RoundedLayer,
     RowScaled,
@@ -140,19 +140,21 @@ def look_inside(level: int) -> dict[str, Any]:
     model, _ = shard(level=level, device_mesh=mesh, dp_shard_dim="dp_shard")
     read: list[Any] = []
     layer = model.module[0]
-    layer.register_forward_pre_hook(lambda *_: read.append(layer.weight))
+    layer.register_forward_pre_hook(
+        lambda *_: read.append((type(layer.weight).__name__, layer.weight.codes.clone()))
+    )
     model(data(0, 0))
+    ((kind, codes),) = read
     # The last layer is the last one that was gathered.
     given, size, stride, module, policy = Master.seen
-    rounded = full_tensor(next(iter(model.parameters()))).detach()
-    scale = scale_of(rounded)
+    values = full_tensor(next(iter(model.parameters()))).detach()
     return {
         "mesh": given.get_group() is mesh.get_group(),
         "size": (tuple(size), tuple(stride)),
         "module": module is model.module[3],
         "dtypes": (policy.param_dtype, policy.reduce_dtype),
-        "read": type(read[0]).__name__,
-        "same codes": level < 3 or torch.equal(code(rounded, scale), code(rounded, scale)),
+        "read": kind,
+        "codes of the main weights": torch.equal(codes, code(values, scale_of(values))),
         "outside": type(layer.weight).__name__,
     }
 
@@ -166,7 +168,7 @@ def test_classes_are_called_as_fsdp2_calls_them(ranks: Ranks, level: int) -> Non
             "module": True,
             "dtypes": (torch.float64, torch.float64),
             "read": "Coded",
-            "same codes": True,
+            "codes of the main weights": True,
             "outside": "UnevenDTensor",
         }
 
@@ -318,8 +320,8 @@ def test_parameters_are_used_as_plain_ones_are(ranks: Ranks, level: int) -> None
     ranks(2, use_what_users_use, level)
 
 
-class Listed(Master):
-    """Gathers no row for a row."""
+class Uncalled(Master):
+    """Is refused before it is asked for anything."""
 
     def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor, ...], Any]:
         raise AssertionError("a refused class must not be called")
@@ -334,9 +336,9 @@ class NoInside(torch.Tensor):
 
 
 REFUSED: dict[str, tuple[Any, dict[str, Any], tuple[str, ...]]] = {
-    "at level 0": (Listed, {"zero_dp_strategy": 0}, ("0.weight, 3.weight (Listed)", "level 1")),
-    "memory slots": (Listed, {"fsdp_double_buffer": True}, ("(Listed)", "memory slots")),
-    "the outer axis": (Listed, {"outer_dp_sharding_strategy": "optim"}, ("(Listed)", "outer")),
+    "at level 0": (Uncalled, {"zero_dp_strategy": 0}, ("0.weight, 3.weight (Uncalled)", "level 1")),
+    "memory slots": (Uncalled, {"fsdp_double_buffer": True}, ("(Uncalled)", "memory slots")),
+    "the outer axis": (Uncalled, {"outer_dp_sharding_strategy": "optim"}, ("(Uncalled)", "outer")),
     "nothing inside": (
         lambda values: values.as_subclass(NoInside),
         {},
@@ -422,7 +424,10 @@ def test_weights_are_initialised_from_the_meta_device(ranks: Ranks, level: int) 
     ranks(2, train_from_meta, level)
 
 
-def test_the_class_that_forwards_read_keeps_its_scale() -> None:
-    scale = torch.tensor(0.5)
-    coded = Coded(torch.ones(2, 2, dtype=torch.int8), scale)
-    assert torch.equal(coded.plain(), torch.full((2, 2), 0.5))
+def copy_model() -> str:
+    model, _ = shard()
+    return message_of(NotImplementedError, copy.deepcopy, model)
+
+
+def test_copies_are_refused(ranks: Ranks) -> None:
+    assert all("save model.state_dict()" in message for message in ranks(2, copy_model))

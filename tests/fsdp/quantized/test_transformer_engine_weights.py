@@ -190,6 +190,48 @@ def test_what_was_loaded_before_sharding_is_trained(blackwell: RunOnRanks) -> No
     blackwell(load_before_sharding)
 
 
+def shard_from_meta() -> str:
+    te = transformer_engine_on_cpu.use()
+    from megatron_fsdp import fully_shard_model
+
+    with te.quantized_model_init(
+        enabled=True, recipe=recipe_of("current"), preserve_high_precision_init_val=True
+    ):
+        module = nn.Sequential(te.Linear(WIDTH, WIDTH, device="meta"))
+    return message_of(
+        NotImplementedError, fully_shard_model, module, init_model_with_meta_device=True
+    )
+
+
+def test_weights_that_initialisation_makes_anew_are_refused(blackwell: RunOnRanks) -> None:
+    for message in blackwell(shard_from_meta):
+        assert "Linear makes weight" in message and "build it on a device" in message
+
+
+def copies_for_backward() -> tuple[bool, bool]:
+    """Return True where a unit has transposed copies: in its forward, and after the backward."""
+    te = transformer_engine_on_cpu.use()
+    from megatron_fsdp import fully_shard
+
+    recipe = recipe_of("current")
+    module = build(recipe)
+    model, _ = fully_shard(
+        module,
+        torch.optim.SGD(module.parameters(), lr=0.1),
+        fsdp_unit_modules=[te.Linear, te.LayerNormLinear],
+    )
+    inside: list[bool] = []
+    layer = module[2]
+    layer.register_forward_pre_hook(lambda *_: inside.append(layer.weight._transpose is not None))
+    loss_of(model, recipe, 0, 0).backward()
+    compute = next(group for group in model.groups if group.names == ["2.weight"]).parameters[0]
+    return inside[0], compute._transpose is not None
+
+
+def test_copies_for_the_backward_are_freed_with_their_unit(hopper: RunOnRanks) -> None:
+    assert hopper(copies_for_backward) == [(True, False)] * 2
+
+
 def frozen_base(recipe_name: str, level: int) -> None:
     te = transformer_engine_on_cpu.use()
     from megatron_fsdp import fully_shard

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensor subclasses: what is inside of them, and what is theirs among a parameter's attributes."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+
+def speaks_extension(tensor: torch.Tensor) -> bool:
+    """Return True if the class of a tensor has both methods of the all-gather extension."""
+    return hasattr(tensor, "fsdp_pre_all_gather") and hasattr(tensor, "fsdp_post_all_gather")
+
+
+def is_of_transformer_engine(tensor: torch.Tensor) -> bool:
+    """Return True for a quantized tensor of Transformer Engine, which is not imported."""
+    return type(tensor).__module__.split(".")[0] == "transformer_engine"
+
+
+def tensors_inside(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the tensors that a subclass is made of, without a graph; nothing for a plain one."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return {}
+    names, _ = tensor.__tensor_flatten__()
+    return {name: getattr(tensor, name).detach() for name in names}
+
+
+def has_values_inside(tensor: torch.Tensor) -> bool:
+    """Return True if a subclass is around one tensor, of high precision, with its values."""
+    inside = list(tensors_inside(tensor).values())
+    if len(inside) != 1 or inside[0].shape != tensor.shape:
+        return False
+    return inside[0].is_floating_point() and inside[0].element_size() > 1
+
+
+def users_attributes(parameter: nn.Parameter) -> dict[str, Any]:
+    """Return the attributes of a parameter that are not those of its class."""
+    tensor: Any = parameter
+    known = {"_is_param"}
+    if isinstance(tensor, DTensor):
+        known |= {"_local_tensor", "_spec"}
+    elif inside := tensors_inside(tensor):
+        _, context = tensor.__tensor_flatten__()
+        same = tensor.__tensor_unflatten__(inside, context, tensor.shape, tensor.stride())
+        known |= {*inside, *vars(same)}
+    return {name: value for name, value in vars(tensor).items() if name not in known}
+
+
+def move(module: nn.Module, device: torch.device, ignored: Set[nn.Parameter]) -> None:
+    """Move a module to a device, in place, but for tensors on meta and ``ignored`` parameters."""
+    # torch drops the attributes of tensor subclasses.
+    kept = {parameter: users_attributes(parameter) for parameter in module.parameters()}
+    module._apply(lambda one: one if one.is_meta or one in ignored else one.to(device))
+    for parameter, attributes in kept.items():
+        vars(parameter).update(attributes)
