@@ -8,9 +8,13 @@ from typing import Any, NoReturn
 
 from torch import nn
 from torch._dynamo.eval_frame import OptimizedModule
+from torch.compiler import is_compiling
 
+from megatron.fsdp.dtensor.sharded_param import sharded_param_of
 from megatron.fsdp.engine.device import in_backward
 from megatron.fsdp.engine.hooks import UnitHooks
+from megatron.fsdp.engine.param_group import ParamGroup
+from megatron.fsdp.engine.states import WeightState
 from megatron.fsdp.engine.unit import Unit
 from megatron.fsdp.module_access.trainability import Trainability
 
@@ -35,8 +39,7 @@ class ShownParameters:
         trainability: Trainability,
         module: nn.Module,
     ):
-        self._hooks = hooks
-        self._sharded = sharded
+        self._hooks, self.sharded = hooks, sharded
         self._compute = {parameter: compute for compute, parameter in sharded.items()}
         self._trainability = trainability
         for inner in _not_compiled(module):
@@ -46,24 +49,25 @@ class ShownParameters:
     def look_at(self, parameter: nn.Parameter) -> nn.Parameter:
         """Return the parameter that code sees when it lists a module's parameters."""
         # Inside a forward it is the compute parameter, which is unsharded before it is used.
-        # Outside, and in other methods, it is the sharded parameter, at every level and for every
-        # number of ranks: it has the gradient, and an optimizer steps it.
+        # Elsewhere it is the sharded parameter: it has the gradient, and an optimizer steps it.
         unit = self._hooks.unit_of.get(parameter)
         calls = self._hooks.calls
         if unit is None or (calls and calls[-1].module is not None):
             return parameter
         return self._outside(unit, parameter)
 
-    def read_by_name(self, parameter: nn.Parameter) -> nn.Parameter:
-        """Return the parameter that code sees when it reads one by name."""
+    def read_by_name(self, parameter: nn.Parameter, group: ParamGroup | None) -> nn.Parameter:
+        """Return the parameter of ``group`` that code sees when it reads one by name."""
+        # What compiled code reads here becomes a guard. It is a state that layers have in common,
+        # so that they share their code.
+        calls = self._hooks.calls
+        if calls and is_compiling() and group and group.state is WeightState.UNSHARDED:
+            return parameter
         # Inside a forward, or a method called on the wrapper, it is the compute parameter, whose
         # unit the innermost call borrows until it ends.
         unit = self._hooks.unit_of.get(parameter)
-        if unit is None:
-            return parameter
-        calls = self._hooks.calls
-        if not calls:
-            return self._outside(unit, parameter)
+        if unit is None or not calls:
+            return parameter if unit is None else self._outside(unit, parameter)
         # Nearly always the innermost call reads a parameter of its own unit.
         if calls[-1].unit is not unit and not hasattr(parameter, PASSED_ON):
             self._hooks.borrow(unit)
@@ -76,9 +80,9 @@ class ShownParameters:
         # In backward, functions of users may compute with weights that are unsharded.
         if in_backward():
             unit.wait_for_unshard()
-            return parameter if unit.is_unsharded else self._sharded[parameter]
+            return parameter if unit.is_unsharded else self.sharded[parameter]
         self._trainability.follow_one(parameter)
-        return self._sharded[parameter]
+        return self.sharded[parameter]
 
     def to_store(
         self, name: str, value: nn.Parameter | None, present: nn.Parameter | None
@@ -106,13 +110,18 @@ class WatchedParameters(dict[str, "nn.Parameter | None"]):
     def __init__(self, parameters: dict[str, nn.Parameter | None], shown: ShownParameters):
         super().__init__(parameters)
         self._shown = shown
+        self._groups = {
+            name: sharded_param_of(shown.sharded[parameter]).group
+            for name, parameter in parameters.items()
+            if parameter in shown.sharded
+        }
 
     def __setitem__(self, name: str, value: nn.Parameter | None) -> None:
         super().__setitem__(name, self._shown.to_store(name, value, super().get(name)))
 
     def __getitem__(self, name: str) -> nn.Parameter | None:
-        parameter = super().__getitem__(name)
-        return None if parameter is None else self._shown.read_by_name(parameter)
+        parameter, group = super().__getitem__(name), self._groups.get(name)
+        return None if parameter is None else self._shown.read_by_name(parameter, group)
 
     def items(self) -> list[tuple[str, nn.Parameter | None]]:  # type: ignore[override]  # no view
         """Return names and parameters; a list, not a view."""

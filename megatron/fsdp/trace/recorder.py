@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -58,10 +58,10 @@ class TraceEntry:
 
 
 class Recorder(Observer):
-    """The last ``keep`` entries of this rank, or all, in the order in which they began."""
+    """The entries of this rank, about 200 bytes each, in the order in which they began."""
 
-    def __init__(self, keep: int | None = None):
-        self.entries: deque[TraceEntry] = deque(maxlen=keep)
+    def __init__(self) -> None:
+        self.entries: list[TraceEntry] = []
         # The message for a collective that failed, with torch's error.
         self.explain: Callable[[TraceEntry, Exception], str] = lambda entry, error: (
             f"failed: {entry}: {error}"

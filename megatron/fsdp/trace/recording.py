@@ -33,7 +33,6 @@ def record(
     directory: str | os.PathLike[str] | None = None,
     *,
     ranks: Collection[int] | None = None,
-    keep: int | None = None,
 ) -> Iterator[Recorder]:
     """Record everything inside of the ``with`` block, on every rank. This is a collective.
 
@@ -49,7 +48,6 @@ def record(
     Args:
         directory: gets the files, and is created; None: no files.
         ranks: ranks that write files; None: all. All ranks record.
-        keep: the number of last entries to keep; None: all, about 200 bytes each.
 
     Raises:
         ValueError: on every rank, for wrong arguments or a directory that a rank cannot write to.
@@ -57,10 +55,9 @@ def record(
     """
     if not dist.is_initialized():
         raise RuntimeError("record() expects that torch.distributed is initialised")
-    problems = _problems_of_arguments(ranks, keep)
-    _raise_everywhere(problems or _problems_of_directory(directory, ranks))
+    _raise_everywhere(_problems_of_ranks(ranks) or _problems_of_directory(directory, ranks))
     origin = min(map(float, agree([repr(time.time())])))
-    own = Recorder(keep)
+    own = Recorder()
     observe.add(own)
     watch = DivergenceWatch(own, repr(origin))
     try:
@@ -79,20 +76,15 @@ def check_directory(
     _raise_everywhere(_problems_of_directory(directory, ranks))
 
 
-def _problems_of_arguments(ranks: object, keep: object) -> list[str]:
-    problems = []
-    if keep is not None and (not isinstance(keep, int) or keep < 1):
-        problems.append(f"keep expects a positive number of entries or None but got {keep!r}")
+def _problems_of_ranks(ranks: object) -> list[str]:
     known = range(dist.get_world_size())
-    if ranks is not None and not (
+    if ranks is None or (
         isinstance(ranks, Collection)
         and not isinstance(ranks, str)
         and all(rank in known for rank in ranks)
     ):
-        problems.append(
-            f"ranks expects a collection of ranks from 0 to {known[-1]} or None but got {ranks!r}"
-        )
-    return problems
+        return []
+    return [f"ranks expects a collection of ranks from 0 to {known[-1]} or None but got {ranks!r}"]
 
 
 def _problems_of_directory(

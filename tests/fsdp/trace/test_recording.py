@@ -18,7 +18,7 @@ from megatron.fsdp import trace
 from megatron.fsdp.engine import observe
 from megatron.fsdp.engine.collectives import agree
 from megatron.fsdp.trace.divergence import PublishedCollective, first_difference
-from megatron.fsdp.trace.recorder import STORAGE, CollectiveError, Recorder
+from megatron.fsdp.trace.recorder import STORAGE, CollectiveError
 from megatron.fsdp.trace.recording import COLUMNS, Lanes
 from megatron_fsdp import MegatronFSDP
 from tests.support.fsdp.models import BATCH, WIDTH
@@ -104,8 +104,6 @@ def test_a_file_in_the_place_of_the_directory_is_one_error(ranks: Ranks, tmp_pat
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"keep": -1}, "keep expects a positive number of entries or None but got -1"),
-        ({"keep": "1"}, "keep expects a positive number of entries or None but got '1'"),
         ({"ranks": 0}, "ranks expects a collection of ranks from 0 to 1 or None but got 0"),
         ({"ranks": [2]}, "ranks expects a collection of ranks from 0 to 1 or None but got [2]"),
         ({"ranks": "1"}, "ranks expects a collection of ranks from 0 to 1 or None but got '1'"),
@@ -130,19 +128,6 @@ def record_twice() -> tuple[list[str], list[str]]:
 def test_a_trace_inside_of_another_records_its_part(ranks: Ranks) -> None:
     outer, inner = ranks(1, record_twice)[0]
     assert len(outer) == 4 and len(inner) == 1 and set(outer + inner) == {"all_gather_object"}
-
-
-def test_a_recorder_keeps_as_many_entries_as_it_is_asked_to() -> None:
-    kept = Recorder(keep=3)
-    observe.add(kept)
-    try:
-        for _ in range(5):
-            with observe.work("unit", "work"):
-                observe.storage("allocate", torch.empty(2))
-    finally:
-        observe.remove(kept)
-    assert [entry.name for entry in kept.entries] == ["allocate", "work", "allocate"]
-    assert {entry.unit for entry in kept.entries} == {"unit"}
 
 
 def storage_with_slots() -> tuple[dict[str, list[int]], list[list[tuple[str, int]]]]:
