@@ -93,6 +93,10 @@ def initialize_model_parallel(args: argparse.Namespace) -> None:
         create_gloo_process_groups=args.enable_gloo_process_groups,
         create_all_gather_group=args.create_all_gather_group,
         distributed_timeout_minutes=args.distributed_timeout_minutes,
+        use_sharp=args.use_sharp,
+        sharp_enabled_group=args.sharp_enabled_group,
+        nccl_communicator_config_path=args.nccl_communicator_config_path,
+        high_priority_stream_groups=args.high_priority_stream_groups,
     )
 
 

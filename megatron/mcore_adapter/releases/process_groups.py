@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -49,10 +50,22 @@ def all_gather_group(
     if data_parallel not in _made:
         _made[data_parallel] = dist.new_group(
             dist.get_process_group_ranks(data_parallel),
+            pg_options=_nccl_options_of(data_parallel),
             use_local_synchronization=True,
             group_desc="DATA_PARALLEL_GROUP_WITH_CP_AG",
         )
     return _made[data_parallel]
+
+
+def _nccl_options_of(group: dist.ProcessGroup) -> Any:
+    """Return NCCL's settings of a group, as new ones; None for other backends."""
+    # Not yet run on a GPU.
+    if dist.get_backend(group) != dist.Backend.NCCL:
+        return None
+    own: Any = group._get_backend(torch.device("cuda")).options
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=own.is_high_priority_stream)
+    options.config = own.config
+    return options
 
 
 def batch_on_this_rank(batch: dict[str, Tensor]) -> dict[str, Tensor]:

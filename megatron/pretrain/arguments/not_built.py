@@ -55,16 +55,13 @@ REFUSED: dict[str, str] = {
     "torchrun has it: torchrun --log-dir DIR --redirects 3 --local-ranks-filter 0": "log_dir",
     "use --timing-log-level 1 --timing-log-option all, or --profile": "*straggler*",
     "nvidia-smi and DCGM measure energy": "log_energy",
-    "reducing in the network is not built yet; leave it out, results are the same": "use_sharp",
     "gradients are always scaled in one place; choosing where is not built": (
         "gradient_reduce_div_fusion"
     ),
     "CUDA graphs are not built yet": "*cuda_graph*",
     "needs Transformer Engine's random tracker, which is not built in yet": "te_rng_tracker",
     "PyTorch's FSDP2 is not a choice here; use --use-megatron-fsdp": "*torch_fsdp2*",
-    "process groups are always built at the start and on ordinary streams": (
-        "high_priority_stream_groups lazy_mpu_init"
-    ),
+    "process groups are always built at the start": "lazy_mpu_init",
     "start the program with torchrun, which sets LOCAL_RANK": "local_rank",
     "one process of each rank writes; leave it out": "dist_ckpt_workers",
     "checkpoints on the disks of nodes are not built; use --async-save": "non_persistent_local_*",

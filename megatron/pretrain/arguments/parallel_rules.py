@@ -5,7 +5,9 @@ What Megatron-Core's config checks itself is left to it.
 """
 
 import math
+from pathlib import Path
 
+import yaml  # type: ignore[import-untyped]
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
 from megatron.pretrain.arguments.check import Check
@@ -16,6 +18,14 @@ LENIENT = ("log_all", "ignore_all")
 UNEVEN = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
 ACCOUNTED = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
 """Switches that count the embedding, or the output layer, as a layer of its stage."""
+NCCL_GROUPS = (
+    *("dp_cp", "intra_dp_cp", "dp", "ep_dp", "intra_ep_dp", "inter_ep_dp", "tp", "pp", "cp", "hcp"),
+    *("ep", "mp", "embd", "pos_embd", "tp_cp", "tp_dp", "tp_dp_cp", "ep_tp", "tp_ep_mp"),
+    *("tp_ep_pp", "intra_dist_opt_instance"),
+)
+"""Names that Megatron-Core has for its groups in settings of NCCL. FSDP reduces over the first
+two, and over those of ``ep_dp`` for experts."""
+NCCL_SETTINGS = ("is_high_priority_stream", "cga_cluster_size", "max_ctas", "min_ctas", "net_name")
 INTERLEAVED = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
 
 
@@ -35,6 +45,7 @@ def choose_data_parallelism(check: Check) -> None:
         "--use-nccl-ub registers memory with NCCL, which needs GPUs: give --fsdp-double-buffer"
         " alone",
     )
+    check_communicators(check)
     sharded = args.use_distributed_optimizer
     check.require(
         not (args.overlap_param_gather and not args.overlap_grad_reduce),
@@ -56,6 +67,44 @@ def choose_data_parallelism(check: Check) -> None:
         or args.num_distributed_optimizer_instances == 1,
         "--ddp-reduce-scatter-with-fp32-accumulation does not go with several"
         " --num-distributed-optimizer-instances: leave one out",
+    )
+
+
+def check_communicators(check: Check) -> None:
+    """Check the flags that set up NCCL's communicators, which Megatron-Core creates."""
+    args = check.args
+    path, settings = args.nccl_communicator_config_path, {}
+    if path:
+        try:
+            settings = yaml.safe_load(Path(path).read_text())
+        except (OSError, yaml.YAMLError) as error:
+            check.problems.append(f"--nccl-communicator-config-path {path}: {error}")
+    if not isinstance(settings, dict) or not all(isinstance(v, dict) for v in settings.values()):
+        check.problems.append(
+            f"{path} must have settings by group, such as dp_cp: {{max_ctas: 32}}"
+        )
+        settings = {}
+    for group in sorted({*settings, *args.high_priority_stream_groups} - {*NCCL_GROUPS}):
+        check.problems.append(f"{group} is no group: the names are {', '.join(NCCL_GROUPS)}")
+    for name in sorted(set().union(*settings.values()) - {*NCCL_SETTINGS}):
+        check.problems.append(f"{path}: {name} is none of {', '.join(NCCL_SETTINGS)}")
+    check.require(
+        args.use_sharp or not args.sharp_enabled_group, "--sharp-enabled-group needs --use-sharp"
+    )
+    check.require(
+        args.sharp_enabled_group != "dp_replica" or args.num_distributed_optimizer_instances > 1,
+        "--sharp-enabled-group dp_replica needs replicas: give"
+        " --num-distributed-optimizer-instances, at least 2",
+    )
+    given = {
+        "--use-sharp": args.use_sharp,
+        "--nccl-communicator-config-path": path,
+        "--high-priority-stream-groups": args.high_priority_stream_groups,
+    }
+    check.require(
+        not any(given.values()) or (check.machine.cuda and args.distributed_backend == "nccl"),
+        f"{', '.join(flag for flag, value in given.items() if value)}: for NCCL, which needs GPUs"
+        " and --distributed-backend nccl: leave it out, results are the same",
     )
 
 

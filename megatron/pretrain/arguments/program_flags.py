@@ -52,6 +52,8 @@ PROGRAM_GROUPS: dict[str, tuple[Flag, ...]] = {
             dest="torch_fsdp2_reshard_after_forward",
         ),
         row("--use-sharp", "switch", "reduce in the network"),
+        row("--sharp-enabled-group", "dp|dp_replica", "groups that --use-sharp is for"),
+        row("--nccl-communicator-config-path", str, "YAML file: group -> settings of NCCL"),
         row("--data-parallel-random-init", "switch", "the first rank's random weights are taken"),
         row("--distributed-backend", "nccl|gloo", "collectives; gloo without GPUs", "nccl"),
         row("--distributed-timeout-minutes", int, "minutes a collective may wait", 10),

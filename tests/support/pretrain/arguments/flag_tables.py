@@ -166,7 +166,14 @@ DATA_PARALLELISM = (
     changes("--no-align-param-gather", f"{OVERLAP} {VIRTUAL}", ddp__align_param_gather=False),
     refused("--defer-embedding-wgrad-compute", "late weight gradients are not built yet"),
     refused("--wgrad-deferral-limit 3", "late weight gradients are not built yet"),
-    refused("--use-sharp", "reducing in the network"),
+    changes("--use-sharp", gpu=True, groups__use_sharp=True),
+    changes(
+        "--sharp-enabled-group dp_replica",
+        f"--use-sharp {SHARDED} --num-distributed-optimizer-instances 2",
+        gpu=True,
+        groups__sharp_enabled_group="dp_replica",
+    ),
+    shown("--nccl-communicator-config-path", "test_nccl_settings.py::test_settings_reach_core"),
     changes("--check-for-large-grads", ddp__check_for_large_grads=True),
     changes("--no-check-for-nan-in-loss-and-grad", ddp__check_for_nan_in_grad=False),
 )
@@ -322,7 +329,11 @@ PARALLELISM = (
     changes("--use-cpu-initialization", model__use_cpu_initialization=True),
     shown("--data-parallel-random-init", "test_loop.py::test_flags_change_fsdp_as_they_change_ddp"),
     changes("--disable-gloo-process-groups", groups__create_gloo_process_groups=False),
-    refused("--high-priority-stream-groups dp_cp", "on ordinary streams"),
+    changes(
+        "--high-priority-stream-groups dp_cp",
+        gpu=True,
+        groups__high_priority_stream_groups=["dp_cp"],
+    ),
     refused("--local-rank 1", "sets LOCAL_RANK"),
     refused("--lazy-mpu-init", "process groups are always built at the start"),
     refused(
