@@ -31,7 +31,7 @@ from megatron.fsdp.engine.unit_choice import (
 )
 from megatron.fsdp.meta_initialisation import Initialiser, initialisation_parts, materialize
 from megatron.fsdp.module_access.own_names import own_name
-from megatron.fsdp.quantized.stored_forms import FormKey, form_of, make_form, refuse_own_memory
+from megatron.fsdp.quantized import stored_forms
 from megatron.fsdp.quantized.tensor_subclasses import move, users_attributes
 from megatron.fsdp.settings import Settings, resolve_unit_modules
 from megatron.fsdp.warnings_once import warn
@@ -71,7 +71,7 @@ def shard_parameters(
     for given, sharded_param in sharded_params.items():
         if given is not sharded_param.compute:  # optimizers have the one that was given
             link(given, sharded_param)
-        refuse_own_memory(sharded_param.group, sharded_param.index)
+        stored_forms.refuse_own_memory(sharded_param.group, sharded_param.index)
         for name, value in users_attributes(given).items():
             setattr(sharded_param.parameter, name, value)
         link(sharded_param.parameter, sharded_param)
@@ -81,7 +81,7 @@ def shard_parameters(
 class GroupKey(NamedTuple):
     """The properties that all parameters of a group share."""
 
-    stored: FormKey
+    stored: stored_forms.FormKey
     trainable: bool
     is_expert: bool
     alone: str | None  # name of a parameter that must be the only one of its group
@@ -94,7 +94,7 @@ def names_of_groups(
     names: dict[GroupKey, list[str]] = defaultdict(list)
     for name, parameter in parameters.items():
         key = GroupKey(
-            form_of(parameter),
+            stored_forms.form_of(parameter),
             parameter.requires_grad,
             has_expert_mesh and is_expert_parameter(name, parameter),
             # A weight that pipeline stages share must be sharded alike on all of them, whatever
@@ -184,8 +184,8 @@ class Sharder:
         precision = settings.precision.resolve(key.stored.dtype, key.trainable)
         ranks = settings.own_mesh.axes(key.is_expert), settings.shards_outer, settings.device
         rows = settings.strategy.boundaries == "rows"
-        form = make_form(key.stored, parameters, self._module, *ranks, precision, rows)
-        return ParamGroup(
+        form = stored_forms.make_form(key.stored, parameters, self._module, *ranks, precision, rows)
+        return stored_forms.group_class(form)(
             parameters,
             settings.level,
             settings.shards_outer,

@@ -75,32 +75,31 @@ class FlatBuffer:
         self._slices: list[torch.Tensor] = []
         self.is_allocated = True
         self.num_moves = 0  # to other addresses: graphs of autograd refer to the old one
-        self._storage = storage
-        self.is_assigned_ahead = storage.is_assigned_ahead
+        self.storage = storage
         self._on_move = on_move
         storage.adopt(self)
 
     def allocate(self) -> None:
         """Allocate the storage if it is freed; new storage has undefined values."""
         if not self.is_allocated:
-            self._storage.allocate(self)
+            self.storage.allocate(self)
             self.is_allocated = True
 
     def free(self) -> None:
         """Free the storage if it is allocated."""
         if self.is_allocated:
-            self._storage.free(self)
+            self.storage.free(self)
             self.is_allocated = False
 
     def discard(self) -> None:
         """Free the storage, and forget all uses of the buffer."""
         self.free()
-        self._storage.discard(self)
+        self.storage.discard(self)
 
     @property
     def blocker(self) -> FlatBuffer | None:
         """The buffer that must be freed before this one can be allocated, if there is one."""
-        return self._storage.blocker(self)
+        return self.storage.blocker(self)
 
     def move(self, memory: torch.Tensor | None) -> None:
         """Use other memory, ``uint8`` and at least ``num_bytes``; None: storage of its own.

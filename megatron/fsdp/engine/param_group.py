@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Sequence
+from itertools import chain
 from operator import attrgetter
 
 import torch
@@ -113,15 +114,15 @@ class ParamGroup:
         storage = weight_storage if self.reshards_after_use else Storage()
         stored = form.buffer(self.layout, precision.compute)
         self.compute = FlatBuffer(*stored, device, name, storage, self._point_parameters)
+        self.buffers = [self.compute]  # that a use may allocate
         self.main_is_compute = precision.main_param == self.compute.flat.dtype
         is_cast = self.compute.layout is self.layout and not self.main_is_compute
-        self._casts_at_unshard = (
-            self.reshards_after_use and is_cast and self.partition.num_outer == 1
-        )
-        self.compute_shard, self._owned_shard, self.main_shard = self._make_shards()
-        if self.reshards_after_use:
-            self.compute.discard()  # that was no use
-        elif self.compute.padding:
+        has_one_stage = self.partition.num_outer == 1
+        self._casts_at_unshard = self.reshards_after_use and is_cast and has_one_stage
+        self.compute_shard, self._owned_shard = self._make_shards(self.compute)
+        owned, size, dtype = self._owned_shard, self.layout.shard_size, precision.main_param
+        self.main_shard = owned if self.main_is_compute else owned.new_zeros(size, dtype=dtype)
+        if not self.reshards_after_use and self.compute.padding:
             torch._foreach_zero_(self.compute.padding)  # for sums over the flat tensor
         self.state = WeightState.SHARDED if self.reshards_after_use else WeightState.UNSHARDED
         self.main_state = MainState.INSTALLED
@@ -143,19 +144,16 @@ class ParamGroup:
     def __str__(self) -> str:
         return f"parameter group {self.names[0]}"
 
-    def _make_shards(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the compute shard, the owned shard and the main shard, without values yet."""
+    def _make_shards(self, buffer: FlatBuffer) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the compute shard of a new buffer and its owned shard, without values yet."""
         partition = self.partition
-        compute_shard = self.compute.slice(partition.inner_rank, partition.num_inner)
-        if self.reshards_after_use and not self._casts_at_unshard:
-            compute_shard = torch.zeros_like(compute_shard)
-        owned_shard = compute_shard
-        if partition.num_outer > 1:
-            owned_shard = compute_shard.view(partition.num_outer, -1)[partition.outer_rank]
-        if self.main_is_compute:
-            return compute_shard, owned_shard, owned_shard
-        main = owned_shard.new_zeros(self.layout.shard_size, dtype=self.precision.main_param)
-        return compute_shard, owned_shard, main
+        shard = buffer.slice(partition.inner_rank, partition.num_inner)
+        if self.reshards_after_use:
+            shard = shard if self._casts_at_unshard else torch.zeros_like(shard)
+            buffer.discard()  # that was no use
+        is_divided = partition.num_outer > 1
+        owned = shard.view(partition.num_outer, -1)[partition.outer_rank] if is_divided else shard
+        return shard, owned
 
     @torch.no_grad()
     def shard_parameter(self, index: int) -> None:
@@ -189,14 +187,18 @@ class ParamGroup:
 
     # ---- unshard and reshard
 
-    def prepare_unshard(self) -> Gather:
-        """Allocate the compute parameters, cast the shard, and return the all-gather to start."""
+    def needs_unshard(self) -> bool:
+        """Return True if there is something to gather for a use in the pass under way."""
+        return self.state in (WeightState.SHARDED, WeightState.STALE)
+
+    def prepare_unshard(self) -> list[Gather]:
+        """Allocate the compute parameters, cast the shard, and return the all-gathers to start."""
         self.compute.allocate()
         if self._casts_at_unshard or self.main_state is MainState.DUE:
             self._cast()
         is_outer_due = self.partition.num_outer > 1 and self.main_state is not MainState.INSTALLED
         owned = self._owned_shard if is_outer_due else None
-        return Gather(self.compute.flat, self.compute_shard, owned)
+        return [Gather(self.compute.flat, self.compute_shard, owned)]
 
     def begin_unshard(self, all_gather: Pending) -> None:
         """Note that the all-gather of :meth:`prepare_unshard` has started."""
@@ -295,13 +297,13 @@ def unshard(groups: Sequence[ParamGroup]) -> None:
     # In one launch where the ranks are the same: see [Note: one launch for several gathers].
     by_ranks: dict[tuple[bool, Hashable], list[ParamGroup]] = defaultdict(list)
     for group in groups:
-        if group.state in (WeightState.SHARDED, WeightState.STALE):
+        if group.needs_unshard():
             by_ranks[group.has_all_shards, group.communicator.gather_groups].append(group)
     if not by_ranks:
         return
     with observe.work(groups[0].unit_name, "unshard"):
         for (is_whole, _), together in by_ranks.items():
-            gathers = [group.prepare_unshard() for group in together]
+            gathers = list(chain.from_iterable(group.prepare_unshard() for group in together))
             communicator = together[0].communicator
             all_gather = Pending() if is_whole else communicator.all_gather(gathers)
             for group in together:

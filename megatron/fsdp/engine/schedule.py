@@ -263,7 +263,7 @@ class Prefetcher:
         # Otherwise weights stay allocated, and each forward begins with all gathers that are due.
         self._are_resharded = any(group.reshards_after_use for group in groups)
         # Several units may then have the same memory, which holds one of them at a time.
-        self._are_assigned_ahead = any(group.compute.is_assigned_ahead for group in groups)
+        self._are_assigned_ahead = any(group.compute.storage.is_assigned_ahead for group in groups)
         self._recorded: list[Unit] = []  # in the forward under way
         self._order = UseOrder()  # of the last forward
         self._current = units[0]  # the unit that was used last

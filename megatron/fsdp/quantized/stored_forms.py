@@ -18,6 +18,7 @@ from megatron.fsdp.engine.param_group import ParamGroup, StoredForm
 from megatron.fsdp.engine.policy import Precision, ShardingStrategy
 from megatron.fsdp.engine.tensor_parallel import local_tensor
 from megatron.fsdp.quantized.all_gather_extension import ExtensionForm
+from megatron.fsdp.quantized.backward_codes import TwoSidedGroup
 from megatron.fsdp.quantized.frozen_bytes import BytesForm
 from megatron.fsdp.quantized.tensor_subclasses import (
     has_values_inside,
@@ -26,7 +27,7 @@ from megatron.fsdp.quantized.tensor_subclasses import (
     tensors_inside,
 )
 from megatron.fsdp.quantized.transformer_engine_weights import (
-    BYTES,
+    CODES,
     TransformerEngineForm,
     initial_values,
 )
@@ -82,15 +83,23 @@ def make_form(
         group = axes.data_group if shards_outer else axes.inner.get_group()
         if group is None:
             raise NotImplementedError("Transformer Engine's weights need Mesh.data_group")
-        return TransformerEngineForm(list(named.values()), group)
+        wanted = set(named.values())
+        owners = [one for one in module.modules() if wanted.intersection(one._parameters.values())]
+        return TransformerEngineForm(list(named.values()), owners, group)
     ((name, parameter),) = named.items()  # the key is that of one parameter
-    owners = []
+    places = []
     for inner in module.modules():
         for own_name, own in inner.named_parameters(recurse=False, remove_duplicate=False):
             if own is parameter:
-                owners.append((inner, own_name))
+                places.append((inner, own_name))
     policy = MixedPrecisionPolicy(precision.compute, precision.grad_comm)
-    return ExtensionForm(name, parameter, owners, axes.inner, device, precision.main_param, policy)
+    return ExtensionForm(name, parameter, places, axes.inner, device, precision.main_param, policy)
+
+
+def group_class(form: StoredForm) -> type[ParamGroup]:
+    """Return the class of a group of parameters that are stored in this form."""
+    is_two_sided = isinstance(form, TransformerEngineForm) and form.num_sides > 1
+    return TwoSidedGroup if is_two_sided else ParamGroup
 
 
 def refuse_own_memory(group: ParamGroup, index: int) -> None:
@@ -148,9 +157,9 @@ def refusals(sharding: Sharding) -> Iterator[Refusal]:
             "are tensor subclasses around other tensors, and divided by tensor parallelism",
         )
     yield (
-        lambda one: is_engines(one) and type(one).__name__ not in BYTES,
+        lambda one: is_engines(one) and type(one).__name__ not in CODES,
         "of Transformer Engine cannot be sharded yet: use another recipe"
-        f" ({', '.join(BYTES)} can), or build the model without quantized_model_init",
+        f" ({', '.join(CODES)} can), or build the model without quantized_model_init",
     )
     yield (
         lambda one: is_engines(one) and initial_values(one) is None,

@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from fractions import Fraction
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -31,13 +31,23 @@ from megatron.fsdp.quantized.byte_views import allocated
 #
 # Main weights are cast to the dtype of the weight before they are quantized, as in the library.
 #
-# MXFP8 has other codes for the backward than for the forward, so it is not built yet.
+# MXFP8 has other codes for the backward than for the forward, and a buffer for each: see
+# [Note: codes for the backward].
 
-# Bytes of an element, by the name of the class of a weight.
-BYTES = {
-    "Float8Tensor": Fraction(1),  # delayed and current scaling
-    "Float8BlockwiseQTensor": Fraction(1),
-    "NVFP4Tensor": Fraction(1, 2),
+
+class Codes(NamedTuple):
+    """The codes of a quantized class."""
+
+    bytes: Fraction  # of an element
+    sides: tuple[str, ...]  # the attributes that keep what is gathered; a second one for backward
+
+
+# By the name of the class of a weight.
+CODES = {
+    "Float8Tensor": Codes(Fraction(1), ("_data",)),  # delayed and current scaling
+    "Float8BlockwiseQTensor": Codes(Fraction(1), ("_rowwise_data",)),
+    "MXFP8Tensor": Codes(Fraction(1), ("_rowwise_data", "_columnwise_data")),
+    "NVFP4Tensor": Codes(Fraction(1, 2), ("_rowwise_data",)),
 }
 
 
@@ -64,16 +74,31 @@ class TransformerEngineForm(StoredForm):
 
     Args:
         parameters: the weights.
+        owners: the modules that own them.
         group: the ranks that shard them.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup):
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        owners: Sequence[nn.Module],
+        group: dist.ProcessGroup,
+    ):
         super().__init__(PREFER_ROWS)
-        self._weights = list(parameters)
+        self.owners = owners
+        self._weights: list[Any] = list(parameters)
         self._group = group
-        self._bytes = BYTES[type(parameters[0]).__name__]
+        self._format = CODES[type(parameters[0]).__name__]
+        self.num_sides = len(self._format.sides)
         self._codes: Layout | None = None
         self._stale = {parameter for parameter in parameters if is_written(parameter)}
+        # What each side of a weight has, by attribute: also while the weight does not show it.
+        self._sides: dict[Any, list[dict[str, torch.Tensor]]] = {}
+        for weight in self._weights:
+            self._sides[weight] = [{} for _ in self._format.sides]
+            for side, data in enumerate(self._format.sides if self.num_sides > 1 else ()):
+                scales = data.replace("_data", "_scale_inv")
+                self._sides[weight][side][scales] = getattr(weight, scales)
 
     def values(self, parameter: nn.Parameter) -> torch.Tensor:
         """Return the values before quantization, or the codes' where these were written later."""
@@ -86,36 +111,57 @@ class TransformerEngineForm(StoredForm):
         """Return the layout of the codes, as bytes."""
         positions = []
         for position in layout.positions:  # sizes and starts are multiples of 8
-            shape = (int(position.numel * self._bytes),)
-            positions.append(ParamPosition(shape, int(position.start * self._bytes), False))
-        size = int(layout.shard_size * self._bytes)
+            shape = (int(position.numel * self._format.bytes),)
+            positions.append(ParamPosition(shape, int(position.start * self._format.bytes), False))
+        size = int(layout.shard_size * self._format.bytes)
         self._codes = Layout(layout.world_size, size, tuple(positions))
         return self._codes, torch.uint8
 
     def point(self, parameter: nn.Parameter, view: torch.Tensor) -> nn.Parameter:
         """Make the weight keep its codes in the buffer, and forget the values before."""
-        helpers = _helpers()
+        self.place(parameter, 0, view)
+        return parameter
+
+    def place(self, parameter: nn.Parameter, side: int, view: torch.Tensor) -> None:
+        """Make the weight keep the codes of a side in a buffer; they are computed at its use."""
         with allocated(view) as flat:
             *rows, columns = parameter.shape
-            codes = flat.view(*rows, int(columns * self._bytes))
-            helpers.replace_raw_data(parameter, codes)
-        helpers.clear_columnwise_cache(parameter)
+            codes = flat.view(*rows, int(columns * self._format.bytes))
+        self._sides[parameter][side][self._format.sides[side]] = codes
+        _helpers().clear_columnwise_cache(parameter)
         parameter.clear_high_precision_init_val()  # type: ignore[attr-defined]  # see `values`
-        return parameter
+        self.show([0])
+
+    def show(self, sides: Collection[int]) -> None:
+        """Let weights have these sides."""
+        for weight, kept in self._sides.items():
+            for side, tensors in enumerate(kept):
+                for name, tensor in tensors.items():
+                    setattr(weight, name, tensor if side in sides else None)
+            if len(kept) > 1:  # modules ask for what the quantizer says
+                weight._quantizer.set_usage(rowwise=0 in sides, columnwise=1 in sides)
 
     def fill(self, shard: torch.Tensor, main: torch.Tensor, layout: Layout, rank: int) -> None:
         """Quantize this rank's main weights into its shard; a collective."""
+        self.quantize([shard], main, layout, rank)
+
+    def quantize(
+        self, shards: Sequence[torch.Tensor], main: torch.Tensor, layout: Layout, rank: int
+    ) -> None:
+        """Quantize this rank's main weights into its shard of each side; a collective."""
         assert self._codes is not None
         mains: list[torch.Tensor | None] = []
         offsets: list[int | None] = []
-        fragments: list[torch.Tensor | None] = []
+        fragments: list[Any] = []
         for index in range(len(self._weights)):
             own = layout.owned(index, rank)
             start, stop = self._codes.shard_range(index, rank)
             is_here = own.numel > 0
             mains.append(shard_view(main, layout, index, rank).view(-1) if is_here else None)
             offsets.append(own.start if is_here else None)
-            fragments.append(shard[start:stop] if is_here else None)
+            parts = [shard[start:stop] for shard in shards]
+            fragments.append((parts if len(parts) > 1 else parts[0]) if is_here else None)
+        self.show(range(self.num_sides))  # scales are written to the weight
         _helpers().quantize_master_weights(
             self._weights,
             mains,

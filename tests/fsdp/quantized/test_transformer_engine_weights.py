@@ -16,7 +16,7 @@ from tests.support.fsdp.wrong_calls import message_of
 from tests.support.transformer_engine_on_cpu.ranks import RunOnRanks
 
 WIDTH, INNER = 128, 256
-RECIPES = ["delayed", "current", "block", "nvfp4"]
+RECIPES = ["delayed", "current", "block", "mxfp8", "nvfp4"]
 
 
 def recipe_of(name: str) -> Any:
@@ -161,7 +161,7 @@ def test_weights_and_losses_have_the_bits_of_the_unsharded_model(
 
 @pytest.mark.seldom("block-*")
 @pytest.mark.parametrize("variant", ["hybrid_no_shard", "hybrid_optim"])
-@pytest.mark.parametrize("recipe", ["current", "block"])
+@pytest.mark.parametrize("recipe", ["current", "block", "mxfp8"])
 def test_hybrid_sharding_has_them_too(blackwell: RunOnRanks, recipe: str, variant: str) -> None:
     blackwell(compare, recipe, 3, variant)
 
@@ -292,7 +292,6 @@ def without_values(module: nn.Module) -> None:
 
 
 REFUSED: dict[str, tuple[str, dict[str, Any], Callable[[nn.Module], Any], tuple[str, ...]]] = {
-    "a recipe": ("mxfp8", {}, lambda module: None, ("MXFP8Tensor", "another recipe")),
     "no values": (
         "current",
         {},

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Groups of weights of which the backward reads other codes than the forward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from megatron.fsdp.engine.buffer import FlatBuffer
+from megatron.fsdp.engine.collectives import Gather
+from megatron.fsdp.engine.device import in_backward
+from megatron.fsdp.engine.param_group import ParamGroup, unshard
+from megatron.fsdp.engine.states import MainState, WeightState, change_state
+from megatron.fsdp.quantized.transformer_engine_weights import TransformerEngineForm
+
+# [Note: codes for the backward] MXFP8 scales blocks of 32 values in a row for the forward, and of
+# 32 in a column for the backward. Neither can be computed from the other, so both are sharded: each
+# side has a buffer and a shard of its own. At level 3 only what a pass reads travels.
+#
+#     forward                            rows
+#     backward                           columns
+#     recomputation in a backward        rows beside the columns, when a module with such weights
+#                                        begins its forward
+#     levels 1 and 2                     both, after each step
+ROWS, COLUMNS = 0, 1
+
+
+class TwoSidedGroup(ParamGroup):
+    """A group of such weights. See [Note: codes for the backward]."""
+
+    form: TransformerEngineForm
+
+    def __init__(self, *arguments: Any):
+        super().__init__(*arguments)
+        rows, name = self.compute, f"{self.compute.name}, for the backward"
+        flat, storage = rows.flat, rows.storage
+        columns = FlatBuffer(
+            rows.layout, flat.dtype, flat.device, name, storage, self._point_parameters
+        )
+        self.buffers.append(columns)
+        self._shards = [(self.compute_shard, self._owned_shard), self._make_shards(columns)]
+        self._gathered: set[int] = set()  # sides; empty where nothing of them is left
+        self._outer_due: set[int] = set()  # sides whose shards the outer axis has not gathered yet
+        self._recomputes = False  # a forward runs in the backward for which the group is unsharded
+        for module in self.form.owners:
+            module.register_forward_pre_hook(self._before_forward)
+
+    def _before_forward(self, module: torch.nn.Module, args: Any) -> None:
+        """Gather the rows for a forward in a backward, which recomputes activations."""
+        if in_backward() and ROWS not in self._gathered:
+            self._recomputes = True
+            unshard([self])
+            self.wait_for_unshard()
+
+    @property
+    def _missing(self) -> set[int]:
+        """The sides that the pass under way reads, and that are not gathered."""
+        needs_columns = in_backward() or not self.reshards_after_use
+        wanted = {COLUMNS} if needs_columns else {ROWS}
+        if self._recomputes or not self.reshards_after_use:
+            wanted.add(ROWS)
+        return wanted - self._gathered
+
+    def needs_unshard(self) -> bool:
+        """Return True if a side is missing."""
+        if self._missing:
+            self.wait_for_unshard()  # for the other side, which was prefetched
+            if self.state is WeightState.UNSHARDED:
+                self.state = change_state(self, self.state, WeightState.STALE)
+        return super().needs_unshard()
+
+    def prepare_unshard(self) -> list[Gather]:
+        """Allocate the sides that are missing, and return the all-gathers to start."""
+        if self.main_state is MainState.DUE:
+            self._cast()
+        missing = sorted(self._missing)
+        gathers = []
+        for side in missing:
+            self.buffers[side].allocate()
+            shard, owned = self._shards[side]
+            is_due = side in self._outer_due
+            gathers.append(Gather(self.buffers[side].flat, shard, owned if is_due else None))
+        self._outer_due.difference_update(missing)
+        self._gathered.update(missing)
+        self.form.show(self._gathered)
+        return gathers
+
+    @torch.no_grad()
+    def _cast(self) -> None:
+        """Fill the owned shards of both sides from main weights."""
+        owned = [shard for _, shard in self._shards]
+        self.form.quantize(owned, self.main_shard, self.layout, self.rank)
+        self._gathered.clear()
+        if self.partition.num_outer > 1:
+            self._outer_due = {ROWS, COLUMNS}
+
+    def reshard(self) -> None:
+        """Free both sides at level 3."""
+        super().reshard()
+        if self.reshards_after_use:
+            self.buffers[COLUMNS].free()
+            self._gathered.clear()
+            self._recomputes = False
+            self.form.show([ROWS])
+
+    @torch.no_grad()
+    def _point_parameters(self, indices: Iterable[int] | None = None) -> None:
+        """Make weights keep the codes of both sides in the buffers."""
+        for at in range(len(self.parameters)) if indices is None else indices:
+            for buffer, side in zip(self.buffers, (ROWS, COLUMNS)):
+                self.form.place(self.parameters[at], side, buffer.views[at])
