@@ -149,7 +149,8 @@ def fully_shard_model(
         disable_bucketing: make the whole model one unit, with as few groups as dtypes and
             trainability allow.
         calculate_per_token_loss: sum gradients instead of averaging them.
-        keep_fp8_transpose_cache: not built yet.
+        keep_fp8_transpose_cache: make the transposed copies of FP8 weights that the backward reads
+            in the forward, and keep them till then; otherwise they are made in the backward.
         nccl_ub: register the memory slots of ``fsdp_double_buffer``, which this implies, with NCCL.
         fsdp_double_buffer: gather weights and collect gradients in a fixed set of memory slots,
             whose addresses never change. The first step finds out what is needed at the same time;

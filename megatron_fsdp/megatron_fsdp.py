@@ -57,7 +57,8 @@ class MegatronFSDP(ShardedModule):
             ``reset_parameters``.
         sync_model_each_microbatch: end every backward outside ``no_sync`` with final gradients on
             ``param.grad``.
-        keep_fp8_transpose_cache: not built yet.
+        keep_fp8_transpose_cache: make the transposed copies of FP8 weights that the backward reads
+            in the forward, and keep them till then; otherwise they are made in the backward.
         nccl_ub: register the memory slots of gathered weights and gradients with NCCL; implies
             ``fsdp_double_buffer``.
         fsdp_double_buffer: gather weights and collect gradients in a fixed set of memory slots.

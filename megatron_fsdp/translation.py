@@ -66,6 +66,7 @@ KEYWORDS: dict[type, dict[str, str]] = {
         "registers": "nccl_ub",
         "registers_locally": "disable_symmetric_registration",
         "registers_manually": "fsdp_manual_registration",
+        "keeps_copies": "keep_fp8_transpose_cache",
     },
     MetaInitialisation: {"function": "param_init_fn"},
     Settings: {
@@ -76,7 +77,7 @@ KEYWORDS: dict[type, dict[str, str]] = {
 }
 """The keyword of each setting."""
 
-ALL_KEYWORDS = {"keep_fp8_transpose_cache"}.union(*[names.values() for names in KEYWORDS.values()])
+ALL_KEYWORDS = set[str]().union(*[names.values() for names in KEYWORDS.values()])
 
 FIELDS = {
     "zero_dp_strategy": "data_parallel_sharding_strategy",
@@ -105,10 +106,8 @@ def settings_of(keywords: Mapping[str, Any], mesh: Mesh | None, problems: Proble
     older = keywords.get("grad_reduce_in_fp32"), keywords.get("preserve_fp32_weights")
     policy = keywords["mixed_precision_policy"]
     precision = problems.check(precision_policy, policy, *older)
-    unbuilt = {"keep_fp8_transpose_cache": keywords["keep_fp8_transpose_cache"]}
-    problems.check(refuse_unbuilt, **unbuilt)
     for name, value in keywords.items():
-        is_checked = name not in ALL_KEYWORDS or name in ("init_model_with_meta_device", *unbuilt)
+        is_checked = name not in ALL_KEYWORDS or name == "init_model_with_meta_device"
         if is_checked and value not in (True, False, None):
             problems.add(f"{name} expects True or False but got {value!r}")
     return Settings(

@@ -183,8 +183,8 @@ class Sharder:
         settings = self._settings
         precision = settings.precision.resolve(key.stored.dtype, key.trainable)
         ranks = settings.own_mesh.axes(key.is_expert), settings.shards_outer, settings.device
-        rows = settings.strategy.boundaries == "rows"
-        form = stored_forms.make_form(key.stored, parameters, self._module, *ranks, precision, rows)
+        how = precision, settings.strategy.boundaries == "rows", settings.memory.keeps_copies
+        form = stored_forms.make_form(key.stored, parameters, self._module, *ranks, *how)
         return stored_forms.group_class(form)(
             parameters,
             settings.level,

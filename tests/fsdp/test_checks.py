@@ -77,23 +77,6 @@ def test_bad_arguments_are_named(ranks: Ranks) -> None:
         assert part in messages[name]
 
 
-UNBUILT: dict[str, Any] = {
-    "keep_fp8_transpose_cache": True,
-}
-
-
-def unbuilt_messages() -> dict[str, str]:
-    return {
-        name: message_of(NotImplementedError, fully_shard_model, nn.Linear(2, 2), **{name: value})
-        for name, value in UNBUILT.items()
-    }
-
-
-def test_options_that_are_not_built_are_refused_by_name(ranks: Ranks) -> None:
-    for messages in ranks(2, unbuilt_messages):
-        assert all(name in message for name, message in messages.items())
-
-
 def without_distributed() -> str:
     dist.destroy_process_group()
     del os.environ["RANK"]
@@ -221,13 +204,6 @@ OPTIONS: dict[str, WrongCall] = {
         )
         for value in (0, -1, 1.5, True, "1M")
     },
-    "not built: keep_fp8_transpose_cache": with_arguments(
-        "keep_fp8_transpose_cache",
-        "not built yet",
-        "defaults",
-        kind=NotImplementedError,
-        keep_fp8_transpose_cache=True,
-    ),
     "nccl_ub without NCCL": with_arguments(
         "nccl_ub registers memory with NCCL", "on cpu", "fsdp_double_buffer", nccl_ub=True
     ),

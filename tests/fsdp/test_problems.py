@@ -14,6 +14,7 @@ from tests.support.fsdp import models
 from tests.support.fsdp.meshes import mesh_of
 from tests.support.fsdp.models import ResidualBlock
 from tests.support.fsdp.reference import Ranks, optimizer_over
+from tests.support.fsdp.subclasses import Frozen4Bit
 from tests.support.fsdp.wrong_calls import Scene, WrongCall, check_refusal, message_of
 
 
@@ -95,6 +96,13 @@ def differing(**values: Any) -> Callable[[Scene], Any]:
     )
 
 
+def quantized() -> nn.Module:
+    """Return a layer whose weight cannot be trained."""
+    module = nn.Linear(8, 8)
+    module.weight = nn.Parameter(Frozen4Bit.of(module.weight.detach()))
+    return module
+
+
 def several_things(scene: Scene) -> None:
     fully_shard_model(
         nn.ReLU(),
@@ -119,8 +127,8 @@ WRONG_CALLS: dict[str, WrongCall] = {
         lambda scene: fully_shard(scene.module, scene.optimizer if scene.rank else "text"),
     ),
     "not built on one rank": WrongCall(
-        ("keep_fp8_transpose_cache",),
-        differing(keep_fp8_transpose_cache=(False, True)),
+        ("weight (Frozen4Bit)", "freeze them"),
+        lambda scene: fully_shard_model(quantized() if scene.rank else scene.module),
         NotImplementedError,
     ),
     "strategies differ": WrongCall(

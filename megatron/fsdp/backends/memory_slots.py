@@ -52,6 +52,7 @@ class Memory:
         registers_locally: register them locally, not as symmetric windows.
         registers_manually: ``manual_buffer_registration()`` of the wrapper assigns and registers
             the slots, not the end of the first step.
+        keeps_copies: make transposed copies of quantized weights in forward, for the backward.
     """
 
     device: torch.device | str | None = None
@@ -62,6 +63,7 @@ class Memory:
     registers: bool = False
     registers_locally: bool = False
     registers_manually: bool = False
+    keeps_copies: bool = False
 
     def __post_init__(self) -> None:
         problems = problems_of_flags(self)
@@ -78,9 +80,7 @@ class Memory:
                 " for modules built there"
             )
         if self.registers_manually and not self.registers:
-            problems.append(
-                "Memory.registers_manually needs Memory.registers: it says when to register"
-            )
+            problems.append("Memory.registers_manually needs Memory.registers")
         raise_problems(problems + (problems_of_nccl(device) if self.registers else []))
         object.__setattr__(self, "device", device)
         if self.equal_sizes or self.holds_addresses or self.registers:

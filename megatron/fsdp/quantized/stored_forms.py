@@ -62,6 +62,7 @@ def make_form(
     device: torch.device,
     precision: Precision,
     only_rows: bool,
+    keeps_copies: bool,
 ) -> StoredForm:
     """Return the form of a group; a collective for some classes of parameters.
 
@@ -74,6 +75,7 @@ def make_form(
         device: the device of the shards.
         precision: the dtypes of the group.
         only_rows: no cut between shards falls inside a row.
+        keeps_copies: keep copies for the backward between forward and backward.
     """
     if key.form is BytesForm:
         return BytesForm()
@@ -85,7 +87,7 @@ def make_form(
             raise NotImplementedError("Transformer Engine's weights need Mesh.data_group")
         wanted = set(named.values())
         owners = [one for one in module.modules() if wanted.intersection(one._parameters.values())]
-        return TransformerEngineForm(list(named.values()), owners, group)
+        return TransformerEngineForm(list(named.values()), owners, group, keeps_copies)
     ((name, parameter),) = named.items()  # the key is that of one parameter
     places = []
     for inner in module.modules():

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron.fsdp.engine.buffer import shard_view
+from megatron.fsdp.engine.device import in_backward
 from megatron.fsdp.engine.layout import PREFER_ROWS, Layout, ParamPosition
 from megatron.fsdp.engine.param_group import StoredForm
 from megatron.fsdp.quantized.byte_views import allocated
@@ -24,6 +25,8 @@ from megatron.fsdp.quantized.byte_views import allocated
 #                                 scales of whole weights, which a few all-reduces of maxima over
 #                                 the group make the same on all ranks
 #     post_all_gather_processing  makes of gathered codes what the backward reads: transposed copies
+#
+# Copies are made when a backward gathers the codes, or by the module itself if these are there.
 #
 # So only codes are gathered, in the layout of the weights, and a shard may cut a weight anywhere.
 # They are quantized once after main weights have changed: when the backward comes, delayed scaling
@@ -76,6 +79,7 @@ class TransformerEngineForm(StoredForm):
         parameters: the weights.
         owners: the modules that own them.
         group: the ranks that shard them.
+        keeps_copies: make copies for the backward in forward, and keep them till then.
     """
 
     def __init__(
@@ -83,11 +87,14 @@ class TransformerEngineForm(StoredForm):
         parameters: Sequence[nn.Parameter],
         owners: Sequence[nn.Module],
         group: dist.ProcessGroup,
+        keeps_copies: bool,
     ):
         super().__init__(PREFER_ROWS)
         self.owners = owners
         self._weights: list[Any] = list(parameters)
         self._group = group
+        self._keeps_copies = keeps_copies
+        self._has_copies = False  # of the codes that were computed last
         self._format = CODES[type(parameters[0]).__name__]
         self.num_sides = len(self._format.sides)
         self._codes: Layout | None = None
@@ -161,6 +168,7 @@ class TransformerEngineForm(StoredForm):
             offsets.append(own.start if is_here else None)
             parts = [shard[start:stop] for shard in shards]
             fragments.append((parts if len(parts) > 1 else parts[0]) if is_here else None)
+        self._has_copies = False
         self.show(range(self.num_sides))  # scales are written to the weight
         _helpers().quantize_master_weights(
             self._weights,
@@ -173,13 +181,27 @@ class TransformerEngineForm(StoredForm):
 
     @torch.no_grad()
     def finish(self, flat: torch.Tensor) -> None:
-        """Make the copies that the backward reads."""
-        _helpers().post_all_gather_processing(self._weights)
+        """Make the copies that the backward reads, where it is time."""
+        if self.num_sides > 1:
+            return
+        is_time = in_backward() or self._keeps_copies
+        if not is_time:
+            self._clear()
+        elif not self._has_copies:
+            _helpers().post_all_gather_processing(self._weights)
+            self._has_copies = True
+        for weight in self._weights:  # modules make copies that the quantizer asks for
+            weight._get_quantizer().set_usage(columnwise=is_time)
 
     def release(self) -> None:
-        """Free these copies."""
+        """Free these copies, unless a backward needs them."""
+        if in_backward() or not self._keeps_copies:
+            self._clear()
+
+    def _clear(self) -> None:
         for weight in self._weights:
             _helpers().clear_columnwise_cache(weight)
+        self._has_copies = False
 
 
 def _helpers() -> ModuleType:

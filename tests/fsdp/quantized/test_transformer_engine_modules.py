@@ -179,7 +179,9 @@ def differences_from_reference(name: str, recipe_name: str) -> list[float]:
 def test_modules_compute_what_they_do_with_reference_recipes(
     blackwell: RunOnRanks, name: str, recipe: str
 ) -> None:
-    largest = 0.01 if recipe == "NVFP4BlockScaling" else 0.0  # it multiplies in another order
+    # NVFP4 multiplies in another order. Products in FP8 are those of torch, whose kernels add up in
+    # an order that depends on the machine: 1.5e-4 was seen, where most have equal bits.
+    largest = 0.01 if recipe == "NVFP4BlockScaling" else 1e-3
     assert max(blackwell(differences_from_reference, name, recipe)[0]) <= largest
 
 

@@ -117,6 +117,7 @@ def compare(recipe_name: str, level: int, variant: str = "flat") -> None:
     module = build(recipe)
     wanted = [first_values(parameter) for parameter in module.parameters()]
     settings: dict[str, Any] = {"zero_dp_strategy": level}
+    settings["keep_fp8_transpose_cache"] = variant == "copies kept"
     if variant.startswith("hybrid"):
         mesh = mesh_of("outer", "inner", sizes=(2, 1))
         settings |= {"device_mesh": mesh, "dp_shard_dim": "inner", "dp_outer_dim": "outer"}
@@ -166,11 +167,14 @@ def test_hybrid_sharding_has_them_too(blackwell: RunOnRanks, recipe: str, varian
     blackwell(compare, recipe, 3, variant)
 
 
-@pytest.mark.seldom("*-1")
+@pytest.mark.seldom("*-1-*", "delayed-*")
+@pytest.mark.parametrize("variant", ["flat", "copies kept"])
 @pytest.mark.parametrize("level", [1, 3])
 @pytest.mark.parametrize("recipe", ["delayed", "current", "block"])
-def test_transposed_copies_are_made_anew(hopper: RunOnRanks, recipe: str, level: int) -> None:
-    hopper(compare, recipe, level)
+def test_transposed_copies_are_made_anew(
+    hopper: RunOnRanks, recipe: str, level: int, variant: str
+) -> None:
+    hopper(compare, recipe, level, variant)
 
 
 def load_before_sharding() -> None:
@@ -208,28 +212,57 @@ def test_weights_that_initialisation_makes_anew_are_refused(blackwell: RunOnRank
         assert "Linear makes weight" in message and "build it on a device" in message
 
 
-def copies_for_backward() -> tuple[bool, bool]:
-    """Return True where a unit has transposed copies: in its forward, and after the backward."""
+def copies_for_backward(recipe_name: str, keeps: bool) -> list[bool]:
+    """Return True where a weight has a transposed copy.
+
+    In its forward, before its backward, in it, after it, after an evaluation, and after a step.
+    """
     te = transformer_engine_on_cpu.use()
     from megatron_fsdp import fully_shard
 
-    recipe = recipe_of("current")
+    recipe = recipe_of(recipe_name)
     module = build(recipe)
-    model, _ = fully_shard(
+    model, optimizer = fully_shard(
         module,
         torch.optim.SGD(module.parameters(), lr=0.1),
         fsdp_unit_modules=[te.Linear, te.LayerNormLinear],
+        keep_fp8_transpose_cache=keeps,
+        overlap_param_gather=False,
     )
-    inside: list[bool] = []
-    layer = module[2]
-    layer.register_forward_pre_hook(lambda *_: inside.append(layer.weight._transpose is not None))
-    loss_of(model, recipe, 0, 0).backward()
-    compute = next(group for group in model.groups if group.names == ["2.weight"]).parameters[0]
-    return inside[0], compute._transpose is not None
+    group = next(group for group in model.groups if group.names == ["0.weight"])
+    name = "_transpose" if recipe_name == "current" else "_columnwise_data"
+    seen: list[bool] = []
+
+    def note(*_: Any) -> None:
+        seen.append(getattr(group.parameters[0], name) is not None)
+
+    handle = module[0].register_forward_hook(note)
+    inputs = data(0, 0).requires_grad_()  # so that the backward reads the weight
+    with te.autocast(enabled=True, recipe=recipe):
+        loss = model(inputs).float().pow(2).mean()
+    note()
+    group.parameters[0].register_hook(note)
+    loss.backward()
+    note()
+    handle.remove()
+    with torch.no_grad():
+        loss_of(model, recipe, 0, 0)
+    note()
+    optimizer.step()
+    optimizer.zero_grad()
+    with torch.no_grad():
+        loss_of(model, recipe, 0, 0)
+    note()
+    return seen
 
 
-def test_copies_for_the_backward_are_freed_with_their_unit(hopper: RunOnRanks) -> None:
-    assert hopper(copies_for_backward) == [(True, False)] * 2
+@pytest.mark.parametrize("recipe", ["current", "block"])
+@pytest.mark.parametrize("keeps", [False, True], ids=["made_anew", "kept"])
+def test_copies_for_the_backward_are_freed_with_their_unit_or_kept(
+    hopper: RunOnRanks, recipe: str, keeps: bool
+) -> None:
+    expected = [keeps, keeps, True, False, keeps, keeps]
+    assert hopper(copies_for_backward, recipe, keeps) == [expected] * 2
 
 
 def frozen_base(recipe_name: str, level: int) -> None:

@@ -131,6 +131,7 @@ def shows_fine_grained_of_config(make: Make) -> None:
     "gradient_reduce_div_fusion",
     "fsdp_all_gather_in_start_param_sync",
     "fp8_param_gather",
+    "keep_fp8_transpose_cache",
 )
 def shows_what_has_nothing_to_change(make: Make) -> None:
     """Show that fields which tune another way of communicating change nothing here."""
@@ -139,6 +140,7 @@ def shows_what_has_nothing_to_change(make: Make) -> None:
         "gradient_reduce_div_fusion": False,
         "fsdp_all_gather_in_start_param_sync": False,
         "fp8_param_gather": True,  # there are no weights in FP8
+        "keep_fp8_transpose_cache": True,
     }.items():
         assert f"``{name}``" in DistributedDataParallelConfig.__doc__
         model = configured(**{name: value})

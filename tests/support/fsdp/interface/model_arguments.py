@@ -313,6 +313,16 @@ def shows_preserve_fp32_weights(make: Make) -> None:
         } == {dtype}
 
 
+@shows_both("keep_fp8_transpose_cache")
+def shows_keep_fp8_transpose_cache(make: Make) -> None:
+    """Show that other weights change nothing; tests of quantized ones show the effect."""
+    model = make(build_stack(), keep_fp8_transpose_cache=True)
+    backward(model)
+    close(gradient(model), mean_gradient(2), "gradient", 1e-5)
+    message = message_of(ValueError, make, build_stack(), keep_fp8_transpose_cache="sometimes")
+    assert "keep_fp8_transpose_cache expects True or False" in message
+
+
 for _name, _kind in REFUSED.items():
     shows_both(_name)(refusal(_name, _kind))
 

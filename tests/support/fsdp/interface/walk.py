@@ -110,7 +110,7 @@ def num_on_all_ranks(model: nn.Module) -> int:
     return int(count)
 
 
-REFUSED = {"keep_fp8_transpose_cache": NotImplementedError, "nccl_ub": ValueError}
+REFUSED = {"nccl_ub": ValueError}
 
 
 def refusal(name: str, kind: type[Exception] = NotImplementedError) -> Callable[[Make], None]:
