@@ -8,7 +8,6 @@ entries without any files (:class:`EntryReader`).
 from __future__ import annotations
 
 import io
-import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import _StoragePrefix
+from torch.distributed.checkpoint.filesystem import FileSystemReader, _StoragePrefix
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -34,7 +33,6 @@ from torch.distributed.checkpoint.planner import (
     WriteItem,
     WriteItemType,
 )
-from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from megatron.checkpoint.core.lazy_tensor import LazyTensor
@@ -229,7 +227,7 @@ def _in_parts(entries: list[Entry]) -> Iterator[list[Entry]]:
         yield part
 
 
-class EntryReader(StorageReader):
+class EntryReader(FileSystemReader):
     """A reader of a DCP directory that is not written, with every tensor in one chunk.
 
     Of a tensor it reads the rows that are asked for, one tensor after another. Messages have
@@ -237,12 +235,13 @@ class EntryReader(StorageReader):
     """
 
     def __init__(self, target: DcpTarget, name: str):
+        super().__init__(name)
         self._metadata = target.metadata()
+        self._metadata.storage_data = {}  # no entry has a place in a file
         self._entries: dict[str, Entry] = {entry.key: entry for entry in target.entries}
-        self._name = name
 
     def __str__(self) -> str:
-        return self._name
+        return str(self.path)
 
     def read_metadata(self, *args: object, **options: object) -> Metadata:
         """Return the metadata of the directory."""
@@ -264,27 +263,6 @@ class EntryReader(StorageReader):
         done: Future[None] = Future()
         done.set_result(None)
         return done
-
-    # ---- what torch asks of every reader
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Do nothing: there is no state of a load."""
-
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
-        """Do nothing: the entries are known."""
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Return the plan unchanged."""
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Return the plans unchanged."""
-        return plans
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return False: no name stands for entries in memory."""
-        return False
 
 
 def _read_tensor(entry: TensorEntry, items: list[ReadItem], planner: LoadPlanner) -> None:

@@ -12,6 +12,7 @@ https://github.com/huggingface/transformers.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from megatron.checkpoint.core.key_rules import OUTPUT_LAYER, WORD_EMBEDDINGS
@@ -28,12 +29,15 @@ from megatron.checkpoint.hugging_face.family import (
     FUSED_HEADS,
     GATE_AND_UP,
     HEADS,
+    SAME,
     TRANSPOSED,
     VOCABULARY,
     Family,
+    Rearrangement,
     TensorRow,
     Where,
     compresses_queries,
+    everywhere,
     has_experts,
     is_dense,
     keeps_queries,
@@ -78,11 +82,6 @@ NO_WINDOW = (
     without_meaning("sliding_window", "max_window_layers"),
     LAYER_TYPES,
 )
-EXPERTS = (
-    same("num_experts num_local_experts", "num_experts"),
-    same("num_experts_per_tok", "moe_router_topk"),
-    same("moe_intermediate_size", "moe_ffn_hidden_size"),
-)
 LLAMA_ARGUMENTS = {
     "position_embedding_type": "rope",
     "normalization": "RMSNorm",
@@ -91,55 +90,56 @@ LLAMA_ARGUMENTS = {
 }
 NO_DROPOUT = {"hidden_dropout": 0.0}
 
+
+def weight(
+    ours: str, theirs: str, rearrangement: Rearrangement = SAME, where: Where = everywhere
+) -> TensorRow:
+    """Return the row of the weights of modules at these paths; theirs are separated by blanks."""
+    names = " ".join(f"{path}.weight" for path in theirs.split())
+    return TensorRow(f"{ours}.weight", names, rearrangement, where)
+
+
+def with_bias(
+    ours: str, theirs: str, rearrangement: Rearrangement = SAME
+) -> tuple[TensorRow, TensorRow]:
+    """Return the rows of weight and bias. A bias has no columns: transposed it is the same."""
+    of_bias = SAME if rearrangement is TRANSPOSED else rearrangement
+    return (
+        weight(ours, theirs, rearrangement),
+        TensorRow(f"{ours}.bias", f"{theirs}.bias", of_bias),
+    )
+
+
 OUTSIDE_LAYERS = (
     TensorRow(WORD_EMBEDDINGS, "model.embed_tokens.weight", VOCABULARY),
-    TensorRow("decoder.final_layernorm.weight", "model.norm.weight"),
+    weight("decoder.final_layernorm", "model.norm"),
     TensorRow(OUTPUT_LAYER, "lm_head.weight", VOCABULARY, untied),
 )
 NORMS = (
-    TensorRow("input_layernorm.weight", "input_layernorm.weight"),
-    TensorRow("pre_mlp_layernorm.weight", "post_attention_layernorm.weight"),
+    weight("input_layernorm", "input_layernorm"),
+    weight("pre_mlp_layernorm", "post_attention_layernorm"),
 )
+_QKV = tuple(f"self_attn.{part}_proj" for part in "qkv")
 ATTENTION = (
-    TensorRow(
-        "self_attention.linear_qkv.weight",
-        " ".join(f"self_attn.{part}_proj.weight" for part in "qkv"),
-        HEADS,
-    ),
-    TensorRow("self_attention.linear_proj.weight", "self_attn.o_proj.weight"),
+    weight("self_attention.linear_qkv", " ".join(_QKV), HEADS),
+    weight("self_attention.linear_proj", "self_attn.o_proj"),
 )
 QKV_BIAS = TensorRow(
-    "self_attention.linear_qkv.bias",
-    " ".join(f"self_attn.{part}_proj.bias" for part in "qkv"),
-    HEADS,
+    "self_attention.linear_qkv.bias", " ".join(f"{path}.bias" for path in _QKV), HEADS
 )
 HEAD_NORMS = (
-    TensorRow("self_attention.q_layernorm.weight", "self_attn.q_norm.weight"),
-    TensorRow("self_attention.k_layernorm.weight", "self_attn.k_norm.weight"),
+    weight("self_attention.q_layernorm", "self_attn.q_norm"),
+    weight("self_attention.k_layernorm", "self_attn.k_norm"),
 )
 LATENT_ATTENTION = (
-    TensorRow(
-        "self_attention.linear_q_proj.weight", "self_attn.q_proj.weight", where=keeps_queries
-    ),
-    TensorRow(
-        "self_attention.linear_q_down_proj.weight",
-        "self_attn.q_a_proj.weight",
-        where=compresses_queries,
-    ),
-    TensorRow(
-        "self_attention.q_layernorm.weight",
-        "self_attn.q_a_layernorm.weight",
-        where=compresses_queries,
-    ),
-    TensorRow(
-        "self_attention.linear_q_up_proj.weight",
-        "self_attn.q_b_proj.weight",
-        where=compresses_queries,
-    ),
-    TensorRow("self_attention.linear_kv_down_proj.weight", "self_attn.kv_a_proj_with_mqa.weight"),
-    TensorRow("self_attention.kv_layernorm.weight", "self_attn.kv_a_layernorm.weight"),
-    TensorRow("self_attention.linear_kv_up_proj.weight", "self_attn.kv_b_proj.weight"),
-    TensorRow("self_attention.linear_proj.weight", "self_attn.o_proj.weight"),
+    weight("self_attention.linear_q_proj", "self_attn.q_proj", where=keeps_queries),
+    weight("self_attention.linear_q_down_proj", "self_attn.q_a_proj", where=compresses_queries),
+    weight("self_attention.q_layernorm", "self_attn.q_a_layernorm", where=compresses_queries),
+    weight("self_attention.linear_q_up_proj", "self_attn.q_b_proj", where=compresses_queries),
+    weight("self_attention.linear_kv_down_proj", "self_attn.kv_a_proj_with_mqa"),
+    weight("self_attention.kv_layernorm", "self_attn.kv_a_layernorm"),
+    weight("self_attention.linear_kv_up_proj", "self_attn.kv_b_proj"),
+    weight("self_attention.linear_proj", "self_attn.o_proj"),
 )
 """Rotated rows stay in order: Megatron-Core's latent attention rotates pairs of neighbours, as
 transformers does with ``rope_interleave``."""
@@ -149,21 +149,23 @@ def gated_mlp(
     ours: str, theirs: str, where: Where, names: str = "gate_proj up_proj down_proj"
 ) -> tuple[TensorRow, TensorRow]:
     """Return the rows of a gated MLP at these paths in a layer, with names of its projections."""
-    gate, up, down = (f"{theirs}.{name}.weight" for name in names.split())
+    gate, up, down = (f"{theirs}.{name}" for name in names.split())
     return (
-        TensorRow(f"{ours}.linear_fc1.weight", f"{gate} {up}", GATE_AND_UP, where),
-        TensorRow(f"{ours}.linear_fc2.weight", down, where=where),
+        weight(f"{ours}.linear_fc1", f"{gate} {up}", GATE_AND_UP, where),
+        weight(f"{ours}.linear_fc2", down, where=where),
     )
 
 
 DENSE_MLP = gated_mlp("mlp", "mlp", is_dense)
 ROUTED_EXPERTS = (
-    TensorRow("mlp.router.weight", "mlp.gate.weight", where=has_experts),
+    weight("mlp.router", "mlp.gate", where=has_experts),
     *gated_mlp("mlp.experts.local_experts.{expert}", "mlp.experts.{expert}", has_experts),
 )
 QWEN_RULES = (
     *LLAMA_RULES,
     *NO_WINDOW,
+    same("intermediate_size", "ffn_hidden_size"),
+    rotary(10000.0, LLAMA3),
     same("rms_norm_eps", "layernorm_epsilon", 1e-6),
     tied_embeddings(False),
 )
@@ -185,16 +187,14 @@ LLAMA = Family(
     arguments=LLAMA_ARGUMENTS,
     training=NO_DROPOUT,
 )
-QWEN2 = Family(
+QWEN2 = replace(
+    LLAMA,
     architecture="Qwen2ForCausalLM",
-    outside=OUTSIDE_LAYERS,
     layer=(*NORMS, *ATTENTION, QKV_BIAS, *DENSE_MLP),
     rules=(
         *QWEN_RULES,
-        same("intermediate_size", "ffn_hidden_size"),
         head_width(),
         grouped_queries(32),
-        rotary(10000.0, LLAMA3),
         only(
             "use_mrope",
             False,
@@ -203,29 +203,21 @@ QWEN2 = Family(
         ),
     ),
     arguments=LLAMA_ARGUMENTS | {"add_qkv_bias": True},
-    training=NO_DROPOUT,
 )
-QWEN3 = Family(
+QWEN3 = replace(
+    LLAMA,
     architecture="Qwen3ForCausalLM",
-    outside=OUTSIDE_LAYERS,
     layer=(*NORMS, *ATTENTION, *HEAD_NORMS, *DENSE_MLP),
-    rules=(
-        *QWEN_RULES,
-        same("intermediate_size", "ffn_hidden_size"),
-        head_width(128),
-        grouped_queries(32),
-        rotary(10000.0, LLAMA3),
-    ),
+    rules=(*QWEN_RULES, head_width(128), grouped_queries(32)),
     arguments=LLAMA_ARGUMENTS | {"qk_layernorm": True},
-    training=NO_DROPOUT,
 )
-MIXTRAL = Family(
+MIXTRAL = replace(
+    LLAMA,
     architecture="MixtralForCausalLM",
-    outside=OUTSIDE_LAYERS,
     layer=(
         *NORMS,
         *ATTENTION,
-        TensorRow("mlp.router.weight", "block_sparse_moe.gate.weight"),
+        weight("mlp.router", "block_sparse_moe.gate"),
         *gated_mlp(
             "mlp.experts.local_experts.{expert}",
             "block_sparse_moe.experts.{expert}",
@@ -248,29 +240,25 @@ MIXTRAL = Family(
         only("sliding_window", None, because="sliding windows are not supported"),
         only("router_jitter_noise", 0.0, because="Megatron-Core adds noise to other values"),
     ),
-    arguments=LLAMA_ARGUMENTS,
-    training=NO_DROPOUT,
 )
-QWEN3_MOE = Family(
+QWEN3_MOE = replace(
+    QWEN3,
     architecture="Qwen3MoeForCausalLM",
-    outside=OUTSIDE_LAYERS,
     layer=(*NORMS, *ATTENTION, *HEAD_NORMS, *DENSE_MLP, *ROUTED_EXPERTS),
     rules=(
         *QWEN_RULES,
-        *EXPERTS,
+        same("num_experts num_local_experts", "num_experts"),
+        same("num_experts_per_tok", "moe_router_topk"),
+        same("moe_intermediate_size", "moe_ffn_hidden_size"),
         NORMALIZED_SCORES,
         SPARSE_LAYERS,
-        same("intermediate_size", "ffn_hidden_size"),
         head_width(),
         grouped_queries(4),
-        rotary(10000.0, LLAMA3),
     ),
-    arguments=LLAMA_ARGUMENTS | {"qk_layernorm": True},
-    training=NO_DROPOUT,
 )
-DEEPSEEK_V3 = Family(
+DEEPSEEK_V3 = replace(
+    LLAMA,
     architecture="DeepseekV3ForCausalLM",
-    outside=OUTSIDE_LAYERS,
     layer=(
         *NORMS,
         *LATENT_ATTENTION,
@@ -280,11 +268,8 @@ DEEPSEEK_V3 = Family(
         *gated_mlp("mlp.shared_experts", "mlp.shared_experts", has_experts),
     ),
     rules=(
-        *SIZES,
+        *LLAMA_RULES,
         LATENT_HEADS,
-        same("attention_dropout", "attention_dropout", 0.0),
-        only("hidden_act", "silu"),
-        only("attention_bias", False, because="the counterpart has no biases in attention"),
         same("intermediate_size", "ffn_hidden_size"),
         same("rms_norm_eps", "layernorm_epsilon", 1e-6),
         EPSILON_OF_LATENTS,
@@ -331,24 +316,17 @@ GPT2 = Family(
     layers="transformer.h.",
     outside=(
         TensorRow(WORD_EMBEDDINGS, "transformer.wte.weight", VOCABULARY),
-        TensorRow("embedding.position_embeddings.weight", "transformer.wpe.weight"),
-        TensorRow("decoder.final_layernorm.weight", "transformer.ln_f.weight"),
-        TensorRow("decoder.final_layernorm.bias", "transformer.ln_f.bias"),
+        weight("embedding.position_embeddings", "transformer.wpe"),
+        *with_bias("decoder.final_layernorm", "transformer.ln_f"),
         TensorRow(OUTPUT_LAYER, "lm_head.weight", VOCABULARY, untied),
     ),
     layer=(
-        TensorRow("input_layernorm.weight", "ln_1.weight"),
-        TensorRow("input_layernorm.bias", "ln_1.bias"),
-        TensorRow("self_attention.linear_qkv.weight", "attn.c_attn.weight", FUSED_HEADS),
-        TensorRow("self_attention.linear_qkv.bias", "attn.c_attn.bias", FUSED_HEADS),
-        TensorRow("self_attention.linear_proj.weight", "attn.c_proj.weight", TRANSPOSED),
-        TensorRow("self_attention.linear_proj.bias", "attn.c_proj.bias"),
-        TensorRow("pre_mlp_layernorm.weight", "ln_2.weight"),
-        TensorRow("pre_mlp_layernorm.bias", "ln_2.bias"),
-        TensorRow("mlp.linear_fc1.weight", "mlp.c_fc.weight", TRANSPOSED),
-        TensorRow("mlp.linear_fc1.bias", "mlp.c_fc.bias"),
-        TensorRow("mlp.linear_fc2.weight", "mlp.c_proj.weight", TRANSPOSED),
-        TensorRow("mlp.linear_fc2.bias", "mlp.c_proj.bias"),
+        *with_bias("input_layernorm", "ln_1"),
+        *with_bias("self_attention.linear_qkv", "attn.c_attn", FUSED_HEADS),
+        *with_bias("self_attention.linear_proj", "attn.c_proj", TRANSPOSED),
+        *with_bias("pre_mlp_layernorm", "ln_2"),
+        *with_bias("mlp.linear_fc1", "mlp.c_fc", TRANSPOSED),
+        *with_bias("mlp.linear_fc2", "mlp.c_proj", TRANSPOSED),
     ),
     rules=(
         same("n_layer", "num_layers"),
