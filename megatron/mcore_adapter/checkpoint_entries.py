@@ -11,12 +11,14 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from megatron.checkpoint.core.key_rules import entry_names
-from megatron.checkpoint.core.spelling import plain_name
-from megatron.checkpoint.fsdp_dtensor.keys import META_PREFIX, without_layout
+from megatron.checkpoint.core.spelling import is_expert, plain_name
+from megatron.checkpoint.fsdp_dtensor.keys import EXTRA_STATE, META_PREFIX, without_layout
+from megatron.checkpoint.torch_dist.checkpoint import extra_state_tensor
 from megatron.fsdp.dtensor.sharded_param import ShardedParam, sharded_param_of
 
 Settings = dict[str, Any]
@@ -40,6 +42,35 @@ def sharded_params(model: Iterable[nn.Module]) -> dict[str, ShardedParam]:
     """Return the sharded parameters on this rank by their names without wrappers."""
     parameters = named_parameters(model)
     return {plain_name(name): sharded_param_of(parameters[name]) for name in parameters}
+
+
+def own_extra_states(model: Iterable[nn.Module]) -> dict[str, bytes]:
+    """Return what modules have beside weights, by their names, as bytes: scales, or nothing.
+
+    Those of grouped experts are left out: one has the scales of all experts of a rank.
+    """
+    found = {}
+    for chunk in model:
+        for key, value in chunk.state_dict().items():
+            is_grouped = is_expert(key) and ".local_experts." not in key
+            if key.endswith(EXTRA_STATE) and not is_grouped:
+                is_tensor = isinstance(value, torch.Tensor)
+                found[key] = value.numpy().tobytes() if is_tensor else b""
+    return found
+
+
+def load_own_state(chunk: nn.Module, extra_state: Callable[[str], bytes | None]) -> None:
+    """Let a model take the values that were read in place, and those of its modules' extra states.
+
+    The modules keep the extra states for which the function returns nothing.
+    """
+    state: dict[str, Any] = {}
+    for key, value in chunk.state_dict().items():
+        if not key.endswith(EXTRA_STATE):
+            state[key] = value
+        elif loaded := extra_state(key):
+            state[key] = extra_state_tensor(loaded)
+    chunk.load_state_dict(state)
 
 
 def entries_of(

@@ -105,9 +105,10 @@ OTHER_INNER_LAYER = "mtp_model_layer."
 """Name of the same from Megatron-Core 0.17 on."""
 
 _WRAPPERS = re.compile(r"^(?:module\.)+")
-_GROUPED = re.compile(r"\.mlp\.experts\.(linear_fc[12])\.(weight|bias)(\d+)$")
-_EXPERT = re.compile(r"\.mlp\.experts\.local_experts\.(\d+)\.(linear_fc[12]\.(?:weight|bias))$")
-_STACKED_EXPERTS = re.compile(r"\.mlp\.experts\.experts\.(linear_fc[12]\.(?:weight|bias))$")
+_LEAF = "weight|bias|_extra_state"
+_GROUPED = re.compile(rf"\.mlp\.experts\.(linear_fc[12])\.({_LEAF})(\d+)$")
+_EXPERT = re.compile(rf"\.mlp\.experts\.local_experts\.(\d+)\.(linear_fc[12]\.(?:{_LEAF}))$")
+_STACKED_EXPERTS = re.compile(rf"\.mlp\.experts\.experts\.(linear_fc[12]\.(?:{_LEAF}))$")
 _LAYER = re.compile(r"^((?:decoder|mtp)\.layers\.\d+\.(?:transformer_layer\.)?)(.+)$")
 _STACKED_LAYERS = re.compile(r"^decoder\.layers\.(?!\d)")
 _NUMBER = re.compile(r"^decoder\.layers\.(\d+)\.")
@@ -239,18 +240,26 @@ def unstacked(key: str, shape: tuple[int, ...]) -> Iterator[tuple[str, tuple[int
     Raises:
         ValueError: if the tensor has fewer axes than its key says.
     """
-    layers = _STACKED_LAYERS.match(key)
-    experts = _STACKED_EXPERTS.search(key)
-    num_axes = (layers is not None) + (experts is not None)
+    num_axes = bool(_STACKED_LAYERS.match(key)) + bool(_STACKED_EXPERTS.search(key))
     if len(shape) < num_axes:
         raise ValueError(f"{key} has the shape {shape}: an axis of layers or experts is missing")
     for index in itertools.product(*(range(length) for length in shape[:num_axes])):
-        name = key
-        if experts is not None:
-            name = f"{key[: experts.start()]}.mlp.experts.local_experts.{index[-1]}.{experts[1]}"
-        if layers is not None:
-            name = f"decoder.layers.{index[0]}.{name[layers.end() :]}"
-        yield canonical_name(name), index
+        yield name_at(key, index), index
+
+
+def name_at(key: str, index: tuple[int, ...]) -> str:
+    """Return the canonical name of what a key of a torch_dist file has at an index.
+
+    The key of an object may have an index although nothing is stacked.
+    """
+    layers = _STACKED_LAYERS.match(key)
+    experts = _STACKED_EXPERTS.search(key)
+    name = key
+    if experts is not None:
+        name = f"{key[: experts.start()]}.mlp.experts.local_experts.{index[-1]}.{experts[1]}"
+    if layers is not None:
+        name = f"decoder.layers.{index[0]}.{name[layers.end() :]}"
+    return canonical_name(name)
 
 
 # ---- the spelling of the model that will load a checkpoint

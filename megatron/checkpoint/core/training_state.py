@@ -72,6 +72,8 @@ class TrainingState:
         weights: name -> the most exact value, the fp32 main weight if the file has one.
         compute_dtype: name -> dtype in which the model computes, if it is known.
         buffers: name -> tensor that the model stores beside parameters, without optimizer state.
+        extra_states: name that ends in ``._extra_state`` -> what a module of Transformer Engine
+            has beside its weights, pickled: the scales and amax histories of delayed scaling.
         moments: name -> ``exp_avg``, ``exp_avg_sq`` -> fp32, shaped like the weight. Absent for
             weights without state.
         steps: name -> number of steps that its moments have seen, if the file has it for each
@@ -95,6 +97,7 @@ class TrainingState:
     weights: dict[str, LazyTensor]
     compute_dtype: dict[str, Any] = field(default_factory=dict)
     buffers: dict[str, LazyTensor] = field(default_factory=dict)
+    extra_states: dict[str, bytes] = field(default_factory=dict)
     moments: dict[str, dict[str, LazyTensor]] = field(default_factory=dict)
     steps: dict[str, float] = field(default_factory=dict)
     is_fresh: dict[str, Freshness] = field(default_factory=dict)

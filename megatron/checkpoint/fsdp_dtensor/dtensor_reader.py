@@ -17,6 +17,7 @@ from megatron.checkpoint.core.training_state import MOMENTS, TrainingState
 from megatron.checkpoint.dcp.stored_checkpoint import StoredCheckpoint
 from megatron.checkpoint.fsdp_dtensor.keys import (
     CHECKPOINT_VERSION,
+    EXTRA_STATE,
     META_PREFIX,
     MODEL_KEY_PREFIX,
     STATE_PREFIX,
@@ -77,6 +78,10 @@ def read(stored: StoredCheckpoint, allow_unknown: bool = False) -> TrainingState
             fp16=getattr(state.args, "fp16", False),
         )
         state.compute_dtype = dict.fromkeys(state.weights, dtype)
+    for key in stored.objects:
+        if key.startswith(MODEL_KEY_PREFIX) and key.endswith(EXTRA_STATE):
+            name = canonical_name(key.removeprefix("model."))
+            state.extra_states[name] = stored.read_object(key)
     state.unknown = [
         key for key in sorted(others.unread) if not key.startswith("rerun_state_machine")
     ]

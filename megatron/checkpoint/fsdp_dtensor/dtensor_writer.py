@@ -53,6 +53,8 @@ def target(
     for name in sorted([*state.weights, *state.buffers], key=key_rules.registration_order):
         entries.add_tensor(name)
         entries.add_optimizer_state(name)
+    for name, value in state.extra_states.items():
+        entries.add_extra_state(name, value)
     for group in state.groups or []:
         entries.add_group_fields(group)
     entries.add_everything_else()
@@ -144,6 +146,11 @@ class _EntryList:
         for module_name, shard in self._halves(name, tensor):
             key = f"{self._model_prefix}.{module_name}"
             self._add(whole(key, shard), "model", key.removeprefix("model."))
+
+    def add_extra_state(self, name: str, value: bytes) -> None:
+        """Add what a module has beside its weights."""
+        key = f"{self._model_prefix}.{self._spelling.module_name(name)}"
+        self._add(ObjectEntry(key, value), "model", key.removeprefix("model."))
 
     def add_optimizer_state(self, name: str) -> None:
         """Add the moments of a parameter, and the step counter of torch's AdamW."""

@@ -3,6 +3,7 @@
 
 ============================================================ ===================================
 ``model.module.<name>``                                      the fp32 main weight of a parameter
+``model.module.<module>._extra_state``                       the scales of delayed scaling, if any
 ``optimizer.state.<P>.<name>.<slot>``                        a moment, or the number of steps
 ``optimizer.param_to_group_meta.<P>.<name>.<field>``         a field of its param group
 ============================================================ ===================================
@@ -27,6 +28,8 @@ MODEL_PREFIX = "module."
 MODEL_KEY_PREFIX = "model." + MODEL_PREFIX
 STATE_PREFIX = "optimizer.state."
 META_PREFIX = "optimizer.param_to_group_meta."
+EXTRA_STATE = "._extra_state"
+"""End of keys that other programs do not write, and pass over when they read."""
 
 
 def wrapper_prefix(keys: Iterable[str], names: Iterable[str]) -> str | None:

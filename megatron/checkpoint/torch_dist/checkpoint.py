@@ -9,6 +9,7 @@ sharded is the common state (``unsharded_state``). The optimizer's tensors have 
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import re
@@ -21,7 +22,7 @@ import torch
 from megatron.checkpoint.core import key_rules, param_groups
 from megatron.checkpoint.core.lazy_tensor import LazyTensor, zeros
 from megatron.checkpoint.core.listing import listed
-from megatron.checkpoint.core.spelling import Spelling, unstacked
+from megatron.checkpoint.core.spelling import Spelling, name_at, unstacked
 from megatron.checkpoint.core.training_state import TrainingState
 from megatron.checkpoint.dcp import safe_pickle
 from megatron.checkpoint.dcp.dcp_target import DcpTarget, Entry, ObjectEntry, TensorEntry
@@ -60,7 +61,7 @@ _MARKER_CONTENT = {
     "common_backend_version": 1,
 }
 _RANDOM_STATE = re.compile(r"^rng_state/shard_(\d+)\.(\d+)(?:\.(\d+))?_")
-_EXTRA_STATE = re.compile(r"\._extra_state(/shard_|$)")
+_EXTRA_STATE = re.compile(r"^(.+\._extra_state)(?:/shard_([\d.]+)_|$)")
 
 _StackedKey = tuple[str, tuple[int, ...]]
 """Key of a tensor and index of a parameter along its leading axes, of layers and experts."""
@@ -94,6 +95,7 @@ def read(
         weights={name: tensor for name, tensor in weights.items() if not key_rules.is_buffer(name)},
         buffers={name: tensor for name, tensor in weights.items() if key_rules.is_buffer(name)},
         scheduler=common.get("opt_param_scheduler"),
+        extra_states=_extra_states(stored, common.get("args")),
         random_states=_random_states(stored),
         args=common.get("args"),
         iteration=common.get("iteration"),
@@ -192,6 +194,20 @@ def _random_states(stored: StoredCheckpoint) -> dict[tuple[int, int], list[dict[
     return states
 
 
+def _extra_states(stored: StoredCheckpoint, args: argparse.Namespace | None) -> dict[str, bytes]:
+    """Return the extra states of modules that are not empty; those of runs without FP8 are."""
+    found: dict[str, bytes] = {}
+    for key in stored.objects if args is None or getattr(args, "fp8", None) else []:
+        extra_state = _EXTRA_STATE.match(key)
+        if extra_state is None:
+            continue
+        value = stored.read_object(key)[0]
+        if isinstance(value, torch.Tensor) and value.numel():
+            index = tuple(map(int, extra_state[2].split(".")))
+            found[name_at(extra_state[1], index)] = value.numpy().tobytes()
+    return found
+
+
 def _left_out(stored: StoredCheckpoint, used: set[str]) -> list[str]:
     """List the objects that no conversion uses."""
     return [
@@ -223,7 +239,7 @@ def target(state: TrainingState, spelling: Spelling) -> DcpTarget:
     moments = {**_zero_moments(state, keys), **state.moments}
     entries: list[Entry] = [
         *_random_state_objects(state),
-        *extra_state_objects(names, spelling, axes),
+        *extra_state_objects(names, spelling, axes, state.extra_states),
     ]
     for name in names:
         key, index = keys[name]
@@ -314,22 +330,33 @@ def _random_state_objects(state: TrainingState) -> Iterator[ObjectEntry]:
 
 
 def extra_state_objects(
-    names: Iterable[str], spelling: Spelling, axes: Mapping[str, tuple[int, ...]]
+    names: Iterable[str],
+    spelling: Spelling,
+    axes: Mapping[str, tuple[int, ...]],
+    extra_states: Mapping[str, bytes],
 ) -> Iterator[ObjectEntry]:
-    """Yield the extra states of modules: they are None without FP8, but loaders ask for them.
+    """Yield the extra states of modules: those without one have None, as loaders ask for them.
 
     ``axes`` are the lengths of the axes of layers and experts of each key.
     """
+    # By their keys: that of a norm inside a linear layer is the linear layer's.
+    values = {spelling.stacked_key(name): value for name, value in extra_states.items()}
     seen = set()
     for name in names:
         if not key_rules.has_extra_state(name, spelling.transformer_engine):
             continue
         key, index = spelling.stacked_key(name)
-        module = key.rpartition(".")[0]
-        object_key = _object_key(f"{module}._extra_state", index or (0,), axes[key] or (1,))
+        extra_key = f"{key.rpartition('.')[0]}._extra_state"
+        object_key = _object_key(extra_key, index or (0,), axes[key] or (1,))
         if object_key not in seen:
             seen.add(object_key)
-            yield ObjectEntry(object_key, [None])
+            value = values.get((extra_key, index))
+            yield ObjectEntry(object_key, [extra_state_tensor(value) if value else None])
+
+
+def extra_state_tensor(value: bytes) -> torch.Tensor:
+    """Return an extra state as Transformer Engine's modules give and take it."""
+    return torch.frombuffer(bytearray(value), dtype=torch.uint8)
 
 
 def _object_key(name: str, index: tuple[int, ...], shape: tuple[int, ...]) -> str:

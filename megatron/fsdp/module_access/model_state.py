@@ -76,10 +76,10 @@ def load_model_state(
     with torch.no_grad():
         for name, shard in shards.items():
             sharded_params[name].parameter._local_tensor.copy_(shard)
-    for group in dict.fromkeys(sharded_params[name].group for name in shards):
-        group.install_main_weights()
     buffers = {paths[name]: value for name, value in own.items() if name in expected}
     module.load_state_dict(buffers, strict=False)
+    for group in dict.fromkeys(sharded_params[name].group for name in shards):
+        group.install_main_weights()  # quantized with scales that are among the buffers
     return _IncompatibleKeys(missing, unexpected)
 
 

@@ -28,6 +28,7 @@ from megatron.checkpoint.dcp.safe_loading import SafePlanner, SafeReader
 from megatron.checkpoint.dcp.save_planner import EvenPlanner, PlanReuse
 from megatron.checkpoint.dcp.signing_writer import SigningWriter
 from megatron.checkpoint.fsdp_dtensor.keys import (
+    EXTRA_STATE,
     MODEL_PREFIX,
     STATE_PREFIX,
     names_in_file,
@@ -41,7 +42,9 @@ from megatron.mcore_adapter.checkpoint_entries import (
     drop_absent_settings,
     entries_of,
     has_loss_scaler,
+    load_own_state,
     named_parameters,
+    own_extra_states,
     settings_of_group,
     sharded_params,
     state_entries,
@@ -80,7 +83,8 @@ class FsdpDtensorFormat:
     ) -> dict[str, Any]:
         """Return the content of a checkpoint, by the keys of the file."""
         names = EntryNames.of(args)
-        content = {**_with_rng_by_stage(state), "model": model_entries(model, names)}
+        entries = {**model_entries(model, names), **extra_states(model, names)}
+        content = {**_with_rng_by_stage(state), "model": entries}
         if optimizer is not None:
             prefix = own_prefix(model)
             content["optimizer"] = optimizer_entries(model, optimizer, prefix, names)
@@ -144,6 +148,7 @@ class FsdpDtensorFormat:
             **_with_rng_of_file(state, stored),
             "model": model_entries(model, names),
         }
+        content["model"].update(_scales_to_load(args, model, names, stored))
         del content["checkpoint_version"]
         if "num_floating_point_operations_so_far" not in stored:
             del content["num_floating_point_operations_so_far"]
@@ -164,7 +169,7 @@ class FsdpDtensorFormat:
         _read(content, reader)
         # Weights and moments were read in place. Values derived from them remain to be updated.
         for chunk in model:
-            chunk.load_state_dict(chunk.state_dict())
+            load_own_state(chunk, lambda key: content["model"].get(MODEL_PREFIX + names.name(key)))
         if optimizer is not None:
             _load_settings(model, optimizer, content["optimizer"]["param_to_group_meta"], names)
             if "grad_scaler" in content:
@@ -216,7 +221,7 @@ def model_entries(model: Model, names: EntryNames) -> dict[str, Any]:
     entries: dict[str, Any] = {}
     for chunk in model:
         for key, value in chunk.module.state_dict(keep_vars=True).items():
-            if key.endswith("_extra_state") or not names.is_stored(key):
+            if key.endswith(EXTRA_STATE) or not names.is_stored(key):
                 continue
             sharded = sharded_param_of(value) if is_linked(value) else None
             name = MODEL_PREFIX + names.name(key)
@@ -225,6 +230,25 @@ def model_entries(model: Model, names: EntryNames) -> dict[str, Any]:
             else:
                 entries.update(entries_of(name, value, sharded, names.gated))
     return entries
+
+
+def extra_states(model: Model, names: EntryNames) -> dict[str, bytes]:
+    """Return what modules have beside weights by the file's names: the scales of delayed scaling.
+
+    With other recipes, and in bf16, they have nothing.
+    """
+    own = own_extra_states(model)
+    return {MODEL_PREFIX + names.name(key): value for key, value in own.items() if value}
+
+
+def _scales_to_load(
+    args: argparse.Namespace, model: Model, names: EntryNames, stored: Mapping[str, Any]
+) -> dict[str, None]:
+    """Return entries for the extra states that the file has; runs without scales ask for none."""
+    if not getattr(args, "fp8", None) or getattr(args, "fp8_recipe", "") != "delayed":
+        return {}
+    keys = [MODEL_PREFIX + names.name(key) for key in own_extra_states(model)]
+    return {key: None for key in keys if f"model.{key}" in stored}
 
 
 def optimizer_entries(
@@ -369,7 +393,9 @@ def _check(
     own = FileDifferences.between(asked, stored, "in the model")
     differences = FileDifferences(agree(own.shapes), agree(own.missing))
     starts = ("model.", STATE_PREFIX) if "optimizer" in content else ("model.",)
-    keys = [key for key in sorted(stored) if key.startswith(starts)]
+    # Fused optimizers count steps by group, and runs of another precision have no use for scales.
+    needless = (EXTRA_STATE, ".step")
+    keys = [key for key in sorted(stored) if key.startswith(starts) and not key.endswith(needless)]
     unexpected = _asked_nowhere(keys, asked)
     if say is not None:
         problems = differences.without_missing().problems()

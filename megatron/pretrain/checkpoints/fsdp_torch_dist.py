@@ -46,6 +46,7 @@ from megatron.pretrain.checkpoints.fsdp_dtensor_format import (
     EntryNames,
     FsdpDtensorFormat,
     Model,
+    extra_states,
     model_entries,
     optimizer_entries,
     own_prefix,
@@ -78,7 +79,12 @@ class FsdpTorchDistFormat(FsdpDtensorFormat):
             layout = StackedLayout.of(args, [split_half(name)[0] for name in weights])
             entries.extend(_random_state(state))
             entries.extend(
-                extra_state_objects(layout.axes_of_names, layout.spelling, layout.axes_of_keys)
+                extra_state_objects(
+                    layout.axes_of_names,
+                    layout.spelling,
+                    layout.axes_of_keys,
+                    _canonical(extra_states(model, names)),
+                )
             )
             entries.extend(_tensors(layout, weights, slots, _compute_dtypes(model)))
 

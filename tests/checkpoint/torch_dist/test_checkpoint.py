@@ -2,6 +2,7 @@
 """Conversions to torch_dist: frozen layers, steps, random states, releases and names."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -150,3 +151,33 @@ def test_the_layer_inside_of_a_predicting_layer_is_called_as_the_release_wants_i
     }
     assert layers == {inner}
     assert set(opened.state().weights) == set(state.weights)
+
+
+@pytest.mark.parametrize(
+    ("layers", "options"),
+    [
+        (("gated", "gated"), {}),
+        (("experts", "experts"), {"moe_grouped_gemm": False}),
+        (("gated", "experts"), {"moe_layer_freq": [0, 1]}),
+    ],
+    ids=["dense", "experts", "layers that differ"],
+)
+def test_scales_of_delayed_scaling_stay_with_their_modules(
+    layers: tuple[str, str], options: dict[str, Any], tmp_path: Path
+) -> None:
+    """Those of a linear layer with a norm inside are easily taken for the norm's."""
+    shapes = shapes_of(layers, predicting=True)
+    engine = {"transformer_impl": "transformer_engine", "fp8": "hybrid", **options}
+    state = state_of(shapes, **engine)
+    modules = [name.removesuffix(".weight") for name in shapes if ".linear_" in name]
+    state.extra_states = {
+        f"{module}._extra_state": module.encode() for module in modules if "bias" not in module
+    }
+    small_models.write(state, tmp_path / "in", "fsdp_dtensor")
+    run_json(TO_TORCH_DIST, tmp_path / "in", tmp_path / "there")
+    run_json(TO_FSDP, tmp_path / "there", tmp_path / "back")
+    for folder in ("in", "there", "back"):
+        assert small_models.read(tmp_path / folder).extra_states == state.extra_states
+    stored = open_checkpoint(tmp_path / "there").stored
+    (norm,) = stored.read_object("decoder.final_layernorm._extra_state/shard_0_1")
+    assert norm is None
