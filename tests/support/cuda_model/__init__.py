@@ -1,0 +1,13 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model of a CUDA device and of NCCL on CPU ranks: it reports every use of memory out of order.
+
+| file | holds |
+|---|---|
+| `reports.py` | the reports: two accesses each, with unit, stream and stack |
+| `memory.py` | blocks of memory, and the rules of the caching allocator |
+| `streams.py` | streams and events, as `torch.cuda` has them |
+| `detector.py` | the race detector: happens-before by torch's own sanitizer |
+| `operators.py` | a dispatch mode that makes every operator an event on the current stream |
+| `nccl.py` | collectives on the streams of their groups, and NCCL's rules |
+| `machine.py` | the machine: everything that is patched, and restored |
+"""

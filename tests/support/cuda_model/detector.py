@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The race detector: torch's sanitizer keeps what happens before what, this file the rest."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch.cuda._sanitizer import Access, EventHandler, UnsynchronizedAccessError
+
+from tests.support.cuda_model.memory import Blocks, MemoryBlock, storage_of
+from tests.support.cuda_model.reports import (
+    EARLY_RELEASE,
+    HOST_READ,
+    RACE,
+    RELEASED,
+    Finding,
+    told_together,
+)
+from tests.support.cuda_model.streams import Streams
+
+
+class ReleasedMemoryError(RuntimeError):
+    """A kernel would use memory that was released: it is reported, and not run."""
+
+
+class Detector:
+    """Takes every access to memory as an event on a stream, and reports those out of order.
+
+    Attributes:
+        reports: what was reported so far, each pair of places once.
+        work: what the engine does at the moment, for reports.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self._handler = EventHandler()
+        self.syncs = self._handler.syncs
+        self.reports: list[Finding] = []
+        self.work: list[str] = []
+        self.blocks = Blocks(self._released)
+        self.streams = Streams(self)
+        self.num_events = 0
+        self.is_unseen = False  # gloo's own operators are none of the program's
+        self._told: set[tuple[object, ...]] = set()
+
+    @contextmanager
+    def unseen(self) -> Iterator[None]:
+        """Take no notice of operators while the context lasts."""
+        before, self.is_unseen = self.is_unseen, True
+        try:
+            yield
+        finally:
+            self.is_unseen = before
+
+    # ---- events
+
+    def kernel(
+        self,
+        name: str,
+        reads: Iterable[torch.Tensor],
+        writes: Iterable[torch.Tensor],
+        stream: int | None = None,
+    ) -> None:
+        """Note a kernel on ``stream``, by default the current one."""
+        with self.lock:
+            current = self.streams.current.cuda_stream
+            read, written = self._blocks_of(reads, current), self._blocks_of(writes, current)
+            self._launch(name, read, written, current if stream is None else stream)
+
+    def check(self, name: str, tensors: Iterable[torch.Tensor]) -> None:
+        """Raise an error if one of the tensors that a kernel is to use has no memory."""
+        for tensor in tensors:
+            storage = storage_of(tensor)
+            if storage is None or not tensor.numel():
+                continue
+            last = sum((s - 1) * st for s, st in zip(tensor.shape, tensor.stride(), strict=True))
+            needed = (tensor.storage_offset() + last + 1) * tensor.element_size()
+            if storage.nbytes() < needed:
+                text = f"{name} uses {self.blocks.name_of(tensor)}, {self._during()}"
+                self.report(RELEASED, text, (name, self._during()))
+                raise ReleasedMemoryError(text)
+
+    def allocated(self, tensor: torch.Tensor, name: str) -> None:
+        """Note that ``tensor`` has new memory, which the current stream owns."""
+        with self.lock:
+            current = self.streams.current.cuda_stream
+            block = self.blocks.of(tensor, current)
+            if block is not None:
+                self._launch(name, {}, {block[0].number: block[0]}, current)
+
+    def resized(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
+        """Note that ``storage`` now has so many bytes, in new memory."""
+        with self.lock:
+            current = self.streams.current.cuda_stream
+            if num_bytes:
+                block = self.blocks.allocate(storage, current)
+                self._launch("allocation by resize_", {}, {block.number: block}, current)
+
+    def freed(self, storage: torch.UntypedStorage) -> None:
+        """Note that ``storage`` gives its memory back, before it is resized."""
+        with self.lock:
+            self.blocks.free(storage)
+
+    def record_stream(self, tensor: torch.Tensor, stream: int) -> None:
+        """Note that the memory of ``tensor`` may be reused only after ``stream``, too."""
+        with self.lock:
+            found = self.blocks.of(tensor, self.streams.current.cuda_stream)
+            if found is not None:
+                found[0].recorded.add(stream)
+
+    def synchronize(self, stream: int | None = None) -> None:
+        """Let the host, and so all later work, wait for ``stream``, or for all streams."""
+        with self.lock:
+            if stream is None:
+                for number in list(self.syncs.current_sync_states):
+                    self.syncs.all_streams_wait_for_stream(number)
+            else:
+                self.syncs.all_streams_wait_for_stream(stream)
+
+    def host_read(self, tensor: torch.Tensor, how: str) -> None:
+        """Note that the host reads ``tensor`` without waiting for anything."""
+        with self.lock:
+            block = self.blocks.known(tensor)
+            info = block and self._handler.tensors_accessed.accesses.get(block.number)
+            write = info.write if info else None
+            if write is None or block is None:
+                return
+            if write.seq_num > self.syncs.host_sync_state.get(write.stream, 0):
+                what = f"{how} of {block}, {self._during()}"
+                self._report_accesses(HOST_READ, what, [write])
+
+    # ---- rules
+
+    def _launch(
+        self, name: str, read: dict[int, MemoryBlock], written: dict[int, MemoryBlock], stream: int
+    ) -> None:
+        self.num_events += 1
+        blocks = {**read, **written}
+        errors = self._handler._handle_kernel_launch(
+            stream,
+            read.keys() - written.keys(),
+            set(written),
+            set(),
+            f"{name}, {self._during()}",
+            {number: [] for number in blocks},
+        )
+        for number in read.keys() - written.keys():
+            reads = self._handler.tensors_accessed.get_reads(number)
+            if len(reads) > 1 and reads[-2].stream == reads[-1].stream:
+                del reads[-2]  # what waits for the later one waits for it
+        for error in errors:
+            assert isinstance(error, UnsynchronizedAccessError)
+            what = f"{blocks[error.data_ptr]} is used on two streams that nothing orders"
+            both = [error.current_access, error.previous_access]
+            self._report_accesses(RACE, what, both)
+
+    def _released(self, block: MemoryBlock) -> None:
+        """Report uses of a freed block that later work of its own stream may overtake."""
+        with self.lock:
+            info = self._handler.tensors_accessed.accesses.pop(block.number, None)
+            uses = [] if info is None else [*info.reads, *filter(None, [info.write])]
+            for use in uses:
+                is_safe = use.stream == block.stream or use.stream in block.recorded
+                if not is_safe and not self.syncs.is_ordered_after(
+                    block.stream, use.seq_num, use.stream
+                ):
+                    owner = self.streams.names[block.stream]
+                    what = f"{block}, which {owner} has allocated, is freed {self._during()}"
+                    self._report_accesses(EARLY_RELEASE, what, [use])
+
+    # ---- reports
+
+    def _blocks_of(self, tensors: Iterable[torch.Tensor], stream: int) -> dict[int, MemoryBlock]:
+        found = [self.blocks.of(tensor, stream) for tensor in tensors]
+        return {each[0].number: each[0] for each in found if each is not None}
+
+    def _during(self) -> str:
+        return f"during {self.work[-1]}" if self.work else "outside of units"
+
+    def _report_accesses(self, kind: str, what: str, accesses: list[Access]) -> None:
+        places = [
+            (access.operator, access.stream, access.stack_trace.format()) for access in accesses
+        ]
+        text = told_together(what, accesses, self.streams.names)
+        self.report(kind, text, tuple(places))
+
+    def report(self, kind: str, text: str, place: tuple[object, ...]) -> None:
+        """Add a report, unless the same place was reported before."""
+        if (kind, place) not in self._told:
+            self._told.add((kind, place))
+            self.reports.append(Finding(kind, text))

@@ -1,0 +1,385 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Collectives on streams of their groups, and the rules of NCCL and of torch's backend for it.
+
+Gloo carries the values. The rules are those of torch 2.10 and later, as `ProcessGroupNCCL` has
+them: a collective that is not asynchronous runs on the current stream; an asynchronous one runs on
+the stream of its group, after the current stream, and `wait` lets the current stream wait for it.
+Its operands are kept until then. A message between two ranks is asynchronous always.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import ProcessGroup
+
+from tests.support.cuda_model.detector import Detector
+from tests.support.cuda_model.reports import NCCL_RULE, ORDER, UNAWAITED, CallStack
+from tests.support.cuda_model.streams import ModelEvent, ModelStream, StreamContext
+
+EIGHT_BITS = {torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz}
+COMPLEX = {torch.complex32, torch.complex64, torch.complex128}
+REDUCED = {
+    *(torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool),
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+}
+"""dtypes that NCCL adds up on every GPU; 8-bit floats need a recent one."""
+MOVED = REDUCED | EIGHT_BITS | COMPLEX
+"""dtypes that torch's backend hands to NCCL; int16 is not among them."""
+NOT_REDUCED = (dist.ReduceOp.BAND, dist.ReduceOp.BOR, dist.ReduceOp.BXOR)
+"""Operations that gloo has and NCCL has not."""
+
+
+class Call(NamedTuple):
+    """A collective: its tensors, and how in-place operands would lie in each other."""
+
+    reads: list[torch.Tensor]
+    writes: list[torch.Tensor]
+    reduces: bool = False
+    # Pairs of a whole tensor and this rank's slice of it, which may be its own memory.
+    slices: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
+
+
+def _flat(lists: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
+    return list(chain.from_iterable(lists))
+
+
+def _rooted(group: ProcessGroup, tensors: list[torch.Tensor], root: int) -> Call:
+    is_root = group.rank() == root
+    return Call(tensors, [] if is_root else tensors)
+
+
+def _broadcast(group: ProcessGroup, tensors: Any, options: Any = 0, *rest: Any) -> Call:
+    root = options if isinstance(options, int) else options.rootRank
+    return _rooted(group, list(tensors), root)
+
+
+def _all_reduce(group: ProcessGroup, tensors: Any, *rest: Any) -> Call:
+    each = list(tensors) if isinstance(tensors, (list, tuple)) else [tensors]
+    return Call(each, each, reduces=True)
+
+
+def _all_gather(group: ProcessGroup, outputs: Any, inputs: Any, *rest: Any) -> Call:
+    return Call(list(inputs), _flat(outputs))
+
+
+def _all_gather_single(group: ProcessGroup, output: Any, given: Any, *rest: Any) -> Call:
+    return Call([given], [output], slices=[(output, given)])
+
+
+def _all_gather_singles(group: ProcessGroup, outputs: Any, inputs: Any, *rest: Any) -> Call:
+    pairs = list(zip(outputs, inputs, strict=True))
+    return Call(list(inputs), list(outputs), slices=pairs)
+
+
+def _reduce_scatter(group: ProcessGroup, outputs: Any, inputs: Any, *rest: Any) -> Call:
+    return Call(_flat(inputs), list(outputs), reduces=True)
+
+
+def _reduce_scatter_single(group: ProcessGroup, output: Any, given: Any, *rest: Any) -> Call:
+    return Call([given], [output], True, [(given, output)])
+
+
+def _reduce_scatter_singles(group: ProcessGroup, outputs: Any, inputs: Any, *rest: Any) -> Call:
+    pairs = list(zip(inputs, outputs, strict=True))
+    return Call(list(inputs), list(outputs), True, pairs)
+
+
+def _exchange(group: ProcessGroup, output: Any, given: Any, *rest: Any) -> Call:
+    outputs = [output] if isinstance(output, torch.Tensor) else list(output)
+    return Call([given] if isinstance(given, torch.Tensor) else list(given), outputs)
+
+
+def _gather(group: ProcessGroup, outputs: Any, inputs: Any, *rest: Any) -> Call:
+    return Call(list(inputs), _flat(outputs))
+
+
+def _scatter(group: ProcessGroup, outputs: Any, inputs: Any, *rest: Any) -> Call:
+    return Call(_flat(inputs), list(outputs))
+
+
+def _send(group: ProcessGroup, tensors: Any, *rest: Any) -> Call:
+    return Call(list(tensors), [])
+
+
+def _receive(group: ProcessGroup, tensors: Any, *rest: Any) -> Call:
+    return Call([], list(tensors))
+
+
+def _barrier(group: ProcessGroup, *rest: Any) -> Call:
+    return Call([], [])
+
+
+METHODS: dict[str, Callable[..., Call]] = {
+    "broadcast": _broadcast,
+    "allreduce": _all_reduce,
+    "allreduce_coalesced": _all_reduce,
+    "reduce": _all_reduce,
+    "allgather": _all_gather,
+    "allgather_coalesced": _all_gather,
+    "_allgather_base": _all_gather_single,
+    "all_gather_single": _all_gather_single,
+    "allgather_into_tensor_coalesced": _all_gather_singles,
+    "all_gather_single_coalesced": _all_gather_singles,
+    "reduce_scatter": _reduce_scatter,
+    "_reduce_scatter_base": _reduce_scatter_single,
+    "reduce_scatter_single": _reduce_scatter_single,
+    "reduce_scatter_tensor_coalesced": _reduce_scatter_singles,
+    "reduce_scatter_single_coalesced": _reduce_scatter_singles,
+    "alltoall_base": _exchange,
+    "all_to_all_single": _exchange,
+    "alltoall": _exchange,
+    "gather": _gather,
+    "scatter": _scatter,
+    "send": _send,
+    "recv": _receive,
+    "barrier": _barrier,
+}
+"""Methods of process groups by the names that torch's releases have; one has some of them."""
+MESSAGES = ("send", "recv")
+
+
+class Carried:
+    """A collective of gloo, on copies: gloo's threads keep operands for longer than NCCL does."""
+
+    def __init__(self, start: Callable[..., Any], args: Any, written: Sequence[torch.Tensor]):
+        self._copies: dict[int, torch.Tensor] = {}
+        self._written = list(written)
+        self._work = start(*self._copied(args))
+
+    def _copied(self, value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return [self._copied(each) for each in value]
+        if not isinstance(value, torch.Tensor):
+            return value
+        if id(value) not in self._copies:
+            self._copies[id(value)] = value.data.clone()
+        return self._copies[id(value)]
+
+    def wait(self) -> None:
+        """Wait for gloo, and bring what it has written."""
+        self._work.wait()
+        for tensor in self._written:
+            tensor.data.copy_(self._copies[id(tensor)])  # like NCCL: no new version for autograd
+        self._written.clear()
+
+
+class ModelWork:
+    """A collective under way, on the stream of its group."""
+
+    def __init__(
+        self, nccl: Nccl, name: str, real: Any, done: ModelEvent | None, kept: Sequence[Any]
+    ):
+        self._nccl, self._name, self._done = nccl, name, done
+        self.real = real
+        self._kept = list(kept)  # torch's backend keeps operands until somebody waits
+        self.is_awaited = done is None
+        self._stack = CallStack(sys._getframe())
+
+    def wait(self, timeout: object = None) -> bool:
+        """Let the current stream wait; the host goes on."""
+        self._nccl.finish(self)
+        if self._done is not None:
+            self._nccl.detector.streams.current.wait_event(self._done)
+        self.is_awaited = True
+        self._kept.clear()
+        return True
+
+    synchronize = block_current_stream = wait
+
+    def is_completed(self) -> bool:
+        """Return True, and with it what the host knows: it has asked for the values."""
+        self._nccl.finish(self)
+        return True
+
+    def told(self) -> str:
+        """Return the name and the place of the call."""
+        return f"{self._name}, which was called at\n{self._stack.format()}"
+
+    def __del__(self) -> None:
+        self._nccl.forget(self)
+
+
+class Nccl:
+    """The collectives of all groups, in the order of calls."""
+
+    def __init__(self, detector: Detector):
+        self.detector = detector
+        self._streams: dict[object, ModelStream] = {}
+        # Works by stream whose values may not have come; gloo's own, in order.
+        self._under_way: dict[object, list[Carried]] = defaultdict(list)
+        self._open: dict[int, str] = {}  # works that nobody has waited for yet
+        self.calls: dict[str, list[str]] = defaultdict(list)  # of each group, in order
+        self.is_closed = False
+
+    def method(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Return what takes the place of a method of process groups."""
+        parse = METHODS[name]
+
+        def collective(group: ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+            call = parse(group, *args, **_positional(kwargs))
+            options = kwargs.get("opts", args[-1] if args else None)
+            self._check(name, call, options, group)
+            is_message = name in MESSAGES
+            if not is_message:
+                self.calls[group.group_name].append(_signature(name, call))
+            with self.detector.unseen():
+                start = partial(original, group, **kwargs)
+                work = Carried(start, args, call.writes)
+            peer = tuple(sorted((group.rank(), int(args[1])))) if is_message else None
+            is_asynchronous = is_message or bool(getattr(options, "asyncOp", False))
+            if name == "barrier":
+                self._wait(work)
+                self.detector.synchronize(self.detector.streams.current.cuda_stream)
+                return ModelWork(self, name, None, None, ())
+            return self.launch(name, call, work, (group.group_name, peer), is_asynchronous)
+
+        return collective
+
+    def launch(
+        self, name: str, call: Call, real: Carried, key: tuple[str, object], is_asynchronous: bool
+    ) -> ModelWork:
+        """Note a collective that gloo has started; return the work to wait for."""
+        where = f"{name} over {key[0]}"
+        if not is_asynchronous:
+            self._wait(real)
+            self.detector.kernel(where, call.reads, call.writes)
+            return ModelWork(self, where, None, None, ())
+        if key not in self._streams:
+            self._streams[key] = self.detector.streams.make(f"NCCL, {key[0]}")
+        stream = self._streams[key]
+        stream.wait_stream(self.detector.streams.current)
+        self.detector.kernel(where, call.reads, call.writes, stream.cuda_stream)
+        done = stream.record_event()
+        self._under_way[key].append(real)
+        work = ModelWork(self, where, (key, real), done, (*call.reads, *call.writes))
+        self._open[id(work)] = work.told()
+        return work
+
+    def finish(self, work: ModelWork) -> None:
+        """Wait until the values of a work are there, and those of its stream before it."""
+        self._open.pop(id(work), None)
+        if work.real is not None:
+            key, real = work.real
+            started = self._under_way[key]
+            while real in started:
+                self._wait(started.pop(0))
+
+    def _wait(self, real: Carried) -> None:
+        with self.detector.unseen():
+            real.wait()
+
+    def finish_all(self) -> None:
+        """Wait for the values of everything under way, as the host does for the device."""
+        for started in self._under_way.values():
+            while started:
+                self._wait(started.pop(0))
+
+    def forget(self, work: ModelWork) -> None:
+        """Report a work that is dropped before anybody has waited for it."""
+        told = self._open.pop(id(work), None)
+        if told is not None and not self.is_closed:
+            self.detector.report(UNAWAITED, told, (told,))
+
+    def close(self) -> None:
+        """Report works that nobody has waited for, and ranks whose collectives differ."""
+        self.is_closed = True
+        for told in self._open.values():
+            self.detector.report(UNAWAITED, told, (told,))
+        self.finish_all()
+
+    def compare_order(self) -> None:
+        """Report groups whose ranks have not called the same collectives in the same order."""
+        of_ranks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(of_ranks, dict(self.calls))
+        for name, calls in self.calls.items():
+            for rank, others in enumerate(of_ranks):
+                theirs = others.get(name, calls)
+                if theirs != calls:
+                    at = next(
+                        (at for at, pair in enumerate(zip(calls, theirs)) if pair[0] != pair[1]),
+                        min(len(calls), len(theirs)),
+                    )
+                    ours, other = [*calls, "nothing"][at], [*theirs, "nothing"][at]
+                    text = f"collective {at} over {name}: {ours}, on rank {rank}: {other}"
+                    self.detector.report(ORDER, text, (name, rank))
+
+    # ---- rules
+
+    def _check(self, name: str, call: Call, options: Any, group: ProcessGroup) -> None:
+        problems = []
+        for tensor in [*call.reads, *call.writes]:
+            if not tensor.is_contiguous():
+                problems.append(f"a tensor of shape {tuple(tensor.shape)} is not contiguous")
+            known = REDUCED if call.reduces else MOVED
+            if tensor.dtype not in known:
+                problems.append(f"{tensor.dtype} is not {'reduced' if call.reduces else 'moved'}")
+        for operation in NOT_REDUCED:
+            if call.reduces and getattr(options, "reduceOp", None) == operation:
+                problems.append(f"NCCL has no {operation.name}")
+        for whole, part in call.slices:
+            count = part.numel() * group.size()
+            if whole.numel() != count or whole.dtype != part.dtype:
+                problems.append(f"{whole.numel()} elements are not {group.size()} x {part.numel()}")
+            offset = part.data_ptr() - whole.data_ptr()
+            is_inside = part.numel() and -part.nbytes < offset < whole.nbytes
+            if is_inside and offset != group.rank() * part.nbytes:
+                problems.append(f"the part lies at byte {offset} of the whole, not at its rank's")
+        for problem in problems:
+            place = f"{problem}\n{CallStack(sys._getframe()).format()}"
+            self.detector.report(NCCL_RULE, f"{name}: {place}", (name, place))
+
+
+def _positional(kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in kwargs.items() if key not in ("opts", "timeout")}
+
+
+def _signature(name: str, call: Call) -> str:
+    tensors = call.reads if call.reads else call.writes
+    shapes = [f"{tensor.dtype}[{tensor.numel()}]" for tensor in tensors]
+    return f"{name}({', '.join(shapes)})"
+
+
+class FunctionalCollectives:
+    """Collectives that torch's DTensors call; their results wait in `wait_tensor`."""
+
+    def __init__(self, detector: Detector):
+        self._detector = detector
+        self._done: dict[int, ModelEvent] = {}
+        self._streams: dict[str, ModelStream] = {}
+
+    def call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a functional collective on the stream of its group."""
+        name = function._schema.name.partition("::")[2]
+        if name == "wait_tensor":
+            result = function(*args, **kwargs)
+            storage = args[0].untyped_storage()._cdata
+            if storage in self._done:
+                self._detector.streams.current.wait_event(self._done.pop(storage))
+            return result
+        group = str(args[-1])
+        if group not in self._streams:
+            self._streams[group] = self._detector.streams.make(f"NCCL, {group}, functional")
+        stream = self._streams[group]
+        stream.wait_stream(self._detector.streams.current)
+        result = function(*args, **kwargs)
+        operands = [args[0]] if isinstance(args[0], torch.Tensor) else list(args[0])
+        results = [result] if isinstance(result, torch.Tensor) else list(result)
+        # The results are allocated on the current stream, before the group's writes to them.
+        with StreamContext(self._detector.streams, stream):
+            self._detector.kernel(name, operands, [])
+        for tensor in results:
+            self._detector.allocated(tensor, f"allocation for {name}")
+        stream.wait_stream(self._detector.streams.current)
+        self._detector.kernel(name, [], results, stream.cuda_stream)
+        done = stream.record_event()
+        for tensor in results:
+            self._done[tensor.untyped_storage()._cdata] = done
+        return result

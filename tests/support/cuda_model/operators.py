@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A dispatch mode that makes every operator an event on the current stream."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
+
+from tests.support.cuda_model.detector import Detector
+from tests.support.cuda_model.nccl import FunctionalCollectives
+
+NO_KERNELS = {"aten::set_", "aten::record_stream", "aten::resize_", "aten::_unsafe_view"}
+"""Operators that change what a tensor refers to, not the values that it has."""
+SYNCHRONISES = {"aten::_local_scalar_dense", "aten::equal", "aten::nonzero", "aten::is_nonzero"}
+"""Operators that let the host wait for the current stream, because they return values to it."""
+NOT_OURS = {"c10d", "_c10d_functional", "profiler", "prim"}
+"""Collectives are events where they are called; see `nccl.py`."""
+
+
+class Roles(NamedTuple):
+    """The roles of an operator's arguments."""
+
+    names: dict[str, int]
+    reads: tuple[bool, ...]
+    writes: tuple[bool, ...]
+    synchronises: bool
+
+
+@cache
+def roles_of(operator: torch._ops.OpOverload) -> Roles:
+    """Return what ``operator`` reads and writes, by its schema."""
+    schema = operator._schema
+    is_factory = schema.name.endswith("_like") or "::new_" in schema.name
+    reads, writes = [], []
+    for argument in schema.arguments:
+        alias = argument.alias_info
+        is_write = alias is not None and alias.is_write
+        runs = schema.name not in NO_KERNELS
+        writes.append(runs and is_write)
+        # An alias that is not written to is a view: nothing reads the values.
+        reads.append(runs and not is_factory and (alias is None or is_write))
+    names = {argument.name: at for at, argument in enumerate(schema.arguments)}
+    return Roles(names, tuple(reads), tuple(writes), schema.name in SYNCHRONISES)
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Return the tensors of an argument or a result: itself, or those of a list."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from tensors_in(each)
+
+
+class OperatorEvents(TorchDispatchMode):
+    """Tells the detector which memory operators read, write and allocate."""
+
+    def __init__(self, detector: Detector):
+        super().__init__()
+        self._detector = detector
+        self._functional = FunctionalCollectives(detector)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._detector.is_unseen:
+            return func(*args, **kwargs)
+        if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
+            return NotImplemented  # its own operators on plain tensors come here next
+        if func.namespace in NOT_OURS:
+            if func.namespace == "_c10d_functional":
+                return self._functional.call(func, args, kwargs)
+            return func(*args, **kwargs)
+        roles = roles_of(func)
+        reads: list[torch.Tensor] = []
+        writes: list[torch.Tensor] = []
+        given = [*enumerate(args), *((roles.names[key], value) for key, value in kwargs.items())]
+        for at, value in given:
+            tensors = list(tensors_in(value))
+            if roles.writes[at]:
+                writes += tensors
+            elif roles.reads[at]:
+                reads += tensors
+        name = str(func)
+        self._detector.check(name, reads + writes)
+        result = func(*args, **kwargs)
+        for tensor in tensors_in(result):
+            if self._detector.blocks.known(tensor) is None:
+                writes.append(tensor)
+        if reads or writes:
+            self._detector.kernel(name, reads, writes)
+        if roles.synchronises:
+            self._detector.synchronize(self._detector.streams.current.cuda_stream)
+        return result
