@@ -58,8 +58,7 @@ class ShownParameters:
 
     def read_by_name(self, parameter: nn.Parameter, group: ParamGroup | None) -> nn.Parameter:
         """Return the parameter of ``group`` that code sees when it reads one by name."""
-        # What compiled code reads here becomes a guard. It is a state that layers have in common,
-        # so that they share their code.
+        # What compiled code reads here becomes a guard: a state, so that layers share their code.
         calls = self._hooks.calls
         if calls and is_compiling() and group and group.state is WeightState.UNSHARDED:
             return parameter

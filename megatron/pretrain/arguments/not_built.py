@@ -196,7 +196,7 @@ NEEDS: tuple[Needs, ...] = (
     Needs("disable_symmetric_registration fsdp_manual_registration", "nccl_ub"),
     Needs(
         "ddp_bucket_size ddp_num_buckets ddp_pad_buckets_for_high_nccl_busbw"
-        " ddp_reduce_scatter_with_fp32_accumulation",
+        " ddp_reduce_scatter_with_fp32_accumulation dump_param_to_param_group_map",
         "use_megatron_fsdp",
         (False,),
     ),

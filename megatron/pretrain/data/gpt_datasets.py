@@ -4,10 +4,12 @@
 import argparse
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import megatron.core.datasets
 import numpy as np
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.blended_megatron_dataset_config import (
@@ -18,7 +20,6 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, Moc
 from torch.utils.data import Dataset
 
 from megatron.checkpoint.core.listing import some
-from megatron.pretrain.data import dataset_helpers
 from megatron.pretrain.data.corpus import standard_library_corpus
 from megatron.pretrain.data.dataset_files import check_samples
 from megatron.pretrain.data.splits import (
@@ -32,6 +33,7 @@ from megatron.pretrain.data.splits import (
 from megatron.pretrain.data.tokenizer_choice import TokenizerChoice
 from megatron.pretrain.data.tokenizer_record import check_records, record_path
 from megatron.pretrain.data.tokenizers import Tokenizer
+from megatron.pretrain.errors import RunError
 from megatron.pretrain.first_rank import on_first_rank
 
 DEFAULT_CORPUS_DIRECTORY = "data"
@@ -96,7 +98,12 @@ def build_datasets(
         tokenizer: tokenizer that the data was written with.
         source: result of `find_data`, which is called without it, and may raise.
     """
-    dataset_helpers.compile_if_missing()
+    if find_spec("megatron.core.datasets.helpers_cpp") is None:
+        folder = megatron.core.datasets.__path__[0]
+        raise RunError(
+            f"{folder}: Megatron-Core's functions are not compiled: install its wheel, or pybind11"
+            " and a C++ compiler, and run make there"
+        )
     source = source or find_data(args, tokenizer)
     if source is None:
         return None, None, None

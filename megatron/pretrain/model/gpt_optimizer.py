@@ -17,7 +17,6 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_model_config
-from torch.distributed.checkpoint.state_dict_saver import save
 
 from megatron.mcore_adapter.core_optimizers import make_optimizer_state
 from megatron.pretrain.arguments.configs import optimizer_config
@@ -35,8 +34,6 @@ def build_optimizer(
         use_gloo_process_groups=args.enable_gloo_process_groups,
         dump_param_to_param_group_map=args.dump_param_to_param_group_map,
     )
-    if args.use_megatron_fsdp and args.dump_param_to_param_group_map:
-        write_group_numbers(optimizer, model, args.dump_param_to_param_group_map)
     make_optimizer_state(optimizer)
     return optimizer, build_scheduler(args, optimizer)
 
@@ -50,25 +47,6 @@ def overrides_of(config: OptimizerConfig, model: TransformerConfig) -> dict[Any,
         )
         overrides = {**(overrides or {}), **of_mup}
     return overrides
-
-
-def write_group_numbers(
-    optimizer: MegatronOptimizer, model: list[MegatronModule], directory: str
-) -> None:
-    """Write a checkpoint with the number of the param group of every parameter; a collective.
-
-    Megatron-Core writes it in runs without --use-megatron-fsdp only. There experts have an
-    optimizer, and so numbers, after all others, and names have one ``module.`` less.
-    """
-    number_of: dict[str, int] = {}
-    experts_last = sorted(optimizer.param_groups, key=lambda group: group["is_expert_parallel"])
-    for chunk in model:
-        name_of = {parameter: name for name, parameter in chunk.named_parameters()}
-        for number, group in enumerate(experts_last):
-            for parameter in group["params"]:
-                if parameter in name_of:
-                    number_of[name_of[parameter].removeprefix("module.")] = number
-    save(number_of, checkpoint_id=directory)
 
 
 def build_scheduler(

@@ -315,6 +315,10 @@ from tests.support.pretrain.arguments.command_lines import (
         ("--no-align-grad-reduce", "--no-align-grad-reduce needs --overlap-grad-reduce"),
         ("--apply-wd-to-qk-layernorm", "--apply-wd-to-qk-layernorm needs --qk-layernorm"),
         (
+            "--use-megatron-fsdp --dump-param-to-param-group-map map",
+            "--dump-param-to-param-group-map does nothing with --use-megatron-fsdp",
+        ),
+        (
             (
                 "--use-megatron-fsdp --data-parallel-sharding-strategy no_shard"
                 " --create-all-gather-group"

@@ -22,6 +22,7 @@ from megatron.pretrain.data.gpt_datasets import (
 )
 from megatron.pretrain.data.samplers import MicrobatchSampler, build_iterator
 from megatron.pretrain.data.tokenizers import ByteTokenizer, NullTokenizer
+from megatron.pretrain.errors import RunError
 from tests.support.rank_pool import run_ranks
 
 BYTES = ByteTokenizer()
@@ -402,3 +403,9 @@ def test_all_ranks_get_the_same_datasets_and_the_same_errors(tmp_path: Path, cor
     on_rank0, on_rank1 = run_ranks(2, build_on_rank, str(tmp_path), corpus)
     alone = tokens_of(build_datasets(namespace(data_path=[corpus], split="80,10,10"), NUMBERS))
     assert all(alone) and alone == on_rank0 == on_rank1
+
+
+def test_functions_that_are_not_compiled_are_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data_module, "find_spec", lambda name: None)
+    with pytest.raises(RunError, match="functions are not compiled: install its wheel"):
+        build_datasets(namespace(mock_data=True), NUMBERS)

@@ -2,7 +2,6 @@
 """The optimizer of a run: its groups, and the weight decay and rate of every parameter."""
 
 import itertools
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +9,10 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from megatron.core.optimizer import DistributedOptimizer
-from torch.distributed.checkpoint import FileSystemReader, load
 
 from megatron.pretrain.model.gpt_model import build_model
 from megatron.pretrain.model.gpt_optimizer import build_optimizer
-from tests.support.pretrain.parity import ALLTOALL, BF16, GPT2, LLAMA, Combination
+from tests.support.pretrain.parity import LLAMA, Combination
 from tests.support.pretrain.saved_runs import FSDP, SIX
 from tests.support.pretrain.training_runs import SMALL, build, name_of, prepare, train
 from tests.support.rank_pool import run_ranks
@@ -32,34 +30,6 @@ def test_the_map_of_parameters_to_groups_is_a_checkpoint_that_torch_reads(tmp_pa
     dcp.load(content, storage_reader=reader, no_dist=True)
     assert any("word_embeddings" in key for key in content)
     assert all(value is not None for value in content.values())
-
-
-def dump_groups(command_line: str, directory: str) -> dict[str, int]:
-    """Job: return the map that --dump-param-to-param-group-map writes."""
-    build(f"{command_line} --dump-param-to-param-group-map {directory}")
-    names = FileSystemReader(directory).read_metadata().state_dict_metadata
-    numbers = dict.fromkeys(names, -1)
-    load(numbers, checkpoint_id=directory)
-    return numbers
-
-
-DUMPED = {
-    "experts": Combination(2, "ep2", 3, ALLTOALL, "--decoupled-lr 2e-2"),
-    "vpp2": Combination(2, "pp2 vpp2", 3, LLAMA, "--decoupled-lr 2e-2", layers=4),
-    "bf16": Combination(2, "dp", 1, GPT2, BF16),
-}
-
-
-@pytest.mark.always("experts")
-@pytest.mark.parametrize("run", DUMPED)
-def test_the_map_of_parameter_groups_is_that_of_ddp(run: str, tmp_path: Path) -> None:
-    combination = DUMPED[run]
-    # Without FSDP, layers of virtual stages overwrite each other in the file.
-    same_names = replace(combination, layout=combination.layout.replace("vpp2", ""))
-    ddp = run_ranks(2, dump_groups, same_names.reference, str(tmp_path / "ddp"))[0]
-    fsdp = run_ranks(2, dump_groups, combination.ours, str(tmp_path / "fsdp"))[0]
-    assert fsdp == ddp
-    assert len(set(ddp.values())) > 1
 
 
 def look_at_the_optimizer(command_line: str) -> tuple[Any, ...]:
