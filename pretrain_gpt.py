@@ -11,7 +11,6 @@ Python's standard library.
 """
 
 import argparse
-import importlib.util
 import os
 import signal
 import sys
@@ -36,6 +35,8 @@ if not torch.cuda.is_available():
     # Megatron-Core compiles small functions. On a CPU each costs ten seconds and a C++ compiler,
     # and none is worth it.
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+
+from megatron.core.fp8_utils import HAVE_TE  # noqa: E402
 
 from megatron.fsdp.gradient_sync import GradientError  # noqa: E402
 from megatron.pretrain import ranks  # noqa: E402
@@ -66,7 +67,7 @@ def main(build: BuildDatasets = build_datasets) -> int:
             sys.argv[1:],
             world_size=dry_run_ranks(sys.argv[1:]) or ranks.environment_world_size(),
             cuda=torch.cuda.is_available(),
-            transformer_engine=importlib.util.find_spec("transformer_engine") is not None,
+            transformer_engine=HAVE_TE,
         )
     except CommandLineError as error:
         complain(str(error))

@@ -3,12 +3,10 @@
 
 from collections.abc import Callable
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
-from megatron.core.tensor_parallel import layers
 from megatron.core.tensor_parallel.layers import linear_with_grad_accumulation_and_async_allreduce
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -19,39 +17,14 @@ from benchmarks.comparison.measures import StepCounter
 from megatron.fsdp.dtensor.tensor_part import full_tensor
 from megatron.fsdp.engine.states import GradientState
 from megatron.mcore_adapter import cpu
-from megatron.mcore_adapter.fused_gradients import FusedGradient, accept_fused_gradients
+from megatron.mcore_adapter.fused_gradients import accept_fused_gradients
 from megatron_fsdp import MegatronFSDP, fully_shard_model
-from tests.support.pretrain import training_runs
+from tests.support.mcore_adapter.fused_training import train_fused
 from tests.support.pretrain.parity import BF16, GPT2, LLAMA, MTP, SHORT, TIED, Combination
-from tests.support.pretrain.training_runs import Record, assert_same_run, pretrain, train
+from tests.support.pretrain.training_runs import assert_same_run, train
 from tests.support.rank_pool import run_ranks
 
 RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
-
-
-def train_fused(command_line: str) -> tuple[Record, int]:
-    """Job: train with --gradient-accumulation-fusion; return how often layers wrote a gradient.
-
-    The command line would switch the flag off without its kernel.
-    """
-    products = []
-    prepare, new_product = training_runs.prepare, FusedGradient.new_product
-
-    def prepared(line: str) -> tuple[Any, torch.device]:
-        args, device = prepare(line)
-        args.gradient_accumulation_fusion = True
-        return args, device
-
-    def counted(gradient: FusedGradient) -> torch.Tensor:
-        products.append(1)
-        return new_product(gradient)
-
-    with (
-        patch.object(training_runs, "prepare", prepared),
-        patch.object(layers, "_grad_accum_fusion_available", True),
-        patch.object(FusedGradient, "new_product", counted),
-    ):
-        return pretrain(command_line), len(products)
 
 
 FUSED = {

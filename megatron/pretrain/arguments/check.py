@@ -2,7 +2,7 @@
 """Arguments while rules complete and check them, and as the parts of a run see them."""
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -48,11 +48,13 @@ class Machine:
     cuda: bool
     """There are GPUs."""
     transformer_engine: bool
-    """Transformer Engine is installed."""
+    """Transformer Engine can be imported."""
     fused_weight_gradient: bool
     """The kernel of --gradient-accumulation-fusion is installed."""
     expert_dispatch: bool
     """The kernels of --moe-token-dispatcher-type flex, package deep_ep, are installed."""
+    recipe_obstacle: Callable[[str], str | None]
+    """Returns why Transformer Engine cannot compute with a recipe here, or None."""
     environment: Mapping[str, str]
     """The environment variables."""
 

@@ -115,6 +115,7 @@ def ddp_config(
         reduce_scatter_with_fp32_accumulation=args.ddp_reduce_scatter_with_fp32_accumulation,
         average_in_collective=args.ddp_average_in_collective,
     )
+    config.fp4_param_gather = args.fp4_param  # a field since Megatron-Core 0.17
     for name in ENGINE_SETTINGS:
         setattr(config, name, getattr(args, name))
     return config

@@ -12,6 +12,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from megatron.core import fp8_utils
 from megatron.core.transformer.enums import AttnBackend
 
 from megatron.checkpoint.store.stores import is_staged
@@ -26,6 +27,8 @@ PLAIN_LAYERS = {
     "moe_router_fusion": False,
 }
 """Settings that work without Transformer Engine."""
+OF_LAYERS = {"transformer_impl", "no_persist_layer_norm", "moe_grouped_gemm"}
+"""Those that its layers have no need for, with any kernels."""
 NO_GPU = PLAIN_LAYERS | {
     "distributed_backend": "gloo",
     "masked_softmax_fusion": False,
@@ -48,12 +51,15 @@ def fit_to_machine(check: Check) -> None:
         )
         args.attention_backend = AttnBackend.flash
     fit_numerics(check)
+    asked = check.given.get("transformer_impl") == "transformer_engine"
     if not machine.cuda:
         keep_tanh_gelu(check)
-        replace(check, "no CUDA", NO_GPU | COMPILED)
+        values = NO_GPU | COMPILED
+        if asked and machine.transformer_engine:  # with kernels of somebody's own
+            values = {dest: values[dest] for dest in values.keys() - OF_LAYERS}
+        replace(check, "no CUDA", values)
     elif not machine.transformer_engine:
         # With a GPU the package can be installed, so asking for it by name is an error.
-        asked = check.given.get("transformer_impl") == "transformer_engine"
         check.require(
             not asked,
             "--transformer-impl transformer_engine: Transformer Engine is not installed; install it"
@@ -67,14 +73,19 @@ def fit_to_machine(check: Check) -> None:
         fit_local_layers(check)
     if not machine.fused_weight_gradient:
         replace(check, "no fused_weight_gradient_mlp_cuda", {"gradient_accumulation_fusion": False})
-    elif args.use_megatron_fsdp and args.transformer_impl != "local":
-        # Those layers add into a buffer that they expect on the weight all the time; the sharded
+    elif args.use_megatron_fsdp and args.transformer_impl != "local" and not ask_for_buffers():
+        # Older layers add into a buffer that they expect on the weight all the time; the sharded
         # weight has one in backward only.
         replace(
             check,
-            "Transformer Engine's layers under --use-megatron-fsdp",
+            "Transformer Engine's layers before 2.10 under --use-megatron-fsdp",
             {"gradient_accumulation_fusion": False},
         )
+
+
+def ask_for_buffers() -> bool:
+    """Return True if Transformer Engine's layers ask sharded weights for a buffer."""
+    return fp8_utils.HAVE_TE and bool(fp8_utils.is_te_min_version("2.10.0"))
 
 
 def check_kernels(check: Check) -> None:

@@ -26,11 +26,8 @@ OTHER_TOKENIZERS: dict[Any, str] = {
 """Tokenizers of Megatron-LM that are none of a GPT's training on text."""
 
 REFUSED: dict[str, str] = {
-    "FP8 and FP4 training is not built yet; use --bf16": """fp8* fp4* first_last_layers_bf16
-        num_layers_at_start_in_bf16 num_layers_at_end_in_bf16 reuse_grad_buf_for_mxfp8_param_ag
-        keep_fp8_transpose_cache activation_func_fp8_input_store tp_only_amax_red use_kitchen*
-        kitchen_* disable_parameter_transpose_cache moe_router_padding_for_*
-        *_glu_interleave_size preserve_fp32_weights use_grouped_gemm_for_*""",
+    "copies for the backward go with the gathered weights": "keep_fp8_transpose_cache",
+    "Transformer Engine has had none since 1.8": "fp8_interval",
     "needs Transformer Engine's fused Adam, not built yet; leave it out, optimizer state is fp32": (
         """use_precision_aware_optimizer main_grads_dtype main_params_dtype exp_avg_dtype
         exp_avg_sq_dtype store_param_remainders megatron_fsdp_use_decoupled_grad"""
@@ -75,7 +72,9 @@ REFUSED: dict[str, str] = {
     "no layer of this release of Megatron-Core reads it": (
         "apply_residual_connection_post_layernorm"
     ),
-    "needs fused kernels that this program has not been run with": "moe_use_legacy_grouped_gemm",
+    "needs fused kernels that this program has not been run with": """use_kitchen* kitchen_*
+        *_glu_interleave_size preserve_fp32_weights use_grouped_gemm_for_*
+        moe_use_legacy_grouped_gemm""",
     "belongs to optimizers that are not built yet; use adam or sgd": """muon_* adaptive_muon_*
         lion_* soap_* use_layer_wise_distributed_optimizer qk_clip*""",
     "is for inference; this program trains": """flash_decode batch_invariant_mode inference_*
@@ -270,7 +269,14 @@ NEEDS: tuple[Needs, ...] = (
     Needs("rope_scaling_factor", "use_rope_scaling"),
     Needs("use_fused_weighted_squared_relu", "num_experts"),
     Needs("use_fused_weighted_squared_relu", "squared_relu"),
-    Needs("activation_func_clamp_value glu_linear_offset", "swiglu"),
+    Needs(
+        "activation_func_clamp_value glu_linear_offset activation_func_fp8_input_store", "swiglu"
+    ),
+    Needs(
+        "activation_func_fp8_input_store",
+        "bias_swiglu_fusion",
+        remedy="is read by the fused SwiGLU alone, which is for GPUs: leave it out",
+    ),
     Needs("window_attn_skip_freq", "window_size"),
     Needs("mup_*", "use_mup"),
     Needs(
@@ -282,6 +288,24 @@ NEEDS: tuple[Needs, ...] = (
         "needs Transformer Engine, which only --transformer-impl transformer_engine on GPUs uses;"
         " leave it out",
     ),
+    Needs(
+        "fp8_recipe fp8_param_gather fp8_margin fp8_amax_* fp8_wgrad fp8_dot_product_attention"
+        " fp8_multi_head_attention",
+        "fp8",
+    ),
+    Needs("fp8_margin fp8_amax_* fp8_wgrad", "fp8_recipe", ("delayed",)),
+    Needs("fp8_quantizer_factory", "fp8_recipe", ("custom",)),
+    Needs("fp4_recipe fp4_param", "fp4"),
+    Needs("fp4_quantizer_factory", "fp4_recipe", ("custom",)),
+    Needs(
+        "first_last_layers_bf16 tp_only_amax_red disable_parameter_transpose_cache"
+        " moe_router_padding_for_* fp8_output_proj",
+        "fp8",
+        unless="fp4",
+    ),
+    Needs("num_layers_at_start_in_bf16 num_layers_at_end_in_bf16", "first_last_layers_bf16"),
+    Needs("reuse_grad_buf_for_mxfp8_param_ag", "fp8_param_gather"),
+    Needs("reuse_grad_buf_for_mxfp8_param_ag", "fp8_recipe", ("mxfp8",)),
     Needs("tp_comm_*_*", "tp_comm_overlap"),
     Needs("tp_comm_overlap clone_scatter_output_in_embedding", "sequence_parallel"),
     Needs(

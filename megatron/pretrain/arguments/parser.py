@@ -25,6 +25,7 @@ from megatron.pretrain.arguments.configs import ddp_config, optimizer_config, tr
 from megatron.pretrain.arguments.data_rules import check_data
 from megatron.pretrain.arguments.flags import Flag, help_text
 from megatron.pretrain.arguments.hybrid_rules import follow_pattern
+from megatron.pretrain.arguments.low_precision_rules import check_low_precision, recipe_obstacle
 from megatron.pretrain.arguments.machine_rules import check_observing, fit_to_machine
 from megatron.pretrain.arguments.model_rules import complete_model, complete_sizes
 from megatron.pretrain.arguments.not_built import (
@@ -69,6 +70,7 @@ LAST_RULES: tuple[Rule, ...] = (
     check_saves,
     check_observing,
     fit_to_machine,
+    check_low_precision,
     check_needs,
     note_flags_without_effect,
 )
@@ -142,6 +144,7 @@ def parse_arguments(
     transformer_engine: bool,
     fused_weight_gradient: bool | None = None,
     expert_dispatch: bool | None = None,
+    recipe_obstacle: Callable[[str], str | None] = recipe_obstacle,
     environment: Mapping[str, str] | None = None,
 ) -> tuple[argparse.Namespace, list[str]]:
     """Parse, complete and check the command line of a run.
@@ -150,11 +153,12 @@ def parse_arguments(
         argv: the command line without the program's name.
         world_size: number of ranks.
         cuda: there are GPUs.
-        transformer_engine: Transformer Engine is installed.
+        transformer_engine: Transformer Engine can be imported.
         fused_weight_gradient: the kernel of --gradient-accumulation-fusion is installed; None to
             look for it.
         expert_dispatch: the kernels of --moe-token-dispatcher-type flex are installed; None to look
             for them.
+        recipe_obstacle: returns why a recipe of FP8 or FP4 cannot be computed with, or None.
         environment: the environment variables; None for `os.environ`.
 
     Returns:
@@ -175,7 +179,8 @@ def parse_arguments(
         expert_dispatch = cuda and has_package("deep_ep")
     environment = os.environ if environment is None else environment
     machine = Machine(
-        world_size, cuda, transformer_engine, fused_weight_gradient, expert_dispatch, environment
+        *(world_size, cuda, transformer_engine, fused_weight_gradient, expert_dispatch),
+        *(recipe_obstacle, environment),
     )
     check = Check(args, given, names, defaults, machine, problems)
     apply_rules(check)

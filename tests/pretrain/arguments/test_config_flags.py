@@ -77,6 +77,14 @@ VIRTUAL = (
     f"{PIPELINE} --num-layers 8 --num-virtual-stages-per-pipeline-rank 2 --global-batch-size 64"
 )
 
+FP8, FP4 = "--fp8-format hybrid", "--fp4-format e2m1"
+BF16_LAYERS = f"{FP8} --fp8-recipe tensorwise --first-last-layers-bf16 --num-layers 20"
+"""Two ends in bf16 are 14 of them."""
+
+READ_WITH_FP8 = """fp8_recipe fp8_margin fp8_amax_history_len fp8_amax_compute_algo fp8_wgrad
+    fp8_dot_product_attention fp8_multi_head_attention tp_only_amax_red fp8_output_proj
+    disable_parameter_transpose_cache"""
+
 COMPANIONS = {
     "moe_per_layer_logging": "--tensorboard-dir logs",
     "num_query_groups": "--group-query-attention",
@@ -136,12 +144,23 @@ COMPANIONS = {
     ),
     "activation_func_clamp_value": "--swiglu",
     "glu_linear_offset": "--swiglu",
+    "activation_func_fp8_input_store": "--swiglu --disable-bias-linear",
     "clone_scatter_output_in_embedding": "--tensor-model-parallel-size 2 --sequence-parallel",
     "use_fused_weighted_squared_relu": "--squared-relu --num-experts 4 --disable-bias-linear",
     **dict.fromkeys(
         ("mtp_detach_heads", "mtp_use_repeated_layer"), f"{PREDICTION} --mtp-num-layers 1"
     ),
     **dict.fromkeys(GROUPS["multi-latent attention"], LATENT),
+    **dict.fromkeys(READ_WITH_FP8.split(), FP8),
+    "fp8_param": f"{FP8} --use-megatron-fsdp",
+    "fp8_quantizer_factory": f"{FP8} --fp8-recipe custom",
+    "fp4_recipe": f"{FP4} --fp4-quantizer-factory package.module",
+    "fp4_quantizer_factory": f"{FP4} --fp4-recipe custom",
+    "first_last_layers_bf16": f"{FP8} --fp8-recipe tensorwise",
+    **dict.fromkeys(("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"), BF16_LAYERS),
+    "reuse_grad_buf_for_mxfp8_param_ag": (
+        f"{FP8} --fp8-recipe mxfp8 --fp8-param-gather --use-distributed-optimizer"
+    ),
     **{name: "--use-mup" for name in GROUPS["model"] if name.startswith("mup_")},
 }
 
@@ -154,7 +173,10 @@ NEEDS_GPU = {
     "moe_router_fusion",
     "layernorm_zero_centered_gamma",
     "cross_entropy_fusion_impl",
-}
+    "activation_func_fp8_input_store",
+    "fp8",
+    "fp4",
+} | {name for name, beside in COMPANIONS.items() if beside.startswith((FP8, FP4))}
 
 # These have tests of their own, or go with kernels or rules of Megatron-Core's own only.
 NOT_SEEN_ALONE = {
@@ -173,6 +195,10 @@ NOT_SEEN_ALONE = {
     "moe_expert_rank_capacity_factor",
     "moe_apply_probs_on_input",
     "async_tensor_model_parallel_allreduce",
+    # See test_low_precision.py.
+    "moe_router_padding_for_fp8",
+    "moe_router_padding_for_quantization",
+    "fp4_param",
 }
 
 DISPATCHERS = "moe_deepep_* moe_hybridep_* moe_ncclep_* moe_flex_* moe_permute_fusion_*"

@@ -100,6 +100,8 @@ BESIDE = {
     ("init_model_with_meta_device", (False,)): "--init-model-with-meta-device --use-megatron-fsdp",
     ("use_rope_scaling", ()): "--use-megatron-fsdp",
     ("optimizer", ("adam",)): "--optimizer sgd",
+    ("bias_swiglu_fusion", ()): "--no-bias-swiglu-fusion",
+    ("fp8_recipe", ("delayed",)): "--fp8-recipe tensorwise",
     ("moe_router_load_balancing_type", LOSSES): "--moe-router-load-balancing-type none",
 }
 """Values of the other flag that are not the default -> the flags that give them."""

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+from megatron.core.fp8_utils import HAVE_TE
 from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator
 from megatron.core.transformer.module import MegatronModule
 
@@ -129,7 +130,7 @@ def prepare(command_line: str) -> tuple[Any, torch.device]:
         shlex.split(command_line),
         world_size=dist.get_world_size(),
         cuda=False,
-        transformer_engine=False,
+        transformer_engine=HAVE_TE,
     )
     cpu.install()
     initialize(args)

@@ -77,8 +77,8 @@ def _load(capability: tuple[int, int]) -> None:
         for name, value in list(vars(module).items()):
             if value is torch:
                 setattr(module, name, seen)
-            elif name == "_empty_tensor":  # it moves a tensor to the device
-                setattr(module, name, _no_values)
+            elif name in REPLACED:
+                setattr(module, name, REPLACED[name])
     for function in _constructors_on_cuda():
         defaults = ("cpu" if default == "cuda" else default for default in function.__defaults__)
         function.__defaults__ = tuple(defaults)
@@ -93,6 +93,13 @@ def _load(capability: tuple[int, int]) -> None:
 @functools.cache
 def _no_values() -> torch.Tensor:
     return torch.empty(0)
+
+
+REPLACED = {
+    "_empty_tensor": _no_values,  # it moves a tensor to the device
+    "_lazy_init": lambda: None,  # of CUDA
+    "_lazy_call": lambda action: action(),
+}
 
 
 def _constructors_on_cuda() -> list[types.FunctionType]:

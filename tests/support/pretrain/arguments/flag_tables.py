@@ -23,7 +23,8 @@ from tests.support.pretrain.arguments.flag_rows import (
 VIRTUAL = "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"
 VIRTUAL_OF_FOUR = "--pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 2"
 EXPERTS = "--num-experts 8 --disable-bias-linear"
-NO_LOW_PRECISION = "FP8 and FP4 training is not built yet"
+FP8 = "--fp8-format hybrid"
+BF16_LAYERS = f"{FP8} --fp8-recipe tensorwise --first-last-layers-bf16"
 NO_STATE_DTYPE = "needs Transformer Engine's fused Adam"
 NO_OFFLOAD = "optimizer state on the host are not built yet"
 bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
@@ -102,7 +103,7 @@ DATA_PARALLELISM = (
         FSDP,
         ddp__megatron_fsdp_enable_fine_grained_param_gather=True,
     ),
-    refused("--keep-fp8-transpose-cache", NO_LOW_PRECISION),
+    refused("--keep-fp8-transpose-cache", "copies for the backward go with"),
     changes(
         "--create-all-gather-group",
         FSDP,
@@ -136,18 +137,48 @@ DATA_PARALLELISM = (
         f"--fp16 {FSDP}",
         ddp__megatron_fsdp_main_grads_dtype=fp32,
     ),
-    refused("--first-last-layers-bf16", NO_LOW_PRECISION),
-    refused("--num-layers-at-start-in-bf16 2", NO_LOW_PRECISION),
-    refused("--num-layers-at-end-in-bf16 2", NO_LOW_PRECISION),
-    refused("--fp8-param-gather", NO_LOW_PRECISION),
-    refused("--fp8-format e4m3", NO_LOW_PRECISION),
-    refused("--fp8-recipe mxfp8", NO_LOW_PRECISION),
-    refused("--fp8-margin 1", NO_LOW_PRECISION),
-    refused("--fp8-amax-history-len 2", NO_LOW_PRECISION),
-    refused("--fp8-amax-compute-algo max", NO_LOW_PRECISION),
-    refused("--reuse-grad-buf-for-mxfp8-param-ag", NO_LOW_PRECISION),
-    refused("--fp4-format e2m1", NO_LOW_PRECISION),
-    refused("--fp4-param-gather", NO_LOW_PRECISION),
+    changes(
+        "--first-last-layers-bf16",
+        f"{FP8} --fp8-recipe tensorwise",
+        gpu=True,
+        model__first_last_layers_bf16=True,
+    ),
+    changes(
+        "--num-layers-at-start-in-bf16 2",
+        BF16_LAYERS,
+        gpu=True,
+        model__num_layers_at_start_in_bf16=2,
+    ),
+    changes(
+        "--num-layers-at-end-in-bf16 2", BF16_LAYERS, gpu=True, model__num_layers_at_end_in_bf16=2
+    ),
+    changes(
+        "--fp8-param-gather",
+        f"{FP8} {FSDP}",
+        gpu=True,
+        model__fp8_param=True,
+        ddp__fp8_param_gather=True,
+    ),
+    changes("--fp8-format e4m3", gpu=True, model__fp8="e4m3"),
+    changes(
+        "--fp8-recipe mxfp8",
+        FP8,
+        gpu=True,
+        model__fp8_recipe="mxfp8",
+        optimizer__fp8_recipe="mxfp8",
+    ),
+    changes("--fp8-margin 1", FP8, gpu=True, model__fp8_margin=1),
+    changes("--fp8-amax-history-len 2", FP8, gpu=True, model__fp8_amax_history_len=2),
+    changes("--fp8-amax-compute-algo max", FP8, gpu=True, model__fp8_amax_compute_algo="max"),
+    changes(
+        "--reuse-grad-buf-for-mxfp8-param-ag",
+        f"{FP8} --fp8-recipe mxfp8 --fp8-param-gather {SHARDED}",
+        gpu=True,
+        optimizer__reuse_grad_buf_for_mxfp8_param_ag=True,
+        ddp__reuse_grad_buf_for_mxfp8_param_ag=True,
+    ),
+    changes("--fp4-format e2m1", gpu=True, model__fp4="e2m1"),
+    shown("--fp4-param-gather", "test_low_precision.py::test_weights_in_fp4_train_alike"),
     refused("--use-precision-aware-optimizer", NO_STATE_DTYPE),
     refused("--main-grads-dtype bf16", NO_STATE_DTYPE),
     refused("--main-params-dtype fp16", NO_STATE_DTYPE),

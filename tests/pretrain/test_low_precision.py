@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training in FP8 and FP4 with Transformer Engine's layers, against Megatron-Core's own DDP.
+
+Losses are compared bit by bit: the kernels and the values they get are the same. Ranks with other
+microbatches find other scales, so that numbers of ranks differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from tests.support import transformer_engine_on_cpu
+from tests.support.mcore_adapter.fused_training import train_fused
+from tests.support.pretrain.training_runs import Record, write_counting_corpus
+from tests.support.transformer_engine_on_cpu.ranks import ranks
+from tests.support.transformer_engine_on_cpu.training import FP8, LAYERS, STORED, train
+
+FSDP = "--use-megatron-fsdp"
+DDP = "--use-distributed-optimizer"
+RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+EXPERTS = "--num-experts 4 --disable-bias-linear --moe-grouped-gemm --expert-model-parallel-size 2"
+DISPATCHED = f"{EXPERTS} --moe-token-dispatcher-type alltoall"
+LLAMA = """--swiglu --position-embedding-type rope --normalization RMSNorm --disable-bias-linear
+    --untie-embeddings-and-output-weights --group-query-attention --num-query-groups 2"""
+
+Run = Callable[..., Any]
+
+
+@pytest.fixture(scope="module", params=[2])
+def run(request: pytest.FixtureRequest) -> Iterator[Run]:
+    """Return a function that trains on ranks with Transformer Engine; it returns the records."""
+    transformer_engine_on_cpu.require()
+    write_counting_corpus()
+    with ranks(request.param) as run_on_ranks:
+
+        def run_lines(*flags: str, job: Callable[..., Any] = train) -> Any:
+            return run_on_ranks(job, *(f"{LAYERS} {each}" for each in flags))[-1]
+
+        yield run_lines
+
+
+four_ranks = pytest.mark.parametrize("run", [4], indirect=True)
+
+
+def assert_same(record: Record, reference: Record) -> None:
+    """Compare losses bit by bit; norms are sums over parts of other sizes."""
+    assert record.losses == reference.losses
+    assert record.column("grad-norm") == pytest.approx(reference.column("grad-norm"), rel=1e-4)
+
+
+@pytest.mark.always("*-delayed")
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "blockwise"])
+def test_strategies_train_as_the_ddp_of_megatron_core(run: Run, recipe: str) -> None:
+    chosen = f"--fp8-recipe {recipe}"
+    ddp, computed, *stored = run(
+        f"{DDP} {STORED} {chosen}",
+        f"{FSDP} {FP8} {chosen}",
+        *(
+            f"{FSDP} {STORED} {chosen} --data-parallel-sharding-strategy {strategy}"
+            for strategy in ("optim", "optim_grads", "optim_grads_params")
+        ),
+    )
+    for record in (computed, *stored):
+        assert_same(record, ddp)
+    (plain,) = run(FSDP)
+    assert ddp.losses != plain.losses
+    assert ddp.losses == pytest.approx(plain.losses, rel=2e-3)
+
+
+MODELS = {
+    "tensor_parallel": "--tensor-model-parallel-size 2 --sequence-parallel",
+    "pipeline": "--pipeline-model-parallel-size 2",
+    "llama": LLAMA,
+    "experts": f"{DISPATCHED} --fp8-recipe tensorwise",
+    "margin": "--fp8-margin 1 --fp8-amax-history-len 4 --fp8-amax-compute-algo max",
+    "weight_gradients_in_bf16": "--no-fp8-wgrad",
+    "e4m3": "--fp8-format e4m3",
+}
+
+
+@pytest.mark.always("*-experts")
+@pytest.mark.parametrize("model", MODELS)
+def test_models_train_as_the_ddp_of_megatron_core(run: Run, model: str) -> None:
+    sharded, ddp = run(f"{FSDP} {STORED} {MODELS[model]}", f"{DDP} {STORED} {MODELS[model]}")
+    assert_same(sharded, ddp)
+
+
+OUTER = "--num-distributed-optimizer-instances 2"
+
+
+@pytest.mark.exhaustive
+@four_ranks
+@pytest.mark.parametrize("recipe", ["delayed", "blockwise"])
+def test_four_ranks_train_alike_with_an_outer_axis(run: Run, recipe: str) -> None:
+    flags = f"{FSDP} {STORED} --fp8-recipe {recipe}"
+    flat, *hybrid = run(
+        flags, f"{flags} {OUTER}", f"{flags} {OUTER} --outer-dp-sharding-strategy optim"
+    )
+    for record in hybrid:
+        assert_same(record, flat)
+
+
+@pytest.mark.exhaustive
+@four_ranks
+@pytest.mark.parametrize(
+    "axes", [f"{MODELS['tensor_parallel']}", f"{MODELS['pipeline']}", DISPATCHED]
+)
+def test_four_ranks_train_as_the_ddp_of_megatron_core(run: Run, axes: str) -> None:
+    sharded, ddp = run(f"{FSDP} {STORED} {axes}", f"{DDP} {STORED} {axes}")
+    assert_same(sharded, ddp)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("run", [1], indirect=True)
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "blockwise"])
+def test_a_single_rank_trains_as_the_ddp_of_megatron_core(run: Run, recipe: str) -> None:
+    flags = f"{STORED} --fp8-recipe {recipe}"
+    sharded, ddp = run(f"{FSDP} {flags}", f"{DDP} {flags}")
+    assert_same(sharded, ddp)
+
+
+def test_recomputed_layers_and_fused_weight_gradients_change_nothing(run: Run) -> None:
+    flags = f"{FSDP} {STORED} --fp8-recipe tensorwise"
+    plain, recomputed = run(flags, f"{flags} {RECOMPUTED}")
+    assert_same(recomputed, plain)
+    fused, products = run(f"{flags} {RECOMPUTED} --overlap-grad-reduce", job=train_fused)
+    assert_same(fused, plain)
+    assert products >= 4 * 2 * 4  # steps, layers and their matrices
+
+
+def test_layers_in_bf16_train_as_without_fp8(run: Run) -> None:
+    flags = f"{FSDP} {STORED} --fp8-recipe tensorwise --first-last-layers-bf16"
+    plain, all_of_them, first, last = run(
+        FSDP,
+        flags,
+        f"{flags} --num-layers-at-end-in-bf16 0",
+        f"{flags} --num-layers-at-start-in-bf16 0",
+    )
+    assert_same(all_of_them, plain)
+    assert len({tuple(record.losses) for record in (plain, first, last)}) == 3
+
+
+@pytest.mark.exhaustive
+def test_padded_tokens_of_experts_change_little(run: Run) -> None:
+    flags = f"{FSDP} {STORED} {DISPATCHED}"
+    plain, padded, old_name = run(
+        flags,
+        f"{flags} --moe-router-padding-for-quantization",
+        f"{flags} --moe-router-padding-for-fp8",
+    )
+    assert_same(padded, old_name)
+    assert padded.losses == pytest.approx(plain.losses, rel=1e-3)
+    assert padded.losses != plain.losses
+
+
+@pytest.mark.exhaustive
+def test_fp4_computes_alike_with_every_strategy(run: Run) -> None:
+    flags = f"{FSDP} --fp4-format e2m1"
+    plain, ddp, *others = run(
+        FSDP, f"{DDP} --fp4-format e2m1", flags, f"{flags} --data-parallel-sharding-strategy optim"
+    )
+    for record in others:
+        assert_same(record, ddp)
+    assert plain.losses != ddp.losses
