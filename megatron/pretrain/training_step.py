@@ -109,7 +109,7 @@ def train_step(run: TrainingRun, data: Microbatches | list[Microbatches]) -> Non
         "lm loss": reduce_loss(run, losses),
         "learning-rate": learning_rate,
         "batch-size": batch_size,
-        "grad-norm": grad_norm,
+        "grad-norm": None if grad_norm is None else float(grad_norm),  # a tensor in some releases
         "num-zeros": num_zeros,
         "loss-scale": float(optimizer.get_loss_scale()) if args.fp16 else None,
         "params-norm": params_norm(run.model) if args.log_params_norm else None,
