@@ -26,7 +26,7 @@ from megatron.pretrain.checkpoints.checkpoint_writer import WriterProcess, Write
 from megatron.pretrain.checkpoints.staging import StagingBuffer
 from megatron.pretrain.errors import RunError
 from megatron.pretrain.first_rank import Say
-from megatron.pretrain.model.forward_writes import WeightWrites, is_buffer_of
+from megatron.pretrain.model.forward_writes import is_buffer_of, num_writes_to_weights
 from megatron.pretrain.run_state import Progress
 
 _WAITING_INTERVAL = 0.05
@@ -84,7 +84,7 @@ class BackgroundSaves:
         self._writer: WriterProcess | None = None
         self._ending: list[WriterProcess] = []
         self._pending: PendingSave | None = None
-        self._writes = WeightWrites(args.use_megatron_fsdp)
+        self._num_writes: Callable[[], int] = lambda: 0  # of forwards, since a save began
         if args.use_persistent_ckpt_worker:  # its imports take seconds, until the first save
             self._writer = self._start_writer()
 
@@ -106,7 +106,6 @@ class BackgroundSaves:
         with collector_paused(), suppress(RunError):  # what cannot be saved, a save reports
             content = checkpointing.collect(self._args, model, optimizer, scheduler, progress)
             attempt(lambda: self._buffer.reserve(content))
-        self._writes.watch(model, with_content=True)
 
     def save(
         self,
@@ -133,11 +132,13 @@ class BackgroundSaves:
                 writer = self._writer = self._writer or self._start_writer()
                 self._buffer.stage(
                     content,
-                    is_changing=(lambda _: True) if self._writes.may_come else is_buffer_of(model),
+                    is_changing=is_buffer_of(model),
                     then=lambda staged: writer.write(staged, target),
                 )
 
-            self._writes.watch(model)
+            is_fully_sharded = self._args.use_megatron_fsdp
+            before = num_writes_to_weights(model, is_fully_sharded)
+            self._num_writes = lambda: num_writes_to_weights(model, is_fully_sharded) - before
             problems = attempt(begin)
             if problems:
                 self._kill()
@@ -148,18 +149,14 @@ class BackgroundSaves:
     def finish_copying(self) -> None:
         """Wait until the state is copied, so that the optimizer may change it.
 
-        Training is held for all copies until a forward is known not to write to weights, and after
-        the first write that was seen; a copy during that first one fails.
+        The save fails if a forward has written to weights meanwhile.
         """
-        self._finish_copying(has_written=self._writes.end())
-
-    def _finish_copying(self, has_written: bool) -> None:
         problem = ""
         try:
-            if self._buffer.finish() and has_written:
+            if self._buffer.finish() and self._num_writes():
                 problem = (
-                    "a forward has written to weights while they were copied, for the first time in"
-                    " this run. Save the checkpoints of such a model without --async-save"
+                    "a forward has written to weights while they were copied. Save the checkpoints"
+                    " of such a model without --async-save"
                 )
         except Exception as error:
             problem = f"{type(error).__name__}: {error}"
@@ -216,7 +213,7 @@ class BackgroundSaves:
         Raises:
             RunError: as :meth:`conclude` does.
         """
-        self._finish_copying(self._writes.have_come)
+        self.finish_copying()
         has_said = False
         while self._pending is not None:
             sums = torch.tensor(self.votes(), device=self._device)
