@@ -276,5 +276,4 @@ def all_gather_uneven(shard: torch.Tensor, group: dist.ProcessGroup) -> list[tor
     gathered = shard.new_empty(num_ranks * longest)
     with observing("all_gather", gathered, group):
         _all_gather_single(gathered, padded, group=group)
-    rows = gathered.view(num_ranks, longest)
-    return [row[:size] for row, size in zip(rows, sizes.tolist())]
+    return [row[:size] for row, size in zip(gathered.view(num_ranks, longest), sizes.tolist())]

@@ -56,7 +56,6 @@ class CpuStreams:
         # Only the first is asynchronous. The others need its result, so they run in `wait`.
         first, *others = collectives
         work = first(True)
-
         if not others:
             return Pending(work.wait if work is not None else None)
 

@@ -258,7 +258,8 @@ class Prefetcher:
         self._max_bytes = overlap.prefetch_bytes
         self._unit_of: dict[FlatBuffer, Unit] = {}
         for unit in units:
-            self._unit_of.update((group.compute, unit) for group in unit.groups)
+            for group in unit.groups:
+                self._unit_of.update(dict.fromkeys(group.buffers, unit))
         groups = list(chain.from_iterable(unit.groups for unit in units))
         # Otherwise weights stay allocated, and each forward begins with all gathers that are due.
         self._are_resharded = any(group.reshards_after_use for group in groups)

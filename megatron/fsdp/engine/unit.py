@@ -154,7 +154,8 @@ class Unit(StateOwner[BackwardState]):
     @property
     def blockers(self) -> set[FlatBuffer]:
         """The buffers of other units in the memory of this one's weights."""
-        return set(filter(None, (group.compute.blocker for group in self.groups)))
+        buffers = chain.from_iterable(group.buffers for group in self.groups)
+        return set(filter(None, (buffer.blocker for buffer in buffers)))
 
     @property
     def is_unsharded(self) -> bool:

@@ -171,7 +171,7 @@ def refusals(sharding: Sharding) -> Iterator[Refusal]:
     if not sharding.level.shards_optimizer:
         yield needs_shards, "are made of the shards of main weights: use level 1, 2 or 3"
     if sharding.uses_slots:
-        yield needs_shards, "keep what is gathered at one place, which memory slots change"
+        yield is_extended, "keep what is gathered at one place, which memory slots change"
     if sharding.shards_outer:
         yield is_extended, "are gathered by their class over one axis: not with Strategy.outer"
 

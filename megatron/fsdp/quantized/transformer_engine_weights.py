@@ -135,7 +135,7 @@ class TransformerEngineForm(StoredForm):
             *rows, columns = parameter.shape
             codes = flat.view(*rows, int(columns * self._format.bytes))
         self._sides[parameter][side][self._format.sides[side]] = codes
-        _helpers().clear_columnwise_cache(parameter)
+        self._clear()
         parameter.clear_high_precision_init_val()  # type: ignore[attr-defined]  # see `values`
         self.show([0])
 

@@ -118,6 +118,8 @@ def compare(recipe_name: str, level: int, variant: str = "flat") -> None:
     wanted = [first_values(parameter) for parameter in module.parameters()]
     settings: dict[str, Any] = {"zero_dp_strategy": level}
     settings["keep_fp8_transpose_cache"] = variant == "copies kept"
+    settings["fsdp_double_buffer"] = variant == "slots"
+    settings["enable_fine_grained_param_gather"] = variant == "fine grained"
     if variant.startswith("hybrid"):
         mesh = mesh_of("outer", "inner", sizes=(2, 1))
         settings |= {"device_mesh": mesh, "dp_shard_dim": "inner", "dp_outer_dim": "outer"}
@@ -148,6 +150,7 @@ def compare(recipe_name: str, level: int, variant: str = "flat") -> None:
         optimizer.zero_grad()
         for own, main in zip(model.parameters(), reference.mains, strict=True):
             assert torch.equal(full_tensor(own), main), step
+    assert bool(model.memory_slots) == (variant == "slots")
 
 
 @pytest.mark.seldom("*-2-flat")
@@ -158,6 +161,15 @@ def test_weights_and_losses_have_the_bits_of_the_unsharded_model(
     blackwell: RunOnRanks, recipe: str, level: int, variant: str
 ) -> None:
     blackwell(compare, recipe, level, variant)
+
+
+@pytest.mark.seldom("*-fine grained", "nvfp4-*", "delayed-*", "block-*")
+@pytest.mark.parametrize("variant", ["slots", "fine grained"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_memory_slots_and_fine_grained_gathers_change_nothing(
+    blackwell: RunOnRanks, recipe: str, variant: str
+) -> None:
+    blackwell(compare, recipe, 3, variant)
 
 
 @pytest.mark.seldom("block-*")
@@ -332,7 +344,6 @@ REFUSED: dict[str, tuple[str, dict[str, Any], Callable[[nn.Module], Any], tuple[
         ("Float8Tensor", "preserve_high_precision_init_val=True"),
     ),
     "level 0": ("current", {"zero_dp_strategy": 0}, lambda module: None, ("use level 1",)),
-    "slots": ("block", {"fsdp_double_buffer": True}, lambda module: None, ("memory slots",)),
 }
 
 
