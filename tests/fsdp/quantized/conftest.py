@@ -21,6 +21,14 @@ def blackwell() -> Iterator[RunOnRanks]:
 
 
 @pytest.fixture(scope="package")
+def four_of_blackwell() -> Iterator[RunOnRanks]:
+    """Call functions on four such ranks."""
+    transformer_engine_on_cpu.require()
+    with ranks(4, BLACKWELL) as run:
+        yield run
+
+
+@pytest.fixture(scope="package")
 def hopper() -> Iterator[RunOnRanks]:
     """Call functions on two ranks with Transformer Engine, for an emulated H100."""
     transformer_engine_on_cpu.require()
