@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Padding in the layouts of known models, and parameters that are cut between rows only.
 
-    python benchmarks/padding_table.py [--expert-parallel 1] [--dp 8 --dp 64 ...]
+    python benchmarks/padding_table.py [--expert-parallel 1] [--quantized] [--dp 8 --dp 64 ...]
 
 Plans every unit of every model with the engine's planner, megatron.fsdp.engine.layout.plan, and
 prints three markdown tables: the padding with preferred rows, the padding that whole rows always
 cost (granularity="rows"), and seconds. The exit status is 1 if a unit has more than 1 % padding
 with preferred rows. Shapes are
 those of the models' published configurations, with one matrix for each projection of each expert.
-A fused projection has the same rows, only more of them.
+A fused projection has the same rows, only more of them. With --quantized, units have the matrices
+alone that Transformer Engine stores in FP8 or FP4: these are groups of their own, whose codes have
+the layout of the values, with one byte an element, or a half.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from __future__ import annotations
 import platform
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import click
@@ -161,6 +163,17 @@ def shapes_on_one_rank(unit: PlannedUnit, expert_parallel: int) -> Shapes:
     return unit.shapes * (unit.experts // expert_parallel)
 
 
+def quantized(units: list[PlannedUnit]) -> list[PlannedUnit]:
+    """Return units with the matrices alone that may be quantized: no embedding and no router."""
+    layers = [unit for unit in units if not unit.name.startswith("embedding")]
+    return [
+        replace(
+            unit, shapes=[shape for shape in unit.shapes if len(shape) == 2 and min(shape) > 256]
+        )
+        for unit in layers
+    ]
+
+
 def padding(layout: Layout) -> float:
     """Return the padding as a share of the elements."""
     return layout.numel / sum(position.numel for position in layout.positions) - 1
@@ -204,11 +217,16 @@ def time_row(
     return f"| {name} | {sum(unit.copies for unit in units)} | {' | '.join(cells)} |"
 
 
-def print_padding(world_sizes: list[int], expert_parallel: int, granularity: Granularity) -> float:
+def print_padding(
+    models: dict[str, list[PlannedUnit]],
+    world_sizes: list[int],
+    expert_parallel: int,
+    granularity: Granularity,
+) -> float:
     """Print the table of padding, and return the largest."""
     print_head(["model", "unit", "M elements", "parameters"], world_sizes)
     worst = 0.0
-    for name, units in MODELS.items():
+    for name, units in models.items():
         for unit in units:
             row, largest = unit_row(name, unit, world_sizes, expert_parallel, granularity)
             print(row)
@@ -237,22 +255,26 @@ def print_head(columns: list[str], world_sizes: list[int]) -> None:
     default=(8, 64, 256, 1024, 4096),
     show_default=True,
 )
-def main(expert_parallel: int, world_sizes: tuple[int, ...]) -> None:
+@click.option("--quantized", "is_quantized", is_flag=True, help="plan quantized matrices alone")
+def main(expert_parallel: int, world_sizes: tuple[int, ...], is_quantized: bool) -> None:
     """Print the tables."""
     sizes = list(world_sizes)
+    models = MODELS
+    if is_quantized:
+        models = {name: quantized(units) for name, units in MODELS.items()}
     print(
         "Padding, and parameters that are cut between rows only, of each unit (expert parallel"
         f" {expert_parallel}):\n"
     )
-    worst = print_padding(sizes, expert_parallel, PREFER_ROWS)
+    worst = print_padding(models, sizes, expert_parallel, PREFER_ROWS)
     print('The same with granularity="rows", which never cuts inside a row:\n')
-    print_padding(sizes, expert_parallel, ROWS)
+    print_padding(models, sizes, expert_parallel, ROWS)
     print(
         f"Seconds to plan all units of all layers ({platform.machine()}, one core, Python"
         f" {platform.python_version()}):\n"
     )
     print_head(["model", "units"], sizes)
-    for name, units in MODELS.items():
+    for name, units in models.items():
         print(time_row(name, units, sizes, expert_parallel))
     sys.exit(worst > LIMIT)
 

@@ -8,7 +8,7 @@ from random import Random
 import pytest
 from click.testing import CliRunner
 
-from benchmarks.padding_table import MODELS, PlannedUnit, main, shapes_on_one_rank
+from benchmarks.padding_table import MODELS, PlannedUnit, main, quantized, shapes_on_one_rank
 from megatron.fsdp.engine.layout import PREFER_ROWS, ROWS, plan, row_size
 from megatron.fsdp.engine.planner import MIN_ALIGNMENT
 from tests.support.fsdp.engine.layouts import (
@@ -139,8 +139,10 @@ for _model, _units in MODELS.items():
 @pytest.mark.parametrize("unit", UNITS)
 def test_padding_of_known_models_is_at_most_one_percent(unit: PlannedUnit) -> None:
     for world_size in (1, 3, 8, 64, 256, 1024, 4096):
-        layout = plan(shapes_on_one_rank(unit, 1), world_size)
-        assert padding_of(layout) <= 0.01 * sum(position.numel for position in layout.positions)
+        # Quantized matrices are a group of their own.
+        for stored in [unit, *quantized([unit])]:
+            layout = plan(shapes_on_one_rank(stored, 1), world_size)
+            assert padding_of(layout) <= 0.01 * sum(position.numel for position in layout.positions)
 
 
 def test_the_padding_table_is_a_command_that_judges_its_figures() -> None:
