@@ -46,7 +46,10 @@ def test_settings_reach_core(tmp_path: Path) -> None:
     [
         ("--high-priority-stream-groups dp data", "data is no group: the names are dp_cp, "),
         ("--sharp-enabled-group dp", "--sharp-enabled-group needs --use-sharp"),
-        ("--use-sharp --sharp-enabled-group dp_replica", "dp_replica needs replicas"),
+        (
+            "--use-sharp --sharp-enabled-group dp_replica",
+            "dp_replica needs --num-distributed-optimizer-instances",
+        ),
         ("--use-sharp --distributed-backend gloo", "--use-sharp: for NCCL, which needs GPUs"),
         ("--nccl-communicator-config-path missing.yaml", "No such file or directory"),
     ],
@@ -60,8 +63,9 @@ def test_wrong_settings_are_named(flags: str, problem: str) -> None:
     [
         ("dp_cp: {max_cta: 16}", "max_cta is none of is_high_priority_stream, cga_cluster_size"),
         ("data: {max_ctas: 16}", "data is no group"),
-        ("dp_cp", "must have settings by group"),
-        ("", "must have settings by group"),
+        ("dp_cp", "expected are lines as dp_cp: {max_ctas: 32}"),
+        ("", "expected are lines as dp_cp: {max_ctas: 32}"),
+        ("dp_cp: 1", "expected are lines as dp_cp: {max_ctas: 32}"),
         ("dp_cp: {", "while parsing"),
     ],
 )

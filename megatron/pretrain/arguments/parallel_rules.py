@@ -72,39 +72,28 @@ def choose_data_parallelism(check: Check) -> None:
 
 def check_communicators(check: Check) -> None:
     """Check the flags that set up NCCL's communicators, which Megatron-Core creates."""
-    args = check.args
-    path, settings = args.nccl_communicator_config_path, {}
-    if path:
-        try:
-            settings = yaml.safe_load(Path(path).read_text())
-        except (OSError, yaml.YAMLError) as error:
-            check.problems.append(f"--nccl-communicator-config-path {path}: {error}")
-    if not isinstance(settings, dict) or not all(isinstance(v, dict) for v in settings.values()):
-        check.problems.append(
-            f"{path} must have settings by group, such as dp_cp: {{max_ctas: 32}}"
-        )
-        settings = {}
+    args, path = check.args, check.args.nccl_communicator_config_path
+    try:
+        settings = yaml.safe_load(Path(path).read_text()) if path else {}
+        names = set().union(*settings.values())
+    except (OSError, yaml.YAMLError, AttributeError, TypeError) as error:
+        settings, names = {}, set()
+        check.problems.append(f"{path}: {error}; expected are lines as dp_cp: {{max_ctas: 32}}")
     for group in sorted({*settings, *args.high_priority_stream_groups} - {*NCCL_GROUPS}):
         check.problems.append(f"{group} is no group: the names are {', '.join(NCCL_GROUPS)}")
-    for name in sorted(set().union(*settings.values()) - {*NCCL_SETTINGS}):
+    for name in sorted(names - {*NCCL_SETTINGS}):
         check.problems.append(f"{path}: {name} is none of {', '.join(NCCL_SETTINGS)}")
+    group, instances = args.sharp_enabled_group, args.num_distributed_optimizer_instances
+    check.require(args.use_sharp or not group, "--sharp-enabled-group needs --use-sharp")
     check.require(
-        args.use_sharp or not args.sharp_enabled_group, "--sharp-enabled-group needs --use-sharp"
+        group != "dp_replica" or instances > 1,
+        f"--sharp-enabled-group {group} needs --num-distributed-optimizer-instances above 1",
     )
+    dests = ("use_sharp", "nccl_communicator_config_path", "high_priority_stream_groups")
+    used = ", ".join(check.flag(dest) for dest in dests if getattr(args, dest))
     check.require(
-        args.sharp_enabled_group != "dp_replica" or args.num_distributed_optimizer_instances > 1,
-        "--sharp-enabled-group dp_replica needs replicas: give"
-        " --num-distributed-optimizer-instances, at least 2",
-    )
-    given = {
-        "--use-sharp": args.use_sharp,
-        "--nccl-communicator-config-path": path,
-        "--high-priority-stream-groups": args.high_priority_stream_groups,
-    }
-    check.require(
-        not any(given.values()) or (check.machine.cuda and args.distributed_backend == "nccl"),
-        f"{', '.join(flag for flag, value in given.items() if value)}: for NCCL, which needs GPUs"
-        " and --distributed-backend nccl: leave it out, results are the same",
+        not used or (check.machine.cuda and args.distributed_backend == "nccl"),
+        f"{used}: for NCCL, which needs GPUs: leave it out, results are the same",
     )
 
 

@@ -9,7 +9,6 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import megatron.core.datasets
 import numpy as np
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.blended_megatron_dataset_config import (
@@ -99,11 +98,7 @@ def build_datasets(
         source: result of `find_data`, which is called without it, and may raise.
     """
     if find_spec("megatron.core.datasets.helpers_cpp") is None:
-        folder = megatron.core.datasets.__path__[0]
-        raise RunError(
-            f"{folder}: Megatron-Core's functions are not compiled: install its wheel, or pybind11"
-            " and a C++ compiler, and run make there"
-        )
+        raise RunError("Megatron-Core's dataset functions are not compiled: install its wheel")
     source = source or find_data(args, tokenizer)
     if source is None:
         return None, None, None
