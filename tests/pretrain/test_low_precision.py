@@ -8,6 +8,7 @@ microbatches find other scales, so that numbers of ranks differ.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from tests.support import transformer_engine_on_cpu
 from tests.support.mcore_adapter.fused_training import train_fused
 from tests.support.pretrain.training_runs import Record, write_counting_corpus
 from tests.support.transformer_engine_on_cpu.ranks import ranks
+from tests.support.transformer_engine_on_cpu.release_run import losses_on
 from tests.support.transformer_engine_on_cpu.training import FP8, LAYERS, STORED, train
 
 FSDP = "--use-megatron-fsdp"
@@ -165,3 +167,20 @@ def test_fp4_computes_alike_with_every_strategy(run: Run) -> None:
     for record in others:
         assert_same(record, ddp)
     assert plain.losses != ddp.losses
+
+
+@pytest.mark.exhaustive
+def test_weights_in_fp4_train_alike(tmp_path: Path) -> None:
+    """Needs a release that keeps the values before quantization."""
+    flags = "--fp4-format e2m1 --fp4-param-gather"
+    computed, ddp, *stored = losses_on(
+        "0.19.2",
+        tmp_path,
+        2,
+        f"{FSDP} --fp4-format e2m1",
+        f"{DDP} {flags}",
+        f"{FSDP} {flags}",
+        f"{FSDP} {flags} --data-parallel-sharding-strategy optim",
+    )
+    assert len(computed) == 4
+    assert all(losses == computed for losses in (ddp, *stored))

@@ -2,7 +2,7 @@
 """Arguments while rules complete and check them, and as the parts of a run see them."""
 
 import argparse
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -53,8 +53,6 @@ class Machine:
     """The kernel of --gradient-accumulation-fusion is installed."""
     expert_dispatch: bool
     """The kernels of --moe-token-dispatcher-type flex, package deep_ep, are installed."""
-    recipe_obstacle: Callable[[str], str | None]
-    """Returns why Transformer Engine cannot compute with a recipe here, or None."""
     environment: Mapping[str, str]
     """The environment variables."""
 

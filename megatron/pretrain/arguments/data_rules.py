@@ -67,27 +67,9 @@ def check_data(check: Check) -> None:
         check_prefixes(check, flags.get(dest, check.flag(dest)), getattr(args, dest) or [])
     check.require(args.num_dataset_builder_threads > 0, "--num-dataset-builder-threads: at least 1")
     check.require(args.mid_level_dataset_surplus >= 0, "--mid-level-dataset-surplus: at least 0")
-    note_without_blend(check)
     args.dataloader_type = args.dataloader_type or "single"
     check_full_validation(check, flags)
     choose_tokenizer(check)
-
-
-def note_without_blend(check: Check) -> None:
-    """Say which flags of blends change nothing, as there are no data sets to blend."""
-    args = check.args
-    values = [getattr(args, dest) or [] for dest in ("data_path", *SPLIT_PATHS.values())]
-    has_weighted = any(map(has_weights, values))
-    cases = {
-        "num_dataset_builder_threads": any(len(prefixes_of(words)) > 1 for words in values),
-        "mid_level_dataset_surplus": has_weighted,
-    }
-    for dest, has_effect in cases.items():
-        if check.changed(dest) and not has_effect:
-            data = "--mock-data" if args.mock_data else "one data set"
-            if dest == "mid_level_dataset_surplus" and not args.mock_data:
-                data = "data sets without weights"
-            check.notes.append(f"{check.flag(dest)}: no effect with {data}, leave it out")
 
 
 def read_data_paths(check: Check) -> dict[str, str]:
@@ -169,10 +151,6 @@ def check_full_validation(check: Check, flags: dict[str, str]) -> None:
             " data sets have no weights: leave them out"
             + (", or give --train-data-path and --valid-data-path" * (dest == "data_path")),
         )
-    check.require(
-        args.valid_data_path or not args.multiple_validation_sets,
-        "--multiple-validation-sets needs --valid-data-path, whose data sets they are",
-    )
 
 
 def choose_tokenizer(check: Check) -> None:

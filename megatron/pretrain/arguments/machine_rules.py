@@ -228,7 +228,6 @@ def check_observing(check: Check) -> None:
         check_profile(check)
     check_rerun(check)
     check_replicas_to_compare(check)
-    note_untimed(check)
 
 
 def check_profile(check: Check) -> None:
@@ -280,12 +279,3 @@ def check_replicas_to_compare(check: Check) -> None:
         "--check-weight-hash-across-dp-replicas-interval needs replicas, which"
         " --data-parallel-sharding-strategy optim_grads_params does not have",
     )
-
-
-def note_untimed(check: Check) -> None:
-    """Say which flags of timers change nothing without timers."""
-    for dest in ("timing_log_option", "barrier_with_L1_time", "log_timers_to_tensorboard"):
-        if check.changed(dest) and not check.args.timing_log_level:
-            check.notes.append(
-                f"{check.flag(dest)}: no effect with --timing-log-level 0, give 1 or 2"
-            )

@@ -70,11 +70,6 @@ def check_token_prediction(check: Check) -> None:
     """Check the layers that predict further tokens."""
     args = check.args
     check.require(
-        args.position_embedding_type in ("rope", "none"),
-        "--mtp-num-layers needs --position-embedding-type rope or none, got"
-        f" {args.position_embedding_type}",
-    )
-    check.require(
         args.recompute_method != "uniform" or args.recompute_num_layers == 1,
         "--mtp-num-layers needs --recompute-num-layers 1 with --recompute-method uniform, got"
         f" {args.recompute_num_layers}",

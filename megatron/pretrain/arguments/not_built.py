@@ -205,7 +205,10 @@ NEEDS: tuple[Needs, ...] = (
         (False,),
         "does nothing with --use-megatron-fsdp; see --megatron-fsdp-main-grads-dtype",
     ),
-    Needs("ddp_bucket_size ddp_num_buckets align_grad_reduce", "overlap_grad_reduce"),
+    Needs(
+        "ddp_bucket_size ddp_num_buckets align_grad_reduce overlap_param_gather",
+        "overlap_grad_reduce",
+    ),
     Needs(
         "ddp_pad_buckets_for_high_nccl_busbw ddp_reduce_scatter_with_fp32_accumulation"
         " num_distributed_optimizer_instances",
@@ -236,6 +239,7 @@ NEEDS: tuple[Needs, ...] = (
         (False,),
     ),
     Needs("mtp_*", "mtp_num_layers"),
+    Needs("mtp_num_layers", "position_embedding_type", ("rope", "none")),
     Needs("recompute_method recompute_num_layers", "recompute_granularity", ("full",)),
     Needs("distribute_saved_activations", "recompute_granularity", ("full",)),
     Needs("recompute_modules", "recompute_granularity", ("selective",)),
@@ -304,6 +308,11 @@ NEEDS: tuple[Needs, ...] = (
         unless="fp4",
     ),
     Needs("num_layers_at_start_in_bf16 num_layers_at_end_in_bf16", "first_last_layers_bf16"),
+    Needs(
+        "fp8_param_gather fp4_param",
+        "use_distributed_optimizer",
+        remedy="needs --use-megatron-fsdp or --use-distributed-optimizer, which have main weights",
+    ),
     Needs("reuse_grad_buf_for_mxfp8_param_ag", "fp8_param_gather"),
     Needs("reuse_grad_buf_for_mxfp8_param_ag", "fp8_recipe", ("mxfp8",)),
     Needs("tp_comm_*_*", "tp_comm_overlap"),
@@ -315,6 +324,8 @@ NEEDS: tuple[Needs, ...] = (
     ),
     Needs("full_validation", "eval_interval", unless="skip_train"),
     Needs("multiple_validation_sets", "full_validation"),
+    Needs("multiple_validation_sets", "valid_data_path"),
+    Needs("decoupled_min_lr", "decoupled_lr"),
     Needs("lr_wsd_decay_*", "lr_decay_style", ("WSD",)),
     Needs("sgd_momentum", "optimizer", ("sgd",)),
     Needs("adam_beta1 adam_beta2 adam_eps decoupled_weight_decay", "optimizer", ("adam",)),

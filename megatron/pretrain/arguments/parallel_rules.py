@@ -48,10 +48,6 @@ def choose_data_parallelism(check: Check) -> None:
     check_communicators(check)
     sharded = args.use_distributed_optimizer
     check.require(
-        not (args.overlap_param_gather and not args.overlap_grad_reduce),
-        "--overlap-param-gather needs --overlap-grad-reduce",
-    )
-    check.require(
         not args.overlap_param_gather or sharded,
         "--overlap-param-gather needs --use-distributed-optimizer or --use-megatron-fsdp",
     )
@@ -383,8 +379,19 @@ def check_microbatches(check: Check) -> None:
         start, increment, _ = args.rampup_batch_size
         batches = [*range(start, args.global_batch_size + 1, increment)]
     if group:
-        for batch in batches:
-            check_microbatch_group(check, group, stages, batch // one)
+        flag = check.flag("microbatch_group_size_per_vp_stage")
+        for microbatches in [batch // one for batch in batches]:
+            check.require(
+                stages <= group <= microbatches,
+                f"{flag} {group} must be from {stages} (the pipeline stages) to {microbatches} (the"
+                " microbatches of a step)",
+            )
+            left = microbatches % group if group > 0 else 0
+            check.require(
+                left == 0 or left >= stages,
+                f"{flag} {group} leaves a group of {left} of {microbatches} microbatches, less than"
+                f" {stages} pipeline stages: choose a divisor",
+            )
         return
     uneven = [batch for batch in batches if batch % (one * stages)]
     check.require(
@@ -392,27 +399,4 @@ def check_microbatches(check: Check) -> None:
         f"--global-batch-size {', '.join(map(str, uneven))} must be a multiple of {one * stages}:"
         f" virtual stages need a multiple of {stages} microbatches on each of"
         f" {args.data_parallel_size} data-parallel ranks",
-    )
-
-
-def check_microbatch_group(check: Check, group: int, stages: int, microbatches: int) -> None:
-    """Check the microbatches that a virtual stage works on in a row.
-
-    Args:
-        check: the arguments.
-        group: number of these microbatches.
-        stages: number of pipeline stages.
-        microbatches: number of microbatches of a step.
-    """
-    flag = check.flag("microbatch_group_size_per_vp_stage")
-    check.require(
-        stages <= group <= microbatches,
-        f"{flag} {group} must be from {stages} (the pipeline stages) to {microbatches} (the"
-        " microbatches of a step)",
-    )
-    left = microbatches % group if group > 0 else 0
-    check.require(
-        left == 0 or left >= stages,
-        f"{flag} {group} leaves a group of {left} of {microbatches} microbatches, less than"
-        f" {stages} pipeline stages: choose a divisor",
     )

@@ -25,7 +25,7 @@ from megatron.pretrain.arguments.configs import ddp_config, optimizer_config, tr
 from megatron.pretrain.arguments.data_rules import check_data
 from megatron.pretrain.arguments.flags import Flag, help_text
 from megatron.pretrain.arguments.hybrid_rules import follow_pattern
-from megatron.pretrain.arguments.low_precision_rules import check_low_precision, recipe_obstacle
+from megatron.pretrain.arguments.low_precision_rules import check_low_precision
 from megatron.pretrain.arguments.machine_rules import check_observing, fit_to_machine
 from megatron.pretrain.arguments.model_rules import complete_model, complete_sizes
 from megatron.pretrain.arguments.not_built import (
@@ -144,7 +144,6 @@ def parse_arguments(
     transformer_engine: bool,
     fused_weight_gradient: bool | None = None,
     expert_dispatch: bool | None = None,
-    recipe_obstacle: Callable[[str], str | None] = recipe_obstacle,
     environment: Mapping[str, str] | None = None,
 ) -> tuple[argparse.Namespace, list[str]]:
     """Parse, complete and check the command line of a run.
@@ -158,7 +157,6 @@ def parse_arguments(
             look for it.
         expert_dispatch: the kernels of --moe-token-dispatcher-type flex are installed; None to look
             for them.
-        recipe_obstacle: returns why a recipe of FP8 or FP4 cannot be computed with, or None.
         environment: the environment variables; None for `os.environ`.
 
     Returns:
@@ -179,8 +177,7 @@ def parse_arguments(
         expert_dispatch = cuda and has_package("deep_ep")
     environment = os.environ if environment is None else environment
     machine = Machine(
-        *(world_size, cuda, transformer_engine, fused_weight_gradient, expert_dispatch),
-        *(recipe_obstacle, environment),
+        world_size, cuda, transformer_engine, fused_weight_gradient, expert_dispatch, environment
     )
     check = Check(args, given, names, defaults, machine, problems)
     apply_rules(check)

@@ -254,8 +254,6 @@ def complete_schedule(check: Check) -> None:
         check.require(
             args.min_lr <= args.lr, f"--min-lr {args.min_lr} must be at most --lr {args.lr}"
         )
-    if args.decoupled_min_lr is not None:
-        check.require(args.decoupled_lr is not None, "--decoupled-min-lr needs --decoupled-lr")
     unit, other, length = (
         ("samples", "iters", args.train_samples)
         if args.train_samples

@@ -43,9 +43,9 @@ def test_a_file_stands_for_the_paths_of_the_splits(
 @pytest.mark.parametrize(
     ("data", "told"),
     [
-        ("--mock-data --vocab-size 100", ["with --mock-data", "with --mock-data"]),
-        ("--data-path {0}", ["with one data set", "with data sets without weights"]),
-        ("--data-path {0} {1}", ["with data sets without weights"]),
+        ("--mock-data --vocab-size 100", ["several data sets", "weights of data sets"]),
+        ("--data-path {0}", ["several data sets", "weights of data sets"]),
+        ("--data-path {0} {1}", ["weights of data sets"]),
         ("--data-path 0.3 {0} 0.7 {1}", []),
         ("--train-data-path {0} --valid-data-path 1 {1} 2 {2}", []),
     ],
@@ -57,7 +57,7 @@ def test_flags_of_blends_say_where_they_change_nothing(
     _, notes = parse(f"{SMALL} {data.format(*prefixes)} {flags}")
     found = [note for note in notes if note.split(":")[0] in flags]
     assert [note.split("no effect ")[1] for note in found] == [
-        f"{each}, leave it out" for each in told
+        f"without {each}; can be left out" for each in told
     ]
 
 

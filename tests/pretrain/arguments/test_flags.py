@@ -48,7 +48,6 @@ def parse(line: str, gpu: bool = False) -> tuple[argparse.Namespace, list[str]]:
         cuda=gpu,
         transformer_engine=gpu,
         fused_weight_gradient=gpu,
-        recipe_obstacle=lambda recipe: None,
         environment={},
     )
 

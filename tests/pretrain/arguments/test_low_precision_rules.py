@@ -3,6 +3,7 @@
 
 import pytest
 
+from megatron.pretrain.arguments import low_precision_rules
 from tests.support.pretrain.arguments.command_lines import MOCK, parse, problems
 
 GPU = {"cuda": True, "transformer_engine": True}
@@ -33,39 +34,26 @@ def test_formats_need_layers_of_transformer_engine() -> None:
         ("--fp4-format e2m1", "nvfp4"),
     ],
 )
-def test_a_recipe_that_the_device_lacks_is_refused_with_its_reason(flags: str, recipe: str) -> None:
+def test_a_recipe_that_the_device_lacks_is_refused_with_its_reason(
+    flags: str, recipe: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     reasons = {recipe: "Device compute capability 10.0 or higher is required"}
-    (problem,) = problems(f"{MOCK} {flags}", **GPU, recipe_obstacle=reasons.get)
+    monkeypatch.setattr(low_precision_rules, "recipe_obstacle", reasons.get)
+    (problem,) = problems(f"{MOCK} {flags}", **GPU)
     flag = flags.split()[0]
     assert problem == f"{flag} with recipe {recipe}: {reasons[recipe]}"
 
 
 def test_shapes_that_kernels_cannot_divide_are_refused_together() -> None:
-    line = f"{MOCK} {FP8} --hidden-size 72 --seq-length 31 --micro-batch-size 1"
-    found = problems(line, **GPU)
-    assert [problem.partition(" makes them ")[2] for problem in found[1:]] == ["72", "72"]
-    assert "31 tokens" in found[0] and "--hidden-size" in found[1]
+    line = f"{MOCK} {FP8} --hidden-size 72 --ffn-hidden-size 80 --seq-length 31"
+    found = problems(f"{line} --micro-batch-size 1", **GPU)
+    starts = ["--hidden-size 72 must be a multiple of 16", "--num-attention-heads times"]
+    starts += ["--fp8-format needs microbatches of a multiple of 8 tokens on a rank, not 31"]
+    assert len(found) == len(starts)
+    assert all(problem.startswith(start) for problem, start in zip(found, starts))
     line = f"{MOCK} {FP8} --fp8-recipe mxfp8 --ffn-hidden-size 48"
     (problem,) = problems(line, **GPU)
-    assert "multiples of 32 rows and columns" in problem and problem.endswith("makes them 48")
-
-
-@pytest.mark.parametrize(
-    "flags",
-    [
-        "--data-parallel-sharding-strategy no_shard",
-        "--fsdp-double-buffer",
-        "--use-nccl-ub",
-        "--init-model-with-meta-device",
-    ],
-)
-def test_stored_codes_need_shards_that_stay_at_one_place(flags: str) -> None:
-    line = f"{MOCK} {STORED} --use-megatron-fsdp {flags}"
-    assert any(
-        problem.startswith(f"--fp8-param-gather does not go with {flags}: ")
-        for problem in problems(line, **GPU)
-    )
-    parse(line.replace("--fp8-param-gather", ""), **GPU)
+    assert problem.startswith("--ffn-hidden-size 48 must be a multiple of 32")
 
 
 def test_stored_codes_need_main_weights() -> None:
@@ -79,4 +67,13 @@ def test_a_shared_buffer_of_gradients_and_codes_is_noted_away() -> None:
     line = f"{MOCK} {STORED} --fp8-recipe mxfp8 {flag} --use-megatron-fsdp"
     args, notes = parse(line, **GPU)
     assert not args.reuse_grad_buf_for_mxfp8_param_ag
-    assert any(note.startswith(f"{flag} does nothing with --use-megatron-fsdp") for note in notes)
+    assert any(note.startswith(f"{flag}: off, ") for note in notes)
+
+
+def test_weights_in_fp4_need_a_release_that_keeps_their_values(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(low_precision_rules, "DistributedDataParallelConfig", object)
+    line = f"{MOCK} --fp4-format e2m1 --fp4-param-gather --use-megatron-fsdp"
+    (problem,) = problems(line, **GPU)
+    assert problem.startswith("--fp4-param-gather needs Megatron-Core 0.17 or newer")

@@ -45,7 +45,7 @@ def test_the_peak_of_a_device_is_above_zero() -> None:
 
 def test_timers_that_are_off_are_told_with_the_way_to_turn_them_on() -> None:
     _, notes = parse(f"{MOCK} --tensorboard-dir board --log-timers-to-tensorboard")
-    told = "--log-timers-to-tensorboard: no effect with --timing-log-level 0, give 1 or 2"
+    told = "--log-timers-to-tensorboard: no effect with --timing-log-level 0; can be left out"
     assert told in notes
 
 

@@ -228,7 +228,7 @@ from tests.support.pretrain.arguments.command_lines import (
         ),
         (
             "--mtp-num-layers 1",
-            "--mtp-num-layers needs --position-embedding-type rope or none, got learned_absolute",
+            "--mtp-num-layers needs --position-embedding-type rope or none",
         ),
         (
             (

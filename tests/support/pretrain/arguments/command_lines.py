@@ -37,7 +37,6 @@ def parse(line: str, **machine: object) -> tuple[argparse.Namespace, list[str]]:
         "cuda": False,
         "transformer_engine": False,
         "fused_weight_gradient": False,
-        "recipe_obstacle": lambda recipe: None,
     } | machine
     settings.setdefault("environment", {})
     return parse_arguments(line.split(), **settings)
