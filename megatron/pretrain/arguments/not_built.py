@@ -26,7 +26,6 @@ OTHER_TOKENIZERS: dict[Any, str] = {
 """Tokenizers of Megatron-LM that are none of a GPT's training on text."""
 
 REFUSED: dict[str, str] = {
-    "copies for the backward go with the gathered weights": "keep_fp8_transpose_cache",
     "Transformer Engine has had none since 1.8": "fp8_interval",
     "needs Transformer Engine's fused Adam, not built yet; leave it out, optimizer state is fp32": (
         """use_precision_aware_optimizer main_grads_dtype main_params_dtype exp_avg_dtype
@@ -189,7 +188,7 @@ NEEDS: tuple[Needs, ...] = (
         "data_parallel_sharding_strategy megatron_fsdp_* create_all_gather_group"
         " outer_dp_sharding_strategy init_model_with_meta_device strict_fsdp_dtensor_load"
         " fsdp_double_buffer fsdp_db_use_persist_buf_on_alloc_fail"
-        " suggested_communication_unit_size",
+        " suggested_communication_unit_size keep_fp8_transpose_cache",
         "use_megatron_fsdp",
     ),
     Needs("disable_symmetric_registration fsdp_manual_registration", "nccl_ub"),
@@ -314,6 +313,7 @@ NEEDS: tuple[Needs, ...] = (
         remedy="needs --use-megatron-fsdp or --use-distributed-optimizer, which have main weights",
     ),
     Needs("reuse_grad_buf_for_mxfp8_param_ag", "fp8_param_gather"),
+    Needs("keep_fp8_transpose_cache", "fp8_param_gather", unless="fp4_param"),
     Needs("reuse_grad_buf_for_mxfp8_param_ag", "fp8_recipe", ("mxfp8",)),
     Needs("tp_comm_*_*", "tp_comm_overlap"),
     Needs("tp_comm_overlap clone_scatter_output_in_embedding", "sequence_parallel"),

@@ -103,7 +103,12 @@ DATA_PARALLELISM = (
         FSDP,
         ddp__megatron_fsdp_enable_fine_grained_param_gather=True,
     ),
-    refused("--keep-fp8-transpose-cache", "copies for the backward go with"),
+    changes(
+        "--keep-fp8-transpose-cache",
+        f"{FP8} --fp8-param-gather {FSDP}",
+        gpu=True,
+        ddp__keep_fp8_transpose_cache=True,
+    ),
     changes(
         "--create-all-gather-group",
         FSDP,
