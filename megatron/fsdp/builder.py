@@ -33,6 +33,7 @@ from megatron.fsdp.meta_initialisation import Initialiser, initialisation_parts,
 from megatron.fsdp.module_access.own_names import own_name
 from megatron.fsdp.quantized import stored_forms
 from megatron.fsdp.quantized.tensor_subclasses import move, users_attributes
+from megatron.fsdp.quantized.transformer_engine_weights import make_anew
 from megatron.fsdp.settings import Settings, resolve_unit_modules
 from megatron.fsdp.warnings_once import warn
 
@@ -64,7 +65,7 @@ def shard_parameters(
     check_agreement(settings, parameters_of, dict(module.named_buffers()))
     slots = _make_memory_slots(settings)
     sharder = Sharder(module, settings, slots)
-    sharded_params = sharder.shard(parameters_of)
+    sharded_params = sharder.shard(parameters_of, initialiser)
     if initialiser is not None:
         sharder.initialise(units, sharded_params, initialiser)
     sharder.broadcast_buffers(module)
@@ -117,21 +118,27 @@ class Sharder:
         self._communicators: dict[bool, Communicator] = {}
         self._parameter_meshes: dict[bool, ParameterMesh] = {}
 
-    def shard(self, parameters_of: dict[Unit, dict[str, nn.Parameter]]) -> ShardedParams:
+    def shard(
+        self, parameters_of: dict[Unit, dict[str, nn.Parameter]], initialiser: Initialiser | None
+    ) -> ShardedParams:
         """Create the groups of every unit, and move parameters into the buffers of their groups."""
         # The values of a parameter move into the buffer as soon as the buffer exists, so a module
         # on the device of the shards never needs twice its memory. Parameters on the meta device
         # are filled by `initialise`, unless the shards are there too: then a run is simulated.
         sharded_params: ShardedParams = {}
         has_expert_mesh = self._settings.own_mesh.expert is not None
+        given: dict[nn.Parameter, nn.Parameter] = {}  # by those that initialisation has made anew
         for unit, parameters in parameters_of.items():
+            if initialiser is not None:
+                given |= make_anew(self._module, parameters, initialiser.initialise)
             for key, names in names_of_groups(parameters, has_expert_mesh).items():
                 members = {name: parameters[name] for name in names}
                 group = self._make_group(key, members, unit.shown_name)
                 unit.groups.append(group)
                 parameter_mesh = self._parameter_mesh(key.is_expert)
                 for index, parameter in enumerate(group.parameters):
-                    sharded_params[parameter] = ShardedParam(group, index, parameter_mesh)
+                    named = given.get(parameter, parameter)
+                    sharded_params[named] = ShardedParam(group, index, parameter_mesh)
                     if not parameter.is_meta or self._settings.device.type == "meta":
                         group.shard_parameter(index)
         return sharded_params

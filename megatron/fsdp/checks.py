@@ -58,8 +58,7 @@ def check_all(
             found.append("Strategy.ignored has parameters on the meta device: give them values")
         if settings.level is ShardingStrategy.NO_SHARD:
             found.append(
-                "Settings.initialisation needs a sharding strategy: at level 0 every rank holds"
-                " everything"
+                "Settings.initialisation needs a sharding strategy: level 0 shards nothing"
             )
     elif mesh is None or mesh.device.type != "meta":  # a simulated run, where nothing has values
         found += _problems_of_meta_tensors(module)

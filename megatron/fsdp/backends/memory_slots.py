@@ -75,10 +75,7 @@ class Memory:
                 f"Memory.device expects a torch.device, its name or None but got {self.device!r}"
             )
         if device is not None and device.type == "meta":
-            problems.append(
-                "Memory.device expects one that holds values, not meta; Settings.initialisation is"
-                " for modules built there"
-            )
+            problems.append("Memory.device is meta: pass Settings.initialisation for modules there")
         if self.registers_manually and not self.registers:
             problems.append("Memory.registers_manually needs Memory.registers")
         raise_problems(problems + (problems_of_nccl(device) if self.registers else []))

@@ -333,10 +333,7 @@ def refuse_optimizer(optimizer: torch.optim.Optimizer) -> None:
         raise ValueError(f"optimizer expects a torch.optim.Optimizer but got {name}")
     own_step = vars(optimizer).get("step")  # learning-rate schedulers may replace it
     if own_step is not None and not hasattr(own_step, "_wrapped_by_lr_sched"):
-        raise ValueError(
-            "the optimizer's step has been replaced on the instance: shard the optimizer before"
-            " that"
-        )
+        raise ValueError("the optimizer's step was replaced on the instance: shard it before that")
     if isinstance(optimizer, torch.optim.SparseAdam):
         raise NotImplementedError(f"{name} is for sparse gradients, which are not built: use Adam")
     if any(group.get("differentiable") for group in optimizer.param_groups):

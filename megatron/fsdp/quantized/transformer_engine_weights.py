@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
 from fractions import Fraction
+from itertools import chain
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -17,6 +19,7 @@ from megatron.fsdp.engine.device import in_backward
 from megatron.fsdp.engine.layout import PREFER_ROWS, Layout, ParamPosition
 from megatron.fsdp.engine.param_group import StoredForm
 from megatron.fsdp.quantized.byte_views import allocated
+from megatron.fsdp.quantized.tensor_subclasses import users_attributes
 
 # [Note: weights of Transformer Engine] Its functions for sharded training do all that depends on a
 # format; they take all weights of a group in one call:
@@ -70,6 +73,39 @@ def is_written(parameter: nn.Parameter) -> bool:
         return False  # they are used up
     again = weight._get_quantizer()(kept.detach().to(parameter.device))
     return not torch.equal(again.dequantize(), weight.dequantize())
+
+
+def make_anew(
+    root: nn.Module, parameters: dict[str, nn.Parameter], initialise: Callable[[nn.Module], None]
+) -> dict[nn.Parameter, nn.Parameter]:
+    """Initialise modules on the meta device that make their parameters anew, and quantize them.
+
+    The new parameters take the place of the old in ``parameters``, those of a unit, and in modules.
+
+    Returns:
+        the parameters of the model until now, by the new ones.
+    """
+    names = {parameter: name for name, parameter in parameters.items()}
+    given: dict[nn.Parameter, nn.Parameter] = {}
+    modules = list(root.modules())
+    owners = Counter(chain.from_iterable(module._parameters.values() for module in modules))
+    for module in modules:
+        own = {name: one for name, one in module._parameters.items() if one is not None}
+        # Others are refused when they are initialised.
+        of_unit = all(one.is_meta and one in names and owners[one] == 1 for one in own.values())
+        if not (own and of_unit and hasattr(module, "param_init_meta")):
+            continue
+        quantized: Any = module
+        quantized.preserve_high_precision_init_val = True  # they are the first main weights
+        with torch.enable_grad():  # as in its constructor: otherwise codes are for forward alone
+            initialise(module)
+        for name, old in own.items():
+            new = module._parameters[name]
+            assert new is not None
+            vars(new).update({**users_attributes(old), **vars(new)})
+            given[new] = old
+            parameters[names[old]] = new
+    return given
 
 
 class TransformerEngineForm(StoredForm):

@@ -32,16 +32,16 @@ def recipe_of(name: str) -> Any:
     }[name]()
 
 
-def build(recipe: Any, keeps_values: bool = True) -> nn.Sequential:
+def build(recipe: Any, keeps_values: bool = True, device: str = "cpu") -> nn.Sequential:
     te = transformer_engine_on_cpu.use()
     torch.manual_seed(5)
     with te.quantized_model_init(
         enabled=True, recipe=recipe, preserve_high_precision_init_val=keeps_values
     ):
         return nn.Sequential(
-            te.Linear(WIDTH, INNER, params_dtype=torch.bfloat16, device="cpu"),
-            te.LayerNormLinear(INNER, WIDTH, params_dtype=torch.bfloat16, device="cpu"),
-            te.Linear(WIDTH, WIDTH, bias=False, params_dtype=torch.bfloat16, device="cpu"),
+            te.Linear(WIDTH, INNER, params_dtype=torch.bfloat16, device=device),
+            te.LayerNormLinear(INNER, WIDTH, params_dtype=torch.bfloat16, device=device),
+            te.Linear(WIDTH, WIDTH, bias=False, params_dtype=torch.bfloat16, device=device),
         )
 
 
@@ -206,21 +206,64 @@ def test_what_was_loaded_before_sharding_is_trained(blackwell: RunOnRanks) -> No
     blackwell(load_before_sharding)
 
 
-def shard_from_meta() -> str:
+def shard_from_meta(recipe_name: str, keeps_values: bool) -> None:
+    """Check that a model of the meta device begins with codes of values, and trains as another."""
     te = transformer_engine_on_cpu.use()
+    from megatron.fsdp.dtensor.tensor_part import full_tensor
+    from megatron_fsdp import MixedPrecisionPolicy, fully_shard
+
+    recipe = recipe_of(recipe_name)
+    losses = []
+    settings: dict[str, Any] = {
+        "fsdp_unit_modules": [te.Linear, te.LayerNormLinear],
+        "mixed_precision_policy": MixedPrecisionPolicy(torch.float32, torch.float32),
+    }
+    mains: list[Tensor] = []
+    for device in ("meta", "cpu"):
+        module = build(recipe, keeps_values or device == "cpu", device)
+        with torch.no_grad():
+            for parameter, value in zip(module.parameters(), mains):
+                if hasattr(parameter, "get_high_precision_init_val"):
+                    parameter.get_high_precision_init_val().copy_(value)
+                parameter.copy_(value)
+        optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
+        settings["init_model_with_meta_device"] = device == "meta"
+        model, optimizer = fully_shard(module, optimizer, **settings)
+        codes = [type(group.parameters[0]).__name__ for group in model.groups if len(group.names)]
+        assert sum(name.endswith(("Float8Tensor", "MXFP8Tensor")) for name in codes) == 3
+        mains = mains or [full_tensor(parameter) for parameter in model.parameters()]
+        assert mains[0].std() > 0.01
+        for step in range(2):
+            loss = loss_of(model, recipe, step, dist.get_rank())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(loss.detach()))
+    assert losses[:2] == losses[2:]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "keeps_values"), [("current", True), ("mxfp8", True), ("mxfp8", False)]
+)
+def test_weights_of_the_meta_device_are_quantized_unit_by_unit(
+    blackwell: RunOnRanks, recipe: str, keeps_values: bool
+) -> None:
+    blackwell(shard_from_meta, recipe, keeps_values)
+
+
+def tie_on_meta() -> str:
     from megatron_fsdp import fully_shard_model
 
-    with te.quantized_model_init(
-        enabled=True, recipe=recipe_of("current"), preserve_high_precision_init_val=True
-    ):
-        module = nn.Sequential(te.Linear(WIDTH, WIDTH, device="meta"))
+    module = build(recipe_of("current"), device="meta")
+    module.append(build(recipe_of("current"), device="meta")[2])
+    module[3].weight = module[2].weight
     return message_of(
         NotImplementedError, fully_shard_model, module, init_model_with_meta_device=True
     )
 
 
-def test_weights_that_initialisation_makes_anew_are_refused(blackwell: RunOnRanks) -> None:
-    for message in blackwell(shard_from_meta):
+def test_tied_weights_that_initialisation_makes_anew_are_refused(blackwell: RunOnRanks) -> None:
+    for message in blackwell(tie_on_meta):
         assert "Linear makes weight" in message and "build it on a device" in message
 
 
