@@ -203,13 +203,15 @@ def _padded(tensor: torch.Tensor, length: int) -> torch.Tensor:
 
 def _repair_moe() -> None:
     """Repair three functions that only fail where Transformer Engine or CUDA is absent."""
+    from megatron.core.fp8_utils import HAVE_TE
     from megatron.core.transformer import multi_latent_attention
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
     if not hasattr(moe_utils, "te_general_gemm"):
         # A guarded import without its fallback would be a NameError in the router.
         moe_utils.te_general_gemm = None
-    multi_latent_attention.HAVE_TE = False  # is True although its classes are stand-ins
+    if not HAVE_TE:
+        multi_latent_attention.HAVE_TE = False  # is True although its classes are stand-ins
     original = token_dispatcher.maybe_move_tensor_to_cpu
 
     def maybe_move_tensor_to_cpu(

@@ -43,6 +43,7 @@ def test_one_flag_trains_with_the_newest_release_like_its_ddp() -> None:
             [
                 *("zero0", "double-buffer", "evaluation", "vpp", "cp", "hybrid-model"),
                 *("resume-ep", "resume-vpp-bf16", "resume-hybrid-model"),
+                *("fp8", "fp8-ep", "fp4"),
             ],
         ),
     ],

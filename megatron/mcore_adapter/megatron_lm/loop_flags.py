@@ -60,6 +60,8 @@ CPU_VALUES = {
     "--distributed-backend": ("gloo", "NCCL needs CUDA"),
     "--transformer-impl": ("local", "Transformer Engine needs CUDA"),
 }
+ENGINE = ("--transformer-impl", "transformer_engine")
+"""Layers for which somebody may bring kernels without CUDA: where the package can be imported."""
 CPU_SWITCHES = (
     "--no-persist-layer-norm",
     "--no-masked-softmax-fusion",
@@ -67,18 +69,17 @@ CPU_SWITCHES = (
     "--no-rope-fusion",
 )
 KERNELS = (
-    "--moe-grouped-gemm",
     "--moe-permute-fusion",
     "--moe-router-fusion",
     "--moe-enable-deepep",
     "--tp-comm-overlap",
-    "--fp8-format",
-    "--fp4-format",
     "--use-precision-aware-optimizer",
     "--optimizer-cpu-offload",
     "--nccl-ub",
 )
 """Flags that need kernels or memory of a GPU."""
+KERNELS_OF_ENGINE = ("--moe-grouped-gemm", "--fp8-format", "--fp4-format")
+"""Flags that need kernels of Transformer Engine."""
 
 
 class LoopFlagError(ValueError):
@@ -94,6 +95,8 @@ class LoopCommandLine:
     environment: Mapping[str, str]
     has_cuda: bool
     has_loop: bool
+    has_engine: bool = False
+    """Transformer Engine can be imported."""
     added: list[str] = field(default_factory=list)
     """Words to append."""
     unset: list[str] = field(default_factory=list)
@@ -174,9 +177,12 @@ class LoopCommandLine:
         return None
 
     def _complete_for_cpu(self) -> None:
-        self._set_values(CPU_VALUES, "without CUDA")
+        flag, value = ENGINE
+        with_engine = self.has_engine and self._value(flag) == value
+        wanted = {name: CPU_VALUES[name] for name in CPU_VALUES if name != flag or not with_engine}
+        self._set_values(wanted, "without CUDA")
         self._set_switches(CPU_SWITCHES)
-        for flag in KERNELS:
+        for flag in KERNELS if with_engine else (*KERNELS, *KERNELS_OF_ENGINE):
             if self._has(flag):
                 self.problems.append(f"{flag} needs a GPU, and there is none: leave it out")
 

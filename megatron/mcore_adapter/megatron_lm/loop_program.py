@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 import typing_extensions
 from megatron.core.datasets import utils as dataset_utils
+from megatron.core.fp8_utils import HAVE_TE
 
 from megatron.mcore_adapter import cpu
 from megatron.mcore_adapter.megatron_lm.loop_flags import LoopCommandLine
@@ -34,7 +35,7 @@ class LoopProgram:
     def __init__(self) -> None:
         self._has_cuda = torch.cuda.is_available()
         self._command_line = LoopCommandLine(
-            sys.argv[1:], os.environ, self._has_cuda, tested.has_loop()
+            sys.argv[1:], os.environ, self._has_cuda, tested.has_loop(), HAVE_TE
         ).complete()
         self._given = list(sys.argv)
         self._completed = [*sys.argv, *self._command_line.added]

@@ -125,3 +125,19 @@ def test_everything_that_needs_a_gpu_is_refused_at_once() -> None:
     for part in ("write --distributed-backend gloo", "--moe-grouped-gemm needs", "--fp8-format"):
         assert part in str(caught.value)
     completed(words)
+
+
+def test_a_cpu_keeps_layers_of_transformer_engine_where_they_can_be_imported() -> None:
+    engine = ["--transformer-impl", "transformer_engine", "--fp8-format", "hybrid"]
+    line = LoopCommandLine([*FSDP, *engine], {}, has_cuda=False, has_loop=True, has_engine=True)
+    assert "--transformer-impl" not in line.complete().added
+    assert "--no-rope-fusion" in line.added
+    with pytest.raises(LoopFlagError, match="--fp8-format needs a GPU") as refused:
+        completed([*FSDP, *engine], has_cuda=False)
+    assert "Transformer Engine needs CUDA" in str(refused.value)
+    # Whoever does not ask for them gets local layers.
+    line = LoopCommandLine(FSDP, {}, has_cuda=False, has_loop=True, has_engine=True)
+    assert "local" in line.complete().added
+    with pytest.raises(LoopFlagError, match="--fp4-format needs a GPU"):
+        words = [*FSDP, "--fp4-format", "e2m1"]
+        LoopCommandLine(words, {}, has_cuda=False, has_loop=True, has_engine=True).complete()

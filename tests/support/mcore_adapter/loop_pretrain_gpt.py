@@ -2,7 +2,7 @@
 """A program for Megatron-LM's loop in Megatron-Core's wheels, which have the loop alone.
 
 It is started like `pretrain_gpt.py` of a checkout, with the same flags; --hybrid-layer-pattern
-(0.19) brings a HybridModel. Layers are local ones; data are random tokens, which every rank makes
+(0.19) brings a HybridModel. Data are random tokens, which every rank makes
 by itself.
 """
 
@@ -79,7 +79,7 @@ def build_model(
         config,
         get_gpt_decoder_block_spec(
             config,
-            use_transformer_engine=False,
+            use_transformer_engine=args.transformer_impl == "transformer_engine",
             normalization=args.normalization,
             vp_stage=vp_stage,
         ),

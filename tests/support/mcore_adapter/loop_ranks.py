@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranks of Megatron-LM's own training loop, forked from one process that has imported the rest.
 
-    python -m tests.support.mcore_adapter.loop_ranks PROGRAM RUNS.json RESULTS.json
+    python -m tests.support.mcore_adapter.loop_ranks PROGRAM RUNS.json RESULTS.json [with-engine]
 
 with the release first on PYTHONPATH. Every run is a fresh set of processes in which
 `python -m megatron.mcore_adapter PROGRAM FLAGS...` runs; importing torch and Megatron-Core, which
-takes longer than a run, is done once.
+takes longer than a run, is done once. `with-engine` imports Transformer Engine first.
 """
 
 import functools
@@ -18,6 +18,7 @@ import time
 import traceback
 import typing
 from collections.abc import Callable
+from contextlib import nullcontext
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -25,9 +26,16 @@ from unittest.mock import patch
 
 import typing_extensions
 
-import megatron.mcore_adapter.__main__ as program
-from megatron.mcore_adapter import FullyShardedDataParallel
-from tests.support.warm_programs import free_port
+from tests.support import transformer_engine_on_cpu
+
+WITH_ENGINE = "with-engine" in sys.argv
+if WITH_ENGINE:  # before Megatron-Core, which looks for it
+    transformer_engine_on_cpu.use()
+
+import megatron.mcore_adapter.__main__ as program  # noqa: E402
+from megatron.mcore_adapter import FullyShardedDataParallel  # noqa: E402
+from tests.support.transformer_engine_on_cpu.collectives import join_no_collectives  # noqa: E402
+from tests.support.warm_programs import free_port  # noqa: E402
 
 build = FullyShardedDataParallel.__init__
 LIMIT = 120
@@ -100,9 +108,10 @@ def run_rank(script: str, rank: int, ranks: int, port: str, flags: list[str], ou
         original(*args, **kwargs),
     )
     sys.argv[:] = ["-m", script, *flags]
+    apart = join_no_collectives() if WITH_ENGINE else nullcontext()
     wrappers = patch.object(FullyShardedDataParallel, "__init__", autospec=True, side_effect=build)
     try:
-        with wrappers as built:
+        with apart, wrappers as built:
             program.main()
         assert built.called == ("--use-megatron-fsdp" in flags), "another class was trained"
         status = 0
@@ -148,7 +157,7 @@ def warm_up(script: str) -> None:
 
 
 def main() -> None:
-    script, runs, results = sys.argv[1:]
+    script, runs, results = sys.argv[1:4]
     warm_up(script)
     folder = Path(results).parent
     found = {

@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,8 @@ SP = "--tensor-model-parallel-size 2 --sequence-parallel"
 VPP = "--num-layers 4 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"
 OVERLAP = "--overlap-grad-reduce --overlap-param-gather"
 HYBRID_OPTIM = "--num-distributed-optimizer-instances 2 --outer-dp-sharding-strategy optim"
+FP8 = "--bf16 --transformer-impl transformer_engine --fp8-format hybrid"
+FP8_WEIGHTS = f"{FP8} --fp8-param-gather --use-distributed-optimizer"
 HYBRID_MODEL = f"--hybrid-layer-pattern *-*E {MOE}"
 
 
@@ -62,6 +65,11 @@ class Row:
     """The first release that has the feature."""
     resumed_at: int | None = None
     """Save after this many steps, and compare the steps of a run that continues from there."""
+
+    @property
+    def with_engine(self) -> bool:
+        """True for layers of Transformer Engine, whose kernels are emulated."""
+        return "transformer_engine" in self.layout
 
 
 ROWS = {
@@ -90,6 +98,27 @@ ROWS = {
         "--data-parallel-sharding-strategy optim_grads",
     ),
     "hybrid-model": Row(2, HYBRID_MODEL, since="0.19.2"),
+    "fp8-compute": Row(2, FP8),
+    "fp8": Row(2, FP8_WEIGHTS),
+    "fp8-zero1": Row(2, FP8_WEIGHTS, "--data-parallel-sharding-strategy optim"),
+    "fp8-tensorwise-bf16-ends": Row(
+        2,
+        f"{FP8_WEIGHTS} --fp8-recipe tensorwise --first-last-layers-bf16"
+        " --num-layers-at-end-in-bf16 0",
+    ),
+    "fp8-blockwise-tp-sp": Row(4, f"{FP8_WEIGHTS} --fp8-recipe blockwise {SP}"),
+    "fp8-pp": Row(4, f"{FP8_WEIGHTS} --pipeline-model-parallel-size 2"),
+    "fp8-hybrid-optim": Row(4, FP8_WEIGHTS, HYBRID_OPTIM),
+    "fp8-ep": Row(
+        4,
+        f"{FP8_WEIGHTS} {MOE} --expert-model-parallel-size 2 --moe-grouped-gemm"
+        " --moe-token-dispatcher-type alltoall",
+    ),
+    "fp4": Row(
+        2,
+        "--bf16 --transformer-impl transformer_engine --fp4-format e2m1 --fp4-param-gather"
+        " --use-distributed-optimizer",
+    ),
     "resume": Row(2, resumed_at=2),
     "resume-double-buffer": Row(2, fsdp=f"{OVERLAP} --fsdp-double-buffer", resumed_at=2),
     "resume-bf16": Row(2, "--bf16", resumed_at=2),
@@ -111,7 +140,8 @@ def runs_of(name: str, row: Row, folder: Path) -> list[dict[str, Any]]:
     """Return the runs of a row: the reference, and those with the drop-in, the last to compare."""
     flags = [*MODEL.split(), *row.layout.split()]
     ours = [*flags, "--use-megatron-fsdp", *row.fsdp.split()]
-    runs = [{"name": f"ddp.{row.ranks}.{row.layout}".replace(" ", ""), "flags": flags}]
+    digest = sha256(row.layout.encode()).hexdigest()
+    runs = [{"name": f"ddp.{row.ranks}.{digest[:16]}", "flags": flags}]
     if row.resumed_at is None:
         runs.append({"name": name, "flags": ours})
     else:
@@ -123,12 +153,24 @@ def runs_of(name: str, row: Row, folder: Path) -> list[dict[str, Any]]:
     return [{**run, "ranks": row.ranks} for run in runs]
 
 
-def compare(names: Iterable[str], release: str) -> dict[str, tuple[float, float] | str]:
+def compare(names: Sequence[str], release: str) -> dict[str, tuple[float, float] | str]:
     """Run rows on a release.
 
     Returns:
         By row, the largest relative differences of losses and of gradient norms, or what failed.
     """
+    results: dict[str, tuple[float, float] | str] = {}
+    for with_engine in (False, True):  # whose import changes a process
+        found = [name for name in names if ROWS[name].with_engine == with_engine]
+        if found:
+            results |= compare_in_a_process(found, release, with_engine)
+    return results
+
+
+def compare_in_a_process(
+    names: Iterable[str], release: str, with_engine: bool
+) -> dict[str, tuple[float, float] | str]:
+    """Run rows on a release, all with Transformer Engine or all without."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         runs: dict[str, dict[str, Any]] = {}
@@ -140,6 +182,7 @@ def compare(names: Iterable[str], release: str) -> dict[str, tuple[float, float]
         (folder / "runs.json").write_text(json.dumps([*runs.values()]))
         command = [sys.executable, "-m", "tests.support.mcore_adapter.loop_ranks"]
         paths = [PROGRAM, folder / "runs.json", folder / "results.json"]
+        paths += ["with-engine"] if with_engine else []
         subprocess.run(
             [*command, *map(str, paths)], check=True, cwd=ROOT, env=loop_environment(release)
         )

@@ -25,7 +25,9 @@ TIMEOUT = 120.0
 
 
 @contextlib.contextmanager
-def ranks(world_size: int, capability: tuple[int, int] = BLACKWELL) -> Iterator[RunOnRanks]:
+def ranks(
+    world_size: int, capability: tuple[int, int] = BLACKWELL, timeout: float = TIMEOUT
+) -> Iterator[RunOnRanks]:
     """Yield a function that calls another one on each rank of a gloo world.
 
     It returns the results in rank order. The first call starts the ranks, and so does the first one
@@ -40,7 +42,7 @@ def ranks(world_size: int, capability: tuple[int, int] = BLACKWELL) -> Iterator[
         if not groups:
             groups.append(rank_pool.RankGroup(world_size))
         try:
-            return groups[0].run(call, TIMEOUT)
+            return groups[0].run(call, timeout)
         except BaseException:
             groups.pop().kill()
             raise
