@@ -7,7 +7,7 @@ import argparse
 import io
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy
@@ -77,10 +77,6 @@ class Comparison:
     def differs(self) -> bool:
         """True if there is any difference."""
         return any((self.only_first, self.only_second, self.kinds, self.values, self.objects))
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the fields, and ``same``, for machines."""
-        return {"same": not self.differs, **asdict(self)}
 
 
 def compare_entries(
@@ -163,15 +159,11 @@ def _facts(state: TrainingState) -> dict[str, Any]:
         "operations": state.operations,
         "checkpoint version": state.version,
     }
-    for name, value in vars(state.args or argparse.Namespace()).items():
-        if name not in FORMAT_ARGUMENTS:
-            facts[f"args.{name}"] = value
-    for name, value in (state.scheduler or {}).items():
-        facts[f"schedule.{name}"] = value
-    for name, value in (state.grad_scaler or {}).items():
-        facts[f"loss scaler.{name}"] = value
-    for position, generators in state.random_states.items():
-        facts[f"random state of {position}"] = generators
+    args = vars(state.args or argparse.Namespace())
+    of_args = {name: value for name, value in args.items() if name not in FORMAT_ARGUMENTS}
+    tables = {"args.": of_args, "schedule.": state.scheduler, "loss scaler.": state.grad_scaler}
+    for prefix, table in {**tables, "random state of ": state.random_states}.items():
+        facts |= {f"{prefix}{name}": value for name, value in (table or {}).items()}
     for group in state.groups or []:
         for name in group.names:
             # Moments that a reader had to drop begin at step 0. They are known by now, because all
@@ -258,13 +250,12 @@ def same(first: Any, second: Any) -> bool:
     NaN is the same as NaN.
     """
     pair = (first, second)
-    if _both(pair, torch.Tensor):
+    is_tensor = _both(pair, torch.Tensor)
+    if is_tensor or _both(pair, numpy.ndarray):
         if first.dtype != second.dtype or first.shape != second.shape:
             return False
-        return torch.equal(_bits(first), _bits(second))
-    if _both(pair, numpy.ndarray):
-        if first.dtype != second.dtype or first.shape != second.shape:
-            return False
+        if is_tensor:
+            return torch.equal(_bits(first), _bits(second))
         return same(first.tolist(), second.tolist())
     if _both(pair, io.BytesIO):
         return bool(first.getvalue() == second.getvalue())

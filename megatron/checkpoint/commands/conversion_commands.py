@@ -3,8 +3,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +33,7 @@ from megatron.checkpoint.core.training_state import TrainingState
 from megatron.checkpoint.fsdp_dtensor import dtensor_writer as fsdp_dtensor
 from megatron.checkpoint.hugging_face import model_reader as hugging_face
 from megatron.checkpoint.hugging_face.model_arguments import model_flags
+from megatron.checkpoint.hugging_face.model_directory import read_json
 from megatron.checkpoint.hugging_face.model_writer import HuggingFaceTarget
 from megatron.checkpoint.store import directory
 from megatron.checkpoint.torch_dist import checkpoint as torch_dist
@@ -141,9 +141,13 @@ def _iteration(opened: Opened, state: TrainingState) -> int | str:
     return state.iteration
 
 
-@command
-@click.argument("input_dir", type=CHECKPOINT)
-@click.argument("output_dir", type=CHECKPOINT)
+def _from_one_to_another(function: Callable[..., None]) -> click.Command:
+    """Turn a function into a command that reads a checkpoint and writes another one."""
+    output = click.argument("output_dir", type=CHECKPOINT)
+    return command(click.argument("input_dir", type=CHECKPOINT)(output(function)))
+
+
+@_from_one_to_another
 @click.option(
     "--swiglu",
     is_flag=True,
@@ -191,7 +195,8 @@ def convert_torch_dist_to_fsdp_dtensor(
     """
     opened = _open(input_dir, verify_integrity)
     _expect(opened, TORCH_DIST)
-    group_numbers = _json_file(options["param_to_param_group_map_json"])
+    path = options["param_to_param_group_map_json"]
+    group_numbers = None if path is None else read_json(path)
     state = opened.state(group_numbers, allow_unknown_keys)
     spelling = choose_spelling(state, transformer_impl, options["rename_mtp_keys"])
     modules = [module.strip() for module in (options["swiglu_modules"] or "").split(",")]
@@ -207,21 +212,7 @@ def convert_torch_dist_to_fsdp_dtensor(
     _convert(opened, target, output, printer, _report(state))
 
 
-def _json_file(path: Path | None) -> dict[str, Any] | None:
-    if path is None:
-        return None
-    try:
-        content = json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"{path} is no JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} should hold an object of parameter names and group numbers")
-    return content
-
-
-@command
-@click.argument("input_dir", type=CHECKPOINT)
-@click.argument("output_dir", type=CHECKPOINT)
+@_from_one_to_another
 @click.option(
     "--rename-mtp-keys/--no-rename-mtp-keys",
     default=True,
@@ -252,9 +243,7 @@ def convert_fsdp_dtensor_to_torch_dist(
     _convert(opened, target, output, printer, _report(state))
 
 
-@command
-@click.argument("input_dir", type=CHECKPOINT)
-@click.argument("output_dir", type=CHECKPOINT)
+@_from_one_to_another
 @click.option(
     "--template",
     type=click.Path(path_type=Path),
@@ -278,6 +267,7 @@ def convert_fsdp_dtensor_to_torch_dist(
     metavar="GIB",
     help="Of one safetensors file.",
 )
+@click.option("--fp8", is_flag=True, help="Linear layers in FP8, a scale a block: DeepSeek-V3's.")
 @allow_unknown_keys
 @verify_integrity
 def convert_to_hf(
@@ -290,6 +280,7 @@ def convert_to_hf(
     dtype: str | None,
     vocab_size: int | None,
     max_shard_size: float,
+    fp8: bool,
     allow_unknown_keys: bool,
 ) -> None:
     """Convert torch_dist or fsdp_dtensor to a Hugging Face model.
@@ -310,13 +301,12 @@ def convert_to_hf(
         template,
         int(max_shard_size * 2**30),
         vocab_size,
+        fp8,
     )
     _convert(opened, target, directory.new_directory(output_dir), printer, _report(state))
 
 
-@command
-@click.argument("input_dir", type=CHECKPOINT)
-@click.argument("output_dir", type=CHECKPOINT)
+@_from_one_to_another
 @click.option(
     "--format",
     "to",
@@ -367,9 +357,7 @@ def convert_from_hf(
     _convert(opened, target, output, printer, report)
 
 
-@command
-@click.argument("input_dir", type=CHECKPOINT)
-@click.argument("output_dir", type=CHECKPOINT)
+@_from_one_to_another
 @click.option(
     "--op",
     "operations",

@@ -24,6 +24,7 @@ from megatron.checkpoint.commands.command import (
     verify_integrity,
 )
 from megatron.checkpoint.commands.formats import HUGGING_FACE, TORCH_DIST, Opened, open_checkpoint
+from megatron.checkpoint.core.listing import listed
 from megatron.checkpoint.dcp.stored_checkpoint import StoredCheckpoint
 from megatron.checkpoint.fsdp_dtensor.keys import META_PREFIX
 from megatron.checkpoint.store import stores
@@ -309,7 +310,7 @@ def diff(
 
 def _report(found: comparison.Comparison, printer: Printer, rows: int) -> NoReturn:
     """Print the differences and exit, with exit code 1 if there are any."""
-    printer.result(found.as_dict())
+    printer.result({"same": not found.differs, **asdict(found)})
     for title, lines in (
         ("only in the first", found.only_first),
         ("only in the second", found.only_second),
@@ -317,11 +318,7 @@ def _report(found: comparison.Comparison, printer: Printer, rows: int) -> NoRetu
         ("not the same", found.objects),
     ):
         if lines:
-            printer.say(f"{len(lines)} {title}:")
-            for line in lines[:rows]:
-                printer.say(f"  {line}")
-            if len(lines) > rows:
-                printer.say(f"  … and {len(lines) - rows} more")
+            printer.say(listed(f"{len(lines)} {title}", lines, rows))
     if found.values:
         table_rows = [("tensor", "elements that differ", "largest difference", "relative")]
         for value in found.values[:rows]:

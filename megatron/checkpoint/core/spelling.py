@@ -55,8 +55,8 @@ class FusedNorm:
 
     norm: str
     linear: str
-    in_transformer_engine: Callable[[LayerKind], bool]
-    in_files_of_local_layers: Callable[[LayerKind], bool]
+    in_transformer_engine: Callable[[LayerKind], bool] = lambda kind: False
+    in_files_of_local_layers: Callable[[LayerKind], bool] = lambda kind: False
 
 
 FUSED_NORMS = (
@@ -76,21 +76,17 @@ FUSED_NORMS = (
         "self_attention.q_layernorm",
         "self_attention.linear_q_up_proj",
         in_transformer_engine=lambda kind: kind.is_latent,
-        in_files_of_local_layers=lambda kind: False,
     ),
     FusedNorm(
         "self_attention.kv_layernorm",
         "self_attention.linear_kv_up_proj",
         in_transformer_engine=lambda kind: True,
-        in_files_of_local_layers=lambda kind: False,
     ),
     # Releases after 0.16 can join both down projections of latent attention, and then the norm
     # before them.
     FusedNorm(
         "input_layernorm",
         "self_attention.linear_qkv_down_proj",
-        in_transformer_engine=lambda kind: False,
-        in_files_of_local_layers=lambda kind: False,
     ),
 )
 HALVES = ("_w", "_v")

@@ -45,7 +45,6 @@ from megatron.checkpoint.hugging_face.family import (
 )
 from megatron.checkpoint.hugging_face.rotary_settings import LLAMA3, YARN, rotary
 from megatron.checkpoint.hugging_face.setting_rules import (
-    EPSILON_OF_LATENTS,
     EVEN_HEADS,
     GELU,
     INNER_WIDTH,
@@ -62,25 +61,16 @@ from megatron.checkpoint.hugging_face.setting_rules import (
     without_meaning,
 )
 
-SIZES = (
+LLAMA_RULES = (
     same("num_hidden_layers", "num_layers"),
     same("hidden_size", "hidden_size"),
     same("num_attention_heads", "num_attention_heads"),
     same("vocab_size", "vocab_size"),
     same("max_position_embeddings", "max_position_embeddings"),
     same("initializer_range", "init_method_std", 0.02),
-)
-LLAMA_RULES = (
-    *SIZES,
     same("attention_dropout", "attention_dropout", 0.0),
     only("hidden_act", "silu"),
     only("attention_bias", False, because="the counterpart has no biases in attention"),
-)
-NO_WINDOW = (
-    only("use_sliding_window", False, because="sliding windows are not supported"),
-    # These count with use_sliding_window only.
-    without_meaning("sliding_window", "max_window_layers"),
-    LAYER_TYPES,
 )
 LLAMA_ARGUMENTS = {
     "position_embedding_type": "rope",
@@ -163,7 +153,10 @@ ROUTED_EXPERTS = (
 )
 QWEN_RULES = (
     *LLAMA_RULES,
-    *NO_WINDOW,
+    only("use_sliding_window", False, because="sliding windows are not supported"),
+    # These count with use_sliding_window only.
+    without_meaning("sliding_window", "max_window_layers"),
+    LAYER_TYPES,
     same("intermediate_size", "ffn_hidden_size"),
     rotary(10000.0, LLAMA3),
     same("rms_norm_eps", "layernorm_epsilon", 1e-6),
@@ -195,12 +188,7 @@ QWEN2 = replace(
         *QWEN_RULES,
         head_width(),
         grouped_queries(32),
-        only(
-            "use_mrope",
-            False,
-            because="positions in several dimensions are not supported",
-            write=False,
-        ),
+        only("use_mrope", False, because="positions have one dimension", write=False),
     ),
     arguments=LLAMA_ARGUMENTS | {"add_qkv_bias": True},
 )
@@ -271,15 +259,10 @@ DEEPSEEK_V3 = replace(
         *LLAMA_RULES,
         LATENT_HEADS,
         same("intermediate_size", "ffn_hidden_size"),
-        same("rms_norm_eps", "layernorm_epsilon", 1e-6),
-        EPSILON_OF_LATENTS,
+        only("rms_norm_eps", 1e-6, because="norms of latents have 1e-06, as all then have here"),
         tied_embeddings(False),
         rotary(10000.0, YARN),
-        only(
-            "rope_interleave",
-            True,
-            because="Megatron-Core's latent attention rotates pairs of neighbours",
-        ),
+        only("rope_interleave", True, because="pairs of neighbours are rotated here"),
         QUERY_RANK,
         same("kv_lora_rank", "kv_lora_rank"),
         same("qk_nope_head_dim", "qk_head_dim"),
@@ -302,6 +285,7 @@ DEEPSEEK_V3 = replace(
     arguments=LLAMA_ARGUMENTS
     | {
         "multi_latent_attention": True,
+        "layernorm_epsilon": 1e-6,
         "qk_layernorm": True,
         "moe_router_score_function": "sigmoid",
         "moe_router_enable_expert_bias": True,
@@ -353,13 +337,8 @@ GPT2 = Family(
     training={},
     passed_over=(".attn.bias", ".attn.masked_bias"),
     ignored=(
-        "n_ctx",
-        "reorder_and_upcast_attn",
-        "summary_activation",
-        "summary_first_dropout",
-        "summary_proj_to_labels",
-        "summary_type",
-        "summary_use_proj",
+        *("n_ctx", "reorder_and_upcast_attn", "summary_activation", "summary_first_dropout"),
+        *("summary_proj_to_labels", "summary_type", "summary_use_proj"),
     ),
 )
 FAMILIES: dict[str, Family] = {

@@ -25,7 +25,13 @@ from megatron.checkpoint.hugging_face.model_arguments import (
     layers_with_experts,
     num_query_groups,
 )
-from megatron.checkpoint.hugging_face.setting_rules import Config, SettingRule, in_words, only
+from megatron.checkpoint.hugging_face.setting_rules import (
+    FP8_IN_BLOCKS,
+    Config,
+    SettingRule,
+    in_words,
+    only,
+)
 
 Shape = tuple[int, ...]
 
@@ -129,11 +135,6 @@ def _transposed(
 # ---- other tensors
 
 
-def _halves(tensor: LazyTensor) -> list[LazyTensor]:
-    middle = tensor.num_rows // 2
-    return [tensor.rows(0, middle), tensor.rows(middle, tensor.num_rows)]
-
-
 def _padded(tensor: LazyTensor, num_rows: int) -> LazyTensor:
     """Append rows of zeros."""
     if num_rows == tensor.num_rows:
@@ -158,7 +159,10 @@ FUSED_HEADS = Rearrangement(
 )
 GATE_AND_UP = Rearrangement(
     merge=lambda theirs, args: concatenate(theirs),
-    split=lambda tensor, args: _halves(tensor),
+    split=lambda tensor, args: [
+        tensor.rows(0, tensor.num_rows // 2),
+        tensor.rows(tensor.num_rows // 2, tensor.num_rows),
+    ],
     shapes=lambda shape, args: [(shape[0] // 2, *shape[1:])] * 2,
 )
 """A gated MLP's first matrix: the rows of the gate, then those that it multiplies."""
@@ -258,12 +262,7 @@ _COMMON = (
     only("is_decoder", False, True, write=False),
     only("add_cross_attention", False, write=False),
     only("tie_encoder_decoder", False, write=False),
-    only(
-        "quantization_config",
-        None,
-        because="save the model without quantization first",
-        write=False,
-    ),
+    FP8_IN_BLOCKS,
 )
 """Rules of all families."""
 

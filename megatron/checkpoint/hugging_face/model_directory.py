@@ -17,11 +17,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from megatron.checkpoint.core.lazy_tensor import LazyTensor
 from megatron.checkpoint.store.directory import METADATA
@@ -99,6 +101,84 @@ def refuse(what: str, where: Path | str, problems: Sequence[str]) -> None:
     """
     if problems:
         raise ValueError(f"{where} {what}:\n  " + "\n  ".join(problems))
+
+
+# ---- weights in FP8, with a scale for each block
+
+SCALE = "_scale_inv"
+"""Ending of the name of a weight's scales, after that of the weight."""
+CODES = torch.float8_e4m3fn
+
+
+def is_kept(name: str, quantization: Mapping[str, Any]) -> bool:
+    """Return True for a weight of one of ``modules_to_not_convert``, as transformers finds them."""
+    module = name.removesuffix(".weight")
+    return any(
+        re.match(rf"(?:{pattern})(?:(?<=\.)|(?=\.|$))", module) or module.endswith(pattern)
+        for pattern in quantization.get("modules_to_not_convert") or ()
+    )
+
+
+def dequantized(
+    tensors: Mapping[str, LazyTensor], quantization: Mapping[str, Any], where: Path
+) -> dict[str, LazyTensor]:
+    """Return the tensors of a model with codes and scales multiplied, in fp32.
+
+    Raises:
+        ValueError: with all weights that do not fit their scales.
+    """
+    block = quantization["weight_block_size"]
+    found, problems = {}, []
+    for name, tensor in tensors.items():
+        scales = tensors.get(name + SCALE)
+        if scales is None and tensor.dtype != CODES:
+            if name.removesuffix(SCALE) not in tensors or not name.endswith(SCALE):
+                found[name] = tensor
+            continue
+        wanted = tuple(-(-size // length) for size, length in zip(tensor.shape, block))
+        given = f"{scales.dtype} {scales.shape}" if scales is not None else "missing"
+        expected = f"{torch.float32} {wanted}"
+        if is_kept(name, quantization):
+            problems.append(f"{name} has codes, and is one of modules_to_not_convert")
+        elif scales is None or given != expected or (tensor.dtype, len(tensor.shape)) != (CODES, 2):
+            codes = f"{name}: {tensor.dtype} {tensor.shape}"
+            problems.append(f"{codes}, scales {given} instead of {expected} for {CODES}")
+        else:
+            found[name] = _product(tensor, scales, block)
+    refuse(f"has weights that do not fit scales of {block} elements each", where, problems)
+    return found
+
+
+def _product(codes: LazyTensor, scales: LazyTensor, block: Sequence[int]) -> LazyTensor:
+    def read_rows(start: int, stop: int) -> torch.Tensor:
+        first = start // block[0]
+        factors = scales.read_rows(first, -(-stop // block[0]))
+        factors = factors.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
+        values = codes.read_rows(start, stop).float()
+        return values * factors[start - first * block[0] :][: stop - start, : codes.shape[1]]
+
+    return LazyTensor(codes.shape, torch.float32, read_rows)
+
+
+def quantized(tensor: LazyTensor, block: Sequence[int]) -> tuple[LazyTensor, LazyTensor]:
+    """Return the codes and the scales of a matrix: 448 stands for the largest value of a block."""
+    rows, columns = tensor.shape
+    grid = (-(-rows // block[0]), -(-columns // block[1]))
+    largest = torch.finfo(CODES).max
+
+    def computed() -> tuple[torch.Tensor, torch.Tensor]:
+        missing = (0, grid[1] * block[1] - columns, 0, grid[0] * block[0] - rows)
+        values = nn.functional.pad(tensor.read().float(), missing)
+        blocks = values.view(grid[0], block[0], grid[1], block[1])
+        maxima = blocks.abs().amax((1, 3), keepdim=True)
+        scales = torch.where(maxima > 0, maxima, 1.0) / largest
+        codes = (blocks / scales).clamp(-largest, largest).view(values.shape)
+        return codes[:rows, :columns].to(CODES), scales.view(grid)
+
+    return (
+        LazyTensor(tensor.shape, CODES, lambda start, stop: computed()[0][start:stop]),
+        LazyTensor(grid, torch.float32, lambda start, stop: computed()[1][start:stop]),
+    )
 
 
 # ---- one safetensors file

@@ -17,6 +17,7 @@ from megatron.checkpoint.hugging_face.families import family_named
 from megatron.checkpoint.hugging_face.family import Family, Pairing, Shape
 from megatron.checkpoint.hugging_face.model_directory import (
     CONFIG,
+    dequantized,
     read_json,
     read_tensors,
     refuse,
@@ -28,6 +29,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 def read(directory: Path, *, vocabulary_multiple: int | None = None) -> TrainingState:
     """Read the weights and the arguments of a model. Tensors are read later, when they are needed.
+
+    Weights in FP8 with a scale for each block are read as fp32.
 
     Args:
         directory: directory with config.json and one safetensors file, or several and an index.
@@ -48,16 +51,20 @@ def read(directory: Path, *, vocabulary_multiple: int | None = None) -> Training
     family = family_named(config.get("model_type"), f"{directory / CONFIG} has the model_type")
     args, problems = family.read_config(config)
     refuse("has settings that Megatron-Core's models do not have", directory / CONFIG, problems)
-    stored = _with_base(read_tensors(directory), family.base)
+    stored = read_tensors(directory)
+    if config.get("quantization_config"):
+        stored = dequantized(stored, config["quantization_config"], directory)
+    stored = _with_base(stored, family.base)
     args.mtp_num_layers = _num_predicting_layers(family, args.num_layers, stored)
     args.padded_vocab_size = _padded_size(args.vocab_size, vocabulary_multiple)
     pairings = [pairing for pairing in family.pairings(args) if not pairing.is_copy]
     problems = _wrong_tensors(args, pairings, stored)
     notes, unknown = _other_tensors(family, args, stored)
     refuse("holds other tensors than its config.json says", directory, [*problems, *unknown])
-    if family.predicts:
-        announced = config.get("num_nextn_predict_layers") or 0
-        notes += _predicting_layers_note(announced, args.mtp_num_layers or 0)
+    announced, found = config.get("num_nextn_predict_layers") or 0, args.mtp_num_layers or 0
+    if family.predicts and announced != found:
+        layers = f"{announced} layers that predict further tokens"
+        notes.append(f"config.json speaks of {layers}, there are {found}")
     state = TrainingState(weights={}, args=args, notes=notes)
     for pairing in pairings:
         tensor = pairing.rearrangement.merge([stored[name] for name in pairing.theirs], args)
@@ -91,14 +98,6 @@ def _num_predicting_layers(family: Family, num_layers: int, stored: Iterable[str
     while any(name.startswith(f"{family.layers}{num_layers + number}.") for name in stored):
         number += 1
     return number or None
-
-
-def _predicting_layers_note(announced: int, found: int) -> list[str]:
-    if announced == found:
-        return []
-    return [
-        f"config.json speaks of {announced} layers that predict further tokens, there are {found}"
-    ]
 
 
 def _padded_size(size: int, multiple: int | None) -> int:

@@ -16,12 +16,16 @@ from megatron.checkpoint.core.lazy_tensor import LazyTensor
 from megatron.checkpoint.core.parts import Part, Progress
 from megatron.checkpoint.core.training_state import TrainingState
 from megatron.checkpoint.hugging_face.families import FAMILIES, family_named
-from megatron.checkpoint.hugging_face.family import Family
+from megatron.checkpoint.hugging_face.family import FUSED_HEADS, TRANSPOSED, Family
 from megatron.checkpoint.hugging_face.model_arguments import completed
 from megatron.checkpoint.hugging_face.model_directory import (
+    CODES,
     CONFIG,
     INDEX,
+    SCALE,
     SINGLE_FILE,
+    is_kept,
+    quantized,
     read_json,
     read_tensors,
     refuse,
@@ -36,6 +40,10 @@ TOKENIZER_FILES = (
     *("chat_template.jinja", "chat_template.json", "generation_config.json"),
 )
 """Files that are copied from a template."""
+
+_FP8: Config = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
+_FP8["weight_block_size"] = [128, 128]
+"""The ``quantization_config`` of DeepSeek-V3."""
 
 
 class HuggingFaceTarget:
@@ -53,6 +61,9 @@ class HuggingFaceTarget:
         shard_bytes: a file has one tensor, or at most so many bytes.
         vocab_size: rows of the embedding that are tokens; others are cut off. Default: the
             template's, else ``args.vocab_size``, else all rows.
+        fp8: write the weights of linear layers in FP8, with a scale for each block: of 128 x 128
+            elements, and of all linear layers, unless the template's ``quantization_config`` says
+            otherwise.
 
     Attributes:
         parts: the safetensors files.
@@ -70,6 +81,7 @@ class HuggingFaceTarget:
         template: Path | None = None,
         shard_bytes: int = 4 << 30,
         vocab_size: int | None = None,
+        fp8: bool = False,
     ) -> None:
         if state.args is None:
             raise ValueError(
@@ -87,8 +99,14 @@ class HuggingFaceTarget:
         self.family = FAMILIES[self.family_name]
         kept = _dtypes_kept_by(template, base) if dtype is None else {}
         dtype = dtype or getattr(args, "params_dtype", None)
-        tensors = _their_tensors(self.family, args, state, dtype, kept)
-        self.config = self._whole_config(base, config, dtype or tensors[min(tensors)].dtype)
+        self.config = self._whole_config(
+            base, config, dtype or state.weights[WORD_EMBEDDINGS].dtype
+        )
+        if fp8:
+            self.config["quantization_config"] = _FP8 | (base.get("quantization_config") or {})
+        tensors = _their_tensors(
+            self.family, args, state, dtype, kept, self.config.get("quantization_config")
+        )
         self.parts = [
             _part(name, shard, state.notes) for name, shard in _shards(tensors, shard_bytes).items()
         ]
@@ -116,7 +134,7 @@ class HuggingFaceTarget:
         """
         # Without a template these are null, or transformers would take those of some vocabulary.
         base = base or {"bos_token_id": None, "eos_token_id": None}
-        replaced = {*self.family.keys, "dtype", "transformers_version"}
+        replaced = {*self.family.keys, "dtype", "transformers_version", "quantization_config"}
         whole = {key: value for key, value in base.items() if key not in replaced}
         for rule in self.family.rules:
             meaning = rule.read(config, [])
@@ -220,7 +238,7 @@ def _dtypes_kept_by(template: Path | None, base: Config) -> dict[str, torch.dtyp
         tensors = read_tensors(template)
     except ValueError:  # config and tokenizer are enough for a template
         return {}
-    dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
+    dtypes = {name: tensor.dtype for name, tensor in tensors.items() if tensor.dtype != CODES}
     return {name: dtype for name, dtype in dtypes.items() if own and str(dtype) != f"torch.{own}"}
 
 
@@ -230,12 +248,13 @@ def _their_tensors(
     state: TrainingState,
     dtype: torch.dtype | None,
     kept: Mapping[str, torch.dtype],
+    quantization: Config | None,
 ) -> dict[str, LazyTensor]:
     """Return the tensors of the new model by name; ``kept`` are weights of another dtype.
 
     Raises:
         ValueError: with all tensors of the state that are missing, of another shape, or not in the
-            family's models.
+            family's models; with ``quantization``, for matrices not of torch's linear layers.
     """
     ours = state.weights | state.buffers
     pairings = list(family.pairings(args))
@@ -251,7 +270,14 @@ def _their_tensors(
     found: dict[str, LazyTensor] = {}
     for pairing in pairings:
         parts = pairing.rearrangement.split(ours[pairing.ours], args)
+        is_matrix = ".linear_" in pairing.ours and len(ours[pairing.ours].shape) == 2
+        if quantization and is_matrix and pairing.rearrangement in (TRANSPOSED, FUSED_HEADS):
+            raise ValueError(f"FP8 is for linear layers, which {family.architecture} has not")
         for name, tensor in zip(pairing.theirs, parts):
+            if quantization and is_matrix and not is_kept(name, quantization):
+                block = quantization["weight_block_size"]
+                found[name], found[name + SCALE] = quantized(tensor, block)
+                continue
             wanted = None if is_buffer(pairing.ours) else kept.get(name, dtype)
             found[name] = tensor if wanted is None else tensor.to(wanted)
     return found

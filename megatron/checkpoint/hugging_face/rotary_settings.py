@@ -8,7 +8,6 @@ Sources: ``modeling_rope_utils.py`` of transformers; "Llama 3" and "YaRN"
 from __future__ import annotations
 
 import argparse
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +15,10 @@ from megatron.checkpoint.hugging_face.setting_rules import Config, SettingRule
 
 
 @dataclass(frozen=True)
-class Stretching(ABC):
-    """One way of stretching, as far as Megatron-LM has flags for it.
+class Stretching:
+    """One way of stretching, as far as Megatron-LM has flags for it; by itself, that of Llama 3.
+
+    There low frequencies are divided by the factor, and high ones stay.
 
     Attributes:
         name: its ``rope_type``.
@@ -31,13 +32,18 @@ class Stretching(ABC):
     fixed: Config
     required: tuple[str, ...]
 
-    @abstractmethod
     def read(self, settings: Config | None, problems: list[str]) -> dict[str, Any]:
         """Return the arguments that ``rope_scaling`` means; None: positions are not stretched."""
+        if settings is None:
+            return {"use_rope_scaling": False}
+        factor = self.factor(settings, problems)
+        return {"use_rope_scaling": True, "rope_scaling_factor": factor}
 
-    @abstractmethod
     def write(self, args: argparse.Namespace, problems: list[str]) -> Config | None:
         """Return ``rope_scaling``, or None if positions are not stretched."""
+        if not args.use_rope_scaling:
+            return None
+        return {"rope_type": self.name, "factor": float(args.rope_scaling_factor), **self.fixed}
 
     def factor(self, settings: Config, problems: list[str]) -> float:
         """Return the factor, and check that all other settings are those of ``fixed``."""
@@ -56,23 +62,6 @@ class Stretching(ABC):
                     " flag for it"
                 )
         return float(factor or 1.0)
-
-
-class Llama3Stretching(Stretching):
-    """Low frequencies are divided by the factor, high ones stay."""
-
-    def read(self, settings: Config | None, problems: list[str]) -> dict[str, Any]:
-        """Return ``use_rope_scaling`` and its factor."""
-        if settings is None:
-            return {"use_rope_scaling": False}
-        factor = self.factor(settings, problems)
-        return {"use_rope_scaling": True, "rope_scaling_factor": factor}
-
-    def write(self, args: argparse.Namespace, problems: list[str]) -> Config | None:
-        """Return ``rope_scaling`` of type ``llama3``."""
-        if not args.use_rope_scaling:
-            return None
-        return {"rope_type": "llama3", "factor": float(args.rope_scaling_factor), **self.fixed}
 
 
 class YarnStretching(Stretching):
@@ -106,13 +95,8 @@ class YarnStretching(Stretching):
                     " is rope"
                 )
             return None
-        settings: Config = {
-            "rope_type": "yarn",
-            "factor": float(args.rotary_scaling_factor),
-            "beta_fast": self.fixed["beta_fast"],
-            "beta_slow": self.fixed["beta_slow"],
-            "original_max_position_embeddings": self.fixed["original_max_position_embeddings"],
-        }
+        settings = {"rope_type": "yarn", "factor": float(args.rotary_scaling_factor), **self.fixed}
+        del settings["truncate"]  # True, which is the default
         if args.mscale_all_dim:
             settings |= {"mscale": args.mscale, "mscale_all_dim": args.mscale_all_dim}
         elif args.mscale != 1:
@@ -122,7 +106,7 @@ class YarnStretching(Stretching):
         return settings
 
 
-LLAMA3 = Llama3Stretching(
+LLAMA3 = Stretching(
     name="llama3",
     arguments=("use_rope_scaling", "rope_scaling_factor"),
     fixed={

@@ -206,30 +206,24 @@ QUERY_RANK = SettingRule(
 )
 """The width of compressed queries in latent attention; null: they are not compressed."""
 
-# ---- norms and predicting layers
+# ---- numbers of bits, norms and predicting layers
 
 
-def _read_epsilon(config: Config, problems: list[str]) -> dict[str, Any]:
-    epsilon = config.get("rms_norm_eps", 1e-6)
-    if epsilon != 1e-6:
+def _read_quantization(config: Config, problems: list[str]) -> dict[str, Any]:
+    given = config.get("quantization_config") or {}
+    block = given.get("weight_block_size") or ()
+    is_fp8 = given.get("quant_method") == "fp8" and given.get("fmt", "e4m3") == "e4m3"
+    has_blocks = len(block) == 2 and all(type(size) is int and size > 0 for size in block)
+    if given and not (is_fp8 and has_blocks):
         problems.append(
-            f"rms_norm_eps {epsilon}: norms of latents have 1e-06 all the same, but Megatron-LM has"
-            " one for all"
+            f"quantization_config {given}: known is quant_method fp8 of the fmt e4m3 with a"
+            " weight_block_size of two numbers; otherwise save the model without quantization first"
         )
     return {}
 
 
-def _write_epsilon(args: argparse.Namespace, problems: list[str]) -> Config:
-    if args.layernorm_epsilon != 1e-6:
-        problems.append(
-            f"layernorm_epsilon is {args.layernorm_epsilon}: transformers has 1e-06 for norms of"
-            " latents"
-        )
-    return {}
-
-
-EPSILON_OF_LATENTS = SettingRule((), ("layernorm_epsilon",), _read_epsilon, _write_epsilon)
-"""Norms of latent attention have a fixed epsilon in transformers."""
+FP8_IN_BLOCKS = SettingRule(("quantization_config",), (), _read_quantization, write_nothing)
+"""Weights in FP8 with a scale for each block, which the reader multiplies."""
 
 
 PREDICTIONS = SettingRule(

@@ -222,22 +222,22 @@ def tidy(root: str | Path) -> None:
     root = Path(root)
     for staging in root.glob(".writing_*"):
         if not (staging / CONVERSION_JOURNAL).exists():  # a conversion can be continued
-            _remove(staging)
+            remove(staging)
     for old in root.glob(".old_*"):
         final = old.with_name(old.name.removeprefix(".old_"))
         if final.exists() or not old.is_dir():
-            _remove(old)
+            remove(old)
         else:
             durable.rename(old, final)
     for deleted in root.glob(".deleted_*"):
-        _remove(deleted)
+        remove(deleted)
     for pattern in _TEMPORARY:
         for temporary in root.glob(pattern):
             if temporary.is_file():
                 temporary.unlink()
 
 
-def _remove(path: Path) -> None:
+def remove(path: Path) -> None:
     """Remove a directory with all that is in it, or whatever else has that name."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
@@ -270,22 +270,16 @@ def discard(root: str | Path, iteration: int) -> None:
     shutil.rmtree(staging_directory(root, iteration), ignore_errors=True)
 
 
-def retain(root: str | Path, interval: int, newest: int) -> None:
-    """Delete checkpoints that are no multiple of ``interval`` and not the newest; on one rank."""
+def retain(root: str | Path, interval: int | None, newest: int) -> None:
+    """Delete all checkpoints but the newest and multiples of ``interval``; on one rank."""
     for iteration in not_retained(iterations(root), interval, newest):
         delete(root, iteration)
 
 
-def not_retained(there: Iterable[int], interval: int, newest: int) -> list[int]:
-    """Return the iterations that are no multiple of ``interval`` and not the newest."""
-    return [iteration for iteration in there if iteration != newest and iteration % interval]
-
-
-def keep_only(root: str | Path, newest: int) -> None:
-    """Delete all checkpoints but that of iteration ``newest``; called on one rank."""
-    for iteration in iterations(root):
-        if iteration != newest:
-            delete(root, iteration)
+def not_retained(there: Iterable[int], interval: int | None, newest: int) -> list[int]:
+    """Return the iterations that are not the newest and, if it is given, no multiple."""
+    others = [iteration for iteration in there if iteration != newest]
+    return [iteration for iteration in others if interval is None or iteration % interval]
 
 
 def delete(root: str | Path, iteration: int) -> None:

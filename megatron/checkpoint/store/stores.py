@@ -68,19 +68,16 @@ class Store:
         Raises:
             ValueError: if the URL cannot be reached, or is a file.
         """
-        try:
-            with errors_of(self.url):
-                entries = self._entries()
-                with alone_in(self.staged.parent):
-                    self._show(entries)
-        except OSError as error:
-            raise ValueError(f"{error}") from error
+        with errors_of(self.url, ValueError):
+            entries = self._entries()
+            with alone_in(self.staged.parent):
+                self._show(entries)
 
     def _show(self, entries: Mapping[str, Mapping[str, Any]]) -> None:
         self.staged.mkdir(exist_ok=True)
         for path in self.staged.iterdir():
             if path.name not in entries:
-                _remove(path)
+                directory.remove(path)
         telling = {}
         for name, entry in entries.items():
             if entry["type"] == "directory":
@@ -191,12 +188,9 @@ class Store:
             ValueError: if that fails.
         """
         name = _marker(f"file_{socket.gethostname()}_{os.getpid()}")  # :meth:`tidy` knows it
-        try:
-            with errors_of(self.url):
-                self._write(name, b"")
-                self._remove(name)
-        except OSError as error:
-            raise ValueError(f"{error}; it cannot be written to") from error
+        with errors_of(self.url, ValueError, "; it cannot be written to"):
+            self._write(name, b"")
+            self._remove(name)
 
     def begin(self, name: str) -> None:
         """Mark a directory as incomplete, and remove what is in it; called on one rank.
@@ -286,13 +280,13 @@ class Store:
 
 
 @contextmanager
-def errors_of(url: str) -> Iterator[None]:
-    """Raise whatever a file system raises as OSError with the URL."""
+def errors_of(url: str, raised: type[Exception] = OSError, hint: str = "") -> Iterator[None]:
+    """Raise whatever a file system raises as one kind of error with the URL."""
     try:
         yield
     except Exception as error:  # each has its own
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-        raise OSError(f"{url}: {kind}{error}") from error
+        raise raised(f"{url}: {kind}{error}{hint}") from error
 
 
 def _below(path: str, above: str) -> str:
@@ -301,13 +295,6 @@ def _below(path: str, above: str) -> str:
 
 def _marker(name: str) -> str:
     return f"{INCOMPLETE}_{name}" if name else INCOMPLETE
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path)
-    else:
-        path.unlink()
 
 
 # ---- paths that may be staged

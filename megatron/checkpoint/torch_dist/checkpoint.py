@@ -245,11 +245,12 @@ def target(state: TrainingState, spelling: Spelling) -> DcpTarget:
         key, index = keys[name]
         tensor = state.buffers[name] if name in state.buffers else state.weights[name]
         in_model = tensor.to(state.compute_dtype.get(name, tensor.dtype))
-        entries.append(_stacked_entry(key, index, axes[key], in_model))
+        whole_shape, offsets = axes[key] + tensor.shape, index + (0,) * len(tensor.shape)
+        entries.append(TensorEntry(key, whole_shape, offsets, in_model))
         if name in moments:
             for slot, value in {"param": tensor.to(torch.float32), **moments[name]}.items():
                 slot_key = f"optimizer.state.{slot}.{key}"
-                entries.append(_stacked_entry(slot_key, index, axes[key], value))
+                entries.append(TensorEntry(slot_key, whole_shape, offsets, value))
     return DcpTarget(entries, extra_files=files_beside(state), notes=state.notes)
 
 
@@ -281,13 +282,6 @@ def _leading_axes(keys: Mapping[str, _StackedKey]) -> dict[str, tuple[int, ...]]
             )
         )
     return axes
-
-
-def _stacked_entry(
-    key: str, index: tuple[int, ...], axes: tuple[int, ...], tensor: LazyTensor
-) -> TensorEntry:
-    """Return the entry of one parameter in the tensor that stacks it with others."""
-    return TensorEntry(key, axes + tensor.shape, index + (0,) * len(tensor.shape), tensor)
 
 
 def _zero_moments(

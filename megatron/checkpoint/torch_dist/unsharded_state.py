@@ -67,11 +67,7 @@ def read_common(stored: StoredCheckpoint) -> dict[str, Any]:
 
 def grad_scaler_in(common: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the state of the gradient scaler, which is in one of the optimizers; None without."""
-    for state in optimizers_in(common):
-        scaler: dict[str, Any] | None = state.get("grad_scaler")
-        if scaler:
-            return scaler
-    return None
+    return next(filter(None, (one.get("grad_scaler") for one in optimizers_in(common))), None)
 
 
 def common_of(state: TrainingState) -> dict[str, Any]:

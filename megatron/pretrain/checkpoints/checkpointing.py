@@ -172,7 +172,7 @@ def conclude(
         if is_at_url:
             url_saves.remove_staged(root, iteration)
     if root != args.save:
-        _on_first_rank(lambda: directory.keep_only(root, iteration), "cannot clean up")
+        _on_first_rank(lambda: directory.retain(root, None, iteration), "cannot clean up")
     elif interval:
         _on_first_rank(lambda: place.retain(root, interval, iteration), "cannot clean up")
     say(

@@ -151,8 +151,8 @@ def test_param_groups_come_from_a_map_where_one_is_given(
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("[1]", "should hold an object"),
-        ("{", "no JSON"),
+        ("[1]", "should hold one JSON object"),
+        ("{", "cannot be read"),
         ('{"model.module.output_layer.weight": "a"}', "numbers of groups"),
         ('{"model.module.output_layer.weight": -1}', "numbers of groups"),
         ('{"model.module.output_layer.weight": 9}', "the map says 9"),
