@@ -44,6 +44,8 @@ def build(kind: str) -> nn.Sequential:
         )
     elif kind == "bitnet":
         quantize_(module, bitnet_training())
+    elif kind == "mxfp8":
+        convert_to_mxfp8(module)
     else:
         convert_to_float8(module, kind)
     return module
@@ -58,6 +60,22 @@ def convert_to_float8(module: nn.Module, recipe: str) -> None:
     else:
         config = Float8LinearConfig(enable_fsdp_float8_all_gather=True, emulate=True)
     convert_to_float8_training(module, config=config)
+
+
+def convert_to_mxfp8(module: nn.Sequential) -> None:
+    from torchao.prototype.moe_training.config import MXFP8TrainingOpConfig
+    from torchao.prototype.moe_training.tensor import MXFP8TrainingWeightWrapperTensor
+    from torchao.quantization.quantize_.common.kernel_preference import KernelPreference
+
+    emulated = MXFP8TrainingOpConfig(
+        kernel_preference=KernelPreference.EMULATED,
+        wgrad_with_hp=True,  # there are 16 rows of data, and blocks of 32
+    )
+    for layer in (module[0], *module[2]):
+        if isinstance(layer, nn.Linear):
+            values = MXFP8TrainingWeightWrapperTensor(layer.weight.detach(), emulated)
+            layer.weight = nn.Parameter(values)
+            layer.bias = None  # which the class leaves out
 
 
 def data(step: int, dtype: torch.dtype) -> Tensor:
@@ -120,6 +138,14 @@ def test_training_has_the_bits_of_fsdp2(
     ranks: Ranks, kind: str, num_ranks: int, level: int, compute: torch.dtype | None
 ) -> None:
     ranks(num_ranks, side_by_side, kind, level, compute)
+
+
+@pytest.mark.seldom("*-2", "1-*")
+@pytest.mark.parametrize("level", [2, 3])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_mxfp8_has_the_bits_of_fsdp2(ranks: Ranks, num_ranks: int, level: int) -> None:
+    """Values travel in the dtype of compute, as the class says: codes are made at each use."""
+    ranks(num_ranks, side_by_side, "mxfp8", level, torch.bfloat16)
 
 
 class OnFourBits(nn.Module):
