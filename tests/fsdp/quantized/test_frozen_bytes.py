@@ -11,9 +11,10 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from megatron.fsdp.dtensor.tensor_part import full_tensor
-from megatron_fsdp import MegatronFSDP, fully_shard
+from megatron_fsdp import MegatronFSDP, fully_shard, fully_shard_model
 from tests.support.fsdp.reference import LEVELS, Ranks
 from tests.support.fsdp.subclasses import Frozen4Bit, RoundedLayer
+from tests.support.fsdp.wrong_calls import message_of
 
 
 def build() -> nn.Sequential:
@@ -91,3 +92,25 @@ def save_and_load(folder: str, level: int) -> None:
 @pytest.mark.parametrize("level", [0, 1])
 def test_checkpoints_hold_the_bytes(ranks: Ranks, tmp_path: Path, level: int) -> None:
     ranks(2, save_and_load, str(tmp_path / "checkpoint"), level)
+
+
+class WeightOfNewerRelease(Frozen4Bit):
+    """A quantized weight of Transformer Engine that this library does not know."""
+
+
+WeightOfNewerRelease.__module__ = "transformer_engine.pytorch.tensor"
+
+
+def shard_unknown_weight() -> str:
+    module = nn.Linear(8, 8)
+    module.weight = nn.Parameter(WeightOfNewerRelease.of(module.weight.detach()))
+    return message_of(NotImplementedError, fully_shard_model, module)
+
+
+def test_trained_weights_of_an_unknown_class_of_transformer_engine_are_refused(
+    ranks: Ranks,
+) -> None:
+    first, second = ranks(2, shard_unknown_weight)
+    assert first == second
+    assert "weight (WeightOfNewerRelease) of Transformer Engine cannot be sharded yet" in first
+    assert "MXFP8Tensor" in first
