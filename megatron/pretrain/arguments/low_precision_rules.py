@@ -28,6 +28,13 @@ def check_low_precision(check: Check) -> None:
         "--fp4-param-gather needs Megatron-Core 0.17 or newer: this one forgets the values before"
         " quantization, from which main weights begin",
     )
+    check.require(
+        not (args.fp8_param_gather and args.fp8_recipe == "mxfp8")
+        or args.use_megatron_fsdp
+        or args.reuse_grad_buf_for_mxfp8_param_ag,
+        "--fp8-param-gather with recipe mxfp8 needs --reuse-grad-buf-for-mxfp8-param-ag or"
+        " --use-megatron-fsdp: Transformer Engine cannot move such weights to a buffer",
+    )
     if args.reuse_grad_buf_for_mxfp8_param_ag and args.use_megatron_fsdp:
         args.reuse_grad_buf_for_mxfp8_param_ag = False
         check.notes.append(

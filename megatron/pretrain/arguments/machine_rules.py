@@ -27,6 +27,8 @@ PLAIN_LAYERS = {
     "moe_router_fusion": False,
 }
 """Settings that work without Transformer Engine."""
+ASKS_FOR_BUFFER = fp8_utils.HAVE_TE and fp8_utils.is_te_min_version("2.10.0")
+"""Layers of Transformer Engine ask sharded weights for the buffer of their gradient."""
 OF_LAYERS = {"transformer_impl", "no_persist_layer_norm", "moe_grouped_gemm"}
 """Those that its layers have no need for, with any kernels."""
 NO_GPU = PLAIN_LAYERS | {
@@ -73,7 +75,7 @@ def fit_to_machine(check: Check) -> None:
         fit_local_layers(check)
     if not machine.fused_weight_gradient:
         replace(check, "no fused_weight_gradient_mlp_cuda", {"gradient_accumulation_fusion": False})
-    elif args.use_megatron_fsdp and args.transformer_impl != "local" and not ask_for_buffers():
+    elif args.use_megatron_fsdp and args.transformer_impl != "local" and not ASKS_FOR_BUFFER:
         # Older layers add into a buffer that they expect on the weight all the time; the sharded
         # weight has one in backward only.
         replace(
@@ -81,11 +83,6 @@ def fit_to_machine(check: Check) -> None:
             "Transformer Engine's layers before 2.10 under --use-megatron-fsdp",
             {"gradient_accumulation_fusion": False},
         )
-
-
-def ask_for_buffers() -> bool:
-    """Return True if Transformer Engine's layers ask sharded weights for a buffer."""
-    return fp8_utils.HAVE_TE and bool(fp8_utils.is_te_min_version("2.10.0"))
 
 
 def check_kernels(check: Check) -> None:

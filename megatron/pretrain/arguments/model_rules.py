@@ -39,8 +39,13 @@ def complete_model(check: Check) -> None:
     if args.apply_query_key_layer_scaling:
         args.attention_softmax_in_fp32 = True
     complete_experts(check)
-    if args.mtp_num_layers is not None:
-        check_token_prediction(check)
+    check.require(
+        not args.mtp_num_layers
+        or args.recompute_method != "uniform"
+        or args.recompute_num_layers == 1,
+        "--mtp-num-layers needs --recompute-num-layers 1 with --recompute-method uniform, got"
+        f" {args.recompute_num_layers}",
+    )
 
 
 def complete_latent_attention(check: Check) -> None:
@@ -64,16 +69,6 @@ def complete_latent_attention(check: Check) -> None:
             not check.changed("rotary_percent"),
             "--rotary-percent needs --rope-type rope: yarn rotates all of it",
         )
-
-
-def check_token_prediction(check: Check) -> None:
-    """Check the layers that predict further tokens."""
-    args = check.args
-    check.require(
-        args.recompute_method != "uniform" or args.recompute_num_layers == 1,
-        "--mtp-num-layers needs --recompute-num-layers 1 with --recompute-method uniform, got"
-        f" {args.recompute_num_layers}",
-    )
 
 
 def complete_experts(check: Check) -> None:

@@ -152,8 +152,9 @@ COMPANIONS = {
     ),
     **dict.fromkeys(GROUPS["multi-latent attention"], LATENT),
     **dict.fromkeys(READ_WITH_FP8.split(), FP8),
-    "fp8_param": f"{FP8} --use-megatron-fsdp",
-    "keep_fp8_transpose_cache": f"{FP8} --fp8-param-gather --use-megatron-fsdp",
+    **dict.fromkeys(
+        ("fp8_param", "keep_fp8_transpose_cache"), f"{FP8} --fp8-param-gather --use-megatron-fsdp"
+    ),
     "fp8_quantizer_factory": f"{FP8} --fp8-recipe custom",
     "fp4_recipe": f"{FP4} --fp4-quantizer-factory package.module",
     "fp4_quantizer_factory": f"{FP4} --fp4-recipe custom",

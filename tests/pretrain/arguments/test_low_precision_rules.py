@@ -77,3 +77,11 @@ def test_weights_in_fp4_need_a_release_that_keeps_their_values(
     line = f"{MOCK} --fp4-format e2m1 --fp4-param-gather --use-megatron-fsdp"
     (problem,) = problems(line, **GPU)
     assert problem.startswith("--fp4-param-gather needs Megatron-Core 0.17 or newer")
+
+
+def test_weights_in_mxfp8_need_a_buffer_of_their_own_without_fsdp() -> None:
+    line = f"{MOCK} {STORED} --fp8-recipe mxfp8"
+    (problem,) = problems(f"{line} --use-distributed-optimizer", **GPU)
+    assert problem.startswith("--fp8-param-gather with recipe mxfp8 needs --reuse-grad-buf")
+    parse(f"{line} --use-distributed-optimizer --reuse-grad-buf-for-mxfp8-param-ag", **GPU)
+    parse(f"{line} --use-megatron-fsdp", **GPU)
