@@ -15,12 +15,13 @@ import torch
 from torch import nn
 
 from megatron.fsdp import ShardingStrategy
+from megatron.mcore_adapter.coded_weights import PLAIN, layers_of
 from megatron.planning.candidates import Candidate
 from megatron.planning.layer_costs import GptCosts, ModelRanks
 from megatron.planning.machine import Cluster
 from megatron.planning.skeleton import Cost
 from megatron.pretrain.arguments.configs import transformer_config
-from megatron.pretrain.dry_run import layers_of, memory_plan, pretending
+from megatron.pretrain.dry_run import memory_plan, pretending
 from megatron.pretrain.memory_estimate import MemoryEstimate, estimate_memory
 from megatron.pretrain.model.flops import layers_with_experts
 from megatron.pretrain.model.gpt_model import build_chunk, unwrap
@@ -164,6 +165,7 @@ class QuickEstimates:
             args = arguments_of(self._args, alone, candidate.tensor * candidate.expert)
             args.num_layers = len(kinds)
             args.moe_layer_freq = [int(has_experts) for has_experts in kinds]
+            args = argparse.Namespace(**vars(args) | PLAIN)
             args.transformer_impl, args.moe_grouped_gemm = "local", False
             args.init_model_with_meta_device = True
             with pretending(args, 0):

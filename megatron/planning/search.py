@@ -36,7 +36,6 @@ NOT_SIMULATED = {
     "--megatron-fsdp-enable-fine-grained-param-gather": "units inside of layers",
     "--fsdp-double-buffer": "memory slots",
     "--nccl-ub": "memory slots",
-    "--fp8-format": "fp8",
     "--mtp-num-layers": "layers that predict further tokens",
     "--hybrid-layer-pattern": "a HybridModel",
 }
@@ -144,7 +143,9 @@ def arguments_on(words: Sequence[str], num_gpus: int) -> argparse.Namespace:
         [*words, "--use-megatron-fsdp"],
         world_size=num_gpus,
         cuda=torch.cuda.is_available(),
-        transformer_engine=importlib.util.find_spec("transformer_engine") is not None,
+        # Nothing of it is imported to plan, and flags of FP8 need it to be there.
+        transformer_engine=importlib.util.find_spec("transformer_engine") is not None
+        or any(word.startswith(("--fp8", "--fp4")) for word in words),
     )
     try:
         rows = embedding_rows(args, build_tokenizer(TokenizerChoice.of(args)))

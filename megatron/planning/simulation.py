@@ -13,7 +13,7 @@ and compute waits for its end where the engine waits.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -109,6 +109,7 @@ class Simulator(Recorder):
         self._step_began = 0.0
         self._collective_seconds = collective_seconds or (lambda entry: 0.0)
         self._streams: dict[str, float] = {}
+        self.parts: dict[int, float] = {}  # of flat buffers that stand for fewer bytes, by storage
 
     def now(self) -> float:
         """Return the clock of the compute stream."""
@@ -125,6 +126,8 @@ class Simulator(Recorder):
     ) -> TraceEntry:
         """Record, and count the bytes of flat storage."""
         entry = super().add(track, name, unit, operands)
+        parts = [self.parts.get(each.untyped_storage()._cdata, 1.0) for each in operands]
+        entry.num_bytes = int(entry.num_bytes * max(parts, default=1.0))
         if track == STORAGE:
             self.change_memory(entry.num_bytes if name == "allocate" else -entry.num_bytes)
         return entry
@@ -211,12 +214,19 @@ def simulating(collective_seconds: CollectiveSeconds | None = None) -> Iterator[
         observe.remove(simulator)
 
 
-def attach(simulator: Simulator, model: ShardedModule) -> None:
+def attach(
+    simulator: Simulator, model: ShardedModule, parts: Mapping[ParamGroup, float] | None = None
+) -> None:
     """Let the streams of a sharded model be those of a simulator, and count its weights.
 
     The recorder was started before the model was sharded, so flat buffers are counted already.
+    ``parts`` of the bytes of a group's weights are gathered, where they are stored as codes.
     """
     for group in model.groups:
+        storage = group.compute.flat.untyped_storage()
+        part = (parts or {}).get(group, 1.0)
+        simulator.parts[storage._cdata] = part
+        simulator.change_memory(int((part - 1.0) * storage.nbytes()))
         group.communicator.streams = simulator  # type: ignore[assignment]  # it launches alike
         simulator.change_memory(shard_bytes(group))
     # Nothing on meta is NaN; where gradients are checked, ranks still tell each other.

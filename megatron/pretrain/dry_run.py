@@ -19,6 +19,7 @@ from megatron.core import parallel_state
 
 from megatron.fsdp import ShardingStrategy
 from megatron.mcore_adapter import cpu
+from megatron.mcore_adapter.coded_weights import PLAIN, code_bytes, coded_weights, layers_of
 from megatron.mcore_adapter.data_parallel import default_unit_modules, precision_policy
 from megatron.pretrain import ranks
 from megatron.pretrain.arguments.configs import ddp_config, transformer_config
@@ -105,6 +106,11 @@ def model_lines(args: argparse.Namespace, stages: list[StageEstimate]) -> Iterat
         total = sum(parts.values())
         yield f"memory of a rank{stage}: {total / MIB:,.1f} MiB = {named}"
     kept = "no recomputation of layers"
+    if code_bytes(args):
+        yield (
+            f"matrices of linear layers are stored and gathered in {code_bytes(args):g} bytes an"
+            " element, scales included, beside fp32 main weights"
+        )
     if args.recompute_granularity == "full":
         kept = "the input of each layer alone is kept"
     yield (
@@ -117,7 +123,7 @@ def estimate_stage(args: argparse.Namespace, rows: int, stage: int) -> StageEsti
     """Return parameters and memory of the first rank of a pipeline stage."""
     with pretending(args, stage):
         virtual = args.virtual_pipeline_model_parallel_size
-        on_meta = argparse.Namespace(**vars(args) | {"init_model_with_meta_device": True})
+        on_meta = argparse.Namespace(**vars(args) | PLAIN | {"init_model_with_meta_device": True})
         config = transformer_config(on_meta)
         chunks = [
             build_chunk(on_meta, config, rows, torch.device("meta"), number)
@@ -130,13 +136,6 @@ def estimate_stage(args: argparse.Namespace, rows: int, stage: int) -> StageEsti
         num_parameters = sum(parameter.numel() for parameter in parameters)
         num_layers = sum(len(layers_of(chunk)) for chunk in chunks)
     return StageEstimate(stage, num_parameters, memory, activation_bytes(args, num_layers, stage))
-
-
-def layers_of(chunk: torch.nn.Module) -> list[torch.nn.Module]:
-    """Return the transformer layers of a chunk."""
-    layer = default_unit_modules(chunk)[0]
-    assert isinstance(layer, type)
-    return [module for module in chunk.modules() if isinstance(module, layer)]
 
 
 def memory_plan(args: argparse.Namespace, chunk: torch.nn.Module) -> MemoryPlan:
@@ -159,6 +158,8 @@ def memory_plan(args: argparse.Namespace, chunk: torch.nn.Module) -> MemoryPlan:
         shards_outer=args.outer_dp_sharding_strategy == "optim",
         states=1 if args.optimizer == "sgd" else 2,
         fine_grained=args.megatron_fsdp_enable_fine_grained_param_gather,
+        coded=frozenset(coded_weights(args, chunk).values()),
+        code_bytes=code_bytes(args) or 1.0,
     )
 
 

@@ -42,6 +42,8 @@ class MemoryPlan:
     fine_grained: bool = False  # make units inside units too
     prefetch_bytes: int | None = None  # see ``Overlap``; it bounds the root's unit too
     granularity: Granularity = PREFER_ROWS
+    coded: frozenset[nn.Parameter] = frozenset()  # weights that are stored and gathered as codes
+    code_bytes: float = 1.0  # of each element of those, with its part of a scale
 
 
 @dataclass(frozen=True)
@@ -77,8 +79,16 @@ def estimate_memory(model: nn.Module, memory_plan: MemoryPlan) -> MemoryEstimate
         for key, names in names_of_groups(parameters, memory_plan.expert is not None).items():
             axes = memory_plan.expert if key.is_expert and memory_plan.expert else memory_plan.dense
             precision = memory_plan.precision.resolve(key.stored.dtype, key.trainable)
-            shapes = [tuple(local_tensor(parameters[name]).shape) for name in names]
-            of_unit.update(_of_group(shapes, axes, precision, key.trainable, memory_plan))
+            for is_coded in (False, True):
+                members = [parameters[name] for name in names]
+                members = [one for one in members if (one in memory_plan.coded) == is_coded]
+                shapes = [tuple(local_tensor(one).shape) for one in members]
+                element = memory_plan.code_bytes if is_coded else precision.compute.itemsize
+                if members:
+                    of_group = _of_group(
+                        shapes, axes, precision, key.trainable, memory_plan, element
+                    )
+                    of_unit.update(of_group)
         of_units.append(of_unit)
 
     def whole(part: str) -> int:
@@ -107,22 +117,27 @@ def _of_group(
     precision: Precision,
     trainable: bool,
     memory_plan: MemoryPlan,
+    compute: float,
 ) -> dict[str, int]:
-    """Return the bytes of one group; see [Note: the weights of a group] for its tensors."""
+    """Return the bytes of one group; see [Note: the weights of a group] for its tensors.
+
+    ``compute`` are those of an element as the forward reads it, which may be a code.
+    """
     strategy = memory_plan.strategy
     num_inner = axes.inner if strategy.shards_optimizer else 1
     num_outer = axes.outer if memory_plan.shards_outer else 1
     layout = plan(shapes, num_inner * num_outer, memory_plan.granularity)
     whole, inner_shard, owned = layout.numel, layout.numel // num_inner, layout.shard_size
-    compute, main = precision.compute.itemsize, precision.main_param.itemsize
+    main = precision.main_param.itemsize
     is_freed = strategy.shards_parameters and num_inner > 1
     has_main = precision.main_param != precision.compute
     weights = owned * main if has_main else 0
     if not is_freed:
-        weights += whole * compute
-    elif not has_main or num_outer > 1:
-        weights += inner_shard * compute  # else the compute shard is cast at each all-gather
-    parts = {"weights": weights, "gathered": whole * compute if is_freed else 0}
+        weights += int(whole * compute)
+    elif not has_main or num_outer > 1 or compute != precision.compute.itemsize:
+        # Codes are made once a step. Else the compute shard is cast at each all-gather.
+        weights += int(inner_shard * compute)
+    parts = {"weights": weights, "gathered": int(whole * compute) if is_freed else 0}
     if not trainable:
         return parts
     # The gradient is kept in its own dtype, or in that of the optimizer, not in both at once.

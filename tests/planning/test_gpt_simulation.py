@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The simulated step of a command line is that of a run of pretrain_gpt.py."""
 
+import argparse
 import csv
 import os
 from pathlib import Path
@@ -63,3 +64,31 @@ def test_a_run_has_the_simulated_collectives_and_flat_buffers(case: str, tmp_pat
     (simulated,) = run_ranks(1, simulated_rows, line, world_size)
     assert len(simulated) > 10
     assert simulated == runs[0]
+
+
+def gathered_bytes(line: str, low_precision: dict[str, object]) -> tuple[int, int, float]:
+    """Return the bytes of a step's gathers, its peak, and its seconds; for a rank of the pool."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    args = arguments_on(line.split(), 2)
+    args = argparse.Namespace(**vars(args) | low_precision)
+    prediction = simulate_stage(args, MACHINES["h100"], max_microbatches=None)
+    gathers = [each.num_bytes for each in prediction.step.entries if each.track == "gather"]
+    return sum(gathers), prediction.peak_bytes, prediction.seconds
+
+
+def test_codes_are_simulated_with_their_own_bytes() -> None:
+    line = f"{SMALL} {FSDP} --bf16 --data-parallel-sharding-strategy optim_grads_params"
+    plain = run_ranks(1, gathered_bytes, line, {"fp8": "hybrid"})[0]
+    fp8 = {"fp8": "hybrid", "fp8_param_gather": True}
+    settings = {
+        "mxfp8": {**fp8, "fp8_recipe": "mxfp8"},
+        "delayed": {**fp8, "fp8_recipe": "delayed"},
+    }
+    settings["nvfp4"] = {"fp4": "e2m1", "fp4_param": True, "fp4_recipe": "nvfp4"}
+    found = [run_ranks(1, gathered_bytes, line, each)[0] for each in settings.values()]
+    saved = [plain[0] - gathered for gathered, _, _ in found]
+    # Of each code one byte less is gathered, 31/32 or 23/16, whatever the model has beside codes.
+    assert [part / saved[1] for part in saved] == pytest.approx([31 / 32, 1.0, 23 / 16], rel=1e-3)
+    assert plain[0] / 2 < found[1][0] < plain[0]
+    assert all(peak <= plain[1] and seconds <= plain[2] for _, peak, seconds in found)

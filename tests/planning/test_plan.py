@@ -121,7 +121,7 @@ def test_a_small_model_is_planned_with_commands_and_a_picture(tmp_path: Path) ->
 
 def test_everything_wrong_with_a_command_line_is_told_at_once() -> None:
     words = "--model gpt-9 --gpus 0 --machine abacus --memory-limit -1 --show 0 --level 4"
-    words += " --tensor two --picture /nowhere/plan.png --micro-batch-size 2 --fp8-format hybrid"
+    words += " --tensor two --picture /nowhere/plan.png --micro-batch-size 2 --nccl-ub"
     words += " --hybrid-layer-pattern *-"
     done = CliRunner().invoke(main, words.split())
     assert done.exit_code == 2
@@ -135,7 +135,7 @@ def test_everything_wrong_with_a_command_line_is_told_at_once() -> None:
         "--tensor expects numbers such as 1,2,4 but got two",
         "there is no folder /nowhere",
         "--micro-batch-size is chosen by the search: limit it by --micro-batch",
-        "--fp8-format: fp8 cannot be planned",
+        "--nccl-ub: memory slots cannot be planned",
         "--hybrid-layer-pattern: a HybridModel cannot be planned",
     ):
         assert part in done.output

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -85,3 +86,42 @@ def test_the_number_of_ranks_is_known_before_the_rules(
     from megatron.pretrain.arguments import dry_run_ranks
 
     assert dry_run_ranks(words) == expected
+
+
+def memory_of(low_precision: dict[str, Any]) -> tuple[int, int, bool]:
+    """Return the bytes of gathered weights and of all weights, and whether a line tells of codes.
+
+    For one rank of the pool. The arguments are those of a machine with Transformer Engine.
+    """
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    args, _ = parse(f"{LINE} --bf16 --dry-run", world_size=2)
+    args = argparse.Namespace(**vars(args) | low_precision)
+    estimate = dry_run.estimate_stage(args, 128, 0)
+    told = any("bytes an element" in line for line in dry_run.model_lines(args, [estimate]))
+    return estimate.memory.gathered, estimate.memory.weights, told
+
+
+def test_weights_of_fewer_bits_are_gathered_in_their_own_bytes() -> None:
+    """Two layers are gathered at once, each with matrices of 12 times 64 x 64 elements."""
+    fp8 = {"fp8": "hybrid", "fp8_param_gather": True}
+    coded = 2 * 12 * 64 * 64
+    ((plain, weights, told),) = run_ranks(1, memory_of, {"fp8": "hybrid"})
+    assert not told
+    for settings, size in (
+        ({**fp8, "fp8_recipe": "delayed"}, 1),
+        ({**fp8, "fp8_recipe": "blockwise"}, 1),
+        ({**fp8, "fp8_recipe": "mxfp8"}, 33 / 32),
+        ({"fp4": "e2m1", "fp4_param": True, "fp4_recipe": "nvfp4"}, 9 / 16),
+    ):
+        ((gathered, with_codes, told),) = run_ranks(1, memory_of, settings)
+        assert plain - gathered == pytest.approx(coded * (2 - size), rel=0.01)
+        # The shard of codes is kept beside that of main weights.
+        assert with_codes - weights == pytest.approx(2 * coded * size / 2, rel=0.01)
+        assert told
+    first = {"first_last_layers_bf16": True, "num_layers_at_start_in_bf16": 2}
+    settings = {**fp8, "fp8_recipe": "delayed", **first, "num_layers_at_end_in_bf16": 2}
+    ((gathered, _, _),) = run_ranks(1, memory_of, settings)
+    assert gathered == plain

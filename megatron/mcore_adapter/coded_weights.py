@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights that Transformer Engine's layers store, and ranks gather, as codes of few bits."""
+
+from __future__ import annotations
+
+import argparse
+from typing import cast
+
+from torch import nn
+
+from megatron.mcore_adapter.data_parallel import default_unit_modules
+
+CODE_BYTES = {"mxfp8": 1 + 1 / 32, "nvfp4": 1 / 2 + 1 / 16}
+"""Bytes of an element that is gathered in a recipe, with its part of a block's scale; else 1."""
+
+PLAIN = {"fp8": None, "fp4": None, "fp8_param_gather": False, "fp4_param": False}
+"""Arguments of a run whose weights are plain tensors, which any device can make."""
+
+
+def code_bytes(args: argparse.Namespace) -> float | None:
+    """Return the bytes of an element that a run gathers as a code; None if weights are plain."""
+    for bits, gathers in (("fp8", "fp8_param_gather"), ("fp4", "fp4_param")):
+        if getattr(args, bits, None) and getattr(args, gathers, False):
+            return CODE_BYTES.get(getattr(args, f"{bits}_recipe"), 1.0)
+    return None
+
+
+def coded_weights(args: argparse.Namespace, chunk: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the weights of a model chunk that are codes: the matrices of layers in few bits."""
+    if code_bytes(args) is None:
+        return {}
+    first, last = 0, args.num_layers
+    if getattr(args, "first_last_layers_bf16", False):
+        first, last = args.num_layers_at_start_in_bf16, last - args.num_layers_at_end_in_bf16
+    found = {}
+    names = {module: name for name, module in chunk.named_modules()}
+    for layer in layers_of(chunk):
+        if first < cast(int, layer.layer_number) <= last:
+            for name, parameter in layer.named_parameters(prefix=names[layer]):
+                if ".linear_" in name and parameter.dim() == 2:
+                    found[name] = parameter
+    return found
+
+
+def layers_of(chunk: nn.Module) -> list[nn.Module]:
+    """Return the transformer layers of a model chunk."""
+    layer = default_unit_modules(chunk)[0]
+    assert isinstance(layer, type)
+    return [module for module in chunk.modules() if isinstance(module, layer)]

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bytes of weights in FP8: those of a plan are those that a run has, and gathers."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.support import transformer_engine_on_cpu
+from tests.support.transformer_engine_on_cpu.core_gpt import make_gpt
+from tests.support.transformer_engine_on_cpu.ranks import RunOnRanks, ranks
+
+pytestmark = pytest.mark.exhaustive
+LEVELS = {"optim": 1, "optim_grads_params": 3}
+
+
+@pytest.fixture(scope="module")
+def engine_ranks() -> Iterator[RunOnRanks]:
+    transformer_engine_on_cpu.require()
+    with ranks(2) as run:
+        yield run
+
+
+def bytes_of(recipe: str | None, strategy: str) -> dict[str, tuple[float, float]]:
+    """Return estimated and measured bytes: of weights and of the gathers of a forward."""
+    transformer_engine_on_cpu.use()
+    from megatron.mcore_adapter import cpu
+
+    cpu.install()
+    from megatron.core.distributed import DistributedDataParallelConfig
+
+    from megatron.fsdp import ShardingStrategy, trace
+    from megatron.fsdp.engine.observe import GATHER
+    from megatron.mcore_adapter import FullyShardedDataParallel
+    from megatron.mcore_adapter.coded_weights import code_bytes, coded_weights
+    from megatron.mcore_adapter.data_parallel import default_unit_modules, precision_policy
+    from megatron.pretrain.memory_estimate import AxisSizes, MemoryPlan, estimate_memory
+
+    config, module = make_gpt(recipe)
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=True,
+        use_megatron_fsdp=True,
+        fp8_param_gather=recipe is not None,
+        data_parallel_sharding_strategy=strategy,
+    )
+    model = FullyShardedDataParallel(config, ddp_config, module)
+    storages = {}
+    for group in model.module.groups:
+        for tensor in (group.compute.flat, group.compute_shard, group.main_shard):
+            storage = tensor.untyped_storage()
+            storages[storage._cdata] = storage.nbytes()
+    tokens = torch.zeros(4, 32, dtype=torch.long)
+    with torch.no_grad(), trace.record() as recording:
+        model(tokens, torch.arange(32)[None], None, labels=tokens)
+    gathers = [entry for entry in recording.collectives if entry.track == GATHER]
+    args = argparse.Namespace(
+        fp8="hybrid" if recipe else None, fp8_recipe=recipe, fp8_param_gather=True, num_layers=2
+    )
+    _, plain = make_gpt(None)
+    coded = coded_weights(args, plain)
+    plan = MemoryPlan(
+        default_unit_modules(plain),
+        ShardingStrategy(LEVELS[strategy]),
+        precision_policy(ddp_config),
+        AxisSizes(dist.get_world_size()),
+        coded=frozenset(coded.values()),
+        code_bytes=code_bytes(args) or 1.0,
+    )
+    numel = sum(parameter.numel() for parameter in plain.parameters())
+    expected = 2 * numel - sum(one.numel() for one in coded.values())
+    found: dict[str, Any] = {
+        "weights": (estimate_memory(plain, plan).weights, sum(storages.values()))
+    }
+    if strategy == "optim_grads_params":
+        found["gathered"] = (expected, sum(entry.num_bytes for entry in gathers))
+    found["per parameter"] = sum(storages.values()) / numel
+    return found
+
+
+@pytest.mark.parametrize("strategy", LEVELS)
+@pytest.mark.parametrize("recipe", [None, "tensorwise", "delayed", "blockwise"])
+def test_bytes_of_a_plan_are_those_of_a_run(
+    engine_ranks: RunOnRanks, recipe: str | None, strategy: str
+) -> None:
+    for parts in engine_ranks(bytes_of, recipe, strategy):
+        parts.pop("per parameter")
+        for part, (estimate, measured) in parts.items():
+            assert estimate == pytest.approx(measured, rel=0.02), part
