@@ -138,9 +138,9 @@ class OnLocalTensors(TorchDispatchMode):
             local_args = (local_args[0], local_args[0].shape, *local_args[2:])
         elif func not in ALIASES and not (_is_pointwise(func) and _can_meet(operands, tensors)):
             raise NeedsWholeTensor
-        result = func(*local_args, **self._local(kwargs))
-        if func._schema.is_mutable:
+        if func._schema.is_mutable:  # before, so that a gather of the weights waits or is over
             _report_writes(func, args, kwargs)
+        result = func(*local_args, **self._local(kwargs))
         of_local = {id(operand._local_tensor): operand for operand in operands}
 
         def wrap(local: torch.Tensor, pattern: DTensor) -> DTensor:
@@ -294,6 +294,7 @@ class Whole:
     @torch.no_grad()
     def write_back(self) -> None:
         """Copy this rank's part into the local tensor."""
+        _report_write(self.dtensor)
         local, whole = self.dtensor._local_tensor, self.tensor.detach()
         part = part_of(self.dtensor)
         if not self.is_local and part is not None:
@@ -301,9 +302,7 @@ class Whole:
         elif not self.is_local:  # torch has divided it
             mesh = self.dtensor.device_mesh
             replicated = wrap_local(DTensor, whole, mesh, [Replicate()] * mesh.ndim, whole.shape)
-            evenly = replicated.redistribute(placements=self.dtensor.placements)
-            local.copy_(evenly._local_tensor)
-        _report_write(self.dtensor)
+            local.copy_(replicated.redistribute(placements=self.dtensor.placements)._local_tensor)
 
 
 class WholeView(torch.Tensor):

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Protocol
@@ -54,15 +55,12 @@ class CpuStreams:
     def launch(self, stream_name: str, *collectives: Collective) -> Pending:
         """Run ``collectives`` one after another; see :meth:`CudaStreams.launch`."""
         # Only the first is asynchronous. The others need its result, so they run in `wait`.
-        first, *others = collectives
-        work = first(True)
-        if not others:
-            return Pending(work.wait if work is not None else None)
+        work = collectives[0](True)
 
         def wait() -> None:
             if work is not None:
                 work.wait()
-            for collective in others:
+            for collective in collectives[1:]:
                 collective(False)
 
         return Pending(wait)
@@ -73,13 +71,11 @@ class CudaStreams:
 
     def __init__(self, device: torch.device):
         self._device = device
-        self._streams: dict[str, torch.cuda.Stream] = {}
+        self._streams = defaultdict[str, torch.cuda.Stream](lambda: torch.cuda.Stream(device))
 
     def launch(self, stream_name: str, *collectives: Collective) -> Pending:
         """Run ``collectives`` on a stream; each may use the results of those before it."""
         # The streams are "gather" and "reduce": neither waits for the other.
-        if stream_name not in self._streams:
-            self._streams[stream_name] = torch.cuda.Stream(self._device)
         stream = self._streams[stream_name]
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
@@ -87,6 +83,13 @@ class CudaStreams:
                 collective(False)
             done = stream.record_event()
         return Pending(lambda: torch.cuda.current_stream(self._device).wait_event(done))
+
+
+def held(tensor: torch.Tensor) -> torch.Tensor:
+    """Return ``tensor``, whose memory is reused only after the current stream has used it."""
+    if tensor.is_cuda:  # another stream may have allocated it
+        tensor.record_stream(torch.cuda.current_stream(tensor.device))
+    return tensor
 
 
 Streams = CpuStreams | CudaStreams

@@ -14,7 +14,7 @@ from torch import nn
 from megatron.fsdp.engine import observe
 from megatron.fsdp.engine.buffer import FlatBuffer, Storage, shard_view
 from megatron.fsdp.engine.collectives import Communicator, Gather
-from megatron.fsdp.engine.device import Pending
+from megatron.fsdp.engine.device import Pending, held
 from megatron.fsdp.engine.gradients import GroupGradients
 from megatron.fsdp.engine.layout import PREFER_ROWS, Granularity, Layout, plan
 from megatron.fsdp.engine.policy import Precision, ShardingStrategy
@@ -159,7 +159,7 @@ class ParamGroup:
     def shard_parameter(self, index: int) -> None:
         """Move parameter ``index`` into the group, with the values of the first data rank."""
         # Ranks that began with different seeds would otherwise train different replicas.
-        values = self.form.values(self.parameters[index]).contiguous()
+        values = held(self.form.values(self.parameters[index])).contiguous()
         with observe.work(self.unit_name, "shard"):
             self.communicator.broadcast(values)
         owned = self.layout.owned(index, self.rank)

@@ -10,4 +10,7 @@
 | `operators.py` | a dispatch mode that makes every operator an event on the current stream |
 | `nccl.py` | collectives on the streams of their groups, and NCCL's rules |
 | `machine.py` | the machine: everything that is patched, and restored |
+| `scenarios.py` | trainings of `fully_shard` that run on it |
+| `defects.py` | defects that are made in functions of the library |
+| `defects_of_streams.py` | the table of deliberate defects in stream handling |
 """

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -10,12 +11,13 @@ from contextlib import contextmanager
 import torch
 from torch.cuda._sanitizer import Access, EventHandler, UnsynchronizedAccessError
 
-from tests.support.cuda_model.memory import Blocks, MemoryBlock, storage_of
+from tests.support.cuda_model.memory import Blocks, MemoryBlock, has_memory
 from tests.support.cuda_model.reports import (
     EARLY_RELEASE,
     HOST_READ,
     RACE,
     RELEASED,
+    CallStack,
     Finding,
     told_together,
 )
@@ -73,15 +75,15 @@ class Detector:
     def check(self, name: str, tensors: Iterable[torch.Tensor]) -> None:
         """Raise an error if one of the tensors that a kernel is to use has no memory."""
         for tensor in tensors:
-            storage = storage_of(tensor)
-            if storage is None or not tensor.numel():
-                continue
-            last = sum((s - 1) * st for s, st in zip(tensor.shape, tensor.stride(), strict=True))
-            needed = (tensor.storage_offset() + last + 1) * tensor.element_size()
-            if storage.nbytes() < needed:
-                text = f"{name} uses {self.blocks.name_of(tensor)}, {self._during()}"
-                self.report(RELEASED, text, (name, self._during()))
-                raise ReleasedMemoryError(text)
+            if not has_memory(tensor):
+                raise self.use_of_released(name, tensor)
+
+    def use_of_released(self, name: str, tensor: torch.Tensor) -> ReleasedMemoryError:
+        """Report a use of memory that was released; return the error to raise."""
+        text = f"{name} uses {self.blocks.name_of(tensor)}, {self._during()}"
+        stack = CallStack(sys._getframe()).format()
+        self.report(RELEASED, f"{text}\n{stack}", (name, stack))
+        return ReleasedMemoryError(text)
 
     def allocated(self, tensor: torch.Tensor, name: str) -> None:
         """Note that ``tensor`` has new memory, which the current stream owns."""

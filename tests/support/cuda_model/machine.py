@@ -149,7 +149,13 @@ def _patch_tensors(patches: ExitStack, detector: Detector) -> None:
         detector.record_stream(self, stream.cuda_stream)
 
     patches.enter_context(patch.object(torch.UntypedStorage, "resize_", resize_))
+
+    def is_cuda(self: torch.Tensor) -> bool:  # torch itself would ask a driver next
+        asks = str(sys._getframe(1).f_globals.get("__name__"))
+        return self.device.type == "cpu" and asks.partition(".")[0] != "torch"
+
     for name, replacement in {
+        "is_cuda": property(is_cuda),
         "tolist": tolist,
         "cpu": cpu,
         "numpy": as_numpy,

@@ -116,3 +116,12 @@ def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
         return tensor.untyped_storage()
     except (NotImplementedError, RuntimeError):  # of a subclass without storage of its own
         return None
+
+
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Return False for a tensor whose storage is smaller than it, because it was released."""
+    storage = storage_of(tensor)
+    if storage is None or not tensor.numel():
+        return True
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+    return storage.nbytes() >= (tensor.storage_offset() + last + 1) * tensor.element_size()

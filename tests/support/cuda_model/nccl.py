@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import ProcessGroup
 
 from tests.support.cuda_model.detector import Detector
+from tests.support.cuda_model.memory import has_memory
 from tests.support.cuda_model.reports import NCCL_RULE, ORDER, UNAWAITED, CallStack
 from tests.support.cuda_model.streams import ModelEvent, ModelStream, StreamContext
 
@@ -144,6 +145,7 @@ METHODS: dict[str, Callable[..., Call]] = {
 }
 """Methods of process groups by the names that torch's releases have; one has some of them."""
 MESSAGES = ("send", "recv")
+EXCHANGES = ("alltoall_base", "all_to_all_single", "alltoall")
 
 
 class Carried:
@@ -167,7 +169,8 @@ class Carried:
         """Wait for gloo, and bring what it has written."""
         self._work.wait()
         for tensor in self._written:
-            tensor.data.copy_(self._copies[id(tensor)])  # like NCCL: no new version for autograd
+            if has_memory(tensor):  # otherwise its release was reported
+                tensor.data.copy_(self._copies[id(tensor)])  # like NCCL: autograd does not know
         self._written.clear()
 
 
@@ -342,9 +345,11 @@ def _positional(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _signature(name: str, call: Call) -> str:
-    tensors = call.reads if call.reads else call.writes
-    shapes = [f"{tensor.dtype}[{tensor.numel()}]" for tensor in tensors]
-    return f"{name}({', '.join(shapes)})"
+    """Return what must be equal on all ranks; exchanges may have other sizes on each."""
+    tensors = call.writes if name == "scatter" else call.reads
+    sizes = ["" if name in EXCHANGES else tensor.numel() for tensor in tensors]
+    kinds = [f"{tensor.dtype}[{size}]" for tensor, size in zip(tensors, sizes, strict=True)]
+    return f"{name}({', '.join(kinds)})"
 
 
 class FunctionalCollectives:

@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.cuda_model.detector import Detector
 from tests.support.cuda_model.nccl import FunctionalCollectives
@@ -31,7 +31,7 @@ class Roles(NamedTuple):
 
 
 @cache
-def roles_of(operator: torch._ops.OpOverload) -> Roles:
+def roles_of(operator: Any) -> Roles:
     """Return what ``operator`` reads and writes, by its schema."""
     schema = operator._schema
     is_factory = schema.name.endswith("_like") or "::new_" in schema.name
@@ -70,7 +70,7 @@ class OperatorEvents(TorchDispatchMode):
         kwargs = kwargs or {}
         if self._detector.is_unseen:
             return func(*args, **kwargs)
-        if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented  # its own operators on plain tensors come here next
         if func.namespace in NOT_OURS:
             if func.namespace == "_c10d_functional":
@@ -88,7 +88,12 @@ class OperatorEvents(TorchDispatchMode):
                 reads += tensors
         name = str(func)
         self._detector.check(name, reads + writes)
-        result = func(*args, **kwargs)
+        try:
+            result = func(*args, **kwargs)
+        except RuntimeError as error:
+            if "out of bounds for storage of size 0" not in str(error):
+                raise
+            raise self._detector.use_of_released(name, args[0]) from error  # by a view of it
         for tensor in tensors_in(result):
             if self._detector.blocks.known(tensor) is None:
                 writes.append(tensor)

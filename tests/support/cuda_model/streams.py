@@ -45,7 +45,9 @@ class Streams:
             frame: Any = sys._getframe(1)
             while frame.f_code.co_filename.startswith(MODEL):
                 frame = frame.f_back
-            name = str(frame.f_locals.get("stream_name", frame.f_code.co_qualname))
+            made_by = (frame, frame.f_back)  # a function, or what fills a dict for it
+            names = [each.f_locals.get("stream_name") for each in made_by]
+            name = next(filter(None, names), frame.f_code.co_qualname)
         self.names[number] = f"stream {number} ({name})"
         self.detector.syncs.create_stream(number)
         return ModelStream(self, number)
