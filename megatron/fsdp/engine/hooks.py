@@ -128,8 +128,7 @@ class UnitHooks:
 
     def call_method(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a method of a module that is not its forward, and return its result."""
-        # Weights that it reads by name are gathered then, and again for its backward. A method that
-        # reads none communicates nothing.
+        # Weights that it reads by name are gathered then, and again for its backward; if any.
         if self.calls or in_backward():
             return method(*args, **kwargs)
         self._callbacks.before_call()

@@ -50,8 +50,7 @@ class UnitCall(StateOwner[CallState]):
         self.num_inputs = 0  # that get gradients and have hooks, of which a few count as one
         self.awaited_inputs = 0  # of them, those whose gradients are outstanding in this pass
         self.input_hooks: list[RemovableHandle] = []
-        # Autograd computes leaf gradients first. Gradients of leaf inputs may therefore arrive
-        # before those of parameters on another path.
+        # Gradients of leaf inputs may arrive before those of parameters on another path.
         self.has_leaf_inputs = False
 
     def __str__(self) -> str:
