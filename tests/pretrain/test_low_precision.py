@@ -54,11 +54,12 @@ def assert_same(record: Record, reference: Record) -> None:
 
 
 @pytest.mark.always("*-delayed")
-@pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "blockwise"])
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "blockwise", "mxfp8"])
 def test_strategies_train_as_the_ddp_of_megatron_core(run: Run, recipe: str) -> None:
     chosen = f"--fp8-recipe {recipe}"
+    needs = "--reuse-grad-buf-for-mxfp8-param-ag" if recipe == "mxfp8" else ""
     ddp, computed, *stored = run(
-        f"{DDP} {STORED} {chosen}",
+        f"{DDP} {STORED} {chosen} {needs}",
         f"{FSDP} {FP8} {chosen}",
         *(
             f"{FSDP} {STORED} {chosen} --data-parallel-sharding-strategy {strategy}"
@@ -95,7 +96,7 @@ OUTER = "--num-distributed-optimizer-instances 2"
 
 @pytest.mark.exhaustive
 @four_ranks
-@pytest.mark.parametrize("recipe", ["delayed", "blockwise"])
+@pytest.mark.parametrize("recipe", ["delayed", "blockwise", "mxfp8"])
 def test_four_ranks_train_alike_with_an_outer_axis(run: Run, recipe: str) -> None:
     flags = f"{FSDP} {STORED} --fp8-recipe {recipe}"
     flat, *hybrid = run(

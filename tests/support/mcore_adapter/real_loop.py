@@ -107,6 +107,7 @@ ROWS = {
         " --num-layers-at-end-in-bf16 0",
     ),
     "fp8-blockwise-tp-sp": Row(4, f"{FP8_WEIGHTS} --fp8-recipe blockwise {SP}"),
+    "fp8-mxfp8": Row(2, f"{FP8_WEIGHTS} --fp8-recipe mxfp8 --reuse-grad-buf-for-mxfp8-param-ag"),
     "fp8-pp": Row(4, f"{FP8_WEIGHTS} --pipeline-model-parallel-size 2"),
     "fp8-hybrid-optim": Row(4, FP8_WEIGHTS, HYBRID_OPTIM),
     "fp8-ep": Row(
