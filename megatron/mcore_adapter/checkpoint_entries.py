@@ -8,6 +8,7 @@ model and the optimizer, so torch.distributed.checkpoint loads in place.
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any
 
@@ -17,7 +18,12 @@ from torch.distributed.tensor import DTensor
 
 from megatron.checkpoint.core.key_rules import entry_names
 from megatron.checkpoint.core.spelling import is_expert, plain_name
-from megatron.checkpoint.fsdp_dtensor.keys import EXTRA_STATE, META_PREFIX, without_layout
+from megatron.checkpoint.fsdp_dtensor.keys import (
+    EXTRA_STATE,
+    META_PREFIX,
+    MODEL_PREFIX,
+    without_layout,
+)
 from megatron.checkpoint.torch_dist.checkpoint import extra_state_tensor
 from megatron.fsdp.dtensor.sharded_param import ShardedParam, sharded_param_of
 
@@ -57,6 +63,27 @@ def own_extra_states(model: Iterable[nn.Module]) -> dict[str, bytes]:
                 is_tensor = isinstance(value, torch.Tensor)
                 found[key] = value.numpy().tobytes() if is_tensor else b""
     return found
+
+
+def extra_states(
+    model: Iterable[nn.Module], name_in_file: Callable[[str], str]
+) -> dict[str, bytes]:
+    """Return the extra states that are not empty by the file's names: delayed scaling has some."""
+    own = own_extra_states(model)
+    return {MODEL_PREFIX + name_in_file(key): value for key, value in own.items() if value}
+
+
+def scales_to_load(
+    args: argparse.Namespace,
+    model: Iterable[nn.Module],
+    name_in_file: Callable[[str], str],
+    stored: Container[str],
+) -> dict[str, None]:
+    """Return entries for the extra states that the file has; runs without scales ask for none."""
+    if not getattr(args, "fp8", None) or getattr(args, "fp8_recipe", "") != "delayed":
+        return {}
+    keys = [MODEL_PREFIX + name_in_file(key) for key in own_extra_states(model)]
+    return {key: None for key in keys if f"model.{key}" in stored}
 
 
 def load_own_state(chunk: nn.Module, extra_state: Callable[[str], bytes | None]) -> None:

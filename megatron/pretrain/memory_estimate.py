@@ -84,11 +84,8 @@ def estimate_memory(model: nn.Module, memory_plan: MemoryPlan) -> MemoryEstimate
                 members = [one for one in members if (one in memory_plan.coded) == is_coded]
                 shapes = [tuple(local_tensor(one).shape) for one in members]
                 element = memory_plan.code_bytes if is_coded else precision.compute.itemsize
-                if members:
-                    of_group = _of_group(
-                        shapes, axes, precision, key.trainable, memory_plan, element
-                    )
-                    of_unit.update(of_group)
+                rest = (axes, precision, key.trainable, memory_plan, element)
+                of_unit.update(_of_group(shapes, *rest) if members else {})
         of_units.append(of_unit)
 
     def whole(part: str) -> int:

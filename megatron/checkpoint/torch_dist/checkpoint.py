@@ -13,7 +13,7 @@ import argparse
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -239,7 +239,9 @@ def target(state: TrainingState, spelling: Spelling) -> DcpTarget:
     moments = {**_zero_moments(state, keys), **state.moments}
     entries: list[Entry] = [
         *_random_state_objects(state),
-        *extra_state_objects(names, spelling, axes, state.extra_states),
+        *extra_state_objects(
+            {name: axes[keys[name][0]] for name in names}, spelling, state.extra_states
+        ),
     ]
     for name in names:
         key, index = keys[name]
@@ -324,24 +326,21 @@ def _random_state_objects(state: TrainingState) -> Iterator[ObjectEntry]:
 
 
 def extra_state_objects(
-    names: Iterable[str],
-    spelling: Spelling,
-    axes: Mapping[str, tuple[int, ...]],
-    extra_states: Mapping[str, bytes],
+    axes: Mapping[str, tuple[int, ...]], spelling: Spelling, extra_states: Mapping[str, bytes]
 ) -> Iterator[ObjectEntry]:
     """Yield the extra states of modules: those without one have None, as loaders ask for them.
 
-    ``axes`` are the lengths of the axes of layers and experts of each key.
+    ``axes`` are the lengths of the axes of layers and experts of each parameter's tensor.
     """
     # By their keys: that of a norm inside a linear layer is the linear layer's.
     values = {spelling.stacked_key(name): value for name, value in extra_states.items()}
     seen = set()
-    for name in names:
+    for name in axes:
         if not key_rules.has_extra_state(name, spelling.transformer_engine):
             continue
         key, index = spelling.stacked_key(name)
         extra_key = f"{key.rpartition('.')[0]}._extra_state"
-        object_key = _object_key(extra_key, index or (0,), axes[key] or (1,))
+        object_key = _object_key(extra_key, index or (0,), axes[name] or (1,))
         if object_key not in seen:
             seen.add(object_key)
             value = values.get((extra_key, index))

@@ -41,10 +41,11 @@ from megatron.mcore_adapter.checkpoint_entries import (
     Settings,
     drop_absent_settings,
     entries_of,
+    extra_states,
     has_loss_scaler,
     load_own_state,
     named_parameters,
-    own_extra_states,
+    scales_to_load,
     settings_of_group,
     sharded_params,
     state_entries,
@@ -83,7 +84,7 @@ class FsdpDtensorFormat:
     ) -> dict[str, Any]:
         """Return the content of a checkpoint, by the keys of the file."""
         names = EntryNames.of(args)
-        entries = {**model_entries(model, names), **extra_states(model, names)}
+        entries = {**model_entries(model, names), **extra_states(model, names.name)}
         content = {**_with_rng_by_stage(state), "model": entries}
         if optimizer is not None:
             prefix = own_prefix(model)
@@ -148,7 +149,7 @@ class FsdpDtensorFormat:
             **_with_rng_of_file(state, stored),
             "model": model_entries(model, names),
         }
-        content["model"].update(_scales_to_load(args, model, names, stored))
+        content["model"].update(scales_to_load(args, model, names.name, stored))
         del content["checkpoint_version"]
         if "num_floating_point_operations_so_far" not in stored:
             del content["num_floating_point_operations_so_far"]
@@ -230,25 +231,6 @@ def model_entries(model: Model, names: EntryNames) -> dict[str, Any]:
             else:
                 entries.update(entries_of(name, value, sharded, names.gated))
     return entries
-
-
-def extra_states(model: Model, names: EntryNames) -> dict[str, bytes]:
-    """Return what modules have beside weights by the file's names: the scales of delayed scaling.
-
-    With other recipes, and in bf16, they have nothing.
-    """
-    own = own_extra_states(model)
-    return {MODEL_PREFIX + names.name(key): value for key, value in own.items() if value}
-
-
-def _scales_to_load(
-    args: argparse.Namespace, model: Model, names: EntryNames, stored: Mapping[str, Any]
-) -> dict[str, None]:
-    """Return entries for the extra states that the file has; runs without scales ask for none."""
-    if not getattr(args, "fp8", None) or getattr(args, "fp8_recipe", "") != "delayed":
-        return {}
-    keys = [MODEL_PREFIX + names.name(key) for key in own_extra_states(model)]
-    return {key: None for key in keys if f"model.{key}" in stored}
 
 
 def optimizer_entries(

@@ -40,13 +40,12 @@ from megatron.checkpoint.dcp.signing_writer import SigningWriter
 from megatron.checkpoint.fsdp_dtensor.keys import split_half
 from megatron.checkpoint.torch_dist.checkpoint import extra_state_objects, files_beside
 from megatron.fsdp.dtensor.tensor_part import as_chunked_tensor, part_of
-from megatron.mcore_adapter.checkpoint_entries import sharded_params
+from megatron.mcore_adapter.checkpoint_entries import extra_states, sharded_params
 from megatron.pretrain.checkpoints.checkpoint_format import attempt
 from megatron.pretrain.checkpoints.fsdp_dtensor_format import (
     EntryNames,
     FsdpDtensorFormat,
     Model,
-    extra_states,
     model_entries,
     optimizer_entries,
     own_prefix,
@@ -78,14 +77,8 @@ class FsdpTorchDistFormat(FsdpDtensorFormat):
                 settings.update(_canonical(of_optimizer["param_to_group_meta"]))
             layout = StackedLayout.of(args, [split_half(name)[0] for name in weights])
             entries.extend(_random_state(state))
-            entries.extend(
-                extra_state_objects(
-                    layout.axes_of_names,
-                    layout.spelling,
-                    layout.axes_of_keys,
-                    _canonical(extra_states(model, names)),
-                )
-            )
+            scales = _canonical(extra_states(model, names.name))
+            entries.extend(extra_state_objects(layout.axes_of_names, layout.spelling, scales))
             entries.extend(_tensors(layout, weights, slots, _compute_dtypes(model)))
 
         problems = attempt(collect_own)
@@ -197,13 +190,6 @@ class StackedLayout:
             experts = (args.num_experts,) if expert_number(name) is not None else ()
             axes[name] = (*layers, *experts)
         return cls(spelling, axes)
-
-    @property
-    def axes_of_keys(self) -> dict[str, tuple[int, ...]]:
-        """Key of a tensor -> lengths of its axes of layers and experts."""
-        return {
-            self.spelling.stacked_key(name)[0]: axes for name, axes in self.axes_of_names.items()
-        }
 
     def chunks(self, entry: str, slot: str, value: Any, dtype: torch.dtype) -> Iterator[ChunkEntry]:
         """Yield the chunks of a tensor that this rank has.
