@@ -44,6 +44,8 @@ class TwoSidedGroup(ParamGroup):
         self._gathered: set[int] = set()  # sides; empty where nothing of them is left
         self._outer_due: set[int] = set()  # sides whose shards the outer axis has not gathered yet
         self._recomputes = False  # a forward runs in the backward for which the group is unsharded
+        # LayerNormMLP(checkpoint=True) recomputes without a forward that hooks could see.
+        self._hides_forward = any(getattr(one, "checkpoint", False) for one in self.form.owners)
         for module in self.form.owners:
             module.register_forward_pre_hook(self._before_forward)
 
@@ -57,11 +59,10 @@ class TwoSidedGroup(ParamGroup):
     @property
     def _missing(self) -> set[int]:
         """The sides that the pass under way reads, and that are not gathered."""
-        needs_columns = in_backward() or not self.reshards_after_use
-        wanted = {COLUMNS} if needs_columns else {ROWS}
-        if self._recomputes or not self.reshards_after_use:
+        wanted = {COLUMNS} if in_backward() else {ROWS}
+        if self._recomputes or (in_backward() and self._hides_forward):
             wanted.add(ROWS)
-        return wanted - self._gathered
+        return (wanted if self.reshards_after_use else {ROWS, COLUMNS}) - self._gathered
 
     def needs_unshard(self) -> bool:
         """Return True if a side is missing."""

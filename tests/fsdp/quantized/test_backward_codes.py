@@ -109,6 +109,42 @@ def test_recomputation_in_a_backward_reads_the_codes_of_the_forward(
     assert [losses for losses, _ in blackwell(train_blocks, recomputed, 3, True)] == expected
 
 
+def train_hidden(level: int) -> list[float]:
+    """Return losses of a layer that recomputes its activations in its own backward."""
+    from megatron_fsdp import fully_shard
+
+    te = transformer_engine_on_cpu.use()
+    from transformer_engine.pytorch.module import layernorm_mlp
+
+    layernorm_mlp._get_cuda_rng_state = torch.get_rng_state
+    layernorm_mlp._set_cuda_rng_state = torch.set_rng_state
+    recipe = recipe_of("mxfp8")
+    torch.manual_seed(3)
+    with te.quantized_model_init(
+        enabled=True, recipe=recipe, preserve_high_precision_init_val=True
+    ):
+        settings = dict(params_dtype=torch.bfloat16, device="cpu", checkpoint=level == 3)
+        module = nn.Sequential(*(te.LayerNormMLP(WIDTH, WIDTH, **settings) for _ in range(2)))
+    model, optimizer = fully_shard(
+        module,
+        torch.optim.AdamW(module.parameters(), lr=0.01),
+        fsdp_unit_modules=[te.LayerNormMLP],
+        zero_dp_strategy=level,
+    )
+    losses = []
+    for step in range(3):
+        loss = loss_of(model, recipe, step, dist.get_rank())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def test_layers_that_recompute_in_their_own_backward_find_both(blackwell: RunOnRanks) -> None:
+    assert blackwell(train_hidden, 3) == blackwell(train_hidden, 2)
+
+
 def test_each_pass_gathers_its_own_codes(blackwell: RunOnRanks) -> None:
     unit = 2 * NUMEL  # bytes of a block's codes, of one side
     for _, gathers in blackwell(train_blocks, "none", 3, False):
