@@ -36,7 +36,7 @@ def find_units(
         for child_name, child in module.named_children():
             visit(child, f"{name}.{child_name}" if name else child_name, inside_named)
 
-    visit(root, "", inside_named=False)
+    visit(root, "", inside_named=isinstance(root, classes) or root in instances)
     return list(units.values())
 
 

@@ -47,6 +47,14 @@ def asked_for(model: nn.Module, units: list) -> list[str]:
     ]
 
 
+def test_a_model_that_is_named_itself_is_one_unit() -> None:
+    """Modules in it may return their own parameters, which it then uses."""
+    layer = nn.TransformerEncoderLayer(8, 2, 16)
+    names = [name for name, _ in layer.named_parameters()]
+    for named in (nn.TransformerEncoderLayer, layer):
+        assert owners(layer, [named]) == {"": names}
+
+
 def test_outside_of_units_every_module_that_owns_parameters_is_one() -> None:
     model = models.build("nested_units")
     blocks = ["blocks.0", "blocks.1", "blocks.2"]
