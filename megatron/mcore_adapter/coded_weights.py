@@ -4,10 +4,13 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Container
 from typing import cast
 
 from torch import nn
 
+from megatron.checkpoint.core.spelling import plain_name
+from megatron.fsdp.engine.param_group import ParamGroup
 from megatron.mcore_adapter.data_parallel import default_unit_modules
 
 CODE_BYTES = {"mxfp8": 1 + 1 / 32, "nvfp4": 1 / 2 + 1 / 16}
@@ -38,8 +41,20 @@ def coded_weights(args: argparse.Namespace, chunk: nn.Module) -> dict[str, nn.Pa
         if first < cast(int, layer.layer_number) <= last:
             for name, parameter in layer.named_parameters(prefix=names[layer]):
                 if ".linear_" in name and parameter.dim() == 2:
-                    found[name] = parameter
+                    found[plain_name(name)] = parameter
     return found
+
+
+def gathered_part(group: ParamGroup, coded: Container[str], code_bytes: float | None) -> float:
+    """Return the part of its bytes that a group gathers, if some weights are gathered as codes."""
+    whole = travel = 0.0
+    for name, parameter in zip(group.names, group.parameters, strict=True):
+        whole += parameter.numel() * parameter.element_size()
+        is_coded = plain_name(name) in coded
+        travel += parameter.numel() * (
+            code_bytes if is_coded and code_bytes else parameter.element_size()
+        )
+    return travel / whole
 
 
 def layers_of(chunk: nn.Module) -> list[nn.Module]:

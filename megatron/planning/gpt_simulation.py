@@ -14,11 +14,14 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import nn
 
-from megatron.checkpoint.core.spelling import plain_name
-from megatron.fsdp.engine.param_group import ParamGroup
 from megatron.fsdp.trace.recorder import TraceEntry
 from megatron.mcore_adapter import FullyShardedDataParallel
-from megatron.mcore_adapter.coded_weights import PLAIN, code_bytes, coded_weights
+from megatron.mcore_adapter.coded_weights import (
+    PLAIN,
+    code_bytes,
+    coded_weights,
+    gathered_part,
+)
 from megatron.planning.layer_costs import GptCosts, ModelRanks
 from megatron.planning.machine import Cluster
 from megatron.planning.simulation import Simulator, StepResult, attach, simulating
@@ -127,7 +130,7 @@ def sharded_skeleton(
     config = transformer_config(on_meta)
     on_meta.init_model_with_meta_device = True
     chunk = build_chunk(on_meta, config, args.padded_vocab_size, torch.device("meta"), None)
-    coded = {*map(plain_name, coded_weights(args, chunk))}
+    coded = coded_weights(args, chunk)
     config.init_model_with_meta_device = False  # the engine has no values to make
     model = wrap(on_meta, config, chunk, device="meta")
     assert isinstance(model, FullyShardedDataParallel)
@@ -140,18 +143,6 @@ def sharded_skeleton(
     if unwrap(chunk).post_process:
         engine.module.forward = _with_loss(engine.module.forward)
     return model
-
-
-def gathered_part(group: ParamGroup, coded: set[str], code_bytes: float | None) -> float:
-    """Return the part of its bytes that a group gathers, if some weights are gathered as codes."""
-    whole = travel = 0.0
-    for name, parameter in zip(group.names, group.parameters, strict=True):
-        whole += parameter.numel() * parameter.element_size()
-        is_coded = plain_name(name) in coded
-        travel += parameter.numel() * (
-            code_bytes if is_coded and code_bytes else parameter.element_size()
-        )
-    return travel / whole
 
 
 def _with_loss(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
