@@ -5,7 +5,7 @@ Read from the sources with ast. A call is modelled, or it is listed here with th
 """
 
 import ast
-from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -41,11 +41,15 @@ NOT_MODELLED = {
 """What the model leaves out, with the reason."""
 
 
-def trees() -> Iterator[tuple[Path, ast.Module]]:
+@cache
+def trees() -> list[tuple[Path, ast.Module]]:
+    """Parse all sources."""
+    found = []
     for name in SOURCES:
         path = REPOSITORY / name
         for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
-            yield file, ast.parse(file.read_text())
+            found.append((file, ast.parse(file.read_text())))
+    return found
 
 
 def dotted(node: ast.expr) -> str:

@@ -11,6 +11,7 @@
 | `nccl.py` | collectives on the streams of their groups, and NCCL's rules |
 | `machine.py` | the machine: everything that is patched, and restored |
 | `scenarios.py` | trainings of `fully_shard` that run on it |
+| `adapter_runs.py` | trainings through the adapter that run on it |
 | `defects.py` | defects that are made in functions of the library |
 | `defects_of_streams.py` | the table of deliberate defects in stream handling |
 """
