@@ -174,7 +174,7 @@ class QuickEstimates:
             modules = {EMBEDDING: gpt.embedding, OUTPUT: nn.ModuleList([gpt.output_layer])}
             if not any(True for _ in gpt.output_layer.parameters()):  # tied to the embedding
                 modules[OUTPUT] = gpt.decoder.final_layernorm
-            for has_experts, layer in zip(kinds, layers_of(gpt)):
+            for has_experts, layer in zip(kinds, layers_of(gpt).values()):
                 modules[EXPERTS if has_experts else DENSE] = layer
             self._built[key] = modules
         return self._built[key]

@@ -63,19 +63,12 @@ CPU_VALUES = {
 ENGINE = ("--transformer-impl", "transformer_engine")
 """Layers for which somebody may bring kernels without CUDA: where the package can be imported."""
 CPU_SWITCHES = (
-    "--no-persist-layer-norm",
-    "--no-masked-softmax-fusion",
+    *("--no-persist-layer-norm", "--no-masked-softmax-fusion", "--no-rope-fusion"),
     "--no-gradient-accumulation-fusion",
-    "--no-rope-fusion",
 )
 KERNELS = (
-    "--moe-permute-fusion",
-    "--moe-router-fusion",
-    "--moe-enable-deepep",
-    "--tp-comm-overlap",
-    "--use-precision-aware-optimizer",
-    "--optimizer-cpu-offload",
-    "--nccl-ub",
+    *("--moe-permute-fusion", "--moe-router-fusion", "--moe-enable-deepep", "--tp-comm-overlap"),
+    *("--use-precision-aware-optimizer", "--optimizer-cpu-offload", "--nccl-ub"),
 )
 """Flags that need kernels or memory of a GPU."""
 KERNELS_OF_ENGINE = ("--moe-grouped-gemm", "--fp8-format", "--fp4-format")
