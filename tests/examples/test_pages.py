@@ -95,6 +95,9 @@ ELSEWHERE = {
     " tests/support/mcore_adapter/real_loop.py starts the loops of three releases in this way",
     "docs/observing_runs.md: python tools/launch.py --nproc_per_node 8 --log-dir logs --tee 3"
     " --local-ranks-filter 0 \\": "shows a defect; tests/tools/test_launch.py causes one",
+    "docs/weights_of_fewer_bits.md: torchrun --nproc_per_node 8 pretrain_gpt.py --use-megatron-fsdp"
+    " --bf16 --num-layers 24 --hidden-size 2048 \\": "needs Transformer Engine on 8 GPUs;"
+    " tests/pretrain/test_low_precision.py trains with its flags",
 }
 """Blocks of commands that do not run as a part of their page: page and first line, and why not."""
 

@@ -262,8 +262,8 @@ BROKEN_LINES = [
     BrokenLine(
         "operations: a write to a tensor that torch has divided is lost",
         "megatron/fsdp/dtensor/operations.py",
-        "            local.copy_(evenly._local_tensor)\n",
-        "            pass\n",
+        "            local.copy_(replicated.",
+        "            str(replicated.",
         "tests/fsdp/dtensor/test_operations.py",
     ),
     BrokenLine(
@@ -395,8 +395,8 @@ BROKEN_LINES = [
     BrokenLine(
         "converter: up before gate",
         "megatron/checkpoint/hugging_face/family.py",
-        "return [tensor.rows(0, middle), tensor.rows(middle, tensor.num_rows)]",
-        "return [tensor.rows(middle, tensor.num_rows), tensor.rows(0, middle)]",
+        "tensor.rows(0, tensor.num_rows // 2),\n        tensor.rows(tensor.num_rows // 2,",
+        "tensor.rows(tensor.num_rows // 2, tensor.num_rows),\n        tensor.rows(0,",
         "tests/checkpoint/hugging_face",
     ),
 ]

@@ -25,10 +25,14 @@ ONE_AXIS = Namespace(
     enable_gloo_process_groups=True,
     create_all_gather_group=False,
     distributed_timeout_minutes=10,
+    use_sharp=False,
+    sharp_enabled_group=None,
+    nccl_communicator_config_path=None,
+    high_priority_stream_groups=[],
 )
 _NOTHING = {name: getattr(parallel_state, name) for name in GLOBALS}
 
-_kept: dict[tuple, dict[str, Any]] = {}
+_kept: dict[str, dict[str, Any]] = {}
 _world: Any = None
 
 
@@ -43,7 +47,7 @@ def initialize(args: Any) -> None:
     if _world is not dist.group.WORLD:
         _kept.clear()
         _world = dist.group.WORLD
-    layout = tuple(getattr(args, name) for name in vars(ONE_AXIS))
+    layout = repr([getattr(args, name) for name in vars(ONE_AXIS)])
     vars(parallel_state).update(_NOTHING)
     if layout in _kept:
         vars(parallel_state).update(_kept[layout])

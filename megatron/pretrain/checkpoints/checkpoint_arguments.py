@@ -55,7 +55,7 @@ MAY_DIFFER = (
     *("lr_decay_samples", "lr_warmup_iters", "lr_warmup_samples", "lr_warmup_fraction"),
     *("lr_warmup_init", "lr_wsd_decay_iters", "lr_wsd_decay_samples", "lr_wsd_decay_style"),
     *("start_weight_decay", "end_weight_decay", "weight_decay_incr_style", "clip_grad"),
-    *("adam_beta1", "adam_beta2", "adam_eps", "sgd_momentum", "bf16", "fp16"),
+    *("adam_beta1", "adam_beta2", "adam_eps", "sgd_momentum", "bf16", "fp16", "fp8", "fp4"),
     *("attention_dropout", "hidden_dropout", "moe_router_dtype", "moe_aux_loss_coeff"),
     *("moe_router_load_balancing_type", "moe_z_loss_coeff", "moe_input_jitter_eps"),
     *("mtp_loss_scaling_factor", "calculate_per_token_loss", "data_path", "train_data_path"),

@@ -351,7 +351,7 @@ WRONG_CALLS: dict[str, WrongCall] = {
         ("sharded already",), lambda scene: fully_shard_optimizer(sharded_linear()[1])
     ),
     "optimizer with a step of its own": WrongCall(
-        ("step has been replaced", "before that"), step_replaced
+        ("step was replaced", "before that"), step_replaced
     ),
     "SparseAdam": WrongCall(
         ("SparseAdam", "sparse"),

@@ -131,7 +131,6 @@ def shows_fine_grained_of_config(make: Make) -> None:
     "gradient_reduce_div_fusion",
     "fsdp_all_gather_in_start_param_sync",
     "fp8_param_gather",
-    "keep_fp8_transpose_cache",
 )
 def shows_what_has_nothing_to_change(make: Make) -> None:
     """Show that fields which tune another way of communicating change nothing here."""
@@ -140,12 +139,18 @@ def shows_what_has_nothing_to_change(make: Make) -> None:
         "gradient_reduce_div_fusion": False,
         "fsdp_all_gather_in_start_param_sync": False,
         "fp8_param_gather": True,  # there are no weights in FP8
-        "keep_fp8_transpose_cache": True,
     }.items():
         assert f"``{name}``" in DistributedDataParallelConfig.__doc__
         model = configured(**{name: value})
         backward(model)
         close(gradient(model), mean_gradient(2), name, 1e-5)
+
+
+@shows("DistributedDataParallelConfig", "keep_fp8_transpose_cache")
+def shows_copies_of_config(make: Make) -> None:
+    """Show that the field arrives; tests of quantized weights show what it does."""
+    message = message_of(ValueError, configured, keep_fp8_transpose_cache="sometimes")
+    assert "keep_fp8_transpose_cache expects True or False" in message
 
 
 def refused_field(name: str, kind: type[Exception]) -> Callable[[Make], None]:

@@ -175,12 +175,9 @@ DATA_PARALLELISM = (
     changes("--fp8-margin 1", FP8, gpu=True, model__fp8_margin=1),
     changes("--fp8-amax-history-len 2", FP8, gpu=True, model__fp8_amax_history_len=2),
     changes("--fp8-amax-compute-algo max", FP8, gpu=True, model__fp8_amax_compute_algo="max"),
-    changes(
+    shown(
         "--reuse-grad-buf-for-mxfp8-param-ag",
-        f"{FP8} --fp8-recipe mxfp8 --fp8-param-gather {SHARDED}",
-        gpu=True,
-        optimizer__reuse_grad_buf_for_mxfp8_param_ag=True,
-        ddp__reuse_grad_buf_for_mxfp8_param_ag=True,
+        "test_low_precision.py::test_strategies_train_as_the_ddp_of_megatron_core",
     ),
     changes("--fp4-format e2m1", gpu=True, model__fp4="e2m1"),
     shown("--fp4-param-gather", "test_low_precision.py::test_weights_in_fp4_train_alike"),
