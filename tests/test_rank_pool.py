@@ -18,10 +18,16 @@ import torch
 import torch.distributed as dist
 
 from tests.support.model_parallel import ONE_AXIS, initialize
-from tests.support.rank_pool import MAX_GROUPS, RankFailure, run_ranks
+from tests.support.rank_pool import MAX_GROUPS, RankFailure, run_ranks, shut_down
 from tests.support.rank_process import JOBS_BETWEEN_FULL_COLLECTIONS
 
 REPOSITORY = Path(__file__).parents[1]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def fresh_ranks() -> None:
+    """Begin without what other files' jobs left: ranks are replaced once they have many threads."""
+    shut_down()
 
 
 def process_id() -> int:
