@@ -51,7 +51,7 @@ def check_all(
             " from the model that is sharded, not from a copy of it"
         )
     if mesh is not None:
-        found += _problems_of_axes(named, mesh)
+        found += [*_problems_of_axes(named, mesh), *_problems_of_devices(named, settings)]
     if initialiser is not None:
         found += problems_of_initialisation(module, initialiser)
         if any(parameter.is_meta for parameter in ignored):
@@ -109,6 +109,16 @@ def _problems_of_meta_tensors(module: nn.Module) -> Iterator[str]:
         yield (
             "parameters or buffers on the meta device have no values to shard:"
             f" {', '.join(on_meta[:5])}; pass Settings.initialisation=MetaInitialisation()"
+        )
+
+
+def _problems_of_devices(named: dict[str, nn.Parameter], settings: Settings) -> Iterator[str]:
+    others = {str(one.device) for one in named.values() if one.device.type not in ("cpu", "meta")}
+    if others - {str(settings.device)} and settings.device.type != "meta":
+        yield (
+            f"the module has parameters on {', '.join(sorted(others))}, but this rank trains on"
+            f" {settings.device}: call torch.cuda.set_device(local_rank) first, give a mesh of that"
+            " device type, and load the module without a device_map"
         )
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -369,7 +370,25 @@ MODELS: dict[str, WrongCall] = {
 }
 
 
-WRONG_CALLS = {**STRATEGIES, **OPTIONS, **MODELS}
+def linear_on_gpus() -> nn.Module:
+    """Return a module as a device_map leaves it, without values and thus without GPUs."""
+    module = nn.Linear(2, 2)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        for number, name in enumerate(("weight", "bias")):
+            value = torch.empty(2, device=f"cuda:{number}")
+            setattr(module, name, nn.Parameter(value))
+    return module
+
+
+DEVICES = {
+    "mesh on another device than the module": WrongCall(
+        ("parameters on cuda:0, cuda:1", "trains on cpu", "torch.cuda.set_device", "device_map"),
+        lambda scene: fully_shard_model(linear_on_gpus()),
+    ),
+}
+
+
+WRONG_CALLS = {**DEVICES, **STRATEGIES, **OPTIONS, **MODELS}
 
 
 @pytest.mark.parametrize("name", WRONG_CALLS)

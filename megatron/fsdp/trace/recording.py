@@ -55,7 +55,7 @@ def record(
     """
     if not dist.is_initialized():
         raise RuntimeError("record() expects that torch.distributed is initialised")
-    _raise_everywhere(_problems_of_ranks(ranks) or _problems_of_directory(directory, ranks))
+    check_directory(directory, ranks)
     origin = min(map(float, agree([repr(time.time())])))
     own = Recorder()
     observe.add(own)
@@ -73,7 +73,18 @@ def check_directory(
     directory: str | os.PathLike[str] | None, ranks: Collection[int] | None = None
 ) -> None:
     """Create the directory of a trace, in which ``ranks`` can write files; a collective."""
-    _raise_everywhere(_problems_of_directory(directory, ranks))
+    problems = _problems_of_ranks(ranks)
+    try:
+        if directory is not None and not problems and _writes(ranks):
+            os.makedirs(directory, exist_ok=True)
+            with tempfile.TemporaryFile(dir=directory):
+                pass
+    except OSError as error:
+        is_file = isinstance(error, FileExistsError)
+        reason = "it is a file, not a directory" if is_file else error.strerror
+        problems.append(f"cannot write traces to {directory}: {reason}")
+    if problems := agree(problems):
+        raise ValueError("\n".join(problems))
 
 
 def _problems_of_ranks(ranks: object) -> list[str]:
@@ -85,27 +96,6 @@ def _problems_of_ranks(ranks: object) -> list[str]:
     ):
         return []
     return [f"ranks expects a collection of ranks from 0 to {known[-1]} or None but got {ranks!r}"]
-
-
-def _problems_of_directory(
-    directory: str | os.PathLike[str] | None, ranks: Collection[int] | None
-) -> list[str]:
-    if directory is None or not _writes(ranks):
-        return []
-    try:
-        os.makedirs(directory, exist_ok=True)
-        with tempfile.TemporaryFile(dir=directory):
-            pass
-    except OSError as error:
-        is_file = isinstance(error, FileExistsError)
-        reason = "it is a file, not a directory" if is_file else error.strerror
-        return [f"cannot write traces to {os.fspath(directory)}: {reason}"]
-    return []
-
-
-def _raise_everywhere(problems: list[str]) -> None:
-    if problems := agree(problems):
-        raise ValueError("\n".join(problems))
 
 
 def _writes(ranks: Collection[int] | None) -> bool:
