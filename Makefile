@@ -4,6 +4,7 @@
 #   make lint                                 ruff and mypy
 #   make test [ARGS="-k layout"]              the tests, in a few minutes
 #   make test-all                             these and what is long by nature: every combination
+#   make gpu-check [ARGS=--rehearse]          the checks of a first day on GPUs, and a report; or the same on CPU ranks
 #   make docs                                 the documentation site, in build/site
 #   make test-oldest, make test-newest        the tests with the oldest and the newest torch (and Megatron-Core)
 #   make test TORCH=torch==2.14.1 MEGATRON=0.18.2   with another torch, in an environment of its own, and with another
@@ -24,7 +25,7 @@ ARGS ?=
 WITH_RELEASE = $(if $(MEGATRON),variables=$$($(VENV)/bin/python -m tests.support.megatron_release $(MEGATRON)) && eval "$$variables" &&)
 PYTEST = $(WITH_RELEASE) $(VENV)/bin/python -m pytest --numprocesses 2 --dist loadfile
 
-.PHONY: pretrain lint test test-all test-oldest test-newest docs clean
+.PHONY: pretrain lint test test-all test-oldest test-newest gpu-check docs clean
 .DELETE_ON_ERROR:
 
 pretrain: $(VENV)/.installed
@@ -41,6 +42,9 @@ test-oldest:
 
 test-newest:
 	$(MAKE) test TORCH=torch==2.15.0 MEGATRON=0.19.2
+
+gpu-check: $(VENV)/.installed
+	$(WITH_RELEASE) $(VENV)/bin/python -m tests.gpu.check $(ARGS)
 
 lint: $(VENV)/.installed
 	$(VENV)/bin/ruff check .

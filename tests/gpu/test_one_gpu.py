@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The engine on one GPU: what the CPU tests show, through CUDA streams and storage.
 
-Skipped where there is no GPU.
+Skipped where there is no GPU, but for rehearsals of tests/gpu/check.py: these take the CPU.
 """
 
 import copy
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -12,7 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+HAS_GPU = torch.cuda.is_available()
+IS_REHEARSED = "REHEARSE_GPU_CHECK" in os.environ
+DEVICE = torch.device("cuda", 0) if HAS_GPU else torch.device("cpu")
+pytestmark = pytest.mark.skipif(not HAS_GPU and not IS_REHEARSED, reason="needs a GPU")
 
 
 class GpuBlock(nn.Module):
@@ -28,9 +32,14 @@ class GpuBlock(nn.Module):
 
 @pytest.fixture(scope="module", autouse=True)
 def world_of_one() -> Iterator[None]:
-    torch.cuda.set_device(0)
+    if HAS_GPU:
+        torch.cuda.set_device(0)
     dist.init_process_group(
-        "nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=torch.device("cuda", 0)
+        "nccl" if HAS_GPU else "gloo",
+        store=dist.HashStore(),
+        rank=0,
+        world_size=1,
+        device_id=DEVICE if HAS_GPU else None,
     )
     yield
     dist.destroy_process_group()
@@ -46,7 +55,7 @@ def test_gradients_and_weights_match_the_unsharded_model(level: int) -> None:
     from megatron.fsdp.dtensor.tensor_part import full_tensor
     from megatron_fsdp import fully_shard
 
-    reference = make_model().double().cuda()
+    reference = make_model().double().to(DEVICE)
     reference_optimizer = torch.optim.AdamW(reference.parameters(), lr=1e-2)
     module = copy.deepcopy(reference).float()
     model, optimizer = fully_shard(
@@ -56,7 +65,8 @@ def test_gradients_and_weights_match_the_unsharded_model(level: int) -> None:
         zero_dp_strategy=level,
     )
     for step in range(4):
-        tokens = torch.randint(64, (8, 16), generator=torch.Generator().manual_seed(step)).cuda()
+        generator = torch.Generator().manual_seed(step)
+        tokens = torch.randint(64, (8, 16), generator=generator).to(DEVICE)
         for network, updater in ((model, optimizer), (reference, reference_optimizer)):
             updater.zero_grad()
             network(tokens).logsumexp(-1).square().mean().backward()
@@ -72,6 +82,7 @@ def test_gradients_and_weights_match_the_unsharded_model(level: int) -> None:
         )
 
 
+@pytest.mark.skipif(not HAS_GPU, reason="a CPU has no streams")
 def test_collectives_run_on_streams_of_their_own() -> None:
     from megatron.fsdp.engine.device import CudaStreams
 

@@ -9,15 +9,20 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from tests.support.fsdp.random_models import ExpertPlaces
 
 
+def device_type() -> str:
+    """Return the device of this job: GPUs where its backend is NCCL."""
+    return "cuda" if dist.is_initialized() and dist.get_backend() == "nccl" else "cpu"
+
+
 def mesh_of(*axes: str, sizes: tuple[int, ...] = ()) -> DeviceMesh:
     """Return a mesh with all ranks on the first axis unless `sizes` says otherwise."""
     sizes = sizes or (dist.get_world_size(),) + (1,) * (len(axes) - 1)
-    return init_device_mesh("cpu", sizes, mesh_dim_names=axes or None)
+    return init_device_mesh(device_type(), sizes, mesh_dim_names=axes or None)
 
 
 def shard_mesh() -> DeviceMesh:
     """Return a mesh of one axis. Make one per job: every mesh costs process groups."""
-    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp_shard",))
+    return init_device_mesh(device_type(), (dist.get_world_size(),), mesh_dim_names=("dp_shard",))
 
 
 class Meshes:
@@ -43,12 +48,12 @@ class Meshes:
             return {}
         if name == "outer":
             mesh = init_device_mesh(
-                "cpu", (size, world_size // size), mesh_dim_names=("dp_outer", "dp_shard")
+                device_type(), (size, world_size // size), mesh_dim_names=("dp_outer", "dp_shard")
             )
             return {"device_mesh": mesh, "dp_shard_dim": "dp_shard", "dp_outer_dim": "dp_outer"}
         if name == "cp":
             mesh = init_device_mesh(
-                "cpu", (world_size // size, size), mesh_dim_names=("dp_shard", "cp")
+                device_type(), (world_size // size, size), mesh_dim_names=("dp_shard", "cp")
             )
             mesh["dp_shard", "cp"]._flatten("dp_shard_cp")
             return {"device_mesh": mesh, "dp_shard_dim": "dp_shard_cp"}
@@ -57,7 +62,7 @@ class Meshes:
             return {**flat, "fsdp_group_ag": dist.new_group(list(range(world_size)))}
         if name == "ep":
             experts = init_device_mesh(
-                "cpu", (world_size // size, size), mesh_dim_names=("dp_shard", "ep")
+                device_type(), (world_size // size, size), mesh_dim_names=("dp_shard", "ep")
             )
             return {**flat, "expt_device_mesh": experts}
         return flat

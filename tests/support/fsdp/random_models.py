@@ -78,7 +78,7 @@ class Experts(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         tokens = x if self.group is None else GatherTokens.apply(x, self.group)
         weights = torch.softmax(
-            tokens[:, :1] * torch.arange(1, self.num_experts + 1, dtype=tokens.dtype), dim=-1
+            tokens[:, :1] * torch.arange(1, self.num_experts + 1).to(tokens), dim=-1
         )
         result = sum(
             expert(tokens) * weights[:, self.first + number, None]

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from megatron.fsdp.engine.hooks import tensors_in
 from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard
 from tests.support.fsdp import models
-from tests.support.fsdp.meshes import Meshes
+from tests.support.fsdp.meshes import Meshes, device_type
 from tests.support.fsdp.random_models import Drawn, DrawnModel, ExpertPlaces
 
 Ranks = Callable[..., list[Any]]
@@ -60,7 +60,8 @@ class Case:
 def batch(step: int, rank: int, microbatch: int, forward: int = 0) -> Tensor:
     """Return data of its own for every rank and microbatch, float64 [BATCH, WIDTH]."""
     generator = torch.Generator().manual_seed(((step * 8 + rank) * 8 + microbatch) * 8 + forward)
-    return torch.randn(models.BATCH, models.WIDTH, generator=generator, dtype=torch.float64)
+    data = torch.randn(models.BATCH, models.WIDTH, generator=generator, dtype=torch.float64)
+    return data.to(device_type())
 
 
 def loss_of(output: object) -> Tensor:
@@ -79,7 +80,9 @@ def loss_on(model: nn.Module, case: Case, step: int, rank: int, microbatch: int)
 
 
 def build(model: str | Drawn, places: ExpertPlaces | None = None) -> nn.Module:
-    return DrawnModel(model, places).double() if isinstance(model, Drawn) else models.build(model)
+    if isinstance(model, Drawn):
+        return DrawnModel(model, places).double().to(device_type())
+    return models.build(model).to(device_type())
 
 
 def optimizer_over(model: nn.Module, name: str = "adamw") -> torch.optim.Optimizer:

@@ -1,0 +1,311 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The checks of a first day on one to eight GPUs, and one report of them.
+
+    make gpu-check                          or: python -m tests.gpu.check
+    make gpu-check ARGS=--rehearse          the same on CPU ranks, small
+
+A step that fails does not keep the next ones from running. The report is written anew after every
+step, so that it is there when a later one hangs or is interrupted.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import datetime
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+
+import click
+import torch
+import torch.distributed as dist
+
+ROOT = Path(__file__).resolve().parents[2]
+MOST_GPUS = 8
+REHEARSE = "REHEARSE_GPU_CHECK"
+"""Lets the tests of GPUs run on the CPU."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A command of the table below.
+
+    Attributes:
+        name: also that of its file in the folder of logs.
+        command: its words; `{ranks}`, `{folder}` and `{python}` are filled in.
+        rehearsal: words that a rehearsal adds.
+        cannot_rehearse: the reason why a rehearsal skips it, if it does.
+        on_cpu: what a rehearsal runs instead of CUDA and NCCL.
+        needs: modules and programs without which it is skipped.
+        environment: variables of its own.
+        figures: a pattern of the lines that the report quotes.
+        files: what it writes into the folder.
+    """
+
+    name: str
+    command: str
+    rehearsal: str = ""
+    cannot_rehearse: str = ""
+    on_cpu: str = "CPU ranks over gloo"
+    needs: tuple[str, ...] = ()
+    environment: dict[str, str] = field(default_factory=dict)
+    figures: str = r"passed|failed|Error"
+    files: tuple[str, ...] = ()
+
+
+TORCHRUN = "{python} -m torch.distributed.run --standalone --nproc_per_node {ranks}"
+SMALL = " --layers 2 --hidden 64 --length 32 --batch 1"
+LARGE = " --layers 12 --hidden 1024 --length 1024 --batch 4"
+PRETRAIN = (
+    " pretrain_gpt.py --use-megatron-fsdp --bf16 --mock-data --vocab-size 512 --num-layers 4"
+    " --hidden-size 256 --num-attention-heads 4 --seq-length 128 --micro-batch-size 2"
+    " --global-batch-size {samples} --lr 1e-3 --train-iters 10 --log-interval 5 --eval-iters 0"
+)
+STEPS = (
+    Step(
+        "driver",
+        "nvidia-smi",
+        cannot_rehearse="the model of a CUDA device has no driver",
+        needs=("nvidia-smi",),
+        figures=r"Driver Version|MiB",
+    ),
+    Step(
+        "tests", "{python} -m pytest -q -m '' tests/gpu", needs=("pytest",), figures=r" in [\d.]+s"
+    ),
+    Step(
+        "sanitizer",
+        TORCHRUN + " -m tests.gpu.training --streams",
+        rehearsal=" level3",
+        on_cpu="the model of a CUDA device, over gloo",
+        environment={"TORCH_CUDA_SANITIZER": "1"},
+    ),
+    Step(
+        "training loop",
+        TORCHRUN + " examples/fully_shard_training_loop.py --checkpoints {folder}/checkpoints",
+        rehearsal=" --steps 2",
+        figures="loss",
+        files=("checkpoints",),
+    ),
+    Step(
+        "comparison with FSDP2",
+        "{python} benchmarks/compare.py --ranks {ranks} --dtypes bfloat16 --variants plain" + LARGE,
+        rehearsal=SMALL + " --rounds 1 --steps 1",
+        figures=r"^\|",
+    ),
+    Step(
+        "profiler trace and memory snapshot",
+        TORCHRUN + " -m tests.gpu.profiled_step {folder}" + LARGE,
+        rehearsal=SMALL,
+        figures="^figure",
+        files=("trace.json", "memory.pickle"),
+    ),
+    Step(
+        "Megatron-Core",
+        TORCHRUN + PRETRAIN,
+        rehearsal=" --train-iters 2 --log-interval 1 --num-layers 1 --seq-length 32",
+        needs=("megatron.core",),
+        figures="lm loss",
+    ),
+)
+
+
+@dataclass
+class Outcome:
+    """What became of a step: passed, failed, skipped, interrupted or not run."""
+
+    step: Step
+    command: str = ""
+    result: str = "not run"
+    reason: str = ""
+    seconds: float = 0.0
+    figures: list[str] = field(default_factory=list)
+    last_lines: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Check:
+    """All steps on one machine, and their report."""
+
+    folder: Path
+    ranks: int
+    is_rehearsed: bool
+    timeout: float
+    outcomes: list[Outcome]
+
+    def run(self) -> None:
+        """Run every step; write the report before the first and after each."""
+        self.write()
+        for outcome in self.outcomes:
+            print(f"{outcome.step.name} ...", end=" ", flush=True)
+            try:
+                self._run(outcome)
+            finally:
+                print(f"{outcome.result} in {outcome.seconds:.0f} s {outcome.reason}", flush=True)
+                self.write()
+
+    def _run(self, outcome: Outcome) -> None:
+        step = outcome.step
+        values = {"python": sys.executable, "folder": shlex.quote(str(self.folder))}
+        text = step.command + step.rehearsal * self.is_rehearsed
+        outcome.command = text.format(ranks=self.ranks, samples=2 * self.ranks, **values)
+        missing = [name for name in step.needs if not is_there(name)]
+        if self.is_rehearsed and step.cannot_rehearse:
+            outcome.result, outcome.reason = "skipped", step.cannot_rehearse
+            return
+        if missing:
+            outcome.result, outcome.reason = "skipped", f"not installed: {', '.join(missing)}"
+            return
+        log = self.folder / f"{step.name.replace(' ', '_')}.log"
+        begin = time.monotonic()
+        try:
+            outcome.result, outcome.reason = self._finish(outcome, log)
+        except KeyboardInterrupt:
+            outcome.result = "interrupted"
+            raise
+        finally:
+            outcome.seconds = time.monotonic() - begin
+            lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+            outcome.figures = [line for line in lines if re.search(step.figures, line)][-12:]
+            outcome.last_lines = lines[-30:] * (outcome.result != "passed")
+
+    def _finish(self, outcome: Outcome, log: Path) -> tuple[str, str]:
+        """Run the command to its end, or end it with all of its processes."""
+        path = f"{ROOT}:{os.environ.get('PYTHONPATH', '')}".rstrip(":")
+        environment = {"OMP_NUM_THREADS": "1", **os.environ, **outcome.step.environment}
+        environment |= {"PYTHONPATH": path, "GPU_CHECK_RANKS": str(self.ranks)}
+        if self.is_rehearsed:
+            environment |= {REHEARSE: "1", "CUDA_VISIBLE_DEVICES": ""}
+            environment.pop("TORCH_CUDA_SANITIZER", None)  # the model has its own
+        with log.open("w") as output:
+            process = subprocess.Popen(
+                shlex.split(outcome.command),
+                cwd=ROOT,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            try:
+                code = process.wait(self.timeout)
+            except subprocess.TimeoutExpired:
+                return "failed", f"not over after {self.timeout:.0f} s: --timeout SECONDS for more"
+            finally:
+                end(process)
+        return ("failed", f"exit code {code}") if code else ("passed", "")
+
+    def write(self) -> None:
+        """Replace the report by a newer one, in one move."""
+        draft = self.folder / "report.md.new"
+        draft.write_text("\n".join(self._lines()) + "\n")
+        draft.replace(self.folder / "report.md")
+
+    def _lines(self) -> list[str]:
+        kind = "A rehearsal: nothing ran on a GPU" if self.is_rehearsed else "On GPUs"
+        lines = ["# GPU check", "", f"{kind}. {datetime.now():%Y-%m-%d %H:%M}, {self.ranks} ranks."]
+        lines += ["", *machine(), "", "| step | result | s | where |", "|---|---|---|---|"]
+        for each in self.outcomes:
+            result = f"{each.result}: {each.reason}" if each.reason else each.result
+            where = each.step.on_cpu if self.is_rehearsed else "GPU"
+            where = "nowhere" if each.result in ("skipped", "not run") else where
+            lines.append(f"| {each.step.name} | {result} | {each.seconds:.0f} | {where} |")
+        for each in self.outcomes:
+            files = [name for name in each.step.files if (self.folder / name).exists()]
+            written = f"Files: {', '.join(files)}" if files else "No files but its log."
+            lines += [
+                "",
+                f"## {each.step.name}: {each.result}",
+                "",
+                f"`{each.command}`",
+                "",
+                written,
+            ]
+            lines += ["", "```", *(each.last_lines or each.figures), "```"]
+        return lines
+
+
+def is_there(name: str) -> bool:
+    """Return whether a program or a module is installed."""
+    if shutil.which(name):
+        return True
+    try:
+        return find_spec(name) is not None
+    except ModuleNotFoundError:  # the package around the module
+        return False
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """End a command that still runs; torchrun ends its ranks when it is asked to."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        if process.poll() is None:
+            os.killpg(process.pid, number)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(20)
+
+
+def machine() -> list[str]:
+    """Return hardware and versions, as a list of Markdown."""
+    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else "none"
+    core = version("megatron-core") if is_there("megatron.core") else "none"
+    return [
+        f"- hardware: {', '.join(gpus) or 'no GPU'}; {platform.machine()}, {os.cpu_count()} cores",
+        f"- torch {torch.__version__}, CUDA {torch.version.cuda}, NCCL {nccl}",
+        f"- Megatron-Core {core}, Python {platform.python_version()}, {platform.system()}",
+    ]
+
+
+def refuse_unusable(ranks: int) -> None:
+    """Stop with one message where the steps cannot run on so many GPUs."""
+    found, rehearse = torch.cuda.device_count(), "or see the steps on the CPU: --rehearse"
+    if not found:
+        reason = f"torch {torch.__version__} finds no CUDA device: install a CUDA build of torch"
+    elif not dist.is_nccl_available():
+        reason = f"torch {torch.__version__} was built without NCCL: install one that has it"
+    elif not 1 <= ranks <= min(found, MOST_GPUS):
+        reason = f"--ranks {ranks} with {found} GPUs: give 1 to {min(found, MOST_GPUS)}"
+    else:
+        return
+    raise click.ClickException(f"{reason}, {rehearse}")
+
+
+@click.command()
+@click.option("--ranks", type=int, help="all GPUs, at most eight; two in a rehearsal")
+@click.option("--rehearse", is_flag=True, help="run the steps on CPU ranks, with small sizes")
+@click.option("--folder", type=click.Path(path_type=Path), default="build/gpu_check")
+@click.option("--only", multiple=True, help="a step by name, may be repeated")
+@click.option("--timeout", default=1800.0, show_default=True, help="of a step, in seconds")
+def main(
+    ranks: int | None, rehearse: bool, folder: Path, only: tuple[str, ...], timeout: float
+) -> None:
+    """Run all steps and write FOLDER/report.md; the exit code is 1 if a step failed."""
+    ranks = ranks or (2 if rehearse else min(torch.cuda.device_count(), MOST_GPUS))
+    if not rehearse:
+        refuse_unusable(ranks)
+    names = [step.name for step in STEPS]
+    if set(only) - set(names):
+        raise click.UsageError(f"--only names a step: {', '.join(names)}")
+    folder.mkdir(parents=True, exist_ok=True)
+    outcomes = [Outcome(step) for step in STEPS if not only or step.name in only]
+    check = Check(folder.resolve(), ranks, rehearse, timeout, outcomes)
+    try:
+        check.run()
+    except KeyboardInterrupt:
+        sys.exit(130)
+    finally:
+        print(f"report: {folder / 'report.md'}")
+    sys.exit(int(any(each.result == "failed" for each in outcomes)))
+
+
+if __name__ == "__main__":
+    main()
