@@ -30,93 +30,12 @@ import click
 import torch
 import torch.distributed as dist
 
+from tests.gpu.steps import STEPS, Step
+
 ROOT = Path(__file__).resolve().parents[2]
 MOST_GPUS = 8
 REHEARSE = "REHEARSE_GPU_CHECK"
 """Lets the tests of GPUs run on the CPU."""
-
-
-@dataclass(frozen=True)
-class Step:
-    """A command of the table below.
-
-    Attributes:
-        name: also that of its file in the folder of logs.
-        command: its words; `{ranks}`, `{folder}` and `{python}` are filled in.
-        rehearsal: words that a rehearsal adds.
-        cannot_rehearse: the reason why a rehearsal skips it, if it does.
-        on_cpu: what a rehearsal runs instead of CUDA and NCCL.
-        needs: modules and programs without which it is skipped.
-        environment: variables of its own.
-        figures: a pattern of the lines that the report quotes.
-        files: what it writes into the folder.
-    """
-
-    name: str
-    command: str
-    rehearsal: str = ""
-    cannot_rehearse: str = ""
-    on_cpu: str = "CPU ranks over gloo"
-    needs: tuple[str, ...] = ()
-    environment: dict[str, str] = field(default_factory=dict)
-    figures: str = r"passed|failed|Error"
-    files: tuple[str, ...] = ()
-
-
-TORCHRUN = "{python} -m torch.distributed.run --standalone --nproc_per_node {ranks}"
-SMALL = " --layers 2 --hidden 64 --length 32 --batch 1"
-LARGE = " --layers 12 --hidden 1024 --length 1024 --batch 4"
-PRETRAIN = (
-    " pretrain_gpt.py --use-megatron-fsdp --bf16 --mock-data --vocab-size 512 --num-layers 4"
-    " --hidden-size 256 --num-attention-heads 4 --seq-length 128 --micro-batch-size 2"
-    " --global-batch-size {samples} --lr 1e-3 --train-iters 10 --log-interval 5 --eval-iters 0"
-)
-STEPS = (
-    Step(
-        "driver",
-        "nvidia-smi",
-        cannot_rehearse="the model of a CUDA device has no driver",
-        needs=("nvidia-smi",),
-        figures=r"Driver Version|MiB",
-    ),
-    Step(
-        "tests", "{python} -m pytest -q -m '' tests/gpu", needs=("pytest",), figures=r" in [\d.]+s"
-    ),
-    Step(
-        "sanitizer",
-        TORCHRUN + " -m tests.gpu.training --streams",
-        rehearsal=" level3",
-        on_cpu="the model of a CUDA device, over gloo",
-        environment={"TORCH_CUDA_SANITIZER": "1"},
-    ),
-    Step(
-        "training loop",
-        TORCHRUN + " examples/fully_shard_training_loop.py --checkpoints {folder}/checkpoints",
-        rehearsal=" --steps 2",
-        figures="loss",
-        files=("checkpoints",),
-    ),
-    Step(
-        "comparison with FSDP2",
-        "{python} benchmarks/compare.py --ranks {ranks} --dtypes bfloat16 --variants plain" + LARGE,
-        rehearsal=SMALL + " --rounds 1 --steps 1",
-        figures=r"^\|",
-    ),
-    Step(
-        "profiler trace and memory snapshot",
-        TORCHRUN + " -m tests.gpu.profiled_step {folder}" + LARGE,
-        rehearsal=SMALL,
-        figures="^figure",
-        files=("trace.json", "memory.pickle"),
-    ),
-    Step(
-        "Megatron-Core",
-        TORCHRUN + PRETRAIN,
-        rehearsal=" --train-iters 2 --log-interval 1 --num-layers 1 --seq-length 32",
-        needs=("megatron.core",),
-        figures="lm loss",
-    ),
-)
 
 
 @dataclass
@@ -221,16 +140,12 @@ class Check:
             lines.append(f"| {each.step.name} | {result} | {each.seconds:.0f} | {where} |")
         for each in self.outcomes:
             files = [name for name in each.step.files if (self.folder / name).exists()]
-            written = f"Files: {', '.join(files)}" if files else "No files but its log."
-            lines += [
-                "",
-                f"## {each.step.name}: {each.result}",
-                "",
-                f"`{each.command}`",
-                "",
-                written,
-            ]
-            lines += ["", "```", *(each.last_lines or each.figures), "```"]
+            lines += ["", f"## {each.step.name}: {each.result}", ""]
+            if each.seconds:
+                lines += [f"`{each.command}`", "", f"Files: {', '.join(files) or 'its log'}", ""]
+                lines += ["```text", *(each.last_lines or each.figures), "```"]
+            else:
+                lines += [each.reason or "It has not run."]
         return lines
 
 
@@ -308,4 +223,5 @@ def main(
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the step, as Ctrl-C does
     main()

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command of a first day on GPUs: what it reports, refuses and, rehearsed on CPUs, runs."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from tests.gpu import check
+from tests.gpu.profiled_step import covered_share
+from tests.gpu.steps import STEPS, Step
+from tests.gpu.training import ON_EVERY_STREAM, TRAININGS, suits
+from tests.support.cuda_model.scenarios import SCENARIOS
+
+
+def results_in(folder: Path) -> dict[str, str]:
+    """Return the result of every step in a report's table."""
+    rows = re.findall(r"^\| (.+?) \| (\w+).* \| \d+ \|", (folder / "report.md").read_text(), re.M)
+    return dict(rows)
+
+
+def steps_of_shell(monkeypatch: pytest.MonkeyPatch, **commands: str) -> None:
+    """Replace the table by steps of one shell command each."""
+    steps = [Step(name, f"sh -c '{text}'", figures="loss") for name, text in commands.items()]
+    monkeypatch.setattr(check, "STEPS", (*steps, Step("absent", "x", needs=("no.such.module",))))
+
+
+def test_a_failing_step_is_reported_and_the_others_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    steps_of_shell(
+        monkeypatch, bad="echo why; exit 3", good="echo loss 1.5; echo more", slow="sleep 60"
+    )
+    arguments = ["--rehearse", "--folder", str(tmp_path), "--timeout", "3"]
+    result = CliRunner().invoke(check.main, arguments)
+    assert result.exit_code == 1, result.output
+    expected = {"bad": "failed", "good": "passed", "slow": "failed", "absent": "skipped"}
+    assert results_in(tmp_path) == expected
+    report = (tmp_path / "report.md").read_text()
+    assert "exit code 3" in report and "\nwhy\n" in report
+    assert "\nloss 1.5\n" in report and "\nmore\n" not in report
+    assert "not over after 3 s" in report and "not installed: no.such.module" in report
+    assert "nothing ran on a GPU" in report
+    only = CliRunner().invoke(check.main, [*arguments, "--only", "good"])
+    assert only.exit_code == 0 and results_in(tmp_path) == {"good": "passed"}
+
+
+def test_an_interrupted_step_leaves_a_report(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    steps_of_shell(monkeypatch, first="kill -INT $PPID; sleep 60", second="true")
+    result = CliRunner().invoke(check.main, ["--rehearse", "--folder", str(tmp_path)])
+    assert result.exit_code == 130, result.output
+    expected = {"first": "interrupted", "second": "not", "absent": "not"}
+    assert results_in(tmp_path) == expected
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_a_machine_without_gpus_is_told_to_rehearse(tmp_path: Path) -> None:
+    result = CliRunner().invoke(check.main, ["--folder", str(tmp_path)])
+    assert result.exit_code == 1 and not any(tmp_path.iterdir())
+    assert "finds no CUDA device" in result.output and "--rehearse" in result.output
+
+
+@pytest.mark.parametrize(
+    ("found", "has_nccl", "message"),
+    [(2, True, "--ranks 4 with 2 GPUs: give 1 to 2"), (4, False, "was built without NCCL")],
+)
+def test_what_a_machine_lacks_is_said(
+    monkeypatch: pytest.MonkeyPatch, found: int, has_nccl: bool, message: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: found)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: has_nccl)
+    result = CliRunner().invoke(check.main, ["--ranks", "4"])
+    assert result.exit_code == 1
+    assert message in result.output and "--rehearse" in result.output
+
+
+def test_the_trainings_of_the_sanitizer_have_programs_on_the_model() -> None:
+    assert set(ON_EVERY_STREAM) <= TRAININGS.keys() & SCENARIOS.keys()
+    assert suits("hybrid level1", 2) and not suits("hybrid level1", 3) and suits("level3", 1)
+
+
+def test_the_covered_share_of_communication_counts_no_time_twice() -> None:
+    def kernel(name: str, begin: float, length: float) -> dict[str, object]:
+        return {"cat": "kernel", "name": name, "ts": begin, "dur": length}
+
+    sums = [kernel("ncclDevKernel_AllGather", 0, 10), kernel("ncclDevKernel_ReduceScatter", 5, 15)]
+    compute = [kernel("gemm", 15, 10), kernel("add", 16, 2), {"cat": "cpu_op", "name": "nccl:x"}]
+    assert covered_share([*sums, *compute]) == 0.25
+    assert covered_share(compute) is None
+
+
+@pytest.mark.exhaustive
+def test_every_step_is_rehearsed_on_the_cpu(tmp_path: Path) -> None:
+    result = CliRunner().invoke(check.main, ["--rehearse", "--folder", str(tmp_path)])
+    report = (tmp_path / "report.md").read_text()
+    assert result.exit_code == 0, report
+    expected = {step.name: "skipped" if step.cannot_rehearse else "passed" for step in STEPS}
+    assert results_in(tmp_path) == expected
+    for step in STEPS:
+        section = report.partition(f"\n## {step.name}: ")[2].partition("\n## ")[0]
+        quoted = section.partition("```text\n")[2]
+        assert step.cannot_rehearse or re.search(step.figures, quoted, re.M), section
+    assert (tmp_path / "trace.json").stat().st_size > 1000
