@@ -2,6 +2,7 @@
 """The command of a first day on GPUs: what it reports, refuses and, rehearsed on CPUs, runs."""
 
 import re
+import signal
 from pathlib import Path
 
 import pytest
@@ -51,7 +52,12 @@ def test_an_interrupted_step_leaves_a_report(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     steps_of_shell(monkeypatch, first="kill -INT $PPID; sleep 60", second="true")
-    result = CliRunner().invoke(check.main, ["--rehearse", "--folder", str(tmp_path)])
+    # Shells and pytest's workers let the processes that they start ignore interrupts.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        result = CliRunner().invoke(check.main, ["--rehearse", "--folder", str(tmp_path)])
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert result.exit_code == 130, result.output
     expected = {"first": "interrupted", "second": "not", "absent": "not"}
     assert results_in(tmp_path) == expected

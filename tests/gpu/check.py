@@ -39,8 +39,8 @@ REHEARSE = "REHEARSE_GPU_CHECK"
 
 
 @dataclass
-class Outcome:
-    """What became of a step: passed, failed, skipped, interrupted or not run."""
+class StepOutcome:
+    """The end of a step: passed, failed, skipped, interrupted or not run."""
 
     step: Step
     command: str = ""
@@ -52,14 +52,14 @@ class Outcome:
 
 
 @dataclass
-class Check:
+class GpuCheck:
     """All steps on one machine, and their report."""
 
     folder: Path
     ranks: int
     is_rehearsed: bool
     timeout: float
-    outcomes: list[Outcome]
+    outcomes: list[StepOutcome]
 
     def run(self) -> None:
         """Run every step; write the report before the first and after each."""
@@ -72,7 +72,7 @@ class Check:
                 print(f"{outcome.result} in {outcome.seconds:.0f} s {outcome.reason}", flush=True)
                 self.write()
 
-    def _run(self, outcome: Outcome) -> None:
+    def _run(self, outcome: StepOutcome) -> None:
         step = outcome.step
         values = {"python": sys.executable, "folder": shlex.quote(str(self.folder))}
         text = step.command + step.rehearsal * self.is_rehearsed
@@ -97,7 +97,7 @@ class Check:
             outcome.figures = [line for line in lines if re.search(step.figures, line)][-12:]
             outcome.last_lines = lines[-30:] * (outcome.result != "passed")
 
-    def _finish(self, outcome: Outcome, log: Path) -> tuple[str, str]:
+    def _finish(self, outcome: StepOutcome, log: Path) -> tuple[str, str]:
         """Run the command to its end, or end it with all of its processes."""
         path = f"{ROOT}:{os.environ.get('PYTHONPATH', '')}".rstrip(":")
         environment = {"OMP_NUM_THREADS": "1", **os.environ, **outcome.step.environment}
@@ -211,8 +211,8 @@ def main(
     if set(only) - set(names):
         raise click.UsageError(f"--only names a step: {', '.join(names)}")
     folder.mkdir(parents=True, exist_ok=True)
-    outcomes = [Outcome(step) for step in STEPS if not only or step.name in only]
-    check = Check(folder.resolve(), ranks, rehearse, timeout, outcomes)
+    outcomes = [StepOutcome(step) for step in STEPS if not only or step.name in only]
+    check = GpuCheck(folder.resolve(), ranks, rehearse, timeout, outcomes)
     try:
         check.run()
     except KeyboardInterrupt:
