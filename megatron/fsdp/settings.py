@@ -195,7 +195,8 @@ class Settings:
     def device(self) -> torch.device:
         """The device of the parameters."""
         of_mesh, device = self.own_mesh.device, self.memory.device
-        if device is None or self.initialisation is not None or of_mesh.type == "meta":
+        is_fixed = self.initialisation is not None or of_mesh.type == "meta"
+        if is_fixed or device in (None, torch.device(of_mesh.type)):  # "cuda" is this rank's GPU
             return of_mesh
         return torch.device(device)
 

@@ -5,6 +5,7 @@ import dataclasses
 from functools import partial
 from itertools import chain
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from megatron.fsdp import (
     Strategy,
     fully_shard,
 )
+from megatron.fsdp.settings import Settings
 from megatron_fsdp import fully_shard as published_fully_shard
 from megatron_fsdp.translation import KEYWORDS
 from megatron_fsdp.uneven_dtensor import uneven_dtensor_to_full_tensor
@@ -134,3 +136,16 @@ def without_arguments() -> None:
 
 def test_the_door_needs_a_module_alone_and_lists_all_problems(ranks: Ranks) -> None:
     ranks(2, without_arguments)
+
+
+def devices_on_the_second_gpu() -> list[str]:
+    """Return the devices that settings stand for where this rank's GPU is the second one."""
+    mesh = Mesh(device_mesh=mesh_of("dp"))
+    with mock.patch.object(Mesh, "device", torch.device("cuda", 1)):
+        given = [Memory(device=name) for name in (None, "cuda", "cuda:0", "cpu")]
+        return [str(Settings(mesh=mesh, memory=memory).device) for memory in given]
+
+
+def test_a_device_without_a_number_is_the_one_of_the_rank(ranks: Ranks) -> None:
+    (devices,) = ranks(1, devices_on_the_second_gpu)
+    assert devices == ["cuda:1", "cuda:1", "cuda:0", "cpu"]

@@ -89,11 +89,7 @@ def check_directory(
 
 def _problems_of_ranks(ranks: object) -> list[str]:
     known = range(dist.get_world_size())
-    if ranks is None or (
-        isinstance(ranks, Collection)
-        and not isinstance(ranks, str)
-        and all(rank in known for rank in ranks)
-    ):
+    if ranks is None or (isinstance(ranks, Collection) and set(ranks) <= set(known)):
         return []
     return [f"ranks expects a collection of ranks from 0 to {known[-1]} or None but got {ranks!r}"]
 
