@@ -14,6 +14,7 @@ from typing import Any
 
 from megatron.core import fp8_utils
 from megatron.core.transformer.enums import AttnBackend
+from torch.cuda import device_count
 
 from megatron.checkpoint.store.stores import is_staged
 from megatron.pretrain.arguments.check import Check
@@ -53,6 +54,12 @@ def fit_to_machine(check: Check) -> None:
         )
         args.attention_backend = AttnBackend.flash
     fit_numerics(check)
+    local = int(machine.environment.get("LOCAL_WORLD_SIZE", "0"))  # from torchrun
+    check.require(
+        not machine.cuda or local <= device_count(),
+        f"{local} ranks on a machine of {device_count()} GPUs would share some, which NCCL refuses:"
+        " give torchrun --nproc-per-node the number of GPUs",
+    )
     asked = check.given.get("transformer_impl") == "transformer_engine"
     if not machine.cuda:
         keep_tanh_gelu(check)

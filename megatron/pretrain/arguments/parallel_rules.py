@@ -9,7 +9,6 @@ from pathlib import Path
 
 import yaml  # type: ignore[import-untyped]
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
-from torch.cuda import device_count
 
 from megatron.pretrain.arguments.check import Check
 
@@ -85,12 +84,6 @@ def check_communicators(check: Check) -> None:
     check.require(
         group != "dp_replica" or instances > 1,
         f"--sharp-enabled-group {group} needs --num-distributed-optimizer-instances above 1",
-    )
-    local = int(check.machine.environment.get("LOCAL_WORLD_SIZE", "0"))  # from torchrun
-    check.require(
-        not check.machine.cuda or local <= device_count(),
-        f"{local} ranks on a machine of {device_count()} GPUs would share some, which NCCL refuses:"
-        " give torchrun --nproc-per-node the number of GPUs",
     )
     dests = ("use_sharp", "nccl_communicator_config_path", "high_priority_stream_groups")
     used = ", ".join(check.flag(dest) for dest in dests if getattr(args, dest))

@@ -68,3 +68,11 @@ def test_barriers_of_level_1_are_the_default() -> None:
     assert parse(MOCK)[0].barrier_with_L1_time
     assert parse(f"{MOCK} --barrier-with-L1-time")[0].barrier_with_L1_time
     assert not parse(f"{MOCK} --no-barrier-with-level-1-timing")[0].barrier_with_L1_time
+
+
+def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron.pretrain.arguments.machine_rules.device_count", lambda: 2)
+    started = {"world_size": 4, "cuda": True, "transformer_engine": True}
+    (problem,) = problems(MOCK, **started, environment={"LOCAL_WORLD_SIZE": "4"})
+    assert "4 ranks on a machine of 2 GPUs" in problem and "--nproc-per-node" in problem
+    parse(MOCK, **started, environment={"LOCAL_WORLD_SIZE": "2"})
