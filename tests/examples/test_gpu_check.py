@@ -35,7 +35,7 @@ def test_a_failing_step_is_reported_and_the_others_run(
     steps_of_shell(
         monkeypatch, bad="echo why; exit 3", good="echo loss 1.5; echo more", slow="sleep 60"
     )
-    arguments = ["--rehearse", "--folder", str(tmp_path), "--timeout", "3"]
+    arguments = ["--rehearse", "--folder", str(tmp_path), "--timeout", "10"]
     result = CliRunner().invoke(check.main, arguments)
     assert result.exit_code == 1, result.output
     expected = {"bad": "failed", "good": "passed", "slow": "failed", "absent": "skipped"}
@@ -43,7 +43,7 @@ def test_a_failing_step_is_reported_and_the_others_run(
     report = (tmp_path / "report.md").read_text()
     assert "exit code 3" in report and "\nwhy\n" in report
     assert "\nloss 1.5\n" in report and "\nmore\n" not in report
-    assert "not over after 3 s" in report and "not installed: no.such.module" in report
+    assert "not over after 10 s" in report and "not installed: no.such.module" in report
     assert "nothing ran on a GPU" in report
     only = CliRunner().invoke(check.main, [*arguments, "--only", "good"])
     assert only.exit_code == 0 and results_in(tmp_path) == {"good": "passed"}

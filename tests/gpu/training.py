@@ -137,8 +137,8 @@ def main(names: tuple[str, ...], streams: bool, progress: Path | None) -> None:
     for name in suiting:
         try:
             run(name, meshes, streams)
-        except Exception as error:
-            error.add_note(f"in training {name!r} on rank {dist.get_rank()}")
+        except Exception:
+            print(f"failed: {name} on rank {dist.get_rank()}", flush=True)
             raise
         dist.barrier()
         if dist.get_rank() == 0:
