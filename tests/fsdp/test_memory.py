@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """No more is whole at a time than a unit and a window of prefetching, at every level."""
 
+import gc
+import weakref
 from itertools import pairwise
 
 import pytest
@@ -273,3 +275,18 @@ def test_recomputation_leaves_nothing_gathered_and_frees_nothing_too_early(ranks
     kinds = ("reentrant", "non_reentrant", "inside_reentrant", "inside_non_reentrant")
     names = [f"checkpoint_{kind}" for kind in kinds]
     ranks(2, compare_all, [gradients_of(name, microbatches=2) for name in names])
+
+
+def drop_a_model(level: int) -> bool:
+    """Train and drop a model; return True if nothing of it is left."""
+    model = build_deep(level, "", overlap_param_gather=True)
+    loss_of(model(torch.randn(BATCH, WIDTH))).backward()
+    left = [weakref.ref(model), weakref.ref(model.module), weakref.ref(model._schedule)]
+    del model
+    gc.collect()
+    return all(each() is None for each in left)
+
+
+@pytest.mark.parametrize("level", range(4))
+def test_a_model_that_is_dropped_is_freed(ranks: Ranks, level: int) -> None:
+    assert ranks(2, drop_a_model, level) == [True, True]

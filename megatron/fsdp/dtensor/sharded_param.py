@@ -110,7 +110,6 @@ class ShardedParam:
         shard = shard_view(flat, self.group.layout, self.index, self.group.rank)
         gradient = self._over(ShardedGradient, shard)
         gradient.norm_group, gradient.family = self._norm_group, family
-        link(gradient, self)
         return gradient
 
     def over(self, local: torch.Tensor) -> UnevenDTensor:

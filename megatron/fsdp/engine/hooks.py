@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain
@@ -81,7 +82,9 @@ class UnitHooks:
             for group in unit.groups:
                 self.unit_of.update(dict.fromkeys(group.parameters, unit))
                 for parameter in group.parameters if group.requires_grad else ():
-                    parameter.register_post_accumulate_grad_hook(partial(self._grad_arrived, unit))
+                    # Python's collector does not see what these hooks refer to.
+                    grad_arrived = partial(UnitHooks._grad_arrived, weakref.proxy(self))
+                    parameter.register_post_accumulate_grad_hook(grad_arrived)
 
     # ---- forward
 
@@ -184,9 +187,9 @@ class UnitHooks:
             if base is not None and base.grad_fn is not None and not call.is_unchanged_input(base):
                 base.grad_fn.register_prehook(pre_backward_of_node)
 
-    def _grad_arrived(self, unit: Unit, parameter: nn.Parameter) -> None:
+    def _grad_arrived(self, parameter: nn.Parameter) -> None:
         self._enter_backward()
-        self._schedule.grad_arrived(unit, parameter)
+        self._schedule.grad_arrived(self.unit_of[parameter], parameter)
 
     def _enter_backward(self, gradient: Any = None) -> None:
         if not self._schedule.is_in_backward:
