@@ -50,7 +50,6 @@ from megatron.fsdp.module_access.wrapped_module import (
 from megatron.fsdp.problems import Problems
 from megatron.fsdp.settings import Settings
 from megatron.fsdp.warnings_once import (
-    warn_of_clipped_embeddings,
     warn_of_no_optimizer,
     warn_of_unmatched_units,
     watch_optimizers,
@@ -88,7 +87,6 @@ class ShardedModule(nn.Module):
         problems.raise_everywhere()
         if self._gives_advice:
             warn_of_unmatched_units(module, settings.units or ())
-            warn_of_clipped_embeddings(module)
         self.strategy = settings.level
         self._settings = settings
         self._mesh = settings.own_mesh

@@ -63,20 +63,6 @@ def warn_of_absent_state(optimizer: str) -> None:
     )
 
 
-def warn_of_clipped_embeddings(module: nn.Module) -> None:
-    """Warn of embeddings whose forward writes to their weight, on each rank to other rows."""
-    for name, one in module.named_modules():
-        if isinstance(one, (nn.Embedding, nn.EmbeddingBag)) and one.max_norm:
-            warn(
-                f"{name or type(one).__name__}: max_norm={one.max_norm} clips the rows that a rank"
-                " looks up, and a rank keeps its own part of the weight only, so rows stay"
-                " unclipped, and replicas differ. Leave it out, and after each step of the"
-                " optimizer write, for the weight among model.parameters(), weight.copy_("
-                f"weight.renorm({one.norm_type}, 0, {one.max_norm})) under torch.no_grad()"
-            )
-            return
-
-
 def warn_of_no_optimizer() -> None:
     """Warn that gradients are computed that no sharded optimizer uses."""
     warn(

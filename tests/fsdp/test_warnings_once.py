@@ -125,29 +125,6 @@ def test_modules_that_are_no_part_of_the_model_are_refused_as_units(ranks: Ranks
         assert "1 modules that are no part of the model (ResidualBlock)" in message
 
 
-def clip_embeddings() -> tuple[list[str], bool]:
-    """Return the warnings, and whether what they advise clips as a plain embedding does."""
-    messages = Messages()
-    torch.manual_seed(1)
-    plain = nn.Embedding(7, 5, max_norm=0.5)
-    model = fully_shard_model(
-        nn.Sequential(nn.Embedding(7, 5, max_norm=0.5, _weight=plain.weight.detach().clone()))
-    )
-    fully_shard_model(nn.Sequential(nn.Embedding(7, 5)))
-    (weight,) = model.parameters()
-    with torch.no_grad():
-        weight.copy_(weight.renorm(2.0, 0, 0.5))
-        plain(torch.arange(7))
-    return messages.take(), torch.allclose(weight.full_tensor(), plain.weight)
-
-
-def test_embeddings_that_clip_their_weight_are_told_how_to_do_it(ranks: Ranks) -> None:
-    (first, is_clipped), second = ranks(2, clip_embeddings)
-    assert is_clipped and second == ([], True)
-    (message,) = first
-    assert "0: max_norm=0.5" in message and "weight.renorm(2.0, 0, 0.5)" in message
-
-
 def load_with_dcp(path: str, name: str, steps_first: bool) -> tuple[list[str], float]:
     """Resume from a checkpoint; return the warnings, and the difference after another step."""
 

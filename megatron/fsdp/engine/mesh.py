@@ -213,24 +213,16 @@ class Mesh:
             group = getattr(self, name)
             is_group = isinstance(group, dist.ProcessGroup)
             ranks = dist.get_process_group_ranks(group) if is_group else []
-            problem = ""
-            if group is not None and not is_group:
-                problem = f"expects a torch.distributed.ProcessGroup but got {type(group).__name__}"
-            elif ranks and name == gather_group and ranks != inner:
-                problem = (
-                    f"has the ranks {ranks}, but the shard axis {inner}: they must be the same"
+            if name == gather_group:
+                is_right, expected = ranks == inner, f"shard axis, {inner}"
+            else:
+                is_right = len(ranks) == size and wanted <= set(ranks)
+                expected = f"outer and the shard axis, {size} with {sorted(wanted)}"
+            if group is not None and not is_right:
+                problems.append(
+                    f"Mesh.{name} expects a ProcessGroup of the ranks of the {expected}, but got"
+                    f" {ranks or type(group).__name__}"
                 )
-            elif ranks and name == data_group and len(ranks) != size:
-                problem = (
-                    f"has {len(ranks)} ranks, but the outer and the shard axis together {size}"
-                )
-            elif ranks and name == data_group and not wanted <= set(ranks):
-                problem = (
-                    f"has the ranks {ranks}, which leave out some of the outer and the shard axis:"
-                    f" {sorted(wanted)}"
-                )
-            if problem:
-                problems.append(f"Mesh.{name} {problem}")
         return problems
 
 
