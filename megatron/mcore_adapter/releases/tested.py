@@ -6,6 +6,7 @@ Nothing here imports Megatron-Core: releases are read from the files that an imp
 
 from __future__ import annotations
 
+import functools
 import importlib
 import logging
 import os
@@ -23,11 +24,10 @@ GRACE_SECONDS = 5
 """Time that the first rank has to report an error before the others end."""
 
 logger = logging.getLogger(__name__)
-_said: set[str] = set()
 
 
 class ReleaseError(ImportError):
-    """Megatron-Core is absent, too old, or a mixture of two releases."""
+    """Megatron-Core is absent, too old, or of another release than the loop."""
 
 
 @dataclass(frozen=True)
@@ -51,22 +51,22 @@ def check() -> Release:
     Raises:
         ReleaseError: one line that names the files.
     """
-    found = list(releases_on_path())
-    if not found:
+    found = next(releases_on_path(), None)
+    if found is None:
         raise ReleaseError(
             "Megatron-Core is not installed: pip install"
             f" 'megatron-core>={TESTED[0]}', or put a checkout of Megatron-LM on PYTHONPATH"
         )
-    problem = _too_old(found[0]) or _two_checkouts(found) or _other_loop(found[0])
+    problem = _too_old(found) or _other_loop(found)
     if problem is not None:
         raise ReleaseError(problem)
     newest = tuple(int(number) for number in TESTED[-1].split("."))
-    if found[0].numbers[:2] > newest[:2] and os.environ.get("RANK", "0") == "0":
+    if found.numbers[:2] > newest[:2] and os.environ.get("RANK", "0") == "0":
         _say_once(
-            f"Megatron-Core {found[0]} ({found[0].file}) is newer than {TESTED[-1]}, the newest"
+            f"Megatron-Core {found} ({found.file}) is newer than {TESTED[-1]}, the newest"
             " release that this version was tested on"
         )
-    return found[0]
+    return found
 
 
 def check_or_exit() -> None:
@@ -161,33 +161,6 @@ def _too_old(release: Release) -> str | None:
     )
 
 
-def _two_checkouts(found: list[Release]) -> str | None:
-    """Find two releases that were both put in front of what is installed."""
-    # Where site adds a folder, an install asked for it.
-    given = (*_python_path(), os.curdir, os.path.dirname(sys.argv[0]))
-    folders = {Path(entry).resolve() for entry in given}
-    checkouts = []
-    for release in found:
-        if release.file.parents[2].resolve() in folders and not _is_linked(release):
-            checkouts.append(release)
-    for other in checkouts[1:]:
-        if other.numbers != checkouts[0].numbers:
-            return (
-                f"two releases of Megatron-Core are on sys.path: {checkouts[0]}"
-                f" ({checkouts[0].file}) and {other} ({other.file}): leave one of them out"
-            )
-    return None
-
-
-def _python_path() -> list[str]:
-    return os.environ.get("PYTHONPATH", "").split(os.pathsep)
-
-
-def _is_linked(release: Release) -> bool:
-    """Return True for a release that is reached through ``site-packages``, or Debian's name."""
-    return not {"site-packages", "dist-packages"}.isdisjoint(release.file.parts)
-
-
 def _other_loop(core: Release) -> str | None:
     """Find Megatron-LM's loop of another release than that of ``megatron.core``."""
     namespace = importlib.import_module("megatron")
@@ -206,7 +179,6 @@ def _other_loop(core: Release) -> str | None:
     return None
 
 
+@functools.cache
 def _say_once(line: str) -> None:
-    if line not in _said:
-        _said.add(line)
-        logger.warning(line)
+    logger.warning(line)
