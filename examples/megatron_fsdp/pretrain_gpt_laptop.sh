@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Train a small GPT with Megatron-FSDP on two CPU ranks: all of the training program in a few minutes, without a GPU.
+# Train a small GPT with Megatron-FSDP on two CPU ranks: all of the training program in two minutes, without a GPU.
 #
 #   bash examples/megatron_fsdp/pretrain_gpt_laptop.sh [more flags of pretrain_gpt.py]
 #
 # Flags given here come last and win: `--train-iters 20` makes it short.
-# Results: checkpoints/pretrain (checkpoints at steps 125 and 250) and tensorboard/pretrain (loss curves). Started again, it
+# Results: checkpoints/pretrain (checkpoints at iterations 50 and 100) and tensorboard/pretrain (loss curves). Started again, it
 # begins anew and moves them into checkpoints/pretrain/replaced_1; `--load checkpoints/pretrain` continues them instead.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
@@ -29,7 +29,7 @@ MODEL=(
 TRAINING=(
     --micro-batch-size 8
     --global-batch-size 16
-    --train-iters 250
+    --train-iters 100
     --lr 3e-3
     --min-lr 2e-4
     --lr-decay-style cosine
@@ -42,7 +42,7 @@ OUTPUT=(
     --log-interval 10
     --save checkpoints/pretrain
     --overwrite
-    --save-interval 125
+    --save-interval 50
     --tensorboard-dir tensorboard/pretrain
 )
 
