@@ -1,16 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training Megatron-Core models through the adapter on the model: nothing of ours is reported."""
 
+from pathlib import Path
+
 import pytest
 
-from tests.support.cuda_model.adapter_runs import RUNS, reports_of_run
+from tests.support.cuda_model.adapter_runs import RUNS, reports_of_run, reports_of_unawaited_copies
 from tests.support.fsdp.reference import Ranks
 
 
 @pytest.mark.always("pp2")
 @pytest.mark.parametrize("name", RUNS)
 def test_no_use_of_memory_is_out_of_order_under_megatron_cores_schedules(
-    ranks: Ranks, name: str
+    ranks: Ranks, name: str, tmp_path: Path
 ) -> None:
-    for reports in ranks(RUNS[name].ranks, reports_of_run, name):
+    for reports in ranks(RUNS[name].ranks, reports_of_run, name, str(tmp_path)):
         assert not reports, "\n".join(reports)
+
+
+@pytest.mark.exhaustive
+def test_a_copy_that_the_optimizer_does_not_wait_for_is_reported(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    for reports in ranks(2, reports_of_unawaited_copies, str(tmp_path)):
+        assert any("staging.py" in report for report in reports)

@@ -3,8 +3,16 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
 from megatron.mcore_adapter import cpu
+from megatron.pretrain.checkpoints import staging
+from megatron.pretrain.checkpoints.background_save import BackgroundSaves
 from tests.support.cuda_model.machine import cuda_model
+from tests.support.cuda_model.streams import ModelStream
 from tests.support.pretrain.parity import ALLTOALL, LLAMA, MOE, Combination
 from tests.support.pretrain.training_runs import pretrain_with
 
@@ -22,6 +30,7 @@ RUNS = {
     "ep2": Combination(2, "ep2", 3, ALLTOALL, OVERLAP),
     "pp2 vpp2": Combination(2, "pp2 vpp2", 3, LLAMA, OVERLAP, layers=4),
     "recomputed": Combination(2, "", 3, LLAMA, f"{GATHERS} {RECOMPUTED}"),
+    "background saves": Combination(2, "", 3, LLAMA, f"{GATHERS} --async-save --save-interval 1"),
 }
 """By name."""
 
@@ -34,11 +43,49 @@ OF_MEGATRON_CORE = {
 """What is reported of Megatron-Core's own code, by a text that each such report has."""
 
 
-def reports_of_run(name: str) -> list[str]:
-    """Run one of the trainings on this rank; return what was reported of the project's code."""
+class ConcurrentThread:
+    """A thread whose waits for the device hold up nobody else until somebody waits for it.
+
+    Its work is done at once, in this thread: others would not be seen.
+    """
+
+    def __init__(self, target: Callable[[], None], **unused: Any):
+        self._work = target
+        self._streams: list[ModelStream] = []
+
+    def start(self) -> None:
+        """Do the work."""
+        with patch.object(ModelStream, "synchronize", lambda stream: self._streams.append(stream)):
+            self._work()
+
+    def join(self) -> None:
+        """Wait for what the thread has waited for."""
+        while self._streams:
+            self._streams.pop().synchronize()
+
+
+def reports_of_run(name: str, folder: str) -> list[str]:
+    """Run one of the trainings on this rank; return what was reported of the project's code.
+
+    Checkpoints go into ``folder``.
+    """
     cpu.install()
-    with cuda_model() as model:
-        pretrain_with(RUNS[name].ours)
+    threads = patch.multiple(staging, Thread=ConcurrentThread, _LARGE=0)
+    save = f" --save {folder}" if "--async-save" in RUNS[name].flags else ""
+    with threads, cuda_model() as model:
+        pretrain_with(RUNS[name].ours + save)
     reports = [str(report) for report in model.reports]
     known = OF_MEGATRON_CORE.get(name)
     return [report for report in reports if known is None or known not in report]
+
+
+def reports_of_unawaited_copies(folder: str) -> list[str]:
+    """Save in the background where the next save waits for the copies, but no optimizer step."""
+    finish_copying = BackgroundSaves.finish_copying
+
+    def finish(saves: BackgroundSaves) -> None:
+        if sys._getframe(1).f_code is BackgroundSaves.wait.__code__:
+            finish_copying(saves)
+
+    with patch.object(BackgroundSaves, "finish_copying", finish):
+        return reports_of_run("background saves", folder)

@@ -151,17 +151,24 @@ def _patch_tensors(patches: ExitStack, detector: Detector) -> None:
     patches.enter_context(patch.object(torch.UntypedStorage, "resize_", resize_))
 
     def is_cuda(self: torch.Tensor) -> bool:  # torch itself would ask a driver next
-        asks = str(sys._getframe(1).f_globals.get("__name__"))
-        return self.device.type == "cpu" and asks.partition(".")[0] != "torch"
+        return self.device.type == "cpu" and not _torch_asks()
+
+    def is_cpu(self: torch.Tensor) -> bool:
+        return self.device.type == "cpu" and _torch_asks()
 
     for name, replacement in {
         "is_cuda": property(is_cuda),
+        "is_cpu": property(is_cpu),
         "tolist": tolist,
         "cpu": cpu,
         "numpy": as_numpy,
         "record_stream": record_stream,
     }.items():
         patches.enter_context(patch.object(torch.Tensor, name, replacement))
+
+
+def _torch_asks() -> bool:
+    return str(sys._getframe(2).f_globals.get("__name__")).partition(".")[0] == "torch"
 
 
 def _patch_groups(patches: ExitStack, nccl: Nccl) -> None:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from megatron.fsdp.dtensor.tensor_part import full_tensor
 from megatron_fsdp import MixedPrecisionPolicy, fully_shard, fully_shard_model
@@ -34,6 +35,7 @@ from tests.support.fsdp.reference import (
     sharded_backward,
     unsharded_training,
 )
+from tests.support.fsdp.subclasses import Master, RoundedLayer, RowScaled
 
 Program = Callable[[Meshes], "Callable[[], None] | None"]
 """Runs on the model; returns what compares results when the model is left."""
@@ -202,6 +204,26 @@ def started_by_hand(level: int, meshes: Meshes) -> None:
         optimizer.zero_grad()
 
 
+def gathered_as_codes(level: int, meshes: Meshes) -> None:
+    """Train weights with FSDP2's all-gather extension, recomputed in the second step."""
+    torch.manual_seed(4)
+    module = nn.Sequential(RoundedLayer(16, 24, RowScaled), RoundedLayer(24, 16, Master)).double()
+    model, optimizer = fully_shard(
+        module,
+        torch.optim.AdamW(module.parameters(), lr=0.01),
+        **meshes.arguments("flat"),
+        fsdp_unit_modules=[RoundedLayer],
+        zero_dp_strategy=level,
+        mixed_precision_policy=MixedPrecisionPolicy(torch.float64, torch.float64),
+    )
+    for number in range(3):
+        x = torch.randn(6, 16, dtype=torch.float64)
+        output = checkpoint(model, x, use_reentrant=False) if number == 1 else model(x)
+        output.pow(2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def whole_tensors(level: int, meshes: Meshes) -> None:
     """Gather parameters as torch's functions on DTensors do, while training."""
     model, optimizer = stack_on(level, meshes)
@@ -269,6 +291,7 @@ OTHER_WAYS: dict[str, Callable[[int, Meshes], Callable[[], None] | None]] = {
     "checkpoint": saved_and_loaded,
     "decoupled": decoupled_gradients,
     "by hand": started_by_hand,
+    "codes": gathered_as_codes,
     "whole tensors": whole_tensors,
     "generation": generation,
     "edited while gathered": edited_while_gathered,
