@@ -11,6 +11,7 @@ from contextlib import contextmanager
 import torch
 from torch.cuda._sanitizer import Access, EventHandler, UnsynchronizedAccessError
 
+from tests.support.cuda_model.graphs import Graphs
 from tests.support.cuda_model.memory import Blocks, MemoryBlock, has_memory
 from tests.support.cuda_model.reports import (
     EARLY_RELEASE,
@@ -44,6 +45,7 @@ class Detector:
         self.work: list[str] = []
         self.blocks = Blocks(self._released)
         self.streams = Streams(self)
+        self.graphs = Graphs(self)
         self.num_events = 0
         self.is_unseen = False  # gloo's own operators are none of the program's
         self._told: set[tuple[object, ...]] = set()
@@ -115,6 +117,7 @@ class Detector:
 
     def synchronize(self, stream: int | None = None) -> None:
         """Let the host, and so all later work, wait for ``stream``, or for all streams."""
+        self.graphs.waits("a synchronisation")
         with self.lock:
             if stream is None:
                 for number in list(self.syncs.current_sync_states):
@@ -124,6 +127,7 @@ class Detector:
 
     def host_read(self, tensor: torch.Tensor, how: str) -> None:
         """Note that the host reads ``tensor`` without waiting for anything."""
+        self.graphs.waits(how)
         with self.lock:
             block = self.blocks.known(tensor)
             info = block and self._handler.tensors_accessed.accesses.get(block.number)
@@ -136,9 +140,15 @@ class Detector:
 
     # ---- rules
 
+    @property
+    def seq_num(self) -> int:
+        """The number of the last kernel."""
+        return self._handler.seq_num
+
     def _launch(
         self, name: str, read: dict[int, MemoryBlock], written: dict[int, MemoryBlock], stream: int
     ) -> None:
+        self.graphs.launches(name, stream)
         self.num_events += 1
         blocks = {**read, **written}
         errors = self._handler._handle_kernel_launch(

@@ -50,6 +50,7 @@ class CudaModel:
             blocks.peak = blocks.allocated
 
         return {
+            **self.detector.graphs.replacements(),
             "Stream": lambda *args, **kwargs: streams.make(),
             "Event": lambda *args, **kwargs: ModelEvent(streams),
             "stream": lambda stream: StreamContext(streams, stream),
@@ -105,6 +106,8 @@ def cuda_model(compares_order: bool = True) -> Iterator[CudaModel]:
 def _patch_cuda(patches: ExitStack, model: CudaModel) -> None:
     for name, replacement in model.replacements_of_cuda().items():
         patches.enter_context(patch.object(torch.cuda, name, replacement))
+        if hasattr(torch.cuda.graphs, name):  # torch's own graphed callables look there
+            patches.enter_context(patch.object(torch.cuda.graphs, name, replacement))
     # Megatron-Core keeps streams in a class; another model's, or CUDA's, would stay there.
     for module in [value for key, value in sys.modules.items() if key.startswith("megatron.core")]:
         for owner in [each for each in vars(module).values() if isinstance(each, type)]:

@@ -174,6 +174,13 @@ class Carried:
         self._written.clear()
 
 
+def _carry_again(start: Callable[..., Any], operands: Any) -> list[torch.Tensor]:
+    """Run a collective for the replay of a graph; it has no results but what it writes."""
+    args, written = operands
+    Carried(start, args, written).wait()
+    return []
+
+
 class ModelWork:
     """A collective under way, on the stream of its group."""
 
@@ -233,6 +240,9 @@ class Nccl:
             is_message = name in MESSAGES
             if not is_message:
                 self.calls[group.group_name].append(_signature(name, call))
+            graph = self.detector.graphs.current
+            if graph is not None:
+                graph.keep(call.writes)
             with self.detector.unseen():
                 start = partial(original, group, **kwargs)
                 work = Carried(start, args, call.writes)
@@ -242,6 +252,9 @@ class Nccl:
                 self._wait(work)
                 self.detector.synchronize(self.detector.streams.current.cuda_stream)
                 return ModelWork(self, name, None, None, ())
+            if graph is not None:
+                again = partial(_carry_again, start)
+                graph.record(name, again, (args, call.writes), call.reads, call.writes)
             return self.launch(name, call, work, (group.group_name, peer), is_asynchronous)
 
         return collective

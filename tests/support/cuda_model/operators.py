@@ -11,6 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.cuda_model.detector import Detector
+from tests.support.cuda_model.graphs import UNDEFINED, RunAgain
 from tests.support.cuda_model.nccl import FunctionalCollectives
 
 NO_KERNELS = {"aten::set_", "aten::record_stream", "aten::resize_", "aten::_unsafe_view"}
@@ -56,6 +57,20 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(each)
 
 
+def run_again(func: Any) -> RunAgain:
+    """Return what runs an operator for a replay, and returns its results in new memory."""
+
+    def run(operands: Any) -> list[torch.Tensor]:
+        args, kwargs = operands
+        if func._schema.name.startswith(UNDEFINED):
+            return []
+        given = {each.untyped_storage()._cdata for each in tensors_in([*args, *kwargs.values()])}
+        results = tensors_in(func(*args, **kwargs))
+        return [each for each in results if each.untyped_storage()._cdata not in given]
+
+    return run
+
+
 class OperatorEvents(TorchDispatchMode):
     """Tells the detector which memory operators read, write and allocate."""
 
@@ -88,6 +103,8 @@ class OperatorEvents(TorchDispatchMode):
                 reads += tensors
         name = str(func)
         self._detector.check(name, reads + writes)
+        self._detector.graphs.keep(writes)
+        new: list[torch.Tensor] = []
         try:
             result = func(*args, **kwargs)
         except RuntimeError as error:
@@ -96,9 +113,12 @@ class OperatorEvents(TorchDispatchMode):
             raise self._detector.use_of_released(name, args[0]) from error  # by a view of it
         for tensor in tensors_in(result):
             if self._detector.blocks.known(tensor) is None:
-                writes.append(tensor)
-        if reads or writes:
-            self._detector.kernel(name, reads, writes)
+                new.append(tensor)
+        if reads or writes or new:
+            self._detector.kernel(name, reads, writes + new)
+            graph = self._detector.graphs.current
+            if graph is not None:
+                graph.record(name, run_again(func), (args, kwargs), reads, writes + new, new)
         if roles.synchronises:
             self._detector.synchronize(self._detector.streams.current.cuda_stream)
         return result

@@ -21,6 +21,7 @@ UNAWAITED = "nobody waits for a collective"
 HOST_READ = "host read without synchronisation"
 NCCL_RULE = "NCCL rule"
 ORDER = "order of collectives"
+CAPTURE = "rule of graph capture"
 
 SHOWN_FRAMES = 6
 MODEL = f"{Path(__file__).parent}/"

@@ -83,6 +83,7 @@ class ModelStream:
         """Run later work after ``event``; one that was never recorded has happened."""
         with self._streams.detector.lock:
             if event.number is not None:
+                self._streams.detector.graphs.follow(self.cuda_stream, event.graph)
                 self._streams.detector.syncs.stream_wait_for_event(self.cuda_stream, event.number)
 
     def record_event(self, event: ModelEvent | None = None) -> ModelEvent:
@@ -112,12 +113,15 @@ class ModelEvent:
     def __init__(self, streams: Streams):
         self._streams = streams
         self.number: int | None = None  # of the last record
+        self.graph: Any = None  # whose capture it was recorded in
 
     def record(self, stream: ModelStream | None = None) -> None:
         """Happen after everything that was launched on ``stream`` so far."""
         stream = stream or self._streams.current
         with self._streams.detector.lock:
             self.number = self._streams.make_event()
+            graph = self._streams.detector.graphs.current
+            self.graph = graph if graph and stream.cuda_stream in graph.streams else None
             self._streams.detector.syncs.record_state(self.number, stream.cuda_stream)
 
     def wait(self, stream: ModelStream | None = None) -> None:
@@ -126,6 +130,7 @@ class ModelEvent:
 
     def synchronize(self) -> None:
         """Let the host wait for the event."""
+        self._streams.detector.graphs.waits("a wait for an event")
         with self._streams.detector.lock:
             if self.number is not None:
                 self._streams.detector.syncs.all_streams_wait_for_event(self.number)
