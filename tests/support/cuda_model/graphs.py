@@ -71,6 +71,7 @@ class Graphs:
         self.detector = detector
         self.current: ModelGraph | None = None
         self.pools = count(1)
+        self.num_replays = 0
 
     def refuse(self, what: str, kind: str = CAPTURE) -> CaptureError:
         """Report what breaks a rule; return the error to raise."""
@@ -207,6 +208,7 @@ class ModelGraph:
     def replay(self) -> None:
         """Run the steps again, on the memory of the capture, all on the current stream."""
         self._graphs.waits("a replay")
+        self._graphs.num_replays += 1
         detector = self._graphs.detector
         for step in self._steps:
             known: dict[int, torch.Tensor] = {}
