@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trainings with graphs of units have the bits of those without, and the model reports nothing."""
+"""Trainings with graphs of units, or of iterations, have the bits of those without, and the model reports nothing."""
 
 import pytest
 import torch
@@ -8,19 +8,23 @@ from tests.support.cuda_model.graph_runs import trained
 from tests.support.fsdp.reference import Ranks
 
 
+CASES = [("units", 3 * 3 * 2), ("iteration", 3)]  # with the replays of three steps
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("level", [0, 1, 2, 3])
-def test_graphed_units_have_the_bits_of_plain_ones(
-    ranks: Ranks, level: int, dtype: torch.dtype
+@pytest.mark.parametrize(("captures", "num_replays"), CASES, ids=["units", "iteration"])
+def test_graphs_have_the_bits_of_a_training_without(
+    ranks: Ranks, captures: str, num_replays: int, level: int, dtype: torch.dtype
 ) -> None:
     settings = {"zero_dp_strategy": level, "cuda_graph_mode": True}
     plain = ranks(2, trained, "", "flat", dtype, **settings)
-    graphed = ranks(2, trained, "units", "flat", dtype, **settings)
+    graphed = ranks(2, trained, captures, "flat", dtype, **settings)
     for (losses, weights, none, _), (others, other_weights, replays, reports) in zip(
         plain, graphed, strict=True
     ):
         assert not reports, "\n".join(reports)
-        assert (none, replays) == (0, 3 * 3 * 2)  # steps, units, forward and backward
+        assert (none, replays) == (0, num_replays)
         assert all(map(torch.equal, losses, others))
         assert all(map(torch.equal, weights, other_weights))
 

@@ -29,7 +29,7 @@ RunAgain = Callable[[Any], Sequence[torch.Tensor]]  # of resolved operands; retu
 
 
 class CaptureError(RuntimeError):
-    """What a capture or a replay may not do: it is reported, and ends the program as on CUDA."""
+    """A capture or a replay breaks a rule: that is reported, and ends the program as on CUDA."""
 
 
 class Place:
@@ -54,7 +54,7 @@ class Place:
         )
 
 
-class Step:
+class GraphStep:
     """An operator or a collective that a replay runs again."""
 
     def __init__(
@@ -129,7 +129,7 @@ class ModelGraph:
     def __init__(self, graphs: Graphs):
         self._graphs = graphs
         self._pool: Any = None
-        self._steps: list[Step] = []
+        self._steps: list[GraphStep] = []
         self._before: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
         self._own: dict[int, torch.UntypedStorage] = {}  # allocated in the capture, kept for good
         self._random = torch.get_rng_state()
@@ -186,7 +186,7 @@ class ModelGraph:
             self._own[storage._cdata] = storage
         known: dict[int, Place] = {}
         step = [self._places(each, known) for each in (operands, reads, writes, list(results))]
-        self._steps.append(Step(name, run, *step))
+        self._steps.append(GraphStep(name, run, *step))
 
     def _places(self, value: Any, known: dict[int, Place]) -> Any:
         """Return ``value`` with places for its tensors."""
@@ -219,7 +219,7 @@ class ModelGraph:
                 for target, value in zip(results, step.run(operands)):
                     target.copy_(value)
 
-    def _tensors(self, value: Any, known: dict[int, torch.Tensor], step: Step) -> Any:
+    def _tensors(self, value: Any, known: dict[int, torch.Tensor], step: GraphStep) -> Any:
         if isinstance(value, Place):
             if id(value) not in known:
                 known[id(value)] = self._tensor(value, step)
@@ -230,7 +230,7 @@ class ModelGraph:
             return [self._tensors(each, known, step) for each in value]
         return value
 
-    def _tensor(self, place: Place, step: Step) -> torch.Tensor:
+    def _tensor(self, place: Place, step: GraphStep) -> torch.Tensor:
         with self._graphs.detector.unseen():
             tensor = place.tensor()
         block = None if tensor is None else self._graphs.detector.blocks.known(tensor)
@@ -269,7 +269,7 @@ class GraphContext:
         self._graph, self._pool = cuda_graph, pool
         streams = cuda_graph._graphs.detector.streams
         self._stream = stream or streams.make("capture")
-        self._context = StreamContext(streams, self._stream)  # type: ignore[arg-type]
+        self._context = StreamContext(streams, self._stream)
 
     def __enter__(self) -> None:
         torch.cuda.synchronize()
