@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trainings with graphs of units, or of iterations, have the bits of those without, and the model reports nothing."""
+"""Graphs of units or of iterations have the bits of trainings without; the model reports nothing."""
 
 import pytest
 import torch
 
 from tests.support.cuda_model.graph_runs import trained
 from tests.support.fsdp.reference import Ranks
-
 
 CASES = [("units", 3 * 3 * 2), ("iteration", 3)]  # with the replays of three steps
 
