@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Graphs of units or of iterations have the bits of trainings without; the model reports nothing."""
+"""Graphs of units and of iterations have the bits of trainings without; nothing is reported."""
 
 import pytest
 import torch
