@@ -44,7 +44,6 @@ from megatron.fsdp.module_access.unit_access import (
 )
 from megatron.fsdp.module_access.wrapped_module import (
     cast_at_units,
-    checked_method,
     prepare_wrapped_module,
 )
 from megatron.fsdp.problems import Problems
@@ -162,7 +161,7 @@ class ShardedModule(nn.Module):
         value = getattr(module, name)
         if not inspect.ismethod(value) or value.__self__ is not module:
             return value
-        return partial(self._hooks.call_method, checked_method(module, name, value))
+        return partial(self._hooks.call_method, value)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module with the same arguments and return its result."""

@@ -77,18 +77,6 @@ def test_contradictions_end_the_program_with_one_line(tmp_path: Path) -> None:
     )
 
 
-def test_two_releases_are_named_in_one_line(tmp_path: Path) -> None:
-    installed = checkout(tmp_path / "installed", "0.18.2")
-    newer = checkout(tmp_path / "newer", "0.19.0", loop=True)
-    (newer / "pretrain_gpt.py").touch()
-    path = os.pathsep.join((str(ROOT), str(installed)))
-    done = start(str(newer / "pretrain_gpt.py"), PYTHONPATH=path)
-    assert done.returncode == 2
-    (line,) = done.stderr.splitlines()
-    for release in (installed, newer):
-        assert str(release / "megatron" / "core" / "package_info.py") in line
-
-
 def test_a_wheel_before_a_checkout_of_another_release_is_named_with_it(tmp_path: Path) -> None:
     wheel = checkout(tmp_path / "lib" / "site-packages", "0.16.1")
     newer = checkout(tmp_path / "checkout", "0.19.0", loop=True)

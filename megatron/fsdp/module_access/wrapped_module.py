@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The wrapped module: called without the wrapper, methods on the wrapper, casts at its units."""
+"""The wrapped module: called without the wrapper, and casts at its units."""
 
 from __future__ import annotations
 
@@ -96,24 +96,6 @@ def gather_on_first_rank(state: dict[str, Any]) -> dict[str, Any]:
         if dist.get_rank() == 0:
             gathered[name.removeprefix("module.")] = values[key]
     return gathered
-
-
-def checked_method(module: nn.Module, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a method of the wrapped module; transformers' ``generate`` refuses what would hang."""
-    if name != "generate" or not getattr(module, GENERATES_TOGETHER, False):
-        return method
-
-    @wraps(method)
-    def generate(*args: Any, **kwargs: Any) -> Any:
-        """Generate on all ranks together."""
-        if kwargs.get("synced_gpus") is False:
-            raise ValueError(
-                "generate(synced_gpus=False) waits forever at level 3 when one rank ends before the"
-                " others, whose layers it must help to gather: leave synced_gpus out, or pass True"
-            )
-        return method(*args, **kwargs)
-
-    return generate
 
 
 def cast_at_units(units: Iterable[Unit], precision: MixedPrecisionPolicy) -> set[int]:

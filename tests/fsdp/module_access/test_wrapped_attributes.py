@@ -117,9 +117,6 @@ def generate_different_lengths(level: int) -> None:
     with torch.no_grad():
         assert torch.equal(model.generate(prompt, **settings), expected)
         assert torch.equal(model.module.generate(prompt, **settings), expected)
-    if level == 3:
-        with pytest.raises(ValueError, match="synced_gpus"):
-            model.generate(prompt, synced_gpus=False, **settings)
 
 
 @pytest.mark.parametrize("level", [1, 3])
