@@ -257,10 +257,8 @@ def _make_memory_slots(settings: Settings) -> EngineSlots | None:
     if not memory.uses_slots:
         return None
     if not memory.registers:
-        allocate = partial(allocate_slots, device)
-        return EngineSlots(memory, allocate, allocate)
+        return EngineSlots(memory, partial(allocate_slots, device))
     meshes = (settings.own_mesh.dense, settings.own_mesh.expert or settings.own_mesh.dense)
-    is_symmetric = not memory.registers_locally
-    gathering = NcclMemory([axes.all_gather_group for axes in meshes], device, is_symmetric)
-    reducing = NcclMemory([axes.inner.get_group() for axes in meshes], device, is_symmetric)
-    return EngineSlots(memory, gathering.allocate, reducing.allocate)
+    groups = [group for axes in meshes for group in (axes.all_gather_group, axes.inner.get_group())]
+    nccl = NcclMemory(groups, device, not memory.registers_locally)
+    return EngineSlots(memory, nccl.allocate, nccl)

@@ -7,7 +7,9 @@ import logging
 import os
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ import torch.distributed as dist
 
 from megatron.fsdp.engine import observe
 from megatron.fsdp.engine.buffer import FlatBuffer, Storage
+from megatron.fsdp.engine.collectives import agree
 from megatron.fsdp.engine.policy import problems_of_flags, raise_problems
 
 _logger = logging.getLogger(__name__)
@@ -94,13 +97,12 @@ def problems_of_nccl(device: torch.device | None) -> list[str]:
             f"Memory.registers registers memory with NCCL, which there is none of on {kind}: use"
             " Memory.uses_slots alone"
         ]
-    options = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
-    if "expandable_segments:true" in options.lower().replace(" ", ""):
-        return [
-            "Memory.registers needs memory whose segments do not grow: remove expandable_segments"
-            " from PYTORCH_CUDA_ALLOC_CONF"
-        ]
-    return []
+    return [
+        "Memory.registers needs memory whose segments do not grow: remove expandable_segments"
+        f" from {name}"
+        for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+        if "expandable_segments:true" in os.environ.get(name, "").lower().replace(" ", "")
+    ]
 
 
 @dataclass(eq=False)
@@ -253,11 +255,13 @@ class MemorySlots(Storage):
         try:
             memory = self._allocate([slot.num_bytes for slot in slots])
         except RuntimeError as error:  # torch raises it on CPU, and a subclass of it on CUDA
-            reason = str(error).strip().splitlines()[0]
+            reason = _first_line(error)
             problem = f"the memory slots of {self._contents} cannot be allocated: {self._told()}"
             remedy = f"{problem} ({reason}). Shard over more ranks or into smaller units"
             if self.holds_addresses:  # storage of their own is freed and allocated again
                 return f"{remedy}; cuda_graph_mode needs the fixed addresses of slots"
+            if self._policy.registers and not self._policy.registers_locally:
+                return f"{remedy}; nccl_ub registers windows, for which all ranks need slots"
             if not self._policy.allows_own_storage:
                 return (
                     f"{remedy}; fsdp_db_use_persist_buf_on_alloc_fail=True trains with separate"
@@ -281,49 +285,101 @@ def allocate_slots(device: torch.device, sizes: Sequence[int]) -> list[torch.Ten
 
 
 class NcclMemory:
-    """Allocates memory that is registered with the communicators of some process groups.
+    """Allocates memory in pools, and registers these with the communicators of process groups.
 
-    ``is_symmetric`` registers windows, for which ranks must allocate the same sizes in one order.
+    NCCL's collectives read and write registered memory without a copy of their own. With
+    ``is_symmetric`` it is windows, for which ranks must allocate the same sizes in one order.
     """
 
     def __init__(
         self, groups: Sequence[dist.ProcessGroup], device: torch.device, is_symmetric: bool
     ):
-        # NCCL's collectives read and write registered memory without a copy of their own. Not yet
-        # run on a GPU. Source: "User Buffer Registration" in NVIDIA's NCCL user guide.
+        # Not yet run on a GPU. Source: "User Buffer Registration" in NVIDIA's NCCL user guide.
+        self._groups = list(dict.fromkeys(groups))
         # Any: CPU builds of torch lack the class of the NCCL backend.
-        self._backends: list[Any] = [group._get_backend(device) for group in dict.fromkeys(groups)]
+        self._backends: list[Any] = [group._get_backend(device) for group in self._groups]
         self._device = device
         self._is_symmetric = is_symmetric
+        self._pools: list[torch.cuda.MemPool] = []  # that are not registered yet
+        self._registered: list[tuple[Any, torch.cuda.MemPool]] = []
+        self._num_kept = 0  # of those, that no assignment under way may give up
+        weakref.finalize(self, _deregister, self._registered)
+        _registering.add(self)
 
     def allocate(self, sizes: Sequence[int]) -> list[torch.Tensor]:
-        """Return ``uint8`` tensors of these numbers of bytes, in registered memory."""
+        """Return ``uint8`` tensors of these numbers of bytes, in a pool of NCCL's allocator."""
         if not sizes:
             return []
         pool = torch.cuda.MemPool(self._backends[0].mem_allocator)
         with torch.cuda.use_mem_pool(pool):
             memory = allocate_slots(self._device, sizes)
-        for backend in self._backends:
-            backend.register_mem_pool(pool, symm=self._is_symmetric)
-            # A communicator that is destroyed with memory registered reports an error.
-            weakref.finalize(memory[0], _deregister, weakref.ref(backend), pool)
+        self._pools.append(pool)
         return memory
 
+    def register(self) -> list[str]:
+        """Register the new pools; return an error message if NCCL refuses. A collective."""
+        agree((), self._groups)  # a group has a communicator from its first collective on
+        try:
+            for pool, backend in product(self._pools, self._backends):
+                self._register(backend, pool)
+        except RuntimeError as error:
+            reason = _first_line(error)
+            return [f"NCCL cannot register the memory slots ({reason}): train without nccl_ub"]
+        return []
 
-def _deregister(backend: weakref.ref[Any], pool: torch.cuda.MemPool) -> None:
-    alive = backend()
-    if alive is not None and dist.is_initialized():
-        alive.deregister_mem_pool(pool)
+    def _register(self, backend: Any, pool: torch.cuda.MemPool) -> None:
+        if self._is_symmetric:
+            try:
+                backend.register_mem_pool(pool, symm=True)
+            except (TypeError, RuntimeError) as error:  # before torch 2.9, or without NVLink
+                self._is_symmetric = False
+                _deregister([(backend, pool)])  # torch has noted the attempt
+                if dist.get_rank() == 0:
+                    reason = _first_line(error)
+                    _logger.warning("no windows, so slots are registered locally: %s", reason)
+        if not self._is_symmetric:
+            backend.register_mem_pool(pool)
+        self._registered.append((backend, pool))
+
+    def keep(self) -> None:
+        """Keep the new pools: all ranks have registered theirs."""
+        self._num_kept = len(self._registered)
+        self._pools.clear()
+
+    def withdraw(self) -> None:
+        """Deregister the new pools, whose slots are given up."""
+        _deregister(self._registered, self._num_kept)
+        self._pools.clear()
+
+
+_registering: weakref.WeakSet[NcclMemory] = weakref.WeakSet()
+
+
+def deregister_all() -> None:
+    """Deregister all memory of models that are alive, before their process groups are destroyed."""
+    for memory in _registering:
+        _deregister(memory._registered)
+
+
+def _deregister(registered: list[tuple[Any, torch.cuda.MemPool]], num_kept: int = 0) -> None:
+    while len(registered) > num_kept:
+        backend, pool = registered.pop()
+        if dist.is_initialized():
+            with suppress(RuntimeError):  # it was destroyed before, and its registrations with it
+                backend.deregister_mem_pool(pool)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0]
 
 
 class EngineSlots:
     """The slots of gathered weights, and those of local gradients."""
 
-    def __init__(
-        self, policy: Memory, allocate_weights: AllocateSlots, allocate_gradients: AllocateSlots
-    ):
-        self.weights = MemorySlots("gathered weights", False, policy, allocate_weights)
-        self.gradients = MemorySlots("local gradients", True, policy, allocate_gradients)
+    def __init__(self, policy: Memory, allocate: AllocateSlots, nccl: NcclMemory | None = None):
+        self.weights = MemorySlots("gathered weights", False, policy, allocate)
+        self.gradients = MemorySlots("local gradients", True, policy, allocate)
+        self._nccl = nccl
 
     @property
     def sizes(self) -> dict[str, list[int]]:
@@ -335,13 +391,23 @@ class EngineSlots:
         """True if every buffer that was used so far has a slot."""
         return self.weights.is_complete and self.gradients.is_complete
 
-    def assign(self) -> list[str]:
-        """Give a slot to each buffer that has none; return error messages."""
-        return list(filter(None, (self.weights.assign(), self.gradients.assign())))
+    def assign(self, groups: Sequence[dist.ProcessGroup]) -> None:
+        """Give a slot to each buffer that has none, and register new slots; a collective.
 
-    def end_assignment(self, problems: Sequence[str]) -> None:
-        """Undo the assignment and raise the problems of all ranks, if there are any."""
+        Raises:
+            RuntimeError: with the problems of all ranks of the groups, the same on each.
+        """
+        problems = filter(None, (self.weights.assign(), self.gradients.assign()))
+        self._end(agree(problems, groups))
+        if self._nccl is not None:
+            # Windows are registered by all ranks together, so all must have their memory by now.
+            self._end(agree(self._nccl.register(), groups))
+            self._nccl.keep()
+
+    def _end(self, problems: Sequence[str]) -> None:
         if problems:
             self.weights.withdraw()
             self.gradients.withdraw()
+            if self._nccl is not None:
+                self._nccl.withdraw()
             raise RuntimeError("\n".join(problems))

@@ -142,6 +142,7 @@ def shows_manual_registration(make: Make) -> None:
         mock.patch.object(builder, "NcclMemory") as nccl,
     ):
         nccl.return_value.allocate.side_effect = partial(allocate_slots, torch.device("cpu"))
+        nccl.return_value.register.return_value = []
         for manual in (False, True):
             model = fully_shard_model(
                 build_stack(), nccl_ub=True, fsdp_manual_registration=manual, **units
