@@ -21,7 +21,7 @@ import yaml  # type: ignore[import-untyped]
 from megatron.core import parallel_state, tensor_parallel
 
 from megatron.checkpoint.store.url_staging import with_urls
-from megatron.fsdp.backends import rendezvous
+from megatron.fsdp.backends import memory_slots, rendezvous
 from megatron.mcore_adapter import cpu
 from megatron.mcore_adapter.releases import process_groups
 
@@ -150,5 +150,6 @@ def stop() -> None:
     if dist.is_initialized():
         with contextlib.suppress(RuntimeError):
             dist.barrier()
+        memory_slots.deregister_all()
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
