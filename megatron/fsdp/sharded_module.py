@@ -406,11 +406,11 @@ class ShardedModule(nn.Module):
             return
         if slots.is_complete and not any(slots.sizes.values()):
             raise RuntimeError("manual_buffer_registration needs a step first, to see what is used")
-        self._schedule.prefetcher.reshard_unused()  # buffers in use keep the storage of their own
         self._assign_memory_slots()
 
     def _assign_memory_slots(self) -> None:
         if self._memory_slots is not None and not self._memory_slots.is_complete:
+            self._schedule.prefetcher.reshard_unused()  # buffers in use would get no slots
             self._memory_slots.assign(self._groups_that_end_together())
 
     # ---- calls of the parts

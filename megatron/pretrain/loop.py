@@ -183,6 +183,9 @@ def train(
             step_is_over()
             if run.exit_code:
                 break
+            if args.fsdp_manual_registration:
+                for chunk in run.model:  # nothing to do once all buffers have slots
+                    chunk.param_and_grad_buffer.manual_buffer_registration()
 
             # Once in a while: evaluate, save, collect garbage, stop. None of it is training time.
             report.stop_clock()

@@ -187,7 +187,7 @@ NEEDS: tuple[Needs, ...] = (
     Needs(
         "data_parallel_sharding_strategy megatron_fsdp_* create_all_gather_group"
         " outer_dp_sharding_strategy init_model_with_meta_device strict_fsdp_dtensor_load"
-        " fsdp_double_buffer fsdp_db_use_persist_buf_on_alloc_fail"
+        " fsdp_double_buffer fsdp_db_use_persist_buf_on_alloc_fail fsdp_manual_registration"
         " suggested_communication_unit_size keep_fp8_transpose_cache",
         "use_megatron_fsdp",
     ),

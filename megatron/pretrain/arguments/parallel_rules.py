@@ -94,22 +94,17 @@ def check_communicators(check: Check) -> None:
 
 
 def imply_fsdp(check: Check) -> None:
-    """Apply the settings that --use-megatron-fsdp implies, and print them in one line."""
+    """Apply and check what --use-megatron-fsdp implies, also together with --use-nccl-ub."""
     args = check.args
-    implied = {
-        "data_parallel_sharding_strategy": "optim_grads_params",
-        "use_distributed_optimizer": True,
-        "ckpt_format": "fsdp_dtensor",
-    }
-    new = {dest: value for dest, value in implied.items() if dest not in check.given}
-    for dest, value in new.items():
-        setattr(args, dest, value)
-    if new:
-        words = []
-        for dest, value in new.items():
-            name = dest.replace("_", "-")
-            words.append(name if value is True else f"{name} {value}")
-        check.notes.append(f"--use-megatron-fsdp sets {', '.join(words)}")
+    imply(
+        check,
+        "--use-megatron-fsdp",
+        data_parallel_sharding_strategy="optim_grads_params",
+        use_distributed_optimizer=True,
+        ckpt_format="fsdp_dtensor",
+    )
+    if args.nccl_ub:
+        imply(check, "--use-nccl-ub", fsdp_double_buffer=True, fsdp_manual_registration=True)
     choose_strictness(check)
     check_outer_axis(check)
     if args.init_model_with_meta_device and args.data_parallel_sharding_strategy == "no_shard":
@@ -117,6 +112,18 @@ def imply_fsdp(check: Check) -> None:
             "--init-model-with-meta-device does not go with --data-parallel-sharding-strategy"
             " no_shard, where every rank has all weights anyway: leave it out"
         )
+
+
+def imply(check: Check, flag: str, **implied: str | bool) -> None:
+    """Apply those settings that ``flag`` implies and nobody has given; print them in one line."""
+    words = []
+    for dest, value in implied.items():
+        if dest not in check.given:
+            setattr(check.args, dest, value)
+            name = dest.replace("_", "-")
+            words.append(name if value is True else f"{name} {value}")
+    if words:
+        check.notes.append(f"{flag} sets {', '.join(words)}")
 
 
 def choose_strictness(check: Check) -> None:

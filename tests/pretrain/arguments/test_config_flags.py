@@ -124,7 +124,7 @@ COMPANIONS = {
     "suggested_communication_unit_size": "--use-megatron-fsdp",
     "fsdp_double_buffer": "--use-megatron-fsdp",
     "disable_symmetric_registration": "--use-nccl-ub",
-    "fsdp_manual_registration": "--use-nccl-ub",
+    "fsdp_manual_registration": "--use-megatron-fsdp --use-nccl-ub",
     "bucket_size": "--overlap-grad-reduce",
     "pad_buckets_for_high_nccl_busbw": "--use-distributed-optimizer",
     "reduce_scatter_with_fp32_accumulation": "--use-distributed-optimizer",

@@ -73,6 +73,18 @@ def test_fsdp_alone_sets_what_it_needs_and_says_so() -> None:
     assert parse(MOCK)[0].data_parallel_sharding_strategy == "no_shard"
 
 
+def test_user_buffers_are_registered_after_the_first_step_with_fsdp_only() -> None:
+    flags = f"{MOCK} --use-nccl-ub"
+    args, notes = parse(f"{flags} --use-megatron-fsdp", cuda=True)
+    assert args.fsdp_manual_registration and args.fsdp_double_buffer
+    assert "--use-nccl-ub sets fsdp-double-buffer, fsdp-manual-registration" in notes
+    args, notes = parse(f"{flags} --use-megatron-fsdp --fsdp-manual-registration", cuda=True)
+    assert args.fsdp_manual_registration and "--use-nccl-ub sets fsdp-double-buffer" in notes
+    assert not parse(flags, cuda=True)[0].fsdp_manual_registration
+    (problem,) = problems(f"{flags} --fsdp-manual-registration", cuda=True)
+    assert problem == "--fsdp-manual-registration needs --use-megatron-fsdp"
+
+
 SAMPLE_RUN = """--num-layers 3 --hidden-size 64 --ffn-hidden-size 112 --num-attention-heads 4
     --seq-length 32 --max-position-embeddings 32 --micro-batch-size 2 --global-batch-size 8 --lr
     0.005 --min-lr 0.0005 --weight-decay 0.1 --train-iters 20 --save-interval 1 --clip-grad 1.0

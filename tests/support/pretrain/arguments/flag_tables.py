@@ -64,18 +64,23 @@ DATA_PARALLELISM = (
         optimizer__overlap_param_gather=True,
     ),
     refused("--overlap-param-gather-with-optimizer-step", "use --overlap-param-gather"),
-    changes("--use-nccl-ub", FSDP, ddp__nccl_ub=True, gpu=True),
+    changes(
+        "--use-nccl-ub",
+        FSDP,
+        ddp__nccl_ub=True,
+        ddp__fsdp_double_buffer=True,
+        ddp__fsdp_manual_registration=True,
+        gpu=True,
+    ),
     changes(
         "--disable-symmetric-registration",
         f"{FSDP} --use-nccl-ub",
         ddp__disable_symmetric_registration=True,
         gpu=True,
     ),
-    changes(
+    shown(
         "--fsdp-manual-registration",
-        f"{FSDP} --use-nccl-ub",
-        ddp__fsdp_manual_registration=True,
-        gpu=True,
+        "test_rules.py::test_user_buffers_are_registered_after_the_first_step_with_fsdp_only",
     ),
     changes("--fsdp-double-buffer", FSDP, ddp__fsdp_double_buffer=True),
     changes(
