@@ -34,8 +34,6 @@ NOT_MODELLED = {
     "get_device_properties": "numbers of a GPU",
     "cudart": "pins the host's memory for background saves, which are not run here",
     "check_error": "pins the host's memory for background saves, which are not run here",
-    "MemPool": "user buffers, which are not run here",
-    "use_mem_pool": "user buffers, which are not run here",
     "FloatTensor": "a name in a text",
 }
 """What the model leaves out, with the reason."""

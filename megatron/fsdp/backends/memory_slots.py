@@ -295,19 +295,20 @@ class NcclMemory:
         self, groups: Sequence[dist.ProcessGroup], device: torch.device, is_symmetric: bool
     ):
         # Not yet run on a GPU. Source: "User Buffer Registration" in NVIDIA's NCCL user guide.
-        self._groups = list(dict.fromkeys(groups))
+        self.groups = list(dict.fromkeys(groups))
         # Any: CPU builds of torch lack the class of the NCCL backend.
-        self._backends: list[Any] = [group._get_backend(device) for group in self._groups]
+        self._backends: list[Any] = [group._get_backend(device) for group in self.groups]
         self._device = device
         self._is_symmetric = is_symmetric
         self._pools: list[torch.cuda.MemPool] = []  # that are not registered yet
         self._registered: list[tuple[Any, torch.cuda.MemPool]] = []
-        self._num_kept = 0  # of those, that no assignment under way may give up
+        self._num_kept = 0  # of those, whose slots no assignment under way may give up
         weakref.finalize(self, _deregister, self._registered)
         _registering.add(self)
 
     def allocate(self, sizes: Sequence[int]) -> list[torch.Tensor]:
         """Return ``uint8`` tensors of these numbers of bytes, in a pool of NCCL's allocator."""
+        self._num_kept = len(self._registered)
         if not sizes:
             return []
         pool = torch.cuda.MemPool(self._backends[0].mem_allocator)
@@ -318,9 +319,9 @@ class NcclMemory:
 
     def register(self) -> list[str]:
         """Register the new pools; return an error message if NCCL refuses. A collective."""
-        agree((), self._groups)  # a group has a communicator from its first collective on
+        pools, self._pools = self._pools, []
         try:
-            for pool, backend in product(self._pools, self._backends):
+            for pool, backend in product(pools, self._backends):
                 self._register(backend, pool)
         except RuntimeError as error:
             reason = _first_line(error)
@@ -340,11 +341,6 @@ class NcclMemory:
         if not self._is_symmetric:
             backend.register_mem_pool(pool)
         self._registered.append((backend, pool))
-
-    def keep(self) -> None:
-        """Keep the new pools: all ranks have registered theirs."""
-        self._num_kept = len(self._registered)
-        self._pools.clear()
 
     def withdraw(self) -> None:
         """Deregister the new pools, whose slots are given up."""
@@ -397,17 +393,15 @@ class EngineSlots:
         Raises:
             RuntimeError: with the problems of all ranks of the groups, the same on each.
         """
-        problems = filter(None, (self.weights.assign(), self.gradients.assign()))
-        self._end(agree(problems, groups))
-        if self._nccl is not None:
-            # Windows are registered by all ranks together, so all must have their memory by now.
-            self._end(agree(self._nccl.register(), groups))
-            self._nccl.keep()
-
-    def _end(self, problems: Sequence[str]) -> None:
+        own = filter(None, (self.weights.assign(), self.gradients.assign()))
+        # Windows are registered by all ranks together, over groups that have a communicator: from
+        # their first collective on.
+        problems = agree(own, [*groups, *(self._nccl.groups if self._nccl else ())])
+        if self._nccl and not problems:
+            problems = agree(self._nccl.register(), groups)
         if problems:
             self.weights.withdraw()
             self.gradients.withdraw()
-            if self._nccl is not None:
+            if self._nccl:
                 self._nccl.withdraw()
             raise RuntimeError("\n".join(problems))

@@ -64,7 +64,6 @@ def test_pools_are_registered_once_and_deregistered_with_the_model() -> None:
     assert [each.numel() for each in memory.allocate([8, 4])] == [8, 4]
     for _ in range(2):
         assert memory.register() == []
-        memory.keep()
     assert [[symm for _, symm in each.pools] for each in backends] == [[True], [True]]
     del memory
     gc.collect()
@@ -81,7 +80,6 @@ def test_without_windows_slots_are_registered_locally_which_is_said_once(
         for _ in range(2):
             memory.allocate([8])
             assert memory.register() == []
-            memory.keep()
     assert [symm for _, symm in backend.pools] == [False, False]
     (message,) = caplog.messages
     assert "registered locally" in message and str(error) in message
@@ -100,7 +98,6 @@ def test_a_refusal_is_told_as_one_and_leaves_nothing_new_registered() -> None:
     memory = memory_over([good, bad], is_symmetric=False)
     memory.allocate([8])
     assert memory.register() == []
-    memory.keep()
     before = list(good.pools)
     bad._errors[False] = RuntimeError("unhandled system error\nat some place")
     memory.allocate([8])

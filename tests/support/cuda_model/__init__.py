@@ -10,6 +10,7 @@
 | `operators.py` | a dispatch mode that makes every operator an event on the current stream |
 | `nccl.py` | collectives on the streams of their groups, and NCCL's rules |
 | `graphs.py` | graphs: captures, their rules, and replays |
+| `pools.py` | memory pools, and their registration with groups |
 | `machine.py` | the machine: everything that is patched, and restored |
 | `scenarios.py` | trainings of `fully_shard` that run on it |
 | `adapter_runs.py` | trainings through the adapter that run on it |

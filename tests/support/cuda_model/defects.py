@@ -18,6 +18,7 @@ from typing import Any
 from unittest.mock import patch
 
 from tests.support.cuda_model.machine import cuda_model
+from tests.support.cuda_model.reports import ORDER
 from tests.support.cuda_model.scenarios import SCENARIOS
 from tests.support.fsdp.meshes import Meshes
 
@@ -89,7 +90,7 @@ def findings_with(defect: Defect) -> list[tuple[str, str]]:
     """Run a defect's scenario on this rank; return the kinds and texts of what was reported."""
     program = SCENARIOS[defect.scenario].program
     meshes = Meshes()
-    with defect.made(), cuda_model(compares_order=False) as model:
+    with defect.made(), cuda_model(compares_order=ORDER in defect.kinds) as model:
         try:
             program(meshes)
         except (RuntimeError, AttributeError, AssertionError):

@@ -8,6 +8,8 @@ from tests.support.cuda_model.reports import (
     EARLY_RELEASE,
     HOST_READ,
     NCCL_RULE,
+    ORDER,
+    POOL,
     RACE,
     RELEASED,
     UNAWAITED,
@@ -27,6 +29,8 @@ LAUNCH = "engine.device:CudaStreams.launch"
 PENDING = "engine.device:Pending.wait"
 GROUP = "engine.param_group:ParamGroup."
 GRADIENTS = "engine.gradients:GroupGradients."
+SLOTS = "backends.memory_slots:"
+POOLS = f"{SLOTS}NcclMemory."
 SUM = "engine.buffer:RunningSum."
 STARTS = "stream.wait_stream(torch.cuda.current_stream(self._device))"
 ENDS = "lambda: torch.cuda.current_stream(self._device).wait_event(done)"
@@ -371,6 +375,55 @@ DEFECTS = [
             ]
         },
         NCCL_RULE,
+    ),
+    # ---- memory pools
+    defect(
+        "slots are allocated outside of their pool",
+        "registered level3",
+        {POOLS + "allocate": [("with torch.cuda.use_mem_pool(pool):", "if True:")]},
+        POOL,
+    ),
+    defect(
+        "slots are registered with a group that has no communicator",
+        "registered for all-gathers",
+        {SLOTS + "EngineSlots.assign": [("*(self._nccl.groups if self._nccl else ())", "")]},
+        POOL,
+    ),
+    defect(
+        "slots are registered with the first group only",
+        "registered for all-gathers",
+        {POOLS + "register": [("self._backends)", "self._backends[:1])")]},
+        NCCL_RULE,
+    ),
+    defect(
+        "windows that NCCL refused are registered again",
+        "registered locally level3",
+        {POOLS + "_register": [("_deregister([(backend, pool)])", "pass")]},
+        POOL,
+    ),
+    defect(
+        "ranks register windows of other sizes",
+        "registered level3",
+        {SLOTS + "allocate_slots": [("empty(size,", "empty(size + 8 * dist.get_rank(),")]},
+        ORDER,
+    ),
+    defect(
+        "slots are copies of the memory in their pool",
+        "registered level3",
+        {SLOTS + "MemorySlots._allocate_memory": [("memory = tensor", "memory = tensor.clone()")]},
+        POOL,
+    ),
+    defect(
+        "a model is dropped with its slots registered",
+        "registered and dropped level3",
+        {POOLS + "__init__": [("weakref.finalize(self, _deregister, self._registered)", "pass")]},
+        POOL,
+    ),
+    defect(
+        "groups are destroyed with slots registered",
+        "registered by hand level3",
+        {SLOTS + "deregister_all": [("_deregister(memory._registered)", "pass")]},
+        POOL,
     ),
 ]
 """All defects."""

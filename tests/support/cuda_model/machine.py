@@ -14,12 +14,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import ProcessGroup
 
+from megatron.fsdp import checks
+from megatron.fsdp.backends import memory_slots
 from megatron.fsdp.backends.gloo_messages import GlooMessages
 from megatron.fsdp.engine import device, observe
 from megatron.fsdp.engine.buffer import FlatBuffer
 from tests.support.cuda_model.detector import Detector
 from tests.support.cuda_model.nccl import METHODS, Nccl
 from tests.support.cuda_model.operators import OperatorEvents
+from tests.support.cuda_model.pools import ModelBackend, Pools
 from tests.support.cuda_model.reports import Finding, cheap_stacks
 from tests.support.cuda_model.streams import ModelEvent, ModelStream, StreamContext
 
@@ -30,6 +33,7 @@ class CudaModel:
     def __init__(self) -> None:
         self.detector = Detector()
         self.nccl = Nccl(self.detector)
+        self.pools = Pools(self.detector, self.nccl)
         self.streams = self.detector.streams
 
     @property
@@ -64,6 +68,7 @@ class CudaModel:
             "memory_allocated": lambda device=None: blocks.allocated,
             "max_memory_allocated": lambda device=None: blocks.peak,
             "reset_peak_memory_stats": reset_peak,
+            **self.pools.replacements_of_cuda(),
         }
 
 
@@ -93,7 +98,7 @@ def cuda_model(compares_order: bool = True) -> Iterator[CudaModel]:
         patches.enter_context(cheap_stacks())
         _patch_cuda(patches, model)
         _patch_tensors(patches, model.detector)
-        _patch_groups(patches, model.nccl)
+        _patch_groups(patches, model)
         _patch_engine(patches, model.detector)
         patches.callback(model.detector.blocks.close)
         with OperatorEvents(model.detector):
@@ -174,7 +179,16 @@ def _torch_asks() -> bool:
     return str(sys._getframe(2).f_globals.get("__name__")).partition(".")[0] == "torch"
 
 
-def _patch_groups(patches: ExitStack, nccl: Nccl) -> None:
+def _patch_groups(patches: ExitStack, model: CudaModel) -> None:
+    nccl, pools, get_backend = model.nccl, model.pools, ProcessGroup._get_backend
+
+    def backend(group: ProcessGroup, device: torch.device) -> ModelBackend:
+        return ModelBackend(pools, group.group_name, get_backend(group, device))
+
+    patches.enter_context(patch.object(ProcessGroup, "_get_backend", backend))
+    patches.enter_context(patch.object(dist, "destroy_process_group", pools.destroy_groups))
+    for place in (memory_slots, checks):
+        patches.enter_context(patch.object(place, "problems_of_nccl", lambda device: []))
     for name in METHODS:
         original: Callable[..., Any] | None = getattr(ProcessGroup, name, None)
         if original is not None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from itertools import count
+from typing import Protocol
 
 import torch
 
@@ -28,9 +29,20 @@ class MemoryBlock:
         self.name = name
         self.recorded: set[int] = set()  # streams, by `record_stream`
         self.is_known = True  # False: it was allocated before the model was entered
+        self.pool: Pool | None = None
 
     def __str__(self) -> str:
         return f"{self.name} (block {self.number}, {self.num_bytes} bytes)"
+
+
+class Pool(Protocol):
+    """What has memory of its own, beside the allocator's."""
+
+    blocks: list[MemoryBlock]
+    groups: set[str]
+
+    def release(self, block: MemoryBlock) -> None:
+        """Take memory back."""
 
 
 class Blocks:
@@ -43,6 +55,7 @@ class Blocks:
         self._watched: dict[int, weakref.finalize] = {}
         self._numbers = count(1)
         self.allocated = self.peak = 0  # bytes
+        self.pool: Pool | None = None  # in use now
 
     def of(self, tensor: torch.Tensor, stream: int) -> tuple[MemoryBlock, bool] | None:
         """Return the block of ``tensor`` and True if it is new; None if it has no memory."""
@@ -64,6 +77,9 @@ class Blocks:
         key = storage._cdata
         name = self._names.get(key, "a tensor")
         block = self._blocks[key] = MemoryBlock(next(self._numbers), stream, storage.nbytes(), name)
+        if self.pool is not None:
+            block.pool = self.pool
+            self.pool.blocks.append(block)
         if key not in self._watched:
             self._watched[key] = weakref.finalize(storage, self._die, key)
             self._watched[key].atexit = False
@@ -105,6 +121,8 @@ class Blocks:
         block = self._blocks.pop(key, None)
         if block is not None:
             self.allocated -= block.num_bytes
+            if block.pool is not None:
+                block.pool.release(block)
             self._released(block)
 
 

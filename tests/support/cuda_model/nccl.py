@@ -337,6 +337,10 @@ class Nccl:
             known = REDUCED if call.reduces else MOVED
             if tensor.dtype not in known:
                 problems.append(f"{tensor.dtype} is not {'reduced' if call.reduces else 'moved'}")
+            block = self.detector.blocks.known(tensor)
+            pool = block and block.pool
+            if pool and pool.groups and group.group_name not in pool.groups:
+                problems.append(f"the memory is registered, but not with {group.group_name}")
         for operation in NOT_REDUCED:
             if call.reduces and getattr(options, "reduceOp", None) == operation:
                 problems.append(f"NCCL has no {operation.name}")

@@ -22,6 +22,7 @@ HOST_READ = "host read without synchronisation"
 NCCL_RULE = "NCCL rule"
 ORDER = "order of collectives"
 CAPTURE = "rule of graph capture"
+POOL = "rule of memory pools"
 
 SHOWN_FRAMES = 6
 MODEL = f"{Path(__file__).parent}/"

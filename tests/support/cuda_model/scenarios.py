@@ -6,11 +6,13 @@ Nothing is compared before the end: a host that reads values waits for them, and
 
 from __future__ import annotations
 
+import gc
 import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -18,9 +20,11 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from megatron.fsdp.backends import memory_slots
 from megatron.fsdp.dtensor.tensor_part import full_tensor
 from megatron_fsdp import MixedPrecisionPolicy, fully_shard, fully_shard_model
 from tests.support.cuda_model.machine import CudaModel, cuda_model
+from tests.support.cuda_model.pools import ModelBackend
 from tests.support.fsdp.meshes import Meshes
 from tests.support.fsdp.models import ResidualBlock, build_stack
 from tests.support.fsdp.random_models import Drawn, DrawnLayer
@@ -224,6 +228,35 @@ def gathered_as_codes(level: int, meshes: Meshes) -> None:
         optimizer.zero_grad()
 
 
+def registered_by_hand(level: int, meshes: Meshes) -> None:
+    """Register memory slots after each step, while gathers of the next forward are under way."""
+    model, optimizer = stack_on(level, meshes, nccl_ub=True, fsdp_manual_registration=True)
+    for number in range(3):
+        step(model, optimizer, number)
+        model.start_param_sync()
+        model.manual_buffer_registration()
+    step(model, optimizer, 3)
+    memory_slots.deregister_all()
+    dist.destroy_process_group()
+
+
+def registered_and_dropped(level: int, meshes: Meshes) -> None:
+    """Drop a model whose memory slots are registered."""
+    model, optimizer = stack_on(level, meshes, nccl_ub=True)
+    for number in range(2):
+        step(model, optimizer, number)
+    assert model.memory_slots["gradients"]
+    del model, optimizer
+    gc.collect()
+
+
+def registered_locally(level: int, meshes: Meshes) -> Callable[[], None]:
+    """Train with registered slots where NCCL refuses windows."""
+    with patch.object(ModelBackend, "has_windows", False):
+        settings = {"zero_dp_strategy": level, **REGISTERED}
+        return train(Case(model="several_units", steps=4, settings=settings), meshes)
+
+
 def whole_tensors(level: int, meshes: Meshes) -> None:
     """Gather parameters as torch's functions on DTensors do, while training."""
     model, optimizer = stack_on(level, meshes)
@@ -286,12 +319,16 @@ MODELS_OF_TESTS = (
     *("frozen_in_part", "checkpoint_reentrant", "checkpoint_non_reentrant"),
     *("checkpoint_inside_reentrant", "edits_in_place", "called_under_no_grad"),
 )
+REGISTERED = {"nccl_ub": True}
 OTHER_WAYS: dict[str, Callable[[int, Meshes], Callable[[], None] | None]] = {
     "meta": from_the_meta_device,
     "checkpoint": saved_and_loaded,
     "decoupled": decoupled_gradients,
     "by hand": started_by_hand,
     "codes": gathered_as_codes,
+    "registered by hand": registered_by_hand,
+    "registered and dropped": registered_and_dropped,
+    "registered locally": registered_locally,
     "whole tensors": whole_tensors,
     "generation": generation,
     "edited while gathered": edited_while_gathered,
@@ -333,6 +370,13 @@ SCENARIOS: dict[str, Scenario] = {
     "slots level1": case(fsdp_double_buffer=True, zero_dp_strategy=1, steps=4, sync="step"),
     "slots of equal sizes": case(maxpool_double_buffer=True, steps=4, forwards=2),
     "slots held": case(cuda_graph_mode=True, steps=4, microbatches=2),
+    **{
+        f"registered level{n}": case(zero_dp_strategy=n, microbatches=2, steps=4, **REGISTERED)
+        for n in LEVELS
+    },
+    "registered hybrid": case(mesh="outer2", num_ranks=4, steps=3, **REGISTERED),
+    "registered for all-gathers": case(mesh="gather_group", zero_dp_strategy=0, **REGISTERED),
+    "registered experts": case(EXPERTS, mesh="ep2", num_ranks=4, steps=3, **REGISTERED),
     "units by bytes": case(suggested_communication_unit_size=2000, steps=4),
     "fine-grained": case(enable_fine_grained_param_gather=True, microbatches=2),
     "sums of tokens": case(calculate_per_token_loss=True, microbatches=2, zero_dp_strategy=2),
