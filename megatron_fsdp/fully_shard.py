@@ -152,12 +152,16 @@ def fully_shard_model(
         keep_fp8_transpose_cache: make the transposed copies of FP8 weights that the backward reads
             in the forward, and keep them till then; otherwise they are made in the backward.
         nccl_ub: register the memory slots of ``fsdp_double_buffer``, which this implies, with NCCL.
+            Drop the model before you call ``destroy_process_group()``, so that its memory is not
+            registered any more.
         fsdp_double_buffer: gather weights and collect gradients in a fixed set of memory slots,
             whose addresses never change. The first step finds out what is needed at the same time;
             ``model.memory_slots`` tells the bytes of the slots.
         fsdp_db_use_persist_buf_on_alloc_fail: if slots cannot be allocated, train with separate
-            storage for each buffer; otherwise, and in ``cuda_graph_mode``, that is an error.
+            storage for each buffer. Otherwise that is an error, and always in ``cuda_graph_mode``
+            and with the windows of ``nccl_ub``.
         disable_symmetric_registration: register memory with NCCL locally, not as symmetric windows.
+            Where NCCL has no windows, that is done anyway, with a warning.
         enable_fine_grained_param_gather: make each module that owns parameters a unit by itself,
             inside named units too.
         use_decoupled_grad: put gradients on ``param.decoupled_grad``, in ``main_grads_dtype``, for

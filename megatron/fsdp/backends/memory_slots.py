@@ -48,7 +48,8 @@ class Memory:
             step finds out what is needed at the same time. The settings below imply it, but for
             those that say how.
         equal_sizes: give every slot the size of the largest buffer.
-        allows_own_storage: train without the memory of slots if it cannot be allocated.
+        allows_own_storage: train without the memory of slots if it cannot be allocated; not with
+            windows, which all ranks register together.
         holds_addresses: it is an error if a buffer must leave its slot, as CUDA graphs need, or if
             memory runs out, whatever ``allows_own_storage`` says.
         registers: register the slots with NCCL.
