@@ -259,6 +259,7 @@ def _make_memory_slots(settings: Settings) -> EngineSlots | None:
     if not memory.registers:
         return EngineSlots(memory, partial(allocate_slots, device))
     meshes = (settings.own_mesh.dense, settings.own_mesh.expert or settings.own_mesh.dense)
-    groups = [group for axes in meshes for group in (axes.all_gather_group, axes.inner.get_group())]
+    groups = [axes.all_gather_group for axes in meshes]
+    groups += [axes.inner.get_group() for axes in meshes]
     nccl = NcclMemory(groups, device, not memory.registers_locally)
     return EngineSlots(memory, nccl.allocate, nccl)

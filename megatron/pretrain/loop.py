@@ -158,6 +158,13 @@ def connect(run: TrainingRun) -> None:
         gc.collect()
 
 
+def register_memory_slots(run: TrainingRun) -> None:
+    """Register the memory slots that the first step has shown to be needed, if nobody has yet."""
+    if run.args.fsdp_manual_registration:
+        for chunk in run.model:
+            chunk.param_and_grad_buffer.manual_buffer_registration()
+
+
 def train(
     run: TrainingRun, data: Microbatches | list[Microbatches], valid_data: Any | None
 ) -> None:
@@ -183,9 +190,7 @@ def train(
             step_is_over()
             if run.exit_code:
                 break
-            if args.fsdp_manual_registration:
-                for chunk in run.model:  # nothing to do once all buffers have slots
-                    chunk.param_and_grad_buffer.manual_buffer_registration()
+            register_memory_slots(run)
 
             # Once in a while: evaluate, save, collect garbage, stop. None of it is training time.
             report.stop_clock()

@@ -36,7 +36,7 @@ class MemoryBlock:
 
 
 class Pool(Protocol):
-    """What has memory of its own, beside the allocator's."""
+    """A memory pool, which may be registered."""
 
     blocks: list[MemoryBlock]
     groups: set[str]
