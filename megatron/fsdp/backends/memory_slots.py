@@ -303,13 +303,11 @@ class NcclMemory:
         self._is_symmetric = is_symmetric
         self._pools: list[torch.cuda.MemPool] = []  # that are not registered yet
         self._registered: list[tuple[Any, torch.cuda.MemPool]] = []
-        self._num_kept = 0  # of those, whose slots no assignment under way may give up
         weakref.finalize(self, _deregister, self._registered)
         _registering.add(self)
 
     def allocate(self, sizes: Sequence[int]) -> list[torch.Tensor]:
         """Return ``uint8`` tensors of these numbers of bytes, in a pool of NCCL's allocator."""
-        self._num_kept = len(self._registered)
         if not sizes:
             return []
         pool = torch.cuda.MemPool(self._backends[0].mem_allocator)
@@ -333,7 +331,7 @@ class NcclMemory:
         if self._is_symmetric:
             try:
                 backend.register_mem_pool(pool, symm=True)
-            except (TypeError, RuntimeError) as error:  # before torch 2.9, or without NVLink
+            except RuntimeError as error:  # without NVLink
                 self._is_symmetric = False
                 _deregister([(backend, pool)])  # torch has noted the attempt
                 if dist.get_rank() == 0:
@@ -344,8 +342,8 @@ class NcclMemory:
         self._registered.append((backend, pool))
 
     def withdraw(self) -> None:
-        """Deregister the new pools, whose slots are given up."""
-        _deregister(self._registered, self._num_kept)
+        """Give up the new pools, and all registrations: the error ends the training."""
+        _deregister(self._registered)
         self._pools.clear()
 
 
@@ -358,8 +356,8 @@ def deregister_all() -> None:
         _deregister(memory._registered)
 
 
-def _deregister(registered: list[tuple[Any, torch.cuda.MemPool]], num_kept: int = 0) -> None:
-    while len(registered) > num_kept:
+def _deregister(registered: list[tuple[Any, torch.cuda.MemPool]]) -> None:
+    while registered:
         backend, pool = registered.pop()
         if dist.is_initialized():
             with suppress(RuntimeError):  # it was destroyed before, and its registrations with it

@@ -113,20 +113,14 @@ def table(entries: Iterable[TraceEntry], origin: float) -> str:
     """Return a line with tab-separated columns for every entry, after a line with their names."""
     lines = ["\t".join(COLUMNS)]
     for number, entry in enumerate(entries):
-        cells = [
-            str(number),
-            f"{1e3 * (entry.begin - origin):.3f}",
-            "" if entry.end is None else f"{1e3 * (entry.end - entry.begin):.3f}",
-            entry.track,
-            entry.name,
-            str(entry.num_bytes),
-            entry.dtype,
-            entry.unit,
-            entry.phase,
-            "" if entry.microbatch is None else str(entry.microbatch),
-            ",".join(str(rank) for rank in entry.ranks),
-        ]
-        lines.append("\t".join(cells))
+        duration = "" if entry.end is None else f"{1e3 * (entry.end - entry.begin):.3f}"
+        microbatch = "" if entry.microbatch is None else entry.microbatch
+        cells = (
+            *(number, f"{1e3 * (entry.begin - origin):.3f}", duration, entry.track, entry.name),
+            *(entry.num_bytes, entry.dtype, entry.unit, entry.phase),
+            *(microbatch, ",".join(map(str, entry.ranks))),
+        )
+        lines.append("\t".join(map(str, cells)))
     return "\n".join(lines) + "\n"
 
 
@@ -135,7 +129,7 @@ def chrome_events(
 ) -> Iterator[dict[str, Any]]:
     """Yield the events of a rank in Chrome's trace event format; times are in microseconds."""
     # Threads are tracks, several for one whose entries overlap; storage is a counter.
-    yield _name("process_name", rank, 0, f"rank {rank}")
+    yield _event("M", "process_name", rank, 0, {"name": f"rank {rank}"})
     for place, track in enumerate(TRACKS):
         lanes = Lanes()
         for entry in entries:
@@ -149,18 +143,11 @@ def chrome_events(
             if entry.is_collective:
                 arguments |= {"bytes": entry.num_bytes, "dtype": entry.dtype}
                 arguments |= {"ranks": list(entry.ranks), "is_over": entry.end is not None}
-            yield {
-                "ph": "X",
-                "name": f"{entry.name} {entry.unit}".rstrip(),
-                "cat": entry.phase,
-                "ts": 1e6 * (entry.begin - origin),
-                "dur": 1e6 * (end - entry.begin),
-                "pid": rank,
-                "tid": place * LANES + lane,
-                "args": arguments,
-            }
+            name, thread = f"{entry.name} {entry.unit}".rstrip(), place * LANES + lane
+            times = {"ts": 1e6 * (entry.begin - origin), "dur": 1e6 * (end - entry.begin)}
+            yield _event("X", name, rank, thread, arguments) | times | {"cat": entry.phase}
         for lane in range(len(lanes.open)):
-            yield _name("thread_name", rank, place * LANES + lane, track)
+            yield _event("M", "thread_name", rank, place * LANES + lane, {"name": track})
     # The bytes of storage above the least during the trace, since those at its start are unknown.
     changes = [entry for entry in entries if entry.track == STORAGE]
     sizes = [0]
@@ -168,14 +155,8 @@ def chrome_events(
         sizes.append(sizes[-1] + (1 if entry.name == "allocate" else -1) * entry.num_bytes)
     least = min(sizes)
     for entry, size in zip(changes, sizes[1:]):
-        yield {
-            "ph": "C",
-            "name": "flat storage",
-            "ts": 1e6 * (entry.begin - origin),
-            "pid": rank,
-            "tid": 0,
-            "args": {"bytes": size - least},
-        }
+        event = _event("C", "flat storage", rank, 0, {"bytes": size - least})
+        yield event | {"ts": 1e6 * (entry.begin - origin)}
 
 
 class Lanes:
@@ -196,5 +177,6 @@ class Lanes:
         return len(self.open) - 1
 
 
-def _name(what: str, rank: int, thread: int, name: str) -> dict[str, Any]:
-    return {"ph": "M", "name": what, "pid": rank, "tid": thread, "ts": 0, "args": {"name": name}}
+def _event(kind: str, name: str, rank: int, thread: int, arguments: dict[str, Any]) -> Any:
+    """Return an event at the time 0."""
+    return {"ph": kind, "name": name, "pid": rank, "tid": thread, "ts": 0, "args": arguments}

@@ -70,11 +70,10 @@ def test_pools_are_registered_once_and_deregistered_with_the_model() -> None:
     assert [each.pools for each in backends] == [[], []]
 
 
-@pytest.mark.parametrize("error", [TypeError("no argument symm"), RuntimeError("no NVLink")])
 def test_without_windows_slots_are_registered_locally_which_is_said_once(
-    error: Exception, caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    backend = PlainBackend(windows=error)
+    backend = PlainBackend(windows=RuntimeError("no NVLink"))
     memory = memory_over([backend])
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
@@ -82,7 +81,7 @@ def test_without_windows_slots_are_registered_locally_which_is_said_once(
             assert memory.register() == []
     assert [symm for _, symm in backend.pools] == [False, False]
     (message,) = caplog.messages
-    assert "registered locally" in message and str(error) in message
+    assert "registered locally" in message and "no NVLink" in message
 
 
 def test_local_registration_makes_no_windows() -> None:
@@ -93,18 +92,17 @@ def test_local_registration_makes_no_windows() -> None:
     assert [symm for _, symm in backend.pools] == [False]
 
 
-def test_a_refusal_is_told_as_one_and_leaves_nothing_new_registered() -> None:
+def test_a_refusal_is_told_as_one_and_leaves_nothing_registered() -> None:
     good, bad = PlainBackend(), PlainBackend()
     memory = memory_over([good, bad], is_symmetric=False)
     memory.allocate([8])
     assert memory.register() == []
-    before = list(good.pools)
     bad._errors[False] = RuntimeError("unhandled system error\nat some place")
     memory.allocate([8])
     (problem,) = memory.register()
     assert problem.startswith("NCCL cannot register the memory slots (unhandled system error)")
     memory.withdraw()
-    assert good.pools == before
+    assert not good.pools
 
 
 def test_everything_is_deregistered_before_groups_are_destroyed() -> None:
