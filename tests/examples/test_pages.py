@@ -157,6 +157,8 @@ def runners_of(block: Block) -> list[str]:
                 ("readme", ("README.md",)),
                 # tests/fsdp/quantized/test_page.py
                 ("weights", ("docs/weights_of_fewer_bits.md",)),
+                # tests/cuda_model/test_graphed_training.py
+                ("graphs", ("docs/cuda_graphs.md",)),
             )
             if page in pages
         ]

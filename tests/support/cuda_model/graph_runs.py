@@ -11,26 +11,26 @@ from torch import Tensor, nn
 
 from megatron_fsdp import MixedPrecisionPolicy, fully_shard
 from tests.support.cuda_model.machine import cuda_model
+from tests.support.examples.blocks import python_of
 from tests.support.fsdp.meshes import Meshes
+
+PAGE = "docs/cuda_graphs.md"
 
 STEPS, WIDTH = 5, 6
 
 
-class GraphedLayer(nn.Module):
-    """A unit whose compute is a module of its own, which has no hooks: that one is captured."""
+class Body(nn.Sequential):
+    """What a layer of the page computes."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(WIDTH, 8), nn.GELU(), nn.Linear(8, WIDTH))
-        self.captures = False
+        super().__init__(nn.Linear(WIDTH, 8), nn.GELU(), nn.Linear(8, WIDTH))
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Capture when asked to: the weights are gathered here, and the hooks are around it."""
-        if self.captures:
-            self.captures = False
-            sample = torch.zeros_like(x).requires_grad_()
-            torch.cuda.make_graphed_callables(self.body, (sample,))
-        return x + self.body(x)
+
+def layer_of_the_page() -> Any:
+    """Return the class of the page, a unit whose compute is captured."""
+    names: dict[str, Any] = {"torch": torch, "nn": nn, "Body": Body}
+    exec(python_of(PAGE)[0].code, names)
+    return names["Layer"]
 
 
 def values_of(number: int) -> Tensor:
@@ -44,36 +44,34 @@ def trained(captures: str, mesh: str, dtype: torch.dtype, **settings: Any) -> An
     # `captures` is "units", "iteration", or "" for a training without graphs.
     with cuda_model() as model_of_cuda:
         torch.manual_seed(1)
-        module = nn.Sequential(*[GraphedLayer() for _ in range(3)], nn.Linear(WIDTH, 2)).to(dtype)
+        layer_class = layer_of_the_page()
+        module = nn.Sequential(*[layer_class() for _ in range(3)], nn.Linear(WIDTH, 2)).to(dtype)
         model, optimizer = fully_shard(
             module,
             torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9),
-            fsdp_unit_modules=[GraphedLayer],
+            fsdp_unit_modules=[layer_class],
             mixed_precision_policy=MixedPrecisionPolicy(torch.float32, torch.float32),
             **Meshes().arguments(mesh),
             **settings,
         )
-        static, graph, losses = values_of(0).to(dtype), torch.cuda.CUDAGraph(), []
-
-        def forward_backward() -> Tensor:
-            loss = model(static).float().square().sum()
-            loss.backward()
-            return loss.detach()
-
-        result: Tensor | None = None
+        losses: list[Tensor] = []
+        names: dict[str, Any] = {"model": model, "optimizer": optimizer, "torch": torch}
+        names |= {"static_input": values_of(0).to(dtype), "graph": torch.cuda.CUDAGraph()}
+        _, capture, replay = python_of(PAGE)
         for number in range(STEPS):
-            static.copy_(values_of(number))
+            names["batch"] = values_of(number)
             if number == 2 and captures == "units":
                 for layer in list(module)[:3]:
                     layer.captures = True
-            if number < 2 or captures != "iteration":
-                losses.append(forward_backward().clone())
-            else:
-                if result is None:
-                    with torch.cuda.graph(graph):
-                        result = forward_backward()
-                graph.replay()
-                losses.append(result.clone())
+            if number == 2 and captures == "iteration":
+                exec(capture.code, names)
+            if number >= 2 and captures == "iteration":
+                exec(replay.code, names)
+                losses.append(names["loss"].detach().clone())
+                continue
+            loss = model(names["batch"].to(dtype)).square().mean()
+            loss.backward()
+            losses.append(loss.detach().clone())
             optimizer.step()
             optimizer.zero_grad(set_to_none=captures != "iteration")
         torch.cuda.synchronize()
