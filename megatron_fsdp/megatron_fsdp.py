@@ -13,10 +13,10 @@ from torch import nn
 from megatron.fsdp.engine.policy import MixedPrecisionPolicy
 from megatron.fsdp.problems import Problems
 from megatron.fsdp.settings import parse_precision
-from megatron.fsdp.sharded_module import ShardedModule
 from megatron_fsdp.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron_fsdp.distributed_index import FSDPDistributedIndex
 from megatron_fsdp.not_offered import attributes_of
+from megatron_fsdp.outside_schedule import OutsideSchedule
 from megatron_fsdp.translation import (
     ALL_KEYWORDS,
     DEFAULT_PRECISION,
@@ -31,7 +31,7 @@ from megatron_fsdp.translation import (
 __all__ = ["MegatronFSDP"]
 
 
-class MegatronFSDP(ShardedModule):
+class MegatronFSDP(OutsideSchedule):
     """The published wrapper: a sharded module and the controls of its communication.
 
     :func:`megatron_fsdp.fully_shard_model` creates it from keyword arguments. This constructor

@@ -34,6 +34,7 @@ from megatron.mcore_adapter.core_optimizers import (
 )
 from megatron.mcore_adapter.fused_gradients import accept_fused_gradients, set_attributes
 from megatron.mcore_adapter.global_names import GlobalNames
+from megatron.mcore_adapter.overlapped_experts import drive_combined_schedule
 from megatron.mcore_adapter.releases import precision_fields
 from megatron_fsdp import FSDPDistributedIndex, MegatronFSDP, MixedPrecisionPolicy, ShardingStrategy
 
@@ -183,6 +184,8 @@ class FullyShardedDataParallel(_BaseDataParallel):
         if config.gradient_accumulation_fusion:
             for each in trainable:
                 accept_fused_gradients(each.compute, each.group.gradients, each.index)
+        if getattr(config, "overlap_moe_expert_parallel_comm", False):
+            drive_combined_schedule(engine)
         super().__init__(config=config, module=engine)
         if index.hsdp_outer_dp_shard:
             count_over_all_instances(self)

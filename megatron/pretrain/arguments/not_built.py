@@ -38,9 +38,9 @@ REFUSED: dict[str, str] = {
         pin_cpu_*""",
     "late weight gradients are not built yet; leave it out, results are the same": """
         defer_embedding_wgrad_compute wgrad_deferral_limit""",
-    "hiding expert communication is not built yet; leave it out, results are the same": """
-        overlap_moe_expert_parallel_comm delay_wgrad_compute overlap_dispatch_backward_*
-        ep_overlap_early_attn_memory_release high_priority_a2a_comm_stream""",
+    "late weight gradients of experts are not built yet; leave it out, results are the same": """
+        delay_wgrad_compute overlap_dispatch_backward_* ep_overlap_early_attn_memory_release
+        high_priority_a2a_comm_stream""",
     "two optimizers on a rank are not built yet; use --overlap-param-gather": (
         "overlap_param_gather_with_optimizer_step"
     ),

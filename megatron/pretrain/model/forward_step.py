@@ -36,12 +36,12 @@ class ForwardStep:
         self._times = times
 
     def __call__(
-        self, data: Microbatches, model: MegatronModule
+        self, data: Microbatches, model: MegatronModule, return_schedule_plan: bool = False
     ) -> tuple[torch.Tensor, Callable[[torch.Tensor], Loss]]:
-        """Run the model on the next microbatch.
+        """Run the model on the next microbatch, or return its plan for the combined schedule.
 
         Returns:
-            The model's output, on the last pipeline stage the loss of every token, and the function
+            The plan, or the model's output, on the last pipeline stage the loss of every token, and the function
             that sums it.
         """
         with self._times.measured(BATCH, level=2), position.during(position.READING):
@@ -51,7 +51,8 @@ class ForwardStep:
             }
         batch = batch_on_this_rank(batch)
         mask = batch["loss_mask"]
-        output = model(
+        run = model.build_schedule_plan if return_schedule_plan else model
+        output = run(
             batch["tokens"],
             batch["position_ids"],
             batch.get("attention_mask"),

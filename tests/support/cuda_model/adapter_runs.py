@@ -28,6 +28,9 @@ RUNS = {
     "cp2": Combination(2, "cp2", 3, LLAMA, OVERLAP),
     "experts": Combination(2, "", 3, MOE, OVERLAP),
     "ep2": Combination(2, "ep2", 3, ALLTOALL, OVERLAP),
+    "overlapped": Combination(
+        2, "ep2", 3, ALLTOALL, f"{GATHERS} --bf16 --overlap-moe-expert-parallel-comm"
+    ),
     "pp2 vpp2": Combination(2, "pp2 vpp2", 3, LLAMA, OVERLAP, layers=4),
     "recomputed": Combination(2, "", 3, LLAMA, f"{GATHERS} {RECOMPUTED}"),
     "background saves": Combination(2, "", 3, LLAMA, f"{GATHERS} --async-save --save-interval 1"),
@@ -38,6 +41,7 @@ OF_MEGATRON_CORE = {
     # It makes a NumPy view of the sizes at once, and waits for the copy before it reads them.
     "ep2": "MoEAlltoAllTokenDispatcher",
     # It keeps no handle of messages that it sends while it receives others.
+    "overlapped": "MoEAlltoAllTokenDispatcher",
     "pp2 vpp2": "in P2PCommunicator._communicate",
 }
 """What is reported of Megatron-Core's own code, by a text that each such report has."""

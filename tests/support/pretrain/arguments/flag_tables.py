@@ -193,7 +193,7 @@ DATA_PARALLELISM = (
     refused("--exp-avg-sq-dtype bf16", NO_STATE_DTYPE),
     refused("--optimizer-cpu-offload", NO_OFFLOAD),
     refused("--optimizer-offload-fraction 0.5", NO_OFFLOAD),
-    refused("--delay-wgrad-compute", "hiding expert communication is not built yet"),
+    refused("--delay-wgrad-compute", "late weight gradients of experts are not built yet"),
     refused("--cuda-graph-impl local", "CUDA graphs are not built yet"),
     refused("--use-torch-fsdp2", "use --use-megatron-fsdp"),
     refused("--torch-fsdp2-no-reshard-after-forward", "use --use-megatron-fsdp"),

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A schedule outside of the model: it runs parts of units, and says when units begin and end."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from megatron.fsdp.engine.unit import Unit, UnitCall
+from megatron.fsdp.module_access.unit_access import UnitHandle, units_of
+from megatron.fsdp.sharded_module import ShardedModule
+
+__all__ = ["OutsideSchedule"]
+
+
+class OutsideSchedule(ShardedModule):
+    """The calls of a schedule that runs parts of units, of two microbatches in turn.
+
+    No forward of the model or of these units is called then, and each part has a backward pass of
+    its own, so hooks cannot tell when a unit begins and ends. For each microbatch the schedule
+    calls :meth:`pre_forward`, :meth:`post_forward`, :meth:`pre_backward` and :meth:`post_backward`
+    for the model, and between these :meth:`pre_forward` and :meth:`post_forward_release_module`,
+    :meth:`pre_backward` and :meth:`post_backward_release_module` for each unit that it runs in
+    parts. Backwards come in the order of forwards. Units that are called as usual keep their hooks.
+    """
+
+    _root_call: UnitCall | None = None  # of all microbatches between forward and backward
+    _num_microbatches = 0  # that have begun, and whose backward is not over
+    _overlaps = False
+
+    def pre_forward(self, module: nn.Module | None = None) -> None:
+        """Begin the forward of a unit, None: of the model, and unshard its weights."""
+        unit = self._unit(module)
+        if module is None:
+            self._num_microbatches += 1
+            if self._root_call is not None:
+                return
+            self._begin()
+        call = UnitCall(unit, unit.module, list(unit.shared))
+        self._hooks.calls.append(call)
+        self._schedule.begin_use(call)
+        if module is None:
+            self._root_call, self._awaiting = call, dict[Unit, list[UnitCall]]()
+        else:
+            self._prefetch(unit, 1)
+
+    def post_forward(self) -> None:
+        """End the forward of the model; its own weights stay until :meth:`post_backward`."""
+        if not torch.is_grad_enabled():
+            self._end_microbatch()
+
+    def post_forward_release_module(self, module: nn.Module) -> None:
+        """End the forward of a unit, and reshard it at level 3."""
+        call = self._hooks.calls.pop()
+        call.end_forward()
+        if torch.is_grad_enabled():
+            self._awaiting.setdefault(call.unit, []).append(call)
+        self._hooks._end_use(call, call.used_units)
+
+    def pre_backward(self, module: nn.Module | None = None) -> None:
+        """Begin the backward of a unit, None: of the model, and unshard its weights."""
+        if module is None:
+            assert self._root_call is not None, "pre_backward expects a forward before it"
+            self._gradients.begin_backward()
+            with torch.no_grad():  # no graph of the backward is recorded
+                self._schedule.begin_backward()
+            self._root_call.unit.begin_backward(self._root_call)
+            return
+        unit = self._unit(module)
+        call = self._awaiting[unit][0]
+        unit.begin_backward(call)
+        self._schedule.begin_use(call)
+        self._prefetch(unit, -1)
+
+    def post_backward_release_module(self, module: nn.Module) -> None:
+        """End the backward of a unit: reduce its gradients, and reshard it at level 3."""
+        call = self._awaiting[self._unit(module)].pop(0)
+        self._hooks._end_use(call, call.borrowed)
+        call.unit.users.pop(call)
+        self._schedule.inputs_arrived(call)
+
+    def post_backward(self) -> None:
+        """End the backward of the model: finish what is left, and hand gradients over."""
+        self._schedule.finish_backward()
+        self._gradients.end_backward()
+        self._end_microbatch()
+
+    def _begin(self) -> None:
+        if self._memory_slots is not None:
+            raise NotImplementedError("a schedule outside of the model, with memory slots")
+        self._hooks._callbacks.before_call()
+        self._schedule.begin_forward()
+        # It knows one order of units, but forward and backward take turns here.
+        prefetcher = self._schedule.prefetcher
+        self._overlaps, prefetcher.is_enabled = prefetcher.is_enabled, False
+
+    def _end_microbatch(self) -> None:
+        self._num_microbatches -= 1
+        if self._num_microbatches or self._root_call is None:
+            return
+        call, self._root_call = self._root_call, None
+        self._hooks.calls.remove(call)
+        self._hooks._end_use(call, call.used_units)
+        prefetcher = self._schedule.prefetcher
+        prefetcher.reshard_idle(set(self._units))
+        prefetcher.is_enabled = self._overlaps
+
+    def _prefetch(self, unit: Unit, step: int) -> None:
+        """Unshard the unit that follows, in the order of registration."""
+        position = self._units.index(unit) + step
+        if self._overlaps and 0 < position < len(self._units):
+            UnitHandle([self._units[position]], self._schedule.prefetcher)
+
+    def _unit(self, module: nn.Module | None) -> Unit:
+        return units_of(self._units, module)[0]
