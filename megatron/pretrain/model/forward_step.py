@@ -41,8 +41,8 @@ class ForwardStep:
         """Run the model on the next microbatch, or return its plan for the combined schedule.
 
         Returns:
-            The plan, or the model's output, on the last pipeline stage the loss of every token, and the function
-            that sums it.
+            The plan, or the model's output, on the last pipeline stage the loss of every token, and
+            the function that sums it.
         """
         with self._times.measured(BATCH, level=2), position.during(position.READING):
             batch = {
