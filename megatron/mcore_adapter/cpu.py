@@ -154,6 +154,9 @@ def _replace_streams() -> None:
         current_stream=lambda device=None: InertStream(),
         default_stream=lambda device=None: InertStream(),
     )
+    # The combined 1F1B schedule names its parts, and tells the allocator who uses tensors.
+    _replace(torch.cuda.nvtx, range_push=lambda message: None, range_pop=lambda: None)
+    _replace(torch.Tensor, record_stream=lambda self, stream: None)
 
 
 def _replace_uneven_collectives() -> None:
