@@ -8,18 +8,22 @@ from tests.support.pretrain.parity import ALLTOALL, Combination
 from tests.support.pretrain.training_runs import pretrain
 from tests.support.rank_pool import run_ranks
 
-
-def reported(command_line: str) -> str:
-    """Job: train, and return what the run reported of losses and gradient norms."""
-    return str(pretrain(command_line))
+EVALUATED = "--eval-interval 1 --eval-iters 1"  # by the plain schedule, between two steps
 
 
-@pytest.mark.parametrize("level", [1, 3], ids=["zero1", "zero3"])
-def test_the_combined_schedule_has_the_bits_of_the_plain_one(level: int) -> None:
+def results(command_line: str) -> object:
+    """Job: train, and return losses, gradient norms and evaluations."""
+    record = pretrain(command_line)
+    return record.steps, record.evaluations
+
+
+@pytest.mark.parametrize(
+    ("ranks", "level"), [(2, 0), (2, 2), (2, 3), (4, 3)], ids="zero0 zero2 zero3 zero3-dp2".split()
+)
+def test_the_combined_schedule_has_the_bits_of_the_plain_one(ranks: int, level: int) -> None:
+    flags = f"{GATHERS} {EVALUATED} --bf16"
     plain, overlapped = (
-        run_ranks(
-            2, reported, Combination(2, "ep2", level, ALLTOALL, f"{GATHERS} --bf16 {more}").ours
-        )
+        run_ranks(ranks, results, Combination(ranks, "ep2", level, ALLTOALL, f"{flags} {more}").ours)
         for more in ("", "--overlap-moe-expert-parallel-comm")
     )
     assert plain == overlapped
