@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from megatron.fsdp.engine.device import held
 from megatron.fsdp.engine.unit import Unit, UnitCall
 from megatron.fsdp.module_access.unit_access import UnitHandle, units_of
 from megatron.fsdp.sharded_module import ShardedModule
@@ -55,40 +56,43 @@ class OutsideSchedule(ShardedModule):
         call.end_forward()
         if torch.is_grad_enabled():
             self._awaiting.setdefault(call.unit, []).append(call)
-        self._hooks._end_use(call, call.used_units)
+        self._hooks.end_use(call, call.used_units)
 
     def pre_backward(self, module: nn.Module | None = None) -> None:
         """Begin the backward of a unit, None: of the model, and unshard its weights."""
+        unit = self._unit(module)
+        calls = [self._root_call] if module is None else self._awaiting.get(unit, [])
+        if not calls or (call := calls[0]) is None:
+            raise RuntimeError(f"{unit}: pre_backward expects a forward before it")
         if module is None:
-            assert self._root_call is not None, "pre_backward expects a forward before it"
             self._gradients.begin_backward()
             with torch.no_grad():  # no graph of the backward is recorded
                 self._schedule.begin_backward()
-            self._root_call.unit.begin_backward(self._root_call)
-            return
-        unit = self._unit(module)
-        call = self._awaiting[unit][0]
         unit.begin_backward(call)
+        if module is None:
+            return
         self._schedule.begin_use(call)
         self._prefetch(unit, -1)
 
     def post_backward_release_module(self, module: nn.Module) -> None:
         """End the backward of a unit: reduce its gradients, and reshard it at level 3."""
         call = self._awaiting[self._unit(module)].pop(0)
-        self._hooks._end_use(call, call.borrowed)
+        self._hold_gradients()
+        self._hooks.end_use(call, call.borrowed)
         call.unit.users.pop(call)
         self._schedule.inputs_arrived(call)
 
     def post_backward(self) -> None:
         """End the backward of the model: finish what is left, and hand gradients over."""
+        self._hold_gradients()
         self._schedule.finish_backward()
         self._gradients.end_backward()
         self._end_microbatch()
 
     def _begin(self) -> None:
         if self._memory_slots is not None:
-            raise NotImplementedError("a schedule outside of the model, with memory slots")
-        self._hooks._callbacks.before_call()
+            raise NotImplementedError("memory slots, with a schedule outside of the model")
+        self._hooks.callbacks.before_call()
         self._schedule.begin_forward()
         # It knows one order of units, but forward and backward take turns here.
         prefetcher = self._schedule.prefetcher
@@ -100,10 +104,18 @@ class OutsideSchedule(ShardedModule):
             return
         call, self._root_call = self._root_call, None
         self._hooks.calls.remove(call)
-        self._hooks._end_use(call, call.used_units)
+        self._hooks.end_use(call, call.used_units)
         prefetcher = self._schedule.prefetcher
         prefetcher.reshard_idle(set(self._units))
         prefetcher.is_enabled = self._overlaps
+
+    def _hold_gradients(self) -> None:
+        """Keep the memory of gradients, which other streams have allocated, while they are used."""
+        for unit in self._units:
+            for group in unit.trained_groups if unit.arrived else ():
+                for gradient in [parameter.grad for parameter in group.parameters]:
+                    if gradient is not None:
+                        held(gradient)
 
     def _prefetch(self, unit: Unit, step: int) -> None:
         """Unshard the unit that follows, in the order of registration."""

@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
+import torch
 from megatron.core.models.common import model_chunk_schedule_plan as plans
 from torch import nn
 
@@ -17,36 +19,41 @@ _engines: WeakKeyDictionary[nn.Module, ref[MegatronFSDP]] = WeakKeyDictionary()
 
 def drive_combined_schedule(engine: MegatronFSDP) -> None:
     """Let the schedule tell the engine when the model and its layers begin and end."""
-    if not _engines:
-        for plan in (plans.TransformerModelChunkSchedulePlan, plans.TransformerLayerSchedulePlan):
-            plan.run = staticmethod(_telling(plan.run))
+    _replace_runs()
     _engines.update(dict.fromkeys(engine.module.modules(), ref(engine)))
 
 
-def _telling(run: Any) -> Any:
+@functools.cache
+def _replace_runs() -> None:
+    for plan in (plans.TransformerModelChunkSchedulePlan, plans.TransformerLayerSchedulePlan):
+        plan.run = staticmethod(_telling(plan.run))
+
+
+def _telling(run: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(run)
     def run_and_tell(forward: Any, backward: Any, *args: Any, **kwargs: Any) -> Any:
-        to_forward, to_backward = _engine_of(forward), _engine_of(backward)
-        if to_forward[0]:
-            to_forward[0].pre_forward(to_forward[1])
-        if to_backward[0]:
-            to_backward[0].pre_backward(to_backward[1])
+        ends = [_begin(forward, "forward"), _begin(backward, "backward")]
         result = run(forward, backward, *args, **kwargs)
-        for engine, layer in (to_forward,):
-            if engine:
-                engine.post_forward_release_module(layer) if layer else engine.post_forward()
-        for engine, layer in (to_backward,):
-            if engine:
-                engine.post_backward_release_module(layer) if layer else engine.post_backward()
+        for end in reversed(ends):
+            end()
         return result
 
     return run_and_tell
 
 
-def _engine_of(plan: Any) -> tuple[MegatronFSDP | None, nn.Module | None]:
-    """Return the engine of a plan and its layer, None for a plan of the whole model."""
-    if plan is None:
-        return None, None
-    layer = getattr(plan, "layer", None)
-    found = _engines.get(plan.state.model if layer is None else layer)
-    return (None if found is None else found()), layer
+def _begin(plan: Any, direction: str) -> Callable[[], None]:
+    """Tell of the begin of a plan's forward or backward; return what tells of its end."""
+    layer = getattr(plan, "layer", None)  # None: the plan is that of the model
+    engine = plan and _engines.get(plan.state.model if layer is None else layer, lambda: None)()
+    if engine is None:
+        return lambda: None
+    event, stream = plan.event, torch.cuda.current_stream()
+    getattr(engine, f"pre_{direction}")(layer)
+    event.record(stream)  # the next part may run on the other stream, and wants the weights
+
+    def end() -> None:
+        event.wait(stream)  # the last part may have run on the other stream
+        released = "" if layer is None else "_release_module"
+        getattr(engine, f"post_{direction}{released}")(*filter(None, [layer]))
+
+    return end

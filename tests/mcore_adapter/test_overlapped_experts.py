@@ -17,13 +17,14 @@ def results(command_line: str) -> object:
     return record.steps, record.evaluations
 
 
-@pytest.mark.parametrize(
-    ("ranks", "level"), [(2, 0), (2, 2), (2, 3), (4, 3)], ids="zero0 zero2 zero3 zero3-dp2".split()
-)
+CASES = {"zero0": (2, 0), "zero2": (2, 2), "zero3": (2, 3), "zero3-dp2": (4, 3)}
+
+
+@pytest.mark.parametrize(("ranks", "level"), CASES.values(), ids=CASES)
 def test_the_combined_schedule_has_the_bits_of_the_plain_one(ranks: int, level: int) -> None:
     flags = f"{GATHERS} {EVALUATED} --bf16"
     plain, overlapped = (
-        run_ranks(ranks, results, Combination(ranks, "ep2", level, ALLTOALL, f"{flags} {more}").ours)
-        for more in ("", "--overlap-moe-expert-parallel-comm")
+        run_ranks(ranks, results, Combination(ranks, "ep2", level, ALLTOALL, each).ours)
+        for each in (flags, f"{flags} --overlap-moe-expert-parallel-comm")
     )
     assert plain == overlapped

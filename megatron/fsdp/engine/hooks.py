@@ -62,7 +62,7 @@ class UnitHooks:
     def __init__(self, schedule: Schedule, gradients: PassCallbacks, callbacks: UnitCallbacks):
         self._schedule = schedule
         self._gradients = gradients
-        self._callbacks = callbacks
+        self.callbacks = callbacks
         self._root = schedule.units[0]
         self.unit_of: dict[nn.Parameter, Unit] = {}  # of each compute parameter
         self.calls: list[UnitCall] = []  # forwards and other methods under way, innermost last
@@ -102,7 +102,7 @@ class UnitHooks:
         is_root = module is self._root.module
         observe.begin_forward(call, unit.shown_name, is_root)
         if len(self.calls) == 1:
-            self._callbacks.before_call()
+            self.callbacks.before_call()
         if is_root:
             self._schedule.begin_forward()
         self._schedule.begin_use(call)
@@ -117,7 +117,7 @@ class UnitHooks:
         call.inputs.clear()
         if in_backward():  # recomputation
             return
-        self._end_use(call, call.used_units)
+        self.end_use(call, call.used_units)
         if module is self._root.module:
             self._schedule.prefetcher.stop_recording()
 
@@ -127,14 +127,14 @@ class UnitHooks:
             call = self.calls.pop()
             call.inputs.clear()
             observe.end_forward(call)
-            self._end_use(call, call.used_units)
+            self.end_use(call, call.used_units)
 
     def call_method(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a method of a module that is not its forward, and return its result."""
         # Weights that it reads by name are gathered then, and again for its backward; if any.
         if self.calls or in_backward():
             return method(*args, **kwargs)
-        self._callbacks.before_call()
+        self.callbacks.before_call()
         call = UnitCall(self._outside, None, [])
         self.calls.append(call)
         try:
@@ -145,7 +145,7 @@ class UnitHooks:
         self.calls.remove(call)
         if torch.is_grad_enabled() and call.borrowed:
             self._watch_outputs(call, output)
-        self._end_use(call, call.borrowed)
+        self.end_use(call, call.borrowed)
         return output
 
     def borrow(self, unit: Unit) -> None:
@@ -154,9 +154,10 @@ class UnitHooks:
             self.calls[-1].borrowed.append(unit)
             self._schedule.borrow(unit, self.calls[-1])
 
-    def _end_use(self, call: UnitCall, units: Sequence[Unit]) -> None:
+    def end_use(self, call: UnitCall, units: Sequence[Unit]) -> None:
+        """Note that ``call`` no longer needs ``units``."""
         for unit in units:
-            self._callbacks.after_use(unit)
+            self.callbacks.after_use(unit)
             self._schedule.end_use(unit, call)
 
     # ---- backward
@@ -258,7 +259,7 @@ class UnitHooks:
         if call.state is CallState.FORWARD:
             return
         if not call.has_leaf_inputs:
-            self._end_use(call, call.borrowed)
+            self.end_use(call, call.borrowed)
         self._schedule.inputs_arrived(call)
 
 
