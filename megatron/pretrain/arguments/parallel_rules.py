@@ -107,6 +107,9 @@ def imply_fsdp(check: Check) -> None:
         imply(check, "--use-nccl-ub", fsdp_double_buffer=True, fsdp_manual_registration=True)
     choose_strictness(check)
     check_outer_axis(check)
+    # Megatron-Core then runs parts of layers, of two microbatches in turn.
+    for other in ("fsdp_double_buffer", "nccl_ub", "mtp_num_layers"):
+        check.at_most_one("overlap_moe_expert_parallel_comm", other)
     if args.init_model_with_meta_device and args.data_parallel_sharding_strategy == "no_shard":
         check.problems.append(
             "--init-model-with-meta-device does not go with --data-parallel-sharding-strategy"

@@ -79,6 +79,14 @@ from tests.support.pretrain.arguments.command_lines import (
         ),
         ("--pipeline-model-parallel-size 8 --num-layers 9", "--num-layers 9 must be a multiple of"),
         (
+            "--use-megatron-fsdp --overlap-moe-expert-parallel-comm --fsdp-double-buffer",
+            "--overlap-moe-expert-parallel-comm and --fsdp-double-buffer exclude each other",
+        ),
+        (
+            "--use-megatron-fsdp --overlap-moe-expert-parallel-comm --mtp-num-layers 1",
+            "--overlap-moe-expert-parallel-comm and --mtp-num-layers exclude each other",
+        ),
+        (
             "--num-layers-per-virtual-pipeline-stage 2",
             "needs --pipeline-model-parallel-size of at least 2",
         ),

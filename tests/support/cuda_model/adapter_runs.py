@@ -40,8 +40,8 @@ RUNS = {
 OF_MEGATRON_CORE = {
     # It makes a NumPy view of the sizes at once, and waits for the copy before it reads them.
     "ep2": "MoEAlltoAllTokenDispatcher",
-    # It keeps no handle of messages that it sends while it receives others.
     "overlapped": "MoEAlltoAllTokenDispatcher",
+    # It keeps no handle of messages that it sends while it receives others.
     "pp2 vpp2": "in P2PCommunicator._communicate",
 }
 """What is reported of Megatron-Core's own code, by a text that each such report has."""

@@ -374,9 +374,10 @@ PARALLELISM = (
     ),
     refused("--local-rank 1", "sets LOCAL_RANK"),
     refused("--lazy-mpu-init", "process groups are always built at the start"),
-    refused(
+    changes(
         "--overlap-moe-expert-parallel-comm",
-        "hiding expert communication is not built yet",
+        f"{EXPERTS} --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall --bf16",
+        model__overlap_moe_expert_parallel_comm=True,
     ),
 )
 

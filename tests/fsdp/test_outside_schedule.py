@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A schedule outside of the model: it runs parts of units, and forwards and backwards in turn."""
+
+from copy import deepcopy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard_model
+from megatron_fsdp.uneven_dtensor import uneven_dtensor_to_full_tensor
+from tests.support.fsdp.reference import LEVELS, TOLERANCE, Ranks
+
+WIDTH, NUM_UNITS, NUM_MICROBATCHES = 6, 3, 3
+
+
+class PartedUnit(nn.Module):
+    """A unit of two parts, neither of which is called through its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, 5), nn.Linear(5, WIDTH)
+
+    def parts(self) -> list[nn.Module]:
+        return [self.first, self.second]
+
+
+class CalledUnit(nn.Linear):
+    """A unit that is called as usual."""
+
+
+class PartedModel(nn.Module):
+    """A unit that is called, units that run in parts, and a weight of the root."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = CalledUnit(WIDTH, WIDTH)
+        self.units = nn.ModuleList(PartedUnit() for _ in range(NUM_UNITS))
+        self.scale = nn.Parameter(torch.rand(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embedding(x)
+        for unit in self.units:
+            for part in unit.parts():
+                x = torch.tanh(part(x))
+        return x * self.scale
+
+
+class Microbatch:
+    """A microbatch: between its parts the graph is cut."""
+
+    def __init__(self, model: MegatronFSDP, x: Tensor):
+        self.model, self.module, self.x = model, model.module, x
+        self.cuts: list[tuple[Tensor, Tensor]] = []  # inputs and results of the parts that have run
+
+    def begin(self) -> None:
+        self.model.pre_forward()
+        self._run(self.module.embedding)
+
+    def forward(self, unit: PartedUnit) -> None:
+        self.model.pre_forward(unit)
+        for part in unit.parts():
+            self._run(lambda x, part=part: torch.tanh(part(x)))
+        self.model.post_forward_release_module(unit)
+
+    def end(self) -> None:
+        self._run(lambda x: (x * self.module.scale).pow(2).mean())
+        self.model.post_forward()
+
+    def begin_backward(self) -> None:
+        self.model.pre_backward()
+        self._back(torch.ones_like(self.x))
+
+    def backward(self, unit: PartedUnit) -> None:
+        self.model.pre_backward(unit)
+        for _ in unit.parts():
+            self._back(self.gradient)
+        self.model.post_backward_release_module(unit)
+
+    def end_backward(self) -> None:
+        self._back(self.gradient)
+        self.model.post_backward()
+
+    def _run(self, part: object) -> None:
+        start = self.x.detach().requires_grad_(bool(self.cuts))
+        self.x = part(start)
+        self.cuts.append((start, self.x))
+
+    def _back(self, gradient: Tensor) -> None:
+        start, result = self.cuts.pop()
+        result.backward(gradient)
+        self.gradient = start.grad
+
+
+def inputs(rank: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    shape = (NUM_MICROBATCHES, 4, WIDTH)
+    return list(torch.randn(shape, generator=generator, dtype=torch.float64))
+
+
+def gathered(model: MegatronFSDP) -> list[bool]:
+    """Return True for the units whose weights have memory."""
+    units = [unit for unit in model._units if isinstance(unit.module, PartedUnit)]
+    return [unit.groups[0].compute.flat.untyped_storage().nbytes() > 0 for unit in units]
+
+
+def build(level: int, **settings: object) -> tuple[nn.Module, MegatronFSDP]:
+    torch.manual_seed(1)
+    reference = PartedModel().double()
+    model = fully_shard_model(
+        deepcopy(reference),
+        fsdp_unit_modules=[PartedUnit, CalledUnit],
+        zero_dp_strategy=level,
+        mixed_precision_policy=MixedPrecisionPolicy(main_params_dtype=None, main_grads_dtype=None),
+        **settings,
+    )
+    return reference, model
+
+
+def train(level: int, overlaps: bool) -> tuple[float, list[list[bool]]]:
+    """Job: run one forward and one backward in turn; return the error, and what was gathered."""
+    reference, model = build(level, overlap_param_gather=overlaps)
+    seen: list[list[bool]] = []
+    waiting: Microbatch | None = None
+    for x in [*inputs(dist.get_rank()), None]:
+        is_last, microbatch = x is None, None if x is None else Microbatch(model, x)
+        model.is_last_microbatch = is_last
+        if microbatch:
+            microbatch.begin()
+        if waiting:
+            waiting.begin_backward()
+        for unit, other in zip(model.module.units, reversed(model.module.units)):
+            if microbatch:
+                microbatch.forward(unit)
+            if waiting:
+                waiting.backward(other)
+            seen.append(gathered(model))
+        if microbatch:
+            microbatch.end()
+        if waiting:
+            waiting.end_backward()
+        waiting = microbatch
+    seen.append(gathered(model))
+    model.finish_grad_sync()
+    for rank in range(dist.get_world_size()):
+        for x in inputs(rank):
+            (reference(x).pow(2).mean() / dist.get_world_size()).backward()
+    errors = [
+        (uneven_dtensor_to_full_tensor(own.grad) - other.grad).abs().max().item()
+        for own, other in zip(model.parameters(), reference.parameters())
+    ]
+    return max(errors), seen
+
+
+@pytest.mark.parametrize("overlaps", [False, True], ids=["alone", "prefetched"])
+@pytest.mark.parametrize("level", LEVELS)
+def test_gradients_match_the_unsharded_model(ranks: Ranks, level: int, overlaps: bool) -> None:
+    for error, seen in ranks(2, train, level, overlaps):
+        assert error < TOLERANCE
+        if level < 3:
+            assert all(map(all, seen))
+        elif not overlaps:
+            assert not any(map(any, seen))
+        else:  # one unit ahead in each direction
+            assert max(map(sum, seen)) <= 2
+            assert not any(seen[-1])
+
+
+def order_of_calls() -> str:
+    """Job: a backward without its forward."""
+    model = build(3)[1]
+    with pytest.raises(RuntimeError) as caught:
+        model.pre_backward()
+    return str(caught.value)
+
+
+def test_a_backward_without_a_forward_is_refused(ranks: Ranks) -> None:
+    assert "pre_backward expects a forward before it" in ranks(2, order_of_calls)[0]
+
+
+def slots() -> str:
+    """Job: a forward with memory slots."""
+    model = build(3, fsdp_double_buffer=True)[1]
+    with pytest.raises(NotImplementedError) as caught:
+        model.pre_forward()
+    return str(caught.value)
+
+
+def test_memory_slots_are_refused(ranks: Ranks) -> None:
+    assert "memory slots, with a schedule outside of the model" in ranks(2, slots)[0]
