@@ -104,6 +104,9 @@ COMPANIONS = {
     "moe_shared_expert_overlap": (
         "--moe-token-dispatcher-type alltoall --moe-shared-expert-intermediate-size 64"
     ),
+    "overlap_moe_expert_parallel_comm": (
+        f"{EXPERTS} --bf16 --moe-token-dispatcher-type alltoall --expert-model-parallel-size 2"
+    ),
     "moe_router_num_groups": "--moe-router-group-topk 1",
     "moe_router_group_topk": "--moe-router-num-groups 2",
     "test_mode": "--qk-layernorm",
