@@ -33,10 +33,11 @@ class OutsideSchedule(ShardedModule):
         """Begin the forward of a unit, None: of the model, and unshard its weights."""
         unit = self._unit(module)
         if module is None:
+            if self._root_call is None:
+                self._begin()
             self._num_microbatches += 1
-            if self._root_call is not None:
+            if self._num_microbatches > 1:
                 return
-            self._begin()
         call = UnitCall(unit, unit.module, list(unit.shared))
         self._hooks.calls.append(call)
         self._schedule.begin_use(call)

@@ -237,6 +237,8 @@ MEMBERS = [
         "reset_mixed_precision_policy",
         "get_distributed_index",
     ),
+    *("pre_forward", "post_forward", "pre_backward", "post_backward"),
+    *("post_forward_release_module", "post_backward_release_module"),
 ]
 
 

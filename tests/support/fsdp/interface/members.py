@@ -231,6 +231,31 @@ def shows_start_param_sync(make: Make) -> None:
 
 @shows(
     "members",
+    *("pre_forward", "post_forward", "pre_backward", "post_backward"),
+    *("post_forward_release_module", "post_backward_release_module"),
+)
+def shows_calls_of_an_outside_schedule(make: Make) -> None:
+    block = ResidualBlock().double()
+    model = wrapped(nn.Sequential(block), fsdp_unit_modules=[ResidualBlock])
+    storage = model._units[1].groups[0].compute.flat.untyped_storage()
+    model.pre_forward()
+    model.pre_forward(block)
+    loss = block.down(block.up(block.norm(batch(0, dist.get_rank(), 0)))).sum()
+    model.post_forward_release_module(block)
+    assert not storage.nbytes()
+    model.post_forward()
+    model.pre_backward()
+    model.pre_backward(block)
+    assert storage.nbytes()
+    loss.backward()
+    model.post_backward_release_module(block)
+    assert not storage.nbytes()
+    model.post_backward()
+    assert all(whole(parameter.grad).any() for parameter in model.parameters())
+
+
+@shows(
+    "members",
     "start_grad_sync",
     "finish_grad_sync",
     "synchronize_gradient_reduce",
