@@ -199,21 +199,10 @@ def _pairs_of_names() -> list[tuple[object, object]]:
     for name in uneven_dtensor.__all__:
         function = theirs.get(name)  # releases may lack some, or import torch's
         if name not in required[UNEVEN] and getattr(function, "__module__", None) == UNEVEN:
-            pairs.append((function, _forwarder(getattr(uneven_dtensor, name))))
+            # An object of its own: modules of this project have ours, which a restore would take.
+            ours = getattr(uneven_dtensor, name)
+            pairs.append((function, functools.update_wrapper(functools.partial(ours), ours)))
     return pairs
-
-
-def _forwarder(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a function that calls one of ours.
-
-    Modules of this project contain ours, which a restore would mistake for the replacement.
-    """
-
-    @functools.wraps(function)
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        return function(*args, **kwargs)
-
-    return forward
 
 
 # ---- names in loaded modules
@@ -265,9 +254,7 @@ def _modules() -> list[ModuleType]:
 
 
 def _is_within(name: Any, packages: tuple[str, ...]) -> bool:
-    return isinstance(name, str) and any(
-        name == package or name.startswith(package + ".") for package in packages
-    )
+    return f"{name}.".startswith(tuple(f"{package}." for package in packages))
 
 
 # ---- the class

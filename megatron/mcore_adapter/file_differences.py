@@ -41,16 +41,12 @@ class FileDifferences:
                 )
         return cls(shapes, sorted(asked.keys() - stored.keys()))
 
-    def without_missing(self) -> FileDifferences:
-        """Return the differences that matter to a partial load."""
-        return FileDifferences(self.shapes, [])
-
-    def problems(self) -> list[str]:
-        """Describe the differences in at most one line about shapes and one about missing keys."""
+    def problems(self, is_partial: bool = False) -> list[str]:
+        """Describe the differences, shapes in one line and missing keys of a whole load in one."""
         lines = []
         if self.shapes:
             lines.append(f"other shapes: {some(self.shapes)}")
-        if self.missing:
+        if self.missing and not is_partial:
             lines.append(f"not in the file: {some(self.missing)}")
         return lines
 

@@ -19,14 +19,10 @@ _engines: WeakKeyDictionary[nn.Module, ref[MegatronFSDP]] = WeakKeyDictionary()
 
 def drive_combined_schedule(engine: MegatronFSDP) -> None:
     """Let the schedule tell the engine when the model and its layers begin and end."""
-    _replace_runs()
-    _engines.update(dict.fromkeys(engine.module.modules(), ref(engine)))
-
-
-@functools.cache
-def _replace_runs() -> None:
     for plan in (plans.TransformerModelChunkSchedulePlan, plans.TransformerLayerSchedulePlan):
-        plan.run = staticmethod(_telling(plan.run))
+        if not hasattr(plan.run, "__wrapped__"):
+            plan.run = staticmethod(_telling(plan.run))
+    _engines.update(dict.fromkeys(engine.module.modules(), ref(engine)))
 
 
 def _telling(run: Callable[..., Any]) -> Callable[..., Any]:

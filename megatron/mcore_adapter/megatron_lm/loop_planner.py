@@ -109,9 +109,7 @@ def _check(state_dict: Mapping[str, Any], stored: Mapping[str, Any], is_partial:
     """Raise an error for entries that do not fit, before anything is overwritten."""
     asked, _ = flatten_state_dict(dict(state_dict))
     differences = FileDifferences.between(asked, stored, "here")
-    if is_partial:
-        differences = differences.without_missing()
-    problems = differences.problems()
+    problems = differences.problems(is_partial)
     if differences.concern_random_state:
         problems.append(
             "the random state does not fit this machine or layout: --no-load-rng skips it"

@@ -24,6 +24,7 @@ GRACE_SECONDS = 5
 """Time that the first rank has to report an error before the others end."""
 
 logger = logging.getLogger(__name__)
+_say_once = functools.cache(logger.warning)
 
 
 class ReleaseError(ImportError):
@@ -74,10 +75,16 @@ def check_or_exit() -> None:
     try:
         check()
     except ReleaseError as error:
-        if os.environ.get("RANK", "0") != "0":
-            time.sleep(GRACE_SECONDS)
-            sys.exit(1)
-        sys.exit(f"error: {error}")
+        end_program(f"error: {error}", 1)
+
+
+def end_program(message: str, status: int) -> None:
+    """Print one line on the first rank, and exit there; other ranks are ended by torchrun then."""
+    if os.environ.get("RANK", "0") == "0":
+        print(message, file=sys.stderr, flush=True)
+    else:
+        time.sleep(GRACE_SECONDS)
+    raise SystemExit(status)
 
 
 def releases_on_path() -> Iterator[Release]:
@@ -177,8 +184,3 @@ def _other_loop(core: Release) -> str | None:
             f" install megatron-core {beside}"
         )
     return None
-
-
-@functools.cache
-def _say_once(line: str) -> None:
-    logger.warning(line)

@@ -380,7 +380,7 @@ def _check(
     keys = [key for key in sorted(stored) if key.startswith(starts) and not key.endswith(needless)]
     unexpected = _asked_nowhere(keys, asked)
     if say is not None:
-        problems = differences.without_missing().problems()
+        problems = differences.problems(is_partial=True)
     else:
         problems = differences.problems()
         problems += [f"not in the model: {some(unexpected)}"] if unexpected else []

@@ -20,7 +20,7 @@ STEPS, WIDTH = 5, 6
 
 
 class Body(nn.Sequential):
-    """What a layer of the page computes."""
+    """Two linear layers, which a layer of the page computes."""
 
     def __init__(self) -> None:
         super().__init__(nn.Linear(WIDTH, 8), nn.GELU(), nn.Linear(8, WIDTH))
