@@ -155,7 +155,7 @@ def print_diff_in_state_dicts(
     """
     if dist.is_initialized() and dist.get_rank() > 0:
         return
-    stored = getattr(state_dict_metadata, "state_dict_metadata", state_dict_metadata)
+    stored: Any = getattr(state_dict_metadata, "state_dict_metadata", state_dict_metadata)
     asked, _ = flatten_state_dict(dict(load_state_dict))
     differences = FileDifferences.between(asked, stored, "here")
     lists = {
