@@ -32,9 +32,10 @@ NOT_MODELLED = {
     "get_rng_state": "no memory: the state of a generator is copied by the host",
     "set_rng_state": "no memory: the state of a generator is copied by the host",
     "get_device_properties": "numbers of a GPU",
-    "cudart": "pins the host's memory for background saves, which are not run here",
-    "check_error": "pins the host's memory for background saves, which are not run here",
+    "cudart": "pins the host's memory for background saves, where a GPU is available",
+    "check_error": "pins the host's memory for background saves, where a GPU is available",
     "FloatTensor": "a name in a text",
+    "nvtx": "names of ranges for a profiler",
 }
 """What the model leaves out, with the reason."""
 
