@@ -119,17 +119,19 @@ class FreezingAgreement:
         store = dist.distributed_c10d._get_default_store()
         rank = dist.get_rank()
         self._num_checks += 1
-        keys = [f"{self._prefix}/{self._num_checks}/{each}" for each in self._ranks]
-        store.set(keys[self._ranks.index(rank)], flags)
+        key = f"{self._prefix}/{self._num_checks}"
+        own = f"{rank} {flags}"
+        first_rank, first = store.compare_set(f"{key}/first", "", own).decode().split()
+        if first != flags:
+            index = next(i for i, (one, other) in enumerate(zip(flags, first)) if one != other)
+            frozen, trained = (rank, first_rank) if flags[index] == "0" else (first_rank, rank)
+            name = list(compress(self.trainability.names, self._is_compared))[index]
+            text = f"{name} is frozen on rank {frozen} and trained on rank {trained}"
+            store.set(f"{key}/different", text)
+        if store.add(f"{key}/number", 1) == len(self._ranks):
+            is_different = store.check([f"{key}/different"])
+            store.set(f"{key}/end", store.get(f"{key}/different").decode() if is_different else "")
         try:
-            flags_of = [each.decode() for each in store.multi_get(keys)]
+            return store.get(f"{key}/end").decode()
         except RuntimeError:
             return f"rank {rank} has changed some, and not all of ranks {self._ranks} have"
-        names = list(compress(self.trainability.names, self._is_compared))
-        for other, theirs in zip(self._ranks, flags_of):
-            for name, first_flag, flag in zip(names, flags_of[0], theirs):
-                if flag != first_flag:
-                    first = self._ranks[0]
-                    frozen, trained = (other, first) if flag == "0" else (first, other)
-                    return f"{name} is frozen on rank {frozen} and trained on rank {trained}"
-        return ""
