@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -20,13 +19,12 @@ _engines: WeakKeyDictionary[nn.Module, ref[MegatronFSDP]] = WeakKeyDictionary()
 def drive_combined_schedule(engine: MegatronFSDP) -> None:
     """Let the schedule tell the engine when the model and its layers begin and end."""
     for plan in (plans.TransformerModelChunkSchedulePlan, plans.TransformerLayerSchedulePlan):
-        if not hasattr(plan.run, "__wrapped__"):
+        if plan.run.__module__ != __name__:
             plan.run = staticmethod(_telling(plan.run))
     _engines.update(dict.fromkeys(engine.module.modules(), ref(engine)))
 
 
 def _telling(run: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(run)
     def run_and_tell(forward: Any, backward: Any, *args: Any, **kwargs: Any) -> Any:
         ends = [_begin(forward, "forward"), _begin(backward, "backward")]
         result = run(forward, backward, *args, **kwargs)
