@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._subclasses import FakeTensorMode
+from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -373,10 +373,11 @@ MODELS: dict[str, WrongCall] = {
 def linear_on_gpus() -> nn.Module:
     """Return a module as a device_map leaves it, without values and thus without GPUs."""
     module = nn.Linear(2, 2)
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        for number, name in enumerate(("weight", "bias")):
-            value = torch.empty(2, device=f"cuda:{number}")
-            setattr(module, name, nn.Parameter(value))
+    values, mode = torch.empty(2, device="meta"), FakeTensorMode()
+    for number, name in enumerate(("weight", "bias")):
+        # No factory of torch, which the adapter replaces where there is no GPU.
+        on_gpu = FakeTensor(mode, values, torch.device("cuda", number))
+        setattr(module, name, nn.Parameter(on_gpu))
     return module
 
 
