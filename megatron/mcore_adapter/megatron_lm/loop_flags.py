@@ -11,8 +11,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
-
 FSDP = "--use-megatron-fsdp"
 EVERY_RUN_HAS = "--micro-batch-size"
 """A flag that the loop requires; other programs may have it too."""
@@ -37,24 +35,6 @@ FSDP_REFUSED = {
     "--yaml-cfg": "the loop would take the flags from that file only",
 }
 """Flag -> why it cannot be used together with ``--use-megatron-fsdp``."""
-
-LAYOUT = "--pipeline-model-parallel-layout"
-LAYERS_A_STAGE = "--num-layers-per-virtual-pipeline-stage"
-STAGES_A_RANK = "--num-virtual-stages-per-pipeline-rank"
-COUNTED_AS_LAYERS = (
-    "--account-for-embedding-in-pipeline-split",
-    "--account-for-loss-in-pipeline-split",
-)
-WEIGHTS_ALONE = {
-    "--save": ("--no-save-optim",),
-    "--load": ("--no-load-optim", "--finetune", "--skip-train"),
-    "--pretrained-checkpoint": ("--pretrained-checkpoint",),  # as --finetune
-}
-"""Flag -> flags with which the loop saves or loads weights without the optimizer's state.
-
-With virtual stages it stops with KeyError: 'model' then: it asks for the entry of a single stage,
-and the optimizer's function that joins the stages is not called.
-"""
 
 CPU_VALUES = {
     "--distributed-backend": ("gloo", "NCCL needs CUDA"),
@@ -135,39 +115,10 @@ class LoopCommandLine:
             self.problems.append(
                 f"{interval} with {FSDP}: sharded weights have no replicas; leave it out"
             )
-        self._check_virtual_stages()
         if self.environment.get(CONNECTIONS) == "1":
             # Scripts set it for tensor parallelism, and the loop refuses it here: with a single
             # queue, communication and compute could not overlap.
             self.unset.append(CONNECTIONS)
-
-    def _check_virtual_stages(self) -> None:
-        alone = []
-        for path, flags in WEIGHTS_ALONE.items():
-            alone += [flag for flag in flags if self._has(path) and self._has(flag)]
-        stages = self._virtual_stages() if alone else None
-        if stages is not None:
-            self.problems += [
-                f"{flag} with {FSDP} and {stages}: the loop cannot save or load weights of virtual"
-                " stages without the optimizer's state; leave one of them out"
-                for flag in alone
-            ]
-
-    def _virtual_stages(self) -> str | None:
-        """Return the flag that divides pipeline stages into virtual ones, or None."""
-        layout = self._value(LAYOUT)
-        ranks = self._number("--pipeline-model-parallel-size") or 1
-        if layout is not None:
-            stages = PipelineParallelLayerLayout.get_num_stages_from_str(layout)
-            return LAYOUT if stages > ranks else None
-        # The loop takes one virtual stage a rank for none at all.
-        if self._has(STAGES_A_RANK):
-            return None if self._number(STAGES_A_RANK) == 1 else STAGES_A_RANK
-        if self._has(LAYERS_A_STAGE):
-            layers = (self._number("--num-layers") or 0) + sum(map(self._has, COUNTED_AS_LAYERS))
-            is_single = layers == ranks * (self._number(LAYERS_A_STAGE) or 0)
-            return None if is_single else LAYERS_A_STAGE
-        return None
 
     def _complete_for_cpu(self) -> None:
         flag, value = ENGINE
@@ -178,11 +129,6 @@ class LoopCommandLine:
         for flag in KERNELS if with_engine else (*KERNELS, *KERNELS_OF_ENGINE):
             if self._has(flag):
                 self.problems.append(f"{flag} needs a GPU, and there is none: leave it out")
-
-    def _number(self, flag: str) -> int | None:
-        """Return the value of a flag; None without one, or for what the loop itself refuses."""
-        value = self._value(flag) or ""
-        return int(value) if value.isdecimal() else None
 
     def _set_values(self, values: Mapping[str, tuple[str, str]], where: str) -> None:
         for flag, (value, reason) in values.items():

@@ -79,45 +79,6 @@ def test_weight_hashes_work_where_weights_are_replicated() -> None:
     completed([*FSDP, *interval, "--data-parallel-sharding-strategy", "optim"])
 
 
-VIRTUAL = ["--pipeline-model-parallel-size", "2", "--num-layers-per-virtual-pipeline-stage", "1"]
-
-
-@pytest.mark.parametrize(
-    "words, flag",
-    [
-        (["--save", "x", "--no-save-optim"], "--no-save-optim"),
-        (["--load", "x", "--finetune"], "--finetune"),
-        (["--load=x", "--no-load-optim"], "--no-load-optim"),
-        (["--pretrained-checkpoint", "x"], "--pretrained-checkpoint"),
-    ],
-)
-def test_weights_of_virtual_stages_are_saved_and_loaded_with_the_optimizer_only(
-    words: list[str], flag: str
-) -> None:
-    layout = ["--pipeline-model-parallel-size=2", "--pipeline-model-parallel-layout"]
-    for stages in VIRTUAL, ["--num-virtual-stages-per-pipeline-rank=2"], [*layout, "Et|t|t|tL"]:
-        with pytest.raises(LoopFlagError, match=f"{flag} with --use-megatron-fsdp and --"):
-            completed([*FSDP, *words, *stages])
-    for allowed in [*layout, "Ett|ttL"], VIRTUAL[:2]:
-        completed([*FSDP, *words, *allowed])
-    completed([*FSDP, *VIRTUAL, "--save", "x", "--load", "x", "--no-load-rng"])
-
-
-@pytest.mark.parametrize(
-    "stages",
-    [
-        ["--num-layers=4", "--num-layers-per-virtual-pipeline-stage", "2"],
-        ["--num-layers", "3", "--account-for-loss-in-pipeline-split", f"{VIRTUAL[2]}=2"],
-        ["--num-layers", "4", "--num-virtual-stages-per-pipeline-rank", "1"],
-    ],
-)
-def test_a_single_virtual_stage_a_rank_is_none(stages: list[str]) -> None:
-    weights = ["--save", "x", "--no-save-optim", "--pretrained-checkpoint", "y"]
-    completed([*FSDP, *VIRTUAL[:2], *weights, *stages])
-    with pytest.raises(LoopFlagError, match="of virtual stages"):
-        completed([*FSDP, *VIRTUAL, *weights, "--num-layers", "4"])
-
-
 def test_everything_that_needs_a_gpu_is_refused_at_once() -> None:
     words = [*RUN, "--distributed-backend", "nccl", "--moe-grouped-gemm", "--fp8-format=hybrid"]
     with pytest.raises(LoopFlagError) as caught:
