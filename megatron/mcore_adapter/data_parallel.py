@@ -13,6 +13,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron.core.full_cuda_graph import FullCudaGraphWrapper
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.ssm.mamba_layer import MambaLayer
@@ -24,6 +25,7 @@ from megatron.fsdp.dtensor.sharded_param import ShardedParam
 from megatron.fsdp.engine.unit_choice import is_expert_parameter
 from megatron.fsdp.module_access.shown_parameters import PASSED_ON
 from megatron.mcore_adapter.axes import complete, expert_tensor_group, mesh_axes
+from megatron.mcore_adapter.captured_iterations import call_with_new_weights, captures_iterations
 from megatron.mcore_adapter.core_initialiser import MegatronCoreInitialiser
 from megatron.mcore_adapter.core_optimizers import (
     count_over_all_instances,
@@ -168,7 +170,7 @@ class FullyShardedDataParallel(_BaseDataParallel):
         engine = CoreEngine(
             module,
             index,
-            _in_bytes(ddp_config, module),
+            _for_engine(ddp_config, module, config),
             mixed_precision_policy=precision_policy(ddp_config),
             fsdp_unit_modules=units,
             disable_bucketing=disable_bucketing,
@@ -196,6 +198,7 @@ class FullyShardedDataParallel(_BaseDataParallel):
         if not ddp_config.use_distributed_optimizer:
             follow_torch_optimizers(self)
         self.ddp_config = ddp_config
+        self._is_captured = captures_iterations(config)
         self.megatron_fsdp_dist_index = index  # the published name of the mesh in use
         self.force_all_reduce = False  # the training loop assigns it at every step
         self.param_and_grad_buffer = MainWeights(engine)
@@ -238,14 +241,16 @@ class FullyShardedDataParallel(_BaseDataParallel):
 
     def zero_grad_buffer(self) -> None:
         """Clear the accumulated gradients, before the first microbatch of a step."""
-        self.module.zero_grad_buffer()
+        # A replay attaches no gradients: it writes to those that are there.
+        self.module.zero_grad(set_to_none=not self._is_captured)
         self.module.is_last_microbatch = True
 
     def start_param_sync(
         self, *unused: Any, force_sync: bool = False, force_dispatch: bool = False
     ) -> None:
         """Start the all-gathers of weights, at level 3 with ``force_dispatch`` only."""
-        self.module.start_param_sync(force_sync=force_sync, force_dispatch=force_dispatch)
+        if not self._is_captured:  # its graph gathers
+            self.module.start_param_sync(force_sync=force_sync, force_dispatch=force_dispatch)
 
     def synchronize_param_gather(self) -> None:
         """Wait for all-gathers of weights; schedules call this after an evaluation."""
@@ -308,11 +313,14 @@ def precision_policy(ddp_config: DistributedDataParallelConfig) -> MixedPrecisio
     )
 
 
-def _in_bytes(
-    ddp_config: DistributedDataParallelConfig, module: nn.Module
+def _for_engine(
+    ddp_config: DistributedDataParallelConfig, module: nn.Module, config: TransformerConfig
 ) -> DistributedDataParallelConfig:
-    """Return a copy of a configuration with communication units in bytes, not in elements."""
+    """Return a copy of a configuration for the engine, with communication units in bytes."""
     ddp_config = copy(ddp_config)
+    if captures_iterations(config):
+        ddp_config.megatron_fsdp_cuda_graph_mode = True  # fixed addresses
+        FullCudaGraphWrapper.__call__ = call_with_new_weights
     elements = ddp_config.suggested_communication_unit_size
     if elements is not None:
         ddp_config.suggested_communication_unit_size = elements * next(

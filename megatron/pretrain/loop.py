@@ -22,6 +22,7 @@ from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.utils import get_model_config
 
 from megatron.fsdp import trace
+from megatron.mcore_adapter.captured_iterations import captures_iterations
 from megatron.mcore_adapter.releases.batch_size_schedule import init_num_microbatches
 from megatron.pretrain.arguments.check import FrozenArguments
 from megatron.pretrain.checkpoints import checkpointing, save_directory
@@ -153,6 +154,8 @@ def connect(run: TrainingRun) -> None:
     if args.overlap_param_gather and args.align_param_gather:
         config.param_sync_func = one_or_list([chunk.start_param_sync for chunk in run.model])
     run.report.times.connect(run.model, run.optimizer)
+    if captures_iterations(args):  # Megatron-Core goes on on another stream while it builds layers
+        torch.cuda.synchronize()
     if args.manual_gc:
         gc.disable()
         gc.collect()

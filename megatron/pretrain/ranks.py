@@ -23,6 +23,7 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.checkpoint.store.url_staging import with_urls
 from megatron.fsdp.backends import memory_slots, rendezvous
 from megatron.mcore_adapter import cpu
+from megatron.mcore_adapter.captured_iterations import captures_iterations
 from megatron.mcore_adapter.releases import process_groups
 
 SINGLE_RANK = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
@@ -74,7 +75,7 @@ def start(args: argparse.Namespace) -> torch.device:
     initialize_model_parallel(args)
     if args.tp_comm_overlap:
         start_user_buffers(args)
-    seed(args.seed, args.data_parallel_random_init, args.te_rng_tracker)
+    seed(args.seed, args.data_parallel_random_init, captures_iterations(args))
     return device
 
 
@@ -124,13 +125,13 @@ def start_user_buffers(args: argparse.Namespace) -> None:
     base.initialize_ub(**options)
 
 
-def seed(number: int, differs_between_data_ranks: bool, te_rng_tracker: bool) -> None:
+def seed(number: int, differs_between_data_ranks: bool, is_captured: bool) -> None:
     """Seed every generator of this rank.
 
     Args:
         number: seed of the first rank. Pipeline stages have seeds of their own.
         differs_between_data_ranks: data ranks have seeds of their own too.
-        te_rng_tracker: use Transformer Engine's tracker of random states.
+        is_captured: keep random states that CUDA graphs advance.
     """
     number += 100 * parallel_state.get_pipeline_model_parallel_rank()
     if differs_between_data_ranks:
@@ -138,7 +139,7 @@ def seed(number: int, differs_between_data_ranks: bool, te_rng_tracker: bool) ->
     random.seed(number)
     np.random.seed(number)
     torch.manual_seed(number)
-    tensor_parallel.model_parallel_cuda_manual_seed(number, te_rng_tracker=te_rng_tracker)
+    tensor_parallel.model_parallel_cuda_manual_seed(number, use_cudagraphable_rng=is_captured)
 
 
 def stop() -> None:

@@ -13,6 +13,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
+from megatron.core.tensor_parallel.random import (
+    convert_cuda_rng_state,
+    is_graph_safe_cuda_rng_tracker,
+)
 
 
 @dataclass
@@ -72,12 +76,14 @@ def gather_random_state(*, differs_between_data_ranks: bool) -> list[dict[str, A
 
     A collective over the data-parallel group if ``differs_between_data_ranks``.
     """
+    # Graphs advance generators, of which files have the states.
+    states = tensor_parallel.get_cuda_rng_tracker().get_states()
     mine = {
         "random_rng_state": random.getstate(),
         "np_rng_state": np.random.get_state(),
         "torch_rng_state": torch.get_rng_state(),
         "cuda_rng_state": torch.cuda.get_rng_state(),
-        "rng_tracker_states": tensor_parallel.get_cuda_rng_tracker().get_states(),
+        "rng_tracker_states": {key: convert_cuda_rng_state(each) for key, each in states.items()},
     }
     if not differs_between_data_ranks:
         return [mine]
@@ -94,4 +100,6 @@ def restore_random_state(states: list[dict[str, Any]]) -> None:
     np.random.set_state(state["np_rng_state"])
     torch.set_rng_state(state["torch_rng_state"])
     torch.cuda.set_rng_state(state["cuda_rng_state"])
-    tensor_parallel.get_cuda_rng_tracker().set_states(state["rng_tracker_states"])
+    tracker, saved = tensor_parallel.get_cuda_rng_tracker(), state["rng_tracker_states"]
+    graphable = is_graph_safe_cuda_rng_tracker(tracker)
+    tracker.set_states({key: convert_cuda_rng_state(saved[key], graphable) for key in saved})

@@ -22,10 +22,10 @@ from megatron.core.optimizer_param_scheduler import (
     OptimizerParamScheduler,
     get_canonical_lr_for_logging,
 )
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.transformer.module import MegatronModule
 
+from megatron.pretrain.captured_iterations import schedule_of
 from megatron.pretrain.checkpoints.background_save import BackgroundSaves
 from megatron.pretrain.model import router_losses
 from megatron.pretrain.model.flops import training_flops
@@ -159,7 +159,7 @@ def forward_backward(
     """
     times = run.report.times
     with times.paused() if forward_only else nullcontext():
-        return get_forward_backward_func()(
+        return schedule_of(run.args)(
             forward_step_func=ForwardStep(run.args, run.device, run.progress.iteration, times),
             data_iterator=data,
             model=run.model,

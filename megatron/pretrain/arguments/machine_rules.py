@@ -8,8 +8,6 @@ note, even if they were given. Settings that would change results are refused.
 """
 
 import importlib.util
-import os
-from pathlib import Path
 from typing import Any
 
 from megatron.core import fp8_utils
@@ -17,6 +15,7 @@ from megatron.core.transformer.enums import AttnBackend
 from torch.cuda import device_count
 
 from megatron.checkpoint.store.stores import is_staged
+from megatron.mcore_adapter.captured_iterations import captures_iterations
 from megatron.pretrain.arguments.check import Check
 
 PLAIN_LAYERS = {
@@ -41,10 +40,53 @@ NO_GPU = PLAIN_LAYERS | {
 # These fusions run on CPU too, but each costs ten seconds of compilation and a C++ compiler.
 COMPILED = {"bias_gelu_fusion": False, "bias_swiglu_fusion": False, "bias_dropout_fusion": False}
 
+NOT_CAPTURED = {
+    "fp16": "loss scales of later steps are in other tensors",
+    "timing_log_level": "timers wait for the device",
+    "check_for_nan_in_loss_and_grad": "the check reads losses on the host",
+    "check_for_large_grads": "the check reads gradients on the host",
+    "calculate_per_token_loss": "Megatron-Core reads the number of tokens on the host",
+    "num_experts": "experts read their numbers of tokens on the host",
+    "rampup_batch_size": "the number of microbatches changes",
+    "full_validation": "the last pass has another number of microbatches",
+    "skip_train": "steps without a graph must find the memory first",
+    "rerun_mode": "it reads results on the host",
+    "pipeline_model_parallel_size": "Megatron-Core waits for messages between stages on the host",
+    "mtp_num_layers": "multi-token prediction has not been tried",
+    "fp8": "FP8 has not been tried",
+    "fp4": "FP4 has not been tried",
+}
+"""What does not go with captured iterations, and why."""
+
+
+def check_graphs(check: Check) -> None:
+    """Refuse what cannot be captured as CUDA graphs, with the reason."""
+    args, flag = check.args, check.flag("cuda_graph_impl")
+    try:
+        if not captures_iterations(args):
+            return
+    except ValueError as error:
+        check.problems.append(f"{flag}: {error}. See docs/cuda_graphs.md")
+        check.set_default("cuda_graph_impl")
+        return
+    chosen = f"{flag} {args.cuda_graph_impl}"
+    check.require(check.machine.cuda, f"{chosen}: CUDA graphs need GPUs; leave it out")
+    for dest, reason in NOT_CAPTURED.items():
+        name, value = check.flag(dest), getattr(args, dest)
+        words = "needs" if name.startswith("--no-") else "does not go with"
+        is_on = value is True or (value and value != check.defaults[dest])
+        check.require(not is_on, f"{chosen} {words} {name}: {reason}")
+    check.require(
+        args.use_megatron_fsdp or not args.overlap_param_gather,
+        f"{chosen} does not go with --overlap-param-gather without --use-megatron-fsdp: weights"
+        " that an evaluation has gathered would not be gathered in the graph",
+    )
+
 
 def fit_to_machine(check: Check) -> None:
     """Choose backend, layers and kernels for the machine."""
     args, machine = check.args, check.machine
+    check_graphs(check)
     if args.use_flash_attn:
         asked_other = (
             check.changed("attention_backend") and args.attention_backend is not AttnBackend.flash
@@ -263,12 +305,6 @@ def check_rerun(check: Check) -> None:
         check.notes.append(
             "--rerun-mode validate_results without --save: a run that ends to repeat a step"
             " elsewhere leaves no checkpoint to resume from; give --save"
-        )
-    if args.result_rejected_tracker_filename:
-        folder = Path(args.result_rejected_tracker_filename).absolute().parent
-        check.require(
-            folder.is_dir() and os.access(folder, os.W_OK),
-            f"--result-rejected-tracker-filename: {folder} is no directory that can be written",
         )
 
 

@@ -54,7 +54,11 @@ REFUSED: dict[str, str] = {
     "gradients are always scaled in one place; choosing where is not built": (
         "gradient_reduce_div_fusion"
     ),
-    "CUDA graphs are not built yet": "*cuda_graph*",
+    "deprecated; use --cuda-graph-impl": "enable_cuda_graph external_cuda_graph",
+    "captured iterations imply it; leave it out": "megatron_fsdp_cuda_graph_mode",
+    "CUDA graphs of layers, and of the optimizer, are not built": (
+        "cuda_graph_[!isw]* *_cuda_graph*"  # not of impl, scope and warmup_steps
+    ),
     "needs Transformer Engine's random tracker, which is not built in yet": "te_rng_tracker",
     "PyTorch's FSDP2 is not a choice here; use --use-megatron-fsdp": "*torch_fsdp2*",
     "process groups are always built at the start": "lazy_mpu_init",
@@ -190,6 +194,9 @@ NEEDS: tuple[Needs, ...] = (
         " fsdp_double_buffer fsdp_db_use_persist_buf_on_alloc_fail fsdp_manual_registration"
         " suggested_communication_unit_size keep_fp8_transpose_cache",
         "use_megatron_fsdp",
+    ),
+    Needs(
+        "cuda_graph_scope cuda_graph_warmup_steps", "cuda_graph_impl", ("local", "full_iteration")
     ),
     Needs("disable_symmetric_registration fsdp_manual_registration", "nccl_ub"),
     Needs(

@@ -32,6 +32,7 @@ RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     ("adam_beta1 adam_beta2 sgd_momentum", lambda v: 0 <= v < 1, "at least 0 and below 1"),
     ("rotary_percent", lambda value: 0 < value <= 1, "above 0 and at most 1"),
     (POSITIVE, lambda value: value > 0, "at least 1"),
+    ("cuda_graph_warmup_steps", lambda v: v > 1, "at least 2"),  # they find the memory first
     (
         "loss_scale initial_loss_scale min_loss_scale loss_scale_window device_peak_tflops",
         lambda value: value > 0,
@@ -49,8 +50,6 @@ RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
 """Destinations, what holds for their values if they are given, and how an error says it."""
 LARGEST_FLOAT = torch.finfo(torch.float32).max
 """The largest number in single precision, in which tensors have them."""
-LONGEST_TIMEOUT = 10**9
-"""Minutes; :class:`datetime.timedelta` ends soon after."""
 SEEDS = 2**32
 """Numbers that NumPy takes as a seed. A rank adds at most 100 for each rank before it."""
 
@@ -73,11 +72,6 @@ def check_numbers(check: Check) -> bool:
                 continue
             check.problems.append(f"{check.flag(dest)} must be {words}, got {value}")
             has_sizes = has_sizes and dests is not POSITIVE
-    minutes = args.distributed_timeout_minutes
-    check.require(
-        minutes <= LONGEST_TIMEOUT,
-        f"--distributed-timeout-minutes must be at most {LONGEST_TIMEOUT}, got {minutes}",
-    )
     least, first = args.min_loss_scale, args.initial_loss_scale
     check.require(
         least <= first or infinite & {"min_loss_scale", "initial_loss_scale"},

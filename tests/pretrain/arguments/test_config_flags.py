@@ -81,6 +81,7 @@ FP8, FP4 = "--fp8-format hybrid", "--fp4-format e2m1"
 BF16_LAYERS = f"{FP8} --fp8-recipe tensorwise --first-last-layers-bf16 --num-layers 20"
 """Two ends in bf16 are 14 of them."""
 
+NO_CHECKS = "--no-check-for-nan-in-loss-and-grad"
 READ_WITH_FP8 = """fp8_recipe fp8_margin fp8_amax_history_len fp8_amax_compute_algo fp8_wgrad
     fp8_dot_product_attention fp8_multi_head_attention tp_only_amax_red fp8_output_proj
     disable_parameter_transpose_cache"""
@@ -145,6 +146,10 @@ COMPANIONS = {
     "distribute_saved_activations": (
         "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
     ),
+    "cuda_graph_impl": f"--cuda-graph-scope full_iteration {NO_CHECKS}",
+    "cuda_graph_warmup_steps": (
+        f"--cuda-graph-impl local --cuda-graph-scope full_iteration {NO_CHECKS}"
+    ),
     "activation_func_clamp_value": "--swiglu",
     "glu_linear_offset": "--swiglu",
     "activation_func_fp8_input_store": "--swiglu --disable-bias-linear",
@@ -171,6 +176,8 @@ COMPANIONS = {
 
 # Where the machine decides, the value needs a GPU with Transformer Engine to arrive.
 NEEDS_GPU = {
+    "cuda_graph_impl",
+    "cuda_graph_warmup_steps",
     "nccl_ub",
     "disable_symmetric_registration",
     "fsdp_manual_registration",
@@ -185,6 +192,7 @@ NEEDS_GPU = {
 
 # These have tests of their own, or go with kernels or rules of Megatron-Core's own only.
 NOT_SEEN_ALONE = {
+    "cuda_graph_scope",
     "attention_backend",
     "transformer_impl",
     "align_param_gather",

@@ -28,6 +28,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.checkpoint.core.spelling import plain_name
 from megatron.fsdp.dtensor.tensor_part import full_tensor
 from megatron.mcore_adapter import cpu
+from megatron.mcore_adapter.captured_iterations import captures_iterations
 from megatron.mcore_adapter.checkpoint_entries import named_parameters
 from megatron.pretrain import loop, ranks
 from megatron.pretrain.arguments import parse_arguments
@@ -134,7 +135,7 @@ def prepare(command_line: str) -> tuple[Any, torch.device]:
     )
     cpu.install()
     initialize(args)
-    ranks.seed(args.seed, args.data_parallel_random_init, args.te_rng_tracker)
+    ranks.seed(args.seed, args.data_parallel_random_init, captures_iterations(args))
     destroy_num_microbatches_calculator()
     gc.collect()
     return args, torch.device("cpu")

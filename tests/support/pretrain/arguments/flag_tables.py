@@ -194,7 +194,10 @@ DATA_PARALLELISM = (
     refused("--optimizer-cpu-offload", NO_OFFLOAD),
     refused("--optimizer-offload-fraction 0.5", NO_OFFLOAD),
     refused("--delay-wgrad-compute", "late weight gradients of experts are not built yet"),
-    refused("--cuda-graph-impl local", "CUDA graphs are not built yet"),
+    shown(
+        "--cuda-graph-impl",
+        "test_captured_iterations.py::test_iterations_have_the_bits_of_a_run_without_graphs",
+    ),
     refused("--use-torch-fsdp2", "use --use-megatron-fsdp"),
     refused("--torch-fsdp2-no-reshard-after-forward", "use --use-megatron-fsdp"),
     shown(
