@@ -146,7 +146,6 @@ COMPANIONS = {
     "distribute_saved_activations": (
         "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
     ),
-    "cuda_graph_impl": f"--cuda-graph-scope full_iteration {NO_CHECKS}",
     "cuda_graph_warmup_steps": (
         f"--cuda-graph-impl local --cuda-graph-scope full_iteration {NO_CHECKS}"
     ),
@@ -176,7 +175,6 @@ COMPANIONS = {
 
 # Where the machine decides, the value needs a GPU with Transformer Engine to arrive.
 NEEDS_GPU = {
-    "cuda_graph_impl",
     "cuda_graph_warmup_steps",
     "nccl_ub",
     "disable_symmetric_registration",
@@ -192,6 +190,7 @@ NEEDS_GPU = {
 
 # These have tests of their own, or go with kernels or rules of Megatron-Core's own only.
 NOT_SEEN_ALONE = {
+    "cuda_graph_impl",
     "cuda_graph_scope",
     "attention_backend",
     "transformer_impl",

@@ -8,6 +8,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from megatron.core import full_cuda_graph
 from megatron.core.full_cuda_graph import FullCudaGraphWrapper, StaticBufferLoader
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
@@ -59,6 +60,8 @@ def run_on_the_model(line: str) -> Any:
             (torch.cuda, "get_device_capability", lambda device=None: (10, 0)),
         ):
             patches.enter_context(patch.object(owner, name, value))
+        for name in ("_shared_capture_stream", "_shared_graph_pool"):  # since 0.19
+            patches.enter_context(patch.object(full_cuda_graph, name, None, create=True))
         patches.enter_context(patch.object(training_runs, "prepare", prepared))
         model = patches.enter_context(cuda_model())
         patches.enter_context(patch.object(CudaRNGStatesTracker, "fork", fork_outside(model)))
