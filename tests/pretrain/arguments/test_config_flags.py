@@ -83,7 +83,7 @@ BF16_LAYERS = f"{FP8} --fp8-recipe tensorwise --first-last-layers-bf16 --num-lay
 
 NO_CHECKS = "--no-check-for-nan-in-loss-and-grad"
 READ_WITH_FP8 = """fp8_recipe fp8_margin fp8_amax_history_len fp8_amax_compute_algo fp8_wgrad
-    fp8_dot_product_attention fp8_multi_head_attention tp_only_amax_red fp8_output_proj
+    fp8_dot_product_attention fp8_multi_head_attention tp_only_amax_red
     disable_parameter_transpose_cache"""
 
 COMPANIONS = {
@@ -146,6 +146,7 @@ COMPANIONS = {
     "distribute_saved_activations": (
         "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
     ),
+    "fp8_output_proj": f"{FP8} --fp8-recipe mxfp8",
     "cuda_graph_warmup_steps": (
         f"--cuda-graph-impl local --cuda-graph-scope full_iteration {NO_CHECKS}"
     ),
