@@ -23,6 +23,8 @@ class OutsideSchedule(ShardedModule):
     for the model, and between these :meth:`pre_forward` and :meth:`post_forward_release_module`,
     :meth:`pre_backward` and :meth:`post_backward_release_module` for each unit that it runs in
     parts. Backwards come in the order of forwards. Units that are called as usual keep their hooks.
+    Weight gradients may be computed after the backward of a part, until the unit's backward ends:
+    :meth:`post_backward` ends those that have not ended.
     """
 
     _root_call: UnitCall | None = None  # of all microbatches between forward and backward
@@ -73,18 +75,17 @@ class OutsideSchedule(ShardedModule):
         if module is None:
             return
         self._schedule.begin_use(call)
+        self._hooks.calls.insert(0, call)  # weights that are read by name are its own, not borrowed
         self._prefetch(unit, -1)
 
     def post_backward_release_module(self, module: nn.Module) -> None:
         """End the backward of a unit: reduce its gradients, and reshard it at level 3."""
-        call = self._awaiting[self._unit(module)].pop(0)
-        self._hold_gradients()
-        self._hooks.end_use(call, call.borrowed)
-        call.unit.users.pop(call)
-        self._schedule.inputs_arrived(call)
+        self._end_backward(self._awaiting[self._unit(module)][0])
 
     def post_backward(self) -> None:
         """End the backward of the model: finish what is left, and hand gradients over."""
+        while self._root_call and (call := self._hooks.calls[0]) is not self._root_call:
+            self._end_backward(call)
         self._hold_gradients()
         self._schedule.finish_backward()
         self._gradients.end_backward()
@@ -98,6 +99,18 @@ class OutsideSchedule(ShardedModule):
         # It knows one order of units, but forward and backward take turns here.
         prefetcher = self._schedule.prefetcher
         self._overlaps, prefetcher.is_enabled = prefetcher.is_enabled, False
+
+    def _end_backward(self, call: UnitCall) -> None:
+        self._awaiting[call.unit].remove(call)
+        self._hooks.calls.remove(call)
+        for group in call.unit.trained_groups:
+            # No hook of autograd tells of gradients that are computed after a backward.
+            present = [each for each in group.parameters if each.grad is not None]
+            call.unit.arrived.update(map(id, present))
+        self._hold_gradients()
+        self._hooks.end_use(call, call.borrowed)
+        call.unit.users.pop(call)
+        self._schedule.inputs_arrived(call)
 
     def _end_microbatch(self) -> None:
         self._num_microbatches -= 1

@@ -2,6 +2,8 @@
 """A schedule outside of the model: it runs parts of units, and forwards and backwards in turn."""
 
 from copy import deepcopy
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -15,15 +17,51 @@ from tests.support.fsdp.reference import LEVELS, TOLERANCE, Ranks
 WIDTH, NUM_UNITS, NUM_MICROBATCHES = 6, 3, 3
 
 
+class LateProduct(torch.autograd.Function):
+    """The product of a layer that computes its weight gradient itself, after the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, layer: "LateLinear") -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.layer = layer
+        return x @ weight.T
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        x, weight = ctx.saved_tensors
+        ctx.layer.waiting.append((gradient, x))
+        return gradient @ weight, None, None
+
+
+class LateLinear(nn.Linear):
+    """A linear layer of whose weight autograd does not know."""
+
+    def __init__(self, rows: int, columns: int):
+        super().__init__(rows, columns, bias=False)
+        self.waiting: list[tuple[Tensor, Tensor]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        return LateProduct.apply(x, self.weight.detach(), self)
+
+    def compute_weight_gradient(self) -> None:
+        gradient, x = self.waiting.pop()
+        self.weight.grad = gradient.T @ x
+
+
 class PartedUnit(nn.Module):
     """A unit of two parts, neither of which is called through its forward."""
 
-    def __init__(self) -> None:
+    def __init__(self, layer: type[nn.Linear]) -> None:
         super().__init__()
-        self.first, self.second = nn.Linear(WIDTH, 5), nn.Linear(5, WIDTH)
+        self.first, self.second = layer(WIDTH, 5), layer(5, WIDTH)
 
     def parts(self) -> list[nn.Module]:
         return [self.first, self.second]
+
+    def compute_weight_gradients(self) -> None:
+        for part in self.parts():
+            if isinstance(part, LateLinear):
+                part.compute_weight_gradient()
 
 
 class CalledUnit(nn.Linear):
@@ -33,10 +71,10 @@ class CalledUnit(nn.Linear):
 class PartedModel(nn.Module):
     """A unit that is called, units that run in parts, and a weight of the root."""
 
-    def __init__(self) -> None:
+    def __init__(self, layer: type[nn.Linear]) -> None:
         super().__init__()
         self.embedding = CalledUnit(WIDTH, WIDTH)
-        self.units = nn.ModuleList(PartedUnit() for _ in range(NUM_UNITS))
+        self.units = nn.ModuleList(PartedUnit(layer) for _ in range(NUM_UNITS))
         self.scale = nn.Parameter(torch.rand(WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -53,6 +91,8 @@ class Microbatch:
     def __init__(self, model: MegatronFSDP, x: Tensor):
         self.model, self.module, self.x = model, model.module, x
         self.cuts: list[tuple[Tensor, Tensor]] = []  # inputs and results of the parts that have run
+        first = model.module.units[0]  # whose backward may end with that of the model
+        self.ends_last = first if isinstance(first.first, LateLinear) else None
 
     def begin(self) -> None:
         self.model.pre_forward()
@@ -76,9 +116,13 @@ class Microbatch:
         self.model.pre_backward(unit)
         for _ in unit.parts():
             self._back(self.gradient)
-        self.model.post_backward_release_module(unit)
+        if unit is not self.ends_last:
+            unit.compute_weight_gradients()
+            self.model.post_backward_release_module(unit)
 
     def end_backward(self) -> None:
+        if self.ends_last:
+            self.ends_last.compute_weight_gradients()
         self._back(self.gradient)
         self.model.post_backward()
 
@@ -105,9 +149,11 @@ def gathered(model: MegatronFSDP) -> list[bool]:
     return [unit.groups[0].compute.flat.untyped_storage().nbytes() > 0 for unit in units]
 
 
-def build(level: int, **settings: object) -> tuple[nn.Module, MegatronFSDP]:
+def build(
+    level: int, layer: type[nn.Linear] = nn.Linear, **settings: object
+) -> tuple[nn.Module, MegatronFSDP]:
     torch.manual_seed(1)
-    reference = PartedModel().double()
+    reference = PartedModel(layer).double()
     model = fully_shard_model(
         deepcopy(reference),
         fsdp_unit_modules=[PartedUnit, CalledUnit],
@@ -115,12 +161,15 @@ def build(level: int, **settings: object) -> tuple[nn.Module, MegatronFSDP]:
         mixed_precision_policy=MixedPrecisionPolicy(main_params_dtype=None, main_grads_dtype=None),
         **settings,
     )
+    for part in reference.modules():
+        if isinstance(part, LateLinear):
+            part.forward = partial(nn.functional.linear, weight=part.weight)
     return reference, model
 
 
-def train(level: int, overlaps: bool) -> tuple[float, list[list[bool]]]:
+def train(level: int, overlaps: bool, layer: type[nn.Linear]) -> tuple[float, list[list[bool]]]:
     """Job: run one forward and one backward in turn; return the error, and what was gathered."""
-    reference, model = build(level, overlap_param_gather=overlaps)
+    reference, model = build(level, layer, overlap_param_gather=overlaps)
     seen: list[list[bool]] = []
     waiting: Microbatch | None = None
     for x in [*inputs(dist.get_rank()), None]:
@@ -156,7 +205,7 @@ def train(level: int, overlaps: bool) -> tuple[float, list[list[bool]]]:
 @pytest.mark.parametrize("overlaps", [False, True], ids=["alone", "prefetched"])
 @pytest.mark.parametrize("level", LEVELS)
 def test_gradients_match_the_unsharded_model(ranks: Ranks, level: int, overlaps: bool) -> None:
-    for error, seen in ranks(2, train, level, overlaps):
+    for error, seen in ranks(2, train, level, overlaps, nn.Linear):
         assert error < TOLERANCE
         if level < 3:
             assert all(map(all, seen))
@@ -164,6 +213,15 @@ def test_gradients_match_the_unsharded_model(ranks: Ranks, level: int, overlaps:
             assert not any(map(any, seen))
         else:  # one unit ahead in each direction
             assert max(map(sum, seen)) <= 2
+            assert not any(seen[-1])
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_weight_gradients_may_come_after_a_backward(ranks: Ranks, level: int) -> None:
+    for error, seen in ranks(2, train, level, False, LateLinear):
+        assert error < TOLERANCE
+        if level == 3:  # the unit whose gradients come last, until the model's backward ends
+            assert set(map(sum, seen)) == {0, 1}
             assert not any(seen[-1])
 
 
