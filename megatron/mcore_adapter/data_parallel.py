@@ -187,7 +187,7 @@ class FullyShardedDataParallel(_BaseDataParallel):
             for each in trainable:
                 accept_fused_gradients(each.compute, each.group.gradients, each.index)
         if getattr(config, "overlap_moe_expert_parallel_comm", False):
-            drive_combined_schedule(engine)
+            drive_combined_schedule(engine, config.delay_wgrad_compute)
         super().__init__(config=config, module=engine)
         if index.hsdp_outer_dp_shard:
             count_over_all_instances(self)

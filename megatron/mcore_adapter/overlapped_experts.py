@@ -16,8 +16,11 @@ from megatron_fsdp import MegatronFSDP
 _engines: WeakKeyDictionary[nn.Module, ref[MegatronFSDP]] = WeakKeyDictionary()
 
 
-def drive_combined_schedule(engine: MegatronFSDP) -> None:
+def drive_combined_schedule(engine: MegatronFSDP, delays_gradients: bool) -> None:
     """Let the schedule tell the engine when the model and its layers begin and end."""
+    units = {unit.module for unit in engine._units[1:] if unit.module is not None}
+    if delays_gradients and any(len(units.intersection(unit.modules())) > 1 for unit in units):
+        raise NotImplementedError("delay_wgrad_compute, with units inside of layers")
     for plan in (plans.TransformerModelChunkSchedulePlan, plans.TransformerLayerSchedulePlan):
         if plan.run.__module__ != __name__:
             plan.run = staticmethod(_telling(plan.run))
@@ -28,6 +31,8 @@ def _telling(run: Callable[..., Any]) -> Callable[..., Any]:
     def run_and_tell(forward: Any, backward: Any, *args: Any, **kwargs: Any) -> Any:
         ends = [_begin(forward, "forward"), _begin(backward, "backward")]
         result = run(forward, backward, *args, **kwargs)
+        if kwargs.get("is_last_layer_in_bwd") and backward.config.delay_wgrad_compute:
+            ends.pop()  # the model's backward ends it, after the weight gradients of its attention
         for end in reversed(ends):
             end()
         return result

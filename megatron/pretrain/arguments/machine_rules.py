@@ -28,6 +28,8 @@ PLAIN_LAYERS = {
 """Settings that work without Transformer Engine."""
 ASKS_FOR_BUFFER = fp8_utils.HAVE_TE and fp8_utils.is_te_min_version("2.10.0")
 """Layers of Transformer Engine ask sharded weights for the buffer of their gradient."""
+HAS_LATE_GRADIENTS = not fp8_utils.HAVE_TE or fp8_utils.is_te_min_version("2.8.0")
+"""Its layers can compute weight gradients late with every setting, as Megatron-LM has it."""
 OF_LAYERS = {"transformer_impl", "no_persist_layer_norm", "moe_grouped_gemm"}
 """Those that its layers have no need for, with any kernels."""
 NO_GPU = PLAIN_LAYERS | {
@@ -144,6 +146,11 @@ def check_kernels(check: Check) -> None:
     check.require(
         args.transformer_impl == "transformer_engine" or "a2a+p2p" not in args.cp_comm_type,
         "--cp-comm-type a2a+p2p needs Transformer Engine on GPUs; use another, results are the"
+        " same",
+    )
+    check.require(
+        not args.delay_wgrad_compute or HAS_LATE_GRADIENTS,
+        "--delay-wgrad-compute needs Transformer Engine 2.8 or newer; leave it out, results are the"
         " same",
     )
 

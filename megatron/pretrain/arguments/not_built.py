@@ -39,7 +39,7 @@ REFUSED: dict[str, str] = {
     "late weight gradients are not built yet; leave it out, results are the same": """
         defer_embedding_wgrad_compute wgrad_deferral_limit""",
     "late weight gradients of experts are not built yet; leave it out, results are the same": """
-        delay_wgrad_compute overlap_dispatch_backward_* ep_overlap_early_attn_memory_release
+        overlap_dispatch_backward_* ep_overlap_early_attn_memory_release
         high_priority_a2a_comm_stream""",
     "two optimizers on a rank are not built yet; use --overlap-param-gather": (
         "overlap_param_gather_with_optimizer_step"
@@ -261,6 +261,7 @@ NEEDS: tuple[Needs, ...] = (
     ),
     Needs("moe_token_drop_policy", "moe_expert_capacity_factor"),
     Needs("moe_router_bias_update_rate", "moe_router_enable_expert_bias"),
+    Needs("delay_wgrad_compute", "overlap_moe_expert_parallel_comm"),
     Needs("moe_router_num_groups", "moe_router_group_topk"),
     Needs("moe_aux_loss_coeff", "moe_router_load_balancing_type", LOSSES),
     Needs("num_query_groups", "group_query_attention"),
@@ -292,7 +293,7 @@ NEEDS: tuple[Needs, ...] = (
     Needs(
         "memory_efficient_layer_norm fused_single_qkv_rope use_te_activation_func"
         " fused_residual_rmsnorm use_transformer_engine_op_fuser mla_down_proj_fusion"
-        " flash_attention_version tp_comm_overlap window_attn_skip_freq",
+        " flash_attention_version tp_comm_overlap window_attn_skip_freq delay_wgrad_compute",
         "transformer_impl",
         ("transformer_engine",),
         "needs Transformer Engine, which only --transformer-impl transformer_engine on GPUs uses;"

@@ -110,6 +110,8 @@ def imply_fsdp(check: Check) -> None:
     # Megatron-Core then runs parts of layers, of two microbatches in turn.
     for other in ("fsdp_double_buffer", "nccl_ub", "mtp_num_layers"):
         check.at_most_one("overlap_moe_expert_parallel_comm", other)
+    # Hooks would reduce the gradients of units inside of layers before those are computed.
+    check.at_most_one("delay_wgrad_compute", "megatron_fsdp_enable_fine_grained_param_gather")
     if args.init_model_with_meta_device and args.data_parallel_sharding_strategy == "no_shard":
         check.problems.append(
             "--init-model-with-meta-device does not go with --data-parallel-sharding-strategy"

@@ -219,7 +219,7 @@ DISPATCHERS = "moe_deepep_* moe_hybridep_* moe_ncclep_* moe_flex_* moe_permute_f
 
 NEEDS_ENGINE = """memory_efficient_layer_norm fused_single_qkv_rope use_te_activation_func
     fused_residual_rmsnorm use_transformer_engine_op_fuser mla_down_proj_fusion
-    flash_attention_version window_attn_skip_freq"""
+    flash_attention_version window_attn_skip_freq delay_wgrad_compute"""
 """Fields that only Transformer Engine's layers read, and those that are about its communication."""
 NEEDS_ENGINE += " ".join(["", *(name for name in GROUPS["model parallelism"] if "tp_comm" in name)])
 

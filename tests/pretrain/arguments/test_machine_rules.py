@@ -6,6 +6,7 @@ from importlib.machinery import ModuleSpec
 
 import pytest
 
+from megatron.pretrain.arguments import machine_rules
 from tests.support.pretrain.arguments.command_lines import MOCK, parse, problems
 
 
@@ -25,6 +26,15 @@ def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert problems(f"{MOCK} --wandb-project counting") == [
         "--wandb-project needs the package wandb: pip install wandb"
     ]
+
+
+def test_late_weight_gradients_need_a_release_that_has_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reason = "--delay-wgrad-compute needs Transformer Engine 2.8 or newer"
+    assert not any(reason in problem for problem in problems(f"{MOCK} --delay-wgrad-compute"))
+    monkeypatch.setattr(machine_rules, "HAS_LATE_GRADIENTS", False)
+    assert any(reason in problem for problem in problems(f"{MOCK} --delay-wgrad-compute"))
 
 
 def test_replicas_are_compared_where_there_are_some() -> None:

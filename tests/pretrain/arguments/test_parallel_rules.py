@@ -87,6 +87,18 @@ from tests.support.pretrain.arguments.command_lines import (
             "--overlap-moe-expert-parallel-comm and --mtp-num-layers exclude each other",
         ),
         (
+            (
+                "--use-megatron-fsdp --delay-wgrad-compute"
+                " --megatron-fsdp-enable-fine-grained-param-gather"
+            ),
+            (
+                "--delay-wgrad-compute and --megatron-fsdp-enable-fine-grained-param-gather exclude"
+                " each other"
+            ),
+        ),
+        ("--delay-wgrad-compute", "--delay-wgrad-compute needs --overlap-moe-expert-parallel-comm"),
+        ("--delay-wgrad-compute", "--delay-wgrad-compute needs Transformer Engine"),
+        (
             "--num-layers-per-virtual-pipeline-stage 2",
             "needs --pipeline-model-parallel-size of at least 2",
         ),

@@ -306,7 +306,7 @@ CHANGES_NO_OUTPUT = """account_for_embedding_in_pipeline_split account_for_loss_
     moe_shared_expert_overlap moe_router_force_load_balancing moe_grouped_gemm
     moe_token_dispatcher_type moe_enable_deepep moe_flex_dispatcher_backend
     moe_per_layer_logging moe_permute_fusion moe_router_fusion overlap_moe_expert_parallel_comm
-    cuda_graph_impl cuda_graph_scope cuda_graph_warmup_steps"""
+    cuda_graph_impl cuda_graph_scope cuda_graph_warmup_steps delay_wgrad_compute"""
 OF_NO_MODEL = ("data parallelism", "model parallelism", "optimizer")
 """Groups of fields that change no output."""
 SHAPES_CHANGE = "attention_output_gate moe_latent_size mtp_use_repeated_layer"

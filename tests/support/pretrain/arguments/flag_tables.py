@@ -193,7 +193,6 @@ DATA_PARALLELISM = (
     refused("--exp-avg-sq-dtype bf16", NO_STATE_DTYPE),
     refused("--optimizer-cpu-offload", NO_OFFLOAD),
     refused("--optimizer-offload-fraction 0.5", NO_OFFLOAD),
-    refused("--delay-wgrad-compute", "late weight gradients of experts are not built yet"),
     shown(
         "--cuda-graph-impl",
         "test_captured_iterations.py::test_iterations_have_the_bits_of_a_run_without_graphs",
@@ -381,6 +380,14 @@ PARALLELISM = (
         "--overlap-moe-expert-parallel-comm",
         f"{EXPERTS} --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall --bf16",
         model__overlap_moe_expert_parallel_comm=True,
+    ),
+    changes(
+        "--delay-wgrad-compute",
+        f"{EXPERTS} --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall --bf16"
+        " --overlap-moe-expert-parallel-comm",
+        gpu=True,
+        model__delay_wgrad_compute=True,
+        ddp__delay_wgrad_compute=True,
     ),
 )
 
