@@ -5,8 +5,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.cuda_model.adapter_runs import RUNS, reports_of_run, reports_of_unawaited_copies
+from tests.support import transformer_engine_on_cpu
+from tests.support.cuda_model.adapter_runs import (
+    RUNS,
+    WITH_ENGINE,
+    reports_of_run,
+    reports_of_unawaited_copies,
+)
 from tests.support.fsdp.reference import Ranks
+from tests.support.pretrain.training_runs import write_counting_corpus
+from tests.support.transformer_engine_on_cpu.ranks import ranks as ranks_with_engine
 
 
 @pytest.mark.always("pp2")
@@ -16,6 +24,18 @@ def test_no_use_of_memory_is_out_of_order_under_megatron_cores_schedules(
 ) -> None:
     for reports in ranks(RUNS[name].ranks, reports_of_run, name, str(tmp_path)):
         assert not reports, "\n".join(reports)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", WITH_ENGINE)
+def test_no_use_of_memory_is_out_of_order_with_layers_of_transformer_engine(
+    name: str, tmp_path: Path
+) -> None:
+    transformer_engine_on_cpu.require()
+    write_counting_corpus()
+    with ranks_with_engine(WITH_ENGINE[name].ranks) as run:
+        for reports in run(reports_of_run, name, str(tmp_path)):
+            assert not reports, "\n".join(reports)
 
 
 @pytest.mark.exhaustive

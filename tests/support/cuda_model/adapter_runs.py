@@ -20,6 +20,8 @@ OVERLAP = "--overlap-grad-reduce --train-iters 2 --lr-decay-iters 20"
 GATHERS = f"{OVERLAP} --overlap-param-gather"
 RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 
+OVERLAPPED = f"{GATHERS} --bf16 --overlap-moe-expert-parallel-comm"
+
 RUNS = {
     "level3": Combination(2, "", 3, LLAMA, GATHERS),
     "level1 bf16": Combination(2, "", 1, LLAMA, f"{OVERLAP} --bf16"),
@@ -28,19 +30,26 @@ RUNS = {
     "cp2": Combination(2, "cp2", 3, LLAMA, OVERLAP),
     "experts": Combination(2, "", 3, MOE, OVERLAP),
     "ep2": Combination(2, "ep2", 3, ALLTOALL, OVERLAP),
-    "overlapped": Combination(
-        2, "ep2", 3, ALLTOALL, f"{GATHERS} --bf16 --overlap-moe-expert-parallel-comm"
-    ),
+    "overlapped": Combination(2, "ep2", 3, ALLTOALL, OVERLAPPED),
     "pp2 vpp2": Combination(2, "pp2 vpp2", 3, LLAMA, OVERLAP, layers=4),
     "recomputed": Combination(2, "", 3, LLAMA, f"{GATHERS} {RECOMPUTED}"),
     "background saves": Combination(2, "", 3, LLAMA, f"{GATHERS} --async-save --save-interval 1"),
 }
 """By name."""
 
+WITH_ENGINE = {
+    "delayed": Combination(
+        *(2, "ep2", 3, f"{ALLTOALL} --moe-grouped-gemm"),
+        f"{OVERLAPPED} --delay-wgrad-compute --transformer-impl transformer_engine",
+    )
+}
+"""Those with Transformer Engine's layers, on ranks that have it."""
+
 OF_MEGATRON_CORE = {
     # It makes a NumPy view of the sizes at once, and waits for the copy before it reads them.
     "ep2": "MoEAlltoAllTokenDispatcher",
     "overlapped": "MoEAlltoAllTokenDispatcher",
+    "delayed": "MoEAlltoAllTokenDispatcher",
     # It keeps no handle of messages that it sends while it receives others.
     "pp2 vpp2": "in P2PCommunicator._communicate",
 }
@@ -75,9 +84,10 @@ def reports_of_run(name: str, folder: str) -> list[str]:
     """
     cpu.install()
     threads = patch.multiple(staging, Thread=ConcurrentThread, _LARGE=0)
-    save = f" --save {folder}" if "--async-save" in RUNS[name].flags else ""
+    run = {**RUNS, **WITH_ENGINE}[name]
+    save = f" --save {folder}" if "--async-save" in run.flags else ""
     with threads, cuda_model() as model:
-        pretrain_with(RUNS[name].ours + save)
+        pretrain_with(run.ours + save)
     reports = [str(report) for report in model.reports]
     known = OF_MEGATRON_CORE.get(name)
     return [report for report in reports if known is None or known not in report]

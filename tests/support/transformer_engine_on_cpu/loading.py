@@ -85,7 +85,8 @@ def _load(capability: tuple[int, int]) -> None:
     for function in _ask_for_the_device():
         code = function.__code__
         function.__code__ = code.replace(
-            co_names=tuple("is_cpu" if name == "is_cuda" else name for name in code.co_names),
+            # The other one is true of all tensors, also where the CPU counts as a CUDA device.
+            co_names=tuple("size" if name == "is_cuda" else name for name in code.co_names),
             co_consts=tuple("cpu" if const == "cuda" else const for const in code.co_consts),
         )
 
