@@ -16,7 +16,6 @@ SPLIT_PATHS = {
     "test": "test_data_path",
 }
 """Key of a --per-split-data-args-path file -> the argument that it stands for."""
-SAME_WHEN_LEGACY = "--legacy-tokenizer: changes no id of this tokenizer, leave it out"
 OTHER_WHEN_LEGACY = {
     "SentencePieceTokenizer": (
         "it then has tokens beyond its file; not built, use GPTSentencePieceTokenizer, whose end of"
@@ -170,7 +169,7 @@ def choose_tokenizer(check: Check) -> None:
                 f" {OTHER_WHEN_LEGACY[args.tokenizer_type]}"
             )
         else:
-            check.notes.append(SAME_WHEN_LEGACY)
+            check.notes.append("--legacy-tokenizer: changes no id of this tokenizer, leave it out")
 
 
 def take_recorded_tokenizer(check: Check) -> None:
