@@ -8,6 +8,8 @@ from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
+from megatron.core.pipeline_parallel import utils
+
 from megatron.mcore_adapter import cpu
 from megatron.pretrain.checkpoints import staging
 from megatron.pretrain.checkpoints.background_save import BackgroundSaves
@@ -86,7 +88,9 @@ def reports_of_run(name: str, folder: str) -> list[str]:
     threads = patch.multiple(staging, Thread=ConcurrentThread, _LARGE=0)
     run = {**RUNS, **WITH_ENGINE}[name]
     save = f" --save {folder}" if "--async-save" in run.flags else ""
-    with threads, cuda_model() as model:
+    # Megatron-Core keeps the streams of its first schedule, which may not have been the model's.
+    streams = patch.multiple(utils, _COMP_STREAM=None, _COMM_STREAM=None)
+    with threads, streams, cuda_model() as model:
         pretrain_with(run.ours + save)
     reports = [str(report) for report in model.reports]
     known = OF_MEGATRON_CORE.get(name)
