@@ -106,17 +106,15 @@ class Reference:
             quantize_master_weights(quantized, mains, [0] * len(mains), alone)
 
 
-def compare(recipe_name: str, level: int, variant: str = "flat") -> None:
-    te = transformer_engine_on_cpu.use()
-    from megatron.fsdp.dtensor.tensor_part import full_tensor
-    from megatron_fsdp import MixedPrecisionPolicy, fully_shard
+def settings_of(level: int, variant: str) -> dict[str, Any]:
+    """Return settings of `fully_shard`; they call collectives for a hybrid mesh."""
+    from megatron_fsdp import MixedPrecisionPolicy
     from tests.support.fsdp.meshes import mesh_of
 
-    recipe = recipe_of(recipe_name)
-    reference = Reference(recipe)
-    module = build(recipe)
-    wanted = [first_values(parameter) for parameter in module.parameters()]
+    te = transformer_engine_on_cpu.use()
     settings: dict[str, Any] = {"zero_dp_strategy": level}
+    settings["fsdp_unit_modules"] = [te.Linear, te.LayerNormLinear]
+    settings["mixed_precision_policy"] = MixedPrecisionPolicy(torch.float32, torch.float32)
     settings["keep_fp8_transpose_cache"] = variant == "copies kept"
     settings["fsdp_double_buffer"] = variant == "slots"
     settings["enable_fine_grained_param_gather"] = variant == "fine grained"
@@ -124,12 +122,21 @@ def compare(recipe_name: str, level: int, variant: str = "flat") -> None:
         mesh = mesh_of("outer", "inner", sizes=(2, 1))
         settings |= {"device_mesh": mesh, "dp_shard_dim": "inner", "dp_outer_dim": "outer"}
         settings["outer_dp_sharding_strategy"] = variant.removeprefix("hybrid_")
+    return settings
+
+
+def compare(recipe_name: str, level: int, variant: str = "flat") -> None:
+    from megatron.fsdp.dtensor.tensor_part import full_tensor
+    from megatron_fsdp import fully_shard
+
+    recipe = recipe_of(recipe_name)
+    reference = Reference(recipe)
+    module = build(recipe)
+    wanted = [first_values(parameter) for parameter in module.parameters()]
     model, optimizer = fully_shard(
         module,
         torch.optim.AdamW(module.parameters(), lr=0.01),
-        fsdp_unit_modules=[te.Linear, te.LayerNormLinear],
-        mixed_precision_policy=MixedPrecisionPolicy(torch.float32, torch.float32),
-        **settings,
+        **settings_of(level, variant),
     )
     for own, first in zip(model.parameters(), wanted, strict=True):
         assert torch.equal(full_tensor(own), first)  # the first main weights, bit by bit

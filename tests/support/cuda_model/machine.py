@@ -159,10 +159,10 @@ def _patch_tensors(patches: ExitStack, detector: Detector) -> None:
     patches.enter_context(patch.object(torch.UntypedStorage, "resize_", resize_))
 
     def is_cuda(self: torch.Tensor) -> bool:  # torch itself would ask a driver next
-        return self.device.type == "cpu" and not _torch_asks()
+        return self.device.type == "cpu" and _asking() != "torch"
 
-    def is_cpu(self: torch.Tensor) -> bool:
-        return self.device.type == "cpu" and _torch_asks()
+    def is_cpu(self: torch.Tensor) -> bool:  # the name by which an emulated engine asks for is_cuda
+        return self.device.type == "cpu" and _asking() in ("torch", "transformer_engine")
 
     for name, replacement in {
         "is_cuda": property(is_cuda),
@@ -175,8 +175,8 @@ def _patch_tensors(patches: ExitStack, detector: Detector) -> None:
         patches.enter_context(patch.object(torch.Tensor, name, replacement))
 
 
-def _torch_asks() -> bool:
-    return str(sys._getframe(2).f_globals.get("__name__")).partition(".")[0] == "torch"
+def _asking() -> str:
+    return str(sys._getframe(2).f_globals.get("__name__")).partition(".")[0]
 
 
 def _patch_groups(patches: ExitStack, model: CudaModel) -> None:

@@ -26,19 +26,20 @@ from tests.support.transformer_engine_on_cpu.quantization import mx_exponents
 Lists = Sequence[Sequence[torch.Tensor]]
 
 
-def multi_tensor_scale(chunk: int, noop: torch.Tensor, lists: Lists, scale: float) -> None:
+def multi_tensor_scale(
+    chunk: int, noop: torch.Tensor, lists: Lists, scale: float | torch.Tensor
+) -> None:
     """Write the first list, multiplied, to the second one."""
     for source, target in zip(*lists):
         target.copy_(source.float() * scale)
-        if not torch.isfinite(source).all():
-            noop.fill_(1)
+        noop.masked_fill_(~torch.isfinite(source).all(), 1)  # as the kernel: the host never waits
 
 
 def multi_tensor_scale_tensor(
     chunk: int, noop: torch.Tensor, lists: Lists, scale: torch.Tensor
 ) -> None:
     """Write the first list, multiplied by a factor in a tensor, to the second one."""
-    multi_tensor_scale(chunk, noop, lists, scale.item())
+    multi_tensor_scale(chunk, noop, lists, scale.reshape(()))
 
 
 def multi_tensor_l2norm(
