@@ -54,6 +54,22 @@ def test_every_release_trains_and_resumes_like_its_ddp(release: str, rows: list[
     assert all(map(is_equal, results.values())), results
 
 
+@pytest.mark.exhaustive
+def test_no_use_of_memory_is_out_of_order_on_the_model_of_a_cuda_device() -> None:
+    megatron_release.require(NEWEST)
+    rows = ["evaluation", "zero1", "resume", "fp8"]
+    results = compare([*rows, "vpp", "ep"], NEWEST, "on-model")
+    assert all(map(is_equal, results.values())), results
+    assert results.items() >= compare(rows, NEWEST).items()  # bit by bit
+
+
+@pytest.mark.exhaustive
+def test_a_wait_that_is_left_out_is_reported() -> None:
+    megatron_release.require(NEWEST)
+    results = compare(["default"], NEWEST, "on-model", "compute never waits")
+    assert "used on two streams that nothing orders" in str(results["default"])
+
+
 def start(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run `python -m megatron.mcore_adapter` on one rank."""
     return subprocess.run(

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranks of Megatron-LM's own training loop, forked from one process that has imported the rest.
 
-    python -m tests.support.mcore_adapter.loop_ranks PROGRAM RUNS.json RESULTS.json [with-engine]
+    python -m tests.support.mcore_adapter.loop_ranks PROGRAM RUNS.json RESULTS.json [WORDS...]
 
 with the release first on PYTHONPATH. Every run is a fresh set of processes in which
 `python -m megatron.mcore_adapter PROGRAM FLAGS...` runs; importing torch and Megatron-Core, which
-takes longer than a run, is done once. `with-engine` imports Transformer Engine first.
+takes longer than a run, is done once. `with-engine` imports Transformer Engine first. `on-model`
+runs the drop-in on the model of a CUDA device, and what that reports is the run's error. The name
+of a deliberate defect (`cuda_model/defects_of_streams.py`) makes it.
 """
 
 import functools
@@ -18,7 +20,7 @@ import time
 import traceback
 import typing
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -28,16 +30,19 @@ import typing_extensions
 
 from tests.support import transformer_engine_on_cpu
 
-WITH_ENGINE = "with-engine" in sys.argv
+WORDS = sys.argv[4:]
+WITH_ENGINE, ON_MODEL = "with-engine" in WORDS, "on-model" in WORDS
 if WITH_ENGINE:  # before Megatron-Core, which looks for it
     transformer_engine_on_cpu.use()
 
 import megatron.mcore_adapter.__main__ as program  # noqa: E402
 from megatron.mcore_adapter import FullyShardedDataParallel  # noqa: E402
+from tests.support.cuda_model.defects_of_streams import DEFECTS  # noqa: E402
+from tests.support.cuda_model.machine import cuda_model  # noqa: E402
 from tests.support.transformer_engine_on_cpu.collectives import join_no_collectives  # noqa: E402
 from tests.support.warm_programs import free_port  # noqa: E402
 
-build = FullyShardedDataParallel.__init__
+build, run_path = FullyShardedDataParallel.__init__, runpy.run_path
 LIMIT = 120
 """Seconds that a run may take."""
 
@@ -102,10 +107,10 @@ def run_rank(script: str, rank: int, ranks: int, port: str, flags: list[str], ou
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": port,
     }
-    original = runpy.run_path
+    is_ours = "--use-megatron-fsdp" in flags
     runpy.run_path = lambda *args, **kwargs: (
         record_steps(Path(f"{output}.json")),
-        original(*args, **kwargs),
+        (run_on_model if is_ours and ON_MODEL else run_path)(*args, **kwargs),
     )
     sys.argv[:] = ["-m", script, *flags]
     apart = join_no_collectives() if WITH_ENGINE else nullcontext()
@@ -113,7 +118,7 @@ def run_rank(script: str, rank: int, ranks: int, port: str, flags: list[str], ou
     try:
         with apart, wrappers as built:
             program.main()
-        assert built.called == ("--use-megatron-fsdp" in flags), "another class was trained"
+        assert built.called == is_ours, "another class was trained"
         status = 0
     except SystemExit as end:
         status = int(bool(end.code))
@@ -123,6 +128,15 @@ def run_rank(script: str, rank: int, ranks: int, port: str, flags: list[str], ou
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
+
+
+def run_on_model(*args: Any, **kwargs: Any) -> None:
+    """Run a program on the model of a CUDA device, which must have nothing to report."""
+    with ExitStack() as defects, cuda_model() as model:
+        for each in [each for each in DEFECTS if each.name in WORDS]:
+            defects.enter_context(each.made())
+        run_path(*args, **kwargs)
+    assert not model.reports, "\n".join(map(str, model.reports))
 
 
 def record_steps(path: Path) -> None:

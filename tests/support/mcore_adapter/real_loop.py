@@ -154,8 +154,15 @@ def runs_of(name: str, row: Row, folder: Path) -> list[dict[str, Any]]:
     return [{**run, "ranks": row.ranks} for run in runs]
 
 
-def compare(names: Sequence[str], release: str) -> dict[str, tuple[float, float] | str]:
+def compare(
+    names: Sequence[str], release: str, *words: str
+) -> dict[str, tuple[float, float] | str]:
     """Run rows on a release.
+
+    Args:
+        names: of the rows.
+        release: of Megatron-Core.
+        words: further ones of `loop_ranks`.
 
     Returns:
         By row, the largest relative differences of losses and of gradient norms, or what failed.
@@ -164,12 +171,13 @@ def compare(names: Sequence[str], release: str) -> dict[str, tuple[float, float]
     for with_engine in (False, True):  # whose import changes a process
         found = [name for name in names if ROWS[name].with_engine == with_engine]
         if found:
-            results |= compare_in_a_process(found, release, with_engine)
+            engine = ["with-engine"] if with_engine else []
+            results |= compare_in_a_process(found, release, [*engine, *words])
     return results
 
 
 def compare_in_a_process(
-    names: Iterable[str], release: str, with_engine: bool
+    names: Iterable[str], release: str, words: Iterable[str]
 ) -> dict[str, tuple[float, float] | str]:
     """Run rows on a release, all with Transformer Engine or all without."""
     with tempfile.TemporaryDirectory() as temporary:
@@ -183,9 +191,11 @@ def compare_in_a_process(
         (folder / "runs.json").write_text(json.dumps([*runs.values()]))
         command = [sys.executable, "-m", "tests.support.mcore_adapter.loop_ranks"]
         paths = [PROGRAM, folder / "runs.json", folder / "results.json"]
-        paths += ["with-engine"] if with_engine else []
         subprocess.run(
-            [*command, *map(str, paths)], check=True, cwd=ROOT, env=loop_environment(release)
+            [*command, *map(str, paths), *words],
+            check=True,
+            cwd=ROOT,
+            env=loop_environment(release),
         )
         results = json.loads((folder / "results.json").read_text())
     return {
@@ -258,11 +268,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--release", choices=RELEASES, default=RELEASES[-1])
     parser.add_argument("--rows", nargs="+", choices=ROWS, help="default: all of the release")
+    parser.add_argument("--on-model", action="store_true", help="of a CUDA device")
     parser.add_argument("--write", action="store_true", help=f"into {RESULTS.relative_to(ROOT)}")
     args = parser.parse_args()
     start = time.monotonic()
     rows = args.rows or [name for name, row in ROWS.items() if row.since <= args.release]
-    results = compare(rows, args.release)
+    results = compare(rows, args.release, *(["on-model"] if args.on_model else []))
     print(f"megatron-core {args.release}, {time.monotonic() - start:.0f} s")
     print("| row | loss | gradient norm |\n|---|---|---|")
     for name, result in results.items():
