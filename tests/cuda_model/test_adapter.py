@@ -11,6 +11,7 @@ from tests.support.cuda_model.adapter_runs import (
     WITH_ENGINE,
     reports_of_run,
     reports_of_unawaited_copies,
+    run_with_the_drop_in,
 )
 from tests.support.fsdp.reference import Ranks
 from tests.support.pretrain.training_runs import write_counting_corpus
@@ -44,3 +45,15 @@ def test_a_copy_that_the_optimizer_does_not_wait_for_is_reported(
 ) -> None:
     for reports in ranks(2, reports_of_unawaited_copies, str(tmp_path)):
         assert any("staging.py" in report for report in reports)
+
+
+@pytest.mark.always("optim_grads_params-bf16")
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("level", ["optim", "optim_grads", "optim_grads_params"])
+def test_nor_with_the_drop_in_in_the_stand_in_for_megatron_lms_loop(
+    ranks: Ranks, level: str, bf16: bool, tmp_path: Path
+) -> None:
+    settings = {"data_parallel_sharding_strategy": level, "bf16": bf16}
+    for reports, losses, plain in ranks(2, run_with_the_drop_in, str(tmp_path), **settings):
+        assert not reports, "\n".join(reports)
+        assert losses == plain

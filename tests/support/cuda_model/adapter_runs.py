@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -15,6 +16,7 @@ from megatron.pretrain.checkpoints import staging
 from megatron.pretrain.checkpoints.background_save import BackgroundSaves
 from tests.support.cuda_model.machine import cuda_model
 from tests.support.cuda_model.streams import ModelStream
+from tests.support.mcore_adapter.dropped_in import LoopRun, dropped_in
 from tests.support.pretrain.parity import ALLTOALL, LLAMA, MOE, Combination
 from tests.support.pretrain.training_runs import pretrain_with
 
@@ -95,6 +97,24 @@ def reports_of_run(name: str, folder: str) -> list[str]:
     reports = [str(report) for report in model.reports]
     known = OF_MEGATRON_CORE.get(name)
     return [report for report in reports if known is None or known not in report]
+
+
+def run_with_the_drop_in(folder: str, **changes: Any) -> tuple[list[str], list[float], list[float]]:
+    """Train, evaluate, save and load in the stand-in for Megatron-LM's loop, with the drop-in.
+
+    Returns:
+        what was reported, the losses, and those without the model.
+    """
+    with dropped_in() as loop:
+        plain = LoopRun(loop, **changes).train(3)
+        with cuda_model() as model:
+            run = LoopRun(loop, **changes)
+            losses = run.train(2)
+            run.evaluate()
+            run.save(Path(folder))
+            run.load(Path(folder))
+            losses += run.train(1)
+    return [str(report) for report in model.reports], losses, plain
 
 
 def reports_of_unawaited_copies(folder: str) -> list[str]:

@@ -153,13 +153,17 @@ def get_model(args: argparse.Namespace) -> list[torch.nn.Module]:
         overlap_grad_reduce=args.overlap_grad_reduce,
         overlap_param_gather=args.overlap_grad_reduce,
     )
-    with torch.cuda.stream(torch.cuda.Stream()):
-        return [
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        model = [
             megatron_FSDP(
                 config=config, ddp_config=ddp_config, module=chunk, disable_bucketing=number > 0
             )
             for number, chunk in enumerate(chunks)
         ]
+    torch.cuda.current_stream().wait_stream(stream)
+    return model
 
 
 def build_chunk(
