@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training Megatron-Core models through the adapter on the model: nothing of ours is reported."""
 
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,8 @@ from tests.support.cuda_model.adapter_runs import (
     reports_of_unawaited_copies,
     run_with_the_drop_in,
 )
+from tests.support.cuda_model.defects import Defect
+from tests.support.cuda_model.defects_of_streams import DEFECTS
 from tests.support.fsdp.reference import Ranks
 from tests.support.pretrain.training_runs import write_counting_corpus
 from tests.support.transformer_engine_on_cpu.ranks import ranks as ranks_with_engine
@@ -57,3 +60,17 @@ def test_nor_with_the_drop_in_in_the_stand_in_for_megatron_lms_loop(
     for reports, losses, plain in ranks(2, run_with_the_drop_in, str(tmp_path), **settings):
         assert not reports, "\n".join(reports)
         assert losses == plain
+
+
+def reports_with(defect: Defect, folder: str) -> list[str]:
+    """Run the stand-in with a defect at level 1; return what was reported."""
+    with defect.made():
+        return run_with_the_drop_in(folder, data_parallel_sharding_strategy="optim", bf16=True)[0]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["compute never waits", "gathers overtake the step*"])
+def test_a_defect_is_reported_there(ranks: Ranks, name: str, tmp_path: Path) -> None:
+    (defect,) = (each for each in DEFECTS if fnmatch(each.name, name))
+    for reports in ranks(2, reports_with, defect, str(tmp_path)):
+        assert any("on two streams that nothing orders" in report for report in reports)
