@@ -236,7 +236,7 @@ def _load_source(
     with_optimizer = optimizer is not None and not (args.no_load_optim or source.weights_only)
     with_rng = not (args.no_load_rng or source.weights_only)
     if not args.no_check_checkpoint_args:
-        check_arguments(path, args)
+        check_arguments(path, args, say)
     state = run_state(args, Progress(), scheduler if with_optimizer else None, with_rng)
     rates = rates_of(scheduler) if with_optimizer else []
     loaded = _read(args, state, model, optimizer if with_optimizer else None, path, say)
