@@ -8,6 +8,8 @@ note, even if they were given. Settings that would change results are refused.
 """
 
 import importlib.util
+import os
+from pathlib import Path
 from typing import Any
 
 from megatron.core import fp8_utils
@@ -306,6 +308,12 @@ def check_rerun(check: Check) -> None:
         check.notes.append(
             "--rerun-mode validate_results without --save: a run that ends to repeat a step"
             " elsewhere leaves no checkpoint to resume from; give --save"
+        )
+    if args.result_rejected_tracker_filename:
+        folder = Path(args.result_rejected_tracker_filename).absolute().parent
+        check.require(
+            folder.is_dir() and os.access(folder, os.W_OK),
+            f"--result-rejected-tracker-filename: {folder} is no directory that can be written",
         )
 
 

@@ -50,6 +50,8 @@ RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
 """Destinations, what holds for their values if they are given, and how an error says it."""
 LARGEST_FLOAT = torch.finfo(torch.float32).max
 """The largest number in single precision, in which tensors have them."""
+LONGEST_TIMEOUT = 10**9
+"""Minutes; :class:`datetime.timedelta` ends soon after."""
 SEEDS = 2**32
 """Numbers that NumPy takes as a seed. A rank adds at most 100 for each rank before it."""
 
@@ -72,6 +74,11 @@ def check_numbers(check: Check) -> bool:
                 continue
             check.problems.append(f"{check.flag(dest)} must be {words}, got {value}")
             has_sizes = has_sizes and dests is not POSITIVE
+    minutes = args.distributed_timeout_minutes
+    check.require(
+        minutes <= LONGEST_TIMEOUT,
+        f"--distributed-timeout-minutes must be at most {LONGEST_TIMEOUT}, got {minutes}",
+    )
     least, first = args.min_loss_scale, args.initial_loss_scale
     check.require(
         least <= first or infinite & {"min_loss_scale", "initial_loss_scale"},

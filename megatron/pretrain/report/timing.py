@@ -19,37 +19,15 @@ from megatron.core.utils import get_model_config
 INTERVAL = "interval-time"
 SAVE, LOAD = "save-checkpoint", "load-checkpoint"
 OPTIMIZER, BATCH = "optimizer", "batch-generator"
-LEVEL_1 = (
-    INTERVAL,
-    "forward-backward",
-    "all-grads-sync",
-    "conditional-embedder-grads-all-reduce",
-    "non-tensor-parallel-grads-all-reduce",
-    "embedding-grads-all-reduce",
-    "params-all-gather",
-    "optimizer-copy-to-main-grad",
-    "optimizer-unscale-and-check-inf",
-    "optimizer-clip-main-grad",
-    "optimizer-count-zeros",
-    "optimizer-inner-step",
-    "optimizer-copy-main-to-model-params",
-    OPTIMIZER,
-)
+LEVEL_1 = f"""{INTERVAL} forward-backward all-grads-sync conditional-embedder-grads-all-reduce
+    non-tensor-parallel-grads-all-reduce embedding-grads-all-reduce params-all-gather
+    optimizer-copy-to-main-grad optimizer-unscale-and-check-inf optimizer-clip-main-grad
+    optimizer-count-zeros optimizer-inner-step optimizer-copy-main-to-model-params
+    {OPTIMIZER}""".split()
 """Timers that run about once in an iteration, of this program and of Megatron-Core."""
-LEVEL_2 = (
-    BATCH,
-    "forward-compute",
-    "backward-compute",
-    "forward-recv",
-    "forward-send",
-    "backward-recv",
-    "backward-send",
-    "forward-send-forward-recv",
-    "forward-send-backward-recv",
-    "backward-send-forward-recv",
-    "backward-send-backward-recv",
-    "forward-backward-send-forward-backward-recv",
-)
+LEVEL_2 = f"""{BATCH} forward-compute backward-compute forward-recv forward-send backward-recv
+    backward-send forward-send-forward-recv forward-send-backward-recv backward-send-forward-recv
+    backward-send-backward-recv forward-backward-send-forward-backward-recv""".split()
 """Timers that run many times in an iteration."""
 
 

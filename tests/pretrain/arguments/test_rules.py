@@ -216,13 +216,16 @@ def test_numbers_that_are_not_finite_or_out_of_range_are_refused_together(tmp_pa
     parse(f"{MOCK} --hidden-dropout 1 --init-method-std 0 --tensorboard-dir {tmp_path}/new/logs")
 
 
-def test_numbers_that_no_float_holds_are_refused_together() -> None:
-    found = problems(f"{MOCK} --lr 1e300 --softmax-scale=-1e39")
+def test_numbers_that_no_clock_and_no_float_holds_are_refused_together() -> None:
+    found = problems(
+        f"{MOCK} --lr 1e300 --softmax-scale=-1e39 --distributed-timeout-minutes 2000000000000"
+    )
     assert found == [
         "--lr must be a number that fits in 32 bits, got 1e+300",
         "--softmax-scale must be a number that fits in 32 bits, got -1e+39",
+        "--distributed-timeout-minutes must be at most 1000000000, got 2000000000000",
     ]
-    parse(f"{MOCK} --clip-grad 3e38")
+    parse(f"{MOCK} --clip-grad 3e38 --distributed-timeout-minutes 1000000000")
 
 
 def test_numbers_with_which_a_run_fails_later_or_trains_nonsense_are_refused_together() -> None:
