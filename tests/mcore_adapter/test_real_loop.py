@@ -64,6 +64,12 @@ def test_no_use_of_memory_is_out_of_order_on_the_model_of_a_cuda_device() -> Non
 
 
 @pytest.mark.exhaustive
+def test_captured_iterations_have_the_bits_of_a_run_without_graphs() -> None:
+    megatron_release.require(NEWEST)
+    assert compare(["captured"], NEWEST, "on-model") == {"captured": (0, 0)}
+
+
+@pytest.mark.exhaustive
 def test_a_wait_that_is_left_out_is_reported() -> None:
     megatron_release.require(NEWEST)
     results = compare(["default"], NEWEST, "on-model", "compute never waits")

@@ -37,6 +37,7 @@ if WITH_ENGINE:  # before Megatron-Core, which looks for it
 
 import megatron.mcore_adapter.__main__ as program  # noqa: E402
 from megatron.mcore_adapter import FullyShardedDataParallel  # noqa: E402
+from tests.support.cuda_model.core_graphs import core_graphs  # noqa: E402
 from tests.support.cuda_model.defects_of_streams import DEFECTS  # noqa: E402
 from tests.support.cuda_model.machine import cuda_model  # noqa: E402
 from tests.support.transformer_engine_on_cpu.collectives import join_no_collectives  # noqa: E402
@@ -51,8 +52,9 @@ def run(script: str, name: str, ranks: int, flags: list[str], folder: Path) -> d
     """Run the loop and return what the last rank has logged, by iteration.
 
     Returns:
-        ``steps``, a list of (iteration, loss, gradient norm), and ``error``, the end of the output
-        of a rank that failed, or None.
+        ``steps``, a list of (iteration, loss, gradient norm), ``evaluations``, a list of losses,
+        ``replays``, the number of those of CUDA graphs, if the run was on the model, and ``error``,
+        the end of the output of a rank that failed, or None.
     """
     port = str(free_port())
     children = {}
@@ -63,11 +65,13 @@ def run(script: str, name: str, ranks: int, flags: list[str], folder: Path) -> d
         children[child] = rank
     failed = wait_for(children)
     log = folder / f"{name}.{ranks - 1}.json"
-    steps = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
-    error = None
+    found: dict[str, Any] = {"steps": [], "evaluations": [], "replays": [], "error": None}
+    for line in log.read_text().splitlines() if log.exists() else []:
+        kind, value = json.loads(line)
+        found[kind].append(value)
     if failed is not None:
-        error = (folder / f"{name}.{failed}.log").read_text()[-3000:]
-    return {"steps": steps, "error": error}
+        found["error"] = (folder / f"{name}.{failed}.log").read_text()[-3000:]
+    return found
 
 
 def wait_for(children: dict[int, int]) -> int | None:
@@ -107,11 +111,9 @@ def run_rank(script: str, rank: int, ranks: int, port: str, flags: list[str], ou
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": port,
     }
-    is_ours = "--use-megatron-fsdp" in flags
-    runpy.run_path = lambda *args, **kwargs: (
-        record_steps(Path(f"{output}.json")),
-        (run_on_model if is_ours and ON_MODEL else run_path)(*args, **kwargs),
-    )
+    is_ours, values = "--use-megatron-fsdp" in flags, Path(f"{output}.json")
+    execute = functools.partial(run_on_model, values) if is_ours and ON_MODEL else run_path
+    runpy.run_path = lambda *args, **kwargs: (record_run(values), execute(*args, **kwargs))
     sys.argv[:] = ["-m", script, *flags]
     apart = join_no_collectives() if WITH_ENGINE else nullcontext()
     wrappers = patch.object(FullyShardedDataParallel, "__init__", autospec=True, side_effect=build)
@@ -130,32 +132,52 @@ def run_rank(script: str, rank: int, ranks: int, port: str, flags: list[str], ou
         os._exit(status)
 
 
-def run_on_model(*args: Any, **kwargs: Any) -> None:
+def run_on_model(path: Path, *args: Any, **kwargs: Any) -> None:
     """Run a program on the model of a CUDA device, which must have nothing to report."""
-    with ExitStack() as defects, cuda_model() as model:
+    with ExitStack() as defects, cuda_model() as model, core_graphs(model):
         for each in [each for each in DEFECTS if each.name in WORDS]:
             defects.enter_context(each.made())
         run_path(*args, **kwargs)
+    write(path, "replays", model.detector.graphs.num_replays)
     assert not model.reports, "\n".join(map(str, model.reports))
 
 
-def record_steps(path: Path) -> None:
-    """Write loss and gradient norm of every step to a file, as the loop reports them to its log."""
+def record_run(path: Path) -> None:
+    """Write loss and gradient norm of every step, and losses of evaluations, to a file."""
     training = import_module("megatron.training.training")
     path.write_text("")
     training.training_log = recorded(training.training_log, path)
+    training.evaluate = evaluated(training.evaluate, path)
 
 
 def recorded(training_log: Callable[..., Any], path: Path) -> Callable[..., Any]:
     @functools.wraps(training_log)
     def log(loss_dict: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         iteration, grad_norm = args[2], args[6]
-        loss = float(loss_dict["lm loss"]) if "lm loss" in loss_dict else None
-        with path.open("a") as file:
-            file.write(json.dumps([iteration, loss, float(grad_norm)]) + "\n")
+        write(path, "steps", [iteration, loss_of(loss_dict), float(grad_norm)])
         return training_log(loss_dict, *args, **kwargs)
 
     return log
+
+
+def evaluated(evaluate: Callable[..., Any], path: Path) -> Callable[..., Any]:
+    @functools.wraps(evaluate)
+    def evaluate_and_write(*args: Any, **kwargs: Any) -> Any:
+        results = evaluate(*args, **kwargs)
+        write(path, "evaluations", loss_of(results[0]))
+        return results
+
+    return evaluate_and_write
+
+
+def loss_of(losses: dict[str, Any]) -> float | None:
+    """Return the loss, which only the last stage of a pipeline has."""
+    return float(losses["lm loss"]) if "lm loss" in losses else None
+
+
+def write(path: Path, kind: str, value: Any) -> None:
+    with path.open("a") as file:
+        file.write(json.dumps([kind, value]) + "\n")
 
 
 def warm_up(script: str) -> None:

@@ -4,8 +4,9 @@
     python -m tests.support.mcore_adapter.real_loop --release 0.19.2 [--rows zero2 ep] [--write]
 
 Every row of `ROWS` runs `loop_pretrain_gpt.py` on CPU ranks, twice: with the flags of the
-layout, and with those and `--use-megatron-fsdp`. Losses and gradient norms of all steps have to
-agree to 1e-5. `--write` puts the differences into the table of results.
+layout, and with those and `--use-megatron-fsdp`. Losses, also of evaluations, and gradient norms of
+all steps have to agree to 1e-5. `--write` puts the differences into the table of results. With
+`--on-model` rows with CUDA graphs run too, against the same run without graphs.
 """
 
 import argparse
@@ -49,6 +50,10 @@ OVERLAP = "--overlap-grad-reduce --overlap-param-gather"
 HYBRID_OPTIM = "--num-distributed-optimizer-instances 2 --outer-dp-sharding-strategy optim"
 FP8 = "--bf16 --transformer-impl transformer_engine --fp8-format hybrid"
 FP8_WEIGHTS = f"{FP8} --fp8-param-gather --use-distributed-optimizer"
+GRAPHS = (
+    "--cuda-graph-impl full_iteration --cuda-graph-warmup-steps 2"
+    " --no-check-for-nan-in-loss-and-grad --te-rng-tracker"
+)
 HYBRID_MODEL = f"--hybrid-layer-pattern *-*E {MOE}"
 
 
@@ -65,6 +70,10 @@ class Row:
     """The first release that has the feature."""
     resumed_at: int | None = None
     """Save after this many steps, and compare the steps of a run that continues from there."""
+    graphs: str = ""
+    """Flags of the run with CUDA graphs, which is compared with the same run without them."""
+    num_replays: int = 0
+    """Replays of graphs that the last run has to make."""
 
     @property
     def with_engine(self) -> bool:
@@ -79,6 +88,11 @@ ROWS = {
     "zero2": Row(2, fsdp="--data-parallel-sharding-strategy optim_grads"),
     "overlap": Row(2, fsdp=OVERLAP),
     "evaluation": Row(2, "--eval-iters 1 --eval-interval 2", OVERLAP),
+    "captured": Row(
+        *(2, "--eval-iters 3 --eval-interval 2", OVERLAP, "0.19.2"),
+        graphs=GRAPHS,
+        num_replays=(4 - 2) + (4 * 3 - 2),  # the last steps, and evaluations: two after the end
+    ),
     "double-buffer": Row(2, fsdp=f"{OVERLAP} --fsdp-double-buffer"),
     "hybrid": Row(4, fsdp="--num-distributed-optimizer-instances 2"),
     "hybrid-optim": Row(4, fsdp=HYBRID_OPTIM),
@@ -143,6 +157,9 @@ def runs_of(name: str, row: Row, folder: Path) -> list[dict[str, Any]]:
     ours = [*flags, "--use-megatron-fsdp", *row.fsdp.split()]
     digest = sha256(row.layout.encode()).hexdigest()
     runs = [{"name": f"ddp.{row.ranks}.{digest[:16]}", "flags": flags}]
+    if row.graphs:
+        runs = [{"name": f"{name}.plain", "flags": ours}]
+        ours = [*ours, *row.graphs.split()]
     if row.resumed_at is None:
         runs.append({"name": name, "flags": ours})
     else:
@@ -199,8 +216,7 @@ def compare_in_a_process(
         )
         results = json.loads((folder / "results.json").read_text())
     return {
-        name: differences([results[run] for run in own], ROWS[name].resumed_at or 0)
-        for name, own in last.items()
+        name: differences([results[run] for run in own], ROWS[name]) for name, own in last.items()
     }
 
 
@@ -217,11 +233,12 @@ def loop_environment(release: str) -> dict[str, str]:
     }
 
 
-def differences(results: Sequence[dict[str, Any]], first: int) -> tuple[float, float] | str:
+def differences(results: Sequence[dict[str, Any]], row: Row) -> tuple[float, float] | str:
     """Return the largest relative differences of losses and norms of the last run to the first.
 
-    The last run has to have all steps after step ``first``, and no others.
+    The last run has to have all steps after the one at which it resumes, and no others.
     """
+    first = row.resumed_at or 0
     errors = [result["error"] for result in results if result["error"]]
     if errors:
         return str(errors[0])
@@ -229,9 +246,13 @@ def differences(results: Sequence[dict[str, Any]], first: int) -> tuple[float, f
     found = {step[0]: step[1:] for step in results[-1]["steps"]}
     if not found or found.keys() != expected.keys():
         return f"steps {sorted(found)} instead of {sorted(expected)}"
+    if row.num_replays and results[-1]["replays"] != [row.num_replays]:
+        return f"{results[-1]['replays']} replays instead of {row.num_replays}"
+    evaluations = zip(results[-1]["evaluations"], results[0]["evaluations"], strict=True)
     columns = []
-    for column in (0, 1):
+    for column, others in enumerate((evaluations, ())):
         values = [(found[step][column], expected[step][column]) for step in found]
+        values += others
         columns.append(max(abs(ours - theirs) / abs(theirs) for ours, theirs in values))
     return columns[0], columns[1]
 
@@ -272,7 +293,8 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help=f"into {RESULTS.relative_to(ROOT)}")
     args = parser.parse_args()
     start = time.monotonic()
-    rows = args.rows or [name for name, row in ROWS.items() if row.since <= args.release]
+    found = [name for name, row in ROWS.items() if row.since <= args.release]
+    rows = args.rows or [name for name in found if args.on_model or not ROWS[name].graphs]
     results = compare(rows, args.release, *(["on-model"] if args.on_model else []))
     print(f"megatron-core {args.release}, {time.monotonic() - start:.0f} s")
     print("| row | loss | gradient norm |\n|---|---|---|")
