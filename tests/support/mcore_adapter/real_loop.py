@@ -54,6 +54,9 @@ GRAPHS = (
     "--cuda-graph-impl full_iteration --cuda-graph-warmup-steps 2"
     " --no-check-for-nan-in-loss-and-grad --te-rng-tracker"
 )
+EVALUATIONS = "--eval-iters 3 --eval-interval 2"
+REPLAYS = (4 - 2) + (4 * 3 - 2)
+"""Of the last steps, and of evaluations after the second and fourth step and two at the end."""
 HYBRID_MODEL = f"--hybrid-layer-pattern *-*E {MOE}"
 
 
@@ -88,10 +91,10 @@ ROWS = {
     "zero2": Row(2, fsdp="--data-parallel-sharding-strategy optim_grads"),
     "overlap": Row(2, fsdp=OVERLAP),
     "evaluation": Row(2, "--eval-iters 1 --eval-interval 2", OVERLAP),
-    "captured": Row(
-        *(2, "--eval-iters 3 --eval-interval 2", OVERLAP, "0.19.2"),
-        graphs=GRAPHS,
-        num_replays=(4 - 2) + (4 * 3 - 2),  # the last steps, and evaluations: two after the end
+    "captured": Row(2, EVALUATIONS, OVERLAP, "0.19.2", graphs=GRAPHS, num_replays=REPLAYS),
+    "captured-zero1": Row(
+        *(2, f"{EVALUATIONS} --bf16", f"{OVERLAP} --data-parallel-sharding-strategy optim"),
+        *("0.19.2", None, GRAPHS, REPLAYS),
     ),
     "double-buffer": Row(2, fsdp=f"{OVERLAP} --fsdp-double-buffer"),
     "hybrid": Row(4, fsdp="--num-distributed-optimizer-instances 2"),
