@@ -52,7 +52,7 @@ FP8 = "--bf16 --transformer-impl transformer_engine --fp8-format hybrid"
 FP8_WEIGHTS = f"{FP8} --fp8-param-gather --use-distributed-optimizer"
 GRAPHS = (
     "--cuda-graph-impl full_iteration --cuda-graph-warmup-steps 2"
-    " --no-check-for-nan-in-loss-and-grad --te-rng-tracker"
+    " --no-check-for-nan-in-loss-and-grad"
 )
 EVALUATIONS = "--eval-iters 3 --eval-interval 2"
 REPLAYS = (4 - 2) + (4 * 3 - 2)
