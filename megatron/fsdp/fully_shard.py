@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -15,6 +15,7 @@ from megatron.fsdp.backends.rendezvous import default_mesh
 from megatron.fsdp.engine.mesh import Mesh
 from megatron.fsdp.engine.policy import MixedPrecisionPolicy, Overlap
 from megatron.fsdp.meta_initialisation import MetaInitialisation
+from megatron.fsdp.optimizer.matrix.owners import refuse_shared_parameters
 from megatron.fsdp.optimizer.sharded_optimizer import (
     check_optimizer,
     shard_optimizer,
@@ -29,7 +30,7 @@ Wrapper = TypeVar("Wrapper", bound=ShardedModule)
 
 def fully_shard(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
     *,
     mesh: Mesh | None = None,
     units: Units = (),
@@ -64,8 +65,9 @@ def fully_shard(
     Args:
         model: any initialised module. Ranks take the weights and buffers of the first data rank.
             Its parameters stay the same objects and become views of flat buffers.
-        optimizer: over ``model.parameters()``. None: create it over the parameters of the result,
-            and pass it to :func:`megatron.fsdp.shard_optimizer`.
+        optimizer: over ``model.parameters()``, or several, such as Muon over the matrices and AdamW
+            over the rest. None: create it over the parameters of the result, and pass it to
+            :func:`megatron.fsdp.shard_optimizer`.
         mesh: the ranks. None: one axis over all ranks, on the accelerator if there is one,
             otherwise on the CPU.
         units: classes, instances or import paths of units. The parameters of a unit must be used
@@ -80,7 +82,7 @@ def fully_shard(
 
     Returns:
         The wrapper, a :class:`ShardedModule`; the user's module is its ``module``. With an
-        optimizer, both. After an error, the model and the optimizer are unchanged.
+        optimizer, both; with several, a list of them. After an error, all are unchanged.
 
     Raises:
         ValueError: lists every problem, the same on every rank.
@@ -106,13 +108,18 @@ def fully_shard(
 
 def shard_both(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
     settings: Settings,
     problems: Problems,
     wrapper: Callable[[nn.Module, Settings, Problems], Wrapper],
-) -> tuple[Wrapper, torch.optim.Optimizer]:
-    """Shard a model, by the constructor ``wrapper``, and its optimizer."""
-    check_optimizer(problems, optimizer, model, settings.gradients.are_decoupled)
+) -> tuple[Wrapper, Any]:
+    """Shard a model, by the constructor ``wrapper``, and its optimizer or several of them."""
+    several: list[Any] = [*optimizer] if isinstance(optimizer, list | tuple) else [optimizer]
+    for each in several:
+        check_optimizer(problems, each, model, settings.gradients.are_decoupled)
+    problems.check(refuse_shared_parameters, several)
     sharded = wrapper(model, settings, problems)
-    swap_parameters(optimizer, sharded)
-    return sharded, shard_optimizer(optimizer, sharded.checkpoint_ready)
+    for each in several:
+        swap_parameters(each, sharded)
+    stepping = [shard_optimizer(each, sharded.checkpoint_ready) for each in several]
+    return sharded, stepping if isinstance(optimizer, list | tuple) else stepping[0]

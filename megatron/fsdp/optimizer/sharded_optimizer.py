@@ -20,6 +20,8 @@ from megatron.fsdp.dtensor.sharded_param import ShardedParam, is_linked, sharded
 from megatron.fsdp.dtensor.tensor_part import gathered_bytes
 from megatron.fsdp.gradient_sync import clear_gradient_shard
 from megatron.fsdp.optimizer.flat_update import FlatUpdate
+from megatron.fsdp.optimizer.matrix.owner_update import OwnerUpdate, owner_update
+from megatron.fsdp.optimizer.matrix.owners import refuse_vectors
 from megatron.fsdp.optimizer.optimizer_state import (
     NamedGroup,
     OptimizerClass,
@@ -50,7 +52,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     _fsdp_whole_models: list[ShardedModule]  # those whose parameters no other optimizer steps
     _fsdp_ignored: list[nn.Parameter]  # that are not sharded
     _fsdp_checkpoint_ready: bool
-    _fsdp_flat: FlatUpdate | None  # of element-wise optimizers of torch
+    _fsdp_flat: FlatUpdate | OwnerUpdate | None  # None: it steps on the DTensors
     _fsdp_must_tell: bool  # what the step gathers has not been said yet
 
     def step(
@@ -127,7 +129,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         given = [given] if isinstance(given, torch.Tensor) else given
         if not isinstance(given, set):  # which torch refuses
             parameters = [entry[1] if isinstance(entry, tuple) else entry for entry in given]
-            _refuse_unsharded(parameters)
+            _refuse_unsharded(_user_class(self), parameters)
             param_group = {**param_group, "params": parameters, "param_names": _names(parameters)}
         super().add_param_group(param_group)
         self._find_models()
@@ -139,6 +141,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Above level 0, for optimizers that step on DTensors, a collective, which refuses what
         differs between ranks.
         """
+        if isinstance(self._fsdp_flat, OwnerUpdate):
+            self._fsdp_flat.shard_state(self)
         state = super().state_dict()
         state["param_groups"] = list(map(NamedGroup, state["param_groups"]))
         if self._fsdp_checkpoint_ready:
@@ -266,7 +270,7 @@ def shard_optimizer(
     if issubclass(kind, ShardedOptimizer):
         raise ValueError("the optimizer is sharded already")
     refuse_optimizer(optimizer)
-    _refuse_unsharded(parameters_of(optimizer))
+    _refuse_unsharded(kind, parameters_of(optimizer))
     _keep_scheduler(optimizer)
     optimizer.__class__ = type(
         kind.__name__, (ShardedOptimizer, kind), {"__module__": kind.__module__}
@@ -275,7 +279,7 @@ def shard_optimizer(
     sharded._fsdp_checkpoint_ready = checkpoint_ready
     sharded._fsdp_must_tell = True
     known = elementwise_class(kind)
-    sharded._fsdp_flat = FlatUpdate(known) if known is not None else None
+    sharded._fsdp_flat = FlatUpdate(known) if known is not None else owner_update(kind)
     sharded._find_models()
     for group in sharded.param_groups:
         group["param_names"] = _names(group["params"])
@@ -317,7 +321,10 @@ def check_optimizer(
     if not isinstance(optimizer, torch.optim.Optimizer):
         return
     if isinstance(module, nn.Module):  # otherwise the check of the module reports it
-        problems.check(_refuse_strangers, optimizer, set(module.parameters()))
+        name_of = {parameter: name for name, parameter in module.named_parameters()}
+        problems.check(_refuse_strangers, optimizer, set(name_of))
+        own = [(name_of.get(each, "a parameter"), each) for each in parameters_of(optimizer)]
+        problems.check(refuse_vectors, type(optimizer), own)
     if use_decoupled_grad and type(optimizer).__module__.startswith("torch.optim"):
         problems.add(
             "use_decoupled_grad puts gradients on param.decoupled_grad, which"
@@ -343,7 +350,7 @@ def refuse_optimizer(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def _refuse_unsharded(parameters: list[nn.Parameter]) -> None:
+def _refuse_unsharded(kind: OptimizerClass, parameters: list[nn.Parameter]) -> None:
     unsharded = sum(1 for parameter in parameters if not is_owned(parameter))
     if unsharded:
         raise ValueError(
@@ -351,6 +358,7 @@ def _refuse_unsharded(parameters: list[nn.Parameter]) -> None:
             " model: take them from model.parameters() after fully_shard_model, or hand both to"
             " fully_shard"
         )
+    refuse_vectors(kind, zip(_names(parameters), parameters))
 
 
 def _refuse_strangers(optimizer: torch.optim.Optimizer, known: set[Any]) -> None:

@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Matrices with their owners, and the parts of them that all ranks have."""
+
+# [Note: from shards to owners] Ranks have flat ranges of a matrix, or of a slice of it by tensor
+# parallelism. Ranks that have all of it together are a replica: there is one without an outer axis,
+# one for each outer rank in hybrid sharding, and every rank is one at level 0. The owner gets the
+# parts of its own replica, and sends every rank of all replicas its part of the result.
+#
+#     shards of a (4, 3) matrix      rank 0 [0, 7)   rank 1 [7, 12)   rank 2 [0, 7)   rank 3 [7, 12)
+#     to the owner, rank 2                                            has [0, 7)   <- rank 3 sends
+#     from the owner                 <- [0, 7)       <- [7, 12)       has [0, 7)      <- [7, 12)
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Shard
+
+from megatron.fsdp.dtensor.sharded_param import ShardedGradient, ShardedParam
+from megatron.fsdp.dtensor.tensor_part import TensorPart, TensorSlice
+from megatron.fsdp.dtensor.uneven_dtensor import UnevenDTensor, dtensor_over
+from megatron.fsdp.engine.layout import FlatRange, row_size
+from megatron.fsdp.engine.mesh import Axes
+from megatron.fsdp.optimizer.matrix.messages import Messages
+
+
+class OwnerRanks:
+    """The ranks among which the matrices of one mesh have owners."""
+
+    def __init__(self, axes: Axes):
+        self.mesh = axes.dtensor_mesh(outer_is_sharded=True)
+        num_slices = 1 if axes.tensor is None else axes.tensor.size()
+        is_known = num_slices == 1 and axes.data_group is not None
+        group = axes.data_group if is_known else dist.group.WORLD
+        assert group is not None
+        self.group: dist.ProcessGroup = group
+        grid = self.mesh.mesh.reshape(num_slices, axes.inner.size(), -1)
+        numbers = dist.get_process_group_ranks(self.group)
+        coordinates = product(*map(range, grid.shape))  # tensor, inner, outer
+        self.members = {numbers.index(int(grid[at])): at for at in coordinates}  # by rank in group
+        self.rank = dist.get_rank(self.group)
+
+
+@dataclass(frozen=True)
+class MatrixPart:
+    """The part of a matrix that one rank has."""
+
+    rank: int  # in the group of the owners
+    replica: tuple[int, ...]  # equal for ranks that have the whole matrix together
+    slice: TensorSlice
+    range: FlatRange  # of the slice
+
+    def of(self, whole: torch.Tensor) -> torch.Tensor:
+        """Return the elements in ``whole``, flat: a view, or a copy if they are not contiguous."""
+        if self.slice.dim == 1:
+            return TensorPart(self.slice.shape, self.slice.chunks(self.range)).of(whole)
+        first = self.slice.start * row_size(self.slice.shape)
+        return whole.view(-1)[first + self.range.start : first + self.range.stop]
+
+    def put(self, whole: torch.Tensor, flat: torch.Tensor) -> None:
+        """Set the elements in ``whole`` to those of ``flat``."""
+        if self.slice.dim != 1:
+            self.of(whole).copy_(flat.view(-1))
+            return
+        start = 0
+        for (row, column), (height, width) in self.slice.chunks(self.range):
+            values = flat.view(-1)[start : start + height * width].view(height, width)
+            whole[row : row + height, column : column + width] = values
+            start += height * width
+
+
+class Matrix:
+    """A parameter that is a matrix, and the rank that updates all of it."""
+
+    def __init__(self, sharded_param: ShardedParam, ranks: OwnerRanks, owner: int):
+        self.sharded_param, self.ranks, self.owner = sharded_param, ranks, owner
+        self.shape = sharded_param.slice.shape
+        self.is_own = ranks.rank == owner
+        parts = {part.rank: part for part in self._parts()}
+        self._part = parts[ranks.rank]
+        filled = [part for part in parts.values() if part.range.numel]
+        self._sources = [part for part in filled if part.replica == parts[owner].replica]
+        self._others = [part for part in filled if part.rank != owner]
+        self._is_source = self._part in self._sources
+        self.has_own_replica = [part.rank for part in self._sources] == [owner]
+
+    @property
+    def parameter(self) -> UnevenDTensor:
+        """The parameter that the optimizer has."""
+        return self.sharded_param.parameter
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The part of the main weight that this rank has."""
+        return self.parameter._local_tensor
+
+    @property
+    def gradient(self) -> torch.Tensor:
+        """The part of the gradient that this rank has."""
+        gradient = self.parameter.grad
+        if isinstance(gradient, ShardedGradient):
+            return gradient._local_tensor
+        assert gradient is not None  # checked by the caller
+        return self.sharded_param.local_shard(gradient)  # the user has replaced it
+
+    def _parts(self) -> Iterator[MatrixPart]:
+        group, own = self.sharded_param.group, self.sharded_param.slice
+        partition, index = group.partition, self.sharded_param.index
+        for rank, (tensor, inner, outer) in self.ranks.members.items():
+            number = inner % partition.num_inner * partition.num_outer + outer % partition.num_outer
+            owned = group.layout.owned(index, number)
+            # Coordinates along the axes that do not divide the matrix.
+            replica = (
+                tensor if own.dim is None else 0,
+                inner if partition.num_inner == 1 else 0,
+                outer if partition.num_outer == 1 else 0,
+            )
+            start = 0 if own.dim is None else tensor * owned.shape[own.dim]
+            yield MatrixPart(rank, replica, own._replace(start=start), owned)
+
+    def collect(self, local: torch.Tensor, messages: Messages) -> torch.Tensor | None:
+        """Send the owner a tensor of which this rank has ``local``; return all of it there.
+
+        The result is complete when the messages have arrived. It may be a view of ``local``.
+        """
+        local = local.contiguous()
+        if not self.is_own:
+            if self._is_source:
+                messages.send(local, self.owner)
+            return None
+        if self.has_own_replica:
+            return local.view(self.shape)
+        whole = local.new_empty(self.shape)
+        for part in self._sources:
+            if part.rank == self.owner:
+                part.put(whole, local)
+            else:
+                self._receive(part, whole, messages)
+        return whole
+
+    def _receive(self, part: MatrixPart, whole: torch.Tensor, messages: Messages) -> None:
+        flat = part.of(whole)
+        is_copy = part.slice.dim == 1
+        messages.receive(flat, part.rank, (lambda: part.put(whole, flat)) if is_copy else None)
+
+    def distribute(
+        self, whole: torch.Tensor | None, local: torch.Tensor, messages: Messages
+    ) -> None:
+        """Set ``local`` on all ranks to their parts of ``whole``, which the owner has."""
+        if whole is None:
+            if local.numel():
+                messages.receive(local, self.owner)
+            return
+        if local.numel() and local.data_ptr() != whole.data_ptr():
+            local.view(-1).copy_(self._part.of(whole))
+        for part in self._others:
+            messages.send(part.of(whole), part.rank)
+
+    # ---- state
+
+    @property
+    def _key(self) -> tuple[object, ...]:
+        """The key of the parts of tensors that the owner has."""
+        return "owner", self.owner, tuple(self.ranks.members)
+
+    def is_with_owner(self, value: torch.Tensor) -> bool:
+        """Return True for a tensor that :meth:`with_owner` has returned."""
+        part = value.part if isinstance(value, UnevenDTensor) else None
+        return part is not None and isinstance(part.key, tuple) and part.key[:-1] == self._key
+
+    def with_owner(self, local: torch.Tensor, shape: tuple[int, ...]) -> UnevenDTensor:
+        """Return a DTensor over ``local``, which is all of it on the owner, elsewhere empty."""
+        mesh = self.ranks.mesh
+        dtensor = dtensor_over(local, mesh, [Shard(0)] * mesh.ndim, shape)
+        chunks = (((0,) * len(shape), shape),) if self.is_own else ()
+        dtensor.part = TensorPart(shape, chunks, key=(*self._key, shape))
+        return dtensor
+
+    def take(self, value: torch.Tensor) -> torch.Tensor:
+        """Return a tensor of another shape than the matrix as one of which the owner has all."""
+        if not value.ndim or self.is_with_owner(value):
+            return value
+        whole = value.full_tensor() if isinstance(value, DTensor) else value
+        return self.with_owner(whole if self.is_own else whole.new_empty(0), tuple(value.shape))

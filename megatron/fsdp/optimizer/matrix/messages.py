@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Messages: sends and receives between the ranks of a group that start together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _coalescing_manager
+
+from megatron.fsdp.engine.device import Pending, Work
+from megatron.fsdp.engine.observe import OTHER, observed
+
+# The messages between two ranks match in the order of their issue, which is that of the matrices.
+# No other messages have this tag.
+_TAG = 0x66_73_64_72  # after those of the transport over gloo
+
+
+class Messages:
+    """Sends and receives, in an order on which the two ranks of each agree."""
+
+    def __init__(self, group: dist.ProcessGroup):
+        self._group = group
+        self._sends: list[tuple[torch.Tensor, int]] = []
+        self._receives: list[tuple[torch.Tensor, int]] = []
+        self._after: list[Callable[[], object]] = []
+
+    def send(self, tensor: torch.Tensor, rank: int) -> None:
+        """Send a contiguous tensor, which must not change until all messages have arrived."""
+        self._sends.append((tensor, rank))
+
+    def receive(
+        self, tensor: torch.Tensor, rank: int, after: Callable[[], object] | None = None
+    ) -> None:
+        """Receive a contiguous tensor, and call ``after`` when all messages have arrived."""
+        self._receives.append((tensor, rank))
+        if after is not None:
+            self._after.append(after)
+
+    def start(self) -> Pending:
+        """Start all messages; every rank of the group must do so, also without messages."""
+        work = observed(OTHER, "exchange", (), self._group, self._launch)(True)
+
+        def wait() -> None:
+            assert work is not None
+            work.wait()
+            for after in self._after:
+                after()
+
+        return Pending(wait)
+
+    def _launch(self, asynchronous: bool) -> Work:
+        messages = self._receives + self._sends
+        if not any(tensor.is_cuda for tensor, _ in messages):
+            works = self._issue()
+            return Pending(lambda: [work.wait() for work in works])
+        # NCCL runs the messages of one launch side by side, and those of two one after the other.
+        with _coalescing_manager(self._group, messages[0][0].device, async_ops=True) as coalesced:
+            self._issue()
+            work: Work = coalesced
+        return work
+
+    def _issue(self) -> Sequence[Work]:
+        receives = [self._group.recv([each], rank, _TAG) for each, rank in self._receives]
+        return receives + [self._group.send([each], rank, _TAG) for each, rank in self._sends]

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Owners of matrices: the optimizers that have them, and their assignment to ranks."""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+
+from megatron.fsdp.optimizer.optimizer_state import (
+    OptimizerClass,
+    elementwise_class,
+    parameters_of,
+)
+
+_ORTHOGONALIZED = "emerging_optimizers.orthogonalized_optimizers.orthogonalized_optimizer."
+
+# Classes whose `step` updates one matrix after the other, and the entries of state, like the
+# parameter, that it creates as zeros. Without entries, the first step creates the state.
+_KNOWN: dict[str, tuple[str, ...]] = {
+    "torch.optim._muon.Muon": ("momentum_buffer",),
+    _ORTHOGONALIZED + "OrthogonalizedOptimizer": ("momentum_buffer",),
+    "emerging_optimizers.soap.soap.SOAP": (),
+}
+
+NEWTON_SCHULZ_STEPS = 5  # unless the settings of an optimizer say otherwise
+
+
+def matrix_class(kind: OptimizerClass) -> OptimizerClass | None:
+    """Return the known matrix optimizer of which ``kind`` inherits the update, or None."""
+    for base in kind.__mro__:
+        if _full_name(base) in _KNOWN:
+            has_own_step = inspect.unwrap(kind.step) is not inspect.unwrap(base.step)  # type: ignore[attr-defined]
+            return None if has_own_step else base
+    return None
+
+
+def first_entries(kind: OptimizerClass) -> tuple[str, ...]:
+    """Return the names of the state that the first step of ``kind`` would create as zeros."""
+    known = matrix_class(kind)
+    return () if known is None else _KNOWN[_full_name(known)]
+
+
+def steps_whole_matrices(kind: Any) -> Any:
+    """Declare, as a decorator or a call, that an optimizer class updates each matrix by itself.
+
+    Its ``step`` may read ``param_groups``, the gradients of parameters and ``state[parameter]``,
+    and must not combine several parameters: it runs on the owner of each matrix.
+
+    Raises:
+        ValueError: for what is no optimizer class, or one that is element-wise.
+    """
+    if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
+        raise ValueError(
+            f"a matrix optimizer expects a subclass of torch's Optimizer, not {kind!r}"
+        )
+    if elementwise_class(kind) is not None:
+        raise ValueError(f"{kind.__name__} is element-wise: it needs no owners of matrices")
+    _KNOWN[_full_name(kind)] = ()
+    return kind
+
+
+def _full_name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+# ---- checks
+
+
+def refuse_vectors(kind: OptimizerClass, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Raise ``ValueError`` that lists all parameters of a matrix optimizer that are no matrices."""
+    if matrix_class(kind) is None:
+        return
+    others = [f"{name} {tuple(each.shape)}" for name, each in named if each.ndim != 2]
+    if others:
+        raise ValueError(
+            f"{kind.__name__} updates matrices, but got {len(others)} other parameters:"
+            f" {', '.join(others)}. Give them to another optimizer, such as AdamW, in"
+            " fully_shard(model, [optimizer, other])"
+        )
+
+
+def refuse_shared_parameters(optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Raise ``ValueError`` if two of several optimizers would step the same parameter."""
+    known = [each for each in optimizers if isinstance(each, torch.optim.Optimizer)]
+    counts = Counter(chain.from_iterable(set(parameters_of(each)) for each in known))
+    shared = [tuple(parameter.shape) for parameter, count in counts.items() if count > 1]
+    if shared:
+        raise ValueError(
+            f"{len(shared)} parameters are in more than one optimizer, of the shapes"
+            f" {', '.join(map(str, shared))}: give each of them to one"
+        )
+
+
+# ---- assignment
+
+
+class Cost(NamedTuple):
+    """The cost of an update; costs are compared, and add up, field by field."""
+
+    flops: int
+    num_bytes: int
+
+
+def cost_of(shape: Sequence[int], itemsize: int, steps: int = NEWTON_SCHULZ_STEPS) -> Cost:
+    """Return the cost of an update whose matrix products are those of Newton-Schulz iterations."""
+    # X X^T and B X are 2 m m n operations each for X of shape (m, n), A A of (m, m) is 2 m m m.
+    small, large = sorted(shape)
+    return Cost(steps * (4 * small**2 * large + 2 * small**3), small * large * itemsize)
+
+
+# [Note: rounds] Matrices are updated in rounds, in each of which a rank updates at most one. They
+# are sorted by cost, so those of one round cost about the same, and no rank waits for another one
+# in the middle. The heaviest matrix of a round goes to the rank with the least to do so far.
+#
+#     cost          9  8  8 | 5  4  2 | 2        three ranks
+#     rank          0  1  2 | 1  2  0 | 0        in all: 13, 13, 12
+
+
+def assign(costs: Sequence[Cost], ranks: Sequence[int]) -> list[list[tuple[int, int]]]:
+    """Return the rounds: pairs of the index of a matrix and the rank that owns it."""
+    order = sorted(range(len(costs)), key=lambda index: (*(-each for each in costs[index]), index))
+    loads = dict.fromkeys(ranks, Cost(0, 0))
+    rounds = []
+    for start in range(0, len(order), len(ranks)):
+        free = set(ranks)
+        pairs = []
+        for index in order[start : start + len(ranks)]:
+            owner = min(free, key=lambda rank: (loads[rank], rank))
+            free.remove(owner)
+            loads[owner] = Cost(*map(sum, zip(loads[owner], costs[index])))
+            pairs.append((index, owner))
+        rounds.append(pairs)
+    return rounds
