@@ -19,7 +19,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPrecision
 
 from megatron.fsdp.engine.mesh import Mesh
 from megatron.fsdp.engine.policy import MixedPrecisionPolicy, ShardingStrategy
-from megatron.fsdp.fully_shard import shard_both
+from megatron.fsdp.fully_shard import Optimizers, shard_both
 from megatron.fsdp.optimizer.sharded_optimizer import shard_optimizer
 from megatron.fsdp.problems import Problems
 from megatron.fsdp.settings import Settings
@@ -226,8 +226,8 @@ def fully_shard_optimizer(
     (moments zero, step 0).
 
     Args:
-        optimizer: any optimizer. Element-wise ones of torch step on flat tensors; all others step
-            on DTensors, whose operations gather the whole tensors that they need.
+        optimizer: any optimizer. Element-wise ones of torch step on flat tensors, Muon on matrices
+            that have owners; all others on DTensors, which gather the whole tensors they need.
         preproc_state_dict_for_dcp_ckpt: make ``state_dict()`` ready for
             torch.distributed.checkpoint.
 
@@ -241,10 +241,10 @@ def fully_shard_optimizer(
 def _takes_keywords_of(
     shard_model: Callable[Concatenate[nn.Module, Keywords], MegatronFSDP],
 ) -> Callable[
-    [Callable[..., tuple[MegatronFSDP, torch.optim.Optimizer]]],
+    [Callable[..., tuple[MegatronFSDP, Optimizers]]],
     Callable[
-        Concatenate[nn.Module, torch.optim.Optimizer, Keywords],
-        tuple[MegatronFSDP, torch.optim.Optimizer],
+        Concatenate[nn.Module, Optimizers, Keywords],
+        tuple[MegatronFSDP, Optimizers],
     ],
 ]:
     """Give a function of a model and an optimizer the keywords of one of a model."""
@@ -262,14 +262,15 @@ def _takes_keywords_of(
 @_takes_keywords_of(fully_shard_model)
 def fully_shard(
     module: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizers,
     *args: Any,
     **keywords: Any,
-) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
+) -> tuple[MegatronFSDP, Optimizers]:
     """Shard an existing model and its optimizer together, by the published keywords.
 
     ``model, optimizer = fully_shard(model, optimizer, fsdp_unit_modules=[Block])`` is all that a
-    training loop needs. The optimizer keeps its param groups, hyper-parameters and state.
+    training loop needs. The optimizer keeps its param groups, hyper-parameters and state. A list of
+    optimizers works too, such as torch's Muon over matrices and AdamW over all other parameters.
 
     All arguments after the first two are those of :func:`fully_shard_model`;
     :func:`fully_shard_optimizer` makes the returned optimizer. After an error, the model and the

@@ -15,7 +15,7 @@ from megatron.fsdp.backends.rendezvous import default_mesh
 from megatron.fsdp.engine.mesh import Mesh
 from megatron.fsdp.engine.policy import MixedPrecisionPolicy, Overlap
 from megatron.fsdp.meta_initialisation import MetaInitialisation
-from megatron.fsdp.optimizer.matrix.owners import refuse_shared_parameters
+from megatron.fsdp.optimizer.matrix.owners import several
 from megatron.fsdp.optimizer.sharded_optimizer import (
     check_optimizer,
     shard_optimizer,
@@ -26,6 +26,7 @@ from megatron.fsdp.settings import Gradients, Settings, Strategy, Units, parse_p
 from megatron.fsdp.sharded_module import ShardedModule
 
 Wrapper = TypeVar("Wrapper", bound=ShardedModule)
+Optimizers = TypeVar("Optimizers", bound=torch.optim.Optimizer | Sequence[torch.optim.Optimizer])
 
 
 def fully_shard(
@@ -65,9 +66,8 @@ def fully_shard(
     Args:
         model: any initialised module. Ranks take the weights and buffers of the first data rank.
             Its parameters stay the same objects and become views of flat buffers.
-        optimizer: over ``model.parameters()``, or several, such as Muon over the matrices and AdamW
-            over the rest. None: create it over the parameters of the result, and pass it to
-            :func:`megatron.fsdp.shard_optimizer`.
+        optimizer: over ``model.parameters()``, or a list, as of Muon over matrices and AdamW over
+            the rest. None: create it over those of the result, for :func:`shard_optimizer`.
         mesh: the ranks. None: one axis over all ranks, on the accelerator if there is one,
             otherwise on the CPU.
         units: classes, instances or import paths of units. The parameters of a unit must be used
@@ -82,7 +82,7 @@ def fully_shard(
 
     Returns:
         The wrapper, a :class:`ShardedModule`; the user's module is its ``module``. With an
-        optimizer, both; with several, a list of them. After an error, all are unchanged.
+        optimizer, both, or with the list. After an error, the model and these are unchanged.
 
     Raises:
         ValueError: lists every problem, the same on every rank.
@@ -108,18 +108,17 @@ def fully_shard(
 
 def shard_both(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+    optimizer: Optimizers,
     settings: Settings,
     problems: Problems,
     wrapper: Callable[[nn.Module, Settings, Problems], Wrapper],
-) -> tuple[Wrapper, Any]:
+) -> tuple[Wrapper, Optimizers]:
     """Shard a model, by the constructor ``wrapper``, and its optimizer or several of them."""
-    several: list[Any] = [*optimizer] if isinstance(optimizer, list | tuple) else [optimizer]
-    for each in several:
+    optimizers = several(problems, optimizer)
+    for each in optimizers:
         check_optimizer(problems, each, model, settings.gradients.are_decoupled)
-    problems.check(refuse_shared_parameters, several)
     sharded = wrapper(model, settings, problems)
-    for each in several:
+    for each in optimizers:
         swap_parameters(each, sharded)
-    stepping = [shard_optimizer(each, sharded.checkpoint_ready) for each in several]
-    return sharded, stepping if isinstance(optimizer, list | tuple) else stepping[0]
+        shard_optimizer(each, sharded.checkpoint_ready)
+    return sharded, optimizer

@@ -45,7 +45,7 @@ class FlatUpdate:
         flat, others = self._divide(segments, segments.gradients())
         if any(flat):
             weights = [[segment.weight for segment in own] for own in flat]
-            self._run(optimizer, weights, segments.state)
+            run_step(self._step, optimizer, weights, segments.state)
             for counters in segments.counters:
                 counters.copy_to_members()
             for weight in chain.from_iterable(weights):
@@ -54,7 +54,7 @@ class FlatUpdate:
         for select in (filter, filterfalse) if any(others) else ():
             parameters = [list(select(is_linked, own)) for own in others]
             if any(parameters):
-                self._run(optimizer, parameters, optimizer.state)
+                run_step(self._step, optimizer, parameters, optimizer.state)
 
     def prepare(self, optimizer: torch.optim.Optimizer) -> Segments:
         """Return the segments, made anew if parameters, settings or state have changed."""
@@ -70,23 +70,6 @@ class FlatUpdate:
         """Let go of the state that the segments are over."""
         self._segments, self._gradients, self._must_divide = None, None, False
         self._last, self._positions = ([], []), []
-
-    def _run(
-        self,
-        optimizer: torch.optim.Optimizer,
-        tensors: Sequence[Sequence[torch.Tensor]],
-        state: State,
-    ) -> None:
-        """Run the optimizer's own step on the given tensors of each param group."""
-        groups, own_state = optimizer.param_groups, optimizer.state
-        optimizer.param_groups = [
-            {**group, "params": own} for group, own in zip(groups, tensors) if own
-        ]
-        optimizer.state = state
-        try:
-            self._step(optimizer)
-        finally:
-            optimizer.param_groups, optimizer.state = groups, own_state
 
     def _divide(self, segments: Segments, gradients: list[torch.Tensor | None]) -> Division:
         """Return what to update; the segments have their gradients."""
@@ -127,6 +110,22 @@ class FlatUpdate:
             (segment, position_of[segment.parameters[0]]) for segment in chain.from_iterable(flat)
         ]
         return are_all_flat
+
+
+def run_step(
+    step: Callable[[torch.optim.Optimizer], object],
+    optimizer: torch.optim.Optimizer,
+    params: Sequence[Sequence[torch.Tensor]],
+    state: State,
+) -> None:
+    """Run the optimizer's own step on the given ``params`` of each param group."""
+    groups, own_state = optimizer.param_groups, optimizer.state
+    optimizer.param_groups = [{**group, "params": own} for group, own in zip(groups, params) if own]
+    optimizer.state = state
+    try:
+        step(optimizer)
+    finally:
+        optimizer.param_groups, optimizer.state = groups, own_state
 
 
 def _weakly(gradient: torch.Tensor | None) -> Callable[[], torch.Tensor | None]:

@@ -3,8 +3,8 @@
 
 # [Note: the sharded optimizer] A sharded optimizer is the user's object. Its class is replaced by a
 # subclass of `ShardedOptimizer` and the original class. Element-wise optimizers of torch step on
-# flat segments (see [Note: flat segments]). All others step on the DTensors themselves: operations
-# that are not element-wise gather what they need, and the first step says how much.
+# flat segments (see [Note: flat segments]), Muon and its like on whole matrices (see [Note: owners
+# of matrices]), all others on the DTensors: what these gather is said once, by the first step.
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from megatron.fsdp.dtensor.tensor_part import gathered_bytes
 from megatron.fsdp.gradient_sync import clear_gradient_shard
 from megatron.fsdp.optimizer.flat_update import FlatUpdate
 from megatron.fsdp.optimizer.matrix.owner_update import OwnerUpdate, owner_update
-from megatron.fsdp.optimizer.matrix.owners import refuse_vectors
+from megatron.fsdp.optimizer.matrix.owners import GATHERS, refuse_vectors
 from megatron.fsdp.optimizer.optimizer_state import (
     NamedGroup,
     OptimizerClass,
@@ -38,11 +38,6 @@ from megatron.fsdp.optimizer.optimizer_state import (
 from megatron.fsdp.problems import Problems
 from megatron.fsdp.sharded_module import ShardedModule, is_owned, owner_of
 from megatron.fsdp.warnings_once import warn, warn_of_absent_state
-
-GATHERS = (
-    "%s gathers %d whole tensors in each step, %.1f MB altogether and one after the other: its"
-    " update needs more of a parameter than the part that a rank has"
-)
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -129,7 +124,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         given = [given] if isinstance(given, torch.Tensor) else given
         if not isinstance(given, set):  # which torch refuses
             parameters = [entry[1] if isinstance(entry, tuple) else entry for entry in given]
-            _refuse_unsharded(_user_class(self), parameters)
+            _refuse_unsharded(parameters)
             param_group = {**param_group, "params": parameters, "param_names": _names(parameters)}
         super().add_param_group(param_group)
         self._find_models()
@@ -141,8 +136,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Above level 0, for optimizers that step on DTensors, a collective, which refuses what
         differs between ranks.
         """
-        if isinstance(self._fsdp_flat, OwnerUpdate):
-            self._fsdp_flat.shard_state(self)
         state = super().state_dict()
         state["param_groups"] = list(map(NamedGroup, state["param_groups"]))
         if self._fsdp_checkpoint_ready:
@@ -270,7 +263,7 @@ def shard_optimizer(
     if issubclass(kind, ShardedOptimizer):
         raise ValueError("the optimizer is sharded already")
     refuse_optimizer(optimizer)
-    _refuse_unsharded(kind, parameters_of(optimizer))
+    _refuse_unsharded(parameters_of(optimizer))
     _keep_scheduler(optimizer)
     optimizer.__class__ = type(
         kind.__name__, (ShardedOptimizer, kind), {"__module__": kind.__module__}
@@ -279,7 +272,7 @@ def shard_optimizer(
     sharded._fsdp_checkpoint_ready = checkpoint_ready
     sharded._fsdp_must_tell = True
     known = elementwise_class(kind)
-    sharded._fsdp_flat = FlatUpdate(known) if known is not None else owner_update(kind)
+    sharded._fsdp_flat = FlatUpdate(known) if known else owner_update(sharded, kind)
     sharded._find_models()
     for group in sharded.param_groups:
         group["param_names"] = _names(group["params"])
@@ -321,10 +314,7 @@ def check_optimizer(
     if not isinstance(optimizer, torch.optim.Optimizer):
         return
     if isinstance(module, nn.Module):  # otherwise the check of the module reports it
-        name_of = {parameter: name for name, parameter in module.named_parameters()}
-        problems.check(_refuse_strangers, optimizer, set(name_of))
-        own = [(name_of.get(each, "a parameter"), each) for each in parameters_of(optimizer)]
-        problems.check(refuse_vectors, type(optimizer), own)
+        problems.check(_refuse_strangers, optimizer, set(module.parameters()))
     if use_decoupled_grad and type(optimizer).__module__.startswith("torch.optim"):
         problems.add(
             "use_decoupled_grad puts gradients on param.decoupled_grad, which"
@@ -348,9 +338,10 @@ def refuse_optimizer(optimizer: torch.optim.Optimizer) -> None:
             f"{name} with differentiable=True would record its update through the weights: not"
             " built"
         )
+    refuse_vectors(optimizer)
 
 
-def _refuse_unsharded(kind: OptimizerClass, parameters: list[nn.Parameter]) -> None:
+def _refuse_unsharded(parameters: list[nn.Parameter]) -> None:
     unsharded = sum(1 for parameter in parameters if not is_owned(parameter))
     if unsharded:
         raise ValueError(
@@ -358,7 +349,6 @@ def _refuse_unsharded(kind: OptimizerClass, parameters: list[nn.Parameter]) -> N
             " model: take them from model.parameters() after fully_shard_model, or hand both to"
             " fully_shard"
         )
-    refuse_vectors(kind, zip(_names(parameters), parameters))
 
 
 def _refuse_strangers(optimizer: torch.optim.Optimizer, known: set[Any]) -> None:

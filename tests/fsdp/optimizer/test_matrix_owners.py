@@ -2,19 +2,24 @@
 """Owners of matrices update these as the unsharded optimizers do, whatever is sharded."""
 
 from collections.abc import Callable
-from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from megatron_fsdp import MixedPrecisionPolicy, fully_shard
+from megatron.fsdp.optimizer.matrix.owners import steps_whole_matrices
+from megatron_fsdp import fully_shard
 from tests.support.fsdp import models
 from tests.support.fsdp.meshes import Meshes
 from tests.support.fsdp.optimizers import sharding, weights
 from tests.support.fsdp.reference import Ranks, batch, compare_shards, loss_of
+
+Make = Callable[[nn.Module], list[torch.optim.Optimizer]]
 
 STEPS = 10
 EXACT = 1e-9
@@ -57,6 +62,40 @@ def optimizers_of(model: nn.Module) -> list[torch.optim.Optimizer]:
     return [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(others, lr=0.02)]
 
 
+@steps_whole_matrices
+class Kronecker(torch.optim.Optimizer):
+    """An optimizer with a counter, and factors in a list, which its first step creates."""
+
+    def __init__(self, params: Any, lr: float = 0.01) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                assert not isinstance(parameter, DTensor)
+                state, grad = self.state[parameter], parameter.grad
+                if not state:
+                    state["step"], state["average"] = 0, torch.zeros_like(grad)
+                    state["scale"] = torch.zeros((), dtype=grad.dtype)
+                    state["factors"] = [grad.new_zeros(size, size) for size in grad.shape]
+                state["step"] += 1
+                state["scale"].add_(grad.norm())
+                state["average"] = state["average"].lerp(grad, 0.5)
+                left, right = state["factors"]
+                left.add_(grad @ grad.T)
+                right.add_(grad.T @ grad)
+                update = left @ state["average"] @ right / state["scale"] ** 3 / state["step"]
+                parameter.sub_(group["lr"] * update)
+
+
+def kronecker_and_adamw(model: nn.Module) -> list[torch.optim.Optimizer]:
+    muon, adamw = optimizers_of(model)
+    return [Kronecker(muon.param_groups[0]["params"]), adamw]
+
+
 PLACES: dict[str, tuple[int, str, dict[str, Any]]] = {
     **{f"level{level}": (2, "flat", {"zero_dp_strategy": level}) for level in range(4)},
     **{f"four_level{level}": (4, "flat", {"zero_dp_strategy": level}) for level in range(4)},
@@ -97,3 +136,70 @@ def train(mesh: str, settings: dict[str, Any], microbatches: int, clips: bool) -
 def test_ten_steps_are_those_of_the_unsharded_optimizers(ranks: Ranks, place: str) -> None:
     size, mesh, settings = PLACES[place]
     ranks(size, train, mesh, settings, 1, False)
+
+
+@pytest.mark.parametrize("level", [1, 3])
+def test_accumulated_and_clipped_gradients_reach_the_owners(ranks: Ranks, level: int) -> None:
+    ranks(2, train, "flat", {"zero_dp_strategy": level}, 3, True)
+
+
+# ---- state
+
+
+def step_on_the_same_data(model: nn.Module, optimizers: list[Any], step: int) -> None:
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+    loss_of(model(batch(step, 0, 0))).backward()
+    for optimizer in optimizers:
+        optimizer.step()
+
+
+def sharded_pair(mesh: str, settings: dict[str, Any], make: Make) -> tuple[Any, list[Any]]:
+    module = build()
+    return fully_shard(
+        module, make(module), **{**sharding(module), **Meshes().arguments(mesh), **settings}
+    )
+
+
+def save(path: str, mesh: str, settings: dict[str, Any], make: Make) -> None:
+    """Save after two steps; saving changes nothing in the steps after it."""
+    model, optimizers = sharded_pair(mesh, settings, make)
+    reference = build()
+    expected = make(reference)
+    for step in range(4):
+        if step == 2:
+            states = {"model": model.state_dict()}
+            states |= {str(n): each.state_dict() for n, each in enumerate(optimizers)}
+            dcp.save(states, checkpoint_id=path)
+        step_on_the_same_data(model, optimizers, step)
+        step_on_the_same_data(reference, expected, step)
+    compare_shards(model, weights(model), weights(reference), "weight", EXACT)
+
+
+def load(path: str, mesh: str, settings: dict[str, Any], make: Make) -> None:
+    """Load what :func:`save` has saved after one step on other data, and train on."""
+    model, optimizers = sharded_pair(mesh, settings, make)
+    step_on_the_same_data(model, optimizers, 9)
+    states = {"model": model.state_dict()}
+    states |= {str(n): each.state_dict() for n, each in enumerate(optimizers)}
+    dcp.load(states, checkpoint_id=path)
+    model.load_state_dict(states["model"])
+    for number, optimizer in enumerate(optimizers):
+        optimizer.load_state_dict(states[str(number)])
+    reference = build()
+    expected = make(reference)
+    for step in range(4):
+        step_on_the_same_data(reference, expected, step)
+    for step in (2, 3):
+        step_on_the_same_data(model, optimizers, step)
+    compare_shards(model, weights(model), weights(reference), "weight", EXACT)
+
+
+@pytest.mark.parametrize("make", [optimizers_of, kronecker_and_adamw], ids=["muon", "kronecker"])
+@pytest.mark.parametrize("other", ["level0", "four_level1", "hybrid_level3"])
+def test_state_loads_into_another_layout(
+    ranks: Ranks, tmp_path: Path, make: Make, other: str
+) -> None:
+    ranks(3, save, str(tmp_path), "flat", {"zero_dp_strategy": 3}, make)
+    size, mesh, settings = PLACES[other]
+    ranks(size, load, str(tmp_path), mesh, settings, make)

@@ -25,7 +25,7 @@ from megatron.fsdp.dtensor.tensor_part import TensorPart, TensorSlice
 from megatron.fsdp.dtensor.uneven_dtensor import UnevenDTensor, dtensor_over
 from megatron.fsdp.engine.layout import FlatRange, row_size
 from megatron.fsdp.engine.mesh import Axes
-from megatron.fsdp.optimizer.matrix.messages import Messages
+from megatron.fsdp.optimizer.matrix.exchange import Exchange
 
 
 class OwnerRanks:
@@ -122,7 +122,7 @@ class Matrix:
             start = 0 if own.dim is None else tensor * owned.shape[own.dim]
             yield MatrixPart(rank, replica, own._replace(start=start), owned)
 
-    def collect(self, local: torch.Tensor, messages: Messages) -> torch.Tensor | None:
+    def collect(self, local: torch.Tensor, exchange: Exchange) -> torch.Tensor | None:
         """Send the owner a tensor of which this rank has ``local``; return all of it there.
 
         The result is complete when the messages have arrived. It may be a view of ``local``.
@@ -130,7 +130,7 @@ class Matrix:
         local = local.contiguous()
         if not self.is_own:
             if self._is_source:
-                messages.send(local, self.owner)
+                exchange.send(local, self.owner)
             return None
         if self.has_own_replica:
             return local.view(self.shape)
@@ -139,26 +139,26 @@ class Matrix:
             if part.rank == self.owner:
                 part.put(whole, local)
             else:
-                self._receive(part, whole, messages)
+                self._receive(part, whole, exchange)
         return whole
 
-    def _receive(self, part: MatrixPart, whole: torch.Tensor, messages: Messages) -> None:
+    def _receive(self, part: MatrixPart, whole: torch.Tensor, exchange: Exchange) -> None:
         flat = part.of(whole)
         is_copy = part.slice.dim == 1
-        messages.receive(flat, part.rank, (lambda: part.put(whole, flat)) if is_copy else None)
+        exchange.receive(flat, part.rank, (lambda: part.put(whole, flat)) if is_copy else None)
 
     def distribute(
-        self, whole: torch.Tensor | None, local: torch.Tensor, messages: Messages
+        self, whole: torch.Tensor | None, local: torch.Tensor, exchange: Exchange
     ) -> None:
         """Set ``local`` on all ranks to their parts of ``whole``, which the owner has."""
         if whole is None:
             if local.numel():
-                messages.receive(local, self.owner)
+                exchange.receive(local, self.owner)
             return
         if local.numel() and local.data_ptr() != whole.data_ptr():
             local.view(-1).copy_(self._part.of(whole))
         for part in self._others:
-            messages.send(part.of(whole), part.rank)
+            exchange.send(part.of(whole), part.rank)
 
     # ---- state
 

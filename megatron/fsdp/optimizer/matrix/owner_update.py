@@ -17,7 +17,6 @@ from __future__ import annotations
 import inspect
 from ast import literal_eval
 from collections import defaultdict
-from collections.abc import Sequence
 from operator import attrgetter, is_
 from typing import Any, NamedTuple
 
@@ -30,11 +29,13 @@ from megatron.fsdp.engine.collectives import agree
 from megatron.fsdp.engine.device import Pending
 from megatron.fsdp.engine.tensor_parallel import has_uneven_slices
 from megatron.fsdp.engine.unit_choice import is_expert_parameter
+from megatron.fsdp.optimizer.flat_segments import State
+from megatron.fsdp.optimizer.flat_update import run_step
+from megatron.fsdp.optimizer.matrix.exchange import Exchange
 from megatron.fsdp.optimizer.matrix.matrix_parts import Matrix, OwnerRanks
-from megatron.fsdp.optimizer.matrix.messages import Messages
 from megatron.fsdp.optimizer.matrix.owners import (
     NEWTON_SCHULZ_STEPS,
-    Cost,
+    UpdateCost,
     assign,
     cost_of,
     first_entries,
@@ -89,7 +90,7 @@ class OwnerUpdate:
                 [each for each in own if each in self._others and is_linked(each) == are_sharded]
                 for own in (group["params"] for group in optimizer.param_groups)
             ]
-            self._run(optimizer, groups, optimizer.state)
+            run_step(self._step, optimizer, groups, optimizer.state)
 
     def _update(self, optimizer: torch.optim.Optimizer, owned: Owned) -> None:
         """Step on a whole matrix of this rank, whose state may be made or replaced by that."""
@@ -97,30 +98,13 @@ class OwnerUpdate:
         slots = optimizer.state[matrix.parameter]
         weight.grad = gradient.to(weight.dtype)
         whole = tree_map_only(DTensor, attrgetter("_local_tensor"), slots)
-        state: dict[Any, Slots] = defaultdict(dict, {weight: whole})
+        state: State = defaultdict(dict, {weight: whole})
         groups: list[list[torch.Tensor]] = [[] for _ in optimizer.param_groups]
         groups[self._group_of[matrix.parameter]].append(weight)
-        self._run(optimizer, groups, state)
+        run_step(self._step, optimizer, groups, state)
         for name, value in state[weight].items():
             if getattr(slots.get(name), "_local_tensor", None) is not value:
                 slots[name] = tree_map_only(torch.Tensor, matrix.take, value)
-
-    def _run(
-        self,
-        optimizer: torch.optim.Optimizer,
-        tensors: Sequence[Sequence[torch.Tensor]],
-        state: dict[Any, Slots],
-    ) -> None:
-        """Run the optimizer's own step on the given tensors of each param group."""
-        groups, own_state = optimizer.param_groups, optimizer.state
-        optimizer.param_groups = [
-            {**group, "params": own} for group, own in zip(groups, tensors) if own
-        ]
-        optimizer.state = state  # type: ignore[assignment]
-        try:
-            self._step(optimizer)
-        finally:
-            optimizer.param_groups, optimizer.state = groups, own_state
 
     # ---- owners
 
@@ -130,7 +114,7 @@ class OwnerUpdate:
         for number, group in enumerate(optimizer.param_groups):
             for parameter in group["params"]:
                 self._group_of[parameter] = number
-                if not is_linked(parameter) or _has_uneven_slices(sharded_param_of(parameter)):
+                if not _can_have_owner(parameter):
                     self._others.add(parameter)
                     continue
                 model, sharded_param = owner_of(parameter), sharded_param_of(parameter)
@@ -147,7 +131,7 @@ class OwnerUpdate:
                 for pairs in assign(costs, list(ranks.members))
             ]
 
-    def _cost(self, optimizer: torch.optim.Optimizer, sharded_param: ShardedParam) -> Cost:
+    def _cost(self, optimizer: torch.optim.Optimizer, sharded_param: ShardedParam) -> UpdateCost:
         parameter = sharded_param.parameter
         settings: Setting = optimizer.param_groups[self._group_of[parameter]]
         steps = settings.get("ns_steps", NEWTON_SCHULZ_STEPS)
@@ -166,7 +150,7 @@ class OwnerUpdate:
             self._assign_owners(optimizer)
             self._parameters = [*parameters]
         for own_round in self._rounds:
-            messages, given = Messages(own_round[0].ranks.group), []
+            exchange, given = Exchange(own_round[0].ranks.group), []
             for matrix in own_round:
                 slots = optimizer.state[matrix.parameter]
                 self._add_first_entries(matrix, slots)
@@ -176,12 +160,12 @@ class OwnerUpdate:
                         continue
                     if isinstance(value, DTensor) and tuple(value.shape) == matrix.shape:
                         local = value._local_tensor
-                        whole = matrix.collect(local, messages)
+                        whole = matrix.collect(local, exchange)
                         given.append((matrix, name, local.new_empty(0) if whole is None else whole))
                     else:
                         slots[name] = tree_map_only(torch.Tensor, matrix.take, value)
             if given:
-                messages.start().wait()
+                exchange.start().wait()
             for matrix, name, local in given:
                 optimizer.state[matrix.parameter][name] = matrix.with_owner(local, matrix.shape)
 
@@ -197,7 +181,7 @@ class OwnerUpdate:
         for own_round in self._rounds:
             if not self._first_entries:
                 _tell_state(own_round, optimizer)
-            messages, sharded = Messages(own_round[0].ranks.group), []
+            exchange, sharded = Exchange(own_round[0].ranks.group), []
             for matrix in own_round:
                 slots = optimizer.state[matrix.parameter]
                 for name in sorted(slots):
@@ -205,10 +189,10 @@ class OwnerUpdate:
                     if matrix.is_with_owner(value) and tuple(value.shape) == matrix.shape:
                         local = torch.empty_like(matrix.weight, dtype=value.dtype)
                         whole = value._local_tensor if matrix.is_own else None
-                        matrix.distribute(whole, local, messages)
+                        matrix.distribute(whole, local, exchange)
                         sharded.append((matrix, name, local))
             if sharded:
-                messages.start().wait()
+                exchange.start().wait()
             for matrix, name, local in sharded:
                 optimizer.state[matrix.parameter][name] = matrix.sharded_param.over(local)
 
@@ -216,14 +200,20 @@ class OwnerUpdate:
         """Do nothing: loaded state is given to the owners, who remain the same."""
 
 
-def owner_update(kind: OptimizerClass) -> OwnerUpdate | None:
-    """Return the update by owners of a matrix optimizer, and None for any other."""
-    return None if matrix_class(kind) is None else OwnerUpdate(kind)
+def owner_update(optimizer: torch.optim.Optimizer, kind: OptimizerClass) -> OwnerUpdate | None:
+    """Return the update by owners for a matrix optimizer of the user's class, else None."""
+    if matrix_class(kind) is None:
+        return None
+    update = OwnerUpdate(kind)
+    optimizer.register_state_dict_pre_hook(update.shard_state)
+    return update
 
 
-def _has_uneven_slices(sharded_param: ShardedParam) -> bool:
-    """Return True if tensor-parallel ranks have different layouts of the parameter's group."""
-    return any(map(has_uneven_slices, sharded_param.group.parameters))
+def _can_have_owner(parameter: torch.Tensor) -> bool:
+    """Return True for a sharded matrix of which tensor-parallel ranks have equal layouts."""
+    if not is_linked(parameter) or parameter.ndim != 2:  # the optimizer itself refuses vectors
+        return False
+    return not any(map(has_uneven_slices, sharded_param_of(parameter).group.parameters))
 
 
 # ---- rounds
@@ -231,22 +221,22 @@ def _has_uneven_slices(sharded_param: ShardedParam) -> bool:
 
 def _collect(own_round: Round) -> tuple[Pending, Owned | None]:
     """Start to send the owners what they update; return what this rank owns, not yet complete."""
-    messages, owned = Messages(own_round[0].ranks.group), None
+    exchange, owned = Exchange(own_round[0].ranks.group), None
     for matrix in own_round:
-        weight = matrix.collect(matrix.weight, messages)
-        gradient = matrix.collect(matrix.gradient, messages)
+        weight = matrix.collect(matrix.weight, exchange)
+        gradient = matrix.collect(matrix.gradient, exchange)
         if weight is not None and gradient is not None:
             owned = Owned(matrix, weight, gradient)
-    return messages.start(), owned
+    return exchange.start(), owned
 
 
 def _distribute(own_round: Round, owned: Owned | None) -> Pending:
     """Start to send all ranks the new weights of a round."""
-    messages = Messages(own_round[0].ranks.group)
+    exchange = Exchange(own_round[0].ranks.group)
     for matrix in own_round:
         whole = owned.weight if owned is not None and owned.matrix is matrix else None
-        matrix.distribute(whole, matrix.weight, messages)
-    return messages.start()
+        matrix.distribute(whole, matrix.weight, exchange)
+    return exchange.start()
 
 
 # ---- state that only a step can make
@@ -257,19 +247,15 @@ def _distribute(own_round: Round, owned: Owned | None) -> Pending:
 
 def _tell_state(own_round: Round, optimizer: torch.optim.Optimizer) -> None:
     """Make entries of the owners' state known to all ranks; a collective."""
-    own = [
-        repr((number, name, _described(value)))
-        for number, matrix in enumerate(own_round)
-        if matrix.is_own
-        for name, value in optimizer.state[matrix.parameter].items()
-    ]
-    ranks = own_round[0].ranks
-    told = [f"{list(ranks.members)}\0{text}" for text in own]
+    ranks, told = own_round[0].ranks, []
+    members = list(ranks.members)
+    for number, matrix in enumerate(own_round):
+        for name, value in optimizer.state[matrix.parameter].items() if matrix.is_own else ():
+            told.append(repr((members, number, name, _described(value))))
     for text in agree(told, [ranks.group]):
-        members, entry = text.split("\0")
-        number, name, description = literal_eval(entry)
-        if members == str(list(ranks.members)) and not own_round[number].is_own:
-            matrix = own_round[number]
+        other_members, number, name, description = literal_eval(text)
+        matrix = own_round[number]
+        if other_members == members and not matrix.is_own:
             optimizer.state[matrix.parameter][name] = _made_from(description, matrix)
 
 

@@ -5,17 +5,19 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 
+from megatron.fsdp.dtensor.sharded_param import is_linked, sharded_param_of
 from megatron.fsdp.optimizer.optimizer_state import (
     OptimizerClass,
     elementwise_class,
     parameters_of,
 )
+from megatron.fsdp.problems import Problems
 
 _ORTHOGONALIZED = "emerging_optimizers.orthogonalized_optimizers.orthogonalized_optimizer."
 
@@ -28,6 +30,11 @@ _KNOWN: dict[str, tuple[str, ...]] = {
 }
 
 NEWTON_SCHULZ_STEPS = 5  # unless the settings of an optimizer say otherwise
+
+GATHERS = (
+    "%s gathers %d whole tensors in each step, %.1f MB altogether and one after the other: its"
+    " update needs more of a parameter than the part that a rank has"
+)
 
 
 def matrix_class(kind: OptimizerClass) -> OptimizerClass | None:
@@ -71,11 +78,15 @@ def _full_name(kind: type) -> str:
 # ---- checks
 
 
-def refuse_vectors(kind: OptimizerClass, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+def refuse_vectors(optimizer: torch.optim.Optimizer) -> None:
     """Raise ``ValueError`` that lists all parameters of a matrix optimizer that are no matrices."""
-    if matrix_class(kind) is None:
-        return
-    others = [f"{name} {tuple(each.shape)}" for name, each in named if each.ndim != 2]
+    kind, others = type(optimizer), []
+    for number, group in enumerate(optimizer.param_groups if matrix_class(kind) else ()):
+        for position, each in enumerate(group["params"]):
+            if each.ndim != 2:
+                place = f"param_groups[{number}]['params'][{position}]"
+                name = sharded_param_of(each).name if is_linked(each) else place
+                others.append(f"{name} {tuple(each.shape)}")
     if others:
         raise ValueError(
             f"{kind.__name__} updates matrices, but got {len(others)} other parameters:"
@@ -84,33 +95,35 @@ def refuse_vectors(kind: OptimizerClass, named: Iterable[tuple[str, torch.Tensor
         )
 
 
-def refuse_shared_parameters(optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Raise ``ValueError`` if two of several optimizers would step the same parameter."""
+def several(problems: Problems, given: Any) -> list[Any]:
+    """Return a list of what may be one optimizer or several, and check that these share nothing."""
+    optimizers = [*given] if isinstance(given, list | tuple) else [given]
     known = [each for each in optimizers if isinstance(each, torch.optim.Optimizer)]
     counts = Counter(chain.from_iterable(set(parameters_of(each)) for each in known))
-    shared = [tuple(parameter.shape) for parameter, count in counts.items() if count > 1]
+    shared = [str(tuple(parameter.shape)) for parameter, count in counts.items() if count > 1]
     if shared:
-        raise ValueError(
+        problems.add(
             f"{len(shared)} parameters are in more than one optimizer, of the shapes"
-            f" {', '.join(map(str, shared))}: give each of them to one"
+            f" {', '.join(shared)}: give each of them to one"
         )
+    return optimizers
 
 
 # ---- assignment
 
 
-class Cost(NamedTuple):
+class UpdateCost(NamedTuple):
     """The cost of an update; costs are compared, and add up, field by field."""
 
     flops: int
     num_bytes: int
 
 
-def cost_of(shape: Sequence[int], itemsize: int, steps: int = NEWTON_SCHULZ_STEPS) -> Cost:
+def cost_of(shape: Sequence[int], itemsize: int, steps: int = NEWTON_SCHULZ_STEPS) -> UpdateCost:
     """Return the cost of an update whose matrix products are those of Newton-Schulz iterations."""
     # X X^T and B X are 2 m m n operations each for X of shape (m, n), A A of (m, m) is 2 m m m.
     small, large = sorted(shape)
-    return Cost(steps * (4 * small**2 * large + 2 * small**3), small * large * itemsize)
+    return UpdateCost(steps * (4 * small**2 * large + 2 * small**3), small * large * itemsize)
 
 
 # [Note: rounds] Matrices are updated in rounds, in each of which a rank updates at most one. They
@@ -121,10 +134,10 @@ def cost_of(shape: Sequence[int], itemsize: int, steps: int = NEWTON_SCHULZ_STEP
 #     rank          0  1  2 | 1  2  0 | 0        in all: 13, 13, 12
 
 
-def assign(costs: Sequence[Cost], ranks: Sequence[int]) -> list[list[tuple[int, int]]]:
+def assign(costs: Sequence[UpdateCost], ranks: Sequence[int]) -> list[list[tuple[int, int]]]:
     """Return the rounds: pairs of the index of a matrix and the rank that owns it."""
     order = sorted(range(len(costs)), key=lambda index: (*(-each for each in costs[index]), index))
-    loads = dict.fromkeys(ranks, Cost(0, 0))
+    loads = dict.fromkeys(ranks, UpdateCost(0, 0))
     rounds = []
     for start in range(0, len(order), len(ranks)):
         free = set(ranks)
@@ -132,7 +145,7 @@ def assign(costs: Sequence[Cost], ranks: Sequence[int]) -> list[list[tuple[int, 
         for index in order[start : start + len(ranks)]:
             owner = min(free, key=lambda rank: (loads[rank], rank))
             free.remove(owner)
-            loads[owner] = Cost(*map(sum, zip(loads[owner], costs[index])))
+            loads[owner] = UpdateCost(*map(sum, zip(loads[owner], costs[index])))
             pairs.append((index, owner))
         rounds.append(pairs)
     return rounds

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages: sends and receives between the ranks of a group that start together."""
+"""Exchange: sends and receives between the ranks of a group that start together."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron.fsdp.engine.observe import OTHER, observed
 _TAG = 0x66_73_64_72  # after those of the transport over gloo
 
 
-class Messages:
+class Exchange:
     """Sends and receives, in an order on which the two ranks of each agree."""
 
     def __init__(self, group: dist.ProcessGroup):
