@@ -10,6 +10,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.tensor import DTensor
 
 from megatron.fsdp.optimizer.matrix.owners import steps_whole_matrices
@@ -168,31 +172,37 @@ def save(path: str, mesh: str, settings: dict[str, Any], make: Make) -> None:
     expected = make(reference)
     for step in range(4):
         if step == 2:
-            states = {"model": model.state_dict()}
-            states |= {str(n): each.state_dict() for n, each in enumerate(optimizers)}
-            dcp.save(states, checkpoint_id=path)
+            dcp.save(states_of(model, optimizers), checkpoint_id=path)
         step_on_the_same_data(model, optimizers, step)
         step_on_the_same_data(reference, expected, step)
     compare_shards(model, weights(model), weights(reference), "weight", EXACT)
+
+
+def states_of(model: nn.Module, optimizers: list[Any]) -> dict[str, Any]:
+    # torch's checkpoint loads numbers under keys that are names, but not under positions.
+    states = {"model": model.state_dict(), "by name": get_optimizer_state_dict(model, optimizers)}
+    return states | {str(n): each.state_dict() for n, each in enumerate(optimizers)}
 
 
 def load(path: str, mesh: str, settings: dict[str, Any], make: Make) -> None:
     """Load what :func:`save` has saved after one step on other data, and train on."""
-    model, optimizers = sharded_pair(mesh, settings, make)
-    step_on_the_same_data(model, optimizers, 9)
-    states = {"model": model.state_dict()}
-    states |= {str(n): each.state_dict() for n, each in enumerate(optimizers)}
-    dcp.load(states, checkpoint_id=path)
-    model.load_state_dict(states["model"])
-    for number, optimizer in enumerate(optimizers):
-        optimizer.load_state_dict(states[str(number)])
     reference = build()
     expected = make(reference)
     for step in range(4):
         step_on_the_same_data(reference, expected, step)
-    for step in (2, 3):
-        step_on_the_same_data(model, optimizers, step)
-    compare_shards(model, weights(model), weights(reference), "weight", EXACT)
+    model, optimizers = sharded_pair(mesh, settings, make)
+    for by_name in (True, False) if make is optimizers_of else (True,):
+        step_on_the_same_data(model, optimizers, 9)
+        states = states_of(model, optimizers)
+        dcp.load(states, checkpoint_id=path)
+        model.load_state_dict(states["model"])
+        if by_name:
+            set_optimizer_state_dict(model, optimizers, states["by name"])
+        for number, optimizer in enumerate(() if by_name else optimizers):
+            optimizer.load_state_dict(states[str(number)])
+        for step in (2, 3):
+            step_on_the_same_data(model, optimizers, step)
+        compare_shards(model, weights(model), weights(reference), "weight", EXACT)
 
 
 @pytest.mark.parametrize("make", [optimizers_of, kronecker_and_adamw], ids=["muon", "kronecker"])

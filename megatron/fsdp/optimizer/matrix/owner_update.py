@@ -251,7 +251,8 @@ def _tell_state(own_round: Round, optimizer: torch.optim.Optimizer) -> None:
     members = list(ranks.members)
     for number, matrix in enumerate(own_round):
         for name, value in optimizer.state[matrix.parameter].items() if matrix.is_own else ():
-            told.append(repr((members, number, name, _described(value))))
+            if not isinstance(value, DTensor) or matrix.is_with_owner(value):  # not sharded yet
+                told.append(repr((members, number, name, _described(value))))
     for text in agree(told, [ranks.group]):
         other_members, number, name, description = literal_eval(text)
         matrix = own_round[number]
