@@ -184,15 +184,16 @@ def section(title: str) -> str:
 def fsdp_order() -> list[str]:
     """List the modules of megatron/fsdp, as `engine.layout`: each may import those before it.
 
-    They are the rows of the tables below "Rooms". The heading of a table has the folder.
+    They are the rows of the tables below "Rooms". The heading of a table has the folder; a row may
+    name a folder inside of that one.
     """
     order, room = [], ""
     for line in section("Rooms").splitlines():
         if line.startswith("### "):
             folder = re.match(r"### `([\w/]+)`", line)
             room = folder[1].replace("/", ".") + "." if folder else ""
-        elif row := re.match(r"\| `(\w+)\.py` \|", line):
-            order.append(room + row[1])
+        elif row := re.match(r"\| `([\w/]+)\.py` \|", line):
+            order.append(room + row[1].replace("/", "."))
     return order
 
 
