@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron.fsdp.optimizer.matrix.owners import steps_whole_matrices
 from megatron_fsdp import fully_shard
+from tests.fsdp.optimizer.test_matrix_axes import assert_owned
 from tests.support.fsdp import models
 from tests.support.fsdp.meshes import Meshes
 from tests.support.fsdp.optimizers import sharding, weights
@@ -134,6 +135,7 @@ def train(mesh: str, settings: dict[str, Any], microbatches: int, clips: bool) -
             optimizer.zero_grad()
         what = f"weight after step {step}"
         compare_shards(model, weights(model), weights(reference), what, EXACT)
+    assert_owned(optimizers[0])
 
 
 @pytest.mark.parametrize("place", PLACES)

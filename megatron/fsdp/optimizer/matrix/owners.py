@@ -19,12 +19,17 @@ from megatron.fsdp.optimizer.optimizer_state import (
 )
 from megatron.fsdp.problems import Problems
 
+
+def _full_name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
 _ORTHOGONALIZED = "emerging_optimizers.orthogonalized_optimizers.orthogonalized_optimizer."
 
 # Classes whose `step` updates one matrix after the other, and the entries of state, like the
 # parameter, that it creates as zeros. Without entries, the first step creates the state.
 _KNOWN: dict[str, tuple[str, ...]] = {
-    "torch.optim._muon.Muon": ("momentum_buffer",),
+    _full_name(torch.optim.Muon): ("momentum_buffer",),
     _ORTHOGONALIZED + "OrthogonalizedOptimizer": ("momentum_buffer",),
     "emerging_optimizers.soap.soap.SOAP": (),
 }
@@ -69,10 +74,6 @@ def steps_whole_matrices(kind: Any) -> Any:
         raise ValueError(f"{kind.__name__} is element-wise: it needs no owners of matrices")
     _KNOWN[_full_name(kind)] = ()
     return kind
-
-
-def _full_name(kind: type) -> str:
-    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 # ---- checks
