@@ -205,6 +205,84 @@ def matrices_are_stepped_as_without_sharding(names: Names) -> None:
     assert_same(whole(names["model"].state_dict()), expected.state_dict(), 1e-6)
 
 
+# ---- docs/matrix_optimizers.md
+
+
+class Block(nn.Sequential):
+    """A block of two matrices and their biases."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 8))
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(5, 8), nn.Linear(8, 5)
+        self.blocks = nn.ModuleList([Block(), Block()])
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.embedding(tokens)
+        for block in self.blocks:
+            hidden = hidden + block(hidden)
+        return self.head(hidden)
+
+
+def before_matrices() -> Names:
+    torch.manual_seed(3)
+    return {"model": Blocks(), "Block": Block, "fully_shard": fully_shard}
+
+
+def step_on_tokens(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
+    model(torch.arange(5)).square().mean().backward()
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def both_optimizers_step_as_without_sharding(names: Names) -> None:
+    """Compare with a plain model of the same values, and optimizers over its parameters."""
+    reference = Blocks()
+    reference.load_state_dict(whole(names["model"].state_dict()))
+    named = dict(reference.named_parameters())
+    kinds = [(torch.optim.Muon, names["muon"]), (torch.optim.AdamW, names["adamw"])]
+    expected = []
+    for kind, sharded in kinds:
+        (group,) = sharded.param_groups
+        own = [named[name.removeprefix("module.")] for name in group["param_names"]]
+        expected.append(kind(own, lr=group["lr"]))
+    for _ in range(3):
+        step_on_tokens(reference, expected)
+        step_on_tokens(names["model"], [names["muon"], names["adamw"]])
+    assert_same(whole(names["model"].state_dict()), reference.state_dict(), 1e-6)
+    names["momentum"] = momentum_of(names["muon"])
+
+
+def momentum_of(muon: torch.optim.Optimizer) -> list[Tensor]:
+    state = muon.state_dict()["state"]
+    return [plain(slots["momentum_buffer"]) for slots in state.values()]
+
+
+def the_momentum_is_that_before(names: Names) -> None:
+    assert len(names["momentum"]) == 4
+    for value, before in zip(momentum_of(names["muon"]), names["momentum"], strict=True):
+        assert torch.equal(value, before) and value.any()
+
+
+def a_declared_optimizer_has_owners(names: Names) -> None:
+    results = []
+    for is_sharded in (False, True):
+        torch.manual_seed(4)
+        model = nn.Sequential(nn.Linear(8, 6, bias=False), nn.Linear(6, 3, bias=False))
+        optimizer = names["Orthogonal"](model.parameters())
+        if is_sharded:
+            model, optimizer = fully_shard(model, optimizer)
+        model(torch.eye(8)).square().sum().backward()
+        optimizer.step()
+        results.append(whole(model.state_dict()))
+    assert_same(results[1], results[0], 1e-6)
+
+
 # ---- docs/hugging_face.md
 
 
@@ -284,6 +362,14 @@ PROGRAMS = {
     ),
     "docs/programs_for_other_packages.md": PageProgram(
         before_programs, (every_module_has_values, matrices_are_stepped_as_without_sharding)
+    ),
+    "docs/matrix_optimizers.md": PageProgram(
+        before_matrices,
+        (
+            both_optimizers_step_as_without_sharding,
+            the_momentum_is_that_before,
+            a_declared_optimizer_has_owners,
+        ),
     ),
     "docs/hugging_face.md": PageProgram(
         before_hugging_face,
