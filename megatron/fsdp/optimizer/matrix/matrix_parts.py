@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor, Shard
 from megatron.fsdp.dtensor.sharded_param import ShardedGradient, ShardedParam
 from megatron.fsdp.dtensor.tensor_part import TensorPart, TensorSlice
 from megatron.fsdp.dtensor.uneven_dtensor import UnevenDTensor, dtensor_over
+from megatron.fsdp.engine.collectives import agree
 from megatron.fsdp.engine.layout import FlatRange, row_size
 from megatron.fsdp.engine.mesh import Axes
 from megatron.fsdp.optimizer.matrix.exchange import Exchange
@@ -38,6 +39,10 @@ class OwnerRanks:
         group = axes.data_group if is_known else dist.group.WORLD
         assert group is not None
         self.group: dist.ProcessGroup = group
+        if self.mesh.device_type == "cuda":
+            # NCCL connects a group when all of its ranks first use it; in a round some have nothing
+            # to send.
+            agree([], [group])
         grid = self.mesh.mesh.reshape(num_slices, axes.inner.size(), -1)
         numbers = dist.get_process_group_ranks(self.group)
         coordinates = product(*map(range, grid.shape))  # tensor, inner, outer
