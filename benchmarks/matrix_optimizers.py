@@ -91,7 +91,7 @@ def build(layers: int, width: int) -> nn.Module:
 def optimizers_of(model: nn.Module, matrix_class: Any) -> list[torch.optim.Optimizer]:
     """Make AdamW, and an optimizer of the given class over the matrices of layers, if any."""
     layers, head = list(model.children())[:-1], list(model.children())[-1]
-    own = [parameter for layer in layers for parameter in layer.parameters()]
+    own = list(nn.ModuleList(layers).parameters())
     if matrix_class is None:
         return [torch.optim.AdamW(model.parameters())]
     matrices = [parameter for parameter in own if parameter.ndim == 2]

@@ -208,18 +208,18 @@ def matrices_are_stepped_as_without_sharding(names: Names) -> None:
 # ---- docs/matrix_optimizers.md
 
 
-class Block(nn.Sequential):
+class TwoMatrices(nn.Sequential):
     """A block of two matrices and their biases."""
 
     def __init__(self) -> None:
         super().__init__(nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 8))
 
 
-class Blocks(nn.Module):
+class ModelOfMatrices(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embedding, self.head = nn.Embedding(5, 8), nn.Linear(8, 5)
-        self.blocks = nn.ModuleList([Block(), Block()])
+        self.blocks = nn.ModuleList([TwoMatrices(), TwoMatrices()])
 
     def forward(self, tokens: Tensor) -> Tensor:
         hidden = self.embedding(tokens)
@@ -230,7 +230,7 @@ class Blocks(nn.Module):
 
 def before_matrices() -> Names:
     torch.manual_seed(3)
-    return {"model": Blocks(), "Block": Block, "fully_shard": fully_shard}
+    return {"model": ModelOfMatrices(), "Block": TwoMatrices, "fully_shard": fully_shard}
 
 
 def step_on_tokens(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
@@ -242,7 +242,7 @@ def step_on_tokens(model: nn.Module, optimizers: list[torch.optim.Optimizer]) ->
 
 def both_optimizers_step_as_without_sharding(names: Names) -> None:
     """Compare with a plain model of the same values, and optimizers over its parameters."""
-    reference = Blocks()
+    reference = ModelOfMatrices()
     reference.load_state_dict(whole(names["model"].state_dict()))
     named = dict(reference.named_parameters())
     kinds = [(torch.optim.Muon, names["muon"]), (torch.optim.AdamW, names["adamw"])]
