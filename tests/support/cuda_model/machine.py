@@ -187,6 +187,11 @@ def _patch_groups(patches: ExitStack, model: CudaModel) -> None:
 
     patches.enter_context(patch.object(ProcessGroup, "_get_backend", backend))
     patches.enter_context(patch.object(dist, "destroy_process_group", pools.destroy_groups))
+    for name, replacement in (
+        ("_start_coalescing", lambda *args: nccl.start_coalescing(*args)),
+        ("_end_coalescing", lambda *args: nccl.end_coalescing(*args)),
+    ):
+        patches.enter_context(patch.object(ProcessGroup, name, replacement))
     for place in (memory_slots, checks):
         patches.enter_context(patch.object(place, "problems_of_nccl", lambda device: []))
     for name in METHODS:

@@ -217,6 +217,17 @@ class ModelWork:
         self._nccl.forget(self)
 
 
+class WorksOfOneLaunch:
+    """Works that a coalescing manager has gathered."""
+
+    def __init__(self, works: Sequence[ModelWork]):
+        self._works = works
+
+    def wait(self, timeout: object = None) -> bool:
+        """Let the current stream wait for all of them."""
+        return all([work.wait() for work in self._works])
+
+
 class Nccl:
     """The collectives of all groups, in the order of calls."""
 
@@ -228,6 +239,16 @@ class Nccl:
         self._open: dict[int, str] = {}  # works that nobody has waited for yet
         self.calls: dict[str, list[str]] = defaultdict(list)  # of each group, in order
         self.is_closed = False
+        self._coalesced: list[ModelWork] | None = None  # inside a coalescing manager
+
+    def start_coalescing(self, group: ProcessGroup, device: torch.device) -> None:
+        """Gather the works that follow."""
+        self._coalesced = []
+
+    def end_coalescing(self, group: ProcessGroup, device: torch.device) -> WorksOfOneLaunch:
+        """Return one work for those since the start."""
+        works, self._coalesced = self._coalesced or [], None
+        return WorksOfOneLaunch(works)
 
     def method(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         """Return what takes the place of a method of process groups."""
@@ -268,6 +289,8 @@ class Nccl:
             self._wait(real)
             self.detector.kernel(where, call.reads, call.writes)
             return ModelWork(self, where, None, None, ())
+        if self._coalesced is not None:  # messages of one launch share the stream of the group
+            key = key[0], None
         if key not in self._streams:
             self._streams[key] = self.detector.streams.make(f"NCCL, {key[0]}")
         stream = self._streams[key]
@@ -277,6 +300,8 @@ class Nccl:
         self._under_way[key].append(real)
         work = ModelWork(self, where, (key, real), done, (*call.reads, *call.writes))
         self._open[id(work)] = work.told()
+        if self._coalesced is not None:
+            self._coalesced.append(work)
         return work
 
     def finish(self, work: ModelWork) -> None:

@@ -312,6 +312,40 @@ def wrapped_on_another_stream(level: int, meshes: Meshes) -> Callable[[], None]:
     return compare
 
 
+def owners_of_matrices(level: int, meshes: Meshes) -> Callable[[], None]:
+    """Train with Muon, whose matrices are sent to their owners and back."""
+    trained = trained_by_owners(level, meshes)
+
+    def compare() -> None:
+        again = trained_by_owners(level, meshes).parameters()
+        for own, expected in zip(trained.parameters(), again, strict=True):
+            assert torch.equal(full_tensor(own), full_tensor(expected))
+
+    return compare
+
+
+def trained_by_owners(level: int, meshes: Meshes) -> nn.Module:
+    """Return a stack after three steps of Muon over its matrices, and AdamW over the rest."""
+    module = build_stack()
+    matrices, others = (
+        [each for each in module.parameters() if (each.ndim == 2) == are_matrices]
+        for are_matrices in (True, False)
+    )
+    model, optimizers = fully_shard(
+        module,
+        [torch.optim.Muon(matrices), torch.optim.AdamW(others)],
+        **meshes.arguments("flat"),
+        fsdp_unit_modules=[ResidualBlock],
+        zero_dp_strategy=level,
+    )
+    for number in range(3):
+        loss_of(model(batch(number, dist.get_rank(), 0))).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return model
+
+
 EXPERTS = Drawn(layers=(DrawnLayer(hidden=7, num_experts=4), DrawnLayer(hidden=3)))
 MODELS_OF_TESTS = (
     *("nested_units", "unit_called_twice", "parallel_branches", "tied_across_units"),
@@ -381,6 +415,9 @@ SCENARIOS: dict[str, Scenario] = {
     "fine-grained": case(enable_fine_grained_param_gather=True, microbatches=2),
     "sums of tokens": case(calculate_per_token_loss=True, microbatches=2, zero_dp_strategy=2),
     "sgd": case(optimizer="sgd", zero_dp_strategy=1),
+    # Of two ranks at level 3, each has whole matrices and nothing to send. At level 0 matrices that
+    # are updated and those that arrive are in one block, which the model takes for one use.
+    **{f"owners level{n}": Scenario(3, partial(owners_of_matrices, n)) for n in (1, 2, 3)},
     **{f"{name} level1": Scenario(2, partial(each, 1)) for name, each in OTHER_WAYS.items()},
     **{f"{name} level3": Scenario(2, partial(each, 3)) for name, each in OTHER_WAYS.items()},
 }
