@@ -225,7 +225,7 @@ class WorksOfOneLaunch:
 
     def wait(self, timeout: object = None) -> bool:
         """Let the current stream wait for all of them."""
-        return all([work.wait() for work in self._works])
+        return all(work.wait() for work in self._works)
 
 
 class Nccl:
