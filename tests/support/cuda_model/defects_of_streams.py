@@ -180,7 +180,7 @@ DEFECTS = [
     defect(
         "the optimizer steps on another stream",
         "level3",
-        {"optimizer.flat_update:FlatUpdate._run": [("self._step(", SIDE + "self._step(")]},
+        {"optimizer.flat_update:run_step": [("step(optimizer)", SIDE + "step(optimizer)")]},
     ),
     # ---- storage
     defect(
