@@ -20,7 +20,10 @@ def drive_combined_schedule(engine: MegatronFSDP, delays_gradients: bool) -> Non
     """Let the schedule tell the engine when the model and its layers begin and end."""
     units = {unit.module for unit in engine._units[1:] if unit.module is not None}
     if delays_gradients and any(len(units.intersection(unit.modules())) > 1 for unit in units):
-        raise NotImplementedError("delay_wgrad_compute, with units inside of layers")
+        raise NotImplementedError(
+            "delay_wgrad_compute with units inside of layers: their gradients would be reduced"
+            " before they are computed; leave out enable_fine_grained_param_gather"
+        )
     for plan in (plans.TransformerModelChunkSchedulePlan, plans.TransformerLayerSchedulePlan):
         if plan.run.__module__ != __name__:
             plan.run = staticmethod(_telling(plan.run))

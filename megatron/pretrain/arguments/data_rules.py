@@ -10,11 +10,7 @@ from megatron.pretrain.data.splits import DEFAULT_SPLIT, check_weights
 from megatron.pretrain.data.tokenizer_choice import TokenizerChoice
 from megatron.pretrain.data.tokenizer_record import read_record
 
-SPLIT_PATHS = {
-    "train": "train_data_path",
-    "valid": "valid_data_path",
-    "test": "test_data_path",
-}
+SPLIT_PATHS = {split: f"{split}_data_path" for split in ("train", "valid", "test")}
 """Key of a --per-split-data-args-path file -> the argument that it stands for."""
 OTHER_WHEN_LEGACY = {
     "SentencePieceTokenizer": (

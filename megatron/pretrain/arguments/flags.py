@@ -133,7 +133,7 @@ def frequency(text: str) -> int | list[int]:
         )
     try:
         pattern = list_expression(ast.parse(text.strip(), mode="eval").body)
-    except (SyntaxError, TypeError, ValueError, RecursionError, MemoryError, OverflowError):
+    except (SyntaxError, TypeError, ValueError, RecursionError):
         pattern = None
     if not isinstance(pattern, list) or not all(item in (0, 1) for item in pattern):
         raise argparse.ArgumentTypeError("the expression must give a list of zeros and ones")
@@ -153,7 +153,10 @@ def list_expression(node: ast.expr) -> Any:
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
         return list_expression(node.left) + list_expression(node.right)
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
-        return list_expression(node.left) * list_expression(node.right)
+        left, right = list_expression(node.left), list_expression(node.right)
+        # A repetition is bounded so that a typing error cannot exhaust the memory.
+        if all(not isinstance(side, int) or side <= 10_000 for side in (left, right)):
+            return left * right
     raise ValueError("not a list expression")
 
 

@@ -16,6 +16,7 @@ from megatron.core import fp8_utils
 from megatron.core.transformer.enums import AttnBackend
 from torch.cuda import device_count
 
+from megatron.checkpoint.store.stores import is_staged
 from megatron.mcore_adapter.captured_iterations import captures_iterations
 from megatron.pretrain.arguments.check import Check
 
@@ -272,6 +273,11 @@ def check_observing(check: Check) -> None:
     check.require(
         not args.wandb_project or importlib.util.find_spec("wandb") is not None,
         "--wandb-project needs the package wandb: pip install wandb",
+    )
+    check.require(
+        not (args.wandb_project and is_staged(args.save or "")) or args.wandb_save_dir,
+        "--wandb-project with a URL for --save: its files are local, and would go with the staged"
+        " ones; give --wandb-save-dir",
     )
     if args.profile:
         check_profile(check)

@@ -53,15 +53,14 @@ MAY_DIFFER = """seed seq_length global_batch_size rampup_batch_size train_iters 
     optimizer lr min_lr lr_decay_style lr_decay_iters lr_decay_samples lr_warmup_iters
     lr_warmup_samples lr_warmup_fraction lr_warmup_init lr_wsd_decay_iters lr_wsd_decay_samples
     lr_wsd_decay_style start_weight_decay end_weight_decay weight_decay_incr_style clip_grad
-    adam_beta1 adam_beta2 adam_eps sgd_momentum bf16 fp16 fp8 fp4 attention_dropout
-    hidden_dropout moe_router_dtype moe_aux_loss_coeff moe_router_load_balancing_type
-    moe_z_loss_coeff moe_input_jitter_eps mtp_loss_scaling_factor calculate_per_token_loss
-    data_path train_data_path split tokenizer_type tokenizer_model vocab_size vocab_file
-    merge_file tiktoken_pattern fim_data grad_norm_skip_threshold mtp_detach_heads
-    moe_router_quantile_balancing_ema moe_router_force_biased moe_router_bias_update_rate
-    decoupled_lr decoupled_min_lr apply_wd_to_qk_layernorm eod_mask_loss reset_position_ids
-    reset_attention_mask mock_data data_args_path per_split_data_args_path
-    fp32_residual_connection"""
+    adam_beta1 adam_beta2 adam_eps sgd_momentum bf16 fp16 fp8 fp4 attention_dropout hidden_dropout
+    moe_router_dtype moe_aux_loss_coeff moe_router_load_balancing_type moe_z_loss_coeff
+    moe_input_jitter_eps mtp_loss_scaling_factor calculate_per_token_loss data_path train_data_path
+    split tokenizer_type tokenizer_model vocab_size vocab_file merge_file tiktoken_pattern fim_data
+    grad_norm_skip_threshold mtp_detach_heads moe_router_quantile_balancing_ema
+    moe_router_force_biased moe_router_bias_update_rate decoupled_lr decoupled_min_lr
+    apply_wd_to_qk_layernorm eod_mask_loss reset_position_ids reset_attention_mask mock_data
+    data_args_path per_split_data_args_path fp32_residual_connection"""
 """Arguments of training and data, of which a difference is told and no error."""
 
 

@@ -18,14 +18,12 @@ import torch
 from megatron.pretrain.report.quantities import duration, significant
 from megatron.pretrain.run_state import Progress
 
-DATA_SHEETS = """
+_SHEETS = """
     GB300 2500, GB200 2500, B300 2250, B200 2250, B100 1750, GH200 989, H200 NVL 835, H200 989,
     H100 NVL 835, H100 PCIe 756, H100 989, H800 989, H20 148, A100 312, A800 312, A40 150, A30 165,
     A10G 70, A10 125, L40S 362, L40 181, L4 121, RTX 6000 Ada 364, RTX A6000 155, RTX 4090 165,
     RTX 3090 71, V100 125, T4 65, MI355X 2516, MI325X 1307, MI300X 1307, MI250X 383"""
-PEAK_TFLOPS = {
-    " ".join(name): int(tflops) for *name, tflops in map(str.split, DATA_SHEETS.split(","))
-}
+PEAK_TFLOPS = {" ".join(name): int(peak) for *name, peak in map(str.split, _SHEETS.split(","))}
 """Part of the name that CUDA gives a GPU -> TFLOP/s of its data sheet, dense. The first that fits
 counts, so that a longer name stands before those that it contains."""
 

@@ -46,8 +46,9 @@ def matrix_class(kind: OptimizerClass) -> OptimizerClass | None:
     """Return the known matrix optimizer of which ``kind`` inherits the update, or None."""
     for base in kind.__mro__:
         if _full_name(base) in _KNOWN:
-            has_own_step = inspect.unwrap(kind.step) is not inspect.unwrap(base.step)  # type: ignore[attr-defined]
-            return None if has_own_step else base
+            known: Any = base
+            has_own_step = inspect.unwrap(kind.step) is not inspect.unwrap(known.step)
+            return None if has_own_step else known
     return None
 
 
