@@ -126,4 +126,5 @@ def refusal_of_units_inside_of_layers() -> str:
 
 def test_units_inside_of_layers_are_refused() -> None:
     for message in run_ranks(2, refusal_of_units_inside_of_layers):
-        assert "delay_wgrad_compute, with units inside of layers" in message
+        assert "delay_wgrad_compute with units inside of layers: their gradients" in message
+        assert "leave out enable_fine_grained_param_gather" in message
