@@ -7,6 +7,7 @@ They translate their keywords into the settings of :func:`megatron.fsdp.fully_sh
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Concatenate, ParamSpec
@@ -16,10 +17,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPrecision
+from torch.distributed.fsdp import OffloadPolicy
 
 from megatron.fsdp.engine.mesh import Mesh
 from megatron.fsdp.engine.policy import MixedPrecisionPolicy, ShardingStrategy
 from megatron.fsdp.fully_shard import Optimizers, shard_both
+from megatron.fsdp.optimizer.host.offload import Offload
 from megatron.fsdp.optimizer.sharded_optimizer import shard_optimizer
 from megatron.fsdp.problems import Problems
 from megatron.fsdp.settings import Settings
@@ -83,6 +86,7 @@ def fully_shard_model(
     granularity: str = "prefer_rows",
     fsdp_manual_registration: bool = False,
     ignored_params: Iterable[nn.Parameter] | None = None,
+    offload_policy: OffloadPolicy | Offload | str | os.PathLike[str] | None = None,
 ) -> MegatronFSDP:
     """Shard a model over data ranks, by the published keywords of ``megatron.fsdp.fully_shard``.
 
@@ -194,6 +198,10 @@ def fully_shard_model(
             on their device and with the values of their rank, in ``model.parameters()`` and state
             dicts too, and an optimizer steps them as plain tensors. Their gradients are yours, as
             in FSDP2: nothing reduces them over ranks. Reduce them before gradients are clipped.
+        offload_policy: where main weights, reduced gradients and optimizer state lie, if not on the
+            device: ``CPUOffloadPolicy()`` of FSDP2 or "host": in host memory; a folder: in files on
+            a local disk, which take memory only while they are in use. ``Offload`` of
+            ``megatron.fsdp`` says more. None: on the device.
 
     Returns:
         The wrapper; the user's module is its ``module``.

@@ -67,6 +67,7 @@ KEYWORDS: dict[type, dict[str, str]] = {
         "registers_locally": "disable_symmetric_registration",
         "registers_manually": "fsdp_manual_registration",
         "keeps_copies": "keep_fp8_transpose_cache",
+        "offload": "offload_policy",
     },
     MetaInitialisation: {"function": "param_init_fn"},
     Settings: {

@@ -11,6 +11,7 @@ from megatron.fsdp.engine.policy import MixedPrecisionPolicy, Overlap, ShardingS
 from megatron.fsdp.fully_shard import fully_shard
 from megatron.fsdp.gradient_sync import GradientError
 from megatron.fsdp.meta_initialisation import MetaInitialisation
+from megatron.fsdp.optimizer.host.offload import Offload
 from megatron.fsdp.optimizer.sharded_optimizer import shard_optimizer
 from megatron.fsdp.settings import Gradients, Settings, Strategy
 from megatron.fsdp.sharded_module import ShardedModule
@@ -24,6 +25,7 @@ __all__ = [
     "Mesh",
     "MetaInitialisation",
     "MixedPrecisionPolicy",
+    "Offload",
     "Overlap",
     "Settings",
     "ShardedModule",

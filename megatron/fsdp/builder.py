@@ -31,6 +31,7 @@ from megatron.fsdp.engine.unit_choice import (
 )
 from megatron.fsdp.meta_initialisation import Initialiser, initialisation_parts, materialize
 from megatron.fsdp.module_access.own_names import own_name
+from megatron.fsdp.optimizer.host.host_memory import Memories
 from megatron.fsdp.quantized import stored_forms
 from megatron.fsdp.quantized.tensor_subclasses import move, users_attributes
 from megatron.fsdp.quantized.transformer_engine_weights import make_anew
@@ -64,7 +65,8 @@ def shard_parameters(
         parameters_of[unit] = {own_name(name): each for name, each in parameters.items()}
     check_agreement(settings, parameters_of, dict(module.named_buffers()))
     slots = _make_memory_slots(settings)
-    sharder = Sharder(module, settings, slots)
+    numel = sum(each.numel() for given in parameters_of.values() for each in given.values())
+    sharder = Sharder(module, settings, slots, numel)
     sharded_params = sharder.shard(parameters_of, initialiser)
     if initialiser is not None:
         sharder.initialise(units, sharded_params, initialiser)
@@ -109,11 +111,14 @@ def names_of_groups(
 class Sharder:
     """Shards the parameters of units over the ranks of the mesh."""
 
-    def __init__(self, module: nn.Module, settings: Settings, slots: EngineSlots | None):
+    def __init__(
+        self, module: nn.Module, settings: Settings, slots: EngineSlots | None, numel: int
+    ):
         self._module = module
         self._settings = settings
         self._slots = slots
         self._streams = streams_for(settings.device)
+        self._memories = Memories(settings.device, settings.offload, numel)
         # Of dense parameters (False) and of expert parameters (True).
         self._communicators: dict[bool, Communicator] = {}
         self._parameter_meshes: dict[bool, ParameterMesh] = {}
@@ -198,11 +203,11 @@ class Sharder:
             settings.shards_outer,
             precision,
             self._communicator(key.is_expert),
-            settings.device,
             unit_name,
             self._slots.weights if self._slots else Storage(),
             self._slots.gradients if self._slots else Storage(),
             form,
+            self._memories.of_group(sum(each.numel() for each in parameters.values())),
         )
 
     def _communicator(self, is_expert: bool) -> Communicator:

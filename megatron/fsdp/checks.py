@@ -14,6 +14,7 @@ from megatron.fsdp.engine.mesh import Mesh
 from megatron.fsdp.engine.policy import ShardingStrategy
 from megatron.fsdp.engine.unit_choice import is_expert_parameter
 from megatron.fsdp.meta_initialisation import Initialiser, problems_of_initialisation
+from megatron.fsdp.optimizer.host.host_memory import problems_of_offload
 from megatron.fsdp.problems import Problems
 from megatron.fsdp.quantized.stored_forms import Sharding, refuse_parameters
 from megatron.fsdp.settings import ComputePrecision, Settings, Units, resolve_unit_modules
@@ -52,6 +53,11 @@ def check_all(
         )
     if mesh is not None:
         found += [*_problems_of_axes(named, mesh), *_problems_of_devices(named, settings)]
+        if settings.offload is not None:
+            where = settings.device, mesh.all_groups()
+            shards = mesh.dense.inner.size() if settings.level.shards_optimizer else 1
+            resolve, given = settings.precision.resolve, named.values()
+            found += problems_of_offload(settings.offload, *where, given, resolve, shards)
     if initialiser is not None:
         found += problems_of_initialisation(module, initialiser)
         if any(parameter.is_meta for parameter in ignored):

@@ -116,7 +116,7 @@ def shard_both(
     """Shard a model, by the constructor ``wrapper``, and its optimizer or several of them."""
     optimizers = several(problems, optimizer)
     for each in optimizers:
-        check_optimizer(problems, each, model, settings.gradients.are_decoupled)
+        check_optimizer(problems, each, model, settings)
     sharded = wrapper(model, settings, problems)
     for each in optimizers:
         swap_parameters(each, sharded)

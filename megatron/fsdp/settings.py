@@ -26,6 +26,7 @@ from megatron.fsdp.engine.policy import (
     raise_problems,
 )
 from megatron.fsdp.meta_initialisation import MetaInitialisation
+from megatron.fsdp.optimizer.host.offload import Offload
 
 Units = Sequence[type | nn.Module | str]  # import paths are "package.module.Class"
 
@@ -184,6 +185,11 @@ class Settings:
     def shards_outer(self) -> bool:
         """True if the outer axis shards optimizer state."""
         return ShardingStrategy.parse(self.strategy.outer).shards_optimizer
+
+    @property
+    def offload(self) -> Offload | None:
+        """Where main weights and optimizer state lie, if not on the device."""
+        return Offload.parse(self.memory.offload)
 
     @property
     def own_mesh(self) -> Mesh:

@@ -236,7 +236,7 @@ class ShardedModule(nn.Module):
     ) -> ShardedModule:
         """Refuse ``to``, ``cuda``, ``half`` and so on, unless they change nothing."""
         for group in self.groups:
-            empty = group.main_shard.new_empty(0, dtype=group.precision.compute)
+            empty = group.compute.flat.new_empty(0, dtype=group.precision.compute)
             changed = fn(empty)
             if (changed.dtype, changed.device) != (empty.dtype, empty.device):
                 raise NotImplementedError(

@@ -14,11 +14,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 from megatron.fsdp.engine import observe
 from megatron.fsdp.engine.buffer import FlatBuffer, Storage
 from megatron.fsdp.engine.collectives import agree
 from megatron.fsdp.engine.policy import problems_of_flags, raise_problems
+from megatron.fsdp.optimizer.host.offload import Offload
 
 _logger = logging.getLogger(__name__)
 
@@ -57,6 +59,8 @@ class Memory:
         registers_manually: ``manual_buffer_registration()`` of the wrapper assigns and registers
             the slots, not the end of the first step.
         keeps_copies: make transposed copies of quantized weights in forward, for the backward.
+        offload: "host" or a folder, in which main weights, reduced gradients and optimizer state
+            lie; or :class:`Offload`, or ``CPUOffloadPolicy`` of FSDP2. None: on the device.
     """
 
     device: torch.device | str | None = None
@@ -68,6 +72,7 @@ class Memory:
     registers_locally: bool = False
     registers_manually: bool = False
     keeps_copies: bool = False
+    offload: Offload | CPUOffloadPolicy | str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
         problems = problems_of_flags(self)
@@ -82,6 +87,12 @@ class Memory:
             problems.append("Memory.device is meta: pass Settings.initialisation for modules there")
         if self.registers_manually and not self.registers:
             problems.append("Memory.registers_manually needs Memory.registers")
+        try:
+            object.__setattr__(self, "offload", Offload.parse(self.offload))
+        except ValueError as error:
+            problems.append(str(error))
+        if self.offload is not None and self.holds_addresses:
+            problems.append("Memory.holds_addresses is for graphs, which cannot wait for offload")
         raise_problems(problems + (problems_of_nccl(device) if self.registers else []))
         object.__setattr__(self, "device", device)
         if self.equal_sizes or self.holds_addresses or self.registers:

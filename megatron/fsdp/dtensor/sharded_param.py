@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import chain, compress, repeat
@@ -26,7 +26,7 @@ from megatron.fsdp.dtensor.tensor_part import (
     wrap_local,
 )
 from megatron.fsdp.dtensor.uneven_dtensor import UnevenDTensor, dtensor_over
-from megatron.fsdp.engine.buffer import shard_view
+from megatron.fsdp.engine.buffer import ShardMemory, shard_view
 from megatron.fsdp.engine.collectives import all_reduce_over
 from megatron.fsdp.engine.mesh import Axes
 from megatron.fsdp.engine.param_group import ParamGroup
@@ -41,6 +41,7 @@ _norm_group_of = attrgetter("norm_group")
 _dtype_of = attrgetter("dtype")
 _groups_of = attrgetter("groups")
 _copies_of = attrgetter("copies")
+_is_offloaded = attrgetter("memory.is_offloaded")
 
 
 @dataclass(frozen=True, eq=False)  # its hash is not computed in Python
@@ -110,6 +111,7 @@ class ShardedParam:
         shard = shard_view(flat, self.group.layout, self.index, self.group.rank)
         gradient = self._over(ShardedGradient, shard)
         gradient.norm_group, gradient.family = self._norm_group, family
+        gradient.memory = self.group.memory
         return gradient
 
     def over(self, local: torch.Tensor) -> UnevenDTensor:
@@ -231,6 +233,7 @@ class ShardedGradient(UnevenDTensor):
 
     norm_group: NormGroup
     family: GradientFamily
+    memory: ShardMemory
 
 
 class GradientFamily:
@@ -272,7 +275,7 @@ def norms(
         return []
     shards = list(map(_local_tensor_of, gradients))
     norm_groups = list(map(_norm_group_of, gradients))
-    result = _powers(shards, order)
+    result = _powers(gradients, shards, order)
     if order == inf:
         _all_reduce(result, norm_groups, dist.ReduceOp.MAX)
     else:
@@ -287,16 +290,30 @@ def norms(
     return list(result.to(dtype).unbind())
 
 
-def _powers(shards: Sequence[torch.Tensor], order: float) -> torch.Tensor:
+def _powers(
+    gradients: Sequence[ShardedGradient], shards: Sequence[torch.Tensor], order: float
+) -> torch.Tensor:
     """Return norm ** order of each shard in float64; for the infinity norm, the norm itself."""
     sizes = list(map(torch.Tensor.numel, shards))
     filled = list(compress(shards, sizes))  # torch has no infinity norm of nothing
     result = torch.zeros(len(shards), dtype=torch.float64, device=shards[0].device)
     if filled:
         wide = reduce(torch.promote_types, set(map(_dtype_of, filled)), torch.float32)
-        powers = torch.stack(torch._foreach_norm(filled, order, dtype=wide)).double()
-        result[list(compress(range(len(shards)), sizes))] = powers
+        if any(map(_is_offloaded, gradients)):
+            owners = compress(gradients, sizes)
+            own = [torch.linalg.vector_norm(each, order, dtype=wide) for each in _in_turn(owners)]
+            powers = torch.stack([norm.to(result.device) for norm in own])
+        else:
+            powers = torch.stack(torch._foreach_norm(filled, order, dtype=wide))
+        result[list(compress(range(len(shards)), sizes))] = powers.double()
     return result if order == inf else result**order
+
+
+def _in_turn(gradients: Iterable[ShardedGradient]) -> Iterator[torch.Tensor]:
+    """Yield local tensors, of which those in files take memory in turn."""
+    for gradient in gradients:
+        yield gradient._local_tensor
+        gradient.memory.release(gradient._local_tensor)
 
 
 def _all_reduce(
@@ -346,7 +363,11 @@ def clip_grad_norm_(
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(f"the norm of order {norm_type} of the gradients is {total.item()}")
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-    torch._foreach_mul_(list(map(_local_tensor_of, gradients)), factor)
+    if any(map(_is_offloaded, gradients)):
+        for shard in _in_turn(gradients):
+            shard.mul_(factor.to(shard.device))
+    else:
+        torch._foreach_mul_(list(map(_local_tensor_of, gradients)), factor)
     return total
 
 

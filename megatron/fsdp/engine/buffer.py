@@ -125,11 +125,31 @@ class FlatBuffer:
         return self._slices[-1]
 
 
+class ShardMemory:
+    """Where the main weights, reduced gradients and optimizer state of a group lie: its device."""
+
+    is_offloaded = False  # they lie elsewhere, and copies between there and the device are needed
+
+    def __init__(self, device: torch.device):
+        self.device = device  # of compute
+
+    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return a new flat tensor."""
+        return torch.empty(numel, dtype=dtype, device=self.device)
+
+    def wait(self) -> None:
+        """Let the host wait for all copies from and to the device."""
+
+    def release(self, tensor: torch.Tensor) -> None:
+        """Note that the next use of ``tensor`` is far."""
+
+
 class RunningSum:
     """A flat tensor ``[numel]`` that the first addend fills and later ones are added to.
 
     Args:
         dtype: dtype in which addends are summed.
+        memory: where the sum lies; addends are on its device.
         holds_address: keep the tensor for all sums, whose address captured graphs know.
         places: the places of the parameters' gradients in the tensor.
     """
@@ -138,7 +158,7 @@ class RunningSum:
         self,
         numel: int,
         dtype: torch.dtype,
-        device: torch.device,
+        memory: ShardMemory,
         holds_address: bool,
         places: Places | None = None,
     ):
@@ -146,7 +166,7 @@ class RunningSum:
         self.places = places or Places([])
         self.is_empty = True
         self._numel = numel
-        self._device = device
+        self._memory = memory
         self._holds_address = holds_address
         self._total: torch.Tensor | None = None
         self._views: list[torch.Tensor] | None = None
@@ -163,7 +183,7 @@ class RunningSum:
     def tensor(self) -> torch.Tensor:
         """Return the tensor of the sum; the values of an empty one are undefined."""
         if self._total is None:
-            self._total = torch.empty(self._numel, dtype=self.dtype, device=self._device)
+            self._total = self._memory.empty(self._numel, self.dtype)
             observe.storage("allocate", self._total)
         return self._total
 
@@ -176,18 +196,20 @@ class RunningSum:
     def buffer_for(self, dtype: torch.dtype) -> torch.Tensor:
         """Return a tensor ``[numel]`` for the next addend."""
         # For the first addend it is the sum itself, if the dtypes are equal, which saves a copy.
-        if self.is_empty and dtype == self.dtype:
+        memory = self._memory
+        if self.is_empty and dtype == self.dtype and not memory.is_offloaded:
             return self.tensor()
-        return torch.empty(self._numel, dtype=dtype, device=self._device)
+        return torch.empty(self._numel, dtype=dtype, device=memory.device)
 
     def add(self, addend: torch.Tensor) -> None:
         """Add ``addend`` ``[numel]``, which may be the result of :meth:`buffer_for`."""
         if addend is self._total:
             pass  # it was computed in place
         elif self.is_empty:
-            self.tensor().copy_(addend)
+            self.tensor().copy_(addend, non_blocking=True)
         else:
-            self.tensor().add_(addend)
+            self.tensor().add_(addend.to(self.tensor().device))
+        self._memory.release(self.tensor())
         self.is_empty = False
 
     def drop(self) -> None:

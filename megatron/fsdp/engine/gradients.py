@@ -18,6 +18,7 @@ from megatron.fsdp.engine.buffer import (
     FlatBuffer,
     Places,
     RunningSum,
+    ShardMemory,
     Storage,
     padding_of,
     shard_view,
@@ -78,9 +79,9 @@ class GroupGradients(StateOwner[GradientState]):
         strategy: ShardingStrategy,
         precision: Precision,
         communicator: Communicator,
-        device: torch.device,
         unit_name: str,
         storage: Storage,
+        memory: ShardMemory,
     ):
         self._parameters = parameters
         self._partition = partition
@@ -89,7 +90,8 @@ class GroupGradients(StateOwner[GradientState]):
         self._storage = storage  # of local gradients
         self._has_whole = partition.num_inner == 1  # the reduction over the inner axis frees none
         self._frees_local = strategy.shards_gradients and not self._has_whole
-        self._may_share_sum = partition.num_owned == 1 and not storage.is_assigned_ahead
+        is_apart = storage.is_assigned_ahead or memory.is_offloaded
+        self._may_share_sum = partition.num_owned == 1 and not is_apart
         self.comm_dtype = precision.grad_comm
         # Indices of the parameters that got a gradient since reduced ones were dropped.
         self.users: set[int] = set()
@@ -102,20 +104,23 @@ class GroupGradients(StateOwner[GradientState]):
         self._local: FlatBuffer | FlatGradient | None = None
         self._buffer: FlatBuffer | None = None  # made when it is first needed
         name = f"the local gradients of unit {unit_name!r}"
-        self._make_buffer = partial(FlatBuffer, layout, device=device, name=name, storage=storage)
+        self._make_buffer = partial(
+            FlatBuffer, layout, device=memory.device, name=name, storage=storage
+        )
         self._written: set[int] = set()  # parameters whose gradient a layer has written
         self._early: dict[int, torch.Tensor] = {}  # what was written long before it arrives
 
         # True if gradients are never at another address, as captured graphs expect.
-        self.holds_addresses = holds = storage.holds_addresses
+        self.holds_addresses = holds = storage.holds_addresses or memory.is_offloaded
         shard_numel = layout.numel // partition.num_inner
-        self._inner_sum = RunningSum(shard_numel, precision.main_grad, device, holds)
+        on_device = ShardMemory(memory.device)
+        self._inner_sum = RunningSum(shard_numel, precision.main_grad, on_device, holds)
         size, rank = layout.shard_size, partition.rank
         pattern = torch.empty(size, device="meta")
         own = Places([shard_view(pattern, layout, index, rank) for index in range(len(parameters))])
-        self._grad_sum = RunningSum(size, precision.main_grad, device, holds, own)
+        self._grad_sum = RunningSum(size, precision.main_grad, memory, holds, own)
         # Empty, unless it has the values of the sum in the other dtype of the optimizer.
-        self._optimizer_grad = RunningSum(size, precision.main_param, device, holds, own)
+        self._optimizer_grad = RunningSum(size, precision.main_param, memory, holds, own)
         self._reduction: Iterator[None] | None = None  # the one under way
         self.num_reductions = 0  # that have started, the same on all ranks
 
@@ -388,7 +393,8 @@ class GroupGradients(StateOwner[GradientState]):
         self.wait_for_reduce()
         for running_sum in (self._grad_sum, self._inner_sum, self._optimizer_grad):
             if not running_sum.is_empty:
-                running_sum.total.mul_(factor)
+                total = running_sum.total
+                total.mul_(factor.to(total.device) if isinstance(factor, torch.Tensor) else factor)
         if self._local is not None:
             self._local.flat.mul_(factor)
 

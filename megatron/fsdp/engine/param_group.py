@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from megatron.fsdp.engine import observe
-from megatron.fsdp.engine.buffer import FlatBuffer, Storage, shard_view
+from megatron.fsdp.engine.buffer import FlatBuffer, ShardMemory, Storage, shard_view
 from megatron.fsdp.engine.collectives import Communicator, Gather
 from megatron.fsdp.engine.device import Pending, held
 from megatron.fsdp.engine.gradients import GroupGradients
@@ -90,11 +90,11 @@ class ParamGroup:
         shards_outer: bool,
         precision: Precision,
         communicator: Communicator,
-        device: torch.device,
         unit_name: str,
         weight_storage: Storage,
         gradient_storage: Storage,
         form: StoredForm,
+        memory: ShardMemory,
     ):
         self.names = list(named)
         self.parameters = list(named.values())
@@ -106,6 +106,7 @@ class ParamGroup:
         self.partition = communicator.partition(strategy.shards_optimizer, shards_outer)
         self.rank = self.partition.rank
         self.form = form
+        self.memory = memory
         shapes = [tuple(form.values(parameter).shape) for parameter in self.parameters]
         self.layout = plan(shapes, self.partition.num_owned, form.granularity)
         self.has_all_shards = self.layout.world_size == 1  # weights need no all-gather then
@@ -113,15 +114,16 @@ class ParamGroup:
         name = f"the gathered weights of unit {unit_name!r} ({self.names[0]}, ...)"
         storage = weight_storage if self.reshards_after_use else Storage()
         stored = form.buffer(self.layout, precision.compute)
-        self.compute = FlatBuffer(*stored, device, name, storage, self._point_parameters)
+        self.compute = FlatBuffer(*stored, memory.device, name, storage, self._point_parameters)
         self.buffers = [self.compute]  # that a use may allocate
-        self.main_is_compute = precision.main_param == self.compute.flat.dtype
+        is_same = precision.main_param == self.compute.flat.dtype
+        self.main_is_compute = is_same and not memory.is_offloaded
         is_cast = self.compute.layout is self.layout and not self.main_is_compute
         has_one_stage = self.partition.num_outer == 1
         self._casts_at_unshard = self.reshards_after_use and is_cast and has_one_stage
         self.compute_shard, self._owned_shard = self._make_shards(self.compute)
         owned, size, dtype = self._owned_shard, self.layout.shard_size, precision.main_param
-        self.main_shard = owned if self.main_is_compute else owned.new_zeros(size, dtype=dtype)
+        self.main_shard = owned if self.main_is_compute else memory.empty(size, dtype).zero_()
         if not self.reshards_after_use and self.compute.padding:
             torch._foreach_zero_(self.compute.padding)  # for sums over the flat tensor
         self.state = WeightState.SHARDED if self.reshards_after_use else WeightState.UNSHARDED
@@ -136,9 +138,9 @@ class ParamGroup:
             strategy,
             precision,
             communicator,
-            device,
             unit_name,
             gradient_storage,
+            memory,
         )
 
     def __str__(self) -> str:
@@ -164,6 +166,7 @@ class ParamGroup:
             self.communicator.broadcast(values)
         owned = self.layout.owned(index, self.rank)
         self.main_view(index).view(-1).copy_(values.view(-1)[owned.start : owned.stop])
+        self.memory.release(self.main_shard)
         if self.compute.layout is self.layout and not self.reshards_after_use:
             self.compute.views[index].copy_(values)
         else:
@@ -213,7 +216,12 @@ class ParamGroup:
         if self._kept is not None:
             self._owned_shard.copy_(self._kept)
         elif not self.main_is_compute:
-            self.form.fill(self._owned_shard, self.main_shard, self.layout, self.rank)
+            self._fill(self._owned_shard)
+
+    def _fill(self, shard: torch.Tensor) -> None:
+        main = self.main_shard.to(shard.device, non_blocking=True)
+        self.form.fill(shard, main, self.layout, self.rank)
+        self.memory.release(self.main_shard)
 
     def wait_for_unshard(self) -> None:
         """Make compute wait for the all-gather that :func:`unshard` has started, if any."""
@@ -254,7 +262,7 @@ class ParamGroup:
             self._cast()
         if self._casts_at_unshard and self._kept is None:
             self._kept = torch.empty_like(self._owned_shard)
-            self.form.fill(self._kept, self.main_shard, self.layout, self.rank)
+            self._fill(self._kept)
         self.main_state = change_state(self, self.main_state, MainState.HELD)
 
     def note_edit(self) -> None:

@@ -131,8 +131,8 @@ def take_written(group: ParamGroup, index: int) -> None:
     if not group.main_is_compute:
         # What is the same in the dtype of the module keeps its bits in the main weights.
         own = group.layout.owned(index, group.rank)
-        written = group.compute.views[index].reshape(-1)[own.start : own.stop]
         main = group.main_view(index).view(-1)
+        written = group.compute.views[index].reshape(-1)[own.start : own.stop].to(main.device)
         main.copy_(torch.where(written == main.to(written.dtype), main, written.to(main.dtype)))
 
 

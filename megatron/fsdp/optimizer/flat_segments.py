@@ -36,6 +36,8 @@ from megatron.fsdp.dtensor.sharded_param import (
     sharded_param_of,
 )
 from megatron.fsdp.engine.param_group import ParamGroup
+from megatron.fsdp.optimizer.host.host_memory import HostMemory
+from megatron.fsdp.optimizer.host.host_state import flat_moment, is_expanded
 from megatron.fsdp.optimizer.optimizer_state import Setting, Slots, parameters_of
 
 # Elements; a multiple of what one vector instruction computes, in any dtype.
@@ -85,6 +87,12 @@ class Segment:
     weight: torch.Tensor  # the flat range of the main weights
     start: int  # its position in the main shard
     grad_offset: int = 0  # the gradient's position in its storage, from `find_gradient`
+
+    @property
+    def host_memory(self) -> HostMemory | None:
+        """The memory in which the segment lies if it is offloaded."""
+        memory = self.members[0].sharded_param.group.memory
+        return memory if isinstance(memory, HostMemory) else None
 
     @property
     def parameters(self) -> list[torch.Tensor]:
@@ -174,6 +182,7 @@ class Segments:
                 if (member.slots or is_plain_sgd) and _can_be_flat(member, group):
                     members.append(member)
                 else:
+                    _allocate_alone(member)
                     self.others[-1].append(parameter)
             runs_of_group.append(_runs(members, group))
         self.counters = _counters(chain.from_iterable(runs_of_group))
@@ -252,7 +261,7 @@ def _can_be_flat(member: Member, group: Setting) -> bool:
     for value in member.slots.values():
         if isinstance(value, DTensor):
             shard = _local(value)
-            is_fit = type(shard) is torch.Tensor and shard.is_contiguous()
+            is_fit = type(shard) is torch.Tensor and (shard.is_contiguous() or is_expanded(shard))
             if not is_fit or shard.shape != weight.shape or shard.device != weight.device:
                 return False
         elif type(value) is not torch.Tensor or value.dim():
@@ -332,13 +341,18 @@ def _counters(runs: Iterable[Run]) -> list[Counters]:
 
 def _flat_moment(name: str, run: Run, start: int, numel: int) -> torch.Tensor:
     """Make the local tensors of a moment views of one flat tensor, and return it."""
-    first = _local(run[0].slots[name])
-    flat = torch.zeros(numel, dtype=first.dtype, device=first.device)
-    for member in run:
-        value = member.slots[name]
-        view = flat[member.start - start : member.stop - start].view(_local(value).shape)
-        value._local_tensor = view.copy_(_local(value))
+    places = [(member.start - start, _local(member.slots[name])) for member in run]
+    flat = flat_moment(run[0].sharded_param.group.memory, places, numel)
+    for member, (at, value) in zip(run, places):
+        member.slots[name]._local_tensor = flat[at : at + value.numel()].view(value.shape)
     return flat
+
+
+def _allocate_alone(member: Member) -> None:
+    """Give the new moments of a parameter that is in no segment their memory."""
+    for name, value in member.slots.items():
+        if isinstance(value, DTensor) and is_expanded(_local(value)):
+            _flat_moment(name, [member], member.start, member.stop - member.start)
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

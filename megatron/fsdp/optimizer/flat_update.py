@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import chain, filterfalse
 from operator import is_, methodcaller
 from weakref import ref
@@ -17,6 +18,7 @@ import torch
 
 from megatron.fsdp.dtensor.sharded_param import is_linked
 from megatron.fsdp.optimizer.flat_segments import Segment, Segments, State
+from megatron.fsdp.optimizer.host.block_update import update_segments
 from megatron.fsdp.optimizer.optimizer_state import OptimizerClass
 
 _now = methodcaller("__call__")  # of weak references, in C
@@ -44,12 +46,12 @@ class FlatUpdate:
         segments = self.prepare(optimizer)
         flat, others = self._divide(segments, segments.gradients())
         if any(flat):
-            weights = [[segment.weight for segment in own] for own in flat]
-            run_step(self._step, optimizer, weights, segments.state)
+            step = partial(run_step, self._step, optimizer)
+            update_segments(step, flat, segments.state, optimizer.param_groups)
             for counters in segments.counters:
                 counters.copy_to_members()
-            for weight in chain.from_iterable(weights):
-                weight.grad = None
+            for segment in chain.from_iterable(flat):
+                segment.weight.grad = None
         # torch's operations on several tensors take no mix of DTensors and plain parameters.
         for select in (filter, filterfalse) if any(others) else ():
             parameters = [list(select(is_linked, own)) for own in others]

@@ -26,6 +26,7 @@ from megatron.fsdp.dtensor.sharded_param import ShardedParam
 from megatron.fsdp.dtensor.uneven_dtensor import UnevenDTensor
 from megatron.fsdp.engine.collectives import agree
 from megatron.fsdp.module_access.own_names import own_name
+from megatron.fsdp.optimizer.host.host_state import new_moment
 
 OptimizerClass = type[torch.optim.Optimizer]
 
@@ -92,17 +93,21 @@ def initial_state(
         return {}
     slots: Slots = {}
     if known is not torch.optim.SGD:  # all others count steps
-        is_on_device = group.get("capturable") or group.get("fused")
         is_double = torch.get_default_dtype() == torch.float64 and not group.get("fused")
         dtype = torch.float64 if is_double else torch.float32
-        device = parameter.device if is_on_device else torch.device("cpu")
+        device = parameter.device if keeps_counters_beside(group) else torch.device("cpu")
         slots["step"] = torch.zeros((), dtype=dtype, device=device)
         if known is torch.optim.NAdam:
             slots["mu_product"] = torch.ones((), dtype=dtype, device=device)
     for name in names:
         value = optimizer.defaults["initial_accumulator_value"] if name == "sum" else 0.0
-        slots[name] = torch.full_like(parameter, value, memory_format=torch.preserve_format)
+        slots[name] = new_moment(parameter, value)
     return slots
+
+
+def keeps_counters_beside(group: Setting) -> bool:
+    """Return True if counters of a param group lie on the device of its parameters."""
+    return bool(group.get("capturable") or group.get("fused"))
 
 
 def makes_state_late(kind: OptimizerClass, group: Setting) -> bool:

@@ -20,6 +20,7 @@ from megatron.fsdp.dtensor.sharded_param import ShardedParam, is_linked, sharded
 from megatron.fsdp.dtensor.tensor_part import gathered_bytes
 from megatron.fsdp.gradient_sync import clear_gradient_shard
 from megatron.fsdp.optimizer.flat_update import FlatUpdate
+from megatron.fsdp.optimizer.host.block_update import refuse_state_in_files
 from megatron.fsdp.optimizer.matrix.owner_update import OwnerUpdate, owner_update
 from megatron.fsdp.optimizer.matrix.owners import GATHERS, refuse_vectors
 from megatron.fsdp.optimizer.optimizer_state import (
@@ -36,6 +37,7 @@ from megatron.fsdp.optimizer.optimizer_state import (
     shard_slots,
 )
 from megatron.fsdp.problems import Problems
+from megatron.fsdp.settings import Settings
 from megatron.fsdp.sharded_module import ShardedModule, is_owned, owner_of
 from megatron.fsdp.warnings_once import warn, warn_of_absent_state
 
@@ -274,6 +276,8 @@ def shard_optimizer(
     known = elementwise_class(kind)
     sharded._fsdp_flat = FlatUpdate(known) if known else owner_update(sharded, kind)
     sharded._find_models()
+    for model in sharded._fsdp_models:
+        refuse_state_in_files(kind, model._settings.offload)
     for group in sharded.param_groups:
         group["param_names"] = _names(group["params"])
     sharded._make_missing_state()
@@ -307,7 +311,7 @@ def check_optimizer(
     problems: Problems,
     optimizer: torch.optim.Optimizer,
     module: nn.Module,
-    use_decoupled_grad: bool,
+    settings: Settings,
 ) -> None:
     """Add every reason why the user's arguments, of any type, do not fit to ``problems``."""
     problems.check(refuse_optimizer, optimizer)
@@ -315,7 +319,8 @@ def check_optimizer(
         return
     if isinstance(module, nn.Module):  # otherwise the check of the module reports it
         problems.check(_refuse_strangers, optimizer, set(module.parameters()))
-    if use_decoupled_grad and type(optimizer).__module__.startswith("torch.optim"):
+    problems.check(refuse_state_in_files, type(optimizer), settings.offload)
+    if settings.gradients.are_decoupled and type(optimizer).__module__.startswith("torch.optim"):
         problems.add(
             "use_decoupled_grad puts gradients on param.decoupled_grad, which"
             f" {type(optimizer).__name__} does not read: it would not train. Leave it False, or"

@@ -92,7 +92,8 @@ class TwoSidedGroup(ParamGroup):
     def _cast(self) -> None:
         """Fill the owned shards of both sides from main weights."""
         owned = [shard for _, shard in self._shards]
-        self.form.quantize(owned, self.main_shard, self.layout, self.rank)
+        main = self.main_shard.to(self.memory.device)
+        self.form.quantize(owned, main, self.layout, self.rank)
         self._gathered.clear()
         if self.partition.num_outer > 1:
             self._outer_due = {ROWS, COLUMNS}

@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The update of offloaded segments in blocks, on the host or on the device."""
+
+# [Note: blocks] An element-wise update of a segment is that of its blocks. While one is updated,
+# the next one is read or copied to the device, and the one before is written or copied back.
+#
+#     in        | block 0 | block 1 | block 2 |
+#     update              | block 0 | block 1 | block 2 |
+#     out                           | block 0 | block 1 | block 2 |
+#
+# Each block counts the step once, in a copy of the segment's counter.
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from megatron.fsdp.engine.device import Pending, Streams, streams_for
+from megatron.fsdp.optimizer.flat_segments import Segment
+from megatron.fsdp.optimizer.host.host_memory import HostMemory
+from megatron.fsdp.optimizer.host.offload import Offload
+from megatron.fsdp.optimizer.optimizer_state import (
+    OptimizerClass,
+    Setting,
+    elementwise_class,
+    keeps_counters_beside,
+)
+
+# Of the weights of a block, which has as many of gradients and of each moment.
+BLOCK_BYTES = 1 << 24
+
+Entries = dict[str, torch.Tensor]  # of the state of one tensor
+State = defaultdict[torch.Tensor, Entries]
+Step = Callable[[Sequence[Sequence[torch.Tensor]], State], None]  # of each param group
+
+
+def refuse_state_in_files(kind: OptimizerClass, offload: Offload | None) -> None:
+    """Raise ``NotImplementedError`` where optimizer state would not lie in the files of offload."""
+    if offload is not None and offload.folder is not None and elementwise_class(kind) is None:
+        raise NotImplementedError(
+            f"{kind.__name__} keeps its state in memory of its own, not in files: use an"
+            " element-wise optimizer of torch, or Memory.offload='host'"
+        )
+
+
+def update_segments(
+    step: Step, flat: Sequence[Sequence[Segment]], state: State, param_groups: Sequence[Setting]
+) -> None:
+    """Update the segments of each param group: together on the device, offloaded ones in blocks."""
+    weights = [[each.weight for each in own if each.host_memory is None] for own in flat]
+    if any(weights):
+        step(weights, state)
+    away = [
+        Flat(number, each.weight, state[each.weight], each.host_memory)
+        for number, own in enumerate(flat)
+        for each in own
+        if each.host_memory is not None
+    ]
+    if away:
+        BlockUpdate(step, list(map(keeps_counters_beside, param_groups))).run(away)
+
+
+class Flat(NamedTuple):
+    """A flat tensor to update, of one param group of the optimizer."""
+
+    number: int  # of the param group
+    weight: torch.Tensor  # with its gradient
+    entries: Entries
+    memory: HostMemory
+
+    def blocks(self) -> Iterator[Flat]:
+        """Yield the blocks, which are views, with counters of their own."""
+        size = max(1, BLOCK_BYTES // self.weight.element_size())
+        for start in range(0, max(1, self.weight.numel()), size):
+            part = slice(start, start + size)
+            weight = self.weight[part]
+            assert self.weight.grad is not None
+            weight.grad = self.weight.grad[part]
+            entries = {name: _part(value, part) for name, value in self.entries.items()}
+            yield Flat(self.number, weight, entries, self.memory)
+
+    def tensors(self) -> list[torch.Tensor]:
+        """List what the update reads: weight, gradient and moments, but no counters."""
+        assert self.weight.grad is not None
+        moments = [value for value in self.entries.values() if value.ndim]
+        return [self.weight, self.weight.grad, *moments]
+
+
+def _part(value: torch.Tensor, part: slice) -> torch.Tensor:
+    return value[part] if value.ndim else value.clone()
+
+
+class Transfer(NamedTuple):
+    """A block on its way to where it is updated, or back."""
+
+    block: Flat
+    there: Flat  # the copy that is updated, or the block itself
+    pending: Pending
+
+
+class BlockUpdate:
+    """The update of offloaded flat tensors; see [Note: blocks].
+
+    Args:
+        step: updates flat tensors, by param group, with their state.
+        counters_beside: for each param group, True if counters lie where weights are updated, not
+            on the host.
+    """
+
+    def __init__(self, step: Step, counters_beside: Sequence[bool]):
+        self._step = step
+        self._counters_beside = counters_beside
+
+    def run(self, flats: Sequence[Flat]) -> None:
+        """Update all of ``flats``, and their state."""
+        last_of: list[tuple[Flat, Flat]] = []
+        blocks = self._blocks(flats, last_of)
+        streams = streams_for(flats[0].memory.device)
+        first = next(blocks)
+        ahead: Transfer | None = self._fetch(first, streams)
+        before: Transfer | None = None  # its copies must live until it is back
+        while ahead is not None:
+            (block, there, arrived), following = ahead, next(blocks, None)
+            ahead = None if following is None else self._fetch(following, streams)
+            arrived.wait()
+            self._update(there)
+            self._finish(before)
+            before = Transfer(block, there, self._store(block, there, streams))
+        self._finish(before)
+        flats[0].memory.wait()
+        for flat, block in last_of:
+            for name, value in flat.entries.items():
+                if not value.ndim:
+                    value.copy_(block.entries[name])
+
+    @staticmethod
+    def _blocks(flats: Sequence[Flat], last_of: list[tuple[Flat, Flat]]) -> Iterator[Flat]:
+        for flat in flats:
+            for block in flat.blocks():
+                yield block
+            last_of.append((flat, block))
+
+    def _fetch(self, block: Flat, streams: Streams) -> Transfer:
+        """Begin to bring a block to where it is updated."""
+        memory = block.memory
+        tensors = block.tensors()
+        for tensor in tensors:
+            memory.prefetch(tensor)
+        if not memory.on_device or memory.device.type == "cpu":
+            return Transfer(block, block, Pending())
+        copies = [torch.empty_like(tensor, device=memory.device) for tensor in tensors]
+        pending = streams.launch("copies to the device", partial(_copy, copies, tensors))
+        weight, gradient, *moments = copies
+        weight.grad = gradient
+        following = iter(moments)
+        entries = {
+            name: next(following) if value.ndim else self._counter(block, value)
+            for name, value in block.entries.items()
+        }
+        return Transfer(block, Flat(block.number, weight, entries, memory), pending)
+
+    def _counter(self, block: Flat, value: torch.Tensor) -> torch.Tensor:
+        return value.to(block.memory.device) if self._counters_beside[block.number] else value
+
+    def _update(self, block: Flat) -> None:
+        params: list[list[torch.Tensor]] = [[] for _ in self._counters_beside]
+        params[block.number].append(block.weight)
+        state: State = defaultdict(dict)
+        state[block.weight] = block.entries
+        self._step(params, state)
+
+    @staticmethod
+    def _finish(transfer: Transfer | None) -> None:
+        if transfer is not None:
+            transfer.pending.wait()
+            for tensor in transfer.block.tensors():
+                transfer.block.memory.release(tensor)
+
+    def _store(self, block: Flat, there: Flat, streams: Streams) -> Pending:
+        """Begin to bring a block back."""
+        if there is block:
+            return Pending()
+        for name, value in there.entries.items():
+            if not value.ndim:
+                block.entries[name] = value
+        home = [block.weight, *block.tensors()[2:]]
+        copies = [there.weight, *there.tensors()[2:]]
+        return streams.launch("copies to the host", partial(_copy, home, copies))
+
+
+def _copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], _: bool) -> None:
+    for target, source in zip(targets, sources):
+        target.copy_(source, non_blocking=True)

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Host memory and mapped files, in which shards lie that are not on the device."""
+
+# [Note: mapped files] Pages of a file that a process has mapped are read when they are first used,
+# and count as its memory until it gives them back, which `release` does; what was written reaches
+# the disk later. The disk's space is taken when a file is made, so training never runs out of it.
+# The files are deleted while they are mapped: their space is free when the process has ended.
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron.fsdp.engine.buffer import ShardMemory
+from megatron.fsdp.engine.policy import Precision
+from megatron.fsdp.optimizer.host.offload import Offload
+
+_madvise = ctypes.CDLL(None, use_errno=True).madvise if os.name == "posix" else None
+
+
+class HostMemory(ShardMemory):
+    """Host memory, pinned where the device is a GPU."""
+
+    is_offloaded = True
+
+    def __init__(self, device: torch.device, offload: Offload):
+        super().__init__(device)
+        self.on_device = offload.on_device
+        self._is_pinned = offload.pins and device.type == "cuda"
+
+    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return a new flat tensor of zeros on the host."""
+        return torch.zeros(numel, dtype=dtype, device="cpu", pin_memory=self._is_pinned)
+
+    def wait(self) -> None:
+        """Let the host wait for all copies from and to the device."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+
+    def has(self, tensor: torch.Tensor) -> bool:
+        """Return True if ``tensor`` lies in memory of this kind."""
+        return tensor.is_cpu and tensor.is_pinned() == self._is_pinned
+
+    def prefetch(self, tensor: torch.Tensor) -> None:
+        """Begin to read ``tensor``, which is used next."""
+
+
+class FileMemory(HostMemory):
+    """Files of their own for each tensor; see [Note: mapped files]."""
+
+    def __init__(self, device: torch.device, offload: Offload, folder: Path):
+        super().__init__(device, offload)
+        self._folder = folder
+
+    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return a new flat tensor of zeros in a file; ``OSError`` if the disk is full."""
+        if not numel:
+            return super().empty(numel, dtype)
+        return mapped(self._folder, numel, dtype)
+
+    def has(self, tensor: torch.Tensor) -> bool:
+        """Return True if ``tensor`` lies in a file."""
+        return tensor.untyped_storage().filename is not None
+
+    def prefetch(self, tensor: torch.Tensor) -> None:
+        """Begin to read the pages of ``tensor``."""
+        if self.has(tensor):
+            _advise(tensor, mmap.MADV_WILLNEED)
+
+    def release(self, tensor: torch.Tensor) -> None:
+        """Give the pages of ``tensor`` back; its values stay in the file."""
+        if self.has(tensor):  # other memory would lose its values
+            self.wait()
+            _advise(tensor, mmap.MADV_DONTNEED)
+
+
+def mapped(folder: Path, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return a flat tensor of zeros in a new file, whose name is gone."""
+    size = numel * dtype.itemsize
+    with NamedTemporaryFile(dir=folder, prefix="megatron_fsdp_") as file:
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(file.fileno(), 0, size)
+        else:
+            file.truncate(size)
+        return torch.from_file(file.name, shared=True, size=numel, dtype=dtype)
+
+
+def _advise(tensor: torch.Tensor, advice: int) -> None:
+    """Tell the kernel of the pages of a contiguous tensor."""
+    first = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+    stop = tensor.data_ptr() + tensor.nbytes
+    if _madvise is not None and tensor.nbytes:
+        _madvise(ctypes.c_void_p(first), ctypes.c_size_t(stop - first), advice)
+
+
+class Memories:
+    """The memory of the shards of each group, as the settings of offload have it."""
+
+    def __init__(self, device: torch.device, offload: Offload | None, numel: int):
+        self._device, self._offload = device, offload
+        self._left = 0.0 if offload is None else offload.fraction * numel
+
+    def of_group(self, numel: int) -> ShardMemory:
+        """Return the memory of the next group, of ``numel`` elements on all ranks."""
+        if self._offload is None or self._left <= 0:
+            return ShardMemory(self._device)
+        self._left -= numel
+        folder = self._offload.folder
+        if folder is None:
+            return HostMemory(self._device, self._offload)
+        return FileMemory(self._device, self._offload, folder)
+
+
+def problems_of_offload(
+    offload: Offload,
+    device: torch.device,
+    groups: Sequence[dist.ProcessGroup],
+    parameters: Iterable[nn.Parameter],
+    precision_of: Callable[[torch.dtype, bool], Precision],
+    num_shards: int,
+) -> Iterator[str]:
+    """Yield why this rank cannot offload parameters that are sharded in so many parts."""
+    if device.type == "cuda":
+        for group in groups:
+            try:
+                group._get_backend(torch.device("cpu"))
+            except RuntimeError:
+                yield (
+                    "Memory.offload needs process groups for host memory too: call"
+                    ' init_process_group("cpu:gloo,cuda:nccl") or init_process_group()'
+                )
+                break
+    folder = offload.folder
+    if folder is None:
+        return
+    try:
+        mapped(folder, 1, torch.uint8)
+    except (OSError, RuntimeError) as error:
+        yield (
+            f"Memory.offload={str(folder)!r}: rank {dist.get_rank()} cannot map a file there"
+            f" ({error}): name a folder on a local disk that exists and can be written to"
+        )
+        return
+    num_bytes = 0
+    for parameter in parameters:
+        precision = precision_of(parameter.dtype, parameter.requires_grad)
+        main, gradient = precision.main_param.itemsize, precision.main_grad.itemsize
+        num_bytes += parameter.numel() * (3 * main + gradient if parameter.requires_grad else main)
+    # Ranks of one machine share the disk.
+    needed = num_bytes // num_shards * int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        yield (
+            f"Memory.offload={str(folder)!r} has {free / 1e9:.1f} GB free, but the ranks of this"
+            f" machine need {needed / 1e9:.1f} GB for main weights, gradients and two moments:"
+            " free some, name another disk, or shard over more machines"
+        )

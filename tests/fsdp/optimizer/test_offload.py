@@ -1,0 +1,322 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Main weights, gradients and optimizer state in host memory or files train as on the device."""
+
+import os
+import shutil
+from collections.abc import Callable
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
+
+from megatron.fsdp import Memory, MixedPrecisionPolicy, Offload, clip_grad_norm_
+from megatron.fsdp.optimizer.host import block_update
+from megatron_fsdp import fully_shard, fully_shard_model, fully_shard_optimizer
+from tests.support.fsdp import models
+from tests.support.fsdp.meshes import Meshes
+from tests.support.fsdp.optimizers import OPTIMIZERS
+from tests.support.fsdp.reference import Ranks, batch, loss_of
+
+Make = Callable[..., torch.optim.Optimizer]
+
+
+class Trained(NamedTuple):
+    """What a training has come to on this rank."""
+
+    losses: list[float]
+    norms: list[float]
+    weights: list[Tensor]  # the local parts
+    state: dict[str, Any]
+    model: nn.Module
+
+
+def train(
+    offload: Any,
+    make: Make,
+    mesh: str = "flat",
+    dtype: torch.dtype = torch.float32,
+    steps: int = 3,
+    clip: Callable[..., Tensor] = clip_grad_norm_,
+    **settings: Any,
+) -> Trained:
+    """Train with two microbatches a step, in blocks that end inside of parameters."""
+    torch.manual_seed(3)
+    module = models.Stack().to(dtype)
+    model, optimizer = fully_shard(
+        module,
+        make(module.parameters()),
+        fsdp_unit_modules=models.Stack.units,
+        offload_policy=offload,
+        **Meshes().arguments(mesh),
+        **settings,
+    )
+    losses, norms = [], []
+    for step in range(steps):
+        for microbatch in range(2):
+            loss = loss_of(model(batch(step, dist.get_rank(), microbatch).to(dtype)))
+            loss.backward()
+            losses.append(loss.item())
+        norms.append(clip(model.parameters(), 0.1).item())
+        with mock.patch.object(block_update, "BLOCK_BYTES", 512):
+            optimizer.step()
+        optimizer.zero_grad()
+    weights = [each.to_local().clone() for each in model.parameters()]
+    return Trained(losses, norms, weights, optimizer.state_dict(), model)
+
+
+def assert_equal(actual: Trained, expected: Trained) -> None:
+    assert actual.losses == expected.losses
+    assert actual.norms == expected.norms
+    for one, other in zip(actual.weights, expected.weights, strict=True):
+        assert torch.equal(one, other)
+    states = actual.state["state"], expected.state["state"]
+    for own, wanted in zip(states[0].values(), states[1].values(), strict=True):
+        assert own.keys() == wanted.keys()
+        for name, value in wanted.items():
+            pair = own[name], value
+            if hasattr(value, "to_local"):
+                pair = own[name].to_local(), value.to_local()
+            assert torch.equal(*map(torch.as_tensor, pair)), name
+
+
+def lies_in_a_file(tensor: Tensor) -> bool:
+    return tensor.untyped_storage().filename is not None
+
+
+def compare(folder: str, make: Make, **settings: Any) -> None:
+    expected = train(None, make, **settings)
+    for place in ("host", folder):
+        actual = train(place, make, **settings)
+        assert_equal(actual, expected)
+        for group in actual.model.groups:
+            assert lies_in_a_file(group.main_shard) is (place == folder)
+            assert lies_in_a_file(group.gradients.shard) is (place == folder)
+    assert not os.listdir(folder)
+
+
+PLACES: dict[str, tuple[int, dict[str, Any]]] = {
+    **{f"level{level}": (2, {"zero_dp_strategy": level}) for level in range(4)},
+    "hybrid": (4, {"mesh": "outer2"}),
+    "hybrid optim": (4, {"mesh": "outer2", "outer_dp_sharding_strategy": 1}),
+    "bfloat16": (2, {"dtype": torch.bfloat16}),
+    "bfloat16 gradients": (
+        2,
+        {
+            "dtype": torch.bfloat16,
+            "mixed_precision_policy": MixedPrecisionPolicy(
+                torch.float32, torch.bfloat16, torch.float32
+            ),
+        },
+    ),
+    "bfloat16 weights": (
+        2,
+        {"dtype": torch.bfloat16, "mixed_precision_policy": MixedPrecisionPolicy(None)},
+    ),
+    "slots": (2, {"fsdp_double_buffer": True}),
+    "no_sync": (2, {"sync_model_each_microbatch": False, "zero_dp_strategy": 1}),
+    "torch's clipping": (2, {"clip": nn.utils.clip_grad_norm_}),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_training_has_the_bits_of_one_on_the_device(
+    ranks: Ranks, tmp_path: Path, place: str
+) -> None:
+    size, settings = PLACES[place]
+    ranks(size, compare, str(tmp_path), OPTIMIZERS["adamw"], **settings)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_element_wise_optimizer_steps_in_blocks(
+    ranks: Ranks, tmp_path: Path, name: str
+) -> None:
+    ranks(2, compare, str(tmp_path), OPTIMIZERS[name])
+
+
+def assert_share(fraction: float) -> None:
+    trained = train(Offload(fraction=fraction), OPTIMIZERS["adamw"])
+    assert_equal(trained, train(None, OPTIMIZERS["adamw"]))
+    groups = trained.model.groups
+    total = sum(group.layout.numel for group in groups)
+    away = [group.layout.numel for group in groups if group.memory.is_offloaded]
+    assert fraction * total <= sum(away) < fraction * total + (max(away) if away else 1)
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.4, 1.0])
+def test_a_fraction_of_the_elements_is_offloaded(ranks: Ranks, fraction: float) -> None:
+    ranks(2, assert_share, fraction)
+
+
+# ---- checkpoints
+
+
+def resume(folder: str, checkpoint: str) -> None:
+    """Save with state in files, and go on with it there, and on the device."""
+    make, whole = OPTIMIZERS["adamw"], train(None, OPTIMIZERS["adamw"], steps=4)
+    saved = train(folder, make, steps=2)
+    state = {"model": saved.model.state_dict(), "optimizer": saved.state}
+    dcp.save(state, checkpoint_id=checkpoint)
+    for place in (folder, None):
+        other = train(place, make, steps=1)
+        optimizer = other_optimizer(other.model)
+        state = {"model": other.model.state_dict(), "optimizer": optimizer.state_dict()}
+        dcp.load(state, checkpoint_id=checkpoint)
+        other.model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        for step in (2, 3):
+            for microbatch in range(2):
+                data = batch(step, dist.get_rank(), microbatch).float()
+                loss_of(other.model(data)).backward()
+            clip_grad_norm_(other.model.parameters(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+        for parameter, expected in zip(other.model.parameters(), whole.weights, strict=True):
+            assert torch.equal(parameter.to_local(), expected)
+            moment = optimizer.state[parameter]["exp_avg"].to_local()
+            assert not moment.numel() or lies_in_a_file(moment) is (place == folder)
+
+
+def other_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    return fully_shard_optimizer(OPTIMIZERS["adamw"](model.parameters()))
+
+
+def test_a_checkpoint_loads_into_files_and_onto_the_device(ranks: Ranks, tmp_path: Path) -> None:
+    (tmp_path / "files").mkdir()
+    ranks(2, resume, str(tmp_path / "files"), str(tmp_path / "checkpoint"))
+
+
+# ---- memory
+
+
+def resident() -> int:
+    with open("/proc/self/status") as file:
+        return sum(int(line.split()[1]) for line in file if line.startswith("RssFile")) * 1024
+
+
+def train_wide(folder: str) -> None:
+    width, layers = 512, 24
+    torch.manual_seed(0)
+    module = nn.Sequential(*[nn.Linear(width, width) for _ in range(layers)])
+    optimizer = torch.optim.AdamW(module.parameters(), fused=True)
+    model, optimizer = fully_shard(
+        module, optimizer, fsdp_unit_modules=[nn.Linear], offload_policy=folder
+    )
+    own = 16 * layers * width**2 // dist.get_world_size()
+    before, highest = resident(), []
+    optimizer.register_step_pre_hook(lambda *_: highest.append(resident()))
+    for _ in range(3):
+        loss = model(torch.randn(4, width)).sum()
+        highest.append(resident())
+        loss.backward()
+        clip_grad_norm_(model.parameters(), 1.0)
+        highest.append(resident())
+        optimizer.step()
+        optimizer.zero_grad()
+        highest.append(resident())
+    assert max(highest) - before < own / 8, (max(highest) - before, own)
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="Linux tells what is resident")
+def test_files_take_memory_only_while_they_are_in_use(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(2, train_wide, str(tmp_path))
+
+
+# ---- the interface
+
+
+def test_policies_of_fsdp2_and_short_forms_mean_offload() -> None:
+    assert Memory().offload is None
+    assert Memory(offload=OffloadPolicy()).offload is None
+    assert Memory(offload=CPUOffloadPolicy(pin_memory=False)).offload == Offload(pins=False)
+    assert Memory(offload="host").offload == Offload()
+    assert Memory(offload=Path("somewhere")).offload == Offload(to=Path("somewhere"))
+
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "fraction": ({"fraction": 1.5}, "Offload.fraction expects a number from 0 to 1 but got 1.5"),
+    "flag as fraction": ({"fraction": True}, "Offload.fraction expects a number from 0 to 1"),
+    "place": ({"to": 3}, "Offload.to expects 'host' or a folder but got 3"),
+    "flag": ({"on_device": "yes"}, "Offload.on_device expects True or False but got 'yes'"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_wrong_settings_are_refused(case: str) -> None:
+    arguments, message = BAD[case]
+    with pytest.raises(ValueError, match=message):
+        Offload(**arguments)
+
+
+def test_graphs_hold_no_offload() -> None:
+    with pytest.raises(ValueError, match=r"Memory\.holds_addresses is for graphs"):
+        Memory(offload="host", holds_addresses=True)
+
+
+def refuse(folder: str, make: Make, message: str, fails_on: int | None, gigabytes: float) -> None:
+    """Refuse on all ranks, whichever has the problem, and change nothing."""
+    module = models.build_stack()
+    before = [parameter.clone() for parameter in module.parameters()]
+    free = gigabytes if fails_on in (None, dist.get_rank()) else 1e6
+    refused = pytest.raises((ValueError, NotImplementedError), match=message)
+    with scarce_disk(free), refused:
+        fully_shard(
+            module,
+            make(module.parameters()),
+            fsdp_unit_modules=models.Stack.units,
+            offload_policy=folder,
+        )
+    assert all(map(torch.equal, module.parameters(), before))
+
+
+@contextmanager
+def scarce_disk(gigabytes: float) -> Any:
+    original = shutil.disk_usage
+    shutil.disk_usage = lambda folder: original(folder)._replace(free=int(gigabytes * 1e9))
+    try:
+        yield
+    finally:
+        shutil.disk_usage = original
+
+
+@pytest.mark.parametrize(
+    ("name", "message", "fails_on", "gigabytes"),
+    [
+        ("absent", "cannot map a file there .* name a folder on a local disk", None, 1e6),
+        (".", "GB free, but the ranks of this machine need", 1, 1e-9),
+    ],
+)
+def test_a_folder_that_does_not_do_is_refused_by_all_ranks(
+    ranks: Ranks, tmp_path: Path, name: str, message: str, fails_on: int | None, gigabytes: float
+) -> None:
+    ranks(2, refuse, str(tmp_path / name), OPTIMIZERS["adamw"], message, fails_on, gigabytes)
+
+
+def muon_over_matrices(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.Muon([each for each in parameters if each.ndim == 2])
+
+
+def refuse_later(folder: str) -> None:
+    model = fully_shard_model(models.build_stack(), offload_policy=folder)
+    with pytest.raises(NotImplementedError, match="Muon keeps its state in memory of its own"):
+        fully_shard_optimizer(muon_over_matrices(model.parameters()))
+
+
+def test_state_that_would_not_lie_in_the_files_is_refused(ranks: Ranks, tmp_path: Path) -> None:
+    message = "Muon keeps its state in memory of its own"
+    ranks(2, refuse, str(tmp_path), muon_over_matrices, message, None, 1e6)
+    ranks(2, refuse_later, str(tmp_path))
+
+
+def compare_muon() -> None:
+    assert_equal(train("host", muon_over_matrices), train(None, muon_over_matrices))
+
+
+def test_matrices_in_host_memory_have_owners_too(ranks: Ranks) -> None:
+    ranks(2, compare_muon)
