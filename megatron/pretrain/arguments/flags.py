@@ -68,7 +68,8 @@ def row(names: str, kind: Any, help: str, default: Any = None, **more: Any) -> F
     """Return a flag that is written as one line of a table.
 
     Args:
-        names: spellings, separated by blanks. The first gives the destination, unless `dest` does.
+        names: spellings, separated by blanks. The first gives the destination, unless `dest` does:
+            that of an "off" is what `no` and `disable` in it switch off.
         kind: "switch", "off", the words that are allowed as "one|other", or the type of the value.
         help: text for --help.
         default: value without the flag.
@@ -78,7 +79,7 @@ def row(names: str, kind: Any, help: str, default: Any = None, **more: Any) -> F
     dest = spellings[0].removeprefix("--").replace("-", "_")
     settings: dict[str, Any] = {"type": kind, "default": default}
     if kind == "off":
-        dest = dest.removeprefix("no_")
+        dest = dest.replace("no_", "", 1).replace("disable_", "enable_", 1)
         settings = {"kind": kind, "default": True}
     elif kind == "switch":
         settings = {"kind": kind, "default": bool(default)}

@@ -160,19 +160,16 @@ def check_kernels(check: Check) -> None:
 
 def replace(check: Check, cause: str, values: dict[str, Any]) -> None:
     """Set the destinations to the values, and note which of them changed and the cause."""
-    changed = {dest: value for dest, value in values.items() if getattr(check.args, dest) != value}
-    for dest, value in changed.items():
+    named, off = [], []
+    for dest, value in values.items():
+        if getattr(check.args, dest) == value:
+            continue
         setattr(check.args, dest, value)
-    named = [
-        f"{dest.replace('_', '-')} {value}"
-        for dest, value in changed.items()
-        if isinstance(value, str)
-    ]
-    off = [
-        dest.removeprefix("no_").replace("_", "-")
-        for dest, value in changed.items()
-        if isinstance(value, bool)
-    ]
+        name = dest.replace("_", "-")
+        if isinstance(value, str):
+            named.append(f"{name} {value}")
+        else:
+            off.append(name.removeprefix("no-"))
     if off:
         named.append(f"off: {', '.join(off)}")
     if named:
