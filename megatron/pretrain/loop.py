@@ -83,7 +83,7 @@ def run_to_the_end(
         source = find_data(args, tokenizer)
     model = build_model(args, args.padded_vocab_size, device)
     optimizer, scheduler = (None, None) if args.skip_train else build_optimizer(args, model)
-    run = TrainingRun(args, device, model, optimizer, scheduler, Report(args))
+    run = TrainingRun(model, optimizer, scheduler, args=args, device=device, report=Report(args))
     run.stop = StopRequest(args.exit_duration_in_mins)
     run.report.say(f"{count(number_of_parameters(model))} parameters on {args.world_size} ranks")
     for line in source.lines if source else ():
@@ -108,7 +108,7 @@ def load_and_train(
     """
     args, report = run.args, run.report
     with report.times.measured(LOAD):
-        run.progress = checkpointing.load(args, run.model, run.optimizer, run.scheduler, report.say)
+        run.progress = checkpointing.load(args, run, report.say)
     report.times_of(LOAD, run.progress)
     with position.during(position.READING):
         train_data, valid_data, test_data = datasets()
@@ -199,7 +199,7 @@ def train(
             report.stop_clock()
             if run.background is not None:
                 with position.during(position.SAVING):
-                    run.background.step_is_over(run.model, run.optimizer, run.scheduler, progress)
+                    run.background.step_is_over(run, progress)
             if run.stop.interrupted:
                 break
             if progress.is_multiple_of(args.check_weight_hash_across_dp_replicas_interval):
@@ -315,16 +315,15 @@ def save(run: TrainingRun, root: str, at_the_end: bool = False) -> None:
     At the end of a run no process is started to save in the background: after SIGTERM a launcher
     gives a few seconds.
     """
-    parts = (run.model, run.optimizer, run.scheduler, run.progress)
     with position.during(position.SAVING):
         if run.background is not None:
             run.background.wait()
     run.report.keep_history()
     with run.report.times.measured(SAVE), position.during(position.SAVING):
         if run.background is not None and not at_the_end:
-            run.background.save(*parts, root)
+            run.background.save(run, run.progress, root)
         else:
-            checkpointing.save(run.args, *parts, run.report.say, root)
+            checkpointing.save(run.args, run, run.progress, run.report.say, root)
             run.report.saved(run.progress)
     run.report.times_of(SAVE, run.progress)
 

@@ -13,10 +13,25 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.tensor_parallel.random import (
     convert_cuda_rng_state,
     is_graph_safe_cuda_rng_tracker,
 )
+from megatron.core.transformer.module import MegatronModule
+
+
+@dataclass
+class TrainedParts:
+    """The parts of a run that steps change and checkpoints hold."""
+
+    model: list[MegatronModule]
+    """The model chunks of this pipeline stage: one, or one for each virtual stage."""
+    optimizer: MegatronOptimizer | None = None
+    """None for a run that only evaluates, or where its state is not saved or loaded."""
+    scheduler: OptimizerParamScheduler | None = None
+    """The schedule of learning rate and weight decay; None as the optimizer is."""
 
 
 @dataclass
@@ -45,16 +60,10 @@ class Progress:
         Raises:
             KeyError: the checkpoint has no ``iteration`` or no ``args``.
         """
-        args = content["args"]
-        return cls(
-            iteration=content["iteration"],
-            consumed_train_samples=getattr(args, "consumed_train_samples", 0),
-            skipped_train_samples=getattr(args, "skipped_train_samples", 0),
-            consumed_valid_samples=getattr(args, "consumed_valid_samples", 0),
-            num_floating_point_operations_so_far=content.get(
-                "num_floating_point_operations_so_far", 0.0
-            ),
-        )
+        names = ("consumed_train_samples", "skipped_train_samples", "consumed_valid_samples")
+        samples = {name: getattr(content["args"], name, 0) for name in names}
+        flops = content.get("num_floating_point_operations_so_far", 0.0)
+        return cls(content["iteration"], num_floating_point_operations_so_far=flops, **samples)
 
     def written_into(self, args: argparse.Namespace) -> argparse.Namespace:
         """Return a copy of ``args`` with the counters put in, as in Megatron-LM's checkpoints."""

@@ -17,13 +17,8 @@ from megatron.core.num_microbatches_calculator import (
     get_num_microbatches,
     update_num_microbatches,
 )
-from megatron.core.optimizer import MegatronOptimizer
-from megatron.core.optimizer_param_scheduler import (
-    OptimizerParamScheduler,
-    get_canonical_lr_for_logging,
-)
+from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 from megatron.core.rerun_state_machine import get_rerun_state_machine
-from megatron.core.transformer.module import MegatronModule
 
 from megatron.pretrain.captured_iterations import schedule_of
 from megatron.pretrain.checkpoints.background_save import BackgroundSaves
@@ -33,24 +28,18 @@ from megatron.pretrain.model.forward_step import ForwardStep, Microbatches
 from megatron.pretrain.model.model_statistics import count_zeros, params_norm
 from megatron.pretrain.report.report import Report
 from megatron.pretrain.report.timing import OPTIMIZER
-from megatron.pretrain.run_state import Progress
+from megatron.pretrain.run_state import Progress, TrainedParts
 from megatron.pretrain.watch import rerun
 from megatron.pretrain.watch.stopping import StopRequest
 
 
-@dataclass
-class TrainingRun:
-    """The parts of one training run."""
+@dataclass(kw_only=True)
+class TrainingRun(TrainedParts):
+    """One training run with all of its parts."""
 
     args: argparse.Namespace
     """The completed arguments, which no part of the run changes."""
     device: torch.device
-    model: list[MegatronModule]
-    """The model chunks of this pipeline stage: one, or one for each virtual stage."""
-    optimizer: MegatronOptimizer | None
-    """None for a run that only evaluates."""
-    scheduler: OptimizerParamScheduler | None
-    """The schedule of learning rate and weight decay; None for a run that only evaluates."""
     report: Report
     progress: Progress = field(default_factory=Progress)
     stop: StopRequest = field(default_factory=StopRequest)

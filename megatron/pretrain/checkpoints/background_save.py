@@ -14,9 +14,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.optimizer import MegatronOptimizer
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from megatron.core.transformer.module import MegatronModule
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from megatron.fsdp.engine.collectives import agree
@@ -27,7 +24,7 @@ from megatron.pretrain.checkpoints.staging import StagingBuffer
 from megatron.pretrain.errors import RunError
 from megatron.pretrain.first_rank import Say
 from megatron.pretrain.model.forward_writes import is_buffer_of, num_writes_to_weights
-from megatron.pretrain.run_state import Progress
+from megatron.pretrain.run_state import Progress, TrainedParts
 
 _WAITING_INTERVAL = 0.05
 """Seconds between two looks at the writers while nothing else is done."""
@@ -88,13 +85,7 @@ class BackgroundSaves:
         if args.use_persistent_ckpt_worker:  # its imports take seconds, until the first save
             self._writer = self._start_writer()
 
-    def step_is_over(
-        self,
-        model: list[MegatronModule],
-        optimizer: MegatronOptimizer | None,
-        scheduler: OptimizerParamScheduler | None,
-        progress: Progress,
-    ) -> None:
+    def step_is_over(self, parts: TrainedParts, progress: Progress) -> None:
         """Do :meth:`conclude`; after the first step, reserve host memory for the first save.
 
         It is allocated in a thread while training goes on. The optimizer has its state then.
@@ -104,17 +95,10 @@ class BackgroundSaves:
             return
         self._has_reserved = True
         with collector_paused(), suppress(RunError):  # what cannot be saved, a save reports
-            content = checkpointing.collect(self._args, model, optimizer, scheduler, progress)
+            content = checkpointing.collect(self._args, parts, progress)
             attempt(lambda: self._buffer.reserve(content))
 
-    def save(
-        self,
-        model: list[MegatronModule],
-        optimizer: MegatronOptimizer | None,
-        scheduler: OptimizerParamScheduler | None,
-        progress: Progress,
-        root: str,
-    ) -> None:
+    def save(self, parts: TrainedParts, progress: Progress, root: str) -> None:
         """Copy the state of the run, and let it be written under ``root``.
 
         Waits for the save before. Weights and optimizer state must keep their values until
@@ -124,8 +108,9 @@ class BackgroundSaves:
             RunError: on every rank, if any rank could not write this or the save before.
         """
         self.wait()
+        model = parts.model
         with collector_paused():  # training waits
-            content = checkpointing.collect(self._args, model, optimizer, scheduler, progress)
+            content = checkpointing.collect(self._args, parts, progress)
             target = checkpointing.prepare(root, progress.iteration)
 
             def begin() -> None:

@@ -12,25 +12,20 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch.distributed as dist
-from megatron.core.optimizer import MegatronOptimizer
-from megatron.core.transformer.module import MegatronModule
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron.checkpoint.core.listing import some
 from megatron.checkpoint.integrity.manifest import FileDigest, Manifest, digests_of_rank
 from megatron.fsdp.engine.collectives import agree
 from megatron.pretrain.first_rank import Say
+from megatron.pretrain.run_state import TrainedParts
 
 
 class CheckpointFormat(Protocol):
     """A format in which a run saves and loads. The methods are collectives."""
 
     def collect(
-        self,
-        args: argparse.Namespace,
-        state: dict[str, Any],
-        model: list[MegatronModule],
-        optimizer: MegatronOptimizer | None,
+        self, args: argparse.Namespace, state: dict[str, Any], parts: TrainedParts
     ) -> dict[str, Any]:
         """Return the content of a checkpoint, with ``args`` among it.
 
@@ -40,8 +35,7 @@ class CheckpointFormat(Protocol):
         Args:
             args: arguments of the run.
             state: everything but weights and optimizer.
-            model: the chunks of this pipeline stage.
-            optimizer: None: its state is not saved.
+            parts: what is saved beside it.
         """
 
     def write(self, args: argparse.Namespace, content: dict[str, Any], target: Path) -> list[str]:
@@ -57,8 +51,7 @@ class CheckpointFormat(Protocol):
         self,
         args: argparse.Namespace,
         state: dict[str, Any],
-        model: list[MegatronModule],
-        optimizer: MegatronOptimizer | None,
+        parts: TrainedParts,
         source: Path,
         say: Say,
     ) -> dict[str, Any]:
@@ -67,8 +60,7 @@ class CheckpointFormat(Protocol):
         Args:
             args: arguments of the run.
             state: everything but weights and optimizer, as a fresh run has it.
-            model: the chunks of this pipeline stage.
-            optimizer: None: its state is not loaded.
+            parts: what is loaded beside it.
             source: the directory of the checkpoint, whose files have been checked.
             say: prints a line on the first rank.
 

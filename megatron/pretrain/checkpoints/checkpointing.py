@@ -14,9 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from megatron.core.optimizer import MegatronOptimizer
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from megatron.core.transformer.module import MegatronModule
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron.checkpoint.commands.formats import FSDP_DTENSOR, HUGGING_FACE, TORCH_DIST
@@ -52,7 +49,7 @@ from megatron.pretrain.checkpoints.saved_state import (
 from megatron.pretrain.checkpoints.torch_dist_format import TorchDistFormat
 from megatron.pretrain.errors import RunError, is_of_machine
 from megatron.pretrain.first_rank import Say, on_first_rank, wait_until_visible
-from megatron.pretrain.run_state import Progress
+from megatron.pretrain.run_state import Progress, TrainedParts
 from megatron.pretrain.watch import rerun
 
 FORMATS: dict[tuple[bool, str], CheckpointFormat] = {
@@ -73,9 +70,7 @@ def format_for(args: argparse.Namespace) -> CheckpointFormat:
 
 def save(
     args: argparse.Namespace,
-    model: list[MegatronModule],
-    optimizer: MegatronOptimizer | None,
-    scheduler: OptimizerParamScheduler | None,
+    parts: TrainedParts,
     progress: Progress,
     say: Say,
     root: str | None = None,
@@ -88,18 +83,12 @@ def save(
         RunError: on every rank, if any rank could not write; nothing is left behind then.
     """
     root = root or args.save
-    content = collect(args, model, optimizer, scheduler, progress)
+    content = collect(args, parts, progress)
     target = prepare(root, progress.iteration)
     conclude(args, root, progress, write(args, content, target), say)
 
 
-def collect(
-    args: argparse.Namespace,
-    model: list[MegatronModule],
-    optimizer: MegatronOptimizer | None,
-    scheduler: OptimizerParamScheduler | None,
-    progress: Progress,
-) -> dict[str, Any]:
+def collect(args: argparse.Namespace, parts: TrainedParts, progress: Progress) -> dict[str, Any]:
     """Return the content of a checkpoint; its tensors share storage with model and optimizer.
 
     This is a collective.
@@ -108,12 +97,10 @@ def collect(
         RunError: on every rank, if any rank has failed.
     """
     if args.no_save_optim:
-        optimizer = scheduler = None
-    state = run_state(args, progress, scheduler, with_rng=not args.no_save_rng)
+        parts = TrainedParts(parts.model)
+    state = run_state(args, progress, parts.scheduler, with_rng=not args.no_save_rng)
     content: dict[str, Any] = {}
-    problems = attempt(
-        lambda: content.update(format_for(args).collect(args, state, model, optimizer))
-    )
+    problems = attempt(lambda: content.update(format_for(args).collect(args, state, parts)))
     if problems:
         raise _not_written(progress.iteration, problems)
     return content
@@ -200,13 +187,7 @@ def _on_first_rank(action: Callable[[], Any], problem: str) -> None:
 
 @metadata_read_once()
 @collector_paused()
-def load(
-    args: argparse.Namespace,
-    model: list[MegatronModule],
-    optimizer: MegatronOptimizer | None,
-    scheduler: OptimizerParamScheduler | None,
-    say: Say,
-) -> Progress:
+def load(args: argparse.Namespace, parts: TrainedParts, say: Say) -> Progress:
     """Load the checkpoint of ``--load`` or ``--pretrained-checkpoint``, and return its progress.
 
     A collective. Without a checkpoint, and if only weights are loaded, the counters are 0.
@@ -217,34 +198,30 @@ def load(
     source = _choose_source(args, say)
     progress = Progress()
     if source is not None:
-        progress = _load_source(source, args, model, optimizer, scheduler, say)
+        progress = _load_source(source, args, parts, say)
     for line in on_first_rank(lambda: save_directory.settle(args, source)):
         say(line)
     return progress
 
 
 def _load_source(
-    source: CheckpointSource,
-    args: argparse.Namespace,
-    model: list[MegatronModule],
-    optimizer: MegatronOptimizer | None,
-    scheduler: OptimizerParamScheduler | None,
-    say: Say,
+    source: CheckpointSource, args: argparse.Namespace, parts: TrainedParts, say: Say
 ) -> Progress:
     """Load a checkpoint and return its progress; a collective."""
-    path = source.path
+    path, optimizer = source.path, parts.optimizer
     with_optimizer = optimizer is not None and not (args.no_load_optim or source.weights_only)
+    wanted = parts if with_optimizer else TrainedParts(parts.model)
     with_rng = not (args.no_load_rng or source.weights_only)
     if not args.no_check_checkpoint_args:
         check_arguments(path, args, say)
-    state = run_state(args, Progress(), scheduler if with_optimizer else None, with_rng)
-    rates = rates_of(scheduler) if with_optimizer else []
-    loaded = _read(args, state, model, optimizer if with_optimizer else None, path, say)
+    state = run_state(args, Progress(), wanted.scheduler, with_rng)
+    rates = rates_of(parts.scheduler) if with_optimizer else []
+    loaded = _read(args, state, wanted, path, say)
 
     if optimizer is not None and not with_optimizer:
         optimizer.reload_model_params()  # its fp32 weights are those that were loaded
     if with_optimizer:
-        load_schedule(scheduler, loaded["opt_param_scheduler"], rates)
+        load_schedule(parts.scheduler, loaded["opt_param_scheduler"], rates)
     if with_rng:
         load_random_state(loaded.get("rng_state"), path, say)
         step_to_repeat = getattr(loaded["args"], "rerun_state", "")
@@ -343,12 +320,7 @@ def check_files(source: Path, verify: bool) -> None:
 
 
 def _read(
-    args: argparse.Namespace,
-    state: dict[str, Any],
-    model: list[MegatronModule],
-    optimizer: MegatronOptimizer | None,
-    source: Path,
-    say: Say,
+    args: argparse.Namespace, state: dict[str, Any], parts: TrainedParts, source: Path, say: Say
 ) -> dict[str, Any]:
     """Read ``source`` into the model and the optimizer, and return the rest of it.
 
@@ -356,7 +328,7 @@ def _read(
         ValueError: names the problems of each rank.
     """
     try:
-        return format_for(args).load(args, state, model, optimizer, source, say)
+        return format_for(args).load(args, state, parts, source, say)
     except (KeyError, FileNotFoundError) as error:
         raise ValueError(f"{source} cannot be loaded: {error}") from error
     except CheckpointException as error:

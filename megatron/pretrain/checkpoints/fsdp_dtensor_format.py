@@ -60,6 +60,7 @@ from megatron.pretrain.checkpoints.checkpoint_format import (
 from megatron.pretrain.checkpoints.converted_source import format_of, open_converted
 from megatron.pretrain.first_rank import Say
 from megatron.pretrain.model.vocabulary_padding import VocabularyArguments, fit_padding
+from megatron.pretrain.run_state import TrainedParts
 
 Model = list[FullyShardedDataParallel]
 """The chunks of this pipeline stage."""
@@ -76,14 +77,10 @@ class FsdpDtensorFormat:
 
     @collector_paused()
     def collect(
-        self,
-        args: argparse.Namespace,
-        state: dict[str, Any],
-        model: Model,
-        optimizer: MegatronOptimizer | None,
+        self, args: argparse.Namespace, state: dict[str, Any], parts: TrainedParts
     ) -> dict[str, Any]:
         """Return the content of a checkpoint, by the keys of the file."""
-        names = EntryNames.of(args)
+        model, optimizer, names = parts.model, parts.optimizer, EntryNames.of(args)
         entries = {**model_entries(model, names), **extra_states(model, names.name)}
         content = {**_with_rng_by_stage(state), "model": entries}
         if optimizer is not None:
@@ -129,8 +126,7 @@ class FsdpDtensorFormat:
         self,
         args: argparse.Namespace,
         state: dict[str, Any],
-        model: Model,
-        optimizer: MegatronOptimizer | None,
+        parts: TrainedParts,
         source: Path,
         say: Say,
     ) -> dict[str, Any]:
@@ -140,6 +136,7 @@ class FsdpDtensorFormat:
             ValueError: on every rank, listing the entries that are missing on any rank or of
                 another shape, unless partial loads are allowed; before anything is overwritten.
         """
+        model, optimizer = parts.model, parts.optimizer
         reader: StorageReader = SafeReader(source)
         if format_of(source) != FSDP_DTENSOR:
             reader = open_converted(source, args, say)

@@ -51,20 +51,17 @@ from megatron.pretrain.checkpoints.fsdp_dtensor_format import (
     own_prefix,
 )
 from megatron.pretrain.checkpoints.torch_dist_format import sharded_random_state
+from megatron.pretrain.run_state import TrainedParts
 
 
 class FsdpTorchDistFormat(FsdpDtensorFormat):
     """The format torch_dist of a run with FSDP, which loads it as one with fsdp_dtensor does."""
 
     def collect(
-        self,
-        args: argparse.Namespace,
-        state: dict[str, Any],
-        model: Model,
-        optimizer: MegatronOptimizer | None,
+        self, args: argparse.Namespace, state: dict[str, Any], parts: TrainedParts
     ) -> dict[str, Any]:
         """Return ``args``, the ``entries`` of this rank and, on the first one, the ``files``."""
-        names = EntryNames.of(args)
+        model, optimizer, names = parts.model, parts.optimizer, EntryNames.of(args)
         entries: list[ChunkEntry | ObjectEntry] = []
         slots: dict[str, dict[str, Any]] = {}
         settings: dict[str, dict[str, Any]] = {}

@@ -45,6 +45,7 @@ from megatron.pretrain.checkpoints.torch_dist_saving import (
 )
 from megatron.pretrain.first_rank import Say, on_first_rank
 from megatron.pretrain.model.gpt_model import unwrap
+from megatron.pretrain.run_state import TrainedParts
 
 SHARDING_TYPE = "distrib_optim_sharding_type"
 """The field of the description that names the distributed optimizer's layout; absent without it."""
@@ -61,15 +62,11 @@ class TorchDistFormat:
         self._strategies = SaveStrategies()
 
     def collect(
-        self,
-        args: argparse.Namespace,
-        state: dict[str, Any],
-        model: list[MegatronModule],
-        optimizer: MegatronOptimizer | None,
+        self, args: argparse.Namespace, state: dict[str, Any], parts: TrainedParts
     ) -> dict[str, Any]:
         """Return ``state``, the model and the optimizer in Megatron-Core's sharded form."""
-        with gathered_weights(model), without_warnings():
-            content = sharded_state(state, model, optimizer, metadata_of(args), is_loading=False)
+        with gathered_weights(parts.model), without_warnings():
+            content = sharded_state(state, parts, metadata_of(args), is_loading=False)
             apply_factories(content)  # they are functions, which no other process could be sent
         return content
 
@@ -91,8 +88,7 @@ class TorchDistFormat:
         self,
         args: argparse.Namespace,
         state: dict[str, Any],
-        model: list[MegatronModule],
-        optimizer: MegatronOptimizer | None,
+        parts: TrainedParts,
         source: Path,
         say: Say,
     ) -> dict[str, Any]:
@@ -101,6 +97,7 @@ class TorchDistFormat:
         Raises:
             ValueError: it does not fit this run.
         """
+        model, optimizer = parts.model, parts.optimizer
         on_first_rank(lambda: _refuse_code(source))
         with gathered_weights(model), without_warnings(), _common_state_readable(source):
             described = dist_checkpointing.load_content_metadata(str(source))
@@ -109,7 +106,7 @@ class TorchDistFormat:
             metadata = described or metadata_of(args)
             # A load needs no gathering, and gloo groups only with it.
             metadata = {**metadata, MEMORY_EFFICIENT: False}
-            content = sharded_state(state, model, optimizer, metadata, is_loading=True)
+            content = sharded_state(state, parts, metadata, is_loading=True)
             _drop_absent_random_state(content, source)
             models = [content[key] for key in named_chunks(model)]
             own_keys = {entry.key for entry in nested_values(models) if hasattr(entry, "key")}
@@ -227,18 +224,14 @@ def metadata_of(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def sharded_state(
-    state: dict[str, Any],
-    model: list[MegatronModule],
-    optimizer: MegatronOptimizer | None,
-    metadata: dict[str, Any],
-    is_loading: bool,
+    state: dict[str, Any], parts: TrainedParts, metadata: dict[str, Any], is_loading: bool
 ) -> dict[str, Any]:
     """Return ``state`` with model, optimizer and random state in Megatron-Core's sharded form."""
-    models = _sharded_models(model, metadata)
+    models = _sharded_models(parts.model, metadata)
     content = {**state, **models}
-    if optimizer is not None:
+    if parts.optimizer is not None:
         weights = models["model"] if len(models) == 1 else models
-        content["optimizer"] = optimizer.sharded_state_dict(
+        content["optimizer"] = parts.optimizer.sharded_state_dict(
             weights, is_loading=is_loading, metadata=metadata
         )
     if "rng_state" in state:

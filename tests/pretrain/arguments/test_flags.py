@@ -26,6 +26,7 @@ from megatron.pretrain.arguments.program_flags import PROGRAM_GROUPS
 from megatron.pretrain.checkpoints import torch_dist_format
 from megatron.pretrain.data.tokenizer_choice import TokenizerChoice
 from megatron.pretrain.model import gpt_optimizer
+from megatron.pretrain.run_state import TrainedParts
 from tests.support.pretrain.arguments.command_lines import REFUSED_HERE
 from tests.support.pretrain.arguments.flag_rows import PIPELINE, TRAIN, FlagRow
 from tests.support.pretrain.arguments.flag_tables import ROWS
@@ -93,7 +94,8 @@ def torch_dist(args: argparse.Namespace) -> dict[str, Any]:
         patch.multiple(torch_dist_format.dist_checkpointing, **outer),
         pytest.raises(ValueError, match="enough seen"),
     ):
-        torch_dist_format.TorchDistFormat().load(args, {}, [], None, Path("nowhere"), print)
+        parts = TrainedParts([])
+        torch_dist_format.TorchDistFormat().load(args, {}, parts, Path("nowhere"), print)
     return seen
 
 

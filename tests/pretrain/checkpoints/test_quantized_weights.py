@@ -102,12 +102,18 @@ class Run:
                 found[name] = [(one.scale.clone(), one.amax_history.clone()) for one in states]
         return found
 
+    def parts(self, optimizer: bool = True) -> Any:
+        """Return what the formats save and load."""
+        from megatron.pretrain.run_state import TrainedParts
+
+        return TrainedParts([self.model], self.optimizer if optimizer else None)
+
     def save(self, folder: str, name: str) -> None:
         """Save in a format."""
         writer = formats()[name]
         state = {"args": self.args, "iteration": self.step, "checkpoint_version": 3.0}
         state["num_floating_point_operations_so_far"] = 0.0
-        content = writer.collect(self.args, state, [self.model], self.optimizer)
+        content = writer.collect(self.args, state, self.parts())
         target = Path(folder)
         target.mkdir(parents=True, exist_ok=True)
         dist.barrier()
@@ -117,14 +123,8 @@ class Run:
         """Load any format."""
         state = {"args": self.args, "iteration": 0, "checkpoint_version": 3.0}
         state["num_floating_point_operations_so_far"] = 0.0
-        content = formats()["fsdp_dtensor"].load(
-            self.args,
-            state,
-            [self.model],
-            self.optimizer if optimizer else None,
-            Path(folder),
-            lambda text: None,
-        )
+        parts, reader = self.parts(optimizer), formats()["fsdp_dtensor"]
+        content = reader.load(self.args, state, parts, Path(folder), lambda text: None)
         self.step = content["iteration"]
 
 

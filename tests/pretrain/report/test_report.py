@@ -135,7 +135,8 @@ def test_every_reason_to_leave_the_loop_makes_the_last_line(
 ) -> None:
     args: Any = namespace(exit_interval=4)
     nothing: Any = None
-    run = TrainingRun(args, torch.device("cpu"), [], None, None, nothing, Progress(iteration), stop)
+    run = TrainingRun([], args=args, device=nothing, report=nothing)
+    run.progress, run.stop = Progress(iteration), stop
     assert run.stops_here == ends
 
 

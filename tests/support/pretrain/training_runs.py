@@ -208,7 +208,7 @@ def build(command_line: str, **overrides: Any) -> loop.TrainingRun:
     model = build_model(args, args.padded_vocab_size, device)
     optimizer, scheduler = build_optimizer(args, model)
     report = type("ThisReport", (RecordingReport,), {"record": Record()})(args)
-    return loop.TrainingRun(args, device, model, optimizer, scheduler, report)
+    return loop.TrainingRun(model, optimizer, scheduler, args=args, device=device, report=report)
 
 
 def tokenizer_of(args: Any) -> Tokenizer:
@@ -218,16 +218,12 @@ def tokenizer_of(args: Any) -> Tokenizer:
 
 def load_checkpoint(run: loop.TrainingRun) -> None:
     """Load the checkpoint that the command line names."""
-    run.progress = checkpointing.load(
-        run.args, run.model, run.optimizer, run.scheduler, run.report.say
-    )
+    run.progress = checkpointing.load(run.args, run, run.report.say)
 
 
 def save_checkpoint(run: loop.TrainingRun) -> None:
     """Save a checkpoint where the command line says."""
-    checkpointing.save(
-        run.args, run.model, run.optimizer, run.scheduler, run.progress, run.report.say
-    )
+    checkpointing.save(run.args, run, run.progress, run.report.say)
 
 
 def state_of(run: loop.TrainingRun) -> State:
