@@ -9,10 +9,13 @@ from copy import copy
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from megatron.fsdp.engine.unit_choice import is_expert_parameter
 from megatron.mcore_adapter.releases.process_groups import all_gather_group
 from megatron_fsdp import FSDPDistributedIndex
 
@@ -25,27 +28,28 @@ Groups = Mapping[str, dist.ProcessGroup | None]
 
 
 def mesh_axes(
+    module: nn.Module,
+    ddp_config: DistributedDataParallelConfig,
     groups: Groups,
     pg_collection: ProcessGroupCollection | None,
     device: torch.device | str | None,
-    has_experts: bool,
-    outer_is_sharded: bool,
-    own_gather_group: bool,
 ) -> FSDPDistributedIndex:
-    """Create the mesh axes of dense and of expert parameters; a collective.
+    """Create the mesh axes that a model needs for dense and expert parameters; a collective.
 
     Dense parameters are sharded over data x context ranks, experts over the ranks that have the
     same experts.
 
     Args:
+        module: the model.
+        ddp_config: whether the outer axis shards, and all-gathers have a group of their own.
         groups: the process groups of this rank.
         pg_collection: the source of ``groups``; None: ``parallel_state``.
         device: None: the accelerator if there is one, otherwise the CPU.
-        has_experts: the model has expert-parallel parameters.
-        outer_is_sharded: the outer axis of hybrid sharding shards optimizer state.
-        own_gather_group: use a separate group for all-gathers.
     """
-    device_type = _device_type(device)
+    if device is None:
+        device = torch.accelerator.current_accelerator(check_available=True) or "cpu"
+    device_type = torch.device(device).type
+    has_experts = any(is_expert_parameter(*named) for named in module.named_parameters())
     tensor, outer = groups["tp_group"], groups["inter_dist_opt_group"]
     tensor_of_experts = expert_tensor_group(pg_collection) if has_experts else None
     has_tensor_axis = _size(tensor) > 1 or _size(tensor_of_experts) > 1
@@ -56,7 +60,7 @@ def mesh_axes(
     if has_experts:
         expert = _mesh(device_type, tensor_of_experts, groups["intra_expt_dp_group"], outer)
     gather = None
-    if own_gather_group:
+    if getattr(ddp_config, "create_all_gather_group", False):
         data_parallel = groups["dp_cp_group"]
         assert data_parallel is not None  # every model has one
         gather = all_gather_group(pg_collection, data_parallel)
@@ -68,7 +72,7 @@ def mesh_axes(
         tp_dim=TENSOR_AXIS if has_tensor_axis else None,
         hybrid_fsdp_group=groups["dp_cp_group"] if is_hybrid else None,
         hybrid_fsdp_expt_group=groups["expt_dp_group"] if is_hybrid and has_experts else None,
-        hsdp_outer_dp_shard=outer_is_sharded,
+        hsdp_outer_dp_shard=is_hybrid and ddp_config.outer_dp_sharding_strategy != "no_shard",
         expt_device_mesh=expert,
         fsdp_group_ag=gather,
     )
@@ -111,16 +115,16 @@ def _size(group: dist.ProcessGroup | None) -> int:
     return 1 if group is None else group.size()
 
 
-def _device_type(device: torch.device | str | None) -> str:
-    if device is None:
-        device = torch.accelerator.current_accelerator(check_available=True) or "cpu"
-    return torch.device(device).type
-
-
 def expert_tensor_group(pg_collection: ProcessGroupCollection | None) -> dist.ProcessGroup:
     """Return the group of the ranks that have slices of the same experts."""
     group = getattr(pg_collection, "expt_tp", None)  # None too where 0.19 has none
     return group or parallel_state.get_expert_tensor_parallel_group()
+
+
+def instance_group(pg_collection: ProcessGroupCollection | None) -> dist.ProcessGroup:
+    """Return the group of the ranks of one optimizer instance, in which replicas do not count."""
+    group = getattr(pg_collection, "intra_dist_opt", None)
+    return group or parallel_state.get_intra_distributed_optimizer_instance_group()
 
 
 def _mesh(

@@ -10,10 +10,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.optimizer import DistributedOptimizer, MegatronOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
-from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import nn
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -70,19 +68,8 @@ GROUP = "_gradient_statistics_group"
 _original_group = DistributedOptimizer.get_grad_stats_parallel_group
 
 
-def count_over_all_instances(wrapper: nn.Module) -> None:
-    """Let the optimizer of a model reduce over all ranks: its outer data axis shards state."""
-    _reduce_over(wrapper, dist.group.WORLD)
-
-
-def count_over_instance(wrapper: nn.Module, pg_collection: ProcessGroupCollection | None) -> None:
-    """Let the optimizer of a model reduce over its instance, in which replicas do not count."""
-    group = getattr(pg_collection, "intra_dist_opt", None)  # None too where 0.19 has none
-    _reduce_over(wrapper, group or parallel_state.get_intra_distributed_optimizer_instance_group())
-
-
-def _reduce_over(wrapper: nn.Module, group: dist.ProcessGroup | None) -> None:
-    """Set the group of one model; None stands for all ranks."""
+def count_over(wrapper: nn.Module, group: dist.ProcessGroup | None) -> None:
+    """Let the optimizer of one model reduce over a group; None stands for all ranks."""
     setattr(wrapper, GROUP, group)
     DistributedOptimizer.get_grad_stats_parallel_group = _group
 
@@ -98,8 +85,6 @@ def _group(optimizer: DistributedOptimizer) -> dist.ProcessGroup | None:
 # DistributedOptimizer tells the model when its step has changed the main weights. An optimizer of
 # torch does not, so its step is watched. Megatron-Core's other optimizers cannot work: they keep
 # weights of their own, which no forward would ever see.
-
-_refusing = False
 
 
 def follow_torch_optimizers(wrapper: nn.Module) -> None:
@@ -138,12 +123,9 @@ def _engine_of(wrapper: Any, optimizer: torch.optim.Optimizer) -> ShardedModule 
     return None
 
 
+@functools.cache
 def refuse_stale_weights() -> None:
     """Let Megatron-Core's other optimizers refuse parameters of sharded models; once a process."""
-    global _refusing
-    if _refusing:
-        return
-    _refusing = True
     for kind in (FP32Optimizer, Float16OptimizerWithFloat16Params):
         kind.__init__ = _refusing_init(kind.__init__)
 

@@ -169,34 +169,35 @@ def _replace_uneven_collectives() -> None:
     gather = mappings._gather_along_first_dim
     reduce_scatter = mappings._reduce_scatter_along_first_dim
 
-    @functools.wraps(gather)
-    def gather_along_first_dim(
-        tensor: torch.Tensor,
-        group: Any,
-        sizes: Sequence[int] | None = None,
-        use_global_buffer: bool = False,
-    ) -> torch.Tensor:
-        if sizes is None or group.size() == 1:
-            return gather(tensor, group, sizes, use_global_buffer)
+    def gather_uneven(tensor: torch.Tensor, group: Any, sizes: Sequence[int]) -> torch.Tensor:
         longest = max(1, *sizes)
         parts = gather(_padded(tensor, longest), group).split(longest)
         return torch.cat([part[:size] for part, size in zip(parts, sizes)])
 
-    @functools.wraps(reduce_scatter)
-    def reduce_scatter_along_first_dim(
+    def scatter_uneven(tensor: torch.Tensor, group: Any, sizes: Sequence[int]) -> torch.Tensor:
+        longest = max(1, *sizes)
+        parts = [_padded(part, longest) for part in tensor.split(list(sizes))]
+        return reduce_scatter(torch.cat(parts), group)[: sizes[group.rank()]]
+
+    for even, uneven in ((gather, gather_uneven), (reduce_scatter, scatter_uneven)):
+        setattr(mappings, even.__name__, _also_uneven(even, uneven))
+
+
+def _also_uneven(
+    even: Callable[..., torch.Tensor], uneven: Callable[..., torch.Tensor]
+) -> Callable[..., torch.Tensor]:
+    @functools.wraps(even)
+    def collective(
         tensor: torch.Tensor,
         group: Any,
         sizes: Sequence[int] | None = None,
         use_global_buffer: bool = False,
     ) -> torch.Tensor:
         if sizes is None or group.size() == 1:
-            return reduce_scatter(tensor, group, sizes, use_global_buffer)
-        longest = max(1, *sizes)
-        parts = [_padded(part, longest) for part in tensor.split(list(sizes))]
-        return reduce_scatter(torch.cat(parts), group)[: sizes[group.rank()]]
+            return even(tensor, group, sizes, use_global_buffer)
+        return uneven(tensor, group, sizes)
 
-    mappings._gather_along_first_dim = gather_along_first_dim
-    mappings._reduce_scatter_along_first_dim = reduce_scatter_along_first_dim
+    return collective
 
 
 def _padded(tensor: torch.Tensor, length: int) -> torch.Tensor:

@@ -24,12 +24,16 @@ from torch import nn
 from megatron.fsdp.dtensor.sharded_param import ShardedParam
 from megatron.fsdp.engine.unit_choice import is_expert_parameter
 from megatron.fsdp.module_access.shown_parameters import PASSED_ON
-from megatron.mcore_adapter.axes import complete, expert_tensor_group, mesh_axes
+from megatron.mcore_adapter.axes import (
+    complete,
+    expert_tensor_group,
+    instance_group,
+    mesh_axes,
+)
 from megatron.mcore_adapter.captured_iterations import call_with_new_weights, captures_iterations
 from megatron.mcore_adapter.core_initialiser import MegatronCoreInitialiser
 from megatron.mcore_adapter.core_optimizers import (
-    count_over_all_instances,
-    count_over_instance,
+    count_over,
     follow_torch_optimizers,
     keep_main_weights,
     refuse_stale_weights,
@@ -164,7 +168,7 @@ class FullyShardedDataParallel(_BaseDataParallel):
             ddp_config.data_parallel_sharding_strategy, "data_parallel_sharding_strategy"
         )
         _check_experts(config, groups, pg_collection)
-        index = _mesh_of_model(module, ddp_config, groups, device, pg_collection)
+        index = mesh_axes(module, ddp_config, groups, pg_collection, device)
         _mark_parameters(module, index, strategy)
         units = default_unit_modules(module) if fsdp_unit_modules is None else fsdp_unit_modules
         engine = CoreEngine(
@@ -190,9 +194,9 @@ class FullyShardedDataParallel(_BaseDataParallel):
             drive_combined_schedule(engine, config.delay_wgrad_compute)
         super().__init__(config=config, module=engine)
         if index.hsdp_outer_dp_shard:
-            count_over_all_instances(self)
+            count_over(self, dist.group.WORLD)
         elif not strategy.shards_optimizer:
-            count_over_instance(self, pg_collection)
+            count_over(self, instance_group(pg_collection))
         refuse_stale_weights()
         keep_main_weights()
         if not ddp_config.use_distributed_optimizer:
@@ -265,16 +269,6 @@ class FullyShardedDataParallel(_BaseDataParallel):
         self.module.stop_communication()
 
     # ---- state
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Return the engine's state dict, with keys ``module.<name>``."""
-        return self.module.state_dict(*args, **kwargs)
-
-    def state_dict_for_save_checkpoint(
-        self, prefix: str = "", keep_vars: bool = False
-    ) -> dict[str, Any]:
-        """Return the engine's state dict: it is ready for torch.distributed.checkpoint."""
-        return self.module.state_dict(prefix=prefix, keep_vars=keep_vars)
 
     def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> Any:
         """Load the engine's state dict; the weights are active at once."""
@@ -362,27 +356,6 @@ def _check_experts(
             f" {tensor} need expert parallelism of at least 2: their gradients would be reduced"
             " over the wrong ranks"
         )
-
-
-def _mesh_of_model(
-    module: nn.Module,
-    ddp_config: DistributedDataParallelConfig,
-    groups: dict[str, Any],
-    device: torch.device | str | None,
-    pg_collection: ProcessGroupCollection | None,
-) -> FSDPDistributedIndex:
-    """Make the mesh axes that a model needs; a collective."""
-    return mesh_axes(
-        groups,
-        pg_collection,
-        device,
-        has_experts=any(is_expert_parameter(*named) for named in module.named_parameters()),
-        outer_is_sharded=(
-            groups["inter_dist_opt_group"] is not None
-            and ddp_config.outer_dp_sharding_strategy != "no_shard"
-        ),
-        own_gather_group=getattr(ddp_config, "create_all_gather_group", False),
-    )
 
 
 def _mark_parameters(

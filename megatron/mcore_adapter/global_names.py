@@ -80,7 +80,8 @@ class GlobalNames:
         wrappers = key.removesuffix(own)
         if own in keys:
             return wrappers + keys[own]
-        path, leaf = _split(own)
+        path, dot, leaf = own.rpartition(".")
+        path += dot
         if path not in paths:
             return key
         first_expert = self._first_expert.get(path if to_global else paths[path], 0)
@@ -89,12 +90,6 @@ class GlobalNames:
             shift = first_expert if to_global else -first_expert
             leaf = f"{found[1]}{int(found[2]) + shift}"
         return f"{wrappers}{paths[path]}{leaf}"
-
-
-def _split(key: str) -> tuple[str, str]:
-    """Return the path of the module, with a dot at its end, and the rest of a key."""
-    path, dot, leaf = key.rpartition(".")
-    return path + dot, leaf
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from megatron.core.dist_checkpointing import serialization
@@ -40,14 +40,8 @@ def common_object_readable(read: Callable[[], dict[str, Any]]) -> Iterator[None]
 
     # 0.16 has a class, 0.17 and 0.18 have a function.
     reader: Any = getattr(common, "TorchCommonLoadStrategy", serialization)
-    originals = [
-        (reader, "load_common", reader.load_common),
-        (serialization, "load_sharded_metadata", entries_of),
-    ]
-    try:
-        for (owner, name, _), replacement in zip(originals, (load_common, load_entries)):
-            setattr(owner, name, replacement)
+    with ExitStack() as undo:
+        undo.callback(setattr, reader, "load_common", reader.load_common)
+        undo.callback(setattr, serialization, "load_sharded_metadata", entries_of)
+        reader.load_common, serialization.load_sharded_metadata = load_common, load_entries
         yield
-    finally:
-        for owner, name, original in originals:
-            setattr(owner, name, original)

@@ -148,14 +148,10 @@ def read_release(core: Path) -> Release | None:
     file = core / "package_info.py"
     if not file.is_file():
         return None
-    text = file.read_text()
-    numbers = []
-    for name in ("MAJOR", "MINOR", "PATCH"):
-        match = re.search(rf"^{name} = (\d+)$", text, re.MULTILINE)
-        if match is None:
-            return None
-        numbers.append(int(match.group(1)))
-    return Release(file, (numbers[0], numbers[1], numbers[2]))
+    found = dict(re.findall(r"^(MAJOR|MINOR|PATCH) = (\d+)$", file.read_text(), re.MULTILINE))
+    if len(found) < 3:
+        return None
+    return Release(file, (int(found["MAJOR"]), int(found["MINOR"]), int(found["PATCH"])))
 
 
 def _too_old(release: Release) -> str | None:
