@@ -79,17 +79,17 @@ def measure(form: str, flags: list[str], folder: str, rounds: int) -> None:
     run = SavedRun([*MODEL, *flags, "--save", folder])
     background = BackgroundSaves(run.args, run.device, quiet, lambda progress: None)
     times: dict[str, list[float]] = {}
-    background.step_is_over(*run.parts, Progress())
+    background.step_is_over(run.parts, Progress())
     compute = partial(forward_backward, run)
     compute()
     background.finish_copying()  # forwards are known not to write to weights
     for number in range(1, rounds + 2):
         progress = Progress(iteration=number)
-        blocking = partial(checkpointing.save, run.args, *run.parts, progress, quiet)
+        blocking = partial(checkpointing.save, run.args, run.parts, progress, quiet)
         times.setdefault("blocking", []).append(seconds(blocking))
         times.setdefault("forward and backward", []).append(seconds(compute))
         begin = time.perf_counter()
-        held = seconds(partial(background.save, *run.parts, progress, folder))
+        held = seconds(partial(background.save, run.parts, progress, folder))
         beside = seconds(compute)
         held += seconds(background.finish_copying)
         name = "background, training held" + (" (first)" if number == 1 else "")

@@ -54,13 +54,13 @@ class CheckpointOfModel(SavedRun):
 
     def save(self) -> None:
         """Save with the manifest."""
-        checkpointing.save(self.args, *self.parts, Progress(iteration=1), quiet)
+        checkpointing.save(self.args, self.parts, Progress(iteration=1), quiet)
 
     def load(self, verify: bool) -> None:
         """Load what was saved."""
         args = FrozenArguments(self.args, no_verify_integrity=not verify)
         self.scheduler.num_steps = 0
-        checkpointing.load(args, *self.parts, quiet)
+        checkpointing.load(args, self.parts, quiet)
 
 
 def measure(form: str, checkpoint: CheckpointOfModel, rounds: int) -> None:

@@ -164,13 +164,13 @@ class OwnCheckpoint(SavedRun):
     def save(self, folder: Path) -> None:
         """Save with the digests of all files."""
         args = FrozenArguments(self.args, save=str(folder))
-        checkpointing.save(args, *self.parts, Progress(iteration=1), quiet)
+        checkpointing.save(args, self.parts, Progress(iteration=1), quiet)
 
     def save_without_digests(self, folder: Path) -> None:
         """Save as plain DCP does: no digests, and no directory is renamed."""
         state = run_state(self.args, Progress(1), self.scheduler, with_rng=True)
         form = fsdp_dtensor_format.FsdpDtensorFormat()
-        content = form.collect(self.args, state, self.model, self.optimizer)
+        content = form.collect(self.args, state, self.parts)
         unsigned = partial(SigningWriter, signs=False)
         with mock.patch.object(fsdp_dtensor_format, "SigningWriter", unsigned):
             assert not form.write(self.args, content, folder)
@@ -179,7 +179,7 @@ class OwnCheckpoint(SavedRun):
         """Load what :meth:`save` has saved."""
         args = FrozenArguments(self.args, load=str(folder), no_verify_integrity=not verify)
         self.scheduler.num_steps = 0
-        checkpointing.load(args, *self.parts, quiet)
+        checkpointing.load(args, self.parts, quiet)
 
     def load_unverified(self, folder: Path) -> None:
         """Load and compare nothing but sizes."""

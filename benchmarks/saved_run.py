@@ -6,7 +6,6 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,6 +15,7 @@ from megatron.pretrain.arguments import parse_arguments
 from megatron.pretrain.arguments.check import FrozenArguments
 from megatron.pretrain.model.gpt_model import build_model
 from megatron.pretrain.model.gpt_optimizer import build_optimizer
+from megatron.pretrain.run_state import TrainedParts
 
 FORMATS = {"fsdp_dtensor": ["--use-megatron-fsdp"], "torch_dist": ["--use-distributed-optimizer"]}
 """Format of checkpoints -> flags of a run that writes it."""
@@ -50,9 +50,9 @@ class SavedRun:
         self.optimizer, self.scheduler = build_optimizer(self.args, self.model)
 
     @property
-    def parts(self) -> tuple[Any, ...]:
+    def parts(self) -> TrainedParts:
         """Model, optimizer and schedule, as saves and loads take them."""
-        return self.model, self.optimizer, self.scheduler
+        return TrainedParts(self.model, self.optimizer, self.scheduler)
 
     @property
     def shapes(self) -> dict[str, torch.Size]:

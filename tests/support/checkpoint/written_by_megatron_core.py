@@ -35,9 +35,9 @@ def write(command_line: str, layout: str | None = None) -> State | None:
     states: list[State | None] = []
     original, metadata = checkpointing.save, torch_dist_format.metadata_of
 
-    def save(args: Any, model: Any, optimizer: Any, *rest: Any) -> None:
-        original(args, model, optimizer, *rest)
-        states.append(live_state(args, model, optimizer))
+    def save(args: Any, parts: Any, *rest: Any) -> None:
+        original(args, parts, *rest)
+        states.append(live_state(args, parts.model, parts.optimizer))
 
     def with_layout(*args: Any) -> dict[str, Any]:
         return metadata(*args) | ({"distrib_optim_sharding_type": layout} if layout else {})
