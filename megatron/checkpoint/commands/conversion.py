@@ -77,7 +77,8 @@ def convert(
     # Another release of this program may cut the same output into parts of other sizes.
     sizes = [(part.name, part.num_bytes) for part in target.parts]
     identity = fingerprint(identity or uuid.uuid4().hex, sizes)
-    is_continued = _is_of(output.staging / CONVERSION_JOURNAL, identity)
+    known = output.staging / CONVERSION_JOURNAL / _IDENTITY
+    is_continued = known.is_file() and known.read_bytes() == identity.encode()
     # What was finished before outlasts an error of a rank that has not come to its parts.
     removed_on_error = None if is_continued else output.staging
     finished = (
@@ -98,12 +99,6 @@ def convert(
             (output.staging / CONVERSION_JOURNAL / _FAILED).touch()
     _raise_together(problem, output.staging)
     return _on_first_rank(lambda: _finish(target, output), output.staging) or []
-
-
-def _is_of(journal: Path, identity: str) -> bool:
-    """Return True if a journal is that of the conversion with this identity."""
-    known = journal / _IDENTITY
-    return known.is_file() and known.read_bytes() == identity.encode()
 
 
 def _prepare(staging: Path, identity: str, is_continued: bool) -> list[str]:
@@ -199,12 +194,7 @@ def upload(output: OutputDirectory) -> None:
     rank, world_size = rank_and_world_size()
     try:
         _on_first_rank(lambda: store.begin(name))
-        problem = None
-        try:
-            store.upload(final, name, list(sizes)[rank::world_size])
-        except OSError as error:
-            problem = _message_of_rank(error)
-        _raise_together(problem, None)
+        agreed(lambda: store.upload(final, name, list(sizes)[rank::world_size]), _message_of_rank)
         _on_first_rank(lambda: store.finish(name, sizes))
         if output.tracked is not None:
             tracked = output.tracked

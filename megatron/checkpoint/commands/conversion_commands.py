@@ -50,28 +50,25 @@ _COMMAND_FOR = {
 }
 
 
-def _open(path: Path, verify_integrity: bool) -> Opened:
+def _open(path: Path, verify_integrity: bool, expected: str = "") -> Opened:
     """Open a checkpoint to convert; the ranks share the comparison with its manifest.
 
     Raises:
-        ValueError: if there is none, or if files of this rank's share are damaged.
+        ValueError: if there is none, or one in another format than ``expected``, or if files of
+            this rank's share are damaged.
     """
     opened = open_checkpoint(path, verify_integrity)
-    if opened.stored is not None and opened.stored.has_manifest:
-        damaged = opened.stored.damaged_files(*conversion.rank_and_world_size())
-        if damaged:
-            raise ValueError(listed(f"{opened.directory} is damaged", damaged))
-    return opened
-
-
-def _expect(opened: Opened, expected: str) -> None:
-    """Refuse another format than ``expected``, naming the command for it."""
-    if opened.format != expected:
+    if expected and opened.format != expected:
         command_for = _COMMAND_FOR.get(opened.format)
         hint = f"; use {command_for}" if command_for else ""
         raise ValueError(
             f"{opened.directory} is in the format {opened.format}, not {expected}{hint}"
         )
+    if opened.stored is not None and opened.stored.has_manifest:
+        damaged = opened.stored.damaged_files(*conversion.rank_and_world_size())
+        if damaged:
+            raise ValueError(listed(f"{opened.directory} is damaged", damaged))
+    return opened
 
 
 def _convert(
@@ -193,8 +190,7 @@ def convert_torch_dist_to_fsdp_dtensor(
 
     Weights, optimizer, schedule, counters and random states of a run without FSDP are converted.
     """
-    opened = _open(input_dir, verify_integrity)
-    _expect(opened, TORCH_DIST)
+    opened = _open(input_dir, verify_integrity, TORCH_DIST)
     path = options["param_to_param_group_map_json"]
     group_numbers = None if path is None else read_json(path)
     state = opened.state(group_numbers, allow_unknown_keys)
@@ -234,8 +230,7 @@ def convert_fsdp_dtensor_to_torch_dist(
 
     The optimizer's layout is fully_reshardable.
     """
-    opened = _open(input_dir, verify_integrity)
-    _expect(opened, FSDP_DTENSOR)
+    opened = _open(input_dir, verify_integrity, FSDP_DTENSOR)
     state = opened.state(allow_unknown=allow_unknown_keys)
     spelling = choose_spelling(state, transformer_impl, rename_mtp_keys)
     target = torch_dist.target(state, spelling)
@@ -338,8 +333,7 @@ def convert_from_hf(
 
     Prints the model's flags.
     """
-    opened = open_checkpoint(input_dir)
-    _expect(opened, HUGGING_FACE)
+    opened = _open(input_dir, True, HUGGING_FACE)
     state = hugging_face.read(opened.directory, vocabulary_multiple=vocab_multiple)
     args = state.args
     assert args is not None  # config.json has them

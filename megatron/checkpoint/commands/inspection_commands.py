@@ -27,7 +27,7 @@ from megatron.checkpoint.commands.formats import HUGGING_FACE, TORCH_DIST, Opene
 from megatron.checkpoint.core.listing import listed
 from megatron.checkpoint.dcp.stored_checkpoint import StoredCheckpoint
 from megatron.checkpoint.fsdp_dtensor.keys import META_PREFIX
-from megatron.checkpoint.store import stores
+from megatron.checkpoint.store import durable, stores
 from megatron.checkpoint.torch_dist import checkpoint as torch_dist
 
 
@@ -183,9 +183,7 @@ def print_torch_dcp_in_json(torch_dcp_dir: Path, verify_integrity: bool, printer
     text = json.dumps(content, indent=2)
     path = torch_dcp_dir / "param_to_param_group_map.json"
     if printer.is_first:
-        new = path.with_suffix(".new")
-        new.write_text(text + "\n")
-        new.replace(path)
+        durable.write_text(path, text + "\n")
         store = stores.store_of(torch_dcp_dir)
         if store is not None:
             below = torch_dcp_dir.absolute().relative_to(store.staged).as_posix()

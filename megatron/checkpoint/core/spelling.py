@@ -17,13 +17,11 @@ other ways:
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from megatron.checkpoint.core.lazy_tensor import LazyTensor
 from megatron.checkpoint.core.training_state import TrainingState
 
 
@@ -170,7 +168,7 @@ class Spelling:
     def module_name(self, name: str) -> str:
         """Return the name that the model's modules give to the parameter of a canonical name."""
         if self.transformer_engine:
-            name = self._with_fused_norm(name, lambda fused: fused.in_transformer_engine)
+            name = self._with_fused_norm(name)
         if self.grouped_experts:
             name = _EXPERT.sub(lambda found: f".mlp.experts.{found[2]}{found[1]}", name)
         return name.replace(f".{INNER_LAYER}", f".{self.inner_layer}")
@@ -181,10 +179,7 @@ class Spelling:
         The index is along the leading axes, of layers and experts: that of
         ``decoder.layers.7.mlp.experts.local_experts.3.linear_fc1.weight`` is (7, 3).
         """
-        if self.transformer_engine:
-            name = self._with_fused_norm(name, lambda fused: fused.in_transformer_engine)
-        else:
-            name = self._with_fused_norm(name, lambda fused: fused.in_files_of_local_layers)
+        name = self._with_fused_norm(name)
         index: tuple[int, ...] = ()
         expert = _EXPERT.search(name)
         if expert is not None:
@@ -196,9 +191,7 @@ class Spelling:
             name = f"decoder.layers.{name[number.end() :]}"
         return name.replace(f".{INNER_LAYER}", f".{self.inner_layer}"), index
 
-    def _with_fused_norm(
-        self, name: str, is_fused: Callable[[FusedNorm], Callable[[LayerKind], bool]]
-    ) -> str:
+    def _with_fused_norm(self, name: str) -> str:
         """Return the name of a norm's parameter inside the linear layer, where it is fused."""
         layer = _LAYER.match(name)
         if layer is None:
@@ -206,7 +199,10 @@ class Spelling:
         path, inside = layer[1], layer[2]
         module, _, leaf = inside.rpartition(".")
         for fused in FUSED_NORMS:
-            if module == fused.norm and is_fused(fused)(self.layers[path]):
+            is_fused = fused.in_files_of_local_layers
+            if self.transformer_engine:
+                is_fused = fused.in_transformer_engine
+            if module == fused.norm and is_fused(self.layers[path]):
                 return f"{path}{fused.linear}.layer_norm_{leaf}"
         return name
 
@@ -278,35 +274,20 @@ def choose_spelling(
     Raises:
         ValueError: if nothing says which layers the model has.
     """
-    args = state.args or argparse.Namespace()
-    names = [*state.weights, *state.buffers]
-    kinds = layer_kinds(names)
+    kinds = layer_kinds([*state.weights, *state.buffers])
     local = Spelling(transformer_engine=False, grouped_experts=False, stacked=True, layers=kinds)
-    engine = _is_engine(
-        state,
-        local,
-        transformer_impl or getattr(args, "transformer_impl", None),
-        is_chosen=transformer_impl is not None,
-    )
+    engine = _is_engine(state, local, transformer_impl)
     return replace(
         local,
         transformer_engine=engine,
-        grouped_experts=_has_grouped_experts(
-            state.module_names, otherwise=engine and bool(getattr(args, "moe_grouped_gemm", False))
-        ),
-        stacked=_is_stacked(
-            {**state.weights, **state.buffers},
-            getattr(args, "moe_layer_freq", 1),
-            getattr(args, "heterogeneous_layers_config_path", None),
-        ),
+        grouped_experts=_has_grouped_experts(state, engine),
+        stacked=_is_stacked(state),
         inner_layer=INNER_LAYER if rename_mtp else OTHER_INNER_LAYER,
     )
 
 
-def _is_engine(
-    state: TrainingState, local: Spelling, implementation: str | None, is_chosen: bool
-) -> bool:
-    """Decide between layers of Transformer Engine and local ones.
+def _is_engine(state: TrainingState, local: Spelling, chosen: str | None) -> bool:
+    """Decide between layers of Transformer Engine and local ones, if none are ``chosen``.
 
     They differ in names wherever Transformer Engine has a norm inside a linear layer.
     """
@@ -314,8 +295,9 @@ def _is_engine(
     telling = [
         name for name in state.module_names if local.module_name(name) != engine.module_name(name)
     ]
-    if telling and not is_chosen:
+    if telling and chosen is None:
         return any(state.module_names[name] == engine.module_name(name) for name in telling)
+    implementation = chosen or getattr(state.args, "transformer_impl", None)
     if implementation in IMPLEMENTATIONS:
         return implementation == "transformer_engine"
     if all(local.module_name(name) == engine.module_name(name) for name in state.weights):
@@ -326,32 +308,29 @@ def _is_engine(
     )
 
 
-def _has_grouped_experts(module_names: Mapping[str, str], *, otherwise: bool) -> bool:
+def _has_grouped_experts(state: TrainingState, engine: bool) -> bool:
     """Decide whether the experts of a layer are one module, ``weight0``, ``weight1`` and so on.
 
-    ``otherwise`` is the decision if the file names no experts.
+    If the file names no experts, the arguments say it for layers of Transformer Engine.
     """
-    in_file = [shown for name, shown in module_names.items() if is_expert(name)]
+    in_file = [shown for name, shown in state.module_names.items() if is_expert(name)]
     if in_file:
         return not any(".local_experts." in shown for shown in in_file)
-    return otherwise
+    return engine and bool(getattr(state.args, "moe_grouped_gemm", False))
 
 
-def _is_stacked(
-    tensors: Mapping[str, LazyTensor],
-    moe_layer_freq: int | list[int],
-    heterogeneous_layers_config_path: str | None,
-) -> bool:
+def _is_stacked(state: TrainingState) -> bool:
     """Decide whether torch_dist files have all layers of the decoder in one tensor.
 
     They do if all layers are alike, unless an argument of the run says otherwise.
     """
-    if not isinstance(moe_layer_freq, int) or moe_layer_freq > 1:
+    frequency = getattr(state.args, "moe_layer_freq", 1)
+    if not isinstance(frequency, int) or frequency > 1:
         return False
-    if heterogeneous_layers_config_path:
+    if getattr(state.args, "heterogeneous_layers_config_path", None):
         return False
     layers: dict[str, set[tuple[str, tuple[int, ...]]]] = {}
-    for name, tensor in tensors.items():
+    for name, tensor in (state.weights | state.buffers).items():
         if name.startswith("decoder.layers."):
             number, _, rest = name.removeprefix("decoder.layers.").partition(".")
             layers.setdefault(number, set()).add((rest, tensor.shape))

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -72,12 +73,7 @@ def read(stored: StoredCheckpoint, allow_unknown: bool = False) -> TrainingState
     )
     state.module_names = {canonical: name for name, canonical in names.items()}
     if state.args is not None:
-        dtype = _compute_dtype(
-            getattr(state.args, "params_dtype", None),
-            bf16=getattr(state.args, "bf16", False),
-            fp16=getattr(state.args, "fp16", False),
-        )
-        state.compute_dtype = dict.fromkeys(state.weights, dtype)
+        state.compute_dtype = dict.fromkeys(state.weights, _compute_dtype(state.args))
     for key in stored.objects:
         if key.startswith(MODEL_KEY_PREFIX) and key.endswith(EXTRA_STATE):
             name = canonical_name(key.removeprefix("model."))
@@ -125,13 +121,14 @@ def _renamed(
     }
 
 
-def _compute_dtype(params_dtype: torch.dtype | None, *, bf16: bool, fp16: bool) -> torch.dtype:
+def _compute_dtype(args: argparse.Namespace) -> torch.dtype:
     """Return the dtype in which the model of a run computes, by arguments of the run."""
-    if params_dtype is not None:
-        return params_dtype
-    if bf16:
+    dtype: torch.dtype | None = getattr(args, "params_dtype", None)
+    if dtype is not None:
+        return dtype
+    if getattr(args, "bf16", False):
         return torch.bfloat16
-    return torch.float16 if fp16 else torch.float32
+    return torch.float16 if getattr(args, "fp16", False) else torch.float32
 
 
 # ---- model and optimizer

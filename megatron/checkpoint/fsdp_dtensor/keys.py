@@ -16,7 +16,6 @@ to derive it from the keys.
 from __future__ import annotations
 
 import argparse
-import copy
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -77,8 +76,5 @@ def names_in_file(keys: Iterable[str]) -> dict[str, str]:
 
 def args_of_format(args: argparse.Namespace) -> argparse.Namespace:
     """Return a copy of ``args`` with the values of a run that writes this format."""
-    args = copy.copy(args)
-    args.ckpt_format = "fsdp_dtensor"
-    args.use_megatron_fsdp = True
-    args.use_distributed_optimizer = True
-    return args
+    values = {"use_megatron_fsdp": True, "use_distributed_optimizer": True}
+    return argparse.Namespace(**vars(args) | values | {"ckpt_format": "fsdp_dtensor"})

@@ -72,7 +72,8 @@ def read(directory: Path, *, vocabulary_multiple: int | None = None) -> Training
             state.buffers[pairing.ours] = tensor.to(torch.float32)
         else:
             state.weights[pairing.ours] = tensor
-    _set_dtype(args, state.weights[WORD_EMBEDDINGS].dtype)
+    args.params_dtype = dtype = state.weights[WORD_EMBEDDINGS].dtype
+    args.bf16, args.fp16 = dtype == torch.bfloat16, dtype == torch.float16
     _set_tokenizer(args, directory)
     return state
 
@@ -154,11 +155,6 @@ def _other_tensors(
         else:
             problems.append(f"{name}: unknown")
     return notes, problems
-
-
-def _set_dtype(args: argparse.Namespace, dtype: torch.dtype) -> None:
-    args.params_dtype = dtype
-    args.bf16, args.fp16 = dtype == torch.bfloat16, dtype == torch.float16
 
 
 def _set_tokenizer(args: argparse.Namespace, directory: Path) -> None:

@@ -174,14 +174,8 @@ def _arguments_to_write(
             f"the checkpoint has no {WORD_EMBEDDINGS}: it is not that of a whole language model"
         )
     args.padded_vocab_size = weights[WORD_EMBEDDINGS].shape[0]
-    sizes = (
-        vocab_size,
-        base.get("vocab_size"),
-        _vocabulary_of_tokenizer(
-            getattr(args, "tokenizer_type", None), getattr(args, "vocab_size", None)
-        ),
-        args.padded_vocab_size,
-    )
+    of_tokenizer = _vocabulary_of_tokenizer(args)
+    sizes = (vocab_size, base.get("vocab_size"), of_tokenizer, args.padded_vocab_size)
     asked = next(size for size in sizes if size is not None)
     if not 0 < asked <= args.padded_vocab_size:
         raise ValueError(
@@ -192,13 +186,14 @@ def _arguments_to_write(
     return args
 
 
-def _vocabulary_of_tokenizer(tokenizer_type: str | None, vocab_size: int | None) -> int | None:
+def _vocabulary_of_tokenizer(args: argparse.Namespace) -> int | None:
     """Return how many tokens the run's tokenizer has, or None if the arguments do not say it."""
-    if tokenizer_type == "ByteTokenizer":
+    kind, size = getattr(args, "tokenizer_type", None), getattr(args, "vocab_size", None)
+    if kind == "ByteTokenizer":
         return 257  # 256 bytes and the end of a document
-    if tokenizer_type == "NullTokenizer" and vocab_size is not None:
-        return vocab_size + 1  # the end of a document comes after the ids that were asked for
-    return vocab_size
+    if kind == "NullTokenizer" and size is not None:
+        return int(size) + 1  # the end of a document comes after the ids that were asked for
+    return size
 
 
 def _config_to_write(name: str | None, args: argparse.Namespace) -> tuple[str, Config]:

@@ -77,6 +77,16 @@ def same(keys: str, name: str, default: Any = _REQUIRED) -> SettingRule:
     return SettingRule(spellings, (name,), read, write)
 
 
+def derived(key: str, name: str, read: Callable[[Config], Any]) -> SettingRule:
+    """Make the rule of a key and an argument of the value that ``read`` finds in a config."""
+    return SettingRule(
+        (key,),
+        (name,),
+        read=lambda config, problems: {name: read(config)},
+        write=lambda args, problems: {key: getattr(args, name)},
+    )
+
+
 def only(key: str, *allowed: Any, because: str = "", write: bool = True) -> SettingRule:
     """Make the rule of a key that must have one of the values which Megatron-Core can follow.
 
@@ -151,19 +161,11 @@ def grouped_queries(default: int | None) -> SettingRule:
 def head_width(default: int | None = None) -> SettingRule:
     """Make the rule of a head's width; ``default`` None: hidden size over the number of heads."""
 
-    def read(config: Config, problems: list[str]) -> dict[str, Any]:
-        width = config.get("head_dim") or default
-        if width is None:
-            heads = config.get("num_attention_heads") or 1
-            width = (config.get("hidden_size") or 0) // heads
-        return {"kv_channels": width}
+    def read(config: Config) -> Any:
+        even = (config.get("hidden_size") or 0) // (config.get("num_attention_heads") or 1)
+        return config.get("head_dim") or (even if default is None else default)
 
-    return SettingRule(
-        ("head_dim",),
-        ("kv_channels",),
-        read,
-        write=lambda args, problems: {"head_dim": args.kv_channels},
-    )
+    return derived("head_dim", "kv_channels", read)
 
 
 def _read_layer_types(config: Config, problems: list[str]) -> dict[str, Any]:
@@ -198,12 +200,7 @@ LATENT_HEADS = SettingRule(
 """Latent attention has a key and a value for each head."""
 
 
-QUERY_RANK = SettingRule(
-    ("q_lora_rank",),
-    ("q_lora_rank",),
-    read=lambda config, problems: {"q_lora_rank": config.get("q_lora_rank", 1536)},
-    write=lambda args, problems: {"q_lora_rank": args.q_lora_rank},
-)
+QUERY_RANK = derived("q_lora_rank", "q_lora_rank", lambda config: config.get("q_lora_rank", 1536))
 """The width of compressed queries in latent attention; null: they are not compressed."""
 
 # ---- numbers of bits, norms and predicting layers
@@ -257,15 +254,10 @@ GELU = SettingRule(
 """The tanh formula of GELU is that of Megatron-Core's fused kernel."""
 
 
-def _read_inner_width(config: Config, problems: list[str]) -> dict[str, Any]:
-    return {"ffn_hidden_size": config.get("n_inner") or 4 * (config.get("n_embd") or 0)}
-
-
-INNER_WIDTH = SettingRule(
-    ("n_inner",),
-    ("ffn_hidden_size",),
-    _read_inner_width,
-    write=lambda args, problems: {"n_inner": args.ffn_hidden_size},
+INNER_WIDTH = derived(
+    "n_inner",
+    "ffn_hidden_size",
+    lambda config: config.get("n_inner") or 4 * (config.get("n_embd") or 0),
 )
 """The width of the MLP; null: four times the hidden size."""
 
@@ -280,12 +272,11 @@ def _read_dropout(config: Config, problems: list[str]) -> dict[str, Any]:
     return {"hidden_dropout": residual}
 
 
-def _write_dropout(args: argparse.Namespace, problems: list[str]) -> Config:
-    return {"resid_pdrop": args.hidden_dropout, "embd_pdrop": args.hidden_dropout}
-
-
 ONE_DROPOUT = SettingRule(
-    ("resid_pdrop", "embd_pdrop"), ("hidden_dropout",), _read_dropout, _write_dropout
+    ("resid_pdrop", "embd_pdrop"),
+    ("hidden_dropout",),
+    _read_dropout,
+    write=lambda args, _: dict.fromkeys(("resid_pdrop", "embd_pdrop"), args.hidden_dropout),
 )
 """Residuals and embeddings have one probability of dropout."""
 

@@ -10,7 +10,6 @@ chained optimizers where experts have one of their own.
 from __future__ import annotations
 
 import argparse
-import copy
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -107,12 +106,9 @@ def notes_on_steps(state: TrainingState) -> Iterator[str]:
 
 def _args_of_format(args: argparse.Namespace) -> argparse.Namespace:
     """Return the arguments of a run that writes this format."""
-    args = copy.copy(args)
-    args.ckpt_format = "torch_dist"
-    args.use_megatron_fsdp = False
-    args.use_distributed_optimizer = True
-    args.dist_ckpt_optim_fully_reshardable = True
-    return args
+    values = {"use_megatron_fsdp": False, "ckpt_format": "torch_dist"}
+    values |= {"use_distributed_optimizer": True, "dist_ckpt_optim_fully_reshardable": True}
+    return argparse.Namespace(**vars(args) | values)
 
 
 def _optimizer(state: TrainingState) -> dict[Any, Any]:
