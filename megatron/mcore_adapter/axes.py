@@ -52,7 +52,8 @@ def mesh_axes(
     has_experts = any(is_expert_parameter(*named) for named in module.named_parameters())
     tensor, outer = groups["tp_group"], groups["inter_dist_opt_group"]
     tensor_of_experts = expert_tensor_group(pg_collection) if has_experts else None
-    has_tensor_axis = _size(tensor) > 1 or _size(tensor_of_experts) > 1
+    tensor_groups = (tensor, tensor_of_experts)
+    has_tensor_axis = any(group is not None and group.size() > 1 for group in tensor_groups)
     if not has_tensor_axis:
         tensor = tensor_of_experts = None
     dense = _mesh(device_type, tensor, groups["intra_dp_cp_group"], outer)
@@ -109,10 +110,6 @@ def complete(
     for name in missing:
         setattr(completed, name, alone)
     return completed
-
-
-def _size(group: dist.ProcessGroup | None) -> int:
-    return 1 if group is None else group.size()
 
 
 def expert_tensor_group(pg_collection: ProcessGroupCollection | None) -> dist.ProcessGroup:

@@ -31,11 +31,6 @@ Settings = dict[str, Any]
 """The settings of a param group: learning rate, weight decay and so on."""
 
 
-def same_name(name: str) -> str:
-    """Return the name unchanged, for files that use the same names."""
-    return name
-
-
 def named_parameters(model: Iterable[nn.Module]) -> dict[str, nn.Parameter]:
     """Return the optimizer's parameters on this rank by their names, which are global."""
     found: dict[str, nn.Parameter] = {}
@@ -126,7 +121,7 @@ def entries_of(
 def state_entries(
     state: Mapping[str, Mapping[str, Any]],
     sharded: Mapping[str, ShardedParam],
-    name_in_file: Callable[[str], str] = same_name,
+    name_in_file: Callable[[str], str] = str,
     gated: bool = True,
 ) -> dict[str, dict[str, Any]]:
     """Return the optimizer's state by the names of entries, as :func:`entries_of` divides it.
@@ -134,7 +129,8 @@ def state_entries(
     Args:
         state: slots (moments, steps) by the names of parameters.
         sharded: as :func:`sharded_params` returns them.
-        name_in_file: maps a name of ``state`` to that of the whole parameter in the file.
+        name_in_file: maps a name of ``state`` to that of the whole parameter in the file; by
+            default it is the same.
         gated: as in :func:`entries_of`.
     """
     entries: dict[str, dict[str, Any]] = {}
@@ -163,7 +159,7 @@ def settings_of_group(
 
 
 def drop_absent_settings(
-    asked: dict[str, Settings], keys: Container[str], name_in_file: Callable[[str], str] = same_name
+    asked: dict[str, Settings], keys: Container[str], name_in_file: Callable[[str], str] = str
 ) -> None:
     """Remove parameters that the file does not have from the settings to load, in place.
 

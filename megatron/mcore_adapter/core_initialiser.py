@@ -83,8 +83,8 @@ class MegatronCoreInitialiser(Initialiser):
         methods: dict[type, Callable[[Any], None]] = {
             ColumnParallelLinear: self._column_parallel,
             RowParallelLinear: self._row_parallel,
-            Router: self._router,
-            SharedExpertMLP: self._shared_expert_gate,
+            Router: self._in_float32,
+            SharedExpertMLP: self._in_float32,
         }
         if module in self._embedding_configs:
             methods = {VocabParallelEmbedding: self._vocab_embedding, nn.Embedding: self._embedding}
@@ -125,15 +125,13 @@ class MegatronCoreInitialiser(Initialiser):
         if config.perform_initialization:
             config.embedding_init_method(module.weight)
 
-    def _router(self, module: Router) -> None:
-        if module.config.perform_initialization:
-            _draw_in_float32(module.config.init_method, module.weight)
-            if module.bias is not None:
-                _draw_in_float32(module.config.init_method, module.bias)
-
-    def _shared_expert_gate(self, module: SharedExpertMLP) -> None:
-        if module.config.perform_initialization:
-            _draw_in_float32(module.config.init_method, module.gate_weight)
+    def _in_float32(self, module: Router | SharedExpertMLP) -> None:
+        """Draw weight and bias of a router, or the gate, and convert them afterwards."""
+        for parameter in module.parameters(recurse=False):
+            if module.config.perform_initialization:
+                drawn = torch.empty_like(parameter, dtype=torch.float32)
+                module.config.init_method(drawn)
+                parameter.copy_(drawn)
 
     def _parallel_weight(
         self,
@@ -198,10 +196,3 @@ def _refuse_shared_embedding(model: nn.Module) -> None:
 def _zero_bias(module: ColumnParallelLinear | RowParallelLinear, config: TransformerConfig) -> None:
     if module.bias is not None and config.perform_initialization:
         module.bias.zero_()
-
-
-def _draw_in_float32(init_method: InitMethod, parameter: nn.Parameter) -> None:
-    """Draw values as for a parameter that is made in float32 and converted afterwards."""
-    drawn = torch.empty_like(parameter, dtype=torch.float32)
-    init_method(drawn)
-    parameter.copy_(drawn)

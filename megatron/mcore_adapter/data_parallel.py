@@ -24,12 +24,7 @@ from torch import nn
 from megatron.fsdp.dtensor.sharded_param import ShardedParam
 from megatron.fsdp.engine.unit_choice import is_expert_parameter
 from megatron.fsdp.module_access.shown_parameters import PASSED_ON
-from megatron.mcore_adapter.axes import (
-    complete,
-    expert_tensor_group,
-    instance_group,
-    mesh_axes,
-)
+from megatron.mcore_adapter.axes import complete, expert_tensor_group, instance_group, mesh_axes
 from megatron.mcore_adapter.captured_iterations import call_with_new_weights, captures_iterations
 from megatron.mcore_adapter.core_initialiser import MegatronCoreInitialiser
 from megatron.mcore_adapter.core_optimizers import (

@@ -106,7 +106,7 @@ def uninstall() -> None:
 # place of the originals, and every new wrapper repeats the exchange.
 
 
-class Installation:
+class Installation(AbstractContextManager["Installation"]):
     """The replacements while the drop-in is active; a context that undoes them when it is left."""
 
     def __init__(self, program: LoopProgram) -> None:
@@ -156,9 +156,6 @@ class Installation:
             setattr(owner, name, original)
         setattr(DistributedOptimizer, core_optimizers.COPY_METHOD, self._copies)
         self._program.restore()
-
-    def __enter__(self) -> Installation:
-        return self
 
     def __exit__(self, *error: object) -> None:
         if _installation is self:

@@ -38,7 +38,11 @@ class FusedGradient:
 
     def new_product(self) -> torch.Tensor:
         """Return zeros of the weight's shape and dtype: some kernels overwrite, others add."""
-        self._forget_old_passes()
+        num_forgotten = self._gradients.num_forgotten
+        if num_forgotten != self._num_forgotten:
+            # Passes have failed, or wanted no gradient of the weight.
+            self._num_forgotten = num_forgotten
+            self._products.clear()
         products = self._products.setdefault(current_pass(), [])
         if not products:
             view = self._gradients.view_to_write(self._index)
@@ -48,13 +52,6 @@ class FusedGradient:
         product = torch.zeros_like(self._parameter, requires_grad=False)
         products.append(product)
         return product
-
-    def _forget_old_passes(self) -> None:
-        """Drop products of passes that have failed, or that wanted no gradient of the weight."""
-        num_forgotten = self._gradients.num_forgotten
-        if num_forgotten != self._num_forgotten:
-            self._num_forgotten = num_forgotten
-            self._products.clear()
 
     def real_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
         """Return the gradient that autograd accumulates instead of ``gradient``."""

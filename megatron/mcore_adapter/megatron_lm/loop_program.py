@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import sys
 import typing
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -39,10 +40,7 @@ class LoopProgram:
         ).complete()
         self._given = list(sys.argv)
         self._completed = [*sys.argv, *self._command_line.added]
-        self._environment: dict[str, str] = {}
-        self._on_cpu: LoopOnCpu | None = None
-        self._provides_override = False
-        self._compile_helpers = dataset_utils.compile_helpers
+        self._undo = ExitStack()
 
     def prepare(self) -> None:
         """Change ``sys.argv``, the environment, and on a machine without CUDA torch."""
@@ -50,27 +48,23 @@ class LoopProgram:
             return
         sys.argv[:] = self._completed
         for name in self._command_line.unset:
-            self._environment[name] = os.environ.pop(name)
+            self._undo.callback(os.environ.setdefault, name, os.environ.pop(name))
         if not self._has_cuda:
             cpu.install()
-            self._on_cpu = LoopOnCpu()
+            self._undo.callback(LoopOnCpu().restore)
         if not hasattr(typing, "override"):
             vars(typing)["override"] = typing_extensions.override
-            self._provides_override = True
+            self._undo.callback(delattr, typing, "override")
         if not Path(dataset_utils.__file__).with_name("Makefile").exists():
+            compile_helpers = dataset_utils.compile_helpers
+            self._undo.callback(setattr, dataset_utils, "compile_helpers", compile_helpers)
             dataset_utils.compile_helpers = lambda: None
 
     def restore(self) -> None:
         """Undo what :meth:`prepare` did, where nobody else has changed it since."""
         if sys.argv == self._completed:
             sys.argv[:] = self._given
-        for name, value in self._environment.items():
-            os.environ.setdefault(name, value)
-        if self._on_cpu is not None:
-            self._on_cpu.restore()
-        if self._provides_override:
-            del vars(typing)["override"]
-        dataset_utils.compile_helpers = self._compile_helpers
+        self._undo.close()
 
     def say(self, message: str) -> None:
         """Print one line on the first rank, with what was changed."""

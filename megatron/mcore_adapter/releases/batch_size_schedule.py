@@ -57,10 +57,8 @@ def init_num_microbatches(
     """
     init = num_microbatches_calculator.init_num_microbatches_calculator
     sizes = (global_batch_size, micro_batch_size, data_parallel_size)
-    if not accepts(init, "step_batch_size_schedule"):
+    if rampup_batch_size is None or not accepts(init, "step_batch_size_schedule"):
         init(rank, rampup_batch_size, *sizes)
-    elif rampup_batch_size is None:
-        init(rank, None, *sizes)
     else:
         steps = ramp_steps(rampup_batch_size, global_batch_size)
         schedule = " ".join(f"{first}:{size}" for first, size in steps)
