@@ -9,13 +9,14 @@ from pathlib import Path
 from megatron.checkpoint.hugging_face.model_arguments import ARGUMENTS, Argument, completed
 from megatron.checkpoint.store.stores import fetch, is_staged, local_path, store_of
 from megatron.pretrain.arguments.check import Check
-from megatron.pretrain.arguments.data_rules import SPLIT_PATHS, has_weights, prefixes_of
+from megatron.pretrain.arguments.data_rules import SPLIT_PATHS
 from megatron.pretrain.checkpoints.checkpoint_arguments import (
     is_stored,
     means_something,
     stored_arguments,
 )
 from megatron.pretrain.checkpoints.checkpoint_source import find_source
+from megatron.pretrain.data.splits import parse_blend
 from megatron.pretrain.errors import RunError
 
 LOCATIONS = ("save", "load", "pretrained_checkpoint")
@@ -197,15 +198,16 @@ def note_flags_without_effect(check: Check) -> None:
         other_state = "with --use-megatron-fsdp, whose optimizer state loads at any layout"
     elif not args.use_distributed_optimizer:
         other_state = "without --use-distributed-optimizer"
-    values = [getattr(args, dest) or [] for dest in ("data_path", *SPLIT_PATHS.values())]
-    is_blended = any(len(prefixes_of(words)) > 1 for words in values)
+    paths = ("data_path", *SPLIT_PATHS.values())
+    blends = [parse_blend(getattr(args, path) or []) for path in paths]
+    is_blended = any(len(prefixes) > 1 for prefixes, _ in blends)
     cases = {
         "timing_log_option barrier_with_L1_time log_timers_to_tensorboard": (
             "" if args.timing_log_level else "with --timing-log-level 0"
         ),
         "num_dataset_builder_threads": "" if is_blended else "without several data sets",
         "mid_level_dataset_surplus": (
-            "" if any(map(has_weights, values)) else "without weights of data sets"
+            "" if any(weights for _, weights in blends) else "without weights of data sets"
         ),
         OF_LOADS: "" if loads else "without --load or --pretrained-checkpoint",
         OF_SAVES: "" if args.save else "without --save",

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.pretrain.arguments.check import Check
-from megatron.pretrain.data.splits import DEFAULT_SPLIT, check_weights
+from megatron.pretrain.data.splits import DEFAULT_SPLIT, check_weights, parse_blend
 from megatron.pretrain.data.tokenizer_choice import TokenizerChoice
 from megatron.pretrain.data.tokenizer_record import read_record
 
@@ -59,7 +59,7 @@ def check_data(check: Check) -> None:
         except ValueError as error:
             check.problems.append(str(error))
     for dest in ("data_path", *SPLIT_PATHS.values()):
-        check_prefixes(check, flags.get(dest, check.flag(dest)), getattr(args, dest) or [])
+        check_prefixes(check, flags.get(dest, check.flag(dest)), dest)
     check.require(args.num_dataset_builder_threads > 0, "--num-dataset-builder-threads: at least 1")
     check.require(args.mid_level_dataset_surplus >= 0, "--mid-level-dataset-surplus: at least 0")
     args.dataloader_type = args.dataloader_type or "single"
@@ -141,7 +141,7 @@ def check_full_validation(check: Check, flags: dict[str, str]) -> None:
         return
     for dest in ("data_path", "valid_data_path"):
         check.require(
-            not has_weights(getattr(args, dest) or []),
+            parse_blend(getattr(args, dest) or [])[1] is None,
             f"{flags.get(dest, check.flag(dest))}: --full-validation reads every sample once, so"
             " data sets have no weights: leave them out"
             + (", or give --train-data-path and --valid-data-path" * (dest == "data_path")),
@@ -179,7 +179,7 @@ def take_recorded_tokenizer(check: Check) -> None:
         return
     words: list[str] = []
     for dest in ("data_path", *SPLIT_PATHS.values()):
-        words += prefixes_of(getattr(args, dest) or [])
+        words += parse_blend(getattr(args, dest) or [])[0]
     records = []
     for prefix in words:
         try:
@@ -207,35 +207,22 @@ def take_recorded_tokenizer(check: Check) -> None:
             check.notes.append(f"tokenizer: {args.tokenizer_type}, as {found[0].path} records")
 
 
-def prefixes_of(words: list[str]) -> list[str]:
-    """Return the prefixes of a data path: its words, without weights."""
-    return words[1::2] if has_weights(words) else words
-
-
-def check_prefixes(check: Check, flag: str, words: list[str]) -> None:
-    """Check that every prefix has an index and a data file.
+def check_prefixes(check: Check, flag: str, dest: str) -> None:
+    """Check that every prefix of a data path has an index and a data file.
 
     Args:
         check: the arguments.
         flag: the flag to name in problems.
-        words: its value: prefixes, or pairs of weight and prefix.
+        dest: destination of the path.
     """
-    for prefix in prefixes_of(words):
+    try:
+        prefixes, _ = parse_blend(getattr(check.args, dest) or [])
+    except ValueError as error:
+        check.problems.append(f"{flag}: {error}")
+        check.set_default(dest)
+        return
+    for prefix in prefixes:
         missing = [suffix for suffix in (".idx", ".bin") if not Path(prefix + suffix).is_file()]
         check.require(
             not missing, f"{flag}: {' and '.join(prefix + suffix for suffix in missing)} not found"
         )
-
-
-def has_weights(words: list[str]) -> bool:
-    """Return True if the words are pairs of weight and prefix."""
-    return len(words) > 1 and len(words) % 2 == 0 and all(is_number(word) for word in words[::2])
-
-
-def is_number(word: str) -> bool:
-    """Return True if the word is a number, which can be a weight."""
-    try:
-        float(word)
-    except ValueError:
-        return False
-    return True

@@ -278,6 +278,7 @@ NEEDS: tuple[Needs, ...] = (
         unless="multi_latent_attention",
     ),
     Needs("rope_scaling_factor", "use_rope_scaling"),
+    Needs("overlap_param_gather", "use_distributed_optimizer", unless="use_megatron_fsdp"),
     Needs("use_fused_weighted_squared_relu", "num_experts"),
     Needs("use_fused_weighted_squared_relu", "squared_relu"),
     Needs(
@@ -333,6 +334,11 @@ NEEDS: tuple[Needs, ...] = (
     Needs("full_validation", "eval_interval", unless="skip_train"),
     Needs("multiple_validation_sets", "full_validation"),
     Needs("multiple_validation_sets", "valid_data_path"),
+    Needs(
+        "reset_attention_mask",
+        "create_attention_mask_in_dataloader",
+        remedy="has no effect with --no-create-attention-mask-in-dataloader",
+    ),
     Needs("decoupled_min_lr", "decoupled_lr"),
     Needs("lr_wsd_decay_*", "lr_decay_style", ("WSD",)),
     Needs("sgd_momentum", "optimizer", ("sgd",)),

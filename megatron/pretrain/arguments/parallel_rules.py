@@ -48,10 +48,6 @@ def choose_data_parallelism(check: Check) -> None:
     check_communicators(check)
     sharded = args.use_distributed_optimizer
     check.require(
-        not args.overlap_param_gather or sharded,
-        "--overlap-param-gather needs --use-distributed-optimizer or --use-megatron-fsdp",
-    )
-    check.require(
         args.optimizer != "sgd" or not sharded,
         "--optimizer sgd works without --use-distributed-optimizer and --use-megatron-fsdp only:"
         " use adam",

@@ -135,9 +135,7 @@ def standard_library_corpus(
     record = Path(prefix + ".json")
     if not (IndexedDataset.exists(prefix) and record.is_file() and record.read_text() == text):
         write_corpus(files, prefix, tokenizer)
-        temporary = _temporary(prefix, ".json")
-        Path(temporary).write_text(text)
-        os.replace(temporary, record)
+        durable.write_text(record, text)
     return prefix
 
 

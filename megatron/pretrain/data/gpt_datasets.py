@@ -19,15 +19,16 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, Moc
 from torch.utils.data import Dataset
 
 from megatron.checkpoint.core.listing import some
+from megatron.pretrain.arguments.configs import from_destinations
 from megatron.pretrain.data.corpus import standard_library_corpus
 from megatron.pretrain.data.dataset_files import check_samples
 from megatron.pretrain.data.splits import (
     DEFAULT_SPLIT,
-    Blend,
     Bookends,
     DataSource,
     check_splits,
     check_weights,
+    parse_blend,
 )
 from megatron.pretrain.data.tokenizer_choice import TokenizerChoice
 from megatron.pretrain.data.tokenizer_record import check_records, record_path
@@ -54,12 +55,11 @@ def find_data(args: argparse.Namespace, tokenizer: Tokenizer) -> DataSource | No
     `data_cache_path` or the folder "data".
 
     Raises:
-        ValueError: the data is missing, damaged, contradictory or too small; the same on every
-            rank.
+        ValueError: the data is missing, damaged or too small; the same on every rank.
         OSError: the data cannot be read, or the default corpus be written; the same on every rank.
     """
     sizes = wanted_samples(args)
-    if not any(map(_is_wanted, sizes)):
+    if not any(size != 0 for size in sizes):
         return None
     return on_first_rank(lambda: _find_source(args, tokenizer, sizes))
 
@@ -77,10 +77,6 @@ def wanted_samples(args: argparse.Namespace) -> Sizes:
     if args.full_validation and (args.eval_interval or args.skip_train):
         return train, None, evaluation
     return train, num_evaluations * evaluation, evaluation
-
-
-def _is_wanted(size: int | None) -> bool:
-    return size != 0
 
 
 def build_datasets(
@@ -125,23 +121,16 @@ def build_datasets(
 
 def _config(args: argparse.Namespace, tokenizer: Tokenizer, source: DataSource) -> GPTDatasetConfig:
     """Return Megatron-Core's settings of the datasets."""
-    return GPTDatasetConfig(
+    return from_destinations(
+        GPTDatasetConfig,
+        args,
         random_seed=args.seed,
         sequence_length=args.seq_length,
         blend=source.blend,
         blend_per_split=source.blend_per_split,
         split=source.split if source.blend else None,
-        full_validation=args.full_validation,
-        multiple_validation_sets=args.multiple_validation_sets,
-        num_dataset_builder_threads=args.num_dataset_builder_threads,
-        mid_level_dataset_surplus=args.mid_level_dataset_surplus,
-        allow_ambiguous_pad_tokens=args.allow_ambiguous_pad_tokens,
         path_to_cache=source.cache,
-        mmap_bin_files=args.mmap_bin_files,
         tokenizer=tokenizer,
-        reset_position_ids=args.reset_position_ids,
-        reset_attention_mask=args.reset_attention_mask,
-        eod_mask_loss=args.eod_mask_loss,
         create_attention_mask=args.create_attention_mask_in_dataloader,
     )
 
@@ -201,46 +190,16 @@ def _check_caches(datasets: Sequence[Dataset | None]) -> None:
                 ) from error
 
 
-def parse_blend(values: Sequence[str]) -> Blend:
-    """Read a data path: prefixes, or pairs of weight and prefix.
-
-    Returns:
-        The prefixes and their weights, None if no weights are given.
-
-    Raises:
-        ValueError: weights on some prefixes only, or a weight that is not positive.
-    """
-    prefixes = [value.strip() for value in values]
-    weights = [_as_number(value) for value in prefixes[::2]]
-    if len(values) % 2 or all(weight is None for weight in weights):
-        return prefixes, None
-    numbers = [weight for weight in weights if weight is not None and 0 < weight < float("inf")]
-    if len(numbers) < len(weights):
-        raise ValueError(
-            "a data path expects prefixes, or a positive weight before every prefix, but got"
-            f" {' '.join(values)}"
-        )
-    return prefixes[1::2], numbers
-
-
 def _find_source(args: argparse.Namespace, tokenizer: Tokenizer, sizes: Sizes) -> DataSource:
     """Return the checked source of the data, writing the default corpus if none is named."""
     per_split = [args.train_data_path, args.valid_data_path, args.test_data_path]
-    problems = _source_problems(args, any(per_split))
-    if problems:
-        raise ValueError("; ".join(problems))
     if any(per_split):
         whole: Bookends = (0.0, 1.0)
         blends = [
-            parse_blend(values) if values and _is_wanted(size) else None
+            parse_blend(values) if values and size != 0 else None
             for values, size in zip(per_split, sizes)
         ]
         source = DataSource([whole if blend else None for blend in blends], blend_per_split=blends)
-        if sizes[0] and blends[0] is None:
-            raise ValueError(
-                "--valid-data-path and --test-data-path need --train-data-path too, or"
-                " --train-iters 0"
-            )
     else:
         split = args.split or ("1,1,1" if args.mock_data else DEFAULT_SPLIT)
         source = DataSource(_bookends(split, sizes), split)
@@ -264,26 +223,6 @@ def _find_source(args: argparse.Namespace, tokenizer: Tokenizer, sizes: Sizes) -
     return source
 
 
-def _source_problems(args: argparse.Namespace, per_split: bool) -> list[str]:
-    """Return what is wrong with flags of the source that are given together."""
-    sources = {
-        "--mock-data": args.mock_data,
-        "--data-path": args.data_path,
-        "--train-data-path, --valid-data-path, --test-data-path": per_split,
-    }
-    given = [flag for flag, value in sources.items() if value]
-    problems = []
-    if len(given) > 1:
-        problems.append(f"only one source of data can be used, but got {' and '.join(given)}")
-    if per_split and args.split is not None:
-        problems.append("--split cuts --data-path; leave it out where every split has its own path")
-    if args.reset_attention_mask and not args.create_attention_mask_in_dataloader:
-        problems.append(
-            "--reset-attention-mask has no effect with --no-create-attention-mask-in-dataloader"
-        )
-    return problems
-
-
 def _bookends(split: str, sizes: Sizes) -> list[Bookends | None]:
     """Return the part of the documents for every split; `sizes` of 0 are not built.
 
@@ -293,11 +232,4 @@ def _bookends(split: str, sizes: Sizes) -> list[Bookends | None]:
     matrix = convert_split_vector_to_split_matrix(parse_and_normalize_split(split))
     if sizes[0] and matrix[0] is None:
         raise ValueError(f"--split {split} leaves nothing to train on")
-    return [ends if _is_wanted(size) else None for ends, size in zip(matrix, sizes)]
-
-
-def _as_number(text: str) -> float | None:
-    try:
-        return float(text)
-    except ValueError:
-        return None
+    return [ends if size != 0 else None for ends, size in zip(matrix, sizes)]

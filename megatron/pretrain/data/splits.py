@@ -23,6 +23,35 @@ MANY = 4
 """Data sets of a split up to which each is described in a line of its own."""
 
 
+def parse_blend(values: Sequence[str]) -> Blend:
+    """Read a data path: prefixes, or pairs of weight and prefix.
+
+    Returns:
+        The prefixes and their weights, None if no weights are given.
+
+    Raises:
+        ValueError: weights on some prefixes only, or a weight that is not positive.
+    """
+    prefixes = [value.strip() for value in values]
+    weights = [_as_number(value) for value in prefixes[::2]]
+    if len(values) % 2 or all(weight is None for weight in weights):
+        return prefixes, None
+    numbers = [weight for weight in weights if weight is not None and 0 < weight < float("inf")]
+    if len(numbers) < len(weights):
+        raise ValueError(
+            "a data path expects prefixes, or a positive weight before every prefix, but got"
+            f" {' '.join(values)}"
+        )
+    return prefixes[1::2], numbers
+
+
+def _as_number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
 @dataclass
 class DataSource:
     """The source of the samples: a blend of datasets, a blend per split, or neither (mock data)."""

@@ -15,6 +15,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
 from megatron.core.optimizer import get_standard_config_overrides
 
 from megatron.pretrain import ranks
@@ -209,12 +210,8 @@ READ_BY = {
         untie_embeddings_and_output_weights hybrid_layer_pattern"""
     ),
     "gpt_datasets": (
-        """seq_length mock_data data_path train_data_path valid_data_path
-            test_data_path split data_cache_path mmap_bin_files
-            create_attention_mask_in_dataloader reset_position_ids reset_attention_mask
-            eod_mask_loss eval_iters train_samples num_dataset_builder_threads
-            mid_level_dataset_surplus allow_ambiguous_pad_tokens full_validation
-            multiple_validation_sets"""
+        """seq_length mock_data data_path train_data_path valid_data_path test_data_path
+            data_cache_path create_attention_mask_in_dataloader eval_iters train_samples"""
     ),
     "loop": (
         """padded_vocab_size micro_batch_size
@@ -271,11 +268,13 @@ def test_no_flag_is_accepted_and_ignored() -> None:
     # Each field has a test in test_config_flags.py.
     program = [*chain.from_iterable(PROGRAM_GROUPS.values())]
     flags = chain.from_iterable(named.values() for named in field_flags(program).values())
+    known = {action.dest for action in actions}
     fields = {flag.dest for flag in flags}
+    # Each of these has a test in test_gpt_datasets.py or test_dataset_settings.py.
+    fields |= known & {setting.name for setting in dataclasses.fields(GPTDatasetConfig)}
     read = set(" ".join(READ_BY.values()).split())
     # Each setting is tested in test_tokenizers.py.
     read |= {setting.name for setting in dataclasses.fields(TokenizerChoice)}
-    known = {action.dest for action in actions}
     shown = in_tables | fields | read | {"dry_run_ranks"}
     same = {dest for dest in known if same_here(dest)}
     assert known == shown | REFUSED_HERE | same

@@ -101,6 +101,7 @@ BESIDE = {
     ("use_rope_scaling", ()): "--use-megatron-fsdp",
     ("optimizer", ("adam",)): "--optimizer sgd",
     ("bias_swiglu_fusion", ()): "--no-bias-swiglu-fusion",
+    ("create_attention_mask_in_dataloader", ()): "--no-create-attention-mask-in-dataloader",
     ("fp8_recipe", ("delayed",)): "--fp8-recipe tensorwise",
     ("moe_router_load_balancing_type", LOSSES): "--moe-router-load-balancing-type none",
 }

@@ -14,13 +14,9 @@ import torch
 
 from megatron.pretrain.data import gpt_datasets as data_module
 from megatron.pretrain.data.corpus import standard_library_corpus, write_corpus
-from megatron.pretrain.data.gpt_datasets import (
-    build_datasets,
-    find_data,
-    parse_blend,
-    wanted_samples,
-)
+from megatron.pretrain.data.gpt_datasets import build_datasets, find_data, wanted_samples
 from megatron.pretrain.data.samplers import MicrobatchSampler, build_iterator
+from megatron.pretrain.data.splits import parse_blend
 from megatron.pretrain.data.tokenizers import ByteTokenizer, NullTokenizer
 from megatron.pretrain.errors import RunError
 from tests.support.rank_pool import run_ranks
@@ -248,19 +244,14 @@ def test_the_default_corpus_is_the_standard_library(
             dict(data_path=["nowhere"]),
             "no dataset at nowhere .*expects nowhere.bin and nowhere.idx",
         ),
-        (
-            dict(data_path=["a"], mock_data=True),
-            "only one source of data .* --mock-data and --data-path",
-        ),
-        (dict(train_data_path=["a"], split="1,0,0"), "--split cuts --data-path"),
-        (dict(valid_data_path=["a"]), "need --train-data-path"),
         (dict(mock_data=True, split="9x9"), "--split expects up to three weights"),
         (dict(mock_data=True, split="0,0,0"), "--split expects up to three weights"),
         (dict(mock_data=True, split="0,1,1"), "leaves nothing to train on"),
-        (dict(mock_data=True, reset_attention_mask=True), "--reset-attention-mask has no effect"),
     ],
 )
-def test_contradictory_or_missing_data_is_refused(arguments: dict[str, Any], message: str) -> None:
+def test_missing_data_and_splits_of_nothing_are_refused(
+    arguments: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         build_datasets(namespace(**arguments), BYTES)
 
