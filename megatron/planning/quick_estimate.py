@@ -78,9 +78,7 @@ class QuickEstimates:
         self._args = args
         self._num_gpus = num_gpus
         self._machine = machine
-        self._has_experts = layers_with_experts(
-            args.num_layers, args.num_experts, args.moe_layer_freq
-        )
+        self._has_experts = layers_with_experts(args)
         self._built: dict[tuple[int, int], dict[str, nn.Module]] = {}
         self._memory: dict[tuple[object, ...], dict[str, MemoryEstimate]] = {}
 

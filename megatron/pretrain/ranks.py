@@ -28,6 +28,12 @@ from megatron.mcore_adapter.releases import process_groups
 
 SINGLE_RANK = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
 """Environment of a program that was started without torchrun: a world of one rank."""
+GROUP_SETTINGS = """tensor_model_parallel_size pipeline_model_parallel_size
+    virtual_pipeline_model_parallel_size context_parallel_size expert_model_parallel_size
+    hierarchical_context_parallel_sizes expert_tensor_parallel_size create_all_gather_group
+    num_distributed_optimizer_instances distributed_timeout_minutes use_sharp sharp_enabled_group
+    nccl_communicator_config_path high_priority_stream_groups"""
+"""Arguments of a run that Megatron-Core's process groups follow from, by the same names."""
 
 
 def environment_rank() -> int:
@@ -82,22 +88,9 @@ def start(args: argparse.Namespace) -> torch.device:
 def initialize_model_parallel(args: argparse.Namespace) -> None:
     """Create Megatron-Core's process groups, for every axis of parallelism."""
     process_groups.initialize_model_parallel(
-        tensor_model_parallel_size=args.tensor_model_parallel_size,
-        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
-        virtual_pipeline_model_parallel_size=args.virtual_pipeline_model_parallel_size,
-        context_parallel_size=args.context_parallel_size,
-        hierarchical_context_parallel_sizes=args.hierarchical_context_parallel_sizes,
-        expert_model_parallel_size=args.expert_model_parallel_size,
-        expert_tensor_parallel_size=args.expert_tensor_parallel_size,
-        num_distributed_optimizer_instances=args.num_distributed_optimizer_instances,
         order="tp-cp-ep-pp-dp" if args.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
         create_gloo_process_groups=args.enable_gloo_process_groups,
-        create_all_gather_group=args.create_all_gather_group,
-        distributed_timeout_minutes=args.distributed_timeout_minutes,
-        use_sharp=args.use_sharp,
-        sharp_enabled_group=args.sharp_enabled_group,
-        nccl_communicator_config_path=args.nccl_communicator_config_path,
-        high_priority_stream_groups=args.high_priority_stream_groups,
+        **{dest: getattr(args, dest) for dest in GROUP_SETTINGS.split()},
     )
 
 

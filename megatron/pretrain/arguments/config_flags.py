@@ -27,7 +27,6 @@ from megatron.pretrain.arguments.flags import (
     FLOATS,
     STATE_DTYPES,
     Flag,
-    enum_member,
     frequency,
     integer_pair,
     one_of,
@@ -197,10 +196,11 @@ def field_flags(program_flags: Iterable[Flag] = ()) -> dict[str, dict[str, Flag]
         for declared in fields(config):
             name = declared.name
             is_taken = name in seen or not declared.init or matches(name, NO_FLAG)
-            if is_taken or not (can_be_written(hints[name]) or name in CHANGES):
+            settings = from_annotation(hints[name], default_of(declared))
+            if is_taken or not (can_be_written(settings) or name in CHANGES):
                 continue
             seen.add(name)
-            flag = field_flag(config, declared, hints[name])
+            flag = field_flag(config, declared, settings)
             if written.isdisjoint(flag.names):
                 parts = PARTS_OF_THE_MODEL if config is TransformerConfig else {}
                 part = next((t for t, names in parts.items() if matches(name, names)), title)
@@ -209,11 +209,11 @@ def field_flags(program_flags: Iterable[Flag] = ()) -> dict[str, dict[str, Flag]
     return groups
 
 
-def field_flag(config: type, declared: Field[Any], hint: Any) -> Flag:
-    """Return the flag of a field."""
+def field_flag(config: type, declared: Field[Any], settings: dict[str, Any]) -> Flag:
+    """Return the flag of a field; ``settings`` are those that its type implies."""
     name = declared.name
-    settings = from_annotation(hint, default_of(declared)) | {"dest": name}
-    settings |= {"help": field_docstrings(config).get(name, "")} | from_metadata(declared)
+    settings |= {"dest": name, "help": field_docstrings(config).get(name, "")}
+    settings |= from_metadata(declared)
     changes = CHANGES.get(name, {})
     choices = (*changes.get("choices", ()), *(settings.get("choices") or ()))
     settings |= changes
@@ -283,22 +283,19 @@ def from_annotation(annotation: Any, default: Any) -> dict[str, Any]:
     if origin in (list, tuple):
         return settings | {"nargs": "+", "type": typing.get_args(annotation)[0]}
     if isinstance(annotation, type) and issubclass(annotation, enum.Enum):
-        return settings | {"choices": tuple(annotation), "type": enum_member(annotation)}
+        return settings | {
+            "choices": tuple(annotation),
+            "type": one_of(dict(annotation.__members__)),
+        }
     if annotation in (int, float, str):
         return settings | {"type": annotation}
     return settings  # `CHANGES` must name the type
 
 
-def can_be_written(annotation: Any) -> bool:
-    """Return True if values of this type can be written on a command line."""
-    annotation = without_none(annotation)
-    origin = typing.get_origin(annotation)
-    if origin is Literal or is_list_or_item(annotation):
-        return True
-    if origin in (list, tuple):
-        return typing.get_args(annotation)[0] in (int, float, str)
-    is_enum = isinstance(annotation, type) and issubclass(annotation, enum.Enum)
-    return is_enum or annotation in (bool, int, float, str)
+def can_be_written(settings: dict[str, Any]) -> bool:
+    """Return True if values of a field with these settings can be written on a command line."""
+    has_words = settings["kind"] != "value" or "choices" in settings
+    return has_words or settings.get("type") in (int, float, str, frequency)
 
 
 def without_none(annotation: Any) -> Any:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Megatron-Core's config objects, made from completed arguments.
 
-A field has the value of the destination of its name, unless a function below says otherwise.
+A field has the value of its flag, unless a function below says otherwise.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch.nn.functional import gelu, silu
 
-from megatron.pretrain.arguments.config_flags import default_of
+from megatron.pretrain.arguments.config_flags import CHANGES, default_of
 
 Config = TypeVar("Config")
 
@@ -49,17 +49,12 @@ def transformer_config(args: argparse.Namespace) -> TransformerConfig:
         activation_func=activation(args),
         gated_linear_unit=args.swiglu,
         bias_activation_fusion=args.bias_swiglu_fusion if args.swiglu else args.bias_gelu_fusion,
-        num_moe_experts=args.num_experts,
         num_query_groups=args.num_query_groups if args.group_query_attention else None,
         persist_layer_norm=not args.no_persist_layer_norm,
         # gloo sends from the memory itself, which would be freed too early.
         deallocate_pipeline_outputs=args.distributed_backend == "nccl",
         batch_p2p_comm=not args.overlap_p2p_comm,
         pipeline_dtype=args.params_dtype,
-        num_layers_in_first_pipeline_stage=args.decoder_first_pipeline_num_layers,
-        num_layers_in_last_pipeline_stage=args.decoder_last_pipeline_num_layers,
-        fp8_param=args.fp8_param_gather,
-        use_te_rng_tracker=args.te_rng_tracker,
         cp_comm_type=cp_comm_type[0] if len(cp_comm_type) == 1 else cp_comm_type,
     )
 
@@ -105,16 +100,7 @@ def ddp_config(
                 "--ddp-num-buckets: ddp_config needs num_parameters to find the bucket size"
             )
         bucket_size = max(1, num_parameters // args.ddp_num_buckets)
-    config = from_destinations(
-        DistributedDataParallelConfig,
-        args,
-        grad_reduce_in_fp32=args.accumulate_allreduce_grads_in_fp32,
-        check_for_nan_in_grad=args.check_for_nan_in_loss_and_grad,
-        bucket_size=bucket_size,
-        pad_buckets_for_high_nccl_busbw=args.ddp_pad_buckets_for_high_nccl_busbw,
-        reduce_scatter_with_fp32_accumulation=args.ddp_reduce_scatter_with_fp32_accumulation,
-        average_in_collective=args.ddp_average_in_collective,
-    )
+    config = from_destinations(DistributedDataParallelConfig, args, bucket_size=bucket_size)
     config.fp4_param_gather = args.fp4_param  # a field since Megatron-Core 0.17
     for name in ENGINE_SETTINGS:
         setattr(config, name, getattr(args, name))
@@ -124,14 +110,14 @@ def ddp_config(
 def from_destinations(
     config: Callable[..., Config], args: argparse.Namespace, **exceptions: Any
 ) -> Config:
-    """Make a config from `exceptions` and, for other fields, destinations of the same name.
+    """Make a config from `exceptions` and, for other fields, the destinations of their flags.
 
     Fields without either keep their defaults, which are not given: some releases warn of every
     value that is given for a deprecated field.
     """
-    values = {
-        f.name: getattr(args, f.name)
-        for f in fields(config)  # type: ignore[arg-type]
-        if hasattr(args, f.name) and getattr(args, f.name) != default_of(f)
-    }
+    values = {}
+    for declared in fields(config):  # type: ignore[arg-type]
+        dest = CHANGES.get(declared.name, {}).get("dest", declared.name)
+        if hasattr(args, dest) and getattr(args, dest) != default_of(declared):
+            values[declared.name] = getattr(args, dest)
     return config(**(values | exceptions))

@@ -3,7 +3,6 @@
 
 import argparse
 import ast
-import enum
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -100,11 +99,6 @@ def as_written(value: Any) -> str:
     if isinstance(value, torch.dtype):
         return next(word for word, dtype in STATE_DTYPES.items() if dtype == value)
     return str(getattr(value, "name", value))
-
-
-def enum_member(members: type[enum.Enum]) -> Callable[[str], enum.Enum]:
-    """Return a converter from a member's name to the member."""
-    return one_of(dict(members.__members__))
 
 
 def one_of(table: Mapping[str, Any]) -> Callable[[str], Any]:

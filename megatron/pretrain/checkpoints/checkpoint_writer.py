@@ -91,11 +91,6 @@ class WriterProcess:
         there.close()  # so that the connection breaks when the writer dies
         self._connection.send(world)
 
-    @property
-    def process_id(self) -> int:
-        """Number of the process, and of its group."""
-        return self._process.pid
-
     def write(self, content: StagedContent, target: Path) -> None:
         """Let it write content into a directory; :meth:`poll` finds a writer that has died."""
         with suppress(OSError):

@@ -156,8 +156,8 @@ def conclude(
             raise _not_written(iteration, problems)
         _on_first_rank(lambda: place.publish(root, iteration), "cannot publish the checkpoint")
     finally:
-        if is_at_url:
-            url_saves.remove_staged(root, iteration)
+        if is_at_url:  # every rank has staged files
+            directory.discard(root, iteration)
     if root != args.save:
         _on_first_rank(lambda: directory.retain(root, None, iteration), "cannot clean up")
     elif interval:

@@ -10,7 +10,6 @@ that the upload is complete, the first rank makes it visible and lets the tracke
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -86,11 +85,6 @@ def discard(root: str | Path, iteration: int) -> None:
 def retain(root: str | Path, interval: int, newest: int) -> None:
     """Delete the checkpoints at the URL that ``--save-retain-interval`` does not keep."""
     _store(root).retain(interval, newest)
-
-
-def remove_staged(root: str | Path, iteration: int) -> None:
-    """Remove the local files of a save that is at its URL, or has failed; called on every rank."""
-    shutil.rmtree(directory.staging_directory(root, iteration), ignore_errors=True)
 
 
 def upload_beside(root: str | Path) -> None:

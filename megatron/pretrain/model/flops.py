@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import argparse
 
+from megatron.checkpoint.hugging_face.model_arguments import layers_with_experts
+
 
 def training_flops(args: argparse.Namespace, num_sequences: int) -> float:
     """Return the FLOPs of one training step over ``num_sequences`` sequences, of all ranks.
@@ -20,10 +22,9 @@ def training_flops(args: argparse.Namespace, num_sequences: int) -> float:
         args: the completed arguments, with ``padded_vocab_size``.
         num_sequences: the global batch size, in sequences of ``args.seq_length`` tokens.
     """
-    with_experts = layers_with_experts(args.num_layers, args.num_experts, args.moe_layer_freq)
-    num_attention_layers = args.num_layers
-    num_dense_layers = with_experts.count(False)
-    num_expert_layers = with_experts.count(True)
+    with_experts = layers_with_experts(args)
+    num_attention_layers, num_expert_layers = args.num_layers, sum(with_experts)
+    num_dense_layers = args.num_layers - num_expert_layers
     pattern = args.hybrid_layer_pattern
     if pattern is not None:  # each layer is one part of what a layer is otherwise
         num_attention_layers, num_dense_layers = pattern.count("*"), pattern.count("-")
@@ -44,29 +45,8 @@ def training_flops(args: argparse.Namespace, num_sequences: int) -> float:
         per_token += num_expert_layers * expert_multiply_adds(args)
     per_token += num_predicting_layers * 2 * args.hidden_size * args.hidden_size
     per_token += (1 + num_predicting_layers) * args.hidden_size * args.padded_vocab_size
-    forward_and_backward, operations_per_multiply_add = 3.0, 2.0
-    return (
-        forward_and_backward
-        * operations_per_multiply_add
-        * per_token
-        * num_sequences
-        * args.seq_length
-    )
-
-
-def layers_with_experts(
-    num_layers: int, num_experts: int | None, moe_layer_freq: int | list[int]
-) -> list[bool]:
-    """Return for every layer True if it has experts.
-
-    ``moe_layer_freq`` is 1 or 0 for every layer, or a number n: every n-th layer, beginning with
-    the first, has experts.
-    """
-    if not num_experts:
-        return [False] * num_layers
-    if isinstance(moe_layer_freq, int):
-        return [number % moe_layer_freq == 0 for number in range(num_layers)]
-    return [bool(layer) for layer in moe_layer_freq]
+    forward_and_backward, operations = 3.0, 2.0  # of a multiply-add
+    return forward_and_backward * operations * per_token * num_sequences * args.seq_length
 
 
 def attention_multiply_adds(args: argparse.Namespace) -> float:

@@ -58,10 +58,8 @@ def owned_shards(model: list[MegatronModule]) -> Iterator[tuple[nn.Parameter, to
 
 def _owned_shard(parameter: nn.Parameter) -> torch.Tensor | None:
     """Return the elements of a parameter that this rank counts, None if others count them."""
-    is_first_instance = (
-        not _is_hybrid()
-        or parallel_state.get_inter_distributed_optimizer_instance_group().rank() == 0
-    )
+    instances = parallel_state.get_inter_distributed_optimizer_instance_group(False)
+    is_first_instance = instances is None or instances.rank() == 0
     if isinstance(parameter, DTensor):
         # Replicas within an instance are marked as shared.
         model = parameter._fsdp_model  # type: ignore[attr-defined]  # the engine sets it
@@ -75,11 +73,6 @@ def _owned_shard(parameter: nn.Parameter) -> torch.Tensor | None:
     else:
         data_rank = parallel_state.get_data_parallel_rank(with_context_parallel=True)
     return getattr(parameter, "main_param", parameter) if data_rank == 0 else None
-
-
-def _is_hybrid() -> bool:
-    group = parallel_state.get_inter_distributed_optimizer_instance_group(check_initialized=False)
-    return group is not None
 
 
 def _is_expert(parameter: nn.Parameter) -> bool:

@@ -162,7 +162,7 @@ class Report:
 
     def times_of(self, name: str, progress: Progress) -> None:
         """Report the time of a checkpoint; a collective if phases are timed."""
-        self._scalars.add(self.times.report_once(name), progress)
+        self._scalars.add(self.times.report(1, name), progress)
 
     def _parts(
         self, progress: Progress, shown: dict[str, float], speed: Speed, memory: int

@@ -31,10 +31,12 @@ class ScalarWriters:
         self._tensorboard: SummaryWriter | None = None
         self._wandb: Any = None
         if writes and args.tensorboard_dir:
+            # Here, because TensorBoard takes a second to import.
+            from torch.utils.tensorboard import SummaryWriter
+
+            directory, size = args.tensorboard_dir, args.tensorboard_queue_size
             with decorations.guard(TENSORBOARD):
-                self._tensorboard = _open_tensorboard(
-                    args.tensorboard_dir, args.tensorboard_queue_size
-                )
+                self._tensorboard = SummaryWriter(directory, max_queue=size)
         if writes and args.wandb_project:
             with decorations.guard(WANDB, Exception):
                 self._wandb = _open_wandb(args)
@@ -71,13 +73,6 @@ class ScalarWriters:
             with self._decorations.guard(WANDB, Exception):
                 self._wandb.finish()
             self._wandb = None
-
-
-def _open_tensorboard(directory: str, queue_size: int) -> SummaryWriter:
-    # Here, because TensorBoard takes a second to import.
-    from torch.utils.tensorboard import SummaryWriter
-
-    return SummaryWriter(directory, max_queue=queue_size)
 
 
 def _open_wandb(args: argparse.Namespace) -> Any:

@@ -8,7 +8,7 @@ has timers, and their times travel in an all-gather at each ``--log-interval``.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from megatron.core.optimizer import MegatronOptimizer
@@ -91,29 +91,24 @@ class PhaseTimes:
         if self.timers is not None:
             self.timers(INTERVAL, log_level=1).start()
 
-    def report(self, num_iterations: int) -> dict[str, float]:
+    def report(self, num_iterations: int, name: str = "") -> dict[str, float]:
         """Report the times of an interval as means of its iterations; a collective from level 1 on.
+
+        ``name`` is that of something else, which is no part of an iteration, such as a checkpoint.
 
         Returns:
             Name -> seconds, for TensorBoard: the longest of all ranks, with
             --log-timers-to-tensorboard.
         """
-        return self._report(self._names, num_iterations)
-
-    def report_once(self, name: str) -> dict[str, float]:
-        """Report the time of something that is no part of an iteration, such as a checkpoint."""
-        return self._report([name], 1)
-
-    def _report(self, names: Sequence[str], normalizer: int) -> dict[str, float]:
         if self.timers is None:
             return {}
-        values = {}
+        names, values = [name] if name else self._names, {}
         if self.writes:
             collector = _collector()
             # Ranks without a file measure too.
-            self.timers.write(list(names), collector, 0, normalizer, reset=False)
+            self.timers.write(names, collector, 0, num_iterations, reset=False)
             values = collector.values
-        text = self.timers.get_all_timers_string(list(names), normalizer, reset=True)
+        text = self.timers.get_all_timers_string(names, num_iterations, reset=True)
         if text is not None:
             self._say(text)
         return values

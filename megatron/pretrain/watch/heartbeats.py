@@ -14,6 +14,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
+from concurrent import futures
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -65,7 +66,9 @@ class ShortCalls:
         )
         self._store = PrefixStore(f"peers_{name}", connection)
         self._is_lost = False
-        self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[tuple[futures.Future[Any], Callable[[], Any]]] = (
+            queue.SimpleQueue()
+        )
         threading.Thread(target=self._work, name="store", daemon=True).start()
 
     @classmethod
@@ -107,28 +110,21 @@ class ShortCalls:
         """
         if self._is_lost:
             raise StoreError(f"the store at {self.address} does not answer")
-        results: queue.SimpleQueue[tuple[bool, Any]] = queue.SimpleQueue()
-
-        def run() -> None:
-            try:
-                results.put((True, call()))
-            except RuntimeError as error:
-                results.put((False, error))
-
-        self._calls.put(run)
+        answer: futures.Future[T] = futures.Future()
+        self._calls.put((answer, call))
         try:
-            is_done, result = results.get(timeout=CALL_SECONDS)
-        except queue.Empty:
-            is_done, result = False, None
-        if not is_done:
+            return answer.result(CALL_SECONDS)
+        except (RuntimeError, futures.TimeoutError) as error:
             self._is_lost = True
-            raise StoreError(f"the store at {self.address} does not answer") from result
-        value: T = result
-        return value
+            raise StoreError(f"the store at {self.address} does not answer") from error
 
     def _work(self) -> None:
         while True:
-            self._calls.get()()
+            answer, call = self._calls.get()
+            try:
+                answer.set_result(call())
+            except RuntimeError as error:
+                answer.set_exception(error)
 
 
 class Heartbeats:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
@@ -35,22 +34,17 @@ class StopRequest:
 
     def watch_sigterm(self) -> None:
         """Take SIGTERM, which batch systems send before they end a job, as a request to stop."""
-
-        def request(number: int, frame: FrameType | None) -> None:
-            self.terminated = True
-
-        self._watch(signal.SIGTERM, request)
+        self._watch(signal.SIGTERM, "terminated")
 
     def watch_sigint(self) -> None:
         """Take SIGINT, which Ctrl-C sends, as a request to stop without saving."""
+        self._watch(signal.SIGINT, "interrupted_here")
 
+    def _watch(self, number: int, field: str) -> None:
         def request(number: int, frame: FrameType | None) -> None:
-            self.interrupted_here = True
+            setattr(self, field, True)
 
-        self._watch(signal.SIGINT, request)
-
-    def _watch(self, number: int, handler: Callable[[int, FrameType | None], None]) -> None:
-        self._before.setdefault(number, signal.signal(number, handler))
+        self._before.setdefault(number, signal.signal(number, request))
 
     def forget_signals(self) -> None:
         """Give signals back to the handlers of before: nothing reads the requests any more."""

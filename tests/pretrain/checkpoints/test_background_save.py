@@ -38,11 +38,11 @@ def train_with_late_writers(command_line: str) -> Record:
 
     def save_and_stop(self: BackgroundSaves, *args: Any) -> None:
         save(self, *args)
-        os.killpg(self._writer.process_id, signal.SIGSTOP)
+        os.killpg(self._writer._process.pid, signal.SIGSTOP)
 
     def resume_and_wait(self: BackgroundSaves) -> None:
         if self._pending is not None:
-            os.killpg(self._writer.process_id, signal.SIGCONT)
+            os.killpg(self._writer._process.pid, signal.SIGCONT)
         wait(self)
 
     with (
@@ -119,7 +119,7 @@ def refuse_with_killed_writer(command_line: str, rank: int) -> str:
     def save_and_kill(self: BackgroundSaves, *args: Any) -> None:
         save(self, *args)
         if dist.get_rank() == rank:
-            os.kill(self._writer.process_id, signal.SIGKILL)
+            os.kill(self._writer._process.pid, signal.SIGKILL)
 
     with patch.object(BackgroundSaves, "save", save_and_kill):
         return refuse(command_line)
