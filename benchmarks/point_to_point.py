@@ -21,7 +21,7 @@ import click
 import torch
 import torch.distributed as dist
 
-from megatron.fsdp.backends import gloo_messages
+from megatron.fsdp.backends.gloo_messages import GlooMessages
 from megatron.fsdp.engine import collectives
 from megatron.fsdp.engine.device import Collective
 
@@ -48,6 +48,7 @@ def make_ways(numel: int, dtype: torch.dtype) -> tuple[Ways, Callable[[], None]]
     small = torch.randint(-8, 8, (max(full.nbytes // 128, num_ranks),)).double()
     small_shard = small.chunk(num_ranks)[rank].clone()
     smalls = [small_shard.new_zeros(num_ranks * small_shard.numel()) for _ in range(2)]
+    messages = GlooMessages(smallest_all_gather=0)
     pairs = [[torch.zeros_like(full), each] for each in smalls]
     two_shards = [shard, small_shard]
     own = [buffer.chunk(num_ranks)[rank] for buffer in fulls]
@@ -73,21 +74,21 @@ def make_ways(numel: int, dtype: torch.dtype) -> tuple[Ways, Callable[[], None]]
     return {
         "reduce-scatter": (
             lambda asynchronous: dist.reduce_scatter_tensor(shards[0], full, async_op=asynchronous),
-            gloo_messages.reduce_scatter(full, shards[1], group, dist.ReduceOp.SUM),
+            messages.reduce_scatter(full, shards[1], group, dist.ReduceOp.SUM),
         ),
         "all-gather": (
             lambda asynchronous: dist.all_gather_into_tensor(
                 fulls[0], shard, async_op=asynchronous
             ),
-            gloo_messages.all_gather([fulls[1]], [shard], group),
+            messages.all_gather([fulls[1]], [shard], group),
         ),
         "all-gather in place": (
             gather_others,
-            gloo_messages.all_gather([fulls[3]], [own[3]], group),
+            messages.all_gather([fulls[3]], [own[3]], group),
         ),
         "all-gather of two": (
             collectives.Transport().all_gather(pairs[0], two_shards, group),
-            gloo_messages.all_gather(pairs[1], two_shards, group),
+            messages.all_gather(pairs[1], two_shards, group),
         ),
     }, check
 

@@ -101,8 +101,8 @@ BROKEN_LINES = [
     BrokenLine(
         "point to point: a gather in place is gloo's own",
         "megatron/fsdp/backends/gloo_messages.py",
-        "        if full.untyped_storage()._cdata == shard.untyped_storage()._cdata:\n",
-        "        if full is shard:\n",
+        "full.untyped_storage()._cdata == shard.untyped_storage()._cdata",
+        "full is shard",
         "tests/fsdp/backends/test_gloo_messages.py",
     ),
     BrokenLine(

@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """All-gather and reduce-scatter as sends and receives between the ranks of a gloo group."""
 
-# gloo's reduce-scatter is an all-reduce of a copy of the whole buffer, twice the bytes it needs.
-# Here a rank sends each other rank the slice that this rank needs, and nothing else.
-
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -29,9 +26,13 @@ SMALLEST_ALL_GATHER = 2 * 1024 * 1024  # bytes of the whole buffer
 
 
 class GlooMessages(Transport):
-    """All-gathers and reduce-scatters over gloo as messages, where these are faster."""
+    """All-gathers and reduce-scatters over gloo as messages, where these are faster.
 
-    def __init__(self) -> None:
+    ``smallest_all_gather`` is in bytes of all buffers.
+    """
+
+    def __init__(self, smallest_all_gather: int = SMALLEST_ALL_GATHER) -> None:
+        self._smallest_all_gather = smallest_all_gather
         self._sends_by_gloo: dict[dist.ProcessGroup, bool] = {}
 
     def all_gather(
@@ -40,17 +41,41 @@ class GlooMessages(Transport):
         shards: Sequence[torch.Tensor],
         group: dist.ProcessGroup,
     ) -> Collective:
-        """Gather in place and large buffers by messages."""
+        """Gather in place and large buffers by messages; this rank's slice is not written."""
         # At levels 1 and 2 the shard that a rank sends is a slice of the buffer that it receives.
         # gloo's own all-gather writes its unchanged values to that slice at any time before the
         # end, which would undo a concurrent write. Messages do not, and neither does NCCL.
-        if self._uses_gloo(fulls[0], group):
-            for full, shard in zip(fulls, shards, strict=True):
-                if full.untyped_storage()._cdata == shard.untyped_storage()._cdata:
-                    return all_gather(fulls, shards, group)
-            if sum(full.nbytes for full in fulls) >= SMALLEST_ALL_GATHER:
-                return all_gather(fulls, shards, group)
-        return super().all_gather(fulls, shards, group)
+        sends_messages = self._uses_gloo(fulls[0], group) and (
+            sum(full.nbytes for full in fulls) >= self._smallest_all_gather
+            or any(
+                full.untyped_storage()._cdata == shard.untyped_storage()._cdata
+                for full, shard in zip(fulls, shards, strict=True)
+            )
+        )
+        if not sends_messages:
+            return super().all_gather(fulls, shards, group)
+
+        def start() -> Work:
+            rank, num_ranks = group.rank(), group.size()
+            others = _other_ranks(rank, num_ranks)
+            slices = [full.chunk(num_ranks) for full in fulls]
+            receives, sends = [], []
+            for other in reversed(others):
+                receives += [group.recv([parts[other]], other, _GATHER_TAG) for parts in slices]
+            for other in others:
+                sends += [group.send([shard], other, _GATHER_TAG) for shard in shards]
+            for parts, shard in zip(slices, shards, strict=True):
+                if parts[rank].data_ptr() != shard.data_ptr():
+                    with torch.no_grad():  # autograd rejects copies into a buffer with many views
+                        parts[rank].copy_(shard)
+
+            def finish() -> None:
+                for message in receives + sends:
+                    message.wait()
+
+            return Pending(finish)
+
+        return _collective(start)
 
     def reduce_scatter(
         self,
@@ -59,10 +84,45 @@ class GlooMessages(Transport):
         group: dist.ProcessGroup,
         operation: dist.ReduceOp.RedOpType,
     ) -> Collective:
-        """Reduce by messages at every size."""
-        if self._uses_gloo(full, group):
-            return reduce_scatter(full, shard, group, operation)
-        return super().reduce_scatter(full, shard, group, operation)
+        """Reduce by messages at every size; ``full`` is only read."""
+        if not self._uses_gloo(full, group):
+            return super().reduce_scatter(full, shard, group, operation)
+
+        def start() -> Work:
+            rank, num_ranks = group.rank(), group.size()
+            slices = full.chunk(num_ranks)
+            others = _other_ranks(rank, num_ranks)
+            # Slices are added up in the order of ranks, whatever order they arrive in, in the dtype
+            # of the buffer: ((x0 + x1) + x2) + x3 on every rank. With two ranks the result is that
+            # of gloo's own reduce-scatter to the last bit.
+            order = list(range(num_ranks))
+            if rank == 0:
+                # x0 + x1 is x1 + x0, so this rank too begins with a slice that it receives.
+                order[:2] = 1, 0
+            temporaries = [torch.empty_like(shard) for _ in others[1:]]
+            targets = dict(zip(sorted(others), [shard, *temporaries]))
+            receives = {
+                other: group.recv([targets[other]], other, _REDUCE_TAG)
+                for other in reversed(others)
+            }
+            sends = [group.send([slices[other]], other, _REDUCE_TAG) for other in others]
+
+            def finish() -> None:
+                receives[order[0]].wait()
+                for other in order[1:]:
+                    if other == rank:
+                        shard.add_(slices[rank])
+                    else:
+                        receives[other].wait()
+                        shard.add_(targets[other])
+                if operation == dist.ReduceOp.AVG:
+                    shard.div_(num_ranks)
+                for send in sends:
+                    send.wait()
+
+            return Pending(finish)
+
+        return _collective(start)
 
     def _uses_gloo(self, tensor: torch.Tensor, group: dist.ProcessGroup) -> bool:
         """Return True if ``group`` sends ``tensor`` to other ranks through gloo, on a CPU."""
@@ -74,84 +134,6 @@ class GlooMessages(Transport):
             has_gloo = "cpu:gloo" in dist.get_backend_config(group).split(",")
             sends = self._sends_by_gloo[group] = has_gloo and group.size() > 1
         return sends
-
-
-def all_gather(
-    fulls: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], group: dist.ProcessGroup
-) -> Collective:
-    """Return the collective that fills each of ``fulls`` with the shards of all ranks.
-
-    A full is ``[world_size * n]``, its shard ``[n]``; this rank's slice of it is not written.
-    """
-
-    def start() -> Work:
-        rank, num_ranks = group.rank(), group.size()
-        others = _other_ranks(rank, num_ranks)
-        slices = [full.chunk(num_ranks) for full in fulls]
-        receives, sends = [], []
-        for other in reversed(others):
-            receives += [group.recv([parts[other]], other, _GATHER_TAG) for parts in slices]
-        for other in others:
-            sends += [group.send([shard], other, _GATHER_TAG) for shard in shards]
-        for parts, shard in zip(slices, shards, strict=True):
-            if parts[rank].data_ptr() != shard.data_ptr():
-                with torch.no_grad():  # autograd would reject a copy into a buffer with many views
-                    parts[rank].copy_(shard)
-
-        def finish() -> None:
-            for message in receives + sends:
-                message.wait()
-
-        return Pending(finish)
-
-    return _collective(start)
-
-
-def reduce_scatter(
-    full: torch.Tensor,
-    shard: torch.Tensor,
-    group: dist.ProcessGroup,
-    operation: dist.ReduceOp.RedOpType,
-) -> Collective:
-    """Return the collective that makes ``shard`` this rank's slice of the reduced ``full``.
-
-    ``full`` is ``[world_size * n]`` and only read, ``shard`` ``[n]`` and no part of it.
-    """
-
-    def start() -> Work:
-        rank, num_ranks = group.rank(), group.size()
-        slices = full.chunk(num_ranks)
-        others = _other_ranks(rank, num_ranks)
-        # Slices are added up in the order of ranks, whatever order they arrive in, in the dtype of
-        # the buffer: ((x0 + x1) + x2) + x3 on every rank. With two ranks the result is that of
-        # gloo's own reduce-scatter to the last bit.
-        order = list(range(num_ranks))
-        if rank == 0:
-            # x0 + x1 is x1 + x0, so this rank too begins with a slice that it receives.
-            order[:2] = 1, 0
-        temporaries = [torch.empty_like(shard) for _ in others[1:]]
-        targets = dict(zip(sorted(others), [shard, *temporaries]))
-        receives = {
-            other: group.recv([targets[other]], other, _REDUCE_TAG) for other in reversed(others)
-        }
-        sends = [group.send([slices[other]], other, _REDUCE_TAG) for other in others]
-
-        def finish() -> None:
-            receives[order[0]].wait()
-            for other in order[1:]:
-                if other == rank:
-                    shard.add_(slices[rank])
-                else:
-                    receives[other].wait()
-                    shard.add_(targets[other])
-            if operation == dist.ReduceOp.AVG:
-                shard.div_(num_ranks)
-            for send in sends:
-                send.wait()
-
-        return Pending(finish)
-
-    return _collective(start)
 
 
 def _other_ranks(rank: int, num_ranks: int) -> list[int]:

@@ -15,15 +15,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.fsdp.backends import gloo_messages
-from megatron.fsdp.backends.gloo_messages import GlooMessages
+from megatron.fsdp.backends.gloo_messages import SMALLEST_ALL_GATHER, GlooMessages
 from megatron.fsdp.engine import collectives
 from megatron.fsdp.engine.device import CpuStreams, Pending
 from tests.support.fsdp.reference import Ranks
 from tests.support.rank_pool import RankFailure
 
+MESSAGES = GlooMessages(smallest_all_gather=0)
 SUM, AVG = dist.ReduceOp.SUM, dist.ReduceOp.AVG
-LARGE = gloo_messages.SMALLEST_ALL_GATHER // 4
+LARGE = SMALLEST_ALL_GATHER // 4
 """Elements in fp32 of a buffer of the smallest size that is gathered as messages."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -63,7 +63,7 @@ def reductions_as_gloo(shard_size: int) -> None:
             full = buffer_of(rank, num_ranks * shard_size, dtype)
             before = full.clone()
             shard, plain = full.new_empty(shard_size), full.new_empty(shard_size)
-            launch(gloo_messages.reduce_scatter(full, shard, group, operation)).wait()
+            launch(MESSAGES.reduce_scatter(full, shard, group, operation)).wait()
             assert torch.equal(full, before)
             collectives._reduce_scatter_single(plain, full, op=operation)
             if num_ranks == 2:
@@ -89,8 +89,8 @@ def gathers_as_gloo(shard_size: int) -> None:
         own = in_place.chunk(num_ranks)[rank] if shard_size else in_place
         own.copy_(shard)
         gathers = [
-            launch(gloo_messages.all_gather([apart], [shard], group)),
-            launch(gloo_messages.all_gather([in_place], [own], group)),
+            launch(MESSAGES.all_gather([apart], [shard], group)),
+            launch(MESSAGES.all_gather([in_place], [own], group)),
         ]
         for gather in reversed(gathers):
             gather.wait()
@@ -305,9 +305,9 @@ def started_gather(
         own = full.chunk(len(members))[members.index(dist.get_rank())]
         shard = own.copy_(shard)
     if seed % 2:
-        return launch(gloo_messages.all_gather([full], [shard], group)), full, expected
+        return launch(MESSAGES.all_gather([full], [shard], group)), full, expected
     halves = [torch.zeros(2 * len(members)), full]  # beside a buffer of another size and dtype
-    gather = gloo_messages.all_gather(halves, [torch.ones(2), shard], group)
+    gather = MESSAGES.all_gather(halves, [torch.ones(2), shard], group)
     return launch(gather), full, expected
 
 
@@ -323,7 +323,7 @@ def started_reduction(
     expected = expected_reduction(members, shard_size, dtype, operation, seed)
     full = buffer_of(dist.get_rank(), len(members) * shard_size, dtype, seed)
     shard = full.new_empty(shard_size)
-    pending = launch(gloo_messages.reduce_scatter(full, shard, group, operation))
+    pending = launch(MESSAGES.reduce_scatter(full, shard, group, operation))
     return pending, shard, expected
 
 
@@ -339,7 +339,7 @@ def wait_for_a_dead_rank() -> None:
     dist.barrier()
     if dist.get_rank() == 1:
         os._exit(3)
-    launch(gloo_messages.reduce_scatter(full, shard, dist.group.WORLD, SUM)).wait()
+    launch(MESSAGES.reduce_scatter(full, shard, dist.group.WORLD, SUM)).wait()
 
 
 def test_waiting_for_a_rank_that_died_raises(ranks: Ranks) -> None:
