@@ -108,6 +108,8 @@ MOE = (
     " --moe-router-enable-expert-bias --moe-token-dispatcher-type alltoall"
     " --moe-router-load-balancing-type none"
 )
+IN_BACKGROUND = "--async-save --use-persistent-ckpt-worker"
+"""One writer for both saves: starting it takes longer than the run."""
 LINES = {
     "level_3": f"{SIX} {GATED} {FSDP}",
     "level_1_hybrid_bf16": f"{DROPOUT} {GATED} {FSDP} --data-parallel-sharding-strategy optim"
@@ -137,7 +139,7 @@ def test_a_checkpoint_copied_during_the_next_step_is_that_of_a_blocking_save(
 ) -> None:
     line = f"{LINES[name]} --save-interval 2 --exit-interval 5 --save"
     blocking = run_ranks(2, train, f"{line} {tmp_path / 'blocking'}", timeout=300)[0][0]
-    line = f"{line} {tmp_path / 'late'} --async-save --use-persistent-ckpt-worker"
+    line = f"{line} {tmp_path / 'late'} {IN_BACKGROUND}"
     late, num_waited = run_ranks(2, train_with_late_copies, line, timeout=300)[0]
     assert late.losses == blocking.losses
     assert num_waited == 2
@@ -178,7 +180,7 @@ def with_writing_forwards(action: Callable[[str], Any], first_step: int, command
 def test_a_copy_while_a_forward_writes_to_weights_is_an_error(
     name: str, first_step: int, tmp_path: Path
 ) -> None:
-    line = f"{LINES[name]} --save-interval 2 --save {tmp_path} --async-save"
+    line = f"{LINES[name]} --save-interval 2 --save {tmp_path} {IN_BACKGROUND}"
     errors = run_ranks(2, with_writing_forwards, refuse, first_step, line)
     assert errors[0] == errors[1]
     failed = 4 if first_step == 5 else 2

@@ -10,12 +10,24 @@ from tests.support import megatron_release
 from tests.support.megatron_release import RELEASES
 from tests.support.pretrain.files_by_release import WAYS, Way, compare
 from tests.support.pretrain.release_runs import INSTALLED, train_on
-from tests.support.pretrain.training_runs import SMALL, assert_same_run, train
+from tests.support.pretrain.training_runs import (
+    DATA,
+    NO_DROPOUT,
+    SIZES,
+    SMALL,
+    assert_same_run,
+    train,
+)
 from tests.support.rank_pool import run_ranks
 
 RUN = f"{SMALL} --train-iters 3 --log-params-norm"
 LEVELS = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 FSDP = "--use-megatron-fsdp"
+GROWING = (
+    f"{SIZES} {DATA} {NO_DROPOUT} {FSDP} --lr 5e-3 --min-lr 5e-4 --lr-decay-style cosine"
+    " --train-samples 64 --rampup-batch-size 4 4 24 --lr-warmup-samples 0 --log-params-norm"
+)
+"""A run whose batch grows."""
 MODES = {
     "ddp": "",
     **{level: f"{FSDP} --data-parallel-sharding-strategy {level}" for level in LEVELS},
@@ -31,14 +43,13 @@ def test_losses_norms_and_checkpoints_are_those_of_the_installed_release(
 ) -> None:
     mine, theirs = tmp_path / "installed", tmp_path / release
     first = f"{RUN} {FSDP} --exit-interval 2 --save-interval 2"
-    installed = run_ranks(2, train, f"{first} --save {mine}", RUN)[0]
-    modes = ["no_shard", "optim_grads_params"] if release == NEWEST else [*MODES]
-    lines = [f"{RUN} {MODES[mode]}" for mode in modes]
-    # It goes on from the file of the installed release, and writes one for it.
+    installed = run_ranks(2, train, f"{first} --save {mine}", RUN, GROWING)[0]
+    # It goes on from the file of the installed release, and writes one for it. All in one process.
     resume, tune = (f"{RUN} {FSDP} --load {mine} {flag}" for flag in ("", "--finetune"))
-    lines += [resume, tune, f"{first} --save {theirs}"]
-    *records, resumed, tuned, saved = train_on(release, tmp_path, 2, *lines)
-    reference = installed[1]
+    lines = [f"{RUN} {flags}" for flags in MODES.values()]
+    lines += [GROWING, resume, tune, f"{first} --save {theirs}"]
+    *records, grown, resumed, tuned, saved = train_on(release, tmp_path, 2, *lines)
+    _, reference, growing = installed
     for record in records:
         assert_same_run(record, reference, loss=1e-6, norm=1e-5)
     assert saved.losses == pytest.approx(reference.losses[:2], rel=1e-6)
@@ -46,27 +57,9 @@ def test_losses_norms_and_checkpoints_are_those_of_the_installed_release(
     back, expected = run_ranks(2, train, f"{RUN} {FSDP} --load {theirs}", tune)[0]
     assert back.losses == pytest.approx(reference.losses[2:], rel=1e-6)
     assert tuned.losses == pytest.approx(expected.losses, rel=1e-6)
-
-
-@pytest.mark.exhaustive
-def test_the_newest_release_trains_at_every_level_and_with_ddp(tmp_path: Path) -> None:
-    (reference,) = run_ranks(2, train, RUN)[0]
-    others = [mode for mode in MODES if mode not in ("no_shard", "optim_grads_params")]
-    for record in train_on(NEWEST, tmp_path, 2, *(f"{RUN} {MODES[mode]}" for mode in others)):
-        assert_same_run(record, reference, loss=1e-6, norm=1e-5)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("release", RELEASES)
-def test_a_growing_batch_is_the_same(release: str, tmp_path: Path) -> None:
-    run = RUN.replace("--train-iters 20", "").replace("--train-iters 3", "")
-    line = f"{run} {FSDP} --train-samples 64 --rampup-batch-size 4 4 24 --lr-warmup-samples 0"
-    line = line.replace("--lr-warmup-iters 2", "")
-    (record,) = train_on(release, tmp_path, 2, line)
-    (reference,) = run_ranks(2, train, line)[0]
-    assert record.column("batch-size") == reference.column("batch-size")
-    assert record.column("batch-size")[0] == 4
-    assert_same_run(record, reference, loss=1e-6, norm=1e-5)
+    assert grown.column("batch-size") == growing.column("batch-size")
+    assert grown.column("batch-size")[0] == 4
+    assert_same_run(grown, growing, loss=1e-6, norm=1e-5)
 
 
 def goes_on_with_files_of(release: str, model: str, ways: Sequence[Way], folder: Path) -> None:

@@ -247,6 +247,7 @@ def absent_values() -> dict[str, set[str]]:
     return lacking
 
 
+@functools.cache  # asked thousands of times for one command line
 def matches(name: str, patterns: str) -> bool:
     """Return True if the name matches one of the patterns of `fnmatch`, separated by blanks."""
     return any(fnmatchcase(name, pattern) for pattern in patterns.split())

@@ -37,7 +37,10 @@ RUNS = {
     "overlapped": Combination(2, "ep2", 3, ALLTOALL, OVERLAPPED),
     "pp2 vpp2": Combination(2, "pp2 vpp2", 3, LLAMA, OVERLAP, layers=4),
     "recomputed": Combination(2, "", 3, LLAMA, f"{GATHERS} {RECOMPUTED}"),
-    "background saves": Combination(2, "", 3, LLAMA, f"{GATHERS} --async-save --save-interval 1"),
+    "background saves": Combination(
+        *(2, "", 3, LLAMA),
+        f"{GATHERS} --async-save --use-persistent-ckpt-worker --save-interval 1",
+    ),
 }
 """By name."""
 
