@@ -23,7 +23,7 @@ MEGATRON ?=
 ARGS ?=
 # Two processes share the test files: while one waits for its ranks or for the disk, the other works.
 WITH_RELEASE = $(if $(MEGATRON),variables=$$($(VENV)/bin/python -m tests.support.megatron_release $(MEGATRON)) && eval "$$variables" &&)
-PYTEST = $(WITH_RELEASE) $(VENV)/bin/python -m pytest --numprocesses 2 --dist loadfile
+PYTEST = $(WITH_RELEASE) $(VENV)/bin/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 .PHONY: pretrain lint test test-all test-oldest test-newest gpu-check docs clean
 .DELETE_ON_ERROR:

@@ -83,7 +83,7 @@ setup(
         "lint": ["ruff==0.17.6", "mypy==2.4.1"],
         "test": [
             "pytest>=8.2",
-            "pytest-xdist>=3.6",
+            "pytest-xdist>=3.8",
             "hypothesis",
             "matplotlib",
             "transformers>=5",

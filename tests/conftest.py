@@ -20,7 +20,7 @@ import pytest
 
 from tests.support import rank_pool, stand_ins
 from tests.support.rank_process import OUR_MODULES
-from tests.support.selection import mark_cases
+from tests.support.selection import long_files_first, mark_cases
 from tests.support.warm_programs import ROOT, free_port, warm_programs
 
 
@@ -32,7 +32,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave most cases of long tables to `make test-all`, as their marks say."""
+    """Leave most cases of long tables to `make test-all`, as their marks say; order files."""
+    long_files_first(items)
     unknown = mark_cases(items)
     if unknown and not any("[" in argument for argument in config.args):
         raise pytest.UsageError(f"marks name no cases: {', '.join(unknown)}")

@@ -3,9 +3,11 @@
 
 from collections.abc import Iterator
 
+from pathlib import Path
+
 import pytest
 
-from tests.support.selection import mark_cases
+from tests.support.selection import LONG_FILES, long_files_first, mark_cases
 
 CASES = ("zero1-fp32", "zero3-fp32", "zero3-bf16", "[[2], []]")
 
@@ -13,8 +15,8 @@ CASES = ("zero1-fp32", "zero3-fp32", "zero3-bf16", "[[2], []]")
 class StubItem:
     """A collected case with marks."""
 
-    def __init__(self, case: str, *marks: pytest.Mark) -> None:
-        self.nodeid = f"tests/test_x.py::test_x[{case}]"
+    def __init__(self, case: str, *marks: pytest.Mark, file: str = "tests/test_x.py") -> None:
+        self.nodeid = f"{file}::test_x[{case}]"
         self.case = case
         self.marks = list(marks)
 
@@ -45,3 +47,11 @@ def test_cases_that_are_named_seldom_run_in_full_only() -> None:
 def test_a_mark_that_names_no_case_is_told() -> None:
     mark = pytest.mark.always("zero3-*", "zero2-*").mark
     assert left_to_the_full_run(mark)[1] == ["tests/test_x.py::test_x[zero2-*]"]
+
+
+def test_long_files_come_first_and_others_keep_their_order() -> None:
+    root, (*_, long) = Path(__file__).parents[1], sorted(LONG_FILES)
+    assert [file for file in LONG_FILES if not (root / file).is_file()] == []
+    items = [StubItem("a", file=file) for file in ("tests/y.py", "tests/x.py", long)]
+    long_files_first(items)
+    assert [item.nodeid.partition("::")[0] for item in items] == [long, "tests/y.py", "tests/x.py"]

@@ -19,7 +19,8 @@ from tests.support.rank_pool import run_ranks
 STEPS = 3
 """The second uses weights that the first has changed, the third an optimizer with state."""
 
-ROWS = {row.name: row for row in TABLE}
+ROWS = {row.name: row for row in sorted(TABLE, key=lambda row: (row.ranks, row.layout))}
+"""Rows of one layout follow each other and share its process groups."""
 
 
 def test_the_table_is_large_and_its_rows_have_names_of_their_own() -> None:

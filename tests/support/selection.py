@@ -14,6 +14,20 @@ from collections.abc import Iterable
 
 import pytest
 
+LONG_FILES = {
+    "tests/examples/test_readme.py",
+    "tests/fsdp/test_fuzz.py",
+    "tests/fsdp/test_inductor.py",
+    "tests/mcore_adapter/test_real_loop.py",
+    "tests/pretrain/test_checkpoint_layouts.py",
+    "tests/pretrain/test_copies_during_a_step.py",
+    "tests/pretrain/test_low_precision.py",
+    "tests/pretrain/test_parity.py",
+    "tests/pretrain/test_pretrain_gpt.py",
+    "tests/pretrain/test_releases.py",
+}
+"""Files that take minutes. They come first, so that no worker waits for another's at the end."""
+
 
 def mark_cases(items: Iterable[pytest.Item]) -> list[str]:
     """Mark cases as exhaustive by `always` and `seldom`; return the names that fit no case."""
@@ -28,6 +42,11 @@ def mark_cases(items: Iterable[pytest.Item]) -> list[str]:
             used |= {(function, pattern) for pattern in fitting}
             unused |= {(function, pattern) for pattern in mark.args}
     return [f"{function}[{pattern}]" for function, pattern in sorted(unused - used)]
+
+
+def long_files_first(items: list[pytest.Item]) -> None:
+    """Let `LONG_FILES` come first; the others keep their order, which shares fixtures of folders."""
+    items.sort(key=lambda item: item.nodeid.partition("::")[0] not in LONG_FILES)
 
 
 def _fits(case: str, pattern: str) -> bool:
