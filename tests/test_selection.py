@@ -2,7 +2,6 @@
 """Marks choose the cases of long tables that `make test` runs."""
 
 from collections.abc import Iterator
-
 from pathlib import Path
 
 import pytest

@@ -184,7 +184,8 @@ class RunningSum:
         """Return the tensor of the sum; the values of an empty one are undefined."""
         if self._total is None:
             self._total = self._memory.empty(self._numel, self.dtype)
-            observe.storage("allocate", self._total)
+            if not self._memory.is_offloaded:
+                observe.storage("allocate", self._total)
         return self._total
 
     def views(self) -> list[torch.Tensor]:

@@ -92,6 +92,12 @@ def held(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def wait_on_host(device: torch.device) -> None:
+    """Let the host wait for what compute has enqueued."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
 Streams = CpuStreams | CudaStreams
 
 

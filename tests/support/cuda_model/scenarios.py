@@ -20,6 +20,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from megatron.fsdp import Offload
 from megatron.fsdp.backends import memory_slots
 from megatron.fsdp.dtensor.tensor_part import full_tensor
 from megatron_fsdp import MixedPrecisionPolicy, fully_shard, fully_shard_model
@@ -370,6 +371,8 @@ OTHER_WAYS: dict[str, Callable[[int, Meshes], Callable[[], None] | None]] = {
 }
 BF16 = {"dtype": torch.bfloat16}
 
+OFFLOADED = {"offload_policy": Offload(pins=False)}
+
 SCENARIOS: dict[str, Scenario] = {
     **{f"level{n}": case(zero_dp_strategy=n, microbatches=2, clip=2.0) for n in LEVELS},
     **{f"level{n} bf16": case(zero_dp_strategy=n, **BF16) for n in LEVELS},
@@ -411,6 +414,13 @@ SCENARIOS: dict[str, Scenario] = {
     "registered hybrid": case(mesh="outer2", num_ranks=4, steps=3, **REGISTERED),
     "registered for all-gathers": case(mesh="gather_group", zero_dp_strategy=0, **REGISTERED),
     "registered experts": case(EXPERTS, mesh="ep2", num_ranks=4, steps=3, **REGISTERED),
+    **{
+        f"offloaded level{n}": case(zero_dp_strategy=n, microbatches=2, clip=2.0, **OFFLOADED)
+        for n in LEVELS
+    },
+    "offloaded, updated on the device": case(
+        microbatches=2, offload_policy=Offload(pins=False, on_device=True), **BF16
+    ),
     "units by bytes": case(suggested_communication_unit_size=2000, steps=4),
     "fine-grained": case(enable_fine_grained_param_gather=True, microbatches=2),
     "sums of tokens": case(calculate_per_token_loss=True, microbatches=2, zero_dp_strategy=2),

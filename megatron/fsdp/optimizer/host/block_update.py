@@ -21,7 +21,7 @@ import torch
 
 from megatron.fsdp.engine.device import Pending, Streams, streams_for
 from megatron.fsdp.optimizer.flat_segments import Segment
-from megatron.fsdp.optimizer.host.host_memory import HostMemory
+from megatron.fsdp.optimizer.host.host_memory import HostMemory, is_accelerator
 from megatron.fsdp.optimizer.host.offload import Offload
 from megatron.fsdp.optimizer.optimizer_state import (
     OptimizerClass,
@@ -150,7 +150,7 @@ class BlockUpdate:
         tensors = block.tensors()
         for tensor in tensors:
             memory.prefetch(tensor)
-        if not memory.on_device or memory.device.type == "cpu":
+        if not memory.on_device or not is_accelerator(memory.device):
             return Transfer(block, block, Pending())
         copies = [torch.empty_like(tensor, device=memory.device) for tensor in tensors]
         pending = streams.launch("copies to the device", partial(_copy, copies, tensors))

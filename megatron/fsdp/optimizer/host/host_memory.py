@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron.fsdp.engine.buffer import ShardMemory
+from megatron.fsdp.engine.device import wait_on_host
 from megatron.fsdp.engine.policy import Precision
 from megatron.fsdp.optimizer.host.offload import Offload
 
@@ -35,16 +36,16 @@ class HostMemory(ShardMemory):
     def __init__(self, device: torch.device, offload: Offload):
         super().__init__(device)
         self.on_device = offload.on_device
-        self._is_pinned = offload.pins and device.type == "cuda"
+        self._is_pinned = offload.pins and is_accelerator(device)
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return a new flat tensor of zeros on the host."""
-        return torch.zeros(numel, dtype=dtype, device="cpu", pin_memory=self._is_pinned)
+        host = "meta" if self.device.type == "meta" else "cpu"  # of a simulated run
+        return torch.zeros(numel, dtype=dtype, device=host, pin_memory=self._is_pinned)
 
     def wait(self) -> None:
         """Let the host wait for all copies from and to the device."""
-        if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()
+        wait_on_host(self.device)
 
     def has(self, tensor: torch.Tensor) -> bool:
         """Return True if ``tensor`` lies in memory of this kind."""
@@ -63,7 +64,7 @@ class FileMemory(HostMemory):
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return a new flat tensor of zeros in a file; ``OSError`` if the disk is full."""
-        if not numel:
+        if not numel or self.device.type == "meta":
             return super().empty(numel, dtype)
         return mapped(self._folder, numel, dtype)
 
@@ -81,6 +82,11 @@ class FileMemory(HostMemory):
         if self.has(tensor):  # other memory would lose its values
             self.wait()
             _advise(tensor, mmap.MADV_DONTNEED)
+
+
+def is_accelerator(device: torch.device) -> bool:
+    """Return True for a device with memory of its own."""
+    return device.type not in ("cpu", "meta")
 
 
 def mapped(folder: Path, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -129,7 +135,7 @@ def problems_of_offload(
     num_shards: int,
 ) -> Iterator[str]:
     """Yield why this rank cannot offload parameters that are sharded in so many parts."""
-    if device.type == "cuda":
+    if is_accelerator(device):
         for group in groups:
             try:
                 group._get_backend(torch.device("cpu"))
