@@ -19,7 +19,8 @@ class DistributedDataParallelConfig:
 
     ``suggested_communication_unit_size`` is a number of bytes: the size up to which small units are
     merged, and the bound of what is gathered ahead. ``fsdp_manual_registration`` leaves the
-    registration of ``nccl_ub`` to ``model.manual_buffer_registration()``.
+    registration of ``nccl_ub`` to ``model.manual_buffer_registration()``. The two ``expert_`` fields
+    are for expert parameters; None: the strategy of dense ones.
 
     ``bucket_size``, ``gradient_reduce_div_fusion`` and ``fsdp_all_gather_in_start_param_sync`` tune
     a communication scheme that this implementation does not have. They have no effect, nor has
@@ -50,6 +51,8 @@ class DistributedDataParallelConfig:
     megatron_fsdp_cuda_graph_mode: bool = False
     megatron_fsdp_enable_fine_grained_param_gather: bool = False
     megatron_fsdp_max_pool_double_buffer: bool = False
+    expert_data_parallel_sharding_strategy: str | int | None = None
+    expert_outer_dp_sharding_strategy: str | int | None = None
 
     @classmethod
     def fully_sharded(cls) -> DistributedDataParallelConfig:

@@ -87,6 +87,8 @@ def fully_shard_model(
     fsdp_manual_registration: bool = False,
     ignored_params: Iterable[nn.Parameter] | None = None,
     offload_policy: OffloadPolicy | Offload | str | os.PathLike[str] | None = None,
+    expert_zero_dp_strategy: str | int | ShardingStrategy | None = None,
+    expert_outer_dp_sharding_strategy: str | int | ShardingStrategy | None = None,
 ) -> MegatronFSDP:
     """Shard a model over data ranks, by the published keywords of ``megatron.fsdp.fully_shard``.
 
@@ -202,6 +204,10 @@ def fully_shard_model(
             device: ``CPUOffloadPolicy()`` of FSDP2 or "host": in host memory; a folder: in files on
             a local disk, which take memory only while they are in use. ``Offload`` of
             ``megatron.fsdp`` says more. None: on the device.
+        expert_zero_dp_strategy: ``zero_dp_strategy`` of expert parameters, over
+            ``expt_device_mesh``. None: as for other parameters.
+        expert_outer_dp_sharding_strategy: ``outer_dp_sharding_strategy`` of expert parameters.
+            None: as for other parameters where the level of experts is 3, otherwise 0.
 
     Returns:
         The wrapper; the user's module is its ``module``.

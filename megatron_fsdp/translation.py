@@ -39,6 +39,8 @@ KEYWORDS: dict[type, dict[str, str]] = {
     Strategy: {
         "level": "zero_dp_strategy",
         "outer": "outer_dp_sharding_strategy",
+        "expert_level": "expert_zero_dp_strategy",
+        "expert_outer": "expert_outer_dp_sharding_strategy",
         "boundaries": "granularity",
         "one_unit": "disable_bucketing",
         "fine_grained": "enable_fine_grained_param_gather",
@@ -82,6 +84,7 @@ ALL_KEYWORDS = set[str]().union(*[names.values() for names in KEYWORDS.values()]
 
 FIELDS = {
     "zero_dp_strategy": "data_parallel_sharding_strategy",
+    "expert_zero_dp_strategy": "expert_data_parallel_sharding_strategy",
     "report_nan_in_param_grad": "check_for_nan_in_grad",
     "use_decoupled_grad": "megatron_fsdp_use_decoupled_grad",
     "cuda_graph_mode": "megatron_fsdp_cuda_graph_mode",
@@ -187,6 +190,14 @@ def keywords_of(config: object) -> dict[str, Any]:
             value = getattr(config, field.name, field.default)
             keywords[keyword] = field.default if value is None else value
     return keywords
+
+
+def strategy_of(config: object) -> Strategy:
+    """Return the strategy of a configuration object, of this package or another."""
+    keywords = keywords_of(config)
+    names = KEYWORDS[Strategy].items()
+    with published_names(FIELDS):
+        return Strategy(**{field: keywords[name] for field, name in names if name in keywords})
 
 
 def config_of(keywords: Mapping[str, Any], settings: Settings) -> DistributedDataParallelConfig:

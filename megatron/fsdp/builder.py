@@ -194,13 +194,14 @@ class Sharder:
     ) -> ParamGroup:
         settings = self._settings
         precision = settings.precision.resolve(key.stored.dtype, key.trainable)
-        ranks = settings.own_mesh.axes(key.is_expert), settings.shards_outer, settings.device
+        level, shards_outer = settings.strategy.of(key.is_expert)
+        ranks = settings.own_mesh.axes(key.is_expert), shards_outer, settings.device
         how = precision, settings.strategy.boundaries == "rows", settings.memory.keeps_copies
         form = stored_forms.make_form(key.stored, parameters, self._module, *ranks, *how)
         return stored_forms.group_class(form)(
             parameters,
-            settings.level,
-            settings.shards_outer,
+            level,
+            shards_outer,
             precision,
             self._communicator(key.is_expert),
             unit_name,
@@ -230,27 +231,27 @@ class Sharder:
     def _parameter_mesh(self, is_expert: bool) -> ParameterMesh:
         if is_expert not in self._parameter_meshes:
             axes = self._settings.own_mesh.axes(is_expert)
-            mesh = axes.dtensor_mesh(self._settings.shards_outer)
+            mesh = axes.dtensor_mesh(self._settings.strategy.of(is_expert)[1])
             norm_groups = self._norm_groups(axes, is_expert)
             self._parameter_meshes[is_expert] = ParameterMesh(axes, mesh, *norm_groups)
         return self._parameter_meshes[is_expert]
 
     def _norm_groups(self, axes: Axes, is_expert: bool) -> tuple[NormGroup, NormGroup]:
         """Return the norm groups of parameters: tensor-parallel slices, and copies."""
-        is_sharded = self._settings.level.shards_optimizer
-        data = self._data_groups() if is_sharded or is_expert else []
+        level, shards_outer = self._settings.strategy.of(is_expert)
+        data = self._data_groups(shards_outer) if level.shards_optimizer or is_expert else []
         tensor = self._settings.own_mesh.dense.tensor
         every = (*data, *([] if tensor is None else [tensor.get_group()]))
         if not is_expert:
             return NormGroup(every), NormGroup(tuple(data))
         # Other ranks own other experts of the same name. Norms are over all of them.
-        copies = 1 if is_sharded else axes.inner.size()
+        copies = 1 if level.shards_optimizer else axes.inner.size()
         tensor_copies = axes.tensor.size() if axes.tensor is not None else 1
         return NormGroup(every, copies), NormGroup(every, copies * tensor_copies)
 
-    def _data_groups(self) -> list[dist.ProcessGroup]:
+    def _data_groups(self, shards_outer: bool) -> list[dist.ProcessGroup]:
         dense = self._settings.own_mesh.dense
-        if not self._settings.shards_outer or dense.outer is None:
+        if not shards_outer or dense.outer is None:
             return [dense.inner.get_group()]
         if dense.data_group is not None:  # then norms cost one collective
             return [dense.data_group]

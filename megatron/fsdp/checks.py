@@ -17,7 +17,13 @@ from megatron.fsdp.meta_initialisation import Initialiser, problems_of_initialis
 from megatron.fsdp.optimizer.host.host_memory import problems_of_offload
 from megatron.fsdp.problems import Problems
 from megatron.fsdp.quantized.stored_forms import Sharding, refuse_parameters
-from megatron.fsdp.settings import ComputePrecision, Settings, Units, resolve_unit_modules
+from megatron.fsdp.settings import (
+    ComputePrecision,
+    Settings,
+    Strategy,
+    Units,
+    resolve_unit_modules,
+)
 from megatron.fsdp.warnings_once import IS_COMPUTE
 
 
@@ -26,8 +32,9 @@ def check_all(
 ) -> None:
     """Add every reason why ``module``, of any type, cannot be sharded with ``settings``."""
     mesh = settings.mesh
-    if mesh is not None and settings.shards_outer and mesh.dense.outer is None:
-        problems.add("Strategy.outer='optim' needs Mesh.outer, the name of the outer data axis")
+    for name in ("outer", "expert_outer") if mesh is not None and mesh.outer is None else ():
+        if getattr(settings.strategy, name):
+            problems.add(f"Strategy.{name}='optim' needs Mesh.outer, the name of the outer axis")
     if mesh is not None and settings.memory.registers:
         for problem in problems_of_nccl(settings.device):
             problems.add(problem)
@@ -43,8 +50,13 @@ def check_all(
     named = {name: one for name, one in module.named_parameters() if one not in ignored}
     problems.check(_refuse_casts_of_dtensors, named, settings)
     divided = mesh is not None and mesh.tensor is not None
-    outer, slots = settings.shards_outer, settings.memory.uses_slots
-    problems.check(refuse_parameters, named, Sharding(settings.level, outer, slots, divided))
+    of_kind: dict[bool, dict[str, nn.Parameter]] = {False: {}, True: {}}
+    for name, one in named.items():
+        is_expert = mesh is not None and mesh.expert is not None and is_expert_parameter(name, one)
+        of_kind[is_expert][name] = one
+    for is_expert, own in of_kind.items():
+        sharding = Sharding(*settings.strategy.of(is_expert), settings.memory.uses_slots, divided)
+        problems.check(refuse_parameters, own, sharding)
     found = [*_problems_of_units(module, units or ()), *_problems_of_dtypes(named)]
     if foreign := len(ignored - set(module.parameters())):
         found.append(
@@ -53,16 +65,24 @@ def check_all(
         )
     if mesh is not None:
         found += [*_problems_of_axes(named, mesh), *_problems_of_devices(named, settings)]
+        if not of_kind[True]:
+            found += _problems_of_no_experts(settings.strategy)
         if settings.offload is not None:
+            parts = [
+                (own.values(), mesh.axes(is_expert).inner.size() if level.shards_optimizer else 1)
+                for is_expert, own in of_kind.items()
+                for level, _ in [settings.strategy.of(is_expert)]
+                if own
+            ]
             where = settings.device, mesh.all_groups()
-            shards = mesh.dense.inner.size() if settings.level.shards_optimizer else 1
-            resolve, given = settings.precision.resolve, named.values()
-            found += problems_of_offload(settings.offload, *where, given, resolve, shards)
+            found += problems_of_offload(
+                settings.offload, *where, parts, settings.precision.resolve
+            )
     if initialiser is not None:
         found += problems_of_initialisation(module, initialiser)
         if any(parameter.is_meta for parameter in ignored):
             found.append("Strategy.ignored has parameters on the meta device: give them values")
-        if settings.level is ShardingStrategy.NO_SHARD:
+        if settings.strategy.highest_level is ShardingStrategy.NO_SHARD:
             found.append(
                 "Settings.initialisation needs a sharding strategy: level 0 shards nothing"
             )
@@ -116,6 +136,15 @@ def _problems_of_meta_tensors(module: nn.Module) -> Iterator[str]:
             "parameters or buffers on the meta device have no values to shard:"
             f" {', '.join(on_meta[:5])}; pass Settings.initialisation=MetaInitialisation()"
         )
+
+
+def _problems_of_no_experts(strategy: Strategy) -> Iterator[str]:
+    for name in ("expert_level", "expert_outer"):
+        if getattr(strategy, name) is not None:
+            yield (
+                f"Strategy.{name} needs experts, and there are none: parameters with"
+                " allreduce=False, or in a module called experts, and their Mesh.expert_mesh"
+            )
 
 
 def _problems_of_devices(named: dict[str, nn.Parameter], settings: Settings) -> Iterator[str]:

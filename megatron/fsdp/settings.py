@@ -39,6 +39,8 @@ class Strategy:
         level: the ZeRO level: 0 to 3, or "no_shard", "optim", "optim_grads", "optim_grads_params".
         outer: the strategy of the outer axis: 0 ("no_shard"), or 1 ("optim"): it shards optimizer
             state too, at level 3.
+        expert_level: ``level`` of expert parameters, over ``Mesh.expert_mesh``. None: ``level``.
+        expert_outer: ``outer`` of expert parameters. None: ``outer`` at level 3, otherwise 0.
         boundaries: "prefer_rows": a shard boundary may cut inside a row of a parameter where rows
             would cost more than 1 % of padding; the local tensor is then flat. "rows": never.
         one_unit: make the whole model one unit.
@@ -50,6 +52,8 @@ class Strategy:
 
     level: int | str | ShardingStrategy = ShardingStrategy.OPTIM_GRADS_PARAMS
     outer: int | str | ShardingStrategy = ShardingStrategy.NO_SHARD
+    expert_level: int | str | ShardingStrategy | None = None
+    expert_outer: int | str | ShardingStrategy | None = None
     boundaries: str = "prefer_rows"
     one_unit: bool = False
     fine_grained: bool = False
@@ -64,27 +68,46 @@ class Strategy:
             found = ", ".join(sorted({type(one).__name__ for one in ignored}))
             problems.append(f"Strategy.ignored expects a set of parameters but got {found}")
         parsed: dict[str, ShardingStrategy] = {}
-        for name in ("level", "outer"):
+        for name in ("level", "outer", "expert_level", "expert_outer"):
+            value = getattr(self, name)
             try:
-                parsed[name] = ShardingStrategy.parse(getattr(self, name), f"Strategy.{name}")
+                if value is not None or not name.startswith("expert"):
+                    parsed[name] = ShardingStrategy.parse(value, f"Strategy.{name}")
             except ValueError as error:
                 problems.append(str(error))
-        level, outer = parsed.get("level"), parsed.get("outer")
-        if outer is not None and outer > ShardingStrategy.OPTIM:
-            problems.append(f"Strategy.outer expects no_shard/0 or optim/1 but got {self.outer!r}")
-        elif outer and level is not None and not level.shards_parameters:
-            problems.append(
-                "Strategy.outer='optim' needs Strategy.level='optim_grads_params' but got"
-                f" {str(level)!r}"
-            )
+        for kind in ("", "expert_"):
+            name, level = f"Strategy.{kind}outer", parsed.get(f"{kind}level", parsed.get("level"))
+            outer = parsed.get(f"{kind}outer", ShardingStrategy.NO_SHARD)
+            if outer > ShardingStrategy.OPTIM:
+                given = getattr(self, f"{kind}outer")
+                problems.append(f"{name} expects no_shard/0 or optim/1 but got {given!r}")
+            elif outer and level is not None and not level.shards_parameters:
+                problems.append(
+                    f"{name}='optim' needs Strategy.{kind}level='optim_grads_params' but got"
+                    f" {str(level)!r}"
+                )
         if self.boundaries not in ("prefer_rows", "rows"):
             problems.append(
                 f"Strategy.boundaries expects 'prefer_rows' or 'rows' but got {self.boundaries!r}"
             )
         raise_problems(problems)
-        object.__setattr__(self, "level", level)
-        object.__setattr__(self, "outer", outer)
+        for name, strategy in parsed.items():
+            object.__setattr__(self, name, strategy)
         object.__setattr__(self, "ignored", frozenset(ignored))
+
+    def of(self, is_expert: bool) -> tuple[ShardingStrategy, bool]:
+        """Return the level of some parameters, and True if the outer axis shards their state."""
+        given = (self.expert_level, self.expert_outer) if is_expert else (None, None)
+        both = zip(given, (self.level, self.outer))
+        level, outer = (
+            ShardingStrategy.parse(dense if own is None else own) for own, dense in both
+        )
+        return level, level.shards_parameters and outer.shards_optimizer
+
+    @property
+    def highest_level(self) -> ShardingStrategy:
+        """The level of dense or of expert parameters that shards more."""
+        return max(self.of(is_expert)[0] for is_expert in (False, True))
 
 
 PER_PARAMETER = "param_dtype_override_fn"
@@ -175,16 +198,6 @@ class Settings:
     overlap: Overlap = Overlap()
     memory: Memory = Memory()
     initialisation: MetaInitialisation | None = None
-
-    @property
-    def level(self) -> ShardingStrategy:
-        """The ZeRO level of the inner axis."""
-        return ShardingStrategy.parse(self.strategy.level)
-
-    @property
-    def shards_outer(self) -> bool:
-        """True if the outer axis shards optimizer state."""
-        return ShardingStrategy.parse(self.strategy.outer).shards_optimizer
 
     @property
     def offload(self) -> Offload | None:

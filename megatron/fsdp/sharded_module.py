@@ -86,7 +86,7 @@ class ShardedModule(nn.Module):
         problems.raise_everywhere()
         if self._gives_advice:
             warn_of_unmatched_units(module, settings.units or ())
-        self.strategy = settings.level
+        self.strategy = settings.strategy.highest_level
         self._settings = settings
         self._mesh = settings.own_mesh
         self.module = module
@@ -110,7 +110,7 @@ class ShardedModule(nn.Module):
         self._trainability = Trainability(units, sharded)
         self._microbatches = Microbatches(gradients.sync_each_microbatch)
         self._schedule = Schedule(
-            units, settings.level, settings.overlap, self._microbatches, gradients.find_unused
+            units, settings.overlap, self._microbatches, gradients.find_unused
         )
         self._gradients = GradientSync(
             self._sharded_params.values(),
@@ -358,13 +358,13 @@ class ShardedModule(nn.Module):
         At levels 1 and 2 these are all units, at level 3 those with which the next forward begins
         if all-gathers overlap compute; with ``force_dispatch`` all. ``force_sync`` waits for them.
         """
-        is_partial = self.strategy.shards_parameters and not force_dispatch
-        if is_partial:
+        self._schedule.unshard_kept()
+        if self.strategy.shards_parameters and not force_dispatch:
             self._schedule.prefetcher.start_next_forward()
-        for unit in () if is_partial else self._units:
+        for unit in self._units if force_dispatch else ():
             if not unit.blockers:  # otherwise it is gathered when its memory slot is free
                 unit.unshard()
-        if force_sync or not (is_partial or self._settings.overlap.param_gather):
+        if force_sync or not self._settings.overlap.param_gather:
             self.synchronize_param_gather()
 
     def synchronize_param_gather(self) -> None:

@@ -18,7 +18,8 @@ from torch import nn
 from megatron.fsdp.engine.buffer import FlatBuffer
 from megatron.fsdp.engine.device import current_pass, in_backward
 from megatron.fsdp.engine.gradients import GroupGradients
-from megatron.fsdp.engine.policy import Overlap, ShardingStrategy
+from megatron.fsdp.engine.param_group import unshard
+from megatron.fsdp.engine.policy import Overlap
 from megatron.fsdp.engine.states import GradientState
 from megatron.fsdp.engine.unit import GRAPH, Unit, UnitCall
 
@@ -62,14 +63,12 @@ class Schedule:
     def __init__(
         self,
         units: list[Unit],
-        strategy: ShardingStrategy,
         overlap: Overlap,
         microbatches: Microbatches,
         reduces_late: bool,
     ):
         self.units = units  # the root first, then in the order of registration
         self.microbatches = microbatches
-        self._strategy = strategy
         self._overlaps_reductions = overlap.grad_reduce
         # Reduce gradients when the backward pass is over: at levels 0 and 1, the loss may then
         # reach other units on other ranks. Levels 2 and 3 reduce unit by unit in any case.
@@ -90,12 +89,14 @@ class Schedule:
         if self.is_in_backward:
             self._abandon_backward()
         self.prefetcher.start_recording()
-        if not self._strategy.shards_parameters:
-            # Their storage is allocated anyway: gather all that are stale.
-            for unit in self.units:
-                unit.unshard()
-                if not self.prefetcher.is_enabled:
-                    unit.wait_for_unshard()
+        self.unshard_kept()
+
+    def unshard_kept(self) -> None:
+        """Start the all-gathers of all stale weights whose storage is allocated anyway."""
+        for unit in self.units:
+            unshard(unit.kept_groups)
+            if not self.prefetcher.is_enabled:
+                unit.wait_for_unshard()
 
     def begin_use(self, call: UnitCall) -> None:
         """Unshard the units that a call uses, and prefetch those that follow its own."""
@@ -172,12 +173,13 @@ class Schedule:
         # This frees the previous unit's flat gradient buffers: one unit has some at a time.
         self._advance_reductions()
         is_complete = self.microbatches.are_synchronised
-        reduces_now = self._strategy.shards_gradients or (is_complete and not self._reduces_late)
+        due = []
         for group in unit.trained_groups:
-            group.gradients.accumulate(reduces_now)
-        if reduces_now:  # over the inner axis, and the outer one if it is the last microbatch
-            for group in unit.trained_groups:
-                self._start_reduction(group.gradients, True, is_complete)
+            is_due = group.strategy.shards_gradients or (is_complete and not self._reduces_late)
+            group.gradients.accumulate(is_due)
+            due += [group.gradients] if is_due else []
+        for gradients in due:  # over the inner axis, the outer one too if it is the last microbatch
+            self._start_reduction(gradients, True, is_complete)
 
     def _start_reduction(
         self, gradients: GroupGradients, over_inner: bool, over_outer: bool
@@ -362,7 +364,8 @@ class Prefetcher:
         if self._max_bytes is None:
             return len(units) <= self._max_units
         groups = chain.from_iterable(unit.groups for unit in units)
-        return sum(group.compute.num_bytes for group in groups) <= self._max_bytes
+        freed = [group.compute for group in groups if group.reshards_after_use]
+        return sum(buffer.num_bytes for buffer in freed) <= self._max_bytes
 
     def weights_change(self) -> None:
         """Reshard all prefetched units, because main weights have new values."""

@@ -29,7 +29,8 @@ class Meshes:
     """The meshes of one job, each made when a case first asks for it.
 
     Kinds: "flat"; "default", none given; "gather_group"; "outer2", hybrid with two outer ranks;
-    "cp2", the shard axis flattened from two; "ep2", expert parallelism of two.
+    "cp2", the shard axis flattened from two; "ep2", expert parallelism of two; "hybrid1" and
+    "hybrid2", two outer ranks, and a mesh of experts with expert parallelism of one or two.
     """
 
     def __init__(self) -> None:
@@ -57,6 +58,10 @@ class Meshes:
             )
             mesh["dp_shard", "cp"]._flatten("dp_shard_cp")
             return {"device_mesh": mesh, "dp_shard_dim": "dp_shard_cp"}
+        if name == "hybrid":
+            sizes, axes = (2, world_size // 2 // size, size), ("dp_outer", "dp_shard", "ep")
+            experts = init_device_mesh(device_type(), sizes, mesh_dim_names=axes)
+            return {**self.arguments("outer2"), "expt_device_mesh": experts}
         flat = {"device_mesh": shard_mesh(), "dp_shard_dim": "dp_shard"}
         if name == "gather_group":
             return {**flat, "fsdp_group_ag": dist.new_group(list(range(world_size)))}

@@ -130,11 +130,10 @@ def problems_of_offload(
     offload: Offload,
     device: torch.device,
     groups: Sequence[dist.ProcessGroup],
-    parameters: Iterable[nn.Parameter],
+    sharded: Iterable[tuple[Iterable[nn.Parameter], int]],
     precision_of: Callable[[torch.dtype, bool], Precision],
-    num_shards: int,
 ) -> Iterator[str]:
-    """Yield why this rank cannot offload parameters that are sharded in so many parts."""
+    """Yield why this rank cannot offload parameters, given with the numbers of their shards."""
     if is_accelerator(device):
         for group in groups:
             try:
@@ -156,13 +155,14 @@ def problems_of_offload(
             f" ({error}): name a folder on a local disk that exists and can be written to"
         )
         return
-    num_bytes = 0
-    for parameter in parameters:
-        precision = precision_of(parameter.dtype, parameter.requires_grad)
-        main, gradient = precision.main_param.itemsize, precision.main_grad.itemsize
-        num_bytes += parameter.numel() * (3 * main + gradient if parameter.requires_grad else main)
-    # Ranks of one machine share the disk.
-    needed = num_bytes // num_shards * int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    needed = 0
+    for parameters, num_shards in sharded:
+        for one in parameters:
+            precision = precision_of(one.dtype, one.requires_grad)
+            main, gradient = precision.main_param.itemsize, precision.main_grad.itemsize
+            size = 3 * main + gradient if one.requires_grad else main
+            needed += one.numel() * size // num_shards
+    needed *= int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # ranks of one machine share the disk
     free = shutil.disk_usage(folder).free
     if free < needed:
         yield (
