@@ -19,8 +19,8 @@ class DistributedDataParallelConfig:
 
     ``suggested_communication_unit_size`` is a number of bytes: the size up to which small units are
     merged, and the bound of what is gathered ahead. ``fsdp_manual_registration`` leaves the
-    registration of ``nccl_ub`` to ``model.manual_buffer_registration()``. The two ``expert_`` fields
-    are for expert parameters; None: the strategy of dense ones.
+    registration of ``nccl_ub`` to ``model.manual_buffer_registration()``. Both ``expert_`` fields
+    are for expert parameters; None: as for other parameters.
 
     ``bucket_size``, ``gradient_reduce_div_fusion`` and ``fsdp_all_gather_in_start_param_sync`` tune
     a communication scheme that this implementation does not have. They have no effect, nor has

@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run directly, wi
 
 from benchmarks.comparison.model import CausalLayer, Gpt, Workload, build
 from benchmarks.trace_picture import draw
-from megatron.fsdp import trace
+from megatron.fsdp import Strategy, trace
 from megatron.fsdp.engine.layout import plan
 from megatron.fsdp.engine.policy import MixedPrecisionPolicy, ShardingStrategy
 from megatron.pretrain.memory_estimate import AxisSizes, MemoryPlan, estimate_memory
@@ -80,10 +80,10 @@ def draw_memory(path: Path) -> None:
         model = Gpt(Workload(24, 2048, 2048, 1, 51200, "bfloat16", 1, False)).bfloat16()
     precision = MixedPrecisionPolicy(torch.float32, torch.float32, None)
     estimates = {
-        f"{strategy.value}\n{strategy.name.lower()}": estimate_memory(
-            model, MemoryPlan([CausalLayer], strategy, precision, AxisSizes(RANKS))
+        f"{level.value}\n{level}": estimate_memory(
+            model, MemoryPlan([CausalLayer], Strategy(level=level), precision, AxisSizes(RANKS))
         )
-        for strategy in ShardingStrategy
+        for level in ShardingStrategy
     }
     figure, panel = one_panel(width=8, height=4)
     below = [0.0] * len(estimates)

@@ -11,19 +11,12 @@ from torch.distributed.tensor import DTensor
 from megatron.fsdp.backends.memory_slots import problems_of_nccl
 from megatron.fsdp.dtensor.sharded_param import is_linked
 from megatron.fsdp.engine.mesh import Mesh
-from megatron.fsdp.engine.policy import ShardingStrategy
 from megatron.fsdp.engine.unit_choice import is_expert_parameter
 from megatron.fsdp.meta_initialisation import Initialiser, problems_of_initialisation
 from megatron.fsdp.optimizer.host.host_memory import problems_of_offload
 from megatron.fsdp.problems import Problems
 from megatron.fsdp.quantized.stored_forms import Sharding, refuse_parameters
-from megatron.fsdp.settings import (
-    ComputePrecision,
-    Settings,
-    Strategy,
-    Units,
-    resolve_unit_modules,
-)
+from megatron.fsdp.settings import ComputePrecision, Settings, Units, resolve_unit_modules
 from megatron.fsdp.warnings_once import IS_COMPUTE
 
 
@@ -31,9 +24,9 @@ def check_all(
     problems: Problems, module: nn.Module, settings: Settings, initialiser: Initialiser | None
 ) -> None:
     """Add every reason why ``module``, of any type, cannot be sharded with ``settings``."""
-    mesh = settings.mesh
+    mesh, strategy = settings.mesh, settings.strategy
     for name in ("outer", "expert_outer") if mesh is not None and mesh.outer is None else ():
-        if getattr(settings.strategy, name):
+        if getattr(strategy, name):
             problems.add(f"Strategy.{name}='optim' needs Mesh.outer, the name of the outer axis")
     if mesh is not None and settings.memory.registers:
         for problem in problems_of_nccl(settings.device):
@@ -46,7 +39,7 @@ def check_all(
     if any(is_linked(own) or hasattr(own, IS_COMPUTE) for own in module.parameters()):
         problems.add("the module is sharded already")
         return
-    ignored = settings.strategy.ignored
+    ignored = strategy.ignored
     named = {name: one for name, one in module.named_parameters() if one not in ignored}
     problems.check(_refuse_casts_of_dtensors, named, settings)
     divided = mesh is not None and mesh.tensor is not None
@@ -55,7 +48,7 @@ def check_all(
         is_expert = mesh is not None and mesh.expert is not None and is_expert_parameter(name, one)
         of_kind[is_expert][name] = one
     for is_expert, own in of_kind.items():
-        sharding = Sharding(*settings.strategy.of(is_expert), settings.memory.uses_slots, divided)
+        sharding = Sharding(*strategy.of(is_expert), settings.memory.uses_slots, divided)
         problems.check(refuse_parameters, own, sharding)
     found = [*_problems_of_units(module, units or ()), *_problems_of_dtypes(named)]
     if foreign := len(ignored - set(module.parameters())):
@@ -65,13 +58,16 @@ def check_all(
         )
     if mesh is not None:
         found += [*_problems_of_axes(named, mesh), *_problems_of_devices(named, settings)]
-        if not of_kind[True]:
-            found += _problems_of_no_experts(settings.strategy)
+        if {strategy.expert_level, strategy.expert_outer} != {None} and not of_kind[True]:
+            found.append(
+                "Strategy.expert_level and Strategy.expert_outer need Mesh.expert_mesh and expert"
+                " parameters: with allreduce=False, or in a module called experts"
+            )
         if settings.offload is not None:
             parts = [
                 (own.values(), mesh.axes(is_expert).inner.size() if level.shards_optimizer else 1)
                 for is_expert, own in of_kind.items()
-                for level, _ in [settings.strategy.of(is_expert)]
+                for level, _ in [strategy.of(is_expert)]
                 if own
             ]
             where = settings.device, mesh.all_groups()
@@ -82,7 +78,7 @@ def check_all(
         found += problems_of_initialisation(module, initialiser)
         if any(parameter.is_meta for parameter in ignored):
             found.append("Strategy.ignored has parameters on the meta device: give them values")
-        if settings.strategy.highest_level is ShardingStrategy.NO_SHARD:
+        if not max(map(strategy.of, (False, True)))[0].shards_optimizer:
             found.append(
                 "Settings.initialisation needs a sharding strategy: level 0 shards nothing"
             )
@@ -136,15 +132,6 @@ def _problems_of_meta_tensors(module: nn.Module) -> Iterator[str]:
             "parameters or buffers on the meta device have no values to shard:"
             f" {', '.join(on_meta[:5])}; pass Settings.initialisation=MetaInitialisation()"
         )
-
-
-def _problems_of_no_experts(strategy: Strategy) -> Iterator[str]:
-    for name in ("expert_level", "expert_outer"):
-        if getattr(strategy, name) is not None:
-            yield (
-                f"Strategy.{name} needs experts, and there are none: parameters with"
-                " allreduce=False, or in a module called experts, and their Mesh.expert_mesh"
-            )
 
 
 def _problems_of_devices(named: dict[str, nn.Parameter], settings: Settings) -> Iterator[str]:

@@ -97,17 +97,12 @@ class Strategy:
 
     def of(self, is_expert: bool) -> tuple[ShardingStrategy, bool]:
         """Return the level of some parameters, and True if the outer axis shards their state."""
-        given = (self.expert_level, self.expert_outer) if is_expert else (None, None)
-        both = zip(given, (self.level, self.outer))
-        level, outer = (
-            ShardingStrategy.parse(dense if own is None else own) for own, dense in both
-        )
-        return level, level.shards_parameters and outer.shards_optimizer
-
-    @property
-    def highest_level(self) -> ShardingStrategy:
-        """The level of dense or of expert parameters that shards more."""
-        return max(self.of(is_expert)[0] for is_expert in (False, True))
+        level, outer = self.level, self.outer
+        if is_expert:
+            level = level if self.expert_level is None else self.expert_level
+            outer = outer if self.expert_outer is None else self.expert_outer
+        parsed = ShardingStrategy.parse(level)
+        return parsed, parsed.shards_parameters and ShardingStrategy.parse(outer).shards_optimizer
 
 
 PER_PARAMETER = "param_dtype_override_fn"

@@ -37,7 +37,8 @@ from megatron.mcore_adapter.fused_gradients import accept_fused_gradients, set_a
 from megatron.mcore_adapter.global_names import GlobalNames
 from megatron.mcore_adapter.overlapped_experts import drive_combined_schedule
 from megatron.mcore_adapter.releases import precision_fields
-from megatron_fsdp import FSDPDistributedIndex, MegatronFSDP, MixedPrecisionPolicy, ShardingStrategy
+from megatron_fsdp import FSDPDistributedIndex, MegatronFSDP, MixedPrecisionPolicy
+from megatron_fsdp.translation import strategy_of
 
 
 class CoreEngine(MegatronFSDP):
@@ -159,17 +160,15 @@ class FullyShardedDataParallel(_BaseDataParallel):
         groups = ProcessGroupCollection.setup_process_groups_for_ddp(
             pg_collection, config, ddp_config
         )
-        strategy = ShardingStrategy.parse(
-            ddp_config.data_parallel_sharding_strategy, "data_parallel_sharding_strategy"
-        )
+        strategies = [strategy_of(ddp_config).of(is_expert) for is_expert in (False, True)]
         _check_experts(config, groups, pg_collection)
         index = mesh_axes(module, ddp_config, groups, pg_collection, device)
-        _mark_parameters(module, index, strategy)
+        _mark_parameters(module)
         units = default_unit_modules(module) if fsdp_unit_modules is None else fsdp_unit_modules
         engine = CoreEngine(
             module,
             index,
-            _for_engine(ddp_config, module, config),
+            _for_engine(ddp_config, module, config, has_experts=index.expert is not None),
             mixed_precision_policy=precision_policy(ddp_config),
             fsdp_unit_modules=units,
             disable_bucketing=disable_bucketing,
@@ -188,10 +187,12 @@ class FullyShardedDataParallel(_BaseDataParallel):
         if getattr(config, "overlap_moe_expert_parallel_comm", False):
             drive_combined_schedule(engine, config.delay_wgrad_compute)
         super().__init__(config=config, module=engine)
-        if index.hsdp_outer_dp_shard:
+        shards_outer = any(outer for _, outer in strategies)
+        if shards_outer:
             count_over(self, dist.group.WORLD)
-        elif not strategy.shards_optimizer:
+        elif not all(level.shards_optimizer for level, _ in strategies):
             count_over(self, instance_group(pg_collection))
+        _mark_copies(engine, shards_outer)
         refuse_stale_weights()
         keep_main_weights()
         if not ddp_config.use_distributed_optimizer:
@@ -303,10 +304,17 @@ def precision_policy(ddp_config: DistributedDataParallelConfig) -> MixedPrecisio
 
 
 def _for_engine(
-    ddp_config: DistributedDataParallelConfig, module: nn.Module, config: TransformerConfig
+    ddp_config: DistributedDataParallelConfig,
+    module: nn.Module,
+    config: TransformerConfig,
+    has_experts: bool,
 ) -> DistributedDataParallelConfig:
     """Return a copy of a configuration for the engine, with communication units in bytes."""
     ddp_config = copy(ddp_config)
+    if config.num_moe_experts and config.expert_model_parallel_size > 1 and not has_experts:
+        # Other pipeline stages have them.
+        ddp_config.expert_data_parallel_sharding_strategy = None
+        ddp_config.expert_outer_dp_sharding_strategy = None
     if captures_iterations(config):
         ddp_config.megatron_fsdp_cuda_graph_mode = True  # fixed addresses
         FullCudaGraphWrapper.__call__ = call_with_new_weights
@@ -353,19 +361,23 @@ def _check_experts(
         )
 
 
-def _mark_parameters(
-    module: nn.Module, index: FSDPDistributedIndex, strategy: ShardingStrategy
-) -> None:
+def _mark_parameters(module: nn.Module) -> None:
     """Set attributes that Megatron-Core reads; the engine copies them to the sharded parameters."""
     for embedding in module.modules():
         if isinstance(embedding, LanguageModelEmbedding):
             for parameter in embedding.parameters():
                 # The model reads the weight to pass it on to a tied output layer.
                 setattr(parameter, PASSED_ON, True)
-    for name, parameter in module.named_parameters():
+    for parameter in module.parameters():
         set_attributes(parameter, __fsdp_param__=True)
-        is_expert = index.expert is not None and is_expert_parameter(name, parameter)
-        if not strategy.shards_optimizer and index.axes(is_expert).inner.get_local_rank() > 0:
-            # The optimizer sums squared norms over all ranks. Replicas of the first rank's gradient
-            # must not be counted again; "shared" is the attribute that its filter knows.
-            set_attributes(parameter, shared=True)
+
+
+def _mark_copies(engine: MegatronFSDP, over_all_instances: bool) -> None:
+    """Mark parameters whose gradient is a replica of another rank's."""
+    # The optimizer sums squared norms over ranks, of one instance or all. Replicas must not be
+    # counted again; "shared" is the attribute that its filter knows.
+    for each in engine.sharded_params:
+        partition, ranks = each.group.partition, each.group.communicator
+        is_copy = partition.num_inner == 1 and ranks.inner_rank > 0
+        if is_copy or (over_all_instances and partition.num_outer == 1 and ranks.outer_rank > 0):
+            set_attributes(each.parameter, shared=True)

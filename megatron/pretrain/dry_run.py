@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron.fsdp import ShardingStrategy
+from megatron.fsdp import Strategy
 from megatron.mcore_adapter import cpu
 from megatron.mcore_adapter.coded_weights import PLAIN, code_bytes, coded_weights, layers_of
 from megatron.mcore_adapter.data_parallel import default_unit_modules, precision_policy
@@ -33,6 +33,7 @@ from megatron.pretrain.memory_estimate import (
     experts_in,
 )
 from megatron.pretrain.model.gpt_model import build_chunk
+from megatron_fsdp.translation import strategy_of
 
 MIB = 2**20
 ACTIVATION_BYTES = 34
@@ -144,18 +145,15 @@ def memory_plan(args: argparse.Namespace, chunk: torch.nn.Module) -> MemoryPlan:
     Megatron-Core's own wrapper is level 0, or 1 with a distributed optimizer; its padding differs.
     """
     settings = ddp_config(args, num_parameters=1)
-    level = args.data_parallel_sharding_strategy
-    if not args.use_megatron_fsdp:
-        level = "optim" if args.use_distributed_optimizer else "no_shard"
+    of_core = Strategy(level="optim" if args.use_distributed_optimizer else "no_shard")
     outer = args.num_distributed_optimizer_instances
     has_experts = experts_in(chunk) and args.expert_model_parallel_size > 1
     return MemoryPlan(
         unit_modules=default_unit_modules(chunk),
-        strategy=ShardingStrategy.parse(level, "data_parallel_sharding_strategy"),
+        strategy=strategy_of(settings) if args.use_megatron_fsdp else of_core,
         precision=precision_policy(settings),
         dense=AxisSizes(args.data_parallel_size * args.context_parallel_size // outer, outer),
         expert=AxisSizes(expert_data_ranks(args) // outer, outer) if has_experts else None,
-        shards_outer=args.outer_dp_sharding_strategy == "optim",
         states=1 if args.optimizer == "sgd" else 2,
         fine_grained=args.megatron_fsdp_enable_fine_grained_param_gather,
         coded=frozenset(coded_weights(args, chunk).values()),

@@ -17,7 +17,7 @@ from megatron.fsdp.engine import unit_choice
 from megatron.fsdp.engine.layout import PREFER_ROWS, Granularity, plan
 from megatron.fsdp.engine.policy import MixedPrecisionPolicy, Precision, ShardingStrategy
 from megatron.fsdp.engine.tensor_parallel import local_tensor
-from megatron.fsdp.settings import resolve_unit_modules
+from megatron.fsdp.settings import Strategy, resolve_unit_modules
 
 
 @dataclass(frozen=True)
@@ -33,11 +33,10 @@ class MemoryPlan:
     """The settings of a sharded model, for :func:`estimate_memory`."""
 
     unit_modules: Sequence[type | nn.Module | str]  # modules, classes or import paths of units
-    strategy: ShardingStrategy
+    strategy: Strategy  # of which the levels count
     precision: MixedPrecisionPolicy
     dense: AxisSizes  # the axes of parameters that are no experts'
     expert: AxisSizes | None = None  # the axes of expert parameters; None: those of the others
-    shards_outer: bool = False  # the outer axis shards optimizer state
     states: int = 2  # tensors of optimizer state for each weight, such as 2 for Adam
     fine_grained: bool = False  # make units inside units too
     prefetch_bytes: int | None = None  # see ``Overlap``; it bounds the root's unit too
@@ -84,7 +83,8 @@ def estimate_memory(model: nn.Module, memory_plan: MemoryPlan) -> MemoryEstimate
                 members = [one for one in members if (one in memory_plan.coded) == is_coded]
                 shapes = [tuple(local_tensor(one).shape) for one in members]
                 element = memory_plan.code_bytes if is_coded else precision.compute.itemsize
-                rest = (axes, precision, key.trainable, memory_plan, element)
+                strategy = memory_plan.strategy.of(key.is_expert)
+                rest = (axes, strategy, precision, key.trainable, memory_plan, element)
                 of_unit.update(_of_group(shapes, *rest) if members else {})
         of_units.append(of_unit)
 
@@ -111,6 +111,7 @@ def experts_in(model: nn.Module) -> bool:
 def _of_group(
     shapes: list[tuple[int, ...]],
     axes: AxisSizes,
+    strategy: tuple[ShardingStrategy, bool],
     precision: Precision,
     trainable: bool,
     memory_plan: MemoryPlan,
@@ -120,13 +121,13 @@ def _of_group(
 
     ``compute`` are those of an element as the forward reads it, which may be a code.
     """
-    strategy = memory_plan.strategy
-    num_inner = axes.inner if strategy.shards_optimizer else 1
-    num_outer = axes.outer if memory_plan.shards_outer else 1
+    level, shards_outer = strategy
+    num_inner = axes.inner if level.shards_optimizer else 1
+    num_outer = axes.outer if shards_outer else 1
     layout = plan(shapes, num_inner * num_outer, memory_plan.granularity)
     whole, inner_shard, owned = layout.numel, layout.numel // num_inner, layout.shard_size
     main = precision.main_param.itemsize
-    is_freed = strategy.shards_parameters and num_inner > 1
+    is_freed = level.shards_parameters and num_inner > 1
     has_main = precision.main_param != precision.compute
     weights = owned * main if has_main else 0
     if not is_freed:
@@ -139,7 +140,7 @@ def _of_group(
         return parts
     # The gradient is kept in its own dtype, or in that of the optimizer, not in both at once.
     gradients = owned * main
-    frees_local = strategy.shards_gradients and num_inner > 1
+    frees_local = level.shards_gradients and num_inner > 1
     waiting = at_once = 0  # for other microbatches, or from the end of a backward to the reduction
     if frees_local:
         at_once = whole * precision.grad_comm.itemsize

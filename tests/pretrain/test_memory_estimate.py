@@ -9,12 +9,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from megatron.fsdp import Strategy
 from megatron.fsdp.engine.buffer import FlatBuffer, Storage
 from megatron.pretrain.memory_estimate import AxisSizes, MemoryPlan, estimate_memory
 from megatron_fsdp import (
     MegatronFSDP,
     MixedPrecisionPolicy,
-    ShardingStrategy,
     fully_shard_model,
     fully_shard_optimizer,
 )
@@ -86,10 +86,9 @@ def bytes_of_parts(
             moments += moment.numel() * moment.element_size()
     plan = MemoryPlan(
         [nn.TransformerEncoderLayer],
-        ShardingStrategy(level),
+        Strategy(level=level, outer=sharded),
         policy,
         AxisSizes(inner, outer),
-        shards_outer=bool(sharded),
     )
     estimate = estimate_memory(build(), plan)
     return {

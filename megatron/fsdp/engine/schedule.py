@@ -94,7 +94,7 @@ class Schedule:
     def unshard_kept(self) -> None:
         """Start the all-gathers of all stale weights whose storage is allocated anyway."""
         for unit in self.units:
-            unshard(unit.kept_groups)
+            unshard([group for group in unit.groups if not group.strategy.shards_parameters])
             if not self.prefetcher.is_enabled:
                 unit.wait_for_unshard()
 

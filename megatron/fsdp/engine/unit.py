@@ -124,11 +124,6 @@ class Unit(StateOwner[BackwardState]):
         """The groups that have gradients; the groups must be complete when this is first read."""
         return [group for group in self.groups if group.requires_grad]
 
-    @cached_property
-    def kept_groups(self) -> list[ParamGroup]:
-        """The groups whose weights stay gathered, at levels 0 to 2."""
-        return [group for group in self.groups if not group.strategy.shards_parameters]
-
     def find_trained(self) -> None:
         """Find the groups and count the parameters that are not frozen now."""
         numbers = {

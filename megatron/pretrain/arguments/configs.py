@@ -30,6 +30,8 @@ ENGINE_SETTINGS = (
     "megatron_fsdp_max_pool_double_buffer",
     "fsdp_db_use_persist_buf_on_alloc_fail",
     "create_all_gather_group",
+    "expert_data_parallel_sharding_strategy",
+    "expert_outer_dp_sharding_strategy",
 )
 """Settings that the fully sharded wrapper reads from its config besides Megatron-Core's fields."""
 

@@ -323,11 +323,10 @@ def check_rerun(check: Check) -> None:
 def check_replicas_to_compare(check: Check) -> None:
     """Refuse to compare replicas where every weight is on one rank only."""
     args = check.args
-    is_sharded = (
-        args.use_megatron_fsdp and args.data_parallel_sharding_strategy == "optim_grads_params"
-    )
-    check.require(
-        not (args.check_weight_hash_across_dp_replicas_interval and is_sharded),
-        "--check-weight-hash-across-dp-replicas-interval needs replicas, which"
-        " --data-parallel-sharding-strategy optim_grads_params does not have",
-    )
+    for dest in ("data_parallel_sharding_strategy", "expert_data_parallel_sharding_strategy"):
+        is_sharded = args.use_megatron_fsdp and getattr(args, dest) == "optim_grads_params"
+        check.require(
+            not (args.check_weight_hash_across_dp_replicas_interval and is_sharded),
+            "--check-weight-hash-across-dp-replicas-interval needs replicas, which"
+            f" {check.flag(dest)} optim_grads_params does not have",
+        )

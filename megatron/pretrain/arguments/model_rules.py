@@ -155,6 +155,13 @@ def complete_expert_sizes(check: Check) -> None:
         )
     ranks = args.expert_model_parallel_size
     check.require_multiple("num_experts", ranks, f"--expert-model-parallel-size {ranks} divides it")
+    for dest in ("expert_data_parallel_sharding_strategy", "expert_outer_dp_sharding_strategy"):
+        # A search for settings asks for the model on one rank, before it chooses their sizes.
+        check.require(
+            getattr(args, dest) is None or ranks > 1 or check.machine.world_size == 1,
+            f"{check.flag(dest)} is for experts that have a mesh of their own: give"
+            " --expert-model-parallel-size, at least 2",
+        )
     if isinstance(args.moe_layer_freq, list):
         check.require(
             len(args.moe_layer_freq) == args.num_layers,

@@ -189,8 +189,8 @@ LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss", "quantile_balancing")
 
 NEEDS: tuple[Needs, ...] = (
     Needs(
-        "data_parallel_sharding_strategy megatron_fsdp_* create_all_gather_group"
-        " outer_dp_sharding_strategy init_model_with_meta_device strict_fsdp_dtensor_load"
+        "*data_parallel_sharding_strategy megatron_fsdp_* create_all_gather_group"
+        " *outer_dp_sharding_strategy init_model_with_meta_device strict_fsdp_dtensor_load"
         " fsdp_double_buffer fsdp_db_use_persist_buf_on_alloc_fail fsdp_manual_registration"
         " suggested_communication_unit_size keep_fp8_transpose_cache",
         "use_megatron_fsdp",
@@ -279,7 +279,7 @@ NEEDS: tuple[Needs, ...] = (
     ),
     Needs("rope_scaling_factor", "use_rope_scaling"),
     Needs("overlap_param_gather", "use_distributed_optimizer", unless="use_megatron_fsdp"),
-    Needs("use_fused_weighted_squared_relu", "num_experts"),
+    Needs("use_fused_weighted_squared_relu expert_*_sharding_strategy", "num_experts"),
     Needs("use_fused_weighted_squared_relu", "squared_relu"),
     Needs(
         "activation_func_clamp_value glu_linear_offset activation_func_fp8_input_store", "swiglu"

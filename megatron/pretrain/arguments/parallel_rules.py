@@ -102,13 +102,14 @@ def imply_fsdp(check: Check) -> None:
     if args.nccl_ub:
         imply(check, "--use-nccl-ub", fsdp_double_buffer=True, fsdp_manual_registration=True)
     choose_strictness(check)
-    check_outer_axis(check)
+    check_strategies(check)
     # Megatron-Core then runs parts of layers, of two microbatches in turn.
     for other in ("fsdp_double_buffer", "nccl_ub", "mtp_num_layers"):
         check.at_most_one("overlap_moe_expert_parallel_comm", other)
     # Hooks would reduce the gradients of units inside of layers before those are computed.
     check.at_most_one("delay_wgrad_compute", "megatron_fsdp_enable_fine_grained_param_gather")
-    if args.init_model_with_meta_device and args.data_parallel_sharding_strategy == "no_shard":
+    levels = {args.data_parallel_sharding_strategy, args.expert_data_parallel_sharding_strategy}
+    if args.init_model_with_meta_device and levels <= {"no_shard", None}:
         check.problems.append(
             "--init-model-with-meta-device does not go with --data-parallel-sharding-strategy"
             " no_shard, where every rank has all weights anyway: leave it out"
@@ -147,19 +148,22 @@ def choose_strictness(check: Check) -> None:
         )
 
 
-def check_outer_axis(check: Check) -> None:
-    """Check the flags of hybrid sharding, which has an outer data axis."""
+def check_strategies(check: Check) -> None:
+    """Check the strategies of dense and of expert parameters, and the flags of hybrid sharding."""
     args = check.args
     instances = args.num_distributed_optimizer_instances
-    if args.outer_dp_sharding_strategy == "optim":
+    for kind in ("", "expert_"):
+        level, outer = f"{kind}data_parallel_sharding_strategy", f"{kind}outer_dp_sharding_strategy"
+        given = getattr(args, level) or args.data_parallel_sharding_strategy
+        if getattr(args, outer) != "optim":
+            continue
         check.require(
-            args.data_parallel_sharding_strategy == "optim_grads_params",
-            "--outer-dp-sharding-strategy optim needs --data-parallel-sharding-strategy"
-            f" optim_grads_params, got {args.data_parallel_sharding_strategy}",
+            given == "optim_grads_params",
+            f"{check.flag(outer)} optim needs {check.flag(level)} optim_grads_params, got {given}",
         )
         check.require(
             instances > 1,
-            "--outer-dp-sharding-strategy optim needs an outer axis: give"
+            f"{check.flag(outer)} optim needs an outer axis: give"
             " --num-distributed-optimizer-instances, at least 2",
         )
     check.require(

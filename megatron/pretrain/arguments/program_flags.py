@@ -7,6 +7,9 @@ from megatron.pretrain.data.tokenizer_choice import TOKENIZER_TYPES
 
 float_dtype = one_of(FLOATS_OR_AUTO)
 
+LEVELS = "no_shard|optim|optim_grads|optim_grads_params"
+"""The choices of ZeRO levels."""
+
 FILL_IN_THE_MIDDLE = """rate spm-rate split-sample fragment-rate no-prefix prefix-token
     middle-token suffix-token pad-token eod-token"""
 """Ends of the names of flags that are known only to be refused."""
@@ -39,6 +42,8 @@ PROGRAM_GROUPS: dict[str, tuple[Flag, ...]] = {
             "a permanent buffer for lack of slots",
         ),
         row("--megatron-fsdp-enable-fine-grained-param-gather", "switch", "gather per submodule"),
+        row("--expert-data-parallel-sharding-strategy", LEVELS, "that of experts, if another"),
+        row("--expert-outer-dp-sharding-strategy", "no_shard|optim", "that of experts, if another"),
         row("--create-all-gather-group", "switch", "a communicator of its own for gathers"),
         row("--enable-full-sharding-in-hsdp", "switch", "shard fully in hybrid sharding"),
         row("--grad-reduce-in-bf16", "switch", "reduce gradients in bf16 instead of fp32"),

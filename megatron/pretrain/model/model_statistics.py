@@ -16,6 +16,7 @@ from megatron.core.transformer.module import MegatronModule
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from megatron.fsdp.dtensor.sharded_param import sharded_param_of
 from megatron.pretrain.checkpoints.torch_dist_format import gathered_weights
 
 
@@ -62,9 +63,8 @@ def _owned_shard(parameter: nn.Parameter) -> torch.Tensor | None:
     is_first_instance = instances is None or instances.rank() == 0
     if isinstance(parameter, DTensor):
         # Replicas within an instance are marked as shared.
-        model = parameter._fsdp_model  # type: ignore[attr-defined]  # the engine sets it
-        outer_is_sharded = model.get_distributed_index().hsdp_outer_dp_shard
-        return parameter.to_local() if is_first_instance or outer_is_sharded else None
+        is_divided = sharded_param_of(parameter).group.partition.num_outer > 1
+        return parameter.to_local() if is_first_instance or is_divided else None
     if getattr(parameter, "main_param_sharded", False):
         main_param = parameter.main_param  # type: ignore[attr-defined]  # Megatron-Core sets it
         return main_param if is_first_instance else None
