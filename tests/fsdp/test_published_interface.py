@@ -129,6 +129,7 @@ SHARD = {
     "granularity": "prefer_rows",
     "fsdp_manual_registration": False,
     "ignored_params": None,
+    **dict.fromkeys(["expert_zero_dp_strategy", "expert_outer_dp_sharding_strategy"]),
 }
 
 
@@ -202,6 +203,9 @@ SIGNATURES: dict[str, dict[str, Any]] = {
                 "megatron_fsdp_max_pool_double_buffer",
             ],
             False,
+        ),
+        **dict.fromkeys(
+            ["expert_data_parallel_sharding_strategy", "expert_outer_dp_sharding_strategy"]
         ),
     },
 }

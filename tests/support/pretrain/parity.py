@@ -161,6 +161,8 @@ def _axis(word: str) -> str:
 
 
 OPTIM_OUTSIDE = "--outer-dp-sharding-strategy optim"
+OF_EXPERTS = "--expert-data-parallel-sharding-strategy"
+OPTIM_OF_EXPERTS = "--expert-outer-dp-sharding-strategy optim"
 GPT2, MOE_SHARED, MOE_BIAS = "", f"{ALLTOALL} {SHARED}", f"{ALLTOALL} {BIAS}"
 BF16 = "--bf16"
 
@@ -217,6 +219,20 @@ TABLE = [
     Combination(4, "inst2", 3, fsdp=OPTIM_OUTSIDE),
     Combination(4, "inst2 ep2", 3, ALLTOALL, fsdp=OPTIM_OUTSIDE),
     Combination(8, "tp2 inst2", 3, fsdp=OPTIM_OUTSIDE),
+    # experts with another strategy
+    Combination(4, "ep2", 3, ALLTOALL, fsdp=f"{OF_EXPERTS} optim"),
+    Combination(4, "ep2", 0, MOE, fsdp=f"{OF_EXPERTS} optim_grads_params"),
+    Combination(4, "ep2", 3, MOE, fsdp=f"{OF_EXPERTS} no_shard"),
+    Combination(4, "inst2 ep2", 3, ALLTOALL, fsdp=f"{OPTIM_OUTSIDE} {OF_EXPERTS} optim"),
+    Combination(4, "inst2 ep2", 1, MOE, fsdp=f"{OF_EXPERTS} optim_grads_params {OPTIM_OF_EXPERTS}"),
+    Combination(
+        4,
+        "pp2 ep2",
+        3,
+        ALLTOALL,
+        "--moe-layer-freq ([0]*1+[1]*1)",
+        f"{OF_EXPERTS} no_shard",
+    ),
     # products
     Combination(8, "tp2 pp2", 3, GPT2),
     Combination(8, "tp2 sp pp2", 1),

@@ -174,6 +174,43 @@ def shows_experts_and_gather_groups(make: Make) -> None:
     }
 
 
+EXPERT_STRATEGIES = {
+    "expert_zero_dp_strategy": "expert_data_parallel_sharding_strategy",
+    "expert_outer_dp_sharding_strategy": "expert_outer_dp_sharding_strategy",
+}
+"""The fields of a config by keyword."""
+
+
+def numbers_of_experts(**keywords: Any) -> tuple[int, int]:
+    """Return the elements of dense parameters and of experts, on all of 2 x 2 ranks, both ways."""
+    mesh = mesh_of("outer", "dp", sizes=(2, 2))
+    arguments = {"dp_shard_dim": "dp", "dp_outer_dim": "outer", "expt_device_mesh": mesh}
+    level = {"data_parallel_sharding_strategy": 3}
+    config = DistributedDataParallelConfig(
+        **level, **{EXPERT_STRATEGIES[name]: value for name, value in keywords.items()}
+    )
+    models = [
+        fully_shard_model(WithExperts(), mesh, **arguments, **keywords),
+        MegatronFSDP(WithExperts(), FSDPDistributedIndex(mesh, **arguments), config),
+    ]
+    (of_function, of_config) = (
+        (num_on_all_ranks(model.module.dense), num_on_all_ranks(model.module.experts))
+        for model in models
+    )
+    assert of_function == of_config
+    return of_function
+
+
+@shows("fully_shard_model", *EXPERT_STRATEGIES, world_size=4)
+@shows("DistributedDataParallelConfig", *EXPERT_STRATEGIES.values(), world_size=4)
+def shows_strategies_of_experts(make: Make) -> None:
+    assert numbers_of_experts() == (40, 40)
+    assert numbers_of_experts(expert_zero_dp_strategy="no_shard") == (40, 80)
+    assert numbers_of_experts(expert_outer_dp_sharding_strategy=1) == (40, 20)
+    for name, value in (("expert_zero_dp_strategy", 4), ("expert_outer_dp_sharding_strategy", 2)):
+        assert name in message_of(ValueError, make, build_stack(), **{name: value})
+
+
 @shows("MegatronFSDP", "dist_index", "ddp_config")
 def shows_index_and_config(make: Make) -> None:
     index, config = (

@@ -48,6 +48,16 @@ DATA_PARALLELISM = (
         ddp__outer_dp_sharding_strategy="optim",
     ),
     changes(
+        "--expert-data-parallel-sharding-strategy optim",
+        f"{FSDP} {EXPERTS} --expert-model-parallel-size 2",
+        ddp__expert_data_parallel_sharding_strategy="optim",
+    ),
+    changes(
+        "--expert-outer-dp-sharding-strategy optim",
+        f"{FSDP} {EXPERTS} --expert-model-parallel-size 2 --num-distributed-optimizer-instances 2",
+        ddp__expert_outer_dp_sharding_strategy="optim",
+    ),
+    changes(
         "--num-distributed-optimizer-instances 4",
         SHARDED,
         ddp__num_distributed_optimizer_instances=4,
