@@ -1,14 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
 """Expert parameters with another strategy than dense ones."""
 
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
+from megatron.fsdp import Mesh, Strategy, trace
+from megatron.fsdp import fully_shard as by_settings
+from megatron_fsdp import MegatronFSDP, fully_shard, fully_shard_model
+from tests.fsdp.test_collectives_of_axes import ExpertStack
+from tests.fsdp.test_communication import order_of
+from tests.support.fsdp.meshes import Meshes
 from tests.support.fsdp.random_models import Drawn, DrawnLayer
-from tests.support.fsdp.reference import Case, Ranks, compare_all
+from tests.support.fsdp.reference import (
+    Case,
+    Ranks,
+    batch,
+    build,
+    compare_all,
+    loss_of,
+    optimizer_over,
+)
+from tests.support.fsdp.state_dicts import assert_equal, whole
+from tests.support.fsdp.wrong_calls import message_of
 
 EXPERTS = Drawn(layers=(DrawnLayer(hidden=7, num_experts=4), DrawnLayer(hidden=3)))
 """A model whose first unit has dense parameters and experts."""
@@ -30,14 +54,14 @@ def case_of(mesh: str, **more: Any) -> Case:
     return Case(model=EXPERTS, mesh=mesh, sync="no_sync", microbatches=2, clip=2.0, **more)
 
 
-FLAT = {
+FLAT: dict[str, Sequence[int]] = {
     "3 and 0": (3, 0),
     "0 and 3": (0, 3),
     "1 and 3": (1, 3),
     "3 and 1": (3, 1),
     "2 and 1": (2, 1),
 }
-HYBRID = {
+HYBRID: dict[str, Sequence[int]] = {
     "3 optim and 1": (3, 1, 1),
     "3 optim and 3 no_shard": (3, 3, 1, 0),
     "2 and 3 optim": (2, 3, 0, 1),
@@ -58,3 +82,165 @@ def test_experts_of_another_hybrid_strategy_train_as_the_unsharded_model(
 ) -> None:
     cases = [case_of(mesh, settings=strategies(*HYBRID[pair])) for mesh in ("hybrid1", "hybrid2")]
     ranks(4, compare_all, [*cases, replace(cases[0], clip=torch.inf)])
+
+
+def sharded(
+    mesh: str, pair: Sequence[int], **settings: Any
+) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
+    meshes = Meshes()
+    module = build(EXPERTS, meshes.expert_places(mesh))
+    arguments = {**meshes.arguments(mesh), **strategies(*pair), **settings}
+    optimizer = optimizer_over(module)
+    return fully_shard(module, optimizer, fsdp_unit_modules=type(module).units, **arguments)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: Sequence[int]) -> None:
+    for step in steps:
+        for microbatch in range(2):
+            with nullcontext() if microbatch else model.no_sync():
+                loss_of(model(batch(step, dist.get_rank(), microbatch))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+# ---- communication
+
+LEVELS = [(3, 1), (1, 3), (0, 2)]
+
+
+def collectives(pair: Sequence[int], num_ranks: int) -> list[str]:
+    """Return the collectives of the third step over so many ranks: four share dense parameters."""
+    model, optimizer = sharded("ep2", pair)
+    train(model, optimizer, range(2))
+    with trace.record() as recorder:
+        train(model, optimizer, [2])
+    return order_of([entry for entry in recorder.entries if len(entry.ranks) == num_ranks])
+
+
+def compare_collectives(dense: int, experts: int) -> None:
+    assert collectives((dense, experts), 4) == collectives((dense, dense), 4)
+    assert collectives((dense, experts), 2) == collectives((experts, experts), 2)
+
+
+@pytest.mark.parametrize("pair", LEVELS, ids=str)
+def test_each_kind_has_the_collectives_of_its_level(ranks: Ranks, pair: tuple[int, int]) -> None:
+    ranks(4, compare_collectives, *pair)
+
+
+def gathers_that_are_started() -> None:
+    """Start the gathers of the next forward, of which those below level 3 are then complete."""
+    for pair, own, other in (((3, 1), 2, 4), ((1, 3), 4, 2)):
+        model, optimizer = sharded("ep2", pair)
+        train(model, optimizer, range(2))
+        with trace.record() as started:
+            model.start_param_sync()
+        with trace.record() as later:
+            train(model, optimizer, [2])
+        assert {entry.name for entry in started.collectives} == {"all_gather"}
+        forward = [len(each.ranks) for each in later.collectives if each.name == "all_gather"]
+        assert own not in forward and other in forward
+
+
+def test_gathers_of_the_next_forward_are_started_by_level(ranks: Ranks) -> None:
+    ranks(4, gathers_that_are_started)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"fsdp_double_buffer": True},
+        {"overlap_param_gather": False, "overlap_grad_reduce": False},
+        {"suggested_communication_unit_size": 2000, "find_unused_parameters": True},
+    ],
+    ids=str,
+)
+def test_settings_do_not_change_the_numbers(ranks: Ranks, settings: dict[str, Any]) -> None:
+    cases = [
+        Case(model=EXPERTS, mesh="ep2", steps=3, settings={**strategies(*pair), **settings})
+        for pair in LEVELS
+    ]
+    ranks(4, compare_all, cases)
+
+
+# ---- checkpoints
+
+
+def load_under_another_pair(path: str, saved: Sequence[int], loaded: Sequence[int]) -> None:
+    model, optimizer = sharded("hybrid1", saved)
+    train(model, optimizer, range(2))
+    other, other_optimizer = sharded("hybrid1", loaded)
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    dcp.save(state, checkpoint_id=path)
+    state = {"model": other.state_dict(), "optimizer": other_optimizer.state_dict()}
+    dcp.load(state, checkpoint_id=path)
+    other.load_state_dict(state["model"], strict=False)
+    other_optimizer.load_state_dict(state["optimizer"])
+    assert_equal(whole(other.state_dict()), whole(model.state_dict()), 0.0)
+    train(model, optimizer, [2])
+    train(other, other_optimizer, [2])
+    assert_equal(whole(other.state_dict()), whole(model.state_dict()), 1e-11)
+
+
+def test_a_checkpoint_loads_under_another_pair(ranks: Ranks, tmp_path: Path) -> None:
+    pairs = [(3, 1, 1), (2, 3, 0, 1), (0, 3), (3, 1, 1)]
+    for number, (saved, loaded) in enumerate(pairwise(pairs)):
+        ranks(4, load_under_another_pair, str(tmp_path / str(number)), saved, loaded)
+
+
+# ---- settings
+
+
+def shard_without_values() -> None:
+    """Initialise experts that nothing shards beside dense parameters that are sharded."""
+    with torch.device("meta"):
+        module = ExpertStack()
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp_shard", "ep"))
+    model = fully_shard_model(
+        module,
+        Meshes().arguments("flat")["device_mesh"],
+        expt_device_mesh=mesh,
+        init_model_with_meta_device=True,
+        expert_zero_dp_strategy=0,
+    )
+    is_whole: dict[bool, list[bool]] = {False: [], True: []}
+    for name, parameter in model.named_parameters():
+        local = parameter.to_local()
+        assert local.isfinite().all()
+        is_whole["experts" in name].append(local.numel() == parameter.numel())
+    assert all(is_whole[True]) and not all(is_whole[False])
+
+
+def test_experts_that_are_not_sharded_can_be_on_the_meta_device(ranks: Ranks) -> None:
+    ranks(2, shard_without_values)
+
+
+def refused() -> list[str]:
+    mesh = Meshes().arguments("flat")["device_mesh"]
+    own = {"device_mesh": mesh, "inner": "dp_shard"}
+    messages = []
+    for strategy, places, module in (
+        ({"expert_level": 1}, own, ExpertStack()),
+        ({"expert_outer": 0}, {**own, "expert_mesh": mesh}, nn.Linear(2, 2)),
+        ({"expert_outer": 1}, {**own, "expert_mesh": mesh}, ExpertStack()),
+    ):
+        settings = {"mesh": Mesh(**places), "strategy": Strategy(**strategy)}
+        messages.append(message_of(ValueError, by_settings, module, None, **settings))
+    return messages
+
+
+def test_a_strategy_without_experts_or_axis_is_refused(ranks: Ranks) -> None:
+    for without_mesh, without_experts, without_outer in ranks(2, refused):
+        assert "Strategy.expert_level" in without_mesh and "Mesh.expert_mesh" in without_mesh
+        assert "Strategy.expert_outer" in without_experts and "allreduce=False" in without_experts
+        assert "Strategy.expert_outer='optim' needs Mesh.outer" in without_outer
+
+
+def test_strategies_of_experts_check_themselves() -> None:
+    with pytest.raises(ValueError) as error:
+        Strategy(level=3, outer=1, expert_level=7, expert_outer=2)
+    for name in ("expert_level expects one of", "expert_outer expects no_shard/0 or optim/1"):
+        assert name in str(error.value)
+    with pytest.raises(ValueError, match=r"expert_outer='optim' needs Strategy\.expert_level="):
+        Strategy(level=3, outer=1, expert_level=1, expert_outer=1)
+    assert Strategy(level=3, outer=1, expert_level=1).of(True) == (1, False)
+    assert Strategy(level=3, outer=1).of(True) == Strategy(level=3, outer=1).of(False) == (3, True)

@@ -394,6 +394,12 @@ SCENARIOS: dict[str, Scenario] = {
     ),
     "experts": case(EXPERTS, mesh="ep2", num_ranks=4, microbatches=2),
     "experts level1": case(EXPERTS, mesh="ep2", num_ranks=4, zero_dp_strategy=1),
+    **{
+        f"level{n} experts level{other}": case(
+            EXPERTS, mesh="ep2", num_ranks=4, zero_dp_strategy=n, expert_zero_dp_strategy=other
+        )
+        for n, other in ((3, 1), (1, 3))
+    },
     "level1 reduced in bf16": case(
         zero_dp_strategy=1,
         mixed_precision_policy=MixedPrecisionPolicy(torch.float32, torch.float32, torch.bfloat16),
