@@ -107,6 +107,8 @@ def candidates(
     """
     heads = args.num_query_groups if args.group_query_attention else args.num_attention_heads
     longest = max(args.seq_length // SHORTEST_PART, 1)
+    of_experts = args.expert_data_parallel_sharding_strategy, args.expert_outer_dp_sharding_strategy
+    has_own_strategy = any(of_experts)
     meshes = product(
         choices.tensor or _powers(min(gpus_per_node, heads)),
         choices.pipeline or _powers(min(LONGEST_PIPELINE, args.num_layers)),
@@ -124,6 +126,7 @@ def candidates(
             and args.ffn_hidden_size % tensor == 0
             # Experts without ranks of their own are divided like other parameters.
             and (expert > 1 or tensor == 1 or not args.num_experts)
+            and (expert > 1 or not has_own_strategy)
             # A weight that two stages share needs values, which a simulation has not.
             and (pipeline == 1 or args.untie_embeddings_and_output_weights)
         )

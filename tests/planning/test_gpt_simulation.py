@@ -12,6 +12,7 @@ import torch.distributed as dist
 from megatron.planning.gpt_simulation import simulate_stage
 from megatron.planning.machine import MACHINES
 from megatron.planning.search import arguments_on
+from tests.support.pretrain.parity import ALLTOALL
 from tests.support.pretrain.saved_runs import FSDP
 from tests.support.pretrain.training_runs import SMALL, train
 from tests.support.rank_pool import run_ranks
@@ -52,6 +53,11 @@ CASES = {
         "--untie-embeddings-and-output-weights --overlap-param-gather --overlap-grad-reduce",
     ),
     "tensor": (4, "--tensor-model-parallel-size 2"),
+    "experts": (
+        4,
+        f"{ALLTOALL} --expert-model-parallel-size 2 --expert-data-parallel-sharding-strategy optim"
+        " --overlap-param-gather --overlap-grad-reduce --global-batch-size 16",
+    ),
 }
 
 

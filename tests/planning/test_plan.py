@@ -101,6 +101,13 @@ def test_candidates_divide_what_they_must() -> None:
     assert Candidate(2, 1, 1, 1, 3, 1, False, 1) in found
 
 
+def test_experts_with_a_strategy_of_their_own_have_ranks_of_their_own() -> None:
+    flags = "--untie-embeddings-and-output-weights --num-experts 4"
+    flags += " --expert-data-parallel-sharding-strategy optim"
+    found = list(candidates(completed(f"{TINY} {flags}"), 16, 8, Choices(micro_batch=(1,))))
+    assert found and all(each.expert > 1 for each in found)
+
+
 def test_a_small_model_is_planned_with_commands_and_a_picture(tmp_path: Path) -> None:
     picture = tmp_path / "plan.png"
     words = ["--gpus", "4", "--pipeline", "1", "--tensor", "1,2", "--level", "2,3", "--show", "2"]

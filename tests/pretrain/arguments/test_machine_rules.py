@@ -45,6 +45,11 @@ def test_replicas_are_compared_where_there_are_some() -> None:
     (problem,) = problems(f"{line} optim_grads_params")
     assert "needs replicas" in problem
     parse(f"{line} optim_grads")
+    experts = "--num-experts 4 --disable-bias-linear"
+    (problem,) = problems(
+        f"{line} optim {experts} --expert-data-parallel-sharding-strategy optim_grads_params"
+    )
+    assert "--expert-data-parallel-sharding-strategy optim_grads_params does not" in problem
 
 
 def test_the_peak_of_a_device_is_above_zero() -> None:

@@ -269,6 +269,18 @@ from tests.support.pretrain.arguments.command_lines import (
             "give --num-distributed-optimizer-instances",
         ),
         (
+            "--use-megatron-fsdp --num-experts 4 --expert-data-parallel-sharding-strategy optim",
+            "is for experts that have a mesh of their own: give --expert-model-parallel-size",
+        ),
+        (
+            (
+                f"--use-megatron-fsdp {EXPERTS} --expert-model-parallel-size 2"
+                " --expert-data-parallel-sharding-strategy optim"
+                " --expert-outer-dp-sharding-strategy optim --num-distributed-optimizer-instances 2"
+            ),
+            "needs --expert-data-parallel-sharding-strategy optim_grads_params, got optim",
+        ),
+        (
             "--use-megatron-fsdp --create-all-gather-group --num-distributed-optimizer-instances 2",
             "leave one out",
         ),
