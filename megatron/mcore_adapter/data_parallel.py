@@ -22,7 +22,6 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
 from megatron.fsdp.dtensor.sharded_param import ShardedParam
-from megatron.fsdp.engine.unit_choice import is_expert_parameter
 from megatron.fsdp.module_access.shown_parameters import PASSED_ON
 from megatron.mcore_adapter.axes import complete, expert_tensor_group, instance_group, mesh_axes
 from megatron.mcore_adapter.captured_iterations import call_with_new_weights, captures_iterations
@@ -37,7 +36,7 @@ from megatron.mcore_adapter.fused_gradients import accept_fused_gradients, set_a
 from megatron.mcore_adapter.global_names import GlobalNames
 from megatron.mcore_adapter.overlapped_experts import drive_combined_schedule
 from megatron.mcore_adapter.releases import precision_fields
-from megatron_fsdp import FSDPDistributedIndex, MegatronFSDP, MixedPrecisionPolicy
+from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy
 from megatron_fsdp.translation import strategy_of
 
 
