@@ -124,6 +124,7 @@ class ParamGroup:
         self.compute_shard, self._owned_shard = self._make_shards(self.compute)
         owned, size, dtype = self._owned_shard, self.layout.shard_size, precision.main_param
         self.main_shard = owned if self.main_is_compute else memory.empty(size, dtype).zero_()
+        memory.release(self.main_shard)
         if not self.reshards_after_use and self.compute.padding:
             torch._foreach_zero_(self.compute.padding)  # for sums over the flat tensor
         self.state = WeightState.SHARDED if self.reshards_after_use else WeightState.UNSHARDED
