@@ -8,11 +8,12 @@ from torch import nn
 
 from megatron.fsdp.dtensor.sharded_param import is_linked, sharded_param_of
 from megatron.fsdp.dtensor.tensor_part import TensorSlice
-from megatron.fsdp.dtensor.uneven_dtensor import UnevenDTensor, make_uneven_dtensor
+from megatron.fsdp.dtensor.uneven_dtensor import UnevenDTensor
 from megatron.fsdp.engine.mesh import Mesh
 from megatron.fsdp.engine.tensor_parallel import local_tensor as local_of
 from megatron_fsdp.not_offered import attributes_of
 from megatron_fsdp.uneven_dtensor import (
+    make_uneven_dtensor,
     update_uneven_dtensor_chunk_metadata,
     validate_uneven_dtensor,
 )

@@ -19,22 +19,21 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.checkpoint.state_dict import get_state_dict as get_torch_state_dict
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from megatron.fsdp.dtensor.tensor_part import (
-    Coordinate,
     TensorPart,
     as_chunked_tensor,
+    axes_of,
     full_tensor,
     is_replicated,
     is_sharded_or_replicated,
-    part_at,
     part_of,
     replaced,
 )
-from megatron.fsdp.dtensor.uneven_dtensor import dtensor_over, make_uneven_dtensor
+from megatron.fsdp.dtensor.uneven_dtensor import UnevenDTensor, dtensor_over
 from megatron.fsdp.engine.collectives import agree
-from megatron.fsdp.engine.layout import Chunk, row_size
+from megatron.fsdp.engine.layout import Chunk, FlatRange, row_size
 from megatron_fsdp.not_offered import attributes_of
 
 __all__ = [
@@ -52,6 +51,8 @@ __all__ = [
     "validate_uneven_dtensor",
 ]
 
+Coordinate = tuple[int, ...]  # position of a rank in a mesh: one number for each mesh axis
+
 _MADE_ANEW = "make another DTensor over the tensor by make_uneven_dtensor"
 __getattr__ = attributes_of(
     __name__,
@@ -61,6 +62,25 @@ __getattr__ = attributes_of(
         "rebind_uneven_dtensor_local_tensor": _MADE_ANEW,
     },
 )
+
+
+def make_uneven_dtensor(
+    local_tensor: torch.Tensor,
+    shape: Sequence[int],
+    device_mesh: DeviceMesh,
+    placements: Sequence[Placement],
+) -> UnevenDTensor:
+    """Return a DTensor of ``shape`` over ``local_tensor``, sharing its storage; no communication.
+
+    Local tensors of successive ranks follow one another, as rows or flat ranges of any size.
+    """
+    if len(placements) != device_mesh.ndim:
+        raise ValueError(
+            f"placements expects one for each of {device_mesh.ndim} mesh axes but got"
+            f" {tuple(placements)}"
+        )
+    return dtensor_over(local_tensor.detach(), device_mesh, tuple(placements), tuple(shape))
+
 
 # ---- whole tensors
 
@@ -138,7 +158,7 @@ def gather_and_compute_chunk_metadata(dtensor: DTensor) -> ChunkStorageMetadata:
         return ChunkStorageMetadata(torch.Size([0] * len(local_shape)), torch.Size(local_shape))
     local_shapes = _exchange(tuple(dtensor._local_tensor.shape), mesh)
     placements = dtensor.placements
-    found = {rank: part_at(rank, shape, placements, local_shapes) for rank in local_shapes}
+    found = {rank: _part_at(rank, shape, placements, local_shapes) for rank in local_shapes}
     if max(len(part.chunks) for part, _ in found.values()) > 1:
         raise NotImplementedError(
             "a rank holds a run of elements, which is more than one chunk:"
@@ -187,7 +207,7 @@ def _exchanged_parts(named: dict[str, DTensor], mesh: DeviceMesh) -> dict[str, T
     own, parts = tuple(mesh.get_coordinate() or ()), {}
     for name, shape in shapes:
         local_shapes = {rank: of_rank[name, shape] for rank, of_rank in of_ranks.items()}
-        parts[name], _ = part_at(own, shape, named[name].placements, local_shapes)
+        parts[name], _ = _part_at(own, shape, named[name].placements, local_shapes)
     return parts
 
 
@@ -195,6 +215,46 @@ def _exchange(value: Any, mesh: DeviceMesh) -> dict[Coordinate, Any]:
     """Return the values, literals of Python, of all ranks of a mesh by their coordinates."""
     own = (tuple(mesh.get_coordinate() or ()), value)
     return dict(map(literal_eval, agree([repr(own)], mesh.get_all_groups())))
+
+
+def _part_at(
+    own: Coordinate,
+    shape: tuple[int, ...],
+    placements: Sequence[Placement],
+    local_shapes: Mapping[Coordinate, tuple[int, ...]],
+) -> tuple[TensorPart, tuple[int, ...]]:
+    """Return the part that rank ``own`` has of a DTensor, and the offsets at which it begins."""
+    # A local tensor with another number of dims is a flat range.
+    ndim = len(shape)
+    is_flat = any(len(local) != ndim and prod(local) for local in local_shapes.values())
+    divided = [dim for dim in range(1, ndim) if axes_of(placements, dim)]
+    if is_flat and divided:
+        raise NotImplementedError(
+            f"runs of elements with dims {divided} divided too: divide dim 0 only, or pass the"
+            " tensors of a sharded model, whose layout is known"
+        )
+    offsets: list[int] = []
+    for dim in range(1 if is_flat else ndim):
+        axes = axes_of(placements, dim)
+        others = [axis for axis in range(len(own)) if axis not in axes]
+        # An empty local tensor may have any width, so a width is the largest at its position.
+        sizes: dict[Coordinate, int] = defaultdict(int)
+        for coordinate, local in local_shapes.items():
+            is_on_line = all(coordinate[axis] == own[axis] for axis in others)
+            if dim > 0 or is_on_line:
+                size = prod(local) if is_flat else (*local, *[0] * ndim)[dim]
+                position = tuple(coordinate[axis] for axis in axes)
+                sizes[position] = max(sizes[position], size)
+        own_position = tuple(own[axis] for axis in axes)
+        offsets.append(sum(size for position, size in sizes.items() if position < own_position))
+    local, chunks = local_shapes[own], []
+    if is_flat:
+        flat_range = FlatRange(shape, offsets[0], offsets[0] + prod(local), by_rows=False)
+        chunks = flat_range.chunks()
+        offsets = [offsets[0] // row_size(shape), *[0] * (ndim - 1)]
+    elif prod(local):
+        chunks = [(tuple(offsets), local)]
+    return TensorPart(shape, tuple(chunks), is_flat), tuple(offsets)
 
 
 def _check_placements(dtensor: DTensor) -> None:

@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
@@ -34,11 +34,9 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from megatron.fsdp.engine.collectives import all_gather_uneven
-from megatron.fsdp.engine.layout import Chunk, FlatRange, row_size
+from megatron.fsdp.engine.layout import Chunk, FlatRange
 
 AnyDTensor = TypeVar("AnyDTensor", bound=DTensor)
-
-Coordinate = tuple[int, ...]  # position of a rank in a mesh: one number for each mesh axis
 
 # [Note: parts of tensors] In the engine, a rank owns a flat range of a parameter. Above it, a local
 # tensor contains a TensorPart: chunks, in the order of the local elements. A chunk is a block of
@@ -46,7 +44,7 @@ Coordinate = tuple[int, ...]  # position of a rank in a mesh: one number for eac
 # and follow one another along the mesh axes that divide dim 0, the last one fastest.
 #
 # The layout determines the parts of parameters and gradients, of what is computed from them, and of
-# state dicts. For a user's own DTensors, ranks exchange local shapes (`part_at`).
+# state dicts. For a user's own DTensors, ranks exchange local shapes (`megatron_fsdp`).
 
 
 @dataclass(frozen=True, eq=False)
@@ -326,46 +324,3 @@ def full_tensor(dtensor: DTensor) -> torch.Tensor:
             f" {shape.numel()}"
         )
     return flat[: shape.numel()].view(shape).to(local.device)
-
-
-# ---- parts that follow from the shapes of all local tensors
-
-
-def part_at(
-    own: Coordinate,
-    shape: tuple[int, ...],
-    placements: Sequence[Placement],
-    local_shapes: Mapping[Coordinate, tuple[int, ...]],
-) -> tuple[TensorPart, tuple[int, ...]]:
-    """Return the part that rank ``own`` has of a DTensor, and the offsets at which it begins."""
-    # A local tensor with another number of dims is a flat range.
-    ndim = len(shape)
-    is_flat = any(len(local) != ndim and prod(local) for local in local_shapes.values())
-    divided = [dim for dim in range(1, ndim) if axes_of(placements, dim)]
-    if is_flat and divided:
-        raise NotImplementedError(
-            f"runs of elements with dims {divided} divided too: divide dim 0 only, or pass the"
-            " tensors of a sharded model, whose layout is known"
-        )
-    offsets: list[int] = []
-    for dim in range(1 if is_flat else ndim):
-        axes = axes_of(placements, dim)
-        others = [axis for axis in range(len(own)) if axis not in axes]
-        # An empty local tensor may have any width, so a width is the largest at its position.
-        sizes: dict[Coordinate, int] = defaultdict(int)
-        for coordinate, local in local_shapes.items():
-            is_on_line = all(coordinate[axis] == own[axis] for axis in others)
-            if dim > 0 or is_on_line:
-                size = prod(local) if is_flat else (*local, *[0] * ndim)[dim]
-                position = tuple(coordinate[axis] for axis in axes)
-                sizes[position] = max(sizes[position], size)
-        own_position = tuple(own[axis] for axis in axes)
-        offsets.append(sum(size for position, size in sizes.items() if position < own_position))
-    local, chunks = local_shapes[own], []
-    if is_flat:
-        flat_range = FlatRange(shape, offsets[0], offsets[0] + prod(local), by_rows=False)
-        chunks = flat_range.chunks()
-        offsets = [offsets[0] // row_size(shape), *[0] * (ndim - 1)]
-    elif prod(local):
-        chunks = [(tuple(offsets), local)]
-    return TensorPart(shape, tuple(chunks), is_flat), tuple(offsets)

@@ -214,21 +214,3 @@ def dtensor_over(
 ) -> UnevenDTensor:
     """Return an uneven DTensor of logical ``shape`` over ``local``, whose storage it shares."""
     return wrap_local(UnevenDTensor, local, mesh, placements, shape)
-
-
-def make_uneven_dtensor(
-    local_tensor: torch.Tensor,
-    shape: Sequence[int],
-    device_mesh: DeviceMesh,
-    placements: Sequence[Placement],
-) -> UnevenDTensor:
-    """Return a DTensor of ``shape`` over ``local_tensor``, sharing its storage; no communication.
-
-    Local tensors of successive ranks follow one another, as rows or flat ranges of any size.
-    """
-    if len(placements) != device_mesh.ndim:
-        raise ValueError(
-            f"placements expects one for each of {device_mesh.ndim} mesh axes but got"
-            f" {tuple(placements)}"
-        )
-    return dtensor_over(local_tensor.detach(), device_mesh, tuple(placements), tuple(shape))

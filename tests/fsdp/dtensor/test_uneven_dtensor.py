@@ -8,11 +8,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from megatron.fsdp.dtensor.tensor_part import full_tensor
-from megatron.fsdp.dtensor.uneven_dtensor import make_uneven_dtensor
 from megatron_fsdp import FSDPDistributedIndex, fully_shard
 from megatron_fsdp.param_and_grad_buffer import make_fsdp_dtensor
 from megatron_fsdp.uneven_dtensor import (
     get_state_dict,
+    make_uneven_dtensor,
     update_uneven_dtensor_chunk_metadata,
 )
 from tests.support.fsdp.meshes import mesh_of
