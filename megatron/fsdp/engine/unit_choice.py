@@ -25,18 +25,16 @@ def find_units(
     classes = tuple(entry for entry in unit_modules if isinstance(entry, type))
     instances = {entry for entry in unit_modules if isinstance(entry, nn.Module)}
     units: dict[nn.Module, Unit] = {root: Unit("", root)}
-
-    def visit(module: nn.Module, name: str, inside_named: bool) -> None:
+    inside_named: dict[str, bool] = {}  # by the path of a module: it, or one around it, is named
+    for path, module in root.named_modules(remove_duplicate=False):
+        is_named = isinstance(module, classes) or module in instances
+        is_inside = inside_named.get(path.rpartition(".")[0], False)
         owns_parameters = bool(set(module.parameters(recurse=False)) - ignored)
-        if module is not root and (isinstance(module, classes) or module in instances):
-            units.setdefault(module, Unit(name, module))
-            inside_named = True
-        elif owns_parameters and (fine_grained or not inside_named):
-            units.setdefault(module, Unit(name, module, is_automatic=True))
-        for child_name, child in module.named_children():
-            visit(child, f"{name}.{child_name}" if name else child_name, inside_named)
-
-    visit(root, "", inside_named=isinstance(root, classes) or root in instances)
+        inside_named[path] = is_inside or is_named
+        if is_named:
+            units.setdefault(module, Unit(path, module))
+        elif owns_parameters and (fine_grained or not is_inside):
+            units.setdefault(module, Unit(path, module, is_automatic=True))
     return list(units.values())
 
 
@@ -53,19 +51,17 @@ def assign_parameters(units: list[Unit]) -> dict[Unit, dict[str, nn.Parameter]]:
     names: dict[nn.Parameter, str] = {}
     owners: dict[nn.Parameter, dict[Unit, tuple[Unit, ...]]] = {}
     unit_of = {unit.module: unit for unit in units}
-
-    def visit(module: nn.Module, prefix: str, around: tuple[Unit, ...]) -> None:
-        if module in unit_of:
-            around = (*around, unit_of[module])
-        for name, parameter in module.named_parameters(recurse=False):
-            names.setdefault(parameter, prefix + name)
-            owners.setdefault(parameter, {})[around[-1]] = around
-        for name, child in module.named_children():
-            visit(child, f"{prefix}{name}.", around)
-
     root = units[0].module
     assert root is not None  # only units of shared parameters have no module
-    visit(root, "", ())
+    units_around: dict[str, tuple[Unit, ...]] = {}  # by the path of a module, its own included
+    for path, module in root.named_modules(remove_duplicate=False):
+        enclosing = units_around.get(path.rpartition(".")[0], ())
+        if module in unit_of:
+            enclosing = (*enclosing, unit_of[module])
+        units_around[path] = enclosing
+        for name, parameter in module.named_parameters(path, recurse=False):
+            names.setdefault(parameter, name)
+            owners.setdefault(parameter, {})[enclosing[-1]] = enclosing
     parameters_of: dict[Unit, dict[str, nn.Parameter]] = {unit: {} for unit in units}
     units_of_shared: dict[tuple[Unit, ...], Unit] = {}
     for parameter, around in owners.items():
