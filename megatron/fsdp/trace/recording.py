@@ -73,7 +73,12 @@ def check_directory(
     directory: str | os.PathLike[str] | None, ranks: Collection[int] | None = None
 ) -> None:
     """Create the directory of a trace, in which ``ranks`` can write files; a collective."""
-    problems = _problems_of_ranks(ranks)
+    problems = []
+    known = range(dist.get_world_size())
+    if ranks is not None and not (isinstance(ranks, Collection) and set(ranks) <= set(known)):
+        problems.append(
+            f"ranks expects a collection of ranks from 0 to {known[-1]} or None but got {ranks!r}"
+        )
     try:
         if directory is not None and not problems and _writes(ranks):
             os.makedirs(directory, exist_ok=True)
@@ -87,22 +92,14 @@ def check_directory(
         raise ValueError("\n".join(problems))
 
 
-def _problems_of_ranks(ranks: object) -> list[str]:
-    known = range(dist.get_world_size())
-    if ranks is None or (isinstance(ranks, Collection) and set(ranks) <= set(known)):
-        return []
-    return [f"ranks expects a collection of ranks from 0 to {known[-1]} or None but got {ranks!r}"]
-
-
 def _writes(ranks: Collection[int] | None) -> bool:
     return ranks is None or dist.get_rank() in ranks
 
 
 def write_trace(
-    directory: Path, rank: int, entries: Iterable[TraceEntry], origin: float, now: float
+    directory: Path, rank: int, entries: list[TraceEntry], origin: float, now: float
 ) -> None:
     """Write ``rank<N>.json`` and ``.tsv``; ``origin`` becomes 0, open entries end ``now``."""
-    entries = list(entries)
     events = list(chrome_events(rank, entries, origin, now))
     trace = json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
     (directory / f"rank{rank}.json").write_text(trace)
@@ -131,12 +128,12 @@ def chrome_events(
     # Threads are tracks, several for one whose entries overlap; storage is a counter.
     yield _event("M", "process_name", rank, 0, {"name": f"rank {rank}"})
     for place, track in enumerate(TRACKS):
-        lanes = Lanes()
+        lanes: list[list[float]] = []
         for entry in entries:
             if entry.track != track:
                 continue
             end = now if entry.end is None else entry.end
-            lane = lanes.lane_for(entry.begin, end)
+            lane = lane_for(lanes, entry.begin, end)
             arguments: dict[str, Any] = {"unit": entry.unit, "phase": entry.phase}
             if entry.microbatch is not None:
                 arguments["microbatch"] = entry.microbatch
@@ -146,7 +143,7 @@ def chrome_events(
             name, thread = f"{entry.name} {entry.unit}".rstrip(), place * LANES + lane
             times = {"ts": 1e6 * (entry.begin - origin), "dur": 1e6 * (end - entry.begin)}
             yield _event("X", name, rank, thread, arguments) | times | {"cat": entry.phase}
-        for lane in range(len(lanes.open)):
+        for lane in range(len(lanes)):
             yield _event("M", "thread_name", rank, place * LANES + lane, {"name": track})
     # The bytes of storage above the least during the trace, since those at its start are unknown.
     changes = [entry for entry in entries if entry.track == STORAGE]
@@ -159,22 +156,17 @@ def chrome_events(
         yield event | {"ts": 1e6 * (entry.begin - origin)}
 
 
-class Lanes:
-    """Rows of spans of time; within a row, two spans are apart or one contains the other."""
-
-    def __init__(self) -> None:
-        self.open: list[list[float]] = []  # for each lane, the ends of the spans under way
-
-    def lane_for(self, begin: float, end: float) -> int:
-        """Return the first lane with room for a span; spans come in the order of their begin."""
-        for lane, ends in enumerate(self.open):
-            while ends and ends[-1] <= begin:
-                ends.pop()
-            if not ends or end <= ends[-1]:
-                ends.append(end)
-                return lane
-        self.open.append([end])
-        return len(self.open) - 1
+def lane_for(lanes: list[list[float]], begin: float, end: float) -> int:
+    """Return the first lane with room for a span, after earlier ones; it joins ``lanes``."""
+    # Each has the ends of its spans under way: two are apart, or one contains the other.
+    for lane, ends in enumerate(lanes):
+        while ends and ends[-1] <= begin:
+            ends.pop()
+        if not ends or end <= ends[-1]:
+            ends.append(end)
+            return lane
+    lanes.append([end])
+    return len(lanes) - 1
 
 
 def _event(kind: str, name: str, rank: int, thread: int, arguments: dict[str, Any]) -> Any:
