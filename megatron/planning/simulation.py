@@ -18,7 +18,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
-import torch.distributed as dist
 
 from megatron.fsdp import ShardedModule
 from megatron.fsdp.engine import observe
@@ -133,11 +132,7 @@ class Simulator(Recorder):
         return entry
 
     def begin_collective(
-        self,
-        kind: str,
-        name: str,
-        operands: Sequence[torch.Tensor],
-        group: dist.ProcessGroup | None,
+        self, kind: str, name: str, operands: observe.Operands, group: observe.Group
     ) -> TraceEntry:
         """Record; compute waits for what is not on a stream of its own."""
         entry = super().begin_collective(kind, name, operands, group)

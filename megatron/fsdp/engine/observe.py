@@ -18,6 +18,9 @@ FORWARD, BACKWARD, STEP = "forward", "backward", "step"
 # Kinds of collectives: of weights, of gradients, and everything else.
 GATHER, REDUCE, OTHER = "gather", "reduce", "other"
 
+Operands = Sequence[torch.Tensor]  # whole: the results of a gather, the operand of a reduction
+Group = dist.ProcessGroup | None  # the ranks of a collective; None: all ranks
+
 NOTHING: AbstractContextManager[None] = nullcontext()
 
 
@@ -45,13 +48,7 @@ class Observer:
     def storage(self, action: str, tensor: torch.Tensor) -> None:
         """Note that the storage of a flat tensor is allocated ("allocate") or freed ("release")."""
 
-    def begin_collective(
-        self,
-        kind: str,
-        name: str,
-        operands: Sequence[torch.Tensor],
-        group: dist.ProcessGroup | None,
-    ) -> Any:
+    def begin_collective(self, kind: str, name: str, operands: Operands, group: Group) -> Any:
         """Note that a collective is launched; return what the next two methods are called with."""
 
     def end_collective(self, begun: Any) -> None:
@@ -134,13 +131,7 @@ def end_forward(call: Hashable) -> None:
 class _ObservedCollective(AbstractContextManager[object]):
     """A collective that observers are told of; if it is asynchronous, also the work to wait for."""
 
-    def __init__(
-        self,
-        kind: str,
-        name: str,
-        operands: Sequence[torch.Tensor],
-        group: dist.ProcessGroup | None,
-    ):
+    def __init__(self, kind: str, name: str, operands: Operands, group: Group):
         self._told = [
             (observer, observer.begin_collective(kind, name, operands, group))
             for observer in observers
@@ -163,20 +154,11 @@ class _ObservedCollective(AbstractContextManager[object]):
 
 
 def observed(
-    kind: str,
-    name: str,
-    operands: Sequence[torch.Tensor],
-    group: dist.ProcessGroup | None,
-    collective: Collective,
+    kind: str, name: str, operands: Operands, group: Group, collective: Collective
 ) -> Collective:
     """Return ``collective``, of which observers are told when it starts and ends.
 
-    Args:
-        kind: ``GATHER``, ``REDUCE`` or ``OTHER``.
-        name: name of the operation.
-        operands: the whole tensors: the results of a gather, the operand of a reduction.
-        group: the ranks of the collective; None for all ranks.
-        collective: the collective to start.
+    ``kind`` is ``GATHER``, ``REDUCE`` or ``OTHER``, ``name`` that of the operation.
     """
     if not observers:
         return collective
@@ -191,7 +173,7 @@ def observed(
 
 
 def observing(
-    name: str, operand: torch.Tensor | None, group: dist.ProcessGroup | None
+    name: str, operand: torch.Tensor | None, group: Group
 ) -> AbstractContextManager[object]:
     """Return a context for a synchronous collective, of which observers are told."""
     if not observers:

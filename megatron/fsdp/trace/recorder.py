@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from megatron.fsdp.engine import observe
-from megatron.fsdp.engine.observe import BACKWARD, FORWARD, Observer
+from megatron.fsdp.engine.observe import BACKWARD, FORWARD, Group, Observer, Operands
 
 COMPUTE, STORAGE = "compute", "storage"  # tracks beside the kinds of collectives
 
@@ -68,7 +68,7 @@ class Recorder(Observer):
         )
         self._num_passes = {FORWARD: 0, BACKWARD: 0}
         self._num_collectives: Counter[tuple[int, ...]] = Counter()
-        self._ranks: dict[dist.ProcessGroup | None, tuple[int, ...]] = {}
+        self._ranks: dict[Group, tuple[int, ...]] = {}
         self._offset = time.time() - time.perf_counter()
         self._backward: TraceEntry | None = None
         self._units: list[str] = []  # the units of the work under way, innermost last
@@ -84,7 +84,7 @@ class Recorder(Observer):
         return self._offset + time.perf_counter()
 
     def add(
-        self, track: str, name: str, unit: str | None = None, operands: Sequence[torch.Tensor] = ()
+        self, track: str, name: str, unit: str | None = None, operands: Operands = ()
     ) -> TraceEntry:
         """Add an entry that begins now; without ``unit`` it is of the work under way."""
         phase = observe.current_phase()
@@ -136,11 +136,7 @@ class Recorder(Observer):
         entry.end = entry.begin
 
     def begin_collective(
-        self,
-        kind: str,
-        name: str,
-        operands: Sequence[torch.Tensor],
-        group: dist.ProcessGroup | None,
+        self, kind: str, name: str, operands: Operands, group: Group
     ) -> TraceEntry:
         """Add a collective over the ranks of ``group``."""
         entry = self.add(kind, name, operands=operands)

@@ -12,14 +12,13 @@ import sys
 import sysconfig
 import threading
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
 
 import megatron.core
 import torch
-import torch.distributed as dist
 
 from megatron.fsdp.engine import observe
 
@@ -74,11 +73,7 @@ class LastWork(observe.Observer):
         self.work = (observe.BACKWARD, unit)
 
     def begin_collective(
-        self,
-        kind: str,
-        name: str,
-        operands: Sequence[torch.Tensor],
-        group: dist.ProcessGroup | None,
+        self, kind: str, name: str, operands: observe.Operands, group: observe.Group
     ) -> str:
         """Return the collective as messages name it; empty if it is of no unit."""
         return self.collective()
