@@ -47,16 +47,16 @@ MODULES_OF_LAYER = (
 )
 
 
-def arguments(num_layers: int) -> argparse.Namespace:
-    """Return a model of ``num_layers`` layers with Llama-3-8B's attention and a narrower MLP."""
+def arguments(num_layers: int, hidden_size: int) -> argparse.Namespace:
+    """Return a model whose layers, at 4096, have Llama-3-8B's attention and a narrower MLP."""
     return argparse.Namespace(
         num_layers=num_layers,
-        hidden_size=4096,
-        ffn_hidden_size=8192,
+        hidden_size=hidden_size,
+        ffn_hidden_size=2 * hidden_size,
         num_attention_heads=32,
         num_query_groups=8,
         group_query_attention=True,
-        kv_channels=128,
+        kv_channels=hidden_size // 32,
         swiglu=True,
         padded_vocab_size=8192,
         multi_latent_attention=False,
@@ -67,11 +67,12 @@ def arguments(num_layers: int) -> argparse.Namespace:
     )
 
 
-def synthetic(gigabytes: float) -> TrainingState:
+def synthetic(gigabytes: float, hidden_size: int) -> TrainingState:
     """Return the state of a run whose torch_dist checkpoint has about this size."""
-    per_layer = 4096 * (4096 + 6144) + 3 * 4096 * 8192
-    num_layers = math.ceil((gigabytes * 1e9 / BYTES_OF_PARAMETER - 2 * 8192 * 4096) / per_layer)
-    args = arguments(num_layers)
+    per_layer = 17 * hidden_size**2 // 2  # 1 + 3 / 2 of attention, 3 * 2 of the MLP
+    embeddings = 2 * 8192 * hidden_size
+    num_layers = math.ceil((gigabytes * 1e9 / BYTES_OF_PARAMETER - embeddings) / per_layer)
+    args = arguments(num_layers, hidden_size)
     modules = []
     for number in range(num_layers):
         modules += [f"decoder.layers.{number}.{module}" for module in MODULES_OF_LAYER]
@@ -151,15 +152,16 @@ RESULT = os.path.join(tempfile.gettempdir(), f"convert_checkpoint_{os.getpid()}"
 
 @click.command(help=__doc__)
 @click.option("--gigabytes", default=8.0, show_default=True)
+@click.option("--hidden-size", default=4096, show_default=True)
 @click.option("--ranks", default=2, show_default=True)
 @click.option(
     "--folder", type=click.Path(path_type=Path), help="Where to work. Default: a temporary folder."
 )
-def main(gigabytes: float, ranks: int, folder: Path | None) -> None:
+def main(gigabytes: float, hidden_size: int, ranks: int, folder: Path | None) -> None:
     """Print the table."""
     with tempfile.TemporaryDirectory(dir=folder) as name:
         work = Path(name)
-        state = synthetic(gigabytes)
+        state = synthetic(gigabytes, hidden_size)
         source = work / "torch_dist"
         conversion.convert(
             torch_dist.target(state, choose_spelling(state)),

@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -32,8 +31,8 @@ def losses(ranks: int, iterations: int, flags: list[str]) -> list[float]:
     """Train once and return the losses, as exactly as the program has them."""
     with tempfile.TemporaryDirectory() as directory:
         command = [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-            *("--nproc_per_node", str(ranks), str(ROOT / "pretrain_gpt.py"), *MODEL),
+            *("torchrun", "--standalone", "--nproc_per_node", str(ranks)),
+            *(str(ROOT / "pretrain_gpt.py"), *MODEL),
             *("--train-iters", str(iterations), *flags),
             *("--save", directory, "--save-interval", str(iterations), "--no-save-optim"),
         ]

@@ -29,7 +29,7 @@ FIGURES = re.findall(r"^\|.*\| `([^`|]+)`[^|]*\|$", README.read_text(), re.MULTI
 
 SMALLER = {
     "compare.py": "--rounds 1 --layers 2 --hidden 64 --length 32 --steps 1",
-    "convert_checkpoint.py": "--gigabytes 0.05",
+    "convert_checkpoint.py": "--gigabytes 0.1 --hidden-size 256",
     "parity_with_ddp.py": "--iterations 3",
     "padding_table.py": "",
 }
@@ -146,7 +146,7 @@ def test_a_command_of_the_figures_runs(command: str, commands: dict[str, str]) -
     done = subprocess.run(
         ["bash", "-c", f"{command} {SMALLER[program]}"],
         cwd=ROOT,
-        env={**commands, "PATH": f"{Path(sys.executable).parent}:{commands['PATH']}"},
+        env={**commands, "PATH": f"{commands['PATH']}:{Path(sys.executable).parent}"},
         capture_output=True,
         text=True,
         timeout=600,
