@@ -37,7 +37,7 @@ from megatron.mcore_adapter.global_names import GlobalNames
 from megatron.mcore_adapter.overlapped_experts import drive_combined_schedule
 from megatron.mcore_adapter.releases import precision_fields
 from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy
-from megatron_fsdp.translation import strategy_of
+from megatron_fsdp.translation import strategy_of as strategy_of  # for programs too
 
 
 class CoreEngine(MegatronFSDP):

@@ -20,7 +20,11 @@ from megatron.core import parallel_state
 from megatron.fsdp import Strategy
 from megatron.mcore_adapter import cpu
 from megatron.mcore_adapter.coded_weights import PLAIN, code_bytes, coded_weights, layers_of
-from megatron.mcore_adapter.data_parallel import default_unit_modules, precision_policy
+from megatron.mcore_adapter.data_parallel import (
+    default_unit_modules,
+    precision_policy,
+    strategy_of,
+)
 from megatron.pretrain import ranks
 from megatron.pretrain.arguments.configs import ddp_config, transformer_config
 from megatron.pretrain.data.tokenizer_choice import TokenizerChoice
@@ -33,7 +37,6 @@ from megatron.pretrain.memory_estimate import (
     experts_in,
 )
 from megatron.pretrain.model.gpt_model import build_chunk
-from megatron_fsdp.translation import strategy_of
 
 MIB = 2**20
 ACTIVATION_BYTES = 34

@@ -37,6 +37,8 @@ ENDS = "lambda: torch.cuda.current_stream(self._device).wait_event(done)"
 DONE = "    done = stream.record_event()"
 RUNS = "    for collective in collectives:"
 WAITS = "pending.wait()"
+BLOCKS = "optimizer.host.block_update:BlockUpdate."
+OFFLOADED = "offloaded, updated on the device"
 
 DEFECTS = [
     # ---- the start of a collective
@@ -282,12 +284,22 @@ DEFECTS = [
     defect(
         "gradients are allocated on the wrong stream",
         "level1",
-        {SUM + "tensor": [("self._total = torch.empty", SIDE + "self._total = torch.empty")]},
+        {SUM + "tensor": [("self._total = self", SIDE + "self._total = self")]},
     ),
     defect(
         "the result of a reduction is allocated on the wrong stream",
         "level3 no_sync",
         {SUM + "buffer_for": [("return torch.empty", SIDE + "return torch.empty")]},
+    ),
+    defect(
+        "offloaded blocks are updated before they are on the device",
+        OFFLOADED,
+        {BLOCKS + "run": [("arrived.wait()", "pass")]},
+    ),
+    defect(
+        "the copies of a block are freed before they are on the host",
+        OFFLOADED,
+        {BLOCKS + "_finish": [("if transfer is not None:", "if False:")]},
     ),
     defect(
         "gradients are added on another stream",
@@ -312,7 +324,7 @@ DEFECTS = [
     defect(
         "gradients are scaled on another stream",
         "by hand level3",
-        {GRADIENTS + "scale": [("running_sum.total.mul_", SIDE + "running_sum.total.mul_")]},
+        {GRADIENTS + "scale": [("total.mul_", SIDE + "total.mul_")]},
     ),
     # ---- other collectives, and NCCL's rules
     defect(

@@ -19,9 +19,9 @@ from typing import NamedTuple
 
 import torch
 
-from megatron.fsdp.engine.device import Pending, Streams, streams_for
+from megatron.fsdp.engine.device import CpuStreams, Pending, Streams
 from megatron.fsdp.optimizer.flat_segments import Segment
-from megatron.fsdp.optimizer.host.host_memory import HostMemory, is_accelerator
+from megatron.fsdp.optimizer.host.host_memory import HostMemory
 from megatron.fsdp.optimizer.host.offload import Offload
 from megatron.fsdp.optimizer.optimizer_state import (
     OptimizerClass,
@@ -119,7 +119,7 @@ class BlockUpdate:
         """Update all of ``flats``, and their state."""
         last_of: list[tuple[Flat, Flat]] = []
         blocks = self._blocks(flats, last_of)
-        streams = streams_for(flats[0].memory.device)
+        streams = flats[0].memory.streams
         first = next(blocks)
         ahead: Transfer | None = self._fetch(first, streams)
         before: Transfer | None = None  # its copies must live until it is back
@@ -150,7 +150,7 @@ class BlockUpdate:
         tensors = block.tensors()
         for tensor in tensors:
             memory.prefetch(tensor)
-        if not memory.on_device or not is_accelerator(memory.device):
+        if not memory.on_device or isinstance(streams, CpuStreams):
             return Transfer(block, block, Pending())
         copies = [torch.empty_like(tensor, device=memory.device) for tensor in tensors]
         pending = streams.launch("copies to the device", partial(_copy, copies, tensors))

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron.fsdp.engine.buffer import ShardMemory
-from megatron.fsdp.engine.device import wait_on_host
+from megatron.fsdp.engine.device import streams_for, wait_on_host
 from megatron.fsdp.engine.policy import Precision
 from megatron.fsdp.optimizer.host.offload import Offload
 
@@ -36,6 +36,7 @@ class HostMemory(ShardMemory):
     def __init__(self, device: torch.device, offload: Offload):
         super().__init__(device)
         self.on_device = offload.on_device
+        self.streams = streams_for(device)  # of copies
         self._is_pinned = offload.pins and is_accelerator(device)
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -112,18 +113,19 @@ class Memories:
     """The memory of the shards of each group, as the settings of offload have it."""
 
     def __init__(self, device: torch.device, offload: Offload | None, numel: int):
-        self._device, self._offload = device, offload
-        self._left = 0.0 if offload is None else offload.fraction * numel
+        self._away = self._on_device = ShardMemory(device)
+        self._left = 0.0
+        if offload is not None:
+            self._left, folder = offload.fraction * numel, offload.folder
+            of_host = HostMemory(device, offload)
+            self._away = of_host if folder is None else FileMemory(device, offload, folder)
 
     def of_group(self, numel: int) -> ShardMemory:
         """Return the memory of the next group, of ``numel`` elements on all ranks."""
-        if self._offload is None or self._left <= 0:
-            return ShardMemory(self._device)
+        if self._left <= 0:
+            return self._on_device
         self._left -= numel
-        folder = self._offload.folder
-        if folder is None:
-            return HostMemory(self._device, self._offload)
-        return FileMemory(self._device, self._offload, folder)
+        return self._away
 
 
 def problems_of_offload(
