@@ -147,7 +147,9 @@ def initialisation_parts(
         owns_parameters = next(module.parameters(recurse=False), None) is not None
         is_part = module in wanted or (owns_parameters and module is not root)
         if module in together or (is_part and not contains_units):
-            yield list(_children_first(module))
+            inside: list[nn.Module] = []
+            module.apply(inside.append)  # children first
+            yield inside
             return
         for child in module.children():
             yield from visit(child)
@@ -160,7 +162,6 @@ def materialize(
     modules: Collection[nn.Module], device: torch.device, initialiser: Initialiser
 ) -> list[nn.Parameter]:
     """Move the meta tensors of a part to ``device``, initialise them, and return its parameters."""
-    part = set(modules)
     of_modules = {module: _own_meta_tensors(module) for module in modules}
     found: dict[nn.Parameter, None] = {}
     for module, tensors in of_modules.items():
@@ -175,8 +176,8 @@ def materialize(
             if initialiser.source is not None and tensor.is_floating_point():
                 _own_tensors(module)[name].data.fill_(nan)
     for module, tensors in of_modules.items():
-        inside = {inner: of_modules[inner] for inner in module.modules() if inner in part}
-        is_parent = initialiser.visits_parents and part.issuperset(module.children())
+        inside = {inner: of_modules[inner] for inner in module.modules() if inner in of_modules}
+        is_parent = initialiser.visits_parents and of_modules.keys() >= set(module.children())
         if tensors or (is_parent and any(inside.values())):
             with torch.no_grad(), _protected(inside, device):
                 initialiser.initialise(module)
@@ -194,12 +195,6 @@ def _reset_method(module: nn.Module) -> Callable[[], object] | None:
     names = ("reset_parameters", "_reset_parameters")  # the second in some of torch's modules
     methods: list[Any] = [getattr(module, name, None) for name in names]
     return next(filter(callable, methods), None)
-
-
-def _children_first(module: nn.Module) -> Iterator[nn.Module]:
-    for child in module.children():
-        yield from _children_first(child)
-    yield module
 
 
 def _refuse_without_values(
