@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
@@ -42,9 +42,6 @@ AnyDTensor = TypeVar("AnyDTensor", bound=DTensor)
 # tensor contains a TensorPart: chunks, in the order of the local elements. A chunk is a block of
 # the whole tensor, given by offsets and sizes. Local tensors have any size, as rows or flat ranges,
 # and follow one another along the mesh axes that divide dim 0, the last one fastest.
-#
-# The layout determines the parts of parameters and gradients, of what is computed from them, and of
-# state dicts. For a user's own DTensors, ranks exchange local shapes (`megatron_fsdp`).
 
 
 @dataclass(frozen=True, eq=False)
@@ -201,31 +198,27 @@ def as_chunked_tensor(local: torch.Tensor, part: TensorPart) -> ChunkedTensor:
 torch.serialization.add_safe_globals([as_chunked_tensor, TensorPart])
 
 
-def _refusing_lost_blocks(prepare: Callable[..., list[SavePlan]]) -> Callable[..., list[SavePlan]]:
-    """Wrap the method of a writer that keeps one block of a tensor for each rank, in silence."""
+_prepare_global_plan = HuggingFaceStorageWriter.prepare_global_plan
 
-    @wraps(prepare)
-    def checked(writer: HuggingFaceStorageWriter, plans: list[SavePlan]) -> list[SavePlan]:
-        # Of a flat run of elements, which is several blocks, it would keep the last one.
-        lost: set[str] = set()
-        for plan in plans:
-            counts = Counter(item.index.fqn for item in plan.items)
-            lost |= {name for name, count in counts.items() if count > 1}
-        if lost:
-            raise ValueError(
-                f"{len(lost)} tensors are divided inside of rows, and {type(writer).__name__} would"
-                f" lose most of them: {', '.join(sorted(lost)[:5])}. Shard the model with"
-                " granularity='rows', or save whole tensors (full_state_dict=True)"
-            )
-        return prepare(writer, plans)
 
-    return checked
+@wraps(_prepare_global_plan)
+def _refuse_lost_blocks(writer: HuggingFaceStorageWriter, plans: list[SavePlan]) -> list[SavePlan]:
+    # Of a flat run of elements, which is several blocks, the writer would keep the last one.
+    lost: set[str] = set()
+    for plan in plans:
+        counts = Counter(item.index.fqn for item in plan.items)
+        lost |= {name for name, count in counts.items() if count > 1}
+    if lost:
+        raise ValueError(
+            f"{len(lost)} tensors are divided inside of rows, and {type(writer).__name__} would"
+            f" lose most of them: {', '.join(sorted(lost)[:5])}. Shard the model with"
+            " granularity='rows', or save whole tensors (full_state_dict=True)"
+        )
+    return _prepare_global_plan(writer, plans)
 
 
 # Nothing else tells a tensor which writer stores it.
-HuggingFaceStorageWriter.prepare_global_plan = _refusing_lost_blocks(  # type: ignore[method-assign]
-    HuggingFaceStorageWriter.prepare_global_plan
-)
+HuggingFaceStorageWriter.prepare_global_plan = _refuse_lost_blocks  # type: ignore[assignment]
 
 
 # ---- DTensors over local tensors of any size
