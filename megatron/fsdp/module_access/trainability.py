@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import compress
 from operator import attrgetter
 
 import torch
@@ -36,8 +35,7 @@ class Trainability:
                 self.name_of.update(zip(group.parameters, group.names))
         self.names = [self.name_of[parameter] for parameter in self.parameters]
         # Those that were frozen when the model was sharded: they have no gradients.
-        frozen = [not flag for flag in self.flags]
-        self._name_of_frozen = dict(compress(zip(self.parameters, self.names), frozen))
+        self._frozen = [one for one, flag in zip(self.parameters, self.flags) if not flag]
 
     def follow(self) -> None:
         """Set a flag that code has changed on one of the two parameters on the other one too."""
@@ -64,7 +62,7 @@ class Trainability:
 
     def refuse_thawed(self) -> None:
         """Refuse a backward for parameters that were frozen when the model was sharded."""
-        thawed = [name for frozen, name in self._name_of_frozen.items() if frozen.requires_grad]
+        thawed = [self.name_of[frozen] for frozen in self._frozen if frozen.requires_grad]
         if thawed:
             raise RuntimeError(
                 f"{', '.join(thawed[:5])}: frozen when the model was sharded, so there are no"
