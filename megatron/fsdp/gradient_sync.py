@@ -40,10 +40,9 @@ from megatron.fsdp.module_access.trainability import read_flags
 # `zero_grad`. A gradient that is kept itself has no values then (its local tensor is on the meta
 # device) until it shows those of the next step.
 
-# [Note: hooks of parameters] Autograd never reaches sharded parameters, so the hooks that code
-# registers on them are called here, when a pass has handed its gradients over. Like torch's, a hook
-# gets what the pass adds, not the sum with what earlier passes have left on the parameter. That is
-# set aside for the pass and added again after the hooks.
+# [Note: hooks of parameters] Like torch's, a hook gets what the pass adds, not the sum with what
+# earlier passes have left on the parameter. That is set aside for the pass and added again after
+# the hooks.
 
 
 class GradientError(RuntimeError):
@@ -153,12 +152,11 @@ class GradientSync(StateOwner[ShownState]):
         for sharded_param in sharded_params:
             if sharded_param.group.requires_grad:
                 trainable.setdefault(sharded_param.group, []).append(sharded_param)
+                sharded_param.parameter.on_hook = partial(self._note_hook, sharded_param)
         self._attribute = attribute = "decoupled_grad" if use_decoupled_grad else "grad"
         # Parameters with hooks, each with the number of reductions when they were last called.
         self._hooked: dict[ShardedParam, int] = {}
         self._set_aside: dict[ShardedParam, torch.Tensor] = {}
-        for sharded_param in chain.from_iterable(trainable.values()):
-            sharded_param.parameter.on_hook = partial(self._note_hook, sharded_param)
         self._family = GradientFamily()
         self._groups = [
             ShownGradients(members, attribute, self._family) for members in trainable.values()
@@ -226,10 +224,6 @@ class GradientSync(StateOwner[ShownState]):
             self._agree_on_use(self._groups_of_use)
         self._schedule.reduce_pending()
 
-    def wait(self) -> None:
-        """Wait for the reductions that have started."""
-        self._schedule.wait_for_reductions()
-
     def finish(self) -> None:
         """Reduce the remaining gradients, wait, and attach; do nothing if that is already done."""
         if self.state is not ShownState.FINAL:
@@ -244,7 +238,7 @@ class GradientSync(StateOwner[ShownState]):
         self._attach(ShownState.FINAL if are_all else ShownState.SHOWN)
 
     def _attach(self, state: ShownState) -> None:
-        self.wait()
+        self._schedule.wait_for_reductions()
         self._trainability.follow()
         with torch.no_grad():
             for shown in self._groups:

@@ -301,7 +301,7 @@ class ShardedModule(nn.Module):
 
     def synchronize_gradient_reduce(self) -> None:
         """Wait for the reductions that have started."""
-        self._gradients.wait()
+        self._schedule.wait_for_reductions()
 
     def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
         """Reduce the remaining gradients, wait, and put the final ones on ``param.grad``."""
