@@ -26,13 +26,10 @@ SMALLEST_ALL_GATHER = 2 * 1024 * 1024  # bytes of the whole buffer
 
 
 class GlooMessages(Transport):
-    """All-gathers and reduce-scatters over gloo as messages, where these are faster.
-
-    ``smallest_all_gather`` is in bytes of all buffers.
-    """
+    """All-gathers and reduce-scatters over gloo as messages, where these are faster."""
 
     def __init__(self, smallest_all_gather: int = SMALLEST_ALL_GATHER) -> None:
-        self._smallest_all_gather = smallest_all_gather
+        self._smallest_all_gather = smallest_all_gather  # in bytes of all buffers
         self._sends_by_gloo: dict[dist.ProcessGroup, bool] = {}
 
     def all_gather(

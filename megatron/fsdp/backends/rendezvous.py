@@ -16,11 +16,8 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import register_rendezvous_handler, rendezvous
 
-# [Note: attempts] The store belongs to torchrun's agent and outlives the ranks. After a restart it
-# still has what ranks of an earlier attempt wrote: their addresses, to which gloo and NCCL then
-# connect in vain, and NCCL's order to dump its traces and end. TORCHELASTIC_RESTART_COUNT does not
-# tell attempts apart: every agent counts for itself, and some restarts do not count. So the ranks
-# agree on an attempt:
+# [Note: attempts] torchrun's agent keeps one store for all attempts, and its count of restarts does
+# not tell them apart (docs/decisions/restarts_by_torchrun.md). So the ranks agree on an attempt:
 #
 # - every rank draws a ticket, a number that no other process of this store has;
 # - rank 0 calls, every few seconds, until all other ranks have answered the same call;

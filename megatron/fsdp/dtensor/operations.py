@@ -65,15 +65,9 @@ UNKNOWN_PART = (
 )
 
 
-# [Note: operations on uneven DTensors] torch's own rules expect equal parts. Here, an operation
-# first runs in a mode that looks at what it consists of:
-#
-#     element-wise    on local tensors of operands that are divided alike, and numbers, to an uneven
-#                     DTensor, without communication; in place, on own parts of other operands too
-#     anything else   started again, on whole tensors that all ranks gather, to a plain tensor. What
-#                     is written to a whole tensor or a view of it is copied to the local tensor
-#
-# This depends on shapes and layouts, equal on all ranks: all of them gather or none does.
+# [Note: operations on uneven DTensors] An operation first runs in a mode that looks at what it
+# consists of. Where that is not element-wise on operands divided alike, it is started again, on
+# whole tensors (docs/decisions/operations_on_whole_tensors.md).
 
 
 def operate(

@@ -31,9 +31,7 @@ from megatron.fsdp.engine.unit import Unit, UnitCall
 #                     are leaves of the graph, the unit's parameters must have theirs too. An input
 #                     that other calls share may get its last one later: then the backward of a call
 #                     that came before marks the end
-#
-# Hooks are attached to the inputs and outputs themselves. An autograd function around the module,
-# the usual way, would return views, which code can neither edit in place nor free.
+# An autograd function around the module would do less: see docs/decisions/hooks_on_tensors.md.
 
 
 class UnitCallbacks(Protocol):
