@@ -148,12 +148,19 @@ def memory_plan(args: argparse.Namespace, chunk: torch.nn.Module) -> MemoryPlan:
     Megatron-Core's own wrapper is level 0, or 1 with a distributed optimizer; its padding differs.
     """
     settings = ddp_config(args, num_parameters=1)
-    of_core = Strategy(level="optim" if args.use_distributed_optimizer else "no_shard")
+    level = args.data_parallel_sharding_strategy
+    if not args.use_megatron_fsdp:
+        level = "optim" if args.use_distributed_optimizer else "no_shard"
     outer = args.num_distributed_optimizer_instances
     has_experts = experts_in(chunk) and args.expert_model_parallel_size > 1
     return MemoryPlan(
         unit_modules=default_unit_modules(chunk),
-        strategy=strategy_of(settings) if args.use_megatron_fsdp else of_core,
+        strategy=Strategy(
+            level=level,
+            outer=args.outer_dp_sharding_strategy,
+            expert_level=args.expert_data_parallel_sharding_strategy,
+            expert_outer=args.expert_outer_dp_sharding_strategy,
+        ),
         precision=precision_policy(settings),
         dense=AxisSizes(args.data_parallel_size * args.context_parallel_size // outer, outer),
         expert=AxisSizes(expert_data_ranks(args) // outer, outer) if has_experts else None,
