@@ -120,8 +120,9 @@ class Sharder:
         self._streams = streams_for(settings.device)
         self._memories = Memories(settings.device, settings.offload, numel)
         # Of dense parameters (False) and of expert parameters (True).
-        self._communicators: dict[bool, Communicator] = {}
-        self._parameter_meshes: dict[bool, ParameterMesh] = {}
+        kinds = [False] if settings.own_mesh.expert is None else [False, True]
+        self._communicators = {is_expert: self._communicator(is_expert) for is_expert in kinds}
+        self._parameter_meshes = {is_expert: self._parameter_mesh(is_expert) for is_expert in kinds}
 
     def shard(
         self, parameters_of: dict[Unit, dict[str, nn.Parameter]], initialiser: Initialiser | None
@@ -140,7 +141,7 @@ class Sharder:
                 members = {name: parameters[name] for name in names}
                 group = self._make_group(key, members, unit.shown_name)
                 unit.groups.append(group)
-                parameter_mesh = self._parameter_mesh(key.is_expert)
+                parameter_mesh = self._parameter_meshes[key.is_expert]
                 for index, parameter in enumerate(group.parameters):
                     named = given.get(parameter, parameter)
                     sharded_params[named] = ShardedParam(group, index, parameter_mesh)
@@ -177,7 +178,7 @@ class Sharder:
                 # As bytes, because backends do not know all dtypes.
                 values = local.contiguous().view(-1).view(torch.uint8)
                 before = values.clone()
-                self._communicator(is_expert).broadcast(values)
+                self._communicators[is_expert].broadcast(values)
                 if local.is_meta or torch.equal(before, values):
                     continue
                 changed.append(own_name(name))
@@ -203,7 +204,7 @@ class Sharder:
             level,
             shards_outer,
             precision,
-            self._communicator(key.is_expert),
+            self._communicators[key.is_expert],
             unit_name,
             self._slots.weights if self._slots else Storage(),
             self._slots.gradients if self._slots else Storage(),
@@ -212,29 +213,23 @@ class Sharder:
         )
 
     def _communicator(self, is_expert: bool) -> Communicator:
-        if is_expert not in self._communicators:
-            settings = self._settings
-            axes = settings.own_mesh.axes(is_expert)
+        mesh, gradients = self._settings.own_mesh, self._settings.gradients
+        axes = mesh.axes(is_expert)
+        return Communicator(
+            inner=axes.inner.get_group(),
+            outer=axes.outer.get_group() if axes.outer is not None else None,
+            all_gather_group=axes.all_gather_group,
             # Expert gradients are summed over fewer ranks, but the loss is the mean over all.
-            num_data_ranks = settings.own_mesh.dense.num_data_ranks
-            self._communicators[is_expert] = Communicator(
-                inner=axes.inner.get_group(),
-                outer=axes.outer.get_group() if axes.outer is not None else None,
-                all_gather_group=axes.all_gather_group,
-                divisor=1 if settings.gradients.sum_only else num_data_ranks,
-                average_in_collective=settings.gradients.average_in_collective,
-                streams=self._streams,
-                transport=GlooMessages(),
-            )
-        return self._communicators[is_expert]
+            divisor=1 if gradients.sum_only else mesh.dense.num_data_ranks,
+            average_in_collective=gradients.average_in_collective,
+            streams=self._streams,
+            transport=GlooMessages(),
+        )
 
     def _parameter_mesh(self, is_expert: bool) -> ParameterMesh:
-        if is_expert not in self._parameter_meshes:
-            axes = self._settings.own_mesh.axes(is_expert)
-            mesh = axes.dtensor_mesh(self._settings.strategy.of(is_expert)[1])
-            norm_groups = self._norm_groups(axes, is_expert)
-            self._parameter_meshes[is_expert] = ParameterMesh(axes, mesh, *norm_groups)
-        return self._parameter_meshes[is_expert]
+        axes = self._settings.own_mesh.axes(is_expert)
+        mesh = axes.dtensor_mesh(self._settings.strategy.of(is_expert)[1])
+        return ParameterMesh(axes, mesh, *self._norm_groups(axes, is_expert))
 
     def _norm_groups(self, axes: Axes, is_expert: bool) -> tuple[NormGroup, NormGroup]:
         """Return the norm groups of parameters: tensor-parallel slices, and copies."""

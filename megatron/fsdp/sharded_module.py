@@ -106,12 +106,10 @@ class ShardedModule(nn.Module):
         self._name_of = {parameter: f"module.{name}" for name, parameter in reversed_names}
         for parameter in self._name_of:
             setattr(parameter, OWNER, self)
-        gradients = settings.gradients
+        gradients, overlap = settings.gradients, settings.overlap
         self._trainability = Trainability(units, sharded)
         self._microbatches = Microbatches(gradients.sync_each_microbatch)
-        self._schedule = Schedule(
-            units, settings.overlap, self._microbatches, gradients.find_unused
-        )
+        self._schedule = Schedule(units, overlap, self._microbatches, gradients.find_unused)
         self._gradients = GradientSync(
             self._sharded_params.values(),
             self._schedule,
