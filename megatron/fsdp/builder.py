@@ -55,9 +55,8 @@ def shard_parameters(
     if not strategy.one_unit:
         units = find_units(module, wanted, strategy.fine_grained, ignored)
     parameters_of = assign_parameters(units)
-    for parameters in parameters_of.values():
-        for name in [name for name, one in parameters.items() if one in ignored]:
-            del parameters[name]
+    for unit, parameters in parameters_of.items():
+        parameters_of[unit] = {name: one for name, one in parameters.items() if one not in ignored}
     if not strategy.fine_grained:
         merge_small_units(units, parameters_of, settings.overlap.prefetch_bytes)
     for unit, parameters in parameters_of.items():

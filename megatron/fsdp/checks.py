@@ -43,13 +43,11 @@ def check_all(
     named = {name: one for name, one in module.named_parameters() if one not in ignored}
     problems.check(_refuse_casts_of_dtensors, named, settings)
     divided = mesh is not None and mesh.tensor is not None
-    of_kind: dict[bool, dict[str, nn.Parameter]] = {False: {}, True: {}}
-    for name, one in named.items():
-        is_expert = mesh is not None and mesh.expert is not None and is_expert_parameter(name, one)
-        of_kind[is_expert][name] = one
-    for is_expert, own in of_kind.items():
-        sharding = Sharding(*strategy.of(is_expert), settings.memory.uses_slots, divided)
-        problems.check(refuse_parameters, own, sharding)
+    has_mesh, slots = mesh is not None and mesh.expert is not None, settings.memory.uses_slots
+    kinds = {name: has_mesh and is_expert_parameter(name, one) for name, one in named.items()}
+    for is_expert in (False, True):
+        own = {name: one for name, one in named.items() if kinds[name] == is_expert}
+        problems.check(refuse_parameters, own, Sharding(*strategy.of(is_expert), slots, divided))
     found = [*_problems_of_units(module, units or ()), *_problems_of_dtypes(named)]
     if foreign := len(ignored - set(module.parameters())):
         found.append(
@@ -58,7 +56,7 @@ def check_all(
         )
     if mesh is not None:
         found += [*_problems_of_axes(named, mesh), *_problems_of_devices(named, settings)]
-        if {strategy.expert_level, strategy.expert_outer} != {None} and not of_kind[True]:
+        if {strategy.expert_level, strategy.expert_outer} != {None} and True not in kinds.values():
             found.append(
                 "Strategy.expert_level and Strategy.expert_outer need Mesh.expert_mesh and expert"
                 " parameters: with allreduce=False, or in a module called experts"

@@ -79,8 +79,8 @@ class Strategy:
             name, level = f"Strategy.{kind}outer", parsed.get(f"{kind}level", parsed.get("level"))
             outer = parsed.get(f"{kind}outer", ShardingStrategy.NO_SHARD)
             if outer > ShardingStrategy.OPTIM:
-                given = getattr(self, f"{kind}outer")
-                problems.append(f"{name} expects no_shard/0 or optim/1 but got {given!r}")
+                wrong = getattr(self, f"{kind}outer")
+                problems.append(f"{name} expects no_shard/0 or optim/1 but got {wrong!r}")
             elif outer and level is not None and not level.shards_parameters:
                 problems.append(
                     f"{name}='optim' needs Strategy.{kind}level='optim_grads_params' but got"

@@ -84,6 +84,9 @@ def draw_case(random: Random, world_size: int) -> Case:
     )
     if random.random() < 0.4:  # a window in bytes, in place of one unit
         settings["suggested_communication_unit_size"] = random.choice((1, 1000, 4000, 20000))
+    layers = model.layers if isinstance(model, Drawn) and mesh.startswith("ep") else ()
+    if any(layer.num_experts for layer in layers):
+        settings["expert_zero_dp_strategy"] = random.choice((None, 0, 1, 2, 3))
     return case
 
 
