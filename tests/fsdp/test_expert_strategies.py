@@ -69,6 +69,7 @@ HYBRID: dict[str, Sequence[int]] = {
 }
 
 
+@pytest.mark.always("3 and 0", "1 and 3")
 @pytest.mark.parametrize("pair", FLAT)
 def test_experts_of_another_level_train_as_the_unsharded_model(ranks: Ranks, pair: str) -> None:
     case = case_of("ep2", settings=strategies(*FLAT[pair]))
@@ -76,6 +77,7 @@ def test_experts_of_another_level_train_as_the_unsharded_model(ranks: Ranks, pai
     ranks(4, compare_all, [case, other])
 
 
+@pytest.mark.always("3 optim and 1", "2 and 3 optim")
 @pytest.mark.parametrize("pair", HYBRID)
 def test_experts_of_another_hybrid_strategy_train_as_the_unsharded_model(
     ranks: Ranks, pair: str
@@ -122,6 +124,7 @@ def compare_collectives(dense: int, experts: int) -> None:
     assert collectives((dense, experts), 2) == collectives((experts, experts), 2)
 
 
+@pytest.mark.always("(3, 1)")
 @pytest.mark.parametrize("pair", LEVELS, ids=str)
 def test_each_kind_has_the_collectives_of_its_level(ranks: Ranks, pair: tuple[int, int]) -> None:
     ranks(4, compare_collectives, *pair)
@@ -145,6 +148,7 @@ def test_gathers_of_the_next_forward_are_started_by_level(ranks: Ranks) -> None:
     ranks(4, gathers_that_are_started)
 
 
+@pytest.mark.always("*double_buffer*")
 @pytest.mark.parametrize(
     "settings",
     [
