@@ -45,7 +45,7 @@ def mark_cases(items: Iterable[pytest.Item]) -> list[str]:
 
 
 def long_files_first(items: list[pytest.Item]) -> None:
-    """Let `LONG_FILES` come first; the others keep their order, which shares fixtures."""
+    """Let `LONG_FILES` come first; others keep their order, in which a folder shares fixtures."""
     items.sort(key=lambda item: item.nodeid.partition("::")[0] not in LONG_FILES)
 
 

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training with and without sharding, side by side: the central assertion of the engine's tests.
 
-The unsharded side runs on every rank, over the data of all ranks, and is plain PyTorch. Gradients
-are compared before every step (losses would not do: Adam hides a constant factor), weights after
-every step and, through a forward in evaluation, as the next forward sees them.
+The unsharded side is plain PyTorch: every rank has the whole model, and an all-reduce adds up the
+gradients of all ranks' data. Gradients are compared before every step (losses would not do: Adam
+hides a constant factor), weights after every step and, through a forward in evaluation, as the next
+forward sees them.
 """
 
 from collections.abc import Callable
@@ -158,18 +159,15 @@ def _unsharded_training(
         model.load_state_dict(main.state_dict())
         sums = {key: torch.zeros_like(parameter) for key, parameter in trainable.items()}
         sizes = dict.fromkeys(sums, 0.0)
-        for rank in range(dist.get_world_size()):
-            for microbatch in range(microbatches):
-                model.zero_grad()
-                loss_on(model, case, step, rank, microbatch).backward()
-                for key, parameter in model.named_parameters():
-                    if (
-                        parameter.grad is not None
-                    ):  # sharding gives a gradient of zero to what was not used
-                        sums[key] += parameter.grad
-                        sizes[key] += (
-                            float(parameter.grad.abs().max()) if parameter.numel() else 0.0
-                        )
+        for microbatch in range(microbatches):
+            model.zero_grad()
+            loss_on(model, case, step, dist.get_rank(), microbatch).backward()
+            for key, parameter in model.named_parameters():
+                # Sharding gives a gradient of zero to what was not used.
+                if parameter.grad is not None:
+                    sums[key] += parameter.grad
+                    sizes[key] += float(parameter.grad.abs().max()) if parameter.numel() else 0.0
+        add_over_ranks(sums, sizes)
         divisor = dist.get_world_size() if mean else 1
         for key, parameter in trainable.items():
             parameter.grad = sums[key] / divisor
@@ -190,6 +188,17 @@ def _unsharded_training(
             )
         )
     return trace
+
+
+def add_over_ranks(sums: dict[str, Tensor], sizes: dict[str, float]) -> None:
+    """Replace both by their sums over all ranks, with one all-reduce."""
+    parts = [tensor.flatten() for tensor in sums.values()]
+    flat = torch.cat([*parts, torch.tensor([*sizes.values()], device=device_type()).double()])
+    dist.all_reduce(flat)
+    *totals, total_sizes = flat.split([*map(len, parts), len(sizes)])
+    for tensor, total in zip(sums.values(), totals):
+        tensor.copy_(total.view_as(tensor))
+    sizes.update(zip(sizes, total_sizes.tolist()))
 
 
 @torch.no_grad()
