@@ -64,7 +64,7 @@ def shard_parameters(
         parameters_of[unit] = {own_name(name): each for name, each in parameters.items()}
     check_agreement(settings, parameters_of, dict(module.named_buffers()))
     slots = _make_memory_slots(settings)
-    numel = sum(each.numel() for given in parameters_of.values() for each in given.values())
+    numel = sum(sum(map(nn.Parameter.numel, given.values())) for given in parameters_of.values())
     sharder = Sharder(module, settings, slots, numel)
     sharded_params = sharder.shard(parameters_of, initialiser)
     if initialiser is not None:

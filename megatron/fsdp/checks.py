@@ -14,6 +14,7 @@ from megatron.fsdp.engine.mesh import Mesh
 from megatron.fsdp.engine.unit_choice import is_expert_parameter
 from megatron.fsdp.meta_initialisation import Initialiser, problems_of_initialisation
 from megatron.fsdp.optimizer.host.host_memory import problems_of_offload
+from megatron.fsdp.optimizer.host.offload import Offload
 from megatron.fsdp.problems import Problems
 from megatron.fsdp.quantized.stored_forms import Sharding, refuse_parameters
 from megatron.fsdp.settings import ComputePrecision, Settings, Units, resolve_unit_modules
@@ -62,16 +63,7 @@ def check_all(
                 " parameters: with allreduce=False, or in a module called experts"
             )
         if settings.offload is not None:
-            parts = [
-                (own.values(), mesh.axes(is_expert).inner.size() if level.shards_optimizer else 1)
-                for is_expert, own in of_kind.items()
-                for level, _ in [strategy.of(is_expert)]
-                if own
-            ]
-            where = settings.device, mesh.all_groups()
-            found += problems_of_offload(
-                settings.offload, *where, parts, settings.precision.resolve
-            )
+            found += _problems_of_offload(settings.offload, settings, mesh, named, kinds)
     if initialiser is not None:
         found += problems_of_initialisation(module, initialiser)
         if any(parameter.is_meta for parameter in ignored):
@@ -140,6 +132,22 @@ def _problems_of_devices(named: dict[str, nn.Parameter], settings: Settings) -> 
             f" {settings.device}: call torch.cuda.set_device(local_rank) first, give a mesh of that"
             " device type, and load the module without a device_map"
         )
+
+
+def _problems_of_offload(
+    offload: Offload,
+    settings: Settings,
+    mesh: Mesh,
+    named: dict[str, nn.Parameter],
+    kinds: dict[str, bool],
+) -> Iterator[str]:
+    shards = {
+        kind: mesh.axes(kind).inner.size() if settings.strategy.of(kind)[0].shards_optimizer else 1
+        for kind in set(kinds.values())
+    }
+    parts = [(one, shards[kinds[name]]) for name, one in named.items()]
+    where = settings.device, mesh.all_groups()
+    return problems_of_offload(offload, *where, parts, settings.precision.resolve)
 
 
 def _problems_of_axes(named: dict[str, nn.Parameter], mesh: Mesh) -> Iterator[str]:

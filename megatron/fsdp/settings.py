@@ -196,7 +196,7 @@ class Settings:
 
     @property
     def offload(self) -> Offload | None:
-        """Where main weights and optimizer state lie, if not on the device."""
+        """The offload of main weights, gradients and optimizer state, if they are not on the device."""
         return Offload.parse(self.memory.offload)
 
     @property

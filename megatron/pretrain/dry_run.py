@@ -23,7 +23,6 @@ from megatron.mcore_adapter.coded_weights import PLAIN, code_bytes, coded_weight
 from megatron.mcore_adapter.data_parallel import (
     default_unit_modules,
     precision_policy,
-    strategy_of,
 )
 from megatron.pretrain import ranks
 from megatron.pretrain.arguments.configs import ddp_config, transformer_config

@@ -126,7 +126,7 @@ class FlatBuffer:
 
 
 class ShardMemory:
-    """Where the main weights, reduced gradients and optimizer state of a group lie: its device."""
+    """The memory of main weights, reduced gradients and optimizer state; that of the device."""
 
     is_offloaded = False  # they lie elsewhere, and copies between there and the device are needed
 

@@ -28,7 +28,7 @@ Make = Callable[..., torch.optim.Optimizer]
 
 
 class Trained(NamedTuple):
-    """What a training has come to on this rank."""
+    """The results of a training on this rank."""
 
     losses: list[float]
     norms: list[float]

@@ -54,12 +54,11 @@ def update_segments(
     weights = [[each.weight for each in own if each.host_memory is None] for own in flat]
     if any(weights):
         step(weights, state)
-    away = [
-        Flat(number, each.weight, state[each.weight], each.host_memory)
-        for number, own in enumerate(flat)
-        for each in own
-        if each.host_memory is not None
-    ]
+    away: list[Flat] = []
+    for number, own in enumerate(flat):
+        for each in own:
+            if each.host_memory is not None:
+                away.append(Flat(number, each.weight, state[each.weight], each.host_memory))
     if away:
         BlockUpdate(step, list(map(keeps_counters_beside, param_groups))).run(away)
 

@@ -132,7 +132,7 @@ def problems_of_offload(
     offload: Offload,
     device: torch.device,
     groups: Sequence[dist.ProcessGroup],
-    sharded: Iterable[tuple[Iterable[nn.Parameter], int]],
+    sharded: Iterable[tuple[nn.Parameter, int]],
     precision_of: Callable[[torch.dtype, bool], Precision],
 ) -> Iterator[str]:
     """Yield why this rank cannot offload parameters, given with the numbers of their shards."""
@@ -158,12 +158,10 @@ def problems_of_offload(
         )
         return
     needed = 0
-    for parameters, num_shards in sharded:
-        for one in parameters:
-            precision = precision_of(one.dtype, one.requires_grad)
-            main, gradient = precision.main_param.itemsize, precision.main_grad.itemsize
-            size = 3 * main + gradient if one.requires_grad else main
-            needed += one.numel() * size // num_shards
+    for one, num_shards in sharded:
+        precision = precision_of(one.dtype, one.requires_grad)
+        main, gradient = precision.main_param.itemsize, precision.main_grad.itemsize
+        needed += one.numel() * (3 * main + gradient if one.requires_grad else main) // num_shards
     needed *= int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # ranks of one machine share the disk
     free = shutil.disk_usage(folder).free
     if free < needed:
