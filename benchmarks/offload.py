@@ -49,7 +49,7 @@ def resident(name: str) -> int:
         return next(int(line.split()[1]) * 1024 for line in file if line.startswith(name))
 
 
-class FeedForward(nn.Module):
+class ResidualMlp(nn.Module):
     """A transformer layer's feed-forward network, with its residual connection."""
 
     def __init__(self, width: int) -> None:
@@ -89,13 +89,13 @@ def main(
     of_layer = 8 * width**2 + 7 * width
     num_layers = -(-int(times * (limit << 20)) * ranks // (8 * of_layer))
     with torch.device("meta"):
-        model = nn.Sequential(*[FeedForward(width) for _ in range(num_layers)])
+        model = nn.Sequential(*[ResidualMlp(width) for _ in range(num_layers)])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     sampler, start = Sampler(), time.perf_counter()
     model, optimizer = fully_shard(
         model,
         optimizer,
-        units=[FeedForward],
+        units=[ResidualMlp],
         memory=Memory(offload=folder),
         initialisation=MetaInitialisation(),
     )

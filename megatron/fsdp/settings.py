@@ -196,7 +196,7 @@ class Settings:
 
     @property
     def offload(self) -> Offload | None:
-        """The offload of main weights, gradients and optimizer state, if they are not on the device."""
+        """The place of main weights, gradients and optimizer state; None: the device."""
         return Offload.parse(self.memory.offload)
 
     @property
