@@ -90,6 +90,7 @@ FIELDS = {
     "cuda_graph_mode": "megatron_fsdp_cuda_graph_mode",
     "enable_fine_grained_param_gather": "megatron_fsdp_enable_fine_grained_param_gather",
     "maxpool_double_buffer": "megatron_fsdp_max_pool_double_buffer",
+    "offload_policy": "megatron_fsdp_offload_policy",
 }
 """The fields of ``DistributedDataParallelConfig`` that have another name than their keywords."""
 

@@ -128,7 +128,7 @@ class FullyShardedDataParallel(_BaseDataParallel):
         ddp_config: strategy, overlap and gradient precision. ``grad_reduce_in_fp32`` accumulates
             and reduces in fp32. ``megatron_fsdp_{main_params,main_grads,grad_comm}_dtype`` take
             precedence; older releases have ``preserve_fp32_weights``, which keeps fp32 main
-            weights.
+            weights. ``megatron_fsdp_offload_policy``: host memory only, not files.
         module: the model, which may be inside Float16Module; on the meta device with
             ``config.init_model_with_meta_device``.
         fsdp_unit_modules: classes or import paths of units. None: transformer layers, the

@@ -163,6 +163,7 @@ def memory_plan(args: argparse.Namespace, chunk: torch.nn.Module) -> MemoryPlan:
         precision=precision_policy(settings),
         dense=AxisSizes(args.data_parallel_size * args.context_parallel_size // outer, outer),
         expert=AxisSizes(expert_data_ranks(args) // outer, outer) if has_experts else None,
+        offloaded=args.optimizer_offload_fraction if args.optimizer_cpu_offload else 0.0,
         states=1 if args.optimizer == "sgd" else 2,
         fine_grained=args.megatron_fsdp_enable_fine_grained_param_gather,
         coded=frozenset(coded_weights(args, chunk).values()),

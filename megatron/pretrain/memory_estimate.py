@@ -37,6 +37,7 @@ class MemoryPlan:
     precision: MixedPrecisionPolicy
     dense: AxisSizes  # the axes of parameters that are no experts'
     expert: AxisSizes | None = None  # the axes of expert parameters; None: those of the others
+    offloaded: float = 0.0  # the part of main weights, gradients and state that is on the host
     states: int = 2  # tensors of optimizer state for each weight, such as 2 for Adam
     fine_grained: bool = False  # make units inside units too
     prefetch_bytes: int | None = None  # see ``Overlap``; it bounds the root's unit too
@@ -135,6 +136,9 @@ def _of_group(
     elif not has_main or num_outer > 1 or compute != precision.compute.itemsize:
         # Codes are made once a step. Else the compute shard is cast at each all-gather.
         weights += int(inner_shard * compute)
+    has_own = has_main or (is_freed and num_outer == 1)  # main weights that are nothing else
+    kept = 1 - memory_plan.offloaded
+    weights -= int(owned * main * memory_plan.offloaded) if has_own else 0
     parts = {"weights": weights, "gathered": int(whole * compute) if is_freed else 0}
     if not trainable:
         return parts
@@ -152,8 +156,8 @@ def _of_group(
         waiting += inner_sum if frees_local else 0
         at_once += 0 if frees_local else inner_sum
     return parts | {
-        "gradients": gradients,
-        "optimizer_state": gradients * memory_plan.states,
+        "gradients": int(gradients * kept),
+        "optimizer_state": int(gradients * kept) * memory_plan.states,
         "waiting": waiting,
         "reduced_at_once": at_once,
     }

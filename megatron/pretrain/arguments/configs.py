@@ -18,6 +18,7 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch.nn.functional import gelu, silu
 
+from megatron.fsdp import Offload
 from megatron.pretrain.arguments.config_flags import CHANGES, default_of
 
 Config = TypeVar("Config")
@@ -76,7 +77,8 @@ def optimizer_config(args: argparse.Namespace) -> OptimizerConfig:
 
     The decoupled rates take effect through `get_standard_config_overrides`.
     """
-    return from_destinations(OptimizerConfig, args)
+    # The wrapper offloads, not an optimizer with weights of its own.
+    return from_destinations(OptimizerConfig, args, optimizer_cpu_offload=False)
 
 
 def ddp_config(
@@ -106,6 +108,9 @@ def ddp_config(
     config.fp4_param_gather = args.fp4_param  # a field since Megatron-Core 0.17
     for name in ENGINE_SETTINGS:
         setattr(config, name, getattr(args, name))
+    pins = args.pin_cpu_grads and args.pin_cpu_params
+    offload = Offload(fraction=args.optimizer_offload_fraction, pins=pins)
+    config.megatron_fsdp_offload_policy = offload if args.optimizer_cpu_offload else None
     return config
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core import fp8_utils
+from megatron.core.optimizer import USING_PYTORCH_OPTIMIZER
 from megatron.core.transformer.enums import AttnBackend
 from torch.cuda import device_count
 
@@ -59,6 +60,7 @@ NOT_CAPTURED = {
     "mtp_num_layers": "multi-token prediction has not been tried",
     "fp8": "FP8 has not been tried",
     "fp4": "FP4 has not been tried",
+    "optimizer_cpu_offload": "graphs cannot wait for the host",
 }
 """What does not go with captured iterations, and why."""
 
@@ -91,6 +93,7 @@ def fit_to_machine(check: Check) -> None:
     """Choose backend, layers and kernels for the machine."""
     args, machine = check.args, check.machine
     check_graphs(check)
+    check_offload(check)
     if args.use_flash_attn:
         asked_other = (
             check.changed("attention_backend") and args.attention_backend is not AttnBackend.flash
@@ -155,6 +158,20 @@ def check_kernels(check: Check) -> None:
         not args.delay_wgrad_compute or HAS_LATE_GRADIENTS,
         "--delay-wgrad-compute needs Transformer Engine 2.8 or newer; leave it out, results are the"
         " same",
+    )
+
+
+def check_offload(check: Check) -> None:
+    """Check the flags of optimizer state on the host."""
+    args, flag = check.args, check.flag("optimizer_offload_fraction")
+    fraction = args.optimizer_offload_fraction
+    if not 0 <= fraction <= 1:
+        check.problems.append(f"{flag} must be from 0 to 1, got {fraction}")
+        check.set_default("optimizer_offload_fraction")
+    check.require(
+        not args.optimizer_cpu_offload or USING_PYTORCH_OPTIMIZER,
+        "--optimizer-cpu-offload clips and updates on the host by torch, but Megatron-Core takes"
+        " kernels of Transformer Engine or Apex where these are installed: leave it out",
     )
 
 

@@ -31,11 +31,9 @@ REFUSED: dict[str, str] = {
         """use_precision_aware_optimizer main_grads_dtype main_params_dtype exp_avg_dtype
         exp_avg_sq_dtype store_param_remainders megatron_fsdp_use_decoupled_grad"""
     ),
-    "activations and optimizer state on the host are not built yet": """optimizer_cpu_offload
-        optimizer_offload_fraction cpu_offloading_* fine_grained_* offload_modules
+    "activations on the host are not built yet": """cpu_offloading_* fine_grained_* offload_modules
         min_offloaded_tensor_size delay_offload* delta_offload* activation_offload_fraction
-        moe_paged_stash* use_torch_optimizer_for_cpu_offload overlap_cpu_optimizer_d2h_h2d
-        pin_cpu_*""",
+        moe_paged_stash*""",
     "late weight gradients are not built yet; leave it out, results are the same": """
         defer_embedding_wgrad_compute wgrad_deferral_limit""",
     "late weight gradients of experts are not built yet; leave it out, results are the same": """
@@ -192,7 +190,7 @@ NEEDS: tuple[Needs, ...] = (
         "*data_parallel_sharding_strategy megatron_fsdp_* create_all_gather_group"
         " *outer_dp_sharding_strategy init_model_with_meta_device strict_fsdp_dtensor_load"
         " fsdp_double_buffer fsdp_db_use_persist_buf_on_alloc_fail fsdp_manual_registration"
-        " suggested_communication_unit_size keep_fp8_transpose_cache",
+        " suggested_communication_unit_size keep_fp8_transpose_cache optimizer_cpu_offload",
         "use_megatron_fsdp",
     ),
     Needs(
@@ -278,6 +276,11 @@ NEEDS: tuple[Needs, ...] = (
         unless="multi_latent_attention",
     ),
     Needs("rope_scaling_factor", "use_rope_scaling"),
+    Needs(
+        "optimizer_offload_fraction use_torch_optimizer_for_cpu_offload pin_cpu_*"
+        " overlap_cpu_optimizer_d2h_h2d",
+        "optimizer_cpu_offload",
+    ),
     Needs("overlap_param_gather", "use_distributed_optimizer", unless="use_megatron_fsdp"),
     Needs("use_fused_weighted_squared_relu expert_*_sharding_strategy", "num_experts"),
     Needs("use_fused_weighted_squared_relu", "squared_relu"),

@@ -45,6 +45,7 @@ NUMBERS = {
     "num_attention_heads": "8",
     "hidden_size": "128",
     "min_lr": "0.001",
+    "optimizer_offload_fraction": "0.5",
     "decoupled_min_lr": "0.001",
     "num_query_groups": "2",
     "window_size": "(16,0)",
@@ -86,7 +87,13 @@ READ_WITH_FP8 = """fp8_recipe fp8_margin fp8_amax_history_len fp8_amax_compute_a
     fp8_dot_product_attention fp8_multi_head_attention tp_only_amax_red
     disable_parameter_transpose_cache"""
 
+OFFLOAD = "--use-megatron-fsdp --ckpt-format fsdp_dtensor --optimizer-cpu-offload"
 COMPANIONS = {
+    "optimizer_offload_fraction": OFFLOAD,
+    "use_torch_optimizer_for_cpu_offload": OFFLOAD,
+    "overlap_cpu_optimizer_d2h_h2d": OFFLOAD,
+    "pin_cpu_grads": OFFLOAD,
+    "pin_cpu_params": OFFLOAD,
     "moe_per_layer_logging": "--tensorboard-dir logs",
     "num_query_groups": "--group-query-attention",
     "overlap_param_gather": "--overlap-grad-reduce --use-distributed-optimizer",
@@ -191,6 +198,7 @@ NEEDS_GPU = {
 
 # These have tests of their own, or go with kernels or rules of Megatron-Core's own only.
 NOT_SEEN_ALONE = {
+    "optimizer_cpu_offload",  # for the wrapper, not for Megatron-Core's optimizer
     "cuda_graph_impl",
     "cuda_graph_scope",
     "attention_backend",

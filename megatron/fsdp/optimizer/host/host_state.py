@@ -2,7 +2,7 @@
 """The moments of optimizers whose parameters may lie in host memory or in files."""
 
 # [Note: moments without memory] The state of an optimizer is made before the first step, parameter
-# by parameter, and becomes views of flat tensors then. Those of offloaded parameters are one value
+# by parameter, and becomes views of flat tensors then. Those of parameters in files are one value
 # at first, expanded to their shape, so that the memory of the flat tensors is all that it needs.
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ import torch
 from megatron.fsdp.dtensor.sharded_param import is_linked, sharded_param_of
 from megatron.fsdp.engine.buffer import ShardMemory
 from megatron.fsdp.engine.tensor_parallel import local_tensor
-from megatron.fsdp.optimizer.host.host_memory import HostMemory
+from megatron.fsdp.optimizer.host.host_memory import FileMemory, HostMemory
 
 
 def new_moment(parameter: torch.Tensor, value: float) -> torch.Tensor:
     """Return a tensor like ``parameter`` whose elements are ``value``."""
-    if not (is_linked(parameter) and sharded_param_of(parameter).group.memory.is_offloaded):
+    memory = sharded_param_of(parameter).group.memory if is_linked(parameter) else None
+    if not isinstance(memory, FileMemory):
         return torch.full_like(parameter, value, memory_format=torch.preserve_format)
     local = local_tensor(parameter)
     filled = torch.full((), value, dtype=local.dtype, device=local.device).expand(local.shape)

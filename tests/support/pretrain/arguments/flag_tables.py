@@ -6,6 +6,7 @@ from datetime import timedelta
 
 import torch
 
+from megatron.fsdp import Offload
 from tests.support.pretrain.arguments.checkpoint_flag_table import CHECKPOINTS
 from tests.support.pretrain.arguments.flag_rows import (
     FSDP,
@@ -26,7 +27,7 @@ EXPERTS = "--num-experts 8 --disable-bias-linear"
 FP8 = "--fp8-format hybrid"
 BF16_LAYERS = f"{FP8} --fp8-recipe tensorwise --first-last-layers-bf16"
 NO_STATE_DTYPE = "needs Transformer Engine's fused Adam"
-NO_OFFLOAD = "optimizer state on the host are not built yet"
+OFFLOAD = f"{FSDP} --optimizer-cpu-offload"
 bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
 
 DATA_PARALLELISM = (
@@ -201,8 +202,13 @@ DATA_PARALLELISM = (
     refused("--main-params-dtype fp16", NO_STATE_DTYPE),
     refused("--exp-avg-dtype bf16", NO_STATE_DTYPE),
     refused("--exp-avg-sq-dtype bf16", NO_STATE_DTYPE),
-    refused("--optimizer-cpu-offload", NO_OFFLOAD),
-    refused("--optimizer-offload-fraction 0.5", NO_OFFLOAD),
+    changes("--optimizer-cpu-offload", FSDP, ddp__megatron_fsdp_offload_policy=Offload()),
+    changes(
+        "--optimizer-offload-fraction 0.5",
+        OFFLOAD,
+        ddp__megatron_fsdp_offload_policy=Offload(fraction=0.5),
+        optimizer__optimizer_offload_fraction=0.5,
+    ),
     shown(
         "--cuda-graph-impl",
         "test_captured_iterations.py::test_iterations_have_the_bits_of_a_run_without_graphs",
