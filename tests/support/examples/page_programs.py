@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
 )
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.optim.swa_utils import AveragedModel
 
@@ -205,6 +206,25 @@ def matrices_are_stepped_as_without_sharding(names: Names) -> None:
     assert_same(whole(names["model"].state_dict()), expected.state_dict(), 1e-6)
 
 
+# ---- docs/offload.md
+
+
+def before_offload() -> Names:
+    torch.manual_seed(3)
+    names = {"model": ModelOfMatrices(), "Block": TwoMatrices, "fully_shard": fully_shard}
+    return names | {"CPUOffloadPolicy": CPUOffloadPolicy}
+
+
+def the_model_trains_as_on_the_device(names: Names) -> None:
+    reference = before_offload()["model"]
+    optimizer = torch.optim.AdamW(reference.parameters(), lr=3e-4, fused=True)
+    for _ in range(3):
+        step_on_tokens(reference, [optimizer])
+        step_on_tokens(names["model"], [names["optimizer"]])
+    assert_same(whole(names["model"].state_dict()), reference.state_dict(), 1e-6)
+    assert all(group.memory.is_offloaded for group in names["model"].groups)
+
+
 # ---- docs/matrix_optimizers.md
 
 
@@ -371,6 +391,7 @@ PROGRAMS = {
             a_declared_optimizer_has_owners,
         ),
     ),
+    "docs/offload.md": PageProgram(before_offload, (the_model_trains_as_on_the_device,)),
     "docs/hugging_face.md": PageProgram(
         before_hugging_face,
         (the_model_has_the_weights_of_the_shards, each_rank_generates_what_a_plain_model_does),
