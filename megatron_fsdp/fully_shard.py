@@ -83,7 +83,7 @@ def fully_shard_model(
     suggested_communication_unit_size: int | None = None,
     param_init_fn: Callable[[nn.Module], object] | None = None,
     find_unused_parameters: bool = False,
-    granularity: str = "prefer_rows",
+    granularity: str | int = "prefer_rows",
     fsdp_manual_registration: bool = False,
     ignored_params: Iterable[nn.Parameter] | None = None,
     offload_policy: OffloadPolicy | Offload | str | os.PathLike[str] | None = None,
@@ -192,7 +192,8 @@ def fully_shard_model(
             and 1 reduce when backward is over. False: the gradient is zero.
         granularity: "prefer_rows": a shard boundary may cut inside a row of a parameter where rows
             would cost more than 1 % of padding; the local tensor is then flat. "rows": never,
-            whatever the padding costs.
+            whatever the padding costs. A number: not inside a block of so many elements either, as
+            optimizers need that quantize their state; ``fully_shard`` sees it in its optimizer.
         fsdp_manual_registration: leave the registration of ``nccl_ub`` to
             ``model.manual_buffer_registration()``, called after the first step. Otherwise the end
             of that step registers.
@@ -249,7 +250,8 @@ def fully_shard_optimizer(
         ValueError: if a parameter belongs to no sharded model, or the optimizer is already sharded.
         NotImplementedError: for sparse gradients and differentiable updates.
     """
-    return shard_optimizer(optimizer, preproc_state_dict_for_dcp_ckpt)
+    with published_names():
+        return shard_optimizer(optimizer, preproc_state_dict_for_dcp_ckpt)
 
 
 def _takes_keywords_of(

@@ -196,7 +196,7 @@ class Sharder:
         precision = settings.precision.resolve(key.stored.dtype, key.trainable)
         level, shards_outer = settings.strategy.of(key.is_expert)
         ranks = settings.own_mesh.axes(key.is_expert), shards_outer, settings.device
-        how = precision, settings.strategy.boundaries == "rows", settings.memory.keeps_copies
+        how = precision, settings.strategy.boundaries, settings.memory.keeps_copies
         form = stored_forms.make_form(key.stored, parameters, self._module, *ranks, *how)
         return stored_forms.group_class(form)(
             parameters,

@@ -15,6 +15,7 @@ from megatron.fsdp.backends.rendezvous import default_mesh
 from megatron.fsdp.engine.mesh import Mesh
 from megatron.fsdp.engine.policy import MixedPrecisionPolicy, Overlap
 from megatron.fsdp.meta_initialisation import MetaInitialisation
+from megatron.fsdp.optimizer.local_update import with_whole_blocks
 from megatron.fsdp.optimizer.matrix.owners import several
 from megatron.fsdp.optimizer.sharded_optimizer import (
     check_optimizer,
@@ -117,7 +118,7 @@ def shard_both(
     optimizers = several(problems, optimizer)
     for each in optimizers:
         check_optimizer(problems, each, model, settings)
-    sharded = wrapper(model, settings, problems)
+    sharded = wrapper(model, with_whole_blocks(settings, optimizers), problems)
     for each in optimizers:
         swap_parameters(each, sharded)
         shard_optimizer(each, sharded.checkpoint_ready)

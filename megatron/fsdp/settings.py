@@ -42,7 +42,8 @@ class Strategy:
         expert_level: ``level`` of expert parameters, over ``Mesh.expert_mesh``. None: ``level``.
         expert_outer: ``outer`` of expert parameters. None: ``outer`` at level 3, otherwise 0.
         boundaries: "prefer_rows": a shard boundary may cut inside a row of a parameter where rows
-            would cost more than 1 % of padding; the local tensor is then flat. "rows": never.
+            would cost more than 1 % of padding; the local tensor is then flat. "rows": never. A
+            number: nor inside a block of so many elements, for optimizers that quantize state.
         one_unit: make the whole model one unit.
         fine_grained: make each module that owns parameters a unit, inside named units too.
         ignored: parameters of the model that are not sharded. They stay as they are, on their
@@ -54,7 +55,7 @@ class Strategy:
     outer: int | str | ShardingStrategy = ShardingStrategy.NO_SHARD
     expert_level: int | str | ShardingStrategy | None = None
     expert_outer: int | str | ShardingStrategy | None = None
-    boundaries: str = "prefer_rows"
+    boundaries: str | int = "prefer_rows"
     one_unit: bool = False
     fine_grained: bool = False
     ignored: Set[nn.Parameter] = frozenset()
@@ -86,9 +87,12 @@ class Strategy:
                     f"{name}='optim' needs Strategy.{kind}level='optim_grads_params' but got"
                     f" {str(level)!r}"
                 )
-        if self.boundaries not in ("prefer_rows", "rows"):
+        size = self.boundaries
+        is_size = isinstance(size, int) and not isinstance(size, bool) and size > 0
+        if not is_size and size not in ("prefer_rows", "rows"):
             problems.append(
-                f"Strategy.boundaries expects 'prefer_rows' or 'rows' but got {self.boundaries!r}"
+                "Strategy.boundaries expects 'prefer_rows', 'rows' or the number of elements of a"
+                f" block but got {size!r}"
             )
         raise_problems(problems)
         for name, strategy in parsed.items():

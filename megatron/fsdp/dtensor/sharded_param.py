@@ -22,12 +22,14 @@ from megatron.fsdp.dtensor.tensor_part import (
     TensorPart,
     TensorSlice,
     as_chunked_tensor,
+    copied,
     part_of,
     wrap_local,
 )
 from megatron.fsdp.dtensor.uneven_dtensor import UnevenDTensor, dtensor_over
 from megatron.fsdp.engine.buffer import ShardMemory, shard_view
 from megatron.fsdp.engine.collectives import all_reduce_over
+from megatron.fsdp.engine.layout import row_size
 from megatron.fsdp.engine.mesh import Axes
 from megatron.fsdp.engine.param_group import ParamGroup
 
@@ -120,7 +122,7 @@ class ShardedParam:
 
     def sharded_like(self, value: torch.Tensor) -> DTensor:
         """Copy this rank's shard of ``value``, of the parameter's shape, into a new DTensor."""
-        return self.over(self.local_shard(value).to(self.parameter.device).clone())
+        return self.over(copied(self.local_shard(value).to(self.parameter.device)))
 
     def _over(self, dtensor_class: type[AnyUneven], local: torch.Tensor) -> AnyUneven:
         part = self._optimizer_part
@@ -201,8 +203,12 @@ class ShardedParam:
                 value = value.full_tensor()  # torch has divided it
         if self.slice.dim is not None and not is_slice:
             value = self.slice.of(value, self.flat_range.shape[self.slice.dim])
-        flat = value.detach().reshape(-1)
-        return flat[self.flat_range.start : self.flat_range.stop].view(self.flat_range.local_shape)
+        start, stop, shape = self.flat_range.start, self.flat_range.stop, value.shape
+        if not hasattr(value, "__tensor_flatten__"):
+            return value.detach().reshape(-1)[start:stop].view(self.flat_range.local_shape)
+        if start == stop:
+            return torch.empty(self.flat_range.local_shape, device=value.device)
+        return value.detach()[start // row_size(shape) : stop // row_size(shape)]  # quantized state
 
 
 def link(tensor: torch.Tensor, sharded: ShardedParam) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import wraps
 from math import prod
 from operator import add
-from typing import Any, NamedTuple, SupportsIndex, TypeVar
+from typing import Any, NamedTuple, SupportsIndex, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -164,7 +164,7 @@ class ChunkedTensor(torch.Tensor):
                 type=WriteItemType.SHARD,
                 tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=size),
             )
-            for chunk in self.__create_chunk_list__()
+            for chunk in ChunkedTensor.__create_chunk_list__(self)
         ]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
@@ -189,9 +189,22 @@ def as_chunked_tensor(local: torch.Tensor, part: TensorPart) -> ChunkedTensor:
     """Return a tensor over the storage of ``local`` that knows its part of the whole tensor."""
     if isinstance(local, AsyncCollectiveTensor):
         local = local.wait()
-    tensor = torch.Tensor._make_subclass(ChunkedTensor, local)
+    if hasattr(local, "__tensor_flatten__"):  # a subclass keeps its class, with the attribute
+        tensor = cast(ChunkedTensor, local)
+    else:
+        tensor = torch.Tensor._make_subclass(ChunkedTensor, local)
     tensor.part = part
     return tensor
+
+
+def copied(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy; classes of quantized state, which cannot be cloned, are copied inside."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return tensor.clone()
+    names, context = tensor.__tensor_flatten__()
+    inside = {name: getattr(tensor, name).clone() for name in names}
+    result: torch.Tensor = type(tensor).__tensor_unflatten__(inside, context)  # type: ignore[attr-defined]
+    return result
 
 
 # `torch.load` then accepts state dicts that were saved with `torch.save`.
@@ -248,8 +261,9 @@ def wrap_local(
     stride = torch.empty(shape, device="meta").stride()
     meta = TensorMeta(torch.Size(shape), stride, local.dtype)
     spec = DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
-    # torch cannot copy or save a wrapper created with a storage offset, which `local` may have.
-    result = dtensor_class(local.new_empty(0), spec, requires_grad=False)
+    # torch cannot copy or save a wrapper created with a storage offset, which a view may have.
+    first = local if hasattr(local, "__tensor_flatten__") else local.new_empty(0)
+    result = dtensor_class(first, spec, requires_grad=False)
     result._local_tensor = local
     return result
 
@@ -293,6 +307,8 @@ def full_tensor(dtensor: DTensor) -> torch.Tensor:
     """Gather the whole tensor ``[*dtensor.shape]`` on every rank, detached, in new storage."""
     shape, placements, mesh = dtensor.shape, dtensor.placements, dtensor.device_mesh
     local = dtensor._local_tensor.detach()
+    if hasattr(local, "__tensor_flatten__"):  # of quantized state, where the rank has any
+        local = local.dequantize().to(dtensor.dtype)
     sharded_dims = {placement.dim for placement in placements if isinstance(placement, Shard)}
     later_dims = sorted(sharded_dims - {0})
     if len(later_dims) > 1 or not is_sharded_or_replicated(placements):

@@ -112,13 +112,13 @@ class UnevenDTensor(DTensor):
         return as_chunked_tensor(local.detach(), part)
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return self._with_chunks().__create_chunk_list__()
+        return ChunkedTensor.__create_chunk_list__(self._with_chunks())
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
-        return self._with_chunks().__create_write_items__(fqn, object)
+        return ChunkedTensor.__create_write_items__(self._with_chunks(), fqn, object)
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        return self._with_chunks().__get_tensor_shard__(index)
+        return ChunkedTensor.__get_tensor_shard__(self._with_chunks(), index)
 
     # ---- whole tensors
 

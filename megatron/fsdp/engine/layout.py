@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from math import prod
+from math import lcm, prod
 from typing import Literal
 
 from megatron.fsdp.engine.planner import MIN_ALIGNMENT, Request, cuts_are_aligned, find_placement
@@ -30,14 +30,14 @@ class Granularity:
     """The smallest part of a parameter that no cut divides: elements, rows or the whole tensor.
 
     Args:
-        unit: the unit of ``count``, counted from the start of the parameter.
-        count: number of units that stay together; ignored for whole tensors. Cuts also stay on
-            multiples of ``MIN_ALIGNMENT`` elements.
+        unit: the unit of ``count``, from the parameter's start; blocks of elements are whole rows.
+        count: number that stays together; not for whole tensors. Cuts also stay on multiples of
+            ``MIN_ALIGNMENT`` elements.
         is_required: satisfy it whatever the padding costs. Otherwise it is a preference: if it
             exceeds the padding budget, the parameter may be cut between any elements.
     """
 
-    unit: Literal["elements", "rows", "tensor"]
+    unit: Literal["elements", "rows", "blocks", "tensor"]
     count: int = 1
     is_required: bool = True
 
@@ -45,6 +45,8 @@ class Granularity:
         """Return the number of elements of a tensor of ``shape`` that stay together."""
         if self.unit == "tensor":
             return max(prod(shape), 1)
+        if self.unit == "blocks":
+            return lcm(row_size(shape), 1 if prod(shape) % self.count else self.count)
         return self.count * (row_size(shape) if self.unit == "rows" else 1)
 
 

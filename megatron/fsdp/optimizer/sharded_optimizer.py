@@ -21,6 +21,7 @@ from megatron.fsdp.dtensor.tensor_part import gathered_bytes
 from megatron.fsdp.gradient_sync import clear_gradient_shard
 from megatron.fsdp.optimizer.flat_update import FlatUpdate
 from megatron.fsdp.optimizer.host.block_update import refuse_state_in_files
+from megatron.fsdp.optimizer.local_update import LocalUpdate, quantizes_state
 from megatron.fsdp.optimizer.matrix.owner_update import OwnerUpdate, owner_update
 from megatron.fsdp.optimizer.matrix.owners import GATHERS, refuse_vectors
 from megatron.fsdp.optimizer.optimizer_state import (
@@ -49,7 +50,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     _fsdp_whole_models: list[ShardedModule]  # those whose parameters no other optimizer steps
     _fsdp_ignored: list[nn.Parameter]  # that are not sharded
     _fsdp_checkpoint_ready: bool
-    _fsdp_flat: FlatUpdate | OwnerUpdate | None  # None: it steps on the DTensors
+    _fsdp_flat: FlatUpdate | LocalUpdate | OwnerUpdate | None  # None: it steps on the DTensors
     _fsdp_must_tell: bool  # what the step gathers has not been said yet
 
     def step(
@@ -266,6 +267,7 @@ def shard_optimizer(
         raise ValueError("the optimizer is sharded already")
     refuse_optimizer(optimizer)
     _refuse_unsharded(parameters_of(optimizer))
+    on_local = LocalUpdate(optimizer, kind) if quantizes_state(kind) else None
     _keep_scheduler(optimizer)
     optimizer.__class__ = type(
         kind.__name__, (ShardedOptimizer, kind), {"__module__": kind.__module__}
@@ -274,7 +276,7 @@ def shard_optimizer(
     sharded._fsdp_checkpoint_ready = checkpoint_ready
     sharded._fsdp_must_tell = True
     known = elementwise_class(kind)
-    sharded._fsdp_flat = FlatUpdate(known) if known else owner_update(sharded, kind)
+    sharded._fsdp_flat = FlatUpdate(known) if known else on_local or owner_update(sharded, kind)
     sharded._find_models()
     for model in sharded._fsdp_models:
         refuse_state_in_files(kind, model._settings.offload)
@@ -320,7 +322,9 @@ def check_optimizer(
     if isinstance(module, nn.Module):  # otherwise the check of the module reports it
         problems.check(_refuse_strangers, optimizer, set(module.parameters()))
     problems.check(refuse_state_in_files, type(optimizer), settings.offload)
-    if settings.gradients.are_decoupled and type(optimizer).__module__.startswith("torch.optim"):
+    if settings.gradients.are_decoupled and type(optimizer).__module__.startswith(
+        ("torch.optim", "torchao.optim")
+    ):
         problems.add(
             "use_decoupled_grad puts gradients on param.decoupled_grad, which"
             f" {type(optimizer).__name__} does not read: it would not train. Leave it False, or"

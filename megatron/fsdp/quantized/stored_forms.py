@@ -12,7 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from megatron.fsdp.dtensor.tensor_part import get_mcore_tensor_parallel_partition_dim
-from megatron.fsdp.engine.layout import PREFER_ROWS, ROWS
+from megatron.fsdp.engine.layout import PREFER_ROWS, ROWS, Granularity
 from megatron.fsdp.engine.mesh import Axes
 from megatron.fsdp.engine.param_group import ParamGroup, StoredForm
 from megatron.fsdp.engine.policy import Precision, ShardingStrategy
@@ -61,7 +61,7 @@ def make_form(
     shards_outer: bool,
     device: torch.device,
     precision: Precision,
-    only_rows: bool,
+    boundaries: str | int,
     keeps_copies: bool,
 ) -> StoredForm:
     """Return the form of a group; a collective for some classes of parameters.
@@ -74,13 +74,15 @@ def make_form(
         shards_outer: the outer axis shards optimizer state too.
         device: the device of the shards.
         precision: the dtypes of the group.
-        only_rows: no cut between shards falls inside a row.
+        boundaries: where cuts between shards fall, as in :class:`Strategy`.
         keeps_copies: keep copies for the backward between forward and backward.
     """
     if key.form is BytesForm:
         return BytesForm()
     if key.form is StoredForm:
-        return StoredForm(ROWS if only_rows else PREFER_ROWS)
+        if isinstance(boundaries, int):
+            return StoredForm(Granularity("blocks", boundaries))
+        return StoredForm(ROWS if boundaries == "rows" else PREFER_ROWS)
     if key.form is TransformerEngineForm:
         group = axes.data_group if shards_outer else axes.inner.get_group()
         if group is None:

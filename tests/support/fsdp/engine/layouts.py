@@ -39,7 +39,10 @@ shapes = st.one_of(
 
 
 ELEMENTS = Granularity("elements")
-REQUIREMENTS = [ELEMENTS, Granularity("elements", 32), ROWS, Granularity("rows", 3), WHOLE_TENSOR]
+BLOCKS = Granularity("blocks", 24)
+REQUIREMENTS = [
+    *(ELEMENTS, Granularity("elements", 32), ROWS, Granularity("rows", 3), BLOCKS, WHOLE_TENSOR)
+]
 
 
 granularities = st.sampled_from(
@@ -122,6 +125,10 @@ def allowed_cut(shape: Shape, granularity: Granularity, cut: int) -> bool:
     if granularity.unit == "rows":
         rows, rest = divmod(cut, prod(shape[1:]))
         return rest == 0 and rows % granularity.count == 0
+    if granularity.unit == "blocks" and cut % prod(shape[1:]):
+        return False
+    if granularity.unit == "blocks" and prod(shape) % granularity.count:
+        return True
     return cut % granularity.count == 0
 
 

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The update of local tensors by optimizers that quantize their state in blocks, as torchao's."""
+
+# [Note: state in blocks] These optimizers quantize the moments of a large parameter in blocks of
+# elements, each with a scale. No shard boundary cuts a block, so a shard has the codes and scales
+# that the whole parameter would have. Whether moments are quantized depends on the whole parameter
+# too: their first values are made here, and the optimizer's own step finds them.
+
+from __future__ import annotations
+
+import inspect
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import replace
+from math import lcm, prod
+from typing import Any
+
+import torch
+
+from megatron.fsdp.dtensor.sharded_param import ShardedParam, is_linked, sharded_param_of
+from megatron.fsdp.engine.layout import row_size
+from megatron.fsdp.engine.planner import cuts_are_aligned
+from megatron.fsdp.engine.tensor_parallel import local_tensor
+from megatron.fsdp.optimizer.flat_update import run_step
+from megatron.fsdp.optimizer.optimizer_state import OptimizerClass, Setting, Slots, parameters_of
+from megatron.fsdp.settings import Settings
+
+SMALLEST = 4096  # elements of a parameter whose moments torchao quantizes
+
+
+def quantizes_state(kind: type) -> bool:
+    """Return True for a class of optimizers that quantizes state as torchao's do."""
+    return hasattr(kind, "_subclass_zeros")
+
+
+def with_whole_blocks(settings: Settings, optimizers: Iterable[Any]) -> Settings:
+    """Return settings with which no shard boundary cuts a block of these optimizers."""
+    given = settings.strategy.boundaries
+    sizes = [each.block_size for each in optimizers if quantizes_state(type(each))]
+    sizes = [size for size in sizes if isinstance(size, int)]  # otherwise it quantizes nothing
+    if not sizes:
+        return settings
+    size = lcm(*sizes, given if isinstance(given, int) else 1)
+    return replace(settings, strategy=replace(settings.strategy, boundaries=size))
+
+
+class LocalUpdate:
+    """The update of one optimizer on the local tensors of its parameters."""
+
+    def __init__(self, optimizer: Any, kind: OptimizerClass):
+        self._step = inspect.unwrap(kind.step)
+        self._size = optimizer.block_size
+        cut = [one.name for one in self._sharded_params(optimizer) if self._is_cut(one)]
+        if cut:
+            raise ValueError(
+                f"{kind.__name__} quantizes its state in blocks of {self._size} elements, and shard"
+                f" boundaries cut blocks of {', '.join(cut[:5])}: shard the model with"
+                f" Strategy.boundaries={self._size}, or both with fully_shard(model, optimizer)"
+            )
+
+    @torch.no_grad()
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Update all parameters of ``optimizer`` that have a gradient."""
+        params: list[list[torch.Tensor]] = []
+        state: defaultdict[torch.Tensor, Slots] = defaultdict(dict)
+        for group in optimizer.param_groups:
+            params.append([])
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                local, slots = local_tensor(parameter).detach(), optimizer.state[parameter]
+                if not is_linked(parameter):
+                    state[local] = slots
+                elif local.numel():
+                    state[local] = {name: local_tensor(value) for name, value in slots.items()}
+                else:
+                    slots["step"] += 1
+                    continue
+                local.grad = local_tensor(parameter.grad).to(local.dtype)
+                params[-1].append(local)
+        run_step(self._step, optimizer, params, state)
+
+    def prepare(self, optimizer: torch.optim.Optimizer) -> None:
+        """Make the state of parameters that have none, and quantize moments that were loaded."""
+        for group in optimizer.param_groups:
+            trained = [each for each in group["params"] if each.requires_grad and is_linked(each)]
+            for parameter in trained:
+                slots = self._first_state(optimizer, group, sharded_param_of(parameter))
+                for name, value in optimizer.state[parameter].items():
+                    local, first = local_tensor(value), local_tensor(slots.get(name, value))
+                    if type(local) is type(first):
+                        slots[name] = value
+                    else:
+                        first.copy_(local)
+                optimizer.state[parameter] = slots
+
+    def forget(self) -> None:
+        """Let go of nothing: each step reads the state of the optimizer."""
+
+    def _first_state(self, optimizer: Any, group: Setting, own: ShardedParam) -> Slots:
+        local = local_tensor(own.parameter).detach()
+        names = ("exp_avg", "exp_avg_sq") + ("max_exp_avg_sq",) * bool(group["amsgrad"])
+        slots: Slots = {"step": torch.tensor(0.0)}
+        for name in names:
+            if local.numel() and self._has_blocks(own):
+                moment = optimizer._subclass_zeros(local, name == "exp_avg", self._size)
+            else:
+                moment = torch.zeros_like(local)
+            slots[name] = own.over(moment)
+        return slots
+
+    def _has_blocks(self, own: ShardedParam) -> bool:
+        numel = prod(own.flat_range.shape)
+        return numel >= SMALLEST and numel % self._size == 0
+
+    def _is_cut(self, own: ShardedParam) -> bool:
+        layout, position = own.group.layout, own.group.layout.positions[own.index]
+        whole = lcm(row_size(position.shape), self._size) if self._has_blocks(own) else 1
+        return not cuts_are_aligned(whole, position.start, position.numel, layout.shard_size)
+
+    @staticmethod
+    def _sharded_params(optimizer: torch.optim.Optimizer) -> list[ShardedParam]:
+        return [sharded_param_of(each) for each in parameters_of(optimizer) if is_linked(each)]
