@@ -156,7 +156,7 @@ def runners_of(block: Block) -> list[str]:
                 ("start page", ("docs/index.md",)),
                 ("readme", ("README.md",)),
                 # tests/fsdp/quantized/test_page.py
-                ("weights", ("docs/weights_of_fewer_bits.md",)),
+                ("weights", ("docs/weights_of_fewer_bits.md", "docs/low_precision_optimizers.md")),
                 # tests/cuda_model/test_graphed_training.py
                 ("graphs", ("docs/cuda_graphs.md",)),
             )

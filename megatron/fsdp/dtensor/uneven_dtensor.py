@@ -21,6 +21,7 @@ from megatron.fsdp.dtensor.tensor_part import (
     ChunkedTensor,
     TensorPart,
     as_chunked_tensor,
+    copied,
     full_tensor,
     part_of,
     wrap_local,
@@ -151,7 +152,10 @@ class UnevenDTensor(DTensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> UnevenDTensor:
         local = self._local_tensor
         # `detach` returns a plain tensor, without the chunks of a ChunkedTensor.
-        local = copy.deepcopy(local.detach() if local.requires_grad else local, memo)
+        if hasattr(local, "__tensor_flatten__"):
+            local = copied(local)
+        else:
+            local = copy.deepcopy(local.detach() if local.requires_grad else local, memo)
         result = dtensor_over(local, self.device_mesh, self.placements, self.shape)
         result.part = self.part
         if isinstance(self, nn.Parameter):

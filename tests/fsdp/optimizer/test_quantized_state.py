@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,11 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_state_dict,
+)
 
 from megatron.fsdp.dtensor.tensor_part import full_tensor
 from megatron_fsdp import fully_shard, fully_shard_model, fully_shard_optimizer
@@ -168,6 +173,27 @@ def test_checkpoints_are_resharded_bit_by_bit(ranks: Ranks, kind: str, tmp_path:
     for size in (1, 2):
         for actual in ranks(size, load, kind, str(tmp_path)):
             assert_same(actual, expected)
+
+
+def look_at_whole_state() -> None:
+    """Compare whole and copied state with the values of moments."""
+    module = Layers()
+    optimizer = optimizer_of("AdamW4bit", module)
+    model, optimizer = fully_shard(module, optimizer, mesh_of("shard"), **UNITS)
+    train(model, optimizer, range(2))
+    values = values_of(optimizer, model)
+    copies = copy.deepcopy(optimizer.state_dict())
+    options = StateDictOptions(full_state_dict=True)
+    for name, slots in get_state_dict(model, optimizer, options=options)[1]["state"].items():
+        for slot, value in slots.items():
+            assert torch.equal(value, values[f"{name.removeprefix('module.')}.{slot}"])
+    train(model, optimizer, range(2, 3))
+    moment = copies["state"][0]["exp_avg"]
+    assert torch.equal(full_tensor(moment), values["scale.exp_avg"])
+
+
+def test_whole_state_has_the_values_of_moments(ranks: Ranks) -> None:
+    ranks(2, look_at_whole_state)
 
 
 def load_moments_of_adam() -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The programs of docs/weights_of_fewer_bits.md."""
+"""The programs of docs/weights_of_fewer_bits.md and docs/low_precision_optimizers.md."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ from tests.support.fsdp.reference import Ranks
 from tests.support.transformer_engine_on_cpu.ranks import RunOnRanks
 
 PAGE = "docs/weights_of_fewer_bits.md"
+
+
+OPTIMIZERS_PAGE = "docs/low_precision_optimizers.md"
 
 
 def run_block(number: int) -> list[str]:
@@ -39,3 +42,21 @@ def test_the_program_with_torchao_runs(ranks: Ranks) -> None:
 def test_the_program_with_transformer_engine_runs(blackwell: RunOnRanks) -> None:
     for classes in blackwell(run_block, 1):
         assert classes.count("Float8Tensor") == 2
+
+
+def step_of_eight_bits() -> set[str]:
+    """Run the block of the page about optimizers; return the classes of moments."""
+    import torch
+
+    names: dict[str, Any] = {}
+    (block,) = python_of(OPTIMIZERS_PAGE)
+    with torch.compiler.set_stance("force_eager"):
+        exec(block.code, names)
+    slots = names["optimizer"].state.values()
+    return {type(own["exp_avg"]._local_tensor).__name__ for own in slots}
+
+
+def test_the_program_with_an_optimizer_of_eight_bits_runs(ranks: Ranks) -> None:
+    pytest.importorskip("torchao", reason="torchao is not installed")
+    for classes in ranks(2, step_of_eight_bits):
+        assert classes == {"OptimState8bit", "Tensor"}
