@@ -337,6 +337,11 @@ def refuse_optimizer(optimizer: torch.optim.Optimizer) -> None:
     name = type(optimizer).__name__
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ValueError(f"optimizer expects a torch.optim.Optimizer but got {name}")
+    if hasattr(optimizer, "param_d2h_map"):
+        raise ValueError(
+            f"{name} steps copies of its own: make it over the parameters() of the sharded model"
+            " and use it as it is, or let Memory.offload='host' keep state and weights on the host"
+        )
     own_step = vars(optimizer).get("step")  # learning-rate schedulers may replace it
     if own_step is not None and not hasattr(own_step, "_wrapped_by_lr_sched"):
         raise ValueError("the optimizer's step was replaced on the instance: shard it before that")

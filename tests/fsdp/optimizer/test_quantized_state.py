@@ -69,12 +69,16 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> l
     return losses
 
 
+def weights_of(model: nn.Module) -> dict[str, Tensor]:
+    """Return whole weights, under the names of the plain module."""
+    named = model.named_parameters()
+    return {name.removeprefix("module."): full_or_plain(value) for name, value in named}
+
+
 def values_of(optimizer: Any, model: nn.Module) -> dict[str, Tensor]:
     """Return weights and moments, whole and dequantized."""
-    values = {}
-    for name, parameter in model.named_parameters():
-        name = name.removeprefix("module.")
-        values[name] = full_or_plain(parameter)
+    values = weights_of(model)
+    for name, parameter in zip(list(values), model.parameters()):
         for slot, value in optimizer.state[parameter].items():
             values[f"{name}.{slot}"] = full_or_plain(value)
     return values
