@@ -50,7 +50,7 @@ def tensors_inside(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
     """Return the bytes of the elements of tensors on this rank."""
-    return sum(part.nbytes for tensor in tensors for part in tensors_inside(tensor))
+    return sum(sum(part.nbytes for part in tensors_inside(tensor)) for tensor in tensors)
 
 
 def measure(make: Any, module: nn.Module, **settings: Any) -> list[float]:

@@ -14,7 +14,6 @@ from megatron.fsdp.engine.mesh import Mesh
 from megatron.fsdp.engine.unit_choice import is_expert_parameter
 from megatron.fsdp.meta_initialisation import Initialiser, problems_of_initialisation
 from megatron.fsdp.optimizer.host.host_memory import problems_of_offload
-from megatron.fsdp.optimizer.host.offload import Offload
 from megatron.fsdp.problems import Problems
 from megatron.fsdp.quantized.stored_forms import Sharding, refuse_parameters
 from megatron.fsdp.settings import ComputePrecision, Settings, Units, resolve_unit_modules
@@ -43,12 +42,12 @@ def check_all(
     ignored = strategy.ignored
     named = {name: one for name, one in module.named_parameters() if one not in ignored}
     problems.check(_refuse_casts_of_dtensors, named, settings)
-    divided = mesh is not None and mesh.tensor is not None
+    has_slices = mesh is not None and mesh.tensor is not None
     has_mesh, slots = mesh is not None and mesh.expert is not None, settings.memory.uses_slots
     kinds = {name: has_mesh and is_expert_parameter(name, one) for name, one in named.items()}
     for is_expert in (False, True):
         own = {name: one for name, one in named.items() if kinds[name] == is_expert}
-        problems.check(refuse_parameters, own, Sharding(*strategy.of(is_expert), slots, divided))
+        problems.check(refuse_parameters, own, Sharding(*strategy.of(is_expert), slots, has_slices))
     found = [*_problems_of_units(module, units or ()), *_problems_of_dtypes(named)]
     if foreign := len(ignored - set(module.parameters())):
         found.append(
@@ -63,7 +62,9 @@ def check_all(
                 " parameters: with allreduce=False, or in a module called experts"
             )
         if settings.offload is not None:
-            found += _problems_of_offload(settings.offload, settings, mesh, named, kinds)
+            divided = {kind: strategy.of(kind)[0].shards_optimizer for kind in (False, True)}
+            how = settings.precision.resolve, kinds, divided
+            found += problems_of_offload(settings.offload, settings.device, mesh, named, *how)
     if initialiser is not None:
         found += problems_of_initialisation(module, initialiser)
         if any(parameter.is_meta for parameter in ignored):
@@ -132,22 +133,6 @@ def _problems_of_devices(named: dict[str, nn.Parameter], settings: Settings) -> 
             f" {settings.device}: call torch.cuda.set_device(local_rank) first, give a mesh of that"
             " device type, and load the module without a device_map"
         )
-
-
-def _problems_of_offload(
-    offload: Offload,
-    settings: Settings,
-    mesh: Mesh,
-    named: dict[str, nn.Parameter],
-    kinds: dict[str, bool],
-) -> Iterator[str]:
-    shards = {
-        kind: mesh.axes(kind).inner.size() if settings.strategy.of(kind)[0].shards_optimizer else 1
-        for kind in set(kinds.values())
-    }
-    parts = [(one, shards[kinds[name]]) for name, one in named.items()]
-    where = settings.device, mesh.all_groups()
-    return problems_of_offload(offload, *where, parts, settings.precision.resolve)
 
 
 def _problems_of_axes(named: dict[str, nn.Parameter], mesh: Mesh) -> Iterator[str]:

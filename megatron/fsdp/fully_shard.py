@@ -15,7 +15,6 @@ from megatron.fsdp.backends.rendezvous import default_mesh
 from megatron.fsdp.engine.mesh import Mesh
 from megatron.fsdp.engine.policy import MixedPrecisionPolicy, Overlap
 from megatron.fsdp.meta_initialisation import MetaInitialisation
-from megatron.fsdp.optimizer.local_update import with_whole_blocks
 from megatron.fsdp.optimizer.matrix.owners import several
 from megatron.fsdp.optimizer.sharded_optimizer import (
     check_optimizer,
@@ -23,6 +22,7 @@ from megatron.fsdp.optimizer.sharded_optimizer import (
     swap_parameters,
 )
 from megatron.fsdp.problems import Problems
+from megatron.fsdp.quantized.quantized_state import with_whole_blocks
 from megatron.fsdp.settings import Gradients, Settings, Strategy, Units, parse_precision
 from megatron.fsdp.sharded_module import ShardedModule
 

@@ -36,7 +36,6 @@ from megatron.fsdp.dtensor.sharded_param import (
     sharded_param_of,
 )
 from megatron.fsdp.engine.param_group import ParamGroup
-from megatron.fsdp.optimizer.host.host_memory import HostMemory
 from megatron.fsdp.optimizer.host.host_state import flat_moment, is_expanded
 from megatron.fsdp.optimizer.optimizer_state import Setting, Slots, parameters_of
 
@@ -87,12 +86,6 @@ class Segment:
     weight: torch.Tensor  # the flat range of the main weights
     start: int  # its position in the main shard
     grad_offset: int = 0  # the gradient's position in its storage, from `find_gradient`
-
-    @property
-    def host_memory(self) -> HostMemory | None:
-        """The memory in which the segment lies if it is offloaded."""
-        memory = self.members[0].sharded_param.group.memory
-        return memory if isinstance(memory, HostMemory) else None
 
     @property
     def parameters(self) -> list[torch.Tensor]:

@@ -21,7 +21,6 @@ from megatron.fsdp.dtensor.tensor_part import gathered_bytes
 from megatron.fsdp.gradient_sync import clear_gradient_shard
 from megatron.fsdp.optimizer.flat_update import FlatUpdate
 from megatron.fsdp.optimizer.host.block_update import refuse_state_in_files
-from megatron.fsdp.optimizer.local_update import LocalUpdate, quantizes_state
 from megatron.fsdp.optimizer.matrix.owner_update import OwnerUpdate, owner_update
 from megatron.fsdp.optimizer.matrix.owners import GATHERS, refuse_vectors
 from megatron.fsdp.optimizer.optimizer_state import (
@@ -38,6 +37,7 @@ from megatron.fsdp.optimizer.optimizer_state import (
     shard_slots,
 )
 from megatron.fsdp.problems import Problems
+from megatron.fsdp.quantized.quantized_state import LocalUpdate, quantizes_state
 from megatron.fsdp.settings import Settings
 from megatron.fsdp.sharded_module import ShardedModule, is_owned, owner_of
 from megatron.fsdp.warnings_once import warn, warn_of_absent_state

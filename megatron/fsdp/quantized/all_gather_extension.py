@@ -16,7 +16,7 @@ from megatron.fsdp.engine.buffer import shard_view
 from megatron.fsdp.engine.layout import ROWS, Layout, ParamPosition, row_size
 from megatron.fsdp.engine.param_group import StoredForm
 from megatron.fsdp.engine.planner import MIN_ALIGNMENT
-from megatron.fsdp.quantized.byte_views import allocated, ends_of, parts_of
+from megatron.fsdp.quantized.frozen_bytes import allocated, ends_of, parts_of
 from megatron.fsdp.quantized.tensor_subclasses import users_attributes
 
 # [Note: the all-gather extension] A tensor subclass around one tensor of high precision may have

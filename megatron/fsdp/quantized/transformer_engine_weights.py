@@ -18,7 +18,7 @@ from megatron.fsdp.engine.buffer import shard_view
 from megatron.fsdp.engine.device import in_backward
 from megatron.fsdp.engine.layout import PREFER_ROWS, Layout, ParamPosition
 from megatron.fsdp.engine.param_group import StoredForm
-from megatron.fsdp.quantized.byte_views import allocated
+from megatron.fsdp.quantized.frozen_bytes import allocated
 from megatron.fsdp.quantized.tensor_subclasses import users_attributes
 
 # [Note: weights of Transformer Engine] Its functions for sharded training do all that depends on a

@@ -51,14 +51,17 @@ def update_segments(
     step: Step, flat: Sequence[Sequence[Segment]], state: State, param_groups: Sequence[Setting]
 ) -> None:
     """Update the segments of each param group: together on the device, offloaded ones in blocks."""
-    weights = [[each.weight for each in own if each.host_memory is None] for own in flat]
-    if any(weights):
-        step(weights, state)
+    weights: list[list[torch.Tensor]] = [[] for _ in flat]
     away: list[Flat] = []
     for number, own in enumerate(flat):
         for each in own:
-            if each.host_memory is not None:
-                away.append(Flat(number, each.weight, state[each.weight], each.host_memory))
+            memory = each.members[0].sharded_param.group.memory
+            if isinstance(memory, HostMemory):
+                away.append(Flat(number, each.weight, state[each.weight], memory))
+            else:
+                weights[number].append(each.weight)
+    if any(weights):
+        step(weights, state)
     if away:
         BlockUpdate(step, list(map(keeps_counters_beside, param_groups))).run(away)
 

@@ -12,7 +12,7 @@ import ctypes
 import mmap
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 
@@ -22,6 +22,7 @@ from torch import nn
 
 from megatron.fsdp.engine.buffer import ShardMemory
 from megatron.fsdp.engine.device import streams_for, wait_on_host
+from megatron.fsdp.engine.mesh import Mesh
 from megatron.fsdp.engine.policy import Precision
 from megatron.fsdp.optimizer.host.offload import Offload
 
@@ -131,13 +132,15 @@ class Memories:
 def problems_of_offload(
     offload: Offload,
     device: torch.device,
-    groups: Sequence[dist.ProcessGroup],
-    sharded: Iterable[tuple[nn.Parameter, int]],
+    mesh: Mesh,
+    named: Mapping[str, nn.Parameter],
     precision_of: Callable[[torch.dtype, bool], Precision],
+    is_expert: Mapping[str, bool],
+    is_sharded: Mapping[bool, bool],
 ) -> Iterator[str]:
-    """Yield why this rank cannot offload parameters, given with the numbers of their shards."""
+    """Yield why this rank cannot offload; ``is_sharded`` is that of experts and of all others."""
     if is_accelerator(device):
-        for group in groups:
+        for group in mesh.all_groups():
             try:
                 group._get_backend(torch.device("cpu"))
             except RuntimeError:
@@ -158,7 +161,9 @@ def problems_of_offload(
         )
         return
     needed = 0
-    for one, num_shards in sharded:
+    for name, one in named.items():
+        kind = is_expert[name]
+        num_shards = mesh.axes(kind).inner.size() if is_sharded[kind] else 1
         precision = precision_of(one.dtype, one.requires_grad)
         main, gradient = precision.main_param.itemsize, precision.main_grad.itemsize
         needed += one.numel() * (3 * main + gradient if one.requires_grad else main) // num_shards
