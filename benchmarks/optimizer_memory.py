@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import click
@@ -50,7 +51,7 @@ def tensors_inside(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
     """Return the bytes of the elements of tensors on this rank."""
-    return sum(sum(part.nbytes for part in tensors_inside(tensor)) for tensor in tensors)
+    return sum(part.nbytes for part in chain.from_iterable(map(tensors_inside, tensors)))
 
 
 def measure(make: Any, module: nn.Module, **settings: Any) -> list[float]:

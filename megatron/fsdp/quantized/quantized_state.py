@@ -50,7 +50,8 @@ class LocalUpdate:
     def __init__(self, optimizer: Any, kind: OptimizerClass):
         self._step = inspect.unwrap(kind.step)
         self._size = optimizer.block_size
-        cut = [one.name for one in self._sharded_params(optimizer) if self._is_cut(one)]
+        linked = filter(is_linked, parameters_of(optimizer))
+        cut = [own.name for own in map(sharded_param_of, linked) if self._is_cut(own)]
         if cut:
             raise ValueError(
                 f"{kind.__name__} quantizes its state in blocks of {self._size} elements, and shard"
@@ -117,7 +118,3 @@ class LocalUpdate:
         layout, position = own.group.layout, own.group.layout.positions[own.index]
         whole = lcm(row_size(position.shape), self._size) if self._has_blocks(own) else 1
         return not cuts_are_aligned(whole, position.start, position.numel, layout.shard_size)
-
-    @staticmethod
-    def _sharded_params(optimizer: torch.optim.Optimizer) -> list[ShardedParam]:
-        return [sharded_param_of(each) for each in parameters_of(optimizer) if is_linked(each)]

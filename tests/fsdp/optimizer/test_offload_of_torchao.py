@@ -17,7 +17,7 @@ from torch import nn
 from megatron_fsdp import fully_shard, fully_shard_model, fully_shard_optimizer
 from tests.fsdp.optimizer.test_quantized_state import (
     UNITS,
-    Layers,
+    LayersInBlocks,
     assert_same,
     optimizer_of,
     train,
@@ -74,9 +74,9 @@ def seen_as_cuda() -> contextlib.AbstractContextManager[Any]:
 
 def step_copies(level: int) -> None:
     """Compare bits with AdamW, which needs no copies."""
-    reference = Layers()
+    reference = LayersInBlocks()
     expected = torch.optim.AdamW(reference.parameters(), lr=0.01, fused=True)
-    model = fully_shard_model(Layers(), mesh_of("shard"), zero_dp_strategy=level, **UNITS)
+    model = fully_shard_model(LayersInBlocks(), mesh_of("shard"), zero_dp_strategy=level, **UNITS)
     with seen_as_cuda():
         losses = train(model, offloaded(model.parameters()), range(4))
     assert losses == train(reference, expected, range(4))
@@ -89,7 +89,7 @@ def test_copies_on_the_host_are_stepped_as_without_sharding(ranks: Ranks, level:
 
 
 def refuse_to_shard_it() -> None:
-    module = Layers()
+    module = LayersInBlocks()
     with seen_as_cuda(), pytest.raises(ValueError, match="offload_policy='host'"):
         fully_shard(module, offloaded(module.parameters()), mesh_of("shard"))
     model = fully_shard_model(module, mesh_of("shard"))
@@ -102,7 +102,7 @@ def test_sharding_it_is_refused_with_what_to_do(ranks: Ranks) -> None:
 
 
 def keep_state_on_the_host(kind: str) -> None:
-    reference, module = Layers(), Layers()
+    reference, module = LayersInBlocks(), LayersInBlocks()
     expected, optimizer = optimizer_of(kind, reference), optimizer_of(kind, module)
     model, optimizer = fully_shard(
         module, optimizer, mesh_of("shard"), offload_policy="host", **UNITS

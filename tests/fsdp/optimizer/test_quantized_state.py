@@ -31,7 +31,7 @@ KINDS = {"AdamW8bit": 256, "Adam8bit": 256, "AdamW4bit": 128, "AdamWFp8": 256, "
 WIDTH = 80
 
 
-class LayersOfBlocks(nn.Module):
+class LayersInBlocks(nn.Module):
     """Parameters with and without whole blocks, in rows that no block divides."""
 
     def __init__(self) -> None:
@@ -97,7 +97,7 @@ HYBRID = {"dp_shard_dim": "shard", "dp_outer_dim": "outer"}
 
 def compare_with_unsharded(kind: str, before: int, axes: tuple[str, ...], **settings: Any) -> None:
     """Compare bits; the first steps are taken before sharding."""
-    reference, module = LayersOfBlocks(), LayersOfBlocks()
+    reference, module = LayersInBlocks(), LayersInBlocks()
     expected, optimizer = optimizer_of(kind, reference), optimizer_of(kind, module)
     train(module, optimizer, range(before))
     wanted = train(reference, expected, range(5))
@@ -136,7 +136,7 @@ def test_hybrid_sharding_has_the_same_bits(ranks: Ranks, outer: int) -> None:
 
 def shard_apart(granularity: int | str) -> str:
     """Shard a model, and the optimizer after it; return the error."""
-    model = fully_shard_model(LayersOfBlocks(), mesh_of("shard"), granularity=granularity, **UNITS)
+    model = fully_shard_model(LayersInBlocks(), mesh_of("shard"), granularity=granularity, **UNITS)
     try:
         optimizer = fully_shard_optimizer(optimizer_of("AdamW8bit", model))
     except ValueError as error:
@@ -152,7 +152,7 @@ def test_cut_blocks_are_refused_with_what_to_set(ranks: Ranks) -> None:
 
 
 def save(kind: str, path: str) -> dict[str, Tensor]:
-    module = LayersOfBlocks()
+    module = LayersInBlocks()
     model, optimizer = fully_shard(module, optimizer_of(kind, module), mesh_of("shard"), **UNITS)
     train(model, optimizer, range(3))
     weights, state = get_state_dict(model, optimizer)
@@ -162,7 +162,7 @@ def save(kind: str, path: str) -> dict[str, Tensor]:
 
 
 def load(kind: str, path: str) -> dict[str, Tensor]:
-    module = LayersOfBlocks()
+    module = LayersInBlocks()
     model, optimizer = fully_shard(module, optimizer_of(kind, module), mesh_of("shard"), **UNITS)
     weights, state = get_state_dict(model, optimizer)
     dcp.load({"model": weights, "optimizer": state}, checkpoint_id=path)
@@ -181,7 +181,7 @@ def test_checkpoints_are_resharded_bit_by_bit(ranks: Ranks, kind: str, tmp_path:
 
 def look_at_whole_state() -> None:
     """Compare whole and copied state with the values of moments."""
-    module = LayersOfBlocks()
+    module = LayersInBlocks()
     optimizer = optimizer_of("AdamW4bit", module)
     model, optimizer = fully_shard(module, optimizer, mesh_of("shard"), **UNITS)
     train(model, optimizer, range(2))
@@ -202,10 +202,10 @@ def test_whole_state_has_the_values_of_moments(ranks: Ranks) -> None:
 
 def load_moments_of_adam() -> None:
     """Load moments of fp32, which become quantized."""
-    reference = LayersOfBlocks()
+    reference = LayersInBlocks()
     adam = torch.optim.AdamW(reference.parameters())
     train(reference, adam, range(2))
-    model = fully_shard_model(LayersOfBlocks(), mesh_of("shard"), granularity=256, **UNITS)
+    model = fully_shard_model(LayersInBlocks(), mesh_of("shard"), granularity=256, **UNITS)
     optimizer = fully_shard_optimizer(optimizer_of("AdamW8bit", model))
     groups = optimizer.state_dict()["param_groups"]
     optimizer.load_state_dict({"state": adam.state_dict()["state"], "param_groups": groups})
