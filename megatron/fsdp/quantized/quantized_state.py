@@ -70,6 +70,8 @@ class LocalUpdate:
                 if parameter.grad is None:
                     continue
                 local, slots = local_tensor(parameter).detach(), optimizer.state[parameter]
+                if is_linked(parameter) and not slots:  # it was frozen before
+                    slots.update(self._first_state(optimizer, group, sharded_param_of(parameter)))
                 if not is_linked(parameter):
                     state[local] = slots
                 elif local.numel():

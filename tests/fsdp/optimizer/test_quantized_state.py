@@ -217,3 +217,22 @@ def load_moments_of_adam() -> None:
 
 def test_moments_of_other_optimizers_are_quantized(ranks: Ranks) -> None:
     ranks(2, load_moments_of_adam)
+
+
+def thaw() -> None:
+    """Train a parameter that was frozen when the optimizer was sharded."""
+    reference, module = LayersInBlocks(), LayersInBlocks()
+    expected = optimizer_of("AdamW8bit", reference)
+    model = fully_shard_model(module, mesh_of("shard"), granularity=256, **UNITS)
+    reference.wide.requires_grad_(False)
+    module.wide.requires_grad_(False)
+    optimizer = fully_shard_optimizer(optimizer_of("AdamW8bit", model))
+    for steps in (range(2), range(2, 4)):
+        assert train(model, optimizer, steps) == train(reference, expected, steps)
+        module.wide.requires_grad_(True)
+        reference.wide.requires_grad_(True)
+    assert_same(weights_of(model), weights_of(reference))
+
+
+def test_thawed_parameters_get_state_in_blocks(ranks: Ranks) -> None:
+    ranks(4, thaw)
