@@ -37,10 +37,11 @@ WRONG: dict[str, tuple[Any, dict[str, Any], tuple[str, ...]]] = {
         (
             "Strategy.level expects one of no_shard/0",
             "Strategy.outer expects no_shard/0 or optim/1 but got 'optim_grads'",
-            "Strategy.boundaries expects 'prefer_rows' or 'rows' but got 'columns'",
+            "Strategy.boundaries expects 'prefer_rows', 'rows' or the number of elements of",
             "Strategy.one_unit expects True or False but got 'no'",
         ),
     ),
+    "a block without elements": (Strategy, {"boundaries": 0}, ("of a block but got 0",)),
     "outer sharding at level 2": (
         Strategy,
         {"level": "optim_grads", "outer": "optim"},

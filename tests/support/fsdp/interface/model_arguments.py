@@ -209,6 +209,8 @@ def shows_granularity(make: Make) -> None:
         model = make(nn.Linear(1001, 3, bias=False), granularity=wanted)
         (weight,) = model.parameters()
         assert weight.to_local().ndim == (2 if wanted == "rows" else 1)
+    (weight,) = make(nn.Linear(1001, 3, bias=False), granularity=3003).parameters()
+    assert weight.to_local().numel() in (0, 3003)
     message = message_of(ValueError, make, build_stack(), granularity="columns")
     assert "granularity" in message and "'columns'" in message
 
