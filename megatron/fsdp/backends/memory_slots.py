@@ -90,7 +90,7 @@ class Memory:
         try:
             object.__setattr__(self, "offload", Offload.parse(self.offload))
         except ValueError as error:
-            problems.append(str(error))
+            problems.append(f"Memory.offload: {error}")
         if self.offload is not None and self.holds_addresses:
             problems.append("Memory.holds_addresses is for graphs, which cannot wait for offload")
         raise_problems(problems + (problems_of_nccl(device) if self.registers else []))

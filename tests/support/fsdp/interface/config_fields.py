@@ -193,3 +193,9 @@ def shows_slots_of_config(make: Make) -> None:
 def shows_size_of_config(make: Make) -> None:
     model = configured(suggested_communication_unit_size=1, overlap_param_gather=True)
     assert most_units_gathered(model) == 1
+
+
+@shows("DistributedDataParallelConfig", "megatron_fsdp_offload_policy")
+def shows_offload_of_config(make: Make) -> None:
+    model = configured(megatron_fsdp_offload_policy="host")
+    assert all(group.memory.is_offloaded for group in model.groups)

@@ -8,6 +8,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 from megatron.fsdp import builder
 from megatron.fsdp.gradient_sync import GradientError
@@ -367,6 +368,15 @@ def shows_ignored_params(make: Make) -> None:
     plain = [name for name, each in model.named_parameters() if type(each) is nn.Parameter]
     assert plain == ["module.embed.weight", "module.embed.bias"]
     assert "ignored_params" in message_of(ValueError, make, build_stack(), ignored_params=["embed"])
+
+
+@shows("fully_shard_model", "offload_policy")
+def shows_offload_policy(make: Make) -> None:
+    model = make(build_stack(), offload_policy=CPUOffloadPolicy())
+    assert all(group.memory.is_offloaded for group in model.groups)
+    backward(model)
+    close(gradient(model), mean_gradient(2), "gradient", 1e-5)
+    assert "offload_policy" in message_of(ValueError, make, build_stack(), offload_policy=3)
 
 
 @shows("fully_shard_model", "cuda_graph_mode")
