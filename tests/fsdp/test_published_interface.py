@@ -129,6 +129,7 @@ SHARD = {
     "granularity": "prefer_rows",
     "fsdp_manual_registration": False,
     "ignored_params": None,
+    "offload_policy": None,
     **dict.fromkeys(["expert_zero_dp_strategy", "expert_outer_dp_sharding_strategy"]),
 }
 

@@ -213,8 +213,8 @@ BROKEN_LINES = [
     BrokenLine(
         "memory slots: parameters stay where they were",
         "megatron/fsdp/engine/param_group.py",
-        "FlatBuffer(*stored, device, name, storage, self._point_parameters)\n",
-        "FlatBuffer(*stored, device, name, storage)\n",
+        "FlatBuffer(*stored, memory.device, name, storage, self._point_parameters)\n",
+        "FlatBuffer(*stored, memory.device, name, storage)\n",
         "tests/fsdp/test_double_buffer.py",
     ),
     BrokenLine(
