@@ -88,6 +88,7 @@ def main(
     ranks, rank = dist.get_world_size(), dist.get_rank()
     of_layer = 8 * width**2 + 7 * width
     num_layers = -(-int(times * (limit << 20)) * ranks // (8 * of_layer))
+    torch.manual_seed(0)
     with torch.device("meta"):
         model = nn.Sequential(*[ResidualMlp(width) for _ in range(num_layers)])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)

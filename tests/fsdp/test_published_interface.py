@@ -208,6 +208,7 @@ SIGNATURES: dict[str, dict[str, Any]] = {
         **dict.fromkeys(
             ["expert_data_parallel_sharding_strategy", "expert_outer_dp_sharding_strategy"]
         ),
+        "megatron_fsdp_offload_policy": None,
     },
 }
 
