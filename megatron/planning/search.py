@@ -36,6 +36,7 @@ NOT_SIMULATED = {
     "--megatron-fsdp-enable-fine-grained-param-gather": "units inside of layers",
     "--fsdp-double-buffer": "memory slots",
     "--nccl-ub": "memory slots",
+    "--optimizer-cpu-offload": "state on the host",
     "--mtp-num-layers": "layers that predict further tokens",
     "--hybrid-layer-pattern": "a HybridModel",
 }

@@ -148,7 +148,7 @@ def _of_group(
     waiting = at_once = 0  # for other microbatches, or from the end of a backward to the reduction
     if frees_local:
         at_once = whole * precision.grad_comm.itemsize
-    elif num_inner * num_outer > 1:  # else they accumulate in the tensor of the gradient shard
+    elif num_inner * num_outer > 1 or memory_plan.offloaded:  # else they are the gradient shard
         waiting = whole * precision.main_grad.itemsize
     inner_sum = inner_shard * precision.main_grad.itemsize
     if num_inner > 1 and axes.outer > 1:

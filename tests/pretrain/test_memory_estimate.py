@@ -51,9 +51,12 @@ def most_local_bytes(model: MegatronFSDP) -> int:
 
 
 def bytes_of_parts(
-    level: int, main_grads: torch.dtype, outer: int, sharded: int
+    level: int, main_grads: torch.dtype, outer: int, sharded: int, offload: bool = False
 ) -> dict[str, tuple[float, float]]:
-    """Return the estimated and the measured bytes of each part, after a backward and a step."""
+    """Return the estimated and the measured bytes of each part, after a backward and a step.
+
+    What is offloaded is not on the device: it counts nothing.
+    """
     policy = MixedPrecisionPolicy(FP32, main_grads, main_grads)
     inner = dist.get_world_size() // outer
     mesh = init_device_mesh("cpu", (outer, inner), mesh_dim_names=("outer", "inner"))
@@ -66,6 +69,7 @@ def bytes_of_parts(
         zero_dp_strategy=level,
         outer_dp_sharding_strategy=sharded,
         mixed_precision_policy=policy,
+        offload_policy="host" if offload else None,
     )
     optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters()))
     for _ in range(2):  # the first step makes tensors that the second one allocates again
@@ -77,7 +81,8 @@ def bytes_of_parts(
     optimizer.step()
     storages = {}
     for group in model.groups:
-        for tensor in (group.compute.flat, group.compute_shard, group.main_shard):
+        main = () if offload else (group.main_shard,)
+        for tensor in (group.compute.flat, group.compute_shard, *main):
             storages[tensor.untyped_storage()._cdata] = stored(tensor)
     moments = 0
     for state in optimizer.state.values():
@@ -89,12 +94,13 @@ def bytes_of_parts(
         Strategy(level=level, outer=sharded),
         policy,
         AxisSizes(inner, outer),
+        offloaded=float(offload),
     )
     estimate = estimate_memory(build(), plan)
     return {
         "weights": (estimate.weights, sum(storages.values())),
-        "gradients": (estimate.gradients, gradients),
-        "optimizer state": (estimate.optimizer_state, moments),
+        "gradients": (estimate.gradients, 0 if offload else gradients),
+        "optimizer state": (estimate.optimizer_state, 0 if offload else moments),
         "local gradients": (estimate.local_gradients, local),
     }
 
@@ -127,3 +133,16 @@ def test_a_rank_s_memory_is_estimated_within_two_percent(
             assert local == pytest.approx(measured_local, rel=0.02)
         else:
             assert 0.5 * local <= measured_local <= 1.02 * local
+
+
+@pytest.mark.always("1-1-0", "3-1-0")
+@pytest.mark.parametrize(
+    ("level", "outer", "sharded"),
+    [(0, 1, 0), (1, 1, 0), (2, 1, 0), (3, 1, 0), (3, 2, 0), (3, 4, 1)],
+)
+def test_what_is_offloaded_is_not_on_the_device(level: int, outer: int, sharded: int) -> None:
+    for parts in run_ranks(4, bytes_of_parts, level, FP32, outer, sharded, True):
+        local, measured_local = parts.pop("local gradients")
+        for part, (estimate, measured) in parts.items():
+            assert estimate == pytest.approx(measured, rel=0.02), part
+        assert 0.5 * local <= measured_local <= 1.02 * local
