@@ -21,6 +21,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
+from megatron.fsdp import Offload
 from megatron.fsdp.dtensor.sharded_param import ShardedParam
 from megatron.fsdp.module_access.shown_parameters import PASSED_ON
 from megatron.mcore_adapter.axes import complete, expert_tensor_group, instance_group, mesh_axes
@@ -332,6 +333,12 @@ def _check_configs(
         raise ValueError(
             "FullyShardedDataParallel needs ddp_config.use_megatron_fsdp: Megatron-Core would build"
             " an optimizer that trains on stale weights"
+        )
+    offload = Offload.parse(getattr(ddp_config, "megatron_fsdp_offload_policy", None))
+    if offload is not None and offload.folder is not None:
+        raise NotImplementedError(
+            f"megatron_fsdp_offload_policy={str(offload.folder)!r}: Megatron-Core's optimizer makes"
+            ' its state in memory, and has none in files: give "host"'
         )
     instances = ddp_config.num_distributed_optimizer_instances
     groups = parallel_state.get_inter_distributed_optimizer_instance_group(check_initialized=False)

@@ -3,7 +3,6 @@
 
 import inspect
 from argparse import Namespace
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -224,7 +223,9 @@ def refusal(ddp_changes: dict[str, Any], config_changes: dict[str, Any]) -> str:
     for name, value in config_changes.items():
         setattr(config, name, value)
     try:
-        settings = replace(ddp_config(args, num_parameters=1), **ddp_changes)
+        settings = ddp_config(args, num_parameters=1)
+        for name, value in ddp_changes.items():
+            setattr(settings, name, value)
         FullyShardedDataParallel(config=config, ddp_config=settings, module=module)
     except (ValueError, NotImplementedError) as error:
         return f"{type(error).__name__}: {error}"
@@ -242,8 +243,9 @@ def refusal(ddp_changes: dict[str, Any], config_changes: dict[str, Any]) -> str:
         ),
         ({"outer_dp_sharding_strategy": "optim"}, {}, "outer_dp_sharding_strategy"),
         ({"data_parallel_sharding_strategy": "zero4"}, {}, "data_parallel_sharding_strategy"),
+        ({"megatron_fsdp_offload_policy": "folder"}, {}, "has none in files"),
     ],
-    ids=["no_fsdp", "instances", "outer", "strategy"],
+    ids=["no_fsdp", "instances", "outer", "strategy", "offload"],
 )
 def test_configurations_that_would_train_wrongly_are_refused(
     ddp: dict[str, Any], config: dict[str, Any], words: str
