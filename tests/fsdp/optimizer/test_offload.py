@@ -133,6 +133,7 @@ def test_training_has_the_bits_of_one_on_the_device(
     ranks(size, compare, str(tmp_path), OPTIMIZERS["adamw"], **settings)
 
 
+@pytest.mark.always("adamw_fused", "adamw_tensor_rate", "sgd", "adagrad", "nadam", "rprop")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_element_wise_optimizer_steps_in_blocks(
     ranks: Ranks, tmp_path: Path, name: str
