@@ -166,7 +166,7 @@ class RunningSum:
         self.places = places or Places([])
         self.is_empty = True
         self._numel = numel
-        self._memory = memory
+        self.memory = memory
         self._holds_address = holds_address
         self._total: torch.Tensor | None = None
         self._views: list[torch.Tensor] | None = None
@@ -183,8 +183,8 @@ class RunningSum:
     def tensor(self) -> torch.Tensor:
         """Return the tensor of the sum; the values of an empty one are undefined."""
         if self._total is None:
-            self._total = self._memory.empty(self._numel, self.dtype)
-            if not self._memory.is_offloaded:
+            self._total = self.memory.empty(self._numel, self.dtype)
+            if not self.memory.is_offloaded:
                 observe.storage("allocate", self._total)
         return self._total
 
@@ -197,7 +197,7 @@ class RunningSum:
     def buffer_for(self, dtype: torch.dtype) -> torch.Tensor:
         """Return a tensor ``[numel]`` for the next addend."""
         # For the first addend it is the sum itself, if the dtypes are equal, which saves a copy.
-        memory = self._memory
+        memory = self.memory
         if self.is_empty and dtype == self.dtype and not memory.is_offloaded:
             return self.tensor()
         return torch.empty(self._numel, dtype=dtype, device=memory.device)
@@ -210,7 +210,7 @@ class RunningSum:
             self.tensor().copy_(addend, non_blocking=True)
         else:
             self.tensor().add_(addend.to(self.tensor().device))
-        self._memory.release(self.tensor())
+        self.memory.release(self.tensor())
         self.is_empty = False
 
     def drop(self) -> None:

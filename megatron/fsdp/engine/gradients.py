@@ -393,6 +393,7 @@ class GroupGradients(StateOwner[GradientState]):
         self.wait_for_reduce()
         for running_sum in (self._grad_sum, self._inner_sum, self._optimizer_grad):
             if not running_sum.is_empty:
+                running_sum.memory.wait()
                 total = running_sum.total
                 total.mul_(factor.to(total.device) if isinstance(factor, torch.Tensor) else factor)
         if self._local is not None:

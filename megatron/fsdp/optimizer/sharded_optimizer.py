@@ -229,6 +229,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             model._trainability.follow()
             if reduce:
                 model.finish_grad_sync()
+            for group in model.groups:
+                group.memory.wait()  # the step writes what copies to the device may still read
 
 
 def _with_reduction(closure: Callable[[], Any], reduce: Callable[[], None]) -> Any:
