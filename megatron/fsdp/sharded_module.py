@@ -345,7 +345,9 @@ class ShardedModule(nn.Module):
             self._assign_memory_slots()
         for group in self.groups:
             is_wanted = group.requires_grad or not only_trainable
-            if is_wanted and (group.main_is_compute or not only_shared):
+            # Offloaded weights of one dtype are installed as those that share storage are.
+            is_shared = group.precision.main_param == group.compute.flat.dtype
+            if is_wanted and (is_shared or not only_shared):
                 group.install_main_weights()
 
     def start_param_sync(

@@ -155,6 +155,33 @@ def test_a_fraction_of_the_elements_is_offloaded(ranks: Ranks, fraction: float) 
     ranks(2, assert_share, fraction)
 
 
+def losses_with_old_weights(offload: Any) -> list[float]:
+    torch.manual_seed(3)
+    module = models.Stack()
+    optimizer = OPTIMIZERS["adamw"](module.parameters())
+    model, optimizer = fully_shard(
+        module, optimizer, fsdp_unit_modules=models.Stack.units, offload_policy=offload
+    )
+    losses = []
+    for step in range(3):
+        loss = loss_of(model(batch(step, dist.get_rank(), 0).float()))
+        loss.backward()
+        optimizer.step(install_optimized_model_weights=False)
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def compare_old_weights() -> None:
+    expected = losses_with_old_weights(None)
+    for offload in ("host", Offload(fraction=0.5)):
+        assert losses_with_old_weights(offload) == expected
+
+
+def test_steps_that_install_no_weights_are_those_on_the_device(ranks: Ranks) -> None:
+    ranks(2, compare_old_weights)
+
+
 # ---- checkpoints
 
 
