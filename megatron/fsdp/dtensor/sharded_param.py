@@ -120,7 +120,7 @@ class ShardedParam:
         """Return a DTensor over ``local``, this rank's elements of a tensor like the parameter."""
         return self._over(UnevenDTensor, local)
 
-    def sharded_like(self, value: torch.Tensor) -> DTensor:
+    def sharded_like(self, value: torch.Tensor) -> UnevenDTensor:
         """Copy this rank's shard of ``value``, of the parameter's shape, into a new DTensor."""
         return self.over(copied(self.local_shard(value).to(self.parameter.device)))
 

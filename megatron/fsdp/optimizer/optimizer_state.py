@@ -26,7 +26,7 @@ from megatron.fsdp.dtensor.sharded_param import ShardedParam
 from megatron.fsdp.dtensor.uneven_dtensor import UnevenDTensor
 from megatron.fsdp.engine.collectives import agree
 from megatron.fsdp.module_access.own_names import own_name
-from megatron.fsdp.optimizer.host.host_state import new_moment
+from megatron.fsdp.optimizer.host.host_state import moved, new_moment
 
 OptimizerClass = type[torch.optim.Optimizer]
 
@@ -140,7 +140,7 @@ def elementwise_names(states: Iterable[tuple[ShardedParam, Slots]]) -> set[str]:
 def shard_slots(sharded_param: ShardedParam, slots: Slots, names: set[str]) -> Slots:
     """Return ``slots`` with shards of the tensors in ``names`` (of :func:`elementwise_names`)."""
     return {
-        name: sharded_param.sharded_like(value)
+        name: moved(sharded_param.sharded_like(value), sharded_param.parameter)
         if _is_elementwise(name, value, sharded_param, names)
         else value
         for name, value in slots.items()

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
 from megatron.fsdp import Memory, MixedPrecisionPolicy, Offload, clip_grad_norm_
-from megatron.fsdp.optimizer.host import block_update
+from megatron.fsdp.optimizer import flat_segments
+from megatron.fsdp.optimizer.host import block_update, host_state
 from megatron_fsdp import fully_shard, fully_shard_model, fully_shard_optimizer
 from tests.support.fsdp import models
 from tests.support.fsdp.meshes import Meshes
@@ -221,6 +222,26 @@ def test_a_checkpoint_loads_into_files_and_onto_the_device(ranks: Ranks, tmp_pat
 
 
 # ---- memory
+
+
+def load_state_of_files(folder: str) -> None:
+    trained = train(folder, OPTIMIZERS["adamw"])
+    optimizer = fully_shard_optimizer(OPTIMIZERS["adamw"](trained.model.parameters()))
+    loaded: list[Tensor] = []
+
+    def flat_moment(memory: Any, places: Any, numel: int) -> Tensor:
+        loaded.extend(value for _, value in places if value.numel())
+        return host_state.flat_moment(memory, places, numel)
+
+    with mock.patch.object(flat_segments, "flat_moment", flat_moment):
+        optimizer.load_state_dict(trained.state)
+    assert loaded and all(map(lies_in_a_file, loaded))
+
+
+def test_state_that_is_loaded_takes_no_memory_on_its_way_to_the_files(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    ranks(2, load_state_of_files, str(tmp_path))
 
 
 def resident() -> int:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from megatron.fsdp.dtensor.sharded_param import is_linked, sharded_param_of
+from megatron.fsdp.dtensor.uneven_dtensor import UnevenDTensor
 from megatron.fsdp.engine.buffer import ShardMemory
 from megatron.fsdp.engine.tensor_parallel import local_tensor
 from megatron.fsdp.optimizer.host.host_memory import FileMemory, HostMemory
@@ -25,6 +26,16 @@ def new_moment(parameter: torch.Tensor, value: float) -> torch.Tensor:
     local = local_tensor(parameter)
     filled = torch.full((), value, dtype=local.dtype, device=local.device).expand(local.shape)
     return sharded_param_of(parameter).over(filled)
+
+
+def moved(moment: UnevenDTensor, parameter: torch.Tensor) -> UnevenDTensor:
+    """Move a new moment of a parameter in files into a file, where it takes no memory."""
+    memory, local = sharded_param_of(parameter).group.memory, local_tensor(moment)
+    if isinstance(memory, FileMemory):
+        moment._local_tensor = memory.empty(local.numel(), local.dtype).view(local.shape)
+        moment._local_tensor.copy_(local)
+        memory.release(moment._local_tensor)
+    return moment
 
 
 def is_expanded(tensor: torch.Tensor) -> bool:
@@ -45,7 +56,10 @@ def flat_moment(
         flat.zero_()
     for at, value in places:
         if not is_expanded(value) or value.any():  # zeros are there, and take no memory yet
-            flat[at : at + value.numel()].view(value.shape).copy_(value)
+            own = flat[at : at + value.numel()]
+            own.view(value.shape).copy_(value)
+            for used in (own, value):
+                memory.release(used)
     return flat
 
 
