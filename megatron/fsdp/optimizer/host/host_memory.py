@@ -166,7 +166,9 @@ def problems_of_offload(
         num_shards = mesh.axes(kind).inner.size() if is_sharded[kind] else 1
         precision = precision_of(one.dtype, one.requires_grad)
         main, gradient = precision.main_param.itemsize, precision.main_grad.itemsize
-        needed += one.numel() * (3 * main + gradient if one.requires_grad else main) // num_shards
+        has_two = precision.main_grad != precision.main_param  # gradients, of different dtypes
+        trained = (3 + has_two) * main + gradient
+        needed += one.numel() * (trained if one.requires_grad else main) // num_shards
     needed *= int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # ranks of one machine share the disk
     free = shutil.disk_usage(folder).free
     if free < needed:
