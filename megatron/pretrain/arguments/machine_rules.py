@@ -165,7 +165,7 @@ def check_offload(check: Check) -> None:
     """Check the flags of optimizer state on the host."""
     args, flag = check.args, check.flag("optimizer_offload_fraction")
     fraction = args.optimizer_offload_fraction
-    if not 0 <= fraction <= 1:
+    if args.optimizer_cpu_offload and not 0 <= fraction <= 1:
         check.problems.append(f"{flag} must be from 0 to 1, got {fraction}")
         check.set_default("optimizer_offload_fraction")
     check.require(
