@@ -22,7 +22,6 @@ RUNS = {
     "zero0": (Combination(2, "", 0, LLAMA, RUN), f"{OFFLOAD} --no-pin-cpu-grads"),
     "zero1 bf16": (Combination(2, "", 1, LLAMA, f"{OVERLAPPED} --bf16"), OFFLOAD),
     "zero2 fp16": (Combination(2, "", 2, LLAMA, f"{RUN} --fp16"), PART),
-    "sgd": (Combination(2, "", 3, LLAMA, f"{RUN} --optimizer sgd"), OFFLOAD),
     "per token": (Combination(2, "", 3, LLAMA, f"{RUN} --calculate-per-token-loss"), OFFLOAD),
     "experts": (Combination(4, "ep2", 2, MOE, RUN), PART),
     "hybrid": (Combination(4, "inst2", 3, LLAMA, RUN, OPTIM_OUTSIDE), OFFLOAD),
