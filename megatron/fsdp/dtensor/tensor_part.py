@@ -203,8 +203,8 @@ def copied(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.clone()
     names, context = tensor.__tensor_flatten__()
     inside = {name: getattr(tensor, name).clone() for name in names}
-    result: torch.Tensor = type(tensor).__tensor_unflatten__(inside, context)  # type: ignore[attr-defined]
-    return result
+    kind: Any = type(tensor)
+    return cast(torch.Tensor, kind.__tensor_unflatten__(inside, context))
 
 
 # `torch.load` then accepts state dicts that were saved with `torch.save`.

@@ -28,7 +28,7 @@ class Offload:
         fraction: the share of the parameters' elements that is offloaded, from 0 to 1: whole flat
             buffers, those of the first units first.
         on_device: update on the device: each block is copied there and back. False: on the host,
-            where ``torch.optim.AdamW(..., fused=True)`` is the fastest of torch.
+            where torch's fused optimizers (``AdamW(..., fused=True)``) update a block in one pass.
         pins: pin host memory, which copies to and from a GPU need to overlap with compute.
     """
 
