@@ -98,7 +98,7 @@ def fully_shard_model(
     ``zero_dp_strategy`` chooses which of them. At level 3, the default, each rank keeps its shard
     of the weights only. The weights of a *unit* (one of ``fsdp_unit_modules``, usually a
     transformer layer) are all-gathered before its forward and its backward, and freed afterwards.
-    :func:`megatron.fsdp.fully_shard` explains how.
+    docs/how_it_works.md shows how.
 
     ``model.parameters()`` yields the *main weights*, which the optimizer updates, in
     ``main_params_dtype``: DTensors of the full logical shape, whose local tensors are views of this
@@ -193,7 +193,9 @@ def fully_shard_model(
         granularity: "prefer_rows": a shard boundary may cut inside a row of a parameter where rows
             would cost more than 1 % of padding; the local tensor is then flat. "rows": never,
             whatever the padding costs. A number: not inside a block of so many elements either, as
-            optimizers need that quantize their state; ``fully_shard`` sees it in its optimizer.
+            optimizers need that quantize their state. "prefer_tensors": nowhere, if no parameter of
+            a group has to be cut within that 1 %, as is best for optimizers of whole matrices.
+            ``fully_shard`` sees both in its optimizers.
         fsdp_manual_registration: leave the registration of ``nccl_ub`` to
             ``model.manual_buffer_registration()``, called after the first step. Otherwise the end
             of that step registers.

@@ -15,14 +15,14 @@ from megatron.fsdp.backends.rendezvous import default_mesh
 from megatron.fsdp.engine.mesh import Mesh
 from megatron.fsdp.engine.policy import MixedPrecisionPolicy, Overlap
 from megatron.fsdp.meta_initialisation import MetaInitialisation
-from megatron.fsdp.optimizer.matrix.owners import several
 from megatron.fsdp.optimizer.sharded_optimizer import (
     check_optimizer,
+    several,
     shard_optimizer,
     swap_parameters,
 )
 from megatron.fsdp.problems import Problems
-from megatron.fsdp.quantized.quantized_state import with_whole_blocks
+from megatron.fsdp.quantized.quantized_state import with_fitting_boundaries
 from megatron.fsdp.settings import Gradients, Settings, Strategy, Units, parse_precision
 from megatron.fsdp.sharded_module import ShardedModule
 
@@ -45,24 +45,9 @@ def fully_shard(
 ) -> Any:
     """Shard a model, and its optimizer, over data ranks; the published door is ``megatron_fsdp``.
 
-    Weights, gradients and optimizer state are sharded over the ranks of the inner axis of the mesh;
-    ``Strategy.level`` chooses which of them. At level 3, the default, each rank keeps its shard of
-    the weights only. The weights of a *unit* (one of ``units``, usually a transformer layer) are
-    all-gathered before its forward and before its backward, and freed afterwards. While a unit
-    computes, the next one is prefetched, in the order that the last forward has recorded.
-
-    The parameters of a unit that share dtype, mesh and trainability form a *group*: one flat
-    buffer, which one all-gather fills, and of which the module's own parameters are views. Each
-    rank owns one contiguous shard of it, which ends between rows if that costs little.
-
-    After a unit's backward its gradients are collected in a flat buffer and reduce-scattered
-    (all-reduced at level 0) while the next unit computes, and divided by the number of data ranks.
-    With an outer axis they are reduced over that too, after the last microbatch of a step.
-
-    ``model.parameters()`` yields the *main weights*, which the optimizer updates: DTensors of the
-    full logical shape over this rank's shard. Their gradients are on ``param.grad`` after backward,
-    when hooks that were registered on them are called.
-    The next forward casts and gathers the main weights as they are when it begins.
+    docs/how_it_works.md shows how. ``model.parameters()`` yields the *main weights*, which the
+    optimizer updates: DTensors of the full logical shape over this rank's shard. Their gradients
+    are on ``param.grad`` after backward, when hooks that were registered on them are called.
 
     Args:
         model: any initialised module. Ranks take the weights and buffers of the first data rank.
@@ -118,7 +103,7 @@ def shard_both(
     optimizers = several(problems, optimizer)
     for each in optimizers:
         check_optimizer(problems, each, model, settings)
-    sharded = wrapper(model, with_whole_blocks(settings, optimizers), problems)
+    sharded = wrapper(model, with_fitting_boundaries(settings, optimizers), problems)
     for each in optimizers:
         swap_parameters(each, sharded)
         shard_optimizer(each, sharded.checkpoint_ready)

@@ -44,6 +44,7 @@ class Strategy:
         boundaries: "prefer_rows": a shard boundary may cut inside a row of a parameter where rows
             would cost more than 1 % of padding; the local tensor is then flat. "rows": never. A
             number: nor inside a block of so many elements, for optimizers that quantize state.
+            "prefer_tensors": nowhere, if no parameter of a group has to be cut within that 1 %.
         one_unit: make the whole model one unit.
         fine_grained: make each module that owns parameters a unit, inside named units too.
         ignored: parameters of the model that are not sharded. They stay as they are, on their
@@ -89,10 +90,10 @@ class Strategy:
                 )
         size = self.boundaries
         is_size = isinstance(size, int) and not isinstance(size, bool) and size > 0
-        if not is_size and size not in ("prefer_rows", "rows"):
+        if not is_size and size not in ("prefer_rows", "rows", "prefer_tensors"):
             problems.append(
-                "Strategy.boundaries expects 'prefer_rows', 'rows' or the number of elements of a"
-                f" block but got {size!r}"
+                "Strategy.boundaries expects 'prefer_rows', 'rows', 'prefer_tensors' or the number"
+                f" of elements of a block but got {size!r}"
             )
         raise_problems(problems)
         for name, strategy in parsed.items():

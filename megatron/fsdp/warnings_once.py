@@ -27,10 +27,10 @@ _checked: WeakSet[torch.optim.Optimizer] = WeakSet()
 _is_watching = False
 
 
-def warn(message: str, *args: object) -> None:
-    """Log a warning, on the first rank only."""
+def warn(message: str, *args: object, level: int = logging.WARNING) -> None:
+    """Log a warning, or a message of another level, on the first rank only."""
     if not dist.is_initialized() or dist.get_rank() == 0:
-        _logger.warning(message, *args)
+        _logger.log(level, message, *args)
 
 
 def warn_of_unmatched_units(module: nn.Module, units: Units) -> None:

@@ -37,7 +37,7 @@ WRONG: dict[str, tuple[Any, dict[str, Any], tuple[str, ...]]] = {
         (
             "Strategy.level expects one of no_shard/0",
             "Strategy.outer expects no_shard/0 or optim/1 but got 'optim_grads'",
-            "Strategy.boundaries expects 'prefer_rows', 'rows' or the number of elements of",
+            "Strategy.boundaries expects 'prefer_rows', 'rows', 'prefer_tensors' or the number",
             "Strategy.one_unit expects True or False but got 'no'",
         ),
     ),

@@ -73,8 +73,8 @@ BROKEN_LINES = [
     BrokenLine(
         "layout: parts of a flat range",
         "megatron/fsdp/engine/layout.py",
-        "stop = _clamp(self.stop - number * size, size)",
-        "stop = _clamp(self.stop - number * size - 1, size)",
+        "_clamp(self.stop - at, size)",
+        "_clamp(self.stop - at - 1, size)",
         "tests/fsdp/engine/test_layout.py",
     ),
     BrokenLine(

@@ -34,7 +34,7 @@ class Granularity:
         count: number that stays together; not for whole tensors. Cuts also stay on multiples of
             ``MIN_ALIGNMENT`` elements.
         is_required: satisfy it whatever the padding costs. Otherwise it is a preference: if it
-            exceeds the padding budget, the parameter may be cut between any elements.
+            exceeds the padding budget, whole tensors may be cut between rows, and rows anywhere.
     """
 
     unit: Literal["elements", "rows", "blocks", "tensor"]
@@ -53,6 +53,7 @@ class Granularity:
 ROWS = Granularity("rows")
 WHOLE_TENSOR = Granularity("tensor")
 PREFER_ROWS = Granularity("rows", is_required=False)
+PREFER_TENSORS = Granularity("tensor", is_required=False)
 
 
 @dataclass(frozen=True)
@@ -132,19 +133,14 @@ class FlatRange:
     def parts(self, count: int) -> list[FlatRange]:
         """Return the same elements as ranges of ``count`` equal tensors that make up dim 0."""
         # Example: [3, 10) of a tensor of shape (4, 3), seen as 2 tensors of shape (2, 3), is [3, 6)
-        # of the first and [0, 4) of the second. A tensor outside the range gets [0, 0).
+        # of the first and [0, 4) of the second.
         if count == 1:
             return [self]
         shape = (self.shape[0] // count, *self.shape[1:])
         size = prod(shape)
-        ranges = []
-        for number in range(count):
-            start = _clamp(self.start - number * size, size)
-            stop = _clamp(self.stop - number * size, size)
-            if start == stop:
-                start = stop = 0
-            ranges.append(FlatRange(shape, start, stop, self.by_rows))
-        return ranges
+        firsts = [number * size for number in range(count)]
+        cuts = [(_clamp(self.start - at, size), _clamp(self.stop - at, size)) for at in firsts]
+        return [FlatRange(shape, start, stop, self.by_rows) for start, stop in cuts]
 
     def chunks(self) -> list[Chunk]:
         """Return the at most ``2 * ndim - 1`` chunks of the range, in row-major order."""
@@ -223,6 +219,9 @@ def _plan(
         for shape, granularity in zip(shapes, granularities, strict=True)
     ]
     placement = find_placement(requests, world_size)
+    if placement.num_broken and PREFER_TENSORS in granularities:
+        rows = [PREFER_ROWS if each == PREFER_TENSORS else each for each in granularities]
+        return _plan(shapes, world_size, tuple(rows))
     starts = dict(placement.starts)
     # Parameters without elements lie behind all others.
     end = max((start + prod(shapes[index]) for index, start in placement.starts), default=0)

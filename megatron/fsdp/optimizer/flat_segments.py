@@ -36,6 +36,7 @@ from megatron.fsdp.dtensor.sharded_param import (
     sharded_param_of,
 )
 from megatron.fsdp.engine.param_group import ParamGroup
+from megatron.fsdp.engine.tensor_parallel import local_tensor
 from megatron.fsdp.optimizer.host.host_state import flat_moment, is_expanded
 from megatron.fsdp.optimizer.optimizer_state import Setting, Slots, parameters_of
 
@@ -97,7 +98,7 @@ class Segment:
         if not all(isinstance(gradient, ShardedGradient) for gradient in gradients):
             return False
         places = set()
-        for member, shard in zip(self.members, map(_local, gradients)):
+        for member, shard in zip(self.members, map(local_tensor, gradients)):
             if shard.dtype != self.weight.dtype or not shard.is_contiguous():
                 return False
             if not member.is_empty:
@@ -111,7 +112,7 @@ class Segment:
         """Set ``weight.grad`` to the flat gradient, given the gradient of the first member."""
         # It is made anew for every step, because it would keep storage in use.
         size = self.weight.shape
-        self.weight.grad = _local(gradient).as_strided(size, (1,), self.grad_offset)
+        self.weight.grad = local_tensor(gradient).as_strided(size, (1,), self.grad_offset)
 
 
 class Counters:
@@ -205,9 +206,9 @@ class Segments:
         slots = optimizer.state.values()
         return (
             self._settings == _settings_of(optimizer)
-            and _are_same(self.parameters, parameters_of(optimizer))
-            and _are_same(self._slots, slots)
-            and _are_same(self._slot_values, chain.from_iterable(map(_values, slots)))
+            and are_same(self.parameters, parameters_of(optimizer))
+            and are_same(self._slots, slots)
+            and are_same(self._slot_values, chain.from_iterable(map(_values, slots)))
         )
 
     def _divide(self, run: Run) -> Iterator[Segment]:
@@ -232,7 +233,7 @@ def _settings_of(optimizer: torch.optim.Optimizer) -> list[tuple[int, bool, bool
     ]
 
 
-def _are_same(known: Sequence[object], now: Iterable[object]) -> bool:
+def are_same(known: Sequence[object], now: Iterable[object]) -> bool:
     """Return True if both have the same objects in the same order."""
     found = list(now)
     return len(known) == len(found) and all(map(is_, known, found))
@@ -247,13 +248,13 @@ def _shard_range(group: ParamGroup, index: int) -> tuple[int, int]:
 
 def _can_be_flat(member: Member, group: Setting) -> bool:
     """Return True if a parameter and its state can be updated as a part of a flat tensor."""
-    weight = _local(member.sharded_param.parameter)
+    weight = local_tensor(member.sharded_param.parameter)
     is_partial = _needs_blocks(group, weight.dtype) and weight.numel() % BLOCK
     if is_partial or not weight.is_floating_point():
         return False
     for value in member.slots.values():
         if isinstance(value, DTensor):
-            shard = _local(value)
+            shard = local_tensor(value)
             is_fit = type(shard) is torch.Tensor and (shard.is_contiguous() or is_expanded(shard))
             if not is_fit or shard.shape != weight.shape or shard.device != weight.device:
                 return False
@@ -334,7 +335,7 @@ def _counters(runs: Iterable[Run]) -> list[Counters]:
 
 def _flat_moment(name: str, run: Run, start: int, numel: int) -> torch.Tensor:
     """Make the local tensors of a moment views of one flat tensor, and return it."""
-    places = [(member.start - start, _local(member.slots[name])) for member in run]
+    places = [(member.start - start, local_tensor(member.slots[name])) for member in run]
     flat = flat_moment(run[0].sharded_param.group.memory, places, numel)
     for member, (at, value) in zip(run, places):
         member.slots[name]._local_tensor = flat[at : at + value.numel()].view(value.shape)
@@ -344,10 +345,5 @@ def _flat_moment(name: str, run: Run, start: int, numel: int) -> torch.Tensor:
 def _allocate_alone(member: Member) -> None:
     """Give the new moments of a parameter that is in no segment their memory."""
     for name, value in member.slots.items():
-        if isinstance(value, DTensor) and is_expanded(_local(value)):
+        if isinstance(value, DTensor) and is_expanded(local_tensor(value)):
             _flat_moment(name, [member], member.start, member.stop - member.start)
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    local: torch.Tensor = tensor._local_tensor  # type: ignore[attr-defined]  # of a DTensor
-    return local

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import chain
@@ -22,7 +23,7 @@ from megatron.fsdp.gradient_sync import clear_gradient_shard
 from megatron.fsdp.optimizer.flat_update import FlatUpdate
 from megatron.fsdp.optimizer.host.block_update import refuse_state_in_files
 from megatron.fsdp.optimizer.matrix.owner_update import OwnerUpdate, owner_update
-from megatron.fsdp.optimizer.matrix.owners import GATHERS, refuse_vectors
+from megatron.fsdp.optimizer.matrix.owners import refuse_vectors
 from megatron.fsdp.optimizer.optimizer_state import (
     NamedGroup,
     OptimizerClass,
@@ -84,7 +85,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 loss = super().step(*closures)
             self._fsdp_must_tell = False
             if gathered:
-                warn(GATHERS, _user_class(self).__name__, len(gathered), sum(gathered) / 1e6)
+                warn(
+                    f"{_user_class(self).__name__} gathers {len(gathered)} whole tensors in each"
+                    f" step, {sum(gathered) / 1e6:.1f} MB altogether and one after the other: its"
+                    " update needs more of a parameter than the part that a rank has"
+                )
         for model in self._fsdp_models:
             model.install_optimized_model_weights(
                 only_shared=not install_optimized_model_weights, only_trainable=True
@@ -170,7 +175,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if key in sharded_params:
                 state[key] = shard_slots(sharded_params[key], slots, names)
         self._refuse_local_state(sharded_params, state)
-        if self._fsdp_flat is not None:
+        if isinstance(self._fsdp_flat, FlatUpdate):
             self._fsdp_flat.forget()
         super().load_state_dict({**state_dict, "param_groups": groups, "state": state})
         self._make_missing_state()  # the saved optimizer may not have stepped yet
@@ -309,6 +314,20 @@ def swap_parameters(optimizer: torch.optim.Optimizer, model: ShardedModule) -> N
 
 
 # ---- checks
+
+
+def several(problems: Problems, given: Any) -> list[Any]:
+    """Return a list of what may be one optimizer or several, and check that these share nothing."""
+    optimizers = [*given] if isinstance(given, list | tuple) else [given]
+    known = [each for each in optimizers if isinstance(each, torch.optim.Optimizer)]
+    counts = Counter(chain.from_iterable(set(parameters_of(each)) for each in known))
+    shared = [str(tuple(parameter.shape)) for parameter, count in counts.items() if count > 1]
+    if shared:
+        problems.add(
+            f"{len(shared)} parameters are in more than one optimizer, of the shapes"
+            f" {', '.join(shared)}: give each of them to one"
+        )
+    return optimizers
 
 
 def check_optimizer(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import replace
 from math import lcm, prod
 from typing import Any
@@ -22,6 +22,7 @@ from megatron.fsdp.engine.layout import row_size
 from megatron.fsdp.engine.planner import cuts_are_aligned
 from megatron.fsdp.engine.tensor_parallel import local_tensor
 from megatron.fsdp.optimizer.flat_update import run_step
+from megatron.fsdp.optimizer.matrix.owners import matrix_class
 from megatron.fsdp.optimizer.optimizer_state import OptimizerClass, Setting, Slots, parameters_of
 from megatron.fsdp.settings import Settings
 
@@ -33,15 +34,16 @@ def quantizes_state(kind: type) -> bool:
     return hasattr(kind, "_subclass_zeros")
 
 
-def with_whole_blocks(settings: Settings, optimizers: Iterable[Any]) -> Settings:
-    """Return settings with which no shard boundary cuts a block of these optimizers."""
-    given = settings.strategy.boundaries
+def with_fitting_boundaries(settings: Settings, optimizers: Sequence[Any]) -> Settings:
+    """Return settings whose shard boundaries cut no block, and if it costs little no matrix."""
+    boundaries = settings.strategy.boundaries
     sizes = [each.block_size for each in optimizers if quantizes_state(type(each))]
     sizes = [size for size in sizes if isinstance(size, int)]  # otherwise it quantizes nothing
-    if not sizes:
-        return settings
-    size = lcm(*sizes, given if isinstance(given, int) else 1)
-    return replace(settings, strategy=replace(settings.strategy, boundaries=size))
+    if sizes:
+        boundaries = lcm(*sizes, boundaries if isinstance(boundaries, int) else 1)
+    elif boundaries == "prefer_rows" and any(matrix_class(type(each)) for each in optimizers):
+        boundaries = "prefer_tensors"
+    return replace(settings, strategy=replace(settings.strategy, boundaries=boundaries))
 
 
 class LocalUpdate:
@@ -96,9 +98,6 @@ class LocalUpdate:
                     else:
                         first.copy_(local)
                 optimizer.state[parameter] = slots
-
-    def forget(self) -> None:
-        """Let go of nothing: each step reads the state of the optimizer."""
 
     def _first_state(self, optimizer: Any, group: Setting, own: ShardedParam) -> Slots:
         local = local_tensor(own.parameter).detach()

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from megatron.fsdp.dtensor.tensor_part import get_mcore_tensor_parallel_partition_dim
-from megatron.fsdp.engine.layout import PREFER_ROWS, ROWS, Granularity
+from megatron.fsdp.engine.layout import PREFER_ROWS, PREFER_TENSORS, ROWS, Granularity
 from megatron.fsdp.engine.mesh import Axes
 from megatron.fsdp.engine.param_group import ParamGroup, StoredForm
 from megatron.fsdp.engine.policy import Precision, ShardingStrategy
@@ -53,6 +53,9 @@ def form_of(parameter: nn.Parameter) -> FormKey:
     return FormKey(StoredForm, None, parameter.dtype)
 
 
+_BY_NAME = {"rows": ROWS, "prefer_rows": PREFER_ROWS, "prefer_tensors": PREFER_TENSORS}
+
+
 def make_form(
     key: FormKey,
     named: dict[str, nn.Parameter],
@@ -82,7 +85,7 @@ def make_form(
     if key.form is StoredForm:
         if isinstance(boundaries, int):
             return StoredForm(Granularity("blocks", boundaries))
-        return StoredForm(ROWS if boundaries == "rows" else PREFER_ROWS)
+        return StoredForm(_BY_NAME[boundaries])
     if key.form is TransformerEngineForm:
         group = axes.data_group if shards_outer else axes.inner.get_group()
         if group is None:

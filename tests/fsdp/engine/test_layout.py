@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from megatron.fsdp.engine import layout as layout_module
 from megatron.fsdp.engine.layout import (
     PREFER_ROWS,
+    PREFER_TENSORS,
     ROWS,
     WHOLE_TENSOR,
     FlatRange,
@@ -253,6 +254,19 @@ def test_a_whole_tensor_has_one_owner_and_others_fill_what_it_leaves() -> None:
         (0, 64),
         (64, 64),
     ]
+
+
+@pytest.mark.parametrize("num_equal", range(1, 13))
+def test_tensors_are_whole_where_that_costs_little_and_else_cut_between_rows(
+    num_equal: int,
+) -> None:
+    shapes = [(64, 48)] * num_equal + [(48,)]
+    layout = plan(shapes, 4, PREFER_TENSORS)
+    owned = [layout.owned(index, rank) for index, rank in product(range(num_equal), range(4))]
+    are_whole = {each.numel for each in owned} == {0, 64 * 48}
+    assert are_whole == (num_equal % 4 == 0)
+    if not are_whole:
+        assert layout == plan(shapes, 4, PREFER_ROWS)
 
 
 def test_blocks_of_rows_are_cut_between_blocks() -> None:

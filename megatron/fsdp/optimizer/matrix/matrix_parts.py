@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
+from math import prod
 
 import torch
 import torch.distributed as dist
@@ -27,27 +28,6 @@ from megatron.fsdp.engine.collectives import agree
 from megatron.fsdp.engine.layout import FlatRange, row_size
 from megatron.fsdp.engine.mesh import Axes
 from megatron.fsdp.optimizer.matrix.exchange import Exchange
-
-
-class OwnerRanks:
-    """The ranks among which the matrices of one mesh have owners."""
-
-    def __init__(self, axes: Axes):
-        self.mesh = axes.dtensor_mesh(outer_is_sharded=True)
-        num_slices = 1 if axes.tensor is None else axes.tensor.size()
-        is_known = num_slices == 1 and axes.data_group is not None
-        group = axes.data_group if is_known else dist.group.WORLD
-        assert group is not None
-        self.group: dist.ProcessGroup = group
-        if self.mesh.device_type == "cuda":
-            # NCCL connects a group when all of its ranks first use it; in a round some have nothing
-            # to send.
-            agree([], [group])
-        grid = self.mesh.mesh.reshape(num_slices, axes.inner.size(), -1)
-        numbers = dist.get_process_group_ranks(self.group)
-        coordinates = product(*map(range, grid.shape))  # tensor, inner, outer
-        self.members = {numbers.index(int(grid[at])): at for at in coordinates}  # by rank in group
-        self.rank = dist.get_rank(self.group)
 
 
 @dataclass(frozen=True)
@@ -78,6 +58,48 @@ class MatrixPart:
             start += height * width
 
 
+class OwnerRanks:
+    """The ranks among which the matrices of one mesh have owners."""
+
+    def __init__(self, axes: Axes):
+        self.mesh = axes.dtensor_mesh(outer_is_sharded=True)
+        num_slices = 1 if axes.tensor is None else axes.tensor.size()
+        is_known = num_slices == 1 and axes.data_group is not None
+        group = axes.data_group if is_known else dist.group.WORLD
+        assert group is not None
+        self.group: dist.ProcessGroup = group
+        if self.mesh.device_type == "cuda":
+            # NCCL connects a group when all of its ranks first use it; in a round some have nothing
+            # to send.
+            agree([], [group])
+        grid = self.mesh.mesh.reshape(num_slices, axes.inner.size(), -1)
+        numbers = dist.get_process_group_ranks(self.group)
+        coordinates = product(*map(range, grid.shape))  # tensor, inner, outer
+        self.members = {numbers.index(int(grid[at])): at for at in coordinates}  # by rank in group
+        self.rank = dist.get_rank(self.group)
+
+    def parts(self, sharded_param: ShardedParam) -> Iterator[MatrixPart]:
+        """Yield the part of a matrix that each rank has."""
+        group, own = sharded_param.group, sharded_param.slice
+        partition = group.partition
+        for rank, (tensor, inner, outer) in self.members.items():
+            number = inner % partition.num_inner * partition.num_outer + outer % partition.num_outer
+            owned = group.layout.owned(sharded_param.index, number)
+            # Coordinates along the axes that do not divide the matrix.
+            replica = (
+                tensor if own.dim is None else 0,
+                inner if partition.num_inner == 1 else 0,
+                outer if partition.num_outer == 1 else 0,
+            )
+            start = 0 if own.dim is None else tensor * owned.shape[own.dim]
+            yield MatrixPart(rank, replica, own._replace(start=start), owned)
+
+    def with_all(self, sharded_param: ShardedParam) -> list[int]:
+        """List the ranks that have all of a matrix."""
+        numel = prod(sharded_param.slice.shape)
+        return [part.rank for part in self.parts(sharded_param) if part.range.numel == numel]
+
+
 class Matrix:
     """A parameter that is a matrix, and the rank that updates all of it."""
 
@@ -85,12 +107,11 @@ class Matrix:
         self.sharded_param, self.ranks, self.owner = sharded_param, ranks, owner
         self.shape = sharded_param.slice.shape
         self.is_own = ranks.rank == owner
-        parts = {part.rank: part for part in self._parts()}
+        parts = {part.rank: part for part in ranks.parts(sharded_param)}
         self._part = parts[ranks.rank]
         filled = [part for part in parts.values() if part.range.numel]
         self._sources = [part for part in filled if part.replica == parts[owner].replica]
         self._others = [part for part in filled if part.rank != owner]
-        self._is_source = self._part in self._sources
         self.has_own_replica = [part.rank for part in self._sources] == [owner]
 
     @property
@@ -112,21 +133,6 @@ class Matrix:
         assert gradient is not None  # checked by the caller
         return self.sharded_param.local_shard(gradient)  # the user has replaced it
 
-    def _parts(self) -> Iterator[MatrixPart]:
-        group, own = self.sharded_param.group, self.sharded_param.slice
-        partition, index = group.partition, self.sharded_param.index
-        for rank, (tensor, inner, outer) in self.ranks.members.items():
-            number = inner % partition.num_inner * partition.num_outer + outer % partition.num_outer
-            owned = group.layout.owned(index, number)
-            # Coordinates along the axes that do not divide the matrix.
-            replica = (
-                tensor if own.dim is None else 0,
-                inner if partition.num_inner == 1 else 0,
-                outer if partition.num_outer == 1 else 0,
-            )
-            start = 0 if own.dim is None else tensor * owned.shape[own.dim]
-            yield MatrixPart(rank, replica, own._replace(start=start), owned)
-
     def collect(self, local: torch.Tensor, exchange: Exchange) -> torch.Tensor | None:
         """Send the owner a tensor of which this rank has ``local``; return all of it there.
 
@@ -134,7 +140,7 @@ class Matrix:
         """
         local = local.contiguous()
         if not self.is_own:
-            if self._is_source:
+            if self._part in self._sources:
                 exchange.send(local, self.owner)
             return None
         if self.has_own_replica:

@@ -17,8 +17,8 @@ from __future__ import annotations
 import inspect
 from ast import literal_eval
 from collections import defaultdict
-from operator import attrgetter, is_
-from typing import Any, NamedTuple
+from operator import attrgetter
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -29,14 +29,14 @@ from megatron.fsdp.engine.collectives import agree
 from megatron.fsdp.engine.device import Pending
 from megatron.fsdp.engine.tensor_parallel import has_uneven_slices
 from megatron.fsdp.engine.unit_choice import is_expert_parameter
-from megatron.fsdp.optimizer.flat_segments import State
+from megatron.fsdp.optimizer.flat_segments import State, are_same
 from megatron.fsdp.optimizer.flat_update import run_step
 from megatron.fsdp.optimizer.matrix.exchange import Exchange
 from megatron.fsdp.optimizer.matrix.matrix_parts import Matrix, OwnerRanks
 from megatron.fsdp.optimizer.matrix.owners import (
     NEWTON_SCHULZ_STEPS,
     UpdateCost,
-    assign,
+    choose_owners,
     cost_of,
     first_entries,
     matrix_class,
@@ -45,14 +45,7 @@ from megatron.fsdp.optimizer.optimizer_state import OptimizerClass, Setting, Slo
 from megatron.fsdp.sharded_module import ShardedModule, owner_of
 
 Round = list[Matrix]
-
-
-class Owned(NamedTuple):
-    """A matrix of a round that this rank owns, with all of its weight and gradient."""
-
-    matrix: Matrix
-    weight: torch.Tensor
-    gradient: torch.Tensor
+Owned = tuple[Matrix, torch.Tensor, torch.Tensor]  # with its weight and gradient, all of them
 
 
 class OwnerUpdate:
@@ -126,9 +119,10 @@ class OwnerUpdate:
         for (model, is_expert), sharded_params in found.items():
             ranks = OwnerRanks(model._mesh.axes(is_expert))
             costs = [self._cost(optimizer, each) for each in sharded_params]
+            able = [ranks.with_all(each) for each in sharded_params]
             self._rounds += [
                 [Matrix(sharded_params[index], ranks, owner) for index, owner in pairs]
-                for pairs in assign(costs, list(ranks.members))
+                for pairs in choose_owners(costs, able, [*ranks.members])
             ]
 
     def _cost(self, optimizer: torch.optim.Optimizer, sharded_param: ShardedParam) -> UpdateCost:
@@ -143,9 +137,7 @@ class OwnerUpdate:
     def prepare(self, optimizer: torch.optim.Optimizer) -> None:
         """Assign owners where the parameters have changed, and give the state to the owners."""
         parameters = parameters_of(optimizer)
-        if len(parameters) != len(self._parameters) or not all(
-            map(is_, parameters, self._parameters)
-        ):
+        if not are_same(self._parameters, parameters):
             self.shard_state(optimizer)  # other matrices change the owners of all
             self._assign_owners(optimizer)
             self._parameters = [*parameters]
@@ -196,9 +188,6 @@ class OwnerUpdate:
             for matrix, name, local in sharded:
                 optimizer.state[matrix.parameter][name] = matrix.sharded_param.over(local)
 
-    def forget(self) -> None:
-        """Do nothing: loaded state is given to the owners, who remain the same."""
-
 
 def owner_update(optimizer: torch.optim.Optimizer, kind: OptimizerClass) -> OwnerUpdate | None:
     """Return the update by owners for a matrix optimizer of the user's class, else None."""
@@ -226,7 +215,7 @@ def _collect(own_round: Round) -> tuple[Pending, Owned | None]:
         weight = matrix.collect(matrix.weight, exchange)
         gradient = matrix.collect(matrix.gradient, exchange)
         if weight is not None and gradient is not None:
-            owned = Owned(matrix, weight, gradient)
+            owned = matrix, weight, gradient
     return exchange.start(), owned
 
 
@@ -234,7 +223,7 @@ def _distribute(own_round: Round, owned: Owned | None) -> Pending:
     """Start to send all ranks the new weights of a round."""
     exchange = Exchange(own_round[0].ranks.group)
     for matrix in own_round:
-        whole = owned.weight if owned is not None and owned.matrix is matrix else None
+        whole = owned[1] if owned is not None and matrix.is_own else None
         matrix.distribute(whole, matrix.weight, exchange)
     return exchange.start()
 

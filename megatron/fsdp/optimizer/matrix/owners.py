@@ -4,20 +4,18 @@
 from __future__ import annotations
 
 import inspect
-from collections import Counter
+import logging
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from itertools import chain
+from operator import neg
 from typing import Any, NamedTuple
 
 import torch
 
 from megatron.fsdp.dtensor.sharded_param import is_linked, sharded_param_of
-from megatron.fsdp.optimizer.optimizer_state import (
-    OptimizerClass,
-    elementwise_class,
-    parameters_of,
-)
-from megatron.fsdp.problems import Problems
+from megatron.fsdp.optimizer.optimizer_state import OptimizerClass, elementwise_class
+from megatron.fsdp.warnings_once import warn
 
 
 def _full_name(kind: type) -> str:
@@ -35,11 +33,7 @@ _KNOWN: dict[str, tuple[str, ...]] = {
 }
 
 NEWTON_SCHULZ_STEPS = 5  # unless the settings of an optimizer say otherwise
-
-GATHERS = (
-    "%s gathers %d whole tensors in each step, %.1f MB altogether and one after the other: its"
-    " update needs more of a parameter than the part that a rank has"
-)
+IMBALANCE = 1.1  # most work of a rank, of that of balanced owners, for which nothing is sent
 
 
 def matrix_class(kind: OptimizerClass) -> OptimizerClass | None:
@@ -67,12 +61,9 @@ def steps_whole_matrices(kind: Any) -> Any:
     Raises:
         ValueError: for what is no optimizer class, or one that is element-wise.
     """
-    if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
-        raise ValueError(
-            f"a matrix optimizer expects a subclass of torch's Optimizer, not {kind!r}"
-        )
-    if elementwise_class(kind) is not None:
-        raise ValueError(f"{kind.__name__} is element-wise: it needs no owners of matrices")
+    is_optimizer = isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
+    if not is_optimizer or elementwise_class(kind) is not None:
+        raise ValueError(f"expects a torch Optimizer that is not element-wise but got {kind!r}")
     _KNOWN[_full_name(kind)] = ()
     return kind
 
@@ -95,20 +86,6 @@ def refuse_vectors(optimizer: torch.optim.Optimizer) -> None:
             f" {', '.join(others)}. Give them to another optimizer, such as AdamW, in"
             " fully_shard(model, [optimizer, other])"
         )
-
-
-def several(problems: Problems, given: Any) -> list[Any]:
-    """Return a list of what may be one optimizer or several, and check that these share nothing."""
-    optimizers = [*given] if isinstance(given, list | tuple) else [given]
-    known = [each for each in optimizers if isinstance(each, torch.optim.Optimizer)]
-    counts = Counter(chain.from_iterable(set(parameters_of(each)) for each in known))
-    shared = [str(tuple(parameter.shape)) for parameter, count in counts.items() if count > 1]
-    if shared:
-        problems.add(
-            f"{len(shared)} parameters are in more than one optimizer, of the shapes"
-            f" {', '.join(shared)}: give each of them to one"
-        )
-    return optimizers
 
 
 # ---- assignment
@@ -136,18 +113,47 @@ def cost_of(shape: Sequence[int], itemsize: int, steps: int = NEWTON_SCHULZ_STEP
 #     rank          0  1  2 | 1  2  0 | 0        in all: 13, 13, 12
 
 
-def assign(costs: Sequence[UpdateCost], ranks: Sequence[int]) -> list[list[tuple[int, int]]]:
-    """Return the rounds: pairs of the index of a matrix and the rank that owns it."""
-    order = sorted(range(len(costs)), key=lambda index: (*(-each for each in costs[index]), index))
-    loads = dict.fromkeys(ranks, UpdateCost(0, 0))
-    rounds = []
-    for start in range(0, len(order), len(ranks)):
-        free = set(ranks)
-        pairs = []
-        for index in order[start : start + len(ranks)]:
-            owner = min(free, key=lambda rank: (loads[rank], rank))
-            free.remove(owner)
-            loads[owner] = UpdateCost(*map(sum, zip(loads[owner], costs[index])))
-            pairs.append((index, owner))
-        rounds.append(pairs)
+Rounds = list[list[tuple[int, int]]]  # pairs of the index of a matrix and the rank that owns it
+
+
+def choose_owners(
+    costs: Sequence[UpdateCost], able: Sequence[Sequence[int]], ranks: Sequence[int]
+) -> Rounds:
+    """Return the rounds, given the ranks that have all of each matrix, if there are any."""
+    balanced = assign(costs, [ranks] * len(costs))
+    rounds = assign(costs, [own or ranks for own in able])
+    if _most_work(costs, rounds) > IMBALANCE * _most_work(costs, balanced):
+        rounds = balanced
+    pairs = chain.from_iterable(rounds)
+    sent = [costs[index].num_bytes for index, owner in pairs if owner not in able[index]]
+    most = _most_work(costs, rounds) * len(ranks) / max(sum(cost.flops for cost in costs), 1)
+    warn(
+        f"{len(sent)} of {len(costs)} matrices are put together on their owners in each step,"
+        f" {sum(sent) / 1e6:.1f} MB; the owner with the most to do has {most:.2f} times the mean",
+        level=logging.INFO,
+    )
     return rounds
+
+
+def assign(costs: Sequence[UpdateCost], able: Sequence[Sequence[int]]) -> Rounds:
+    """Return the rounds, in which each matrix is owned by one of the ranks that are ``able`` to."""
+    waiting = sorted(range(len(costs)), key=lambda each: (*map(neg, costs[each]), each))
+    loads: dict[int, UpdateCost] = defaultdict(lambda: UpdateCost(0, 0))
+    rounds = []
+    while waiting:
+        owners: dict[int, int] = {}  # of this round, by matrix
+        for index in waiting:
+            if free := set(able[index]).difference(owners.values()):
+                owner = owners[index] = min(free, key=lambda rank: (loads[rank], rank))
+                loads[owner] = UpdateCost(*map(sum, zip(loads[owner], costs[index])))
+        waiting = [index for index in waiting if index not in owners]
+        rounds.append([*owners.items()])
+    return rounds
+
+
+def _most_work(costs: Sequence[UpdateCost], rounds: Rounds) -> int:
+    """Return the operations of the owner that has the most to do."""
+    work: Counter[int] = Counter()
+    for index, owner in chain.from_iterable(rounds):
+        work[owner] += costs[index].flops
+    return max(work.values(), default=0)

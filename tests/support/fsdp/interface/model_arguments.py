@@ -212,6 +212,9 @@ def shows_granularity(make: Make) -> None:
         assert weight.to_local().ndim == (2 if wanted == "rows" else 1)
     (weight,) = make(nn.Linear(1001, 3, bias=False), granularity=3003).parameters()
     assert weight.to_local().numel() in (0, 3003)
+    pair = nn.Sequential(nn.Linear(48, 30, bias=False), nn.Linear(30, 48, bias=False))
+    model = make(pair, granularity="prefer_tensors", disable_bucketing=True)
+    assert all(each.to_local().numel() in (0, 1440) for each in model.parameters())
     message = message_of(ValueError, make, build_stack(), granularity="columns")
     assert "granularity" in message and "'columns'" in message
 
