@@ -81,8 +81,8 @@ class FileMemory(HostMemory):
 
     def release(self, tensor: torch.Tensor) -> None:
         """Give the pages of ``tensor`` back; its values stay in the file."""
+        # Copies of pages that are not pinned are over when CUDA's call returns.
         if self.has(tensor):  # other memory would lose its values
-            self.wait()
             _advise(tensor, mmap.MADV_DONTNEED)
 
 
