@@ -180,7 +180,7 @@ class OwnerUpdate:
                     value = slots[name]
                     if matrix.is_with_owner(value) and tuple(value.shape) == matrix.shape:
                         local = torch.empty_like(matrix.weight, dtype=value.dtype)
-                        whole = value._local_tensor if matrix.is_own else None
+                        whole = value._local_tensor.contiguous() if matrix.is_own else None
                         matrix.distribute(whole, local, exchange)
                         sharded.append((matrix, name, local))
             if sharded:

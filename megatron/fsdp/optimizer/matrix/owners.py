@@ -22,13 +22,14 @@ def _full_name(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-_ORTHOGONALIZED = "emerging_optimizers.orthogonalized_optimizers.orthogonalized_optimizer."
+_ORTHOGONALIZED = "emerging_optimizers.orthogonalized_optimizers."
 
 # Classes whose `step` updates one matrix after the other, and the entries of state, like the
 # parameter, that it creates as zeros. Without entries, the first step creates the state.
 _KNOWN: dict[str, tuple[str, ...]] = {
     _full_name(torch.optim.Muon): ("momentum_buffer",),
-    _ORTHOGONALIZED + "OrthogonalizedOptimizer": ("momentum_buffer",),
+    _ORTHOGONALIZED + "orthogonalized_optimizer.OrthogonalizedOptimizer": ("momentum_buffer",),
+    _ORTHOGONALIZED + "adaptive_muon.AdaptiveMuon": (),
     "emerging_optimizers.soap.soap.SOAP": (),
 }
 
