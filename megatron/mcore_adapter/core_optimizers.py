@@ -4,22 +4,36 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import weakref
-from itertools import chain
+from copy import copy
+from functools import partial
+from itertools import chain, filterfalse
+from operator import attrgetter
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.optimizer import DistributedOptimizer, MegatronOptimizer
+from megatron.core.optimizer import (
+    DistributedOptimizer,
+    MegatronOptimizer,
+    OptimizerConfig,
+    get_megatron_optimizer,
+)
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.utils import get_model_config
 from torch import nn
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
 
+from megatron.fsdp.dtensor.sharded_param import sharded_param_of
+from megatron.fsdp.optimizer.matrix.owner_update import OwnerUpdate
 from megatron.fsdp.optimizer.optimizer_state import initial_state
 from megatron.fsdp.sharded_module import ShardedModule, is_owned, owner_of
+from megatron.mcore_adapter.fused_gradients import set_attributes
 
 # ---- state before the first step
 
@@ -32,14 +46,16 @@ def make_optimizer_state(optimizer: MegatronOptimizer) -> None:
     """
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         inner = getattr(part, "optimizer", None)
+        inner = inner.adam if isinstance(inner, MuonAndAdam) else inner
         if inner is None:
             continue
-        if type(inner).__module__.split(".")[0] == "torch":
+        package = type(inner).__module__.split(".")[0]
+        if package == "torch":
             _fill_state(inner)
             continue
         # Fused optimizers (Transformer Engine's and Apex's) create their own, with steps by group.
         part.init_state_fn(inner, part.config)
-        for group in inner.param_groups:
+        for group in inner.param_groups if package != "megatron" else ():  # Muon counts none
             group.setdefault("step", 0)
 
 
@@ -50,6 +66,133 @@ def _fill_state(optimizer: torch.optim.Optimizer) -> None:
                 optimizer.state[parameter] = initial_state(
                     optimizer, type(optimizer), group, parameter
                 )
+
+
+# ---- Muon
+#
+# Megatron-Core's Muon updates the matrices of layers, and its Adam all else. Each matrix has an
+# owner (see [Note: owners of matrices]), which has all slices of tensor parallelism. In the mode
+# blockwise it orthogonalizes one slice after the other, in both other modes all of the matrix.
+
+
+def build_muon(
+    config: OptimizerConfig, model: list[MegatronModule], **settings: Any
+) -> DistributedOptimizer:
+    """Build Muon and Adam over sharded models, as one optimizer inside of Megatron-Core's.
+
+    Args:
+        config: of Muon and of Adam.
+        model: chunks of this pipeline stage.
+        settings: other arguments of ``get_megatron_optimizer``.
+    """
+    of_adam = copy(config)
+    of_adam.optimizer = "adam"
+    distributed = get_megatron_optimizer(of_adam, model, **settings)
+    adam = distributed.optimizer
+    groups = []
+    for group in adam.param_groups:
+        own = {key: value for key, value in group.items() if key not in adam.defaults}
+        groups.append({**own, "params": list(filter(_is_matrix, group["params"]))})
+        group["params"] = list(filterfalse(_is_matrix, group["params"]))
+    kind, settings_of_muon = _muon_of_owners(), {}
+    for name in inspect.signature(kind).parameters:
+        for field in (name, f"muon_{name.removesuffix('_beta')}"):  # momentum_beta in 0.17
+            if hasattr(config, field):
+                settings_of_muon[name] = getattr(config, field)
+    blockwise = "tp_mode" if "tp_mode" in inspect.signature(kind).parameters else "mode"
+    split = _mark_matrices(model, config.muon_tp_mode == "blockwise")
+    settings_of_muon |= {
+        blockwise: "blockwise",  # to the class, every matrix or slice is a whole one
+        "is_qkv_fn": attrgetter("is_qkv"),
+        "qkv_split_shapes": split,
+    }
+    distributed.optimizer = MuonAndAdam(kind(groups, **settings_of_muon), adam)
+    return distributed
+
+
+def _is_matrix(parameter: nn.Parameter) -> bool:
+    """Return True for a parameter that Megatron-Core gives to Muon."""
+    return parameter.ndim == 2 and not getattr(parameter, "is_embedding_or_output_parameter", False)
+
+
+def _mark_matrices(model: list[MegatronModule], by_slices: bool) -> list[int]:
+    """Mark fused query, key and value, and the slices; return the rows of each of their groups."""
+    config = get_model_config(model[0])
+    query = config.num_attention_heads // config.num_query_groups * config.kv_channels
+    num_queries = 2 if getattr(config, "attention_output_gate", False) else 1
+    split = [query] * num_queries + [config.kv_channels] * 2
+    for chunk in model:
+        for name, parameter in chunk.named_parameters():
+            sharded = sharded_param_of(parameter)
+            shape, dim, compute = sharded.slice.shape, sharded.slice.dim or 0, sharded.compute
+            number = shape[dim] // compute.shape[dim] if by_slices else 1
+            is_qkv = "linear_qkv.weight" in name and shape[0] % sum(split) == 0
+            set_attributes(compute, is_qkv=is_qkv, slices=(number, dim))
+    return split
+
+
+class MuonAndAdam:
+    """Two optimizers in the place of the one inside of DistributedOptimizer."""
+
+    def __init__(self, muon: torch.optim.Optimizer, adam: torch.optim.Optimizer):
+        self.muon, self.adam = muon, adam
+        self._owners = OwnerUpdate(type(muon))
+        self._owners.prepare(muon)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The param groups of both."""
+        return self.muon.param_groups + self.adam.param_groups
+
+    @property
+    def state(self) -> dict[torch.Tensor, dict[str, Any]]:
+        """The state of both, sharded like the parameters until the next step; a collective."""
+        self._owners.shard_state(self.muon)
+        return {**self.muon.state, **self.adam.state}
+
+    def step(self) -> None:
+        """Update all parameters."""
+        self._owners.step(self.muon)
+        self.adam.step()
+
+
+def _muon_of_owners() -> Any:
+    """Return a class of Megatron-Core's Muon that orthogonalizes slices as they are marked."""
+    try:
+        from megatron.core.optimizer.emerging_optimizers import TensorParallelMuon
+    except ImportError:  # before 0.18
+        use_new_names()
+        from megatron.core.optimizer.muon import TensorParallelMuon
+
+    class Muon(TensorParallelMuon):
+        def orthogonalize(self, p: Any, grad: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+            number, dim = p.slices
+            slices = [each.contiguous() for each in grad.chunk(number, dim)]
+            orthogonalize = partial(TensorParallelMuon.orthogonalize, self, p, **kwargs)
+            return torch.cat([*map(orthogonalize, slices)], dim)
+
+    return Muon
+
+
+@functools.cache
+def use_new_names() -> None:
+    """Let Megatron-Core 0.16 call emerging_optimizers from 0.2 on; once a process."""
+    from megatron.core.optimizer import muon
+
+    base = getattr(muon, "OrthogonalizedOptimizer", object)  # not there in newer releases
+    if hasattr(muon, "HAVE_EO_V02") or "nesterov" not in inspect.signature(base).parameters:
+        return
+    orthogonalize = muon.newton_schulz_tp
+
+    class Renamed(base):
+        def __init__(self, *args: Any, use_nesterov: bool, **kwargs: Any):
+            super().__init__(*args, nesterov=use_nesterov, **kwargs)
+
+    def newton_schulz_tp(*args: Any, mode: str, **kwargs: Any) -> torch.Tensor:
+        return orthogonalize(*args, tp_mode=mode, **kwargs)
+
+    muon.TensorParallelMuon.__bases__ = (Renamed,)
+    muon.newton_schulz_tp = newton_schulz_tp
 
 
 # ---- gradient statistics

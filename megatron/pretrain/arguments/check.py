@@ -53,6 +53,8 @@ class Machine:
     """The kernel of --gradient-accumulation-fusion is installed."""
     expert_dispatch: bool
     """The kernels of --moe-token-dispatcher-type flex, package deep_ep, are installed."""
+    emerging_optimizers: bool
+    """The package of --optimizer muon is installed."""
     environment: Mapping[str, str]
     """The environment variables."""
 

@@ -95,6 +95,12 @@ CHANGES: dict[str, dict[str, Any]] = {
     "nccl_ub": named("--use-nccl-ub"),
     # Optimizer.
     "optimizer": {"choices": ("adam", "sgd", "muon", "dist_muon", "lion", "soap", "adaptive_muon")},
+    "muon_momentum": {"default": 0.9},
+    "muon_split_qkv": off("--muon-no-split-qkv"),
+    "muon_scale_mode": {"choices": ("spectral", "unit_rms_norm", "shape_scaling")},
+    "muon_fp32_matmul_prec": {"choices": ("medium", "high", "highest")},
+    "muon_tp_mode": {"choices": ("blockwise", "duplicated", "distributed")},
+    "muon_scalar_optimizer": {"choices": ("adam", "lion")},
     "min_lr": {"default": 0.0},
     "optimizer_offload_fraction": {"default": 1.0},
     "main_grads_dtype": {"type": one_of({word: FLOATS[word] for word in ("fp32", "bf16")})},

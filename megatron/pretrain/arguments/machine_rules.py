@@ -20,6 +20,7 @@ from torch.cuda import device_count
 from megatron.checkpoint.store.stores import is_staged
 from megatron.mcore_adapter.captured_iterations import captures_iterations
 from megatron.pretrain.arguments.check import Check
+from megatron.pretrain.arguments.not_built import MUON
 
 PLAIN_LAYERS = {
     "transformer_impl": "local",
@@ -94,6 +95,7 @@ def fit_to_machine(check: Check) -> None:
     args, machine = check.args, check.machine
     check_graphs(check)
     check_offload(check)
+    check_muon(check)
     if args.use_flash_attn:
         asked_other = (
             check.changed("attention_backend") and args.attention_backend is not AttnBackend.flash
@@ -173,6 +175,34 @@ def check_offload(check: Check) -> None:
         "--optimizer-cpu-offload clips and updates on the host by torch, but Megatron-Core takes"
         " kernels of Transformer Engine or Apex where these are installed: leave it out",
     )
+
+
+def check_muon(check: Check) -> None:
+    """Check what --optimizer muon needs, with Megatron-Core's own data parallelism too."""
+    args, name = check.args, f"--optimizer {check.args.optimizer}"
+    if args.optimizer not in MUON:
+        return
+    check.require(
+        check.machine.emerging_optimizers,
+        f"{name} needs the package emerging_optimizers, for Python 3.12 or newer: pip install"
+        " emerging-optimizers",
+    )
+    check.require(not args.fp16, f"{name} does not go with --fp16 in Megatron-Core: use --bf16")
+    check.require(
+        not args.optimizer_cpu_offload,
+        f"{name} does not go with --optimizer-cpu-offload, which is for adam",
+    )
+    if args.use_megatron_fsdp:
+        return
+    check.require(
+        args.optimizer == "muon",
+        f"{name} needs --use-megatron-fsdp: Megatron-Core's layer-wise optimizer is not built in",
+    )
+    for dest in ("use_distributed_optimizer", "dump_param_to_param_group_map"):
+        check.require(
+            not getattr(args, dest),
+            f"{check.flag(dest)} does not go with {name} in Megatron-Core: leave it out",
+        )
 
 
 def replace(check: Check, cause: str, values: dict[str, Any]) -> None:

@@ -76,8 +76,8 @@ REFUSED: dict[str, str] = {
     "needs fused kernels that this program has not been run with": """use_kitchen* kitchen_*
         *_glu_interleave_size preserve_fp32_weights use_grouped_gemm_for_*
         moe_use_legacy_grouped_gemm""",
-    "belongs to optimizers that are not built yet; use adam or sgd": """muon_* adaptive_muon_*
-        lion_* soap_* use_layer_wise_distributed_optimizer qk_clip*""",
+    "belongs to optimizers that are not built yet; use adam, muon or sgd": """adaptive_muon_* lion_*
+        soap_* use_layer_wise_distributed_optimizer qk_clip*""",
     "is for inference; this program trains": """flash_decode batch_invariant_mode inference_*
         symmetric_ar_type use_inference_optimized_layers mlp_chunks_for_prefill cache_mla_latents
         nccl_all_reduce_for_prefill moe_pad_experts_for_cuda_graph_inference""",
@@ -116,8 +116,9 @@ NOT_BUILT_VALUES: dict[str, dict[Any, str]] = {
         ("local", "in_memory"), "not built; use --async-save, or global"
     ),
     "optimizer": dict.fromkeys(
-        ("muon", "dist_muon", "lion", "soap", "adaptive_muon"), "not built yet; use adam or sgd"
+        ("lion", "soap", "adaptive_muon"), "not built yet; use adam, muon or sgd"
     ),
+    "muon_scalar_optimizer": {"lion": "not built yet; use adam"},
     "position_embedding_type": {
         "yarn": "not built yet; use rope",
         "mrope": "is for images and video; use rope",
@@ -183,6 +184,7 @@ class Needs:
 
 
 SHARDED = ("optim", "optim_grads", "optim_grads_params")
+MUON = ("muon", "dist_muon")
 LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss", "quantile_balancing")
 
 NEEDS: tuple[Needs, ...] = (
@@ -345,7 +347,12 @@ NEEDS: tuple[Needs, ...] = (
     Needs("decoupled_min_lr", "decoupled_lr"),
     Needs("lr_wsd_decay_*", "lr_decay_style", ("WSD",)),
     Needs("sgd_momentum", "optimizer", ("sgd",)),
-    Needs("adam_beta1 adam_beta2 adam_eps decoupled_weight_decay", "optimizer", ("adam",)),
+    Needs("muon_*", "optimizer", MUON),
+    Needs(
+        "adam_beta1 adam_beta2 adam_eps decoupled_weight_decay",
+        "optimizer",
+        ("adam", *MUON),
+    ),
     Needs("dry_run_ranks", "dry_run"),
     Needs("manual_gc_interval", "manual_gc"),
     Needs("profile_* use_pytorch_profiler", "profile"),

@@ -144,6 +144,7 @@ def parse_arguments(
     transformer_engine: bool,
     fused_weight_gradient: bool | None = None,
     expert_dispatch: bool | None = None,
+    emerging_optimizers: bool | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> tuple[argparse.Namespace, list[str]]:
     """Parse, complete and check the command line of a run.
@@ -157,6 +158,7 @@ def parse_arguments(
             look for it.
         expert_dispatch: the kernels of --moe-token-dispatcher-type flex are installed; None to look
             for them.
+        emerging_optimizers: this package is installed; None to look for it.
         environment: the environment variables; None for `os.environ`.
 
     Returns:
@@ -175,9 +177,17 @@ def parse_arguments(
         fused_weight_gradient = has_package("fused_weight_gradient_mlp_cuda")
     if expert_dispatch is None:
         expert_dispatch = cuda and has_package("deep_ep")
+    if emerging_optimizers is None:
+        emerging_optimizers = has_package("emerging_optimizers")
     environment = os.environ if environment is None else environment
     machine = Machine(
-        world_size, cuda, transformer_engine, fused_weight_gradient, expert_dispatch, environment
+        world_size,
+        cuda,
+        transformer_engine,
+        fused_weight_gradient,
+        expert_dispatch,
+        emerging_optimizers,
+        environment,
     )
     check = Check(args, given, names, defaults, machine, problems)
     apply_rules(check)

@@ -18,8 +18,13 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_model_config
 
-from megatron.mcore_adapter.core_optimizers import make_optimizer_state
+from megatron.mcore_adapter.core_optimizers import (
+    build_muon,
+    make_optimizer_state,
+    use_new_names,
+)
 from megatron.pretrain.arguments.configs import optimizer_config
+from megatron.pretrain.arguments.not_built import MUON
 
 
 def build_optimizer(
@@ -27,13 +32,20 @@ def build_optimizer(
 ) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
     """Build Megatron-Core's optimizer over the model chunks, and the schedule of its rates."""
     config = optimizer_config(args)
-    optimizer = get_megatron_optimizer(
-        config,
-        model,
-        config_overrides=overrides_of(config, get_model_config(model[0])),
-        use_gloo_process_groups=args.enable_gloo_process_groups,
-        dump_param_to_param_group_map=args.dump_param_to_param_group_map,
-    )
+    settings: dict[str, Any] = {
+        "config_overrides": overrides_of(config, get_model_config(model[0])),
+        "use_gloo_process_groups": args.enable_gloo_process_groups,
+    }
+    if args.optimizer not in MUON:
+        settings["dump_param_to_param_group_map"] = args.dump_param_to_param_group_map
+        optimizer = get_megatron_optimizer(config, model, **settings)
+    elif args.use_megatron_fsdp:
+        optimizer = build_muon(config, model, **settings)
+    else:
+        from megatron.core.optimizer.muon import get_megatron_muon_optimizer
+
+        use_new_names()
+        optimizer = get_megatron_muon_optimizer(config, model, **settings)
     make_optimizer_state(optimizer)
     return optimizer, build_scheduler(args, optimizer)
 

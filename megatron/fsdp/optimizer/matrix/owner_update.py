@@ -42,6 +42,7 @@ from megatron.fsdp.optimizer.matrix.owners import (
     matrix_class,
 )
 from megatron.fsdp.optimizer.optimizer_state import OptimizerClass, Setting, Slots, parameters_of
+from megatron.fsdp.quantized.tensor_subclasses import users_attributes
 from megatron.fsdp.sharded_module import ShardedModule, owner_of
 
 Round = list[Matrix]
@@ -89,6 +90,9 @@ class OwnerUpdate:
         """Step on a whole matrix of this rank, whose state may be made or replaced by that."""
         matrix, weight, gradient = owned
         slots = optimizer.state[matrix.parameter]
+        # Optimizers look for marks of the user. All slices of tensor parallelism are in the matrix.
+        marks = users_attributes(matrix.sharded_param.compute)
+        vars(weight).update({**marks, "partition_dim": -1})
         weight.grad = gradient.to(weight.dtype)
         whole = tree_map_only(DTensor, attrgetter("_local_tensor"), slots)
         state: State = defaultdict(dict, {weight: whole})

@@ -37,6 +37,7 @@ def parse(line: str, **machine: object) -> tuple[argparse.Namespace, list[str]]:
         "cuda": False,
         "transformer_engine": False,
         "fused_weight_gradient": False,
+        "emerging_optimizers": True,
     } | machine
     settings.setdefault("environment", {})
     return parse_arguments(line.split(), **settings)
