@@ -179,7 +179,7 @@ def use_new_names() -> None:
     """Let Megatron-Core 0.16 call emerging_optimizers from 0.2 on; once a process."""
     from megatron.core.optimizer import muon
 
-    base = getattr(muon, "OrthogonalizedOptimizer", object)  # not there in newer releases
+    base: Any = getattr(muon, "OrthogonalizedOptimizer", object)  # not there in newer releases
     if hasattr(muon, "HAVE_EO_V02") or "nesterov" not in inspect.signature(base).parameters:
         return
     orthogonalize = muon.newton_schulz_tp

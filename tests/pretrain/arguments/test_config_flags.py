@@ -69,6 +69,8 @@ NUMBERS = {
     "adam_beta1": "0.5",
     "adam_beta2": "0.5",
     "sgd_momentum": "0.5",
+    "muon_momentum": "0.5",
+    "muon_extra_scale_factor": "0.2",
     "microbatch_group_size_per_vp_stage": "2",
 }
 
@@ -98,6 +100,7 @@ COMPANIONS = {
     "num_query_groups": "--group-query-attention",
     "overlap_param_gather": "--overlap-grad-reduce --use-distributed-optimizer",
     "sgd_momentum": "--optimizer sgd",
+    **{name: "--optimizer muon" for name in GROUPS["optimizer"] if name.startswith("muon_")},
     "decoupled_min_lr": "--decoupled-lr 0.1",
     "recompute_granularity": "--recompute-method uniform --recompute-num-layers 1",
     "recompute_method": "--recompute-granularity full --recompute-num-layers 1",
@@ -311,7 +314,7 @@ class NewerConfig:
     shields: bool = True
     decks: list[str] = field(default_factory=list)
     renamed: float = field(default=1.0, metadata={"argparse_meta": {"arg_names": ["--other"]}})
-    muon_surprise: int = 0
+    soap_surprise: int = 0
 
 
 def test_a_new_field_is_a_flag_with_type_choices_default_and_help() -> None:
@@ -324,7 +327,7 @@ def test_a_new_field_is_a_flag_with_type_choices_default_and_help() -> None:
     assert flags["shields"].names == ("--no-shields", "--disable-shields")
     assert (flags["decks"].nargs, flags["decks"].default) == ("+", [])
     assert flags["renamed"].names == ("--other",)
-    assert refusal("muon_surprise"), "a pattern covers fields that a feature gets later"
+    assert refusal("soap_surprise"), "a pattern covers fields that a feature gets later"
 
 
 def test_a_flag_that_two_fields_would_bring_is_one_flag() -> None:

@@ -50,6 +50,7 @@ def parse(line: str, gpu: bool = False) -> tuple[argparse.Namespace, list[str]]:
         cuda=gpu,
         transformer_engine=gpu,
         fused_weight_gradient=gpu,
+        emerging_optimizers=True,
         environment={},
     )
 

@@ -91,3 +91,21 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
     (problem,) = problems(MOCK, **started, environment={"LOCAL_WORLD_SIZE": "4"})
     assert "4 ranks on a machine of 2 GPUs" in problem and "--nproc-per-node" in problem
     parse(MOCK, **started, environment={"LOCAL_WORLD_SIZE": "2"})
+
+
+def test_muon_names_its_package_and_what_it_does_not_go_with() -> None:
+    line = f"{MOCK} --optimizer muon"
+    package, precision, *others = problems(
+        f"{line} --fp16 --use-distributed-optimizer --dump-param-to-param-group-map map",
+        emerging_optimizers=False,
+    )
+    assert "pip install emerging-optimizers" in package and "Python 3.12" in package
+    assert "--fp16" in precision
+    assert [text.split()[0] for text in others] == [
+        "--use-distributed-optimizer",
+        "--dump-param-to-param-group-map",
+    ]
+    (offload,) = problems(f"{line} --use-megatron-fsdp --optimizer-cpu-offload")
+    assert "--optimizer-cpu-offload, which is for adam" in offload
+    (layerwise,) = problems(f"{MOCK} --optimizer dist_muon")
+    assert "--optimizer dist_muon needs --use-megatron-fsdp" in layerwise

@@ -13,6 +13,7 @@ from megatron.pretrain.arguments.config_flags import CONFIGS, OF_SOME_RELEASES, 
 from megatron.pretrain.arguments.flags import spelled
 from megatron.pretrain.arguments.not_built import (
     LOSSES,
+    MUON,
     NEEDS,
     NOT_BUILT_VALUES,
     REFUSED,
@@ -21,6 +22,7 @@ from megatron.pretrain.arguments.not_built import (
     refusal,
 )
 from tests.support.pretrain.arguments.command_lines import (
+    DESTINATIONS,
     MOCK,
     REFUSED_HERE,
     SMALL,
@@ -31,7 +33,8 @@ from tests.support.pretrain.arguments.command_lines import (
 
 REFUSED_VALUES: list[tuple[str, object]] = []
 for _dest, _values in NOT_BUILT_VALUES.items():
-    REFUSED_VALUES += [(_dest, value) for value in _values]
+    # Some releases have no such flag.
+    REFUSED_VALUES += [(_dest, value) for value in _values if _dest in DESTINATIONS]
 
 
 FLAGS = {action.dest: action.option_strings[0] for action in build_parser()._actions}
@@ -99,7 +102,7 @@ BESIDE = {
     ("multi_latent_attention", (False,)): "--multi-latent-attention",
     ("init_model_with_meta_device", (False,)): "--init-model-with-meta-device --use-megatron-fsdp",
     ("use_rope_scaling", ()): "--use-megatron-fsdp",
-    ("optimizer", ("adam",)): "--optimizer sgd",
+    ("optimizer", ("adam", *MUON)): "--optimizer sgd",
     ("bias_swiglu_fusion", ()): "--no-bias-swiglu-fusion",
     ("create_attention_mask_in_dataloader", ()): "--no-create-attention-mask-in-dataloader",
     ("fp8_recipe", ("delayed",)): "--fp8-recipe tensorwise",

@@ -236,6 +236,8 @@ DATA_PARALLELISM = (
 
 OPTIMIZER = (
     changes("--optimizer sgd", optimizer__optimizer="sgd"),
+    changes("--optimizer muon", optimizer__optimizer="muon"),
+    refused("--optimizer soap", "not built yet"),
     changes(
         "--lr 0.01",
         base=f"{LINE} --train-iters 20 --lr 0.02",
