@@ -10,6 +10,7 @@ from copy import copy
 from functools import partial
 from itertools import chain, filterfalse
 from operator import attrgetter
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from torch.optim.optimizer import (
 )
 
 from megatron.fsdp.dtensor.sharded_param import sharded_param_of
+from megatron.fsdp.engine.tensor_parallel import local_tensor
 from megatron.fsdp.optimizer.matrix.owner_update import OwnerUpdate
 from megatron.fsdp.optimizer.optimizer_state import initial_state
 from megatron.fsdp.sharded_module import ShardedModule, is_owned, owner_of
@@ -291,6 +293,70 @@ def _refusing_init(original: Any) -> Any:
         original(megatron_optimizer, *args, **kwargs)
 
     return init
+
+
+# ---- the precision-aware optimizer
+#
+# It is Transformer Engine's FusedAdam over the main weights of a sharded model, so it keeps none of
+# its own. Gradients are on `decoupled_grad`, in the dtype in which they accumulate.
+
+
+class _FusedAdamOnShards(torch.optim.Optimizer):
+    """The methods that the class of a FusedAdam over sharded parameters begins with."""
+
+    def initialize_state(self, param: nn.Parameter, store_param_remainders: bool = False) -> None:
+        """Create the moments of a parameter; Megatron-Core passes no second argument."""
+        super().initialize_state(param, False)  # type: ignore[misc]
+
+    def _initialize_state(self, param: nn.Parameter, state_name: str, **settings: Any) -> None:
+        super()._initialize_state(param, state_name, **settings)  # type: ignore[misc]
+        slots = self.state[param]  # it has made a DTensor of equal shards
+        slots[state_name] = sharded_param_of(param).over(local_tensor(slots[state_name]))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return torch's state dict; FusedAdam's has DTensors of equal shards."""
+        return torch.optim.Optimizer.state_dict(self)
+
+
+def gradient_of(parameter: nn.Parameter) -> Any:
+    """Return the gradient that the optimizer of a parameter reads, or None."""
+    decoupled = getattr(parameter, "decoupled_grad", None)
+    return parameter.grad if decoupled is None else decoupled
+
+
+def _with_gradient(parameter: nn.Parameter) -> SimpleNamespace:
+    # Megatron-Core before 0.19 takes norms and zeros of sharded models from `grad`.
+    return SimpleNamespace(**{**vars(parameter), "grad": gradient_of(parameter)})
+
+
+@functools.cache
+def prepare_precision_aware() -> None:
+    """Let precision-aware DistributedOptimizers step sharded models; once a process."""
+    original = DistributedOptimizer.__init__
+
+    @functools.wraps(original)
+    def init(optimizer: DistributedOptimizer, *args: Any, **kwargs: Any) -> None:
+        original(optimizer, *args, **kwargs)
+        inner, config = optimizer.optimizer, optimizer.config
+        if inner is None or not all(map(is_owned, optimizer.get_parameters())):
+            return
+        field = "megatron_fsdp_use_decoupled_grad"
+        is_aware = config.use_precision_aware_optimizer
+        if is_aware != getattr(optimizer.ddp_config, field, False):
+            raise ValueError(
+                f"use_precision_aware_optimizer={is_aware} of OptimizerConfig needs {field}="
+                f"{is_aware} in ddp_config: the optimizer would read gradients where none are"
+            )
+        if is_aware:
+            config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True  # main weights are neither
+            kind, parameters = type(inner), optimizer.get_parameters()
+            body = {"__module__": kind.__module__}
+            inner.__class__ = type(kind.__name__, (_FusedAdamOnShards, kind), body)
+            inner.master_weights = inner.store_param_remainders = False
+            inner.use_decoupled_grad = True
+            optimizer.get_parameters = lambda: list(map(_with_gradient, parameters))
+
+    DistributedOptimizer.__init__ = init
 
 
 # ---- main weights after a load

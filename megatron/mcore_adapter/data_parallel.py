@@ -30,7 +30,9 @@ from megatron.mcore_adapter.core_initialiser import MegatronCoreInitialiser
 from megatron.mcore_adapter.core_optimizers import (
     count_over,
     follow_torch_optimizers,
+    gradient_of,
     keep_main_weights,
+    prepare_precision_aware,
     refuse_stale_weights,
 )
 from megatron.mcore_adapter.fused_gradients import accept_fused_gradients, set_attributes
@@ -195,6 +197,7 @@ class FullyShardedDataParallel(_BaseDataParallel):
         _mark_copies(engine, shards_outer)
         refuse_stale_weights()
         keep_main_weights()
+        prepare_precision_aware()
         if not ddp_config.use_distributed_optimizer:
             follow_torch_optimizers(self)
         self.ddp_config = ddp_config
@@ -205,6 +208,8 @@ class FullyShardedDataParallel(_BaseDataParallel):
         self._tied_across_stages = [
             each for each in trainable if getattr(each.compute, "shared_embedding", False)
         ]
+        is_decoupled = getattr(ddp_config, "megatron_fsdp_use_decoupled_grad", False)
+        self._decoupled = trainable if is_decoupled else []
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -231,9 +236,11 @@ class FullyShardedDataParallel(_BaseDataParallel):
         for sharded in self._tied_across_stages:
             # Megatron-Core asks the model for the weight, sums this over the first and the last
             # stage in place, and then assigns the local tensor, which ``grad`` would not take.
-            gradient = sharded.parameter.grad
+            gradient = gradient_of(sharded.parameter)
             set_attributes(sharded.parameter, main_grad=gradient)
             set_attributes(sharded.compute, main_grad=gradient)
+        for sharded in self._decoupled:  # of which Megatron-Core sums some over tensor ranks
+            set_attributes(sharded.parameter, main_grad=gradient_of(sharded.parameter))
 
     def scale_gradients(self, scaling_factor: float | torch.Tensor) -> None:
         """Multiply the gradients, in place."""

@@ -108,6 +108,7 @@ def ddp_config(
     config.fp4_param_gather = args.fp4_param  # a field since Megatron-Core 0.17
     for name in ENGINE_SETTINGS:
         setattr(config, name, getattr(args, name))
+    config.megatron_fsdp_use_decoupled_grad = args.use_precision_aware_optimizer
     pins = args.pin_cpu_grads and args.pin_cpu_params
     offload = Offload(fraction=args.optimizer_offload_fraction, pins=pins)
     config.megatron_fsdp_offload_policy = offload if args.optimizer_cpu_offload else None

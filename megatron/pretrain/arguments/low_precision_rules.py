@@ -16,10 +16,15 @@ SUPPORT = {
 }
 """Recipe -> its class in Transformer Engine, and the function that asks the device."""
 
+PRECISION_AWARE = (
+    *("use_precision_aware_optimizer", "main_grads_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"),
+)
+
 
 def check_low_precision(check: Check) -> None:
     """Check what FP8 and FP4 need, after the layers have been chosen."""
     args = check.args
+    check_precision_aware(check)
     for dest, recipe in (("fp8", args.fp8_recipe), ("fp4", args.fp4_recipe)):
         if getattr(args, dest):
             check_layers(check, check.flag(dest), recipe)
@@ -40,6 +45,23 @@ def check_low_precision(check: Check) -> None:
         check.notes.append(
             "--reuse-grad-buf-for-mxfp8-param-ag: off, --use-megatron-fsdp frees gathered weights"
         )
+
+
+def check_precision_aware(check: Check) -> None:
+    """Check what the precision-aware optimizer needs."""
+    aware = check.args.use_precision_aware_optimizer
+    check.require(
+        not (aware and check.args.optimizer_cpu_offload),
+        "--use-precision-aware-optimizer does not go with --optimizer-cpu-offload: Transformer"
+        " Engine's kernels update on GPUs",
+    )
+    if aware and not fp8_utils.HAVE_TE:
+        check.problems.append(
+            "--use-precision-aware-optimizer needs FusedAdam of Transformer Engine, which is not"
+            " installed, or cannot be imported without CUDA; leave it out"
+        )
+        for dest in PRECISION_AWARE:
+            check.set_default(dest)
 
 
 def check_layers(check: Check, flag: str, recipe: str) -> None:

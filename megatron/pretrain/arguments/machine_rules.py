@@ -62,6 +62,7 @@ NOT_CAPTURED = {
     "fp8": "FP8 has not been tried",
     "fp4": "FP4 has not been tried",
     "optimizer_cpu_offload": "graphs cannot wait for the host",
+    "use_precision_aware_optimizer": "it has not been tried",
 }
 """What does not go with captured iterations, and why."""
 

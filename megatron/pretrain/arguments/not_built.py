@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import megatron.core
+import torch
 from megatron.core.transformer.enums import AttnBackend
 
 from megatron.pretrain.arguments.check import Check
@@ -25,12 +26,18 @@ OTHER_TOKENIZERS: dict[Any, str] = {
 }
 """Tokenizers of Megatron-LM that are none of a GPT's training on text."""
 
+SCALED: dict[Any, str] = dict.fromkeys(
+    (torch.float16, torch.uint8),
+    "Transformer Engine scales these by tensor, and every shard would have another scale; use bf16",
+)
+"""Moments with a scale, and why there are none."""
+
 REFUSED: dict[str, str] = {
     "Transformer Engine has had none since 1.8": "fp8_interval",
-    "needs Transformer Engine's fused Adam, not built yet; leave it out, optimizer state is fp32": (
-        """use_precision_aware_optimizer main_grads_dtype main_params_dtype exp_avg_dtype
-        exp_avg_sq_dtype store_param_remainders megatron_fsdp_use_decoupled_grad"""
+    "main weights are --use-megatron-fsdp's own; see --megatron-fsdp-main-params-dtype": (
+        "main_params_dtype store_param_remainders"
     ),
+    "--use-precision-aware-optimizer sets it; leave it out": "megatron_fsdp_use_decoupled_grad",
     "activations on the host are not built yet": """cpu_offloading_* fine_grained_* offload_modules
         min_offloaded_tensor_size delay_offload* delta_offload* activation_offload_fraction
         moe_paged_stash*""",
@@ -119,6 +126,7 @@ NOT_BUILT_VALUES: dict[str, dict[Any, str]] = {
         ("lion", "soap", "adaptive_muon"), "not built yet; use adam, muon or sgd"
     ),
     "muon_scalar_optimizer": {"lion": "not built yet; use adam"},
+    **dict.fromkeys(("exp_avg_dtype", "exp_avg_sq_dtype"), SCALED),
     "position_embedding_type": {
         "yarn": "not built yet; use rope",
         "mrope": "is for images and video; use rope",
@@ -192,9 +200,11 @@ NEEDS: tuple[Needs, ...] = (
         "*data_parallel_sharding_strategy megatron_fsdp_* create_all_gather_group"
         " *outer_dp_sharding_strategy init_model_with_meta_device strict_fsdp_dtensor_load"
         " fsdp_double_buffer fsdp_db_use_persist_buf_on_alloc_fail fsdp_manual_registration"
-        " suggested_communication_unit_size keep_fp8_transpose_cache optimizer_cpu_offload",
+        " suggested_communication_unit_size keep_fp8_transpose_cache optimizer_cpu_offload"
+        " use_precision_aware_optimizer",
         "use_megatron_fsdp",
     ),
+    Needs("main_grads_dtype exp_avg_*dtype", "use_precision_aware_optimizer"),
     Needs(
         "cuda_graph_scope cuda_graph_warmup_steps", "cuda_graph_impl", ("local", "full_iteration")
     ),
@@ -348,6 +358,7 @@ NEEDS: tuple[Needs, ...] = (
     Needs("lr_wsd_decay_*", "lr_decay_style", ("WSD",)),
     Needs("sgd_momentum", "optimizer", ("sgd",)),
     Needs("muon_*", "optimizer", MUON),
+    Needs("use_precision_aware_optimizer", "optimizer", ("adam",)),
     Needs(
         "adam_beta1 adam_beta2 adam_eps decoupled_weight_decay",
         "optimizer",

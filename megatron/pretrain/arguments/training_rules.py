@@ -117,7 +117,16 @@ def choose_precision(check: Check) -> None:
         args.params_dtype = torch.bfloat16
     elif args.fp16:
         args.params_dtype = torch.float16
+    in_bf16 = args.main_grads_dtype == torch.bfloat16
+    check.require(
+        not (in_bf16 and args.accumulate_allreduce_grads_in_fp32),
+        "--main-grads-dtype bf16 contradicts --accumulate-allreduce-grads-in-fp32: leave one out",
+    )
     if args.use_megatron_fsdp:
+        if in_bf16:
+            choose_gradient_dtype(
+                check, "main_grads_dtype", "megatron_fsdp_main_grads_dtype", torch.bfloat16
+            )
         choose_gradient_dtype(
             check,
             "accumulate_allreduce_grads_in_fp32",
@@ -127,7 +136,7 @@ def choose_precision(check: Check) -> None:
         choose_gradient_dtype(
             check, "grad_reduce_in_bf16", "megatron_fsdp_grad_comm_dtype", torch.bfloat16
         )
-    if args.bf16 and not args.grad_reduce_in_bf16:
+    if args.bf16 and not (args.grad_reduce_in_bf16 or in_bf16):
         args.accumulate_allreduce_grads_in_fp32 = True
     if args.fp16 and args.loss_scale is None and args.check_for_nan_in_loss_and_grad:
         # The first scales overflow on purpose: that is how the dynamic scale is found.

@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from megatron.fsdp.dtensor.sharded_param import sharded_param_of
+from megatron.mcore_adapter.core_optimizers import gradient_of
 from megatron.pretrain.checkpoints.torch_dist_format import gathered_weights
 
 
@@ -40,8 +41,8 @@ def count_zeros(model: list[MegatronModule]) -> int:
     """Return the number of zeros in the reduced gradients of a model with --use-megatron-fsdp."""
     zeros = []
     for parameter, _ in owned_shards(model):
-        if isinstance(parameter.grad, DTensor):
-            gradient = parameter.grad.to_local()
+        if isinstance(gradient := gradient_of(parameter), DTensor):
+            gradient = gradient.to_local()
             zeros.append(float(gradient.numel() - gradient.count_nonzero()))
     return int(_sum_over_ranks(zeros))
 

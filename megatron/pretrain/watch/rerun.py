@@ -37,6 +37,8 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.transformer.module import MegatronModule
 from torch.distributed.tensor import DTensor
 
+from megatron.mcore_adapter.core_optimizers import gradient_of
+
 MODES = {
     "disabled": RerunMode.DISABLED,
     "validate_results": RerunMode.VALIDATE_RESULTS,
@@ -233,7 +235,7 @@ def validate_gradients(args: argparse.Namespace, model: list[MegatronModule]) ->
     if not args.use_megatron_fsdp or not (checks or args.check_for_large_grads):
         return
     parameters = chain.from_iterable(chunk.parameters() for chunk in model)
-    gradients = [parameter.grad for parameter in parameters]
+    gradients = map(gradient_of, parameters)
     norm = torch.nn.utils.get_total_norm(
         [grad.to_local().float() for grad in gradients if isinstance(grad, DTensor)]
     )
