@@ -237,7 +237,7 @@ def _tensors(
     for entry, values in slots.items():
         for slot, value in values.items():
             if slot != "step":
-                yield from layout.chunks(entry, f"optimizer.state.{slot}.", value, value.dtype)
+                yield from layout.chunks(entry, f"optimizer.state.{slot}.", value, torch.float32)
 
 
 # ---- everything else
