@@ -55,11 +55,16 @@ def check_precision_aware(check: Check) -> None:
         "--use-precision-aware-optimizer does not go with --optimizer-cpu-offload: Transformer"
         " Engine's kernels update on GPUs",
     )
-    if aware and not fp8_utils.HAVE_TE:
-        check.problems.append(
-            "--use-precision-aware-optimizer needs FusedAdam of Transformer Engine, which is not"
-            " installed, or cannot be imported without CUDA; leave it out"
-        )
+    check.require(
+        not aware or fp8_utils.HAVE_TE,
+        "--use-precision-aware-optimizer needs FusedAdam of Transformer Engine, which is not"
+        " installed, or cannot be imported without CUDA; leave it out",
+    )
+
+
+def forget_precision_aware(check: Check) -> None:
+    """Go on without the optimizer where it has been refused; Megatron-Core looks for its class."""
+    if not fp8_utils.HAVE_TE:
         for dest in PRECISION_AWARE:
             check.set_default(dest)
 

@@ -201,7 +201,7 @@ NEEDS: tuple[Needs, ...] = (
         " *outer_dp_sharding_strategy init_model_with_meta_device strict_fsdp_dtensor_load"
         " fsdp_double_buffer fsdp_db_use_persist_buf_on_alloc_fail fsdp_manual_registration"
         " suggested_communication_unit_size keep_fp8_transpose_cache optimizer_cpu_offload"
-        " use_precision_aware_optimizer",
+        " use_precision_aware_optimizer main_grads_dtype exp_avg_*dtype",
         "use_megatron_fsdp",
     ),
     Needs("main_grads_dtype exp_avg_*dtype", "use_precision_aware_optimizer"),

@@ -25,7 +25,10 @@ from megatron.pretrain.arguments.configs import ddp_config, optimizer_config, tr
 from megatron.pretrain.arguments.data_rules import check_data
 from megatron.pretrain.arguments.flags import Flag, help_text
 from megatron.pretrain.arguments.hybrid_rules import follow_pattern
-from megatron.pretrain.arguments.low_precision_rules import check_low_precision
+from megatron.pretrain.arguments.low_precision_rules import (
+    check_low_precision,
+    forget_precision_aware,
+)
 from megatron.pretrain.arguments.machine_rules import check_observing, fit_to_machine
 from megatron.pretrain.arguments.model_rules import complete_model, complete_sizes
 from megatron.pretrain.arguments.not_built import (
@@ -72,6 +75,7 @@ LAST_RULES: tuple[Rule, ...] = (
     fit_to_machine,
     check_low_precision,
     check_needs,
+    forget_precision_aware,
     note_flags_without_effect,
 )
 TITLES = (

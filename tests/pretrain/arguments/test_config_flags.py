@@ -219,6 +219,11 @@ NOT_SEEN_ALONE = {
     "moe_expert_rank_capacity_factor",
     "moe_apply_probs_on_input",
     "async_tensor_model_parallel_allreduce",
+    # See test_precision_aware.py.
+    "use_precision_aware_optimizer",
+    "main_grads_dtype",
+    "exp_avg_dtype",
+    "exp_avg_sq_dtype",
     # See test_low_precision.py.
     "moe_router_padding_for_fp8",
     "moe_router_padding_for_quantization",

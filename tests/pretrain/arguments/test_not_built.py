@@ -10,7 +10,7 @@ import pytest
 
 from megatron.pretrain.arguments import build_parser
 from megatron.pretrain.arguments.config_flags import CONFIGS, OF_SOME_RELEASES, matches
-from megatron.pretrain.arguments.flags import spelled
+from megatron.pretrain.arguments.flags import as_written, spelled
 from megatron.pretrain.arguments.not_built import (
     LOSSES,
     MUON,
@@ -82,7 +82,7 @@ def test_a_value_that_is_not_built_is_refused_with_its_reason(
     dest: str, value: Any, known: dict[str, argparse.Action]
 ) -> None:
     name = next(name for name, action in known.items() if action.dest == dest)
-    word = getattr(value, "name", value)
+    word = as_written(value)
     assert f"{name} {word}: {NOT_BUILT_VALUES[dest][value]}" in problems(f"{MOCK} {name} {word}")
 
 

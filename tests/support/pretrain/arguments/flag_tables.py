@@ -26,7 +26,7 @@ VIRTUAL_OF_FOUR = "--pipeline-model-parallel-size 4 --num-virtual-stages-per-pip
 EXPERTS = "--num-experts 8 --disable-bias-linear"
 FP8 = "--fp8-format hybrid"
 BF16_LAYERS = f"{FP8} --fp8-recipe tensorwise --first-last-layers-bf16"
-NO_STATE_DTYPE = "needs Transformer Engine's fused Adam"
+NO_SCALES = "every shard would have another scale"
 OFFLOAD = f"{FSDP} --optimizer-cpu-offload"
 bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -197,11 +197,21 @@ DATA_PARALLELISM = (
     ),
     changes("--fp4-format e2m1", gpu=True, model__fp4="e2m1"),
     shown("--fp4-param-gather", "test_low_precision.py::test_weights_in_fp4_train_alike"),
-    refused("--use-precision-aware-optimizer", NO_STATE_DTYPE),
-    refused("--main-grads-dtype bf16", NO_STATE_DTYPE),
-    refused("--main-params-dtype fp16", NO_STATE_DTYPE),
-    refused("--exp-avg-dtype bf16", NO_STATE_DTYPE),
-    refused("--exp-avg-sq-dtype bf16", NO_STATE_DTYPE),
+    *(
+        shown(
+            flag,
+            "test_precision_aware.py::test_strategies_have_the_losses_of_ddp_with_the_same_dtypes",
+        )
+        for flag in (
+            "--use-precision-aware-optimizer",
+            "--main-grads-dtype",
+            "--exp-avg-dtype",
+            "--exp-avg-sq-dtype",
+        )
+    ),
+    refused("--exp-avg-dtype fp16", NO_SCALES),
+    refused("--exp-avg-sq-dtype fp8", NO_SCALES),
+    refused("--main-params-dtype fp16", "main weights are --use-megatron-fsdp's own"),
     changes("--optimizer-cpu-offload", FSDP, ddp__megatron_fsdp_offload_policy=Offload()),
     changes(
         "--optimizer-offload-fraction 0.5",
