@@ -37,6 +37,7 @@ NOT_SIMULATED = {
     "--fsdp-double-buffer": "memory slots",
     "--nccl-ub": "memory slots",
     "--optimizer-cpu-offload": "state on the host",
+    "--use-precision-aware-optimizer": "state in other dtypes",
     "--mtp-num-layers": "layers that predict further tokens",
     "--hybrid-layer-pattern": "a HybridModel",
 }

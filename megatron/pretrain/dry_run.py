@@ -151,6 +151,7 @@ def memory_plan(args: argparse.Namespace, chunk: torch.nn.Module) -> MemoryPlan:
     if not args.use_megatron_fsdp:
         level = "optim" if args.use_distributed_optimizer else "no_shard"
     outer = args.num_distributed_optimizer_instances
+    aware = args.use_precision_aware_optimizer
     has_experts = experts_in(chunk) and args.expert_model_parallel_size > 1
     return MemoryPlan(
         unit_modules=default_unit_modules(chunk),
@@ -165,6 +166,8 @@ def memory_plan(args: argparse.Namespace, chunk: torch.nn.Module) -> MemoryPlan:
         expert=AxisSizes(expert_data_ranks(args) // outer, outer) if has_experts else None,
         offloaded=args.optimizer_offload_fraction if args.optimizer_cpu_offload else 0.0,
         states=1 if args.optimizer == "sgd" else 2,
+        state_bytes=args.exp_avg_dtype.itemsize + args.exp_avg_sq_dtype.itemsize if aware else None,
+        decoupled=aware,
         fine_grained=args.megatron_fsdp_enable_fine_grained_param_gather,
         coded=frozenset(coded_weights(args, chunk).values()),
         code_bytes=code_bytes(args) or 1.0,

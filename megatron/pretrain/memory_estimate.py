@@ -39,6 +39,8 @@ class MemoryPlan:
     expert: AxisSizes | None = None  # the axes of expert parameters; None: those of the others
     offloaded: float = 0.0  # the part of main weights, gradients and state that is on the host
     states: int = 2  # tensors of optimizer state for each weight, such as 2 for Adam
+    state_bytes: int | None = None  # of all of them for an element; None: in the weights' dtype
+    decoupled: bool = False  # gradients keep the dtype in which they accumulate
     fine_grained: bool = False  # make units inside units too
     prefetch_bytes: int | None = None  # see ``Overlap``; it bounds the root's unit too
     granularity: Granularity = PREFER_ROWS
@@ -143,7 +145,8 @@ def _of_group(
     if not trainable:
         return parts
     # The gradient is kept in its own dtype, or in that of the optimizer, not in both at once.
-    gradients = owned * main
+    gradients = owned * (precision.main_grad.itemsize if memory_plan.decoupled else main)
+    state = main * memory_plan.states if memory_plan.state_bytes is None else memory_plan.state_bytes
     frees_local = level.shards_gradients and num_inner > 1
     waiting = at_once = 0  # for other microbatches, or from the end of a backward to the reduction
     if frees_local:
@@ -157,7 +160,7 @@ def _of_group(
         at_once += 0 if frees_local else inner_sum
     return parts | {
         "gradients": int(gradients * kept),
-        "optimizer_state": int(gradients * kept) * memory_plan.states,
+        "optimizer_state": int(owned * kept) * state,
         "waiting": waiting,
         "reduced_at_once": at_once,
     }

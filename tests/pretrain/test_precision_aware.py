@@ -15,17 +15,24 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from megatron.pretrain.arguments.configs import transformer_config
+from megatron.pretrain.dry_run import memory_plan
+from megatron.pretrain.memory_estimate import estimate_memory
 from megatron.pretrain.model import gpt_optimizer
+from megatron.pretrain.model.gpt_model import build_chunk
 from tests.support import transformer_engine_on_cpu
 from tests.support.pretrain import training_runs
 from tests.support.pretrain.training_runs import Record, State, write_counting_corpus
+from tests.support.transformer_engine_on_cpu.optimizer_bytes import (
+    AWARE,
+    FSDP,
+    GRADIENTS,
+    MOMENTS,
+    bytes_of_run,
+)
 from tests.support.transformer_engine_on_cpu.ranks import ranks
 from tests.support.transformer_engine_on_cpu.training import LAYERS, STORED, train
 
-FSDP = "--use-megatron-fsdp"
-AWARE = f"{FSDP} --use-precision-aware-optimizer"
-MOMENTS = "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
-GRADIENTS = "--main-grads-dtype bf16"
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 
 Run = Callable[..., Any]
@@ -69,6 +76,16 @@ def loaded_state(command_line: str) -> State:
     made = training_runs.build(command_line)
     training_runs.load_checkpoint(made)
     return training_runs.state_of(made)
+
+
+def estimated_and_measured_bytes(command_line: str) -> list[tuple[int, int]]:
+    """Job: bytes of gradients and of moments on a rank, which exist between steps."""
+    made = training_runs.build(command_line)
+    config, rows = transformer_config(made.args), made.args.padded_vocab_size
+    plain = build_chunk(made.args, config, rows, torch.device("cpu"), None)
+    memory = estimate_memory(plain, memory_plan(made.args, plain))
+    _, gradients, moments = bytes_of_run(made)
+    return [(memory.gradients, gradients), (memory.optimizer_state, moments)]
 
 
 BF16_MOMENTS = {"exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.bfloat16}
@@ -158,6 +175,14 @@ def test_hybrid_sharding_has_the_losses_and_the_state_of_other_layouts(
     with ranks(1) as run_alone:
         (alone,) = run_alone(loaded_state, f"{LAYERS} {flags} --load {tmp_path}")
     assert_converted(alone, state, torch.bfloat16)
+
+
+def test_a_dry_run_counts_state_and_gradients_in_their_own_dtypes(run: Run) -> None:
+    flags = f"{AWARE} {MOMENTS} {GRADIENTS}"
+    gradients, moments = run(flags, job=estimated_and_measured_bytes)
+    assert gradients[0] == pytest.approx(gradients[1], rel=0.02)
+    assert moments[0] == pytest.approx(moments[1], rel=0.02)
+    assert moments[0] == 2 * gradients[0]
 
 
 def assert_converted(state: State, original: State, dtype: torch.dtype) -> None:
