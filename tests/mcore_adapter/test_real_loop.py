@@ -29,6 +29,7 @@ Results = dict[str, tuple[float, float] | str]
 ROWS = [
     *("default", "zero0", "zero1", "double-buffer", "evaluation", "vpp", "cp", "hybrid-model"),
     *("resume", "resume-ep", "resume-vpp-bf16", "resume-hybrid-model", "fp8", "fp8-ep", "fp4"),
+    "resume-precision-aware",
 ]
 ROWS_ON_MODEL = ["evaluation", "zero1", "resume", "fp8", "vpp", "ep"]
 CAPTURED = ["captured", "captured-zero1"]

@@ -48,10 +48,12 @@ CPU_SWITCHES = (
 )
 KERNELS = (
     *("--moe-permute-fusion", "--moe-router-fusion", "--moe-enable-deepep", "--tp-comm-overlap"),
-    *("--use-precision-aware-optimizer", "--optimizer-cpu-offload", "--nccl-ub"),
+    *("--optimizer-cpu-offload", "--nccl-ub"),
 )
 """Flags that need kernels or memory of a GPU."""
-KERNELS_OF_ENGINE = ("--moe-grouped-gemm", "--fp8-format", "--fp4-format")
+KERNELS_OF_ENGINE = (
+    *("--moe-grouped-gemm", "--fp8-format", "--fp4-format", "--use-precision-aware-optimizer"),
+)
 """Flags that need kernels of Transformer Engine."""
 
 

@@ -48,6 +48,10 @@ SP = "--tensor-model-parallel-size 2 --sequence-parallel"
 VPP = "--num-layers 4 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"
 OVERLAP = "--overlap-grad-reduce --overlap-param-gather"
 HYBRID_OPTIM = "--num-distributed-optimizer-instances 2 --outer-dp-sharding-strategy optim"
+AWARE = (
+    "--bf16 --transformer-impl transformer_engine --use-distributed-optimizer"
+    " --use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
+)
 FP8 = "--bf16 --transformer-impl transformer_engine --fp8-format hybrid"
 FP8_WEIGHTS = f"{FP8} --fp8-param-gather --use-distributed-optimizer"
 GRAPHS = (
@@ -137,6 +141,7 @@ ROWS = {
         "--bf16 --transformer-impl transformer_engine --fp4-format e2m1 --fp4-param-gather"
         " --use-distributed-optimizer",
     ),
+    "resume-precision-aware": Row(2, AWARE, since="0.19.2", resumed_at=2),
     "resume": Row(2, resumed_at=2),
     "resume-double-buffer": Row(2, fsdp=f"{OVERLAP} --fsdp-double-buffer", resumed_at=2),
     "resume-bf16": Row(2, "--bf16", resumed_at=2),

@@ -116,6 +116,22 @@ def multi_tensor_adam(chunk: int, noop: torch.Tensor, lists: Lists, *numbers: An
             target.copy_(weight)
 
 
+def multi_tensor_adam_param_remainder(
+    chunk: int, noop: torch.Tensor, lists: Lists, *numbers: Any
+) -> None:
+    """Update master weights of which the BF16 parameters have the upper bits.
+
+    The last list has the lower 16. Where these are negative, the parameter is rounded up.
+    """
+    step = AdamStep(*numbers)
+    for grad, param, exp_avg, exp_avg_sq, lower in zip(*lists):
+        upper = param.view(torch.int16).int() - (lower < 0).int()
+        master = ((upper << 16) | (lower.int() & 0xFFFF)).view(torch.float32)
+        bits = step.update(grad, master, exp_avg, exp_avg_sq).view(torch.int32)
+        lower.copy_(((bits + 0x8000) & 0xFFFF) - 0x8000)
+        param.view(torch.int16).copy_((bits >> 16) + (lower < 0).int())
+
+
 def multi_tensor_adam_fp8(chunk: int, noop: torch.Tensor, lists: Lists, *numbers: Any) -> None:
     """Update master weights, and cast them to FP8 parameters with delayed scaling."""
     *numbers_of_step, dtype = numbers
