@@ -108,6 +108,8 @@ def model_lines(args: argparse.Namespace, stages: list[StageEstimate]) -> Iterat
         named = ", ".join(f"{name} {size / MIB:,.1f}" for name, size in parts.items())
         total = sum(parts.values())
         yield f"memory of a rank{stage}: {total / MIB:,.1f} MiB = {named}"
+        if memory.host:
+            yield f"memory of a rank{stage} on its host: {memory.host / MIB:,.1f} MiB"
     kept = "no recomputation of layers"
     if code_bytes(args):
         yield (
@@ -165,6 +167,7 @@ def memory_plan(args: argparse.Namespace, chunk: torch.nn.Module) -> MemoryPlan:
         dense=AxisSizes(args.data_parallel_size * args.context_parallel_size // outer, outer),
         expert=AxisSizes(expert_data_ranks(args) // outer, outer) if has_experts else None,
         offloaded=args.optimizer_offload_fraction if args.optimizer_cpu_offload else 0.0,
+        pins=args.pin_cpu_grads and args.pin_cpu_params,
         states=1 if args.optimizer == "sgd" else 2,
         state_bytes=args.exp_avg_dtype.itemsize + args.exp_avg_sq_dtype.itemsize if aware else None,
         decoupled=aware,

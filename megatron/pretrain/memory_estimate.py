@@ -38,6 +38,7 @@ class MemoryPlan:
     dense: AxisSizes  # the axes of parameters that are no experts'
     expert: AxisSizes | None = None  # the axes of expert parameters; None: those of the others
     offloaded: float = 0.0  # the part of main weights, gradients and state that is on the host
+    pins: bool = True  # see host_bytes
     states: int = 2  # tensors of optimizer state for each weight, such as 2 for Adam
     state_bytes: int | None = None  # of all of them for an element; None: in the weights' dtype
     decoupled: bool = False  # gradients keep the dtype in which they accumulate
@@ -57,14 +58,15 @@ class MemoryEstimate:
     optimizer_state: int = 0
     gathered: int = 0  # by two units at once, one in use and one ahead
     local_gradients: int = 0  # before they are reduced, in a step of several microbatches
+    host: int = 0  # of main weights, gradients and optimizer state that are not on the device
 
     def __add__(self, other: MemoryEstimate) -> MemoryEstimate:
         return MemoryEstimate(*map(add, astuple(self), astuple(other)))
 
     @property
     def total(self) -> int:
-        """Bytes of all parts."""
-        return sum(astuple(self))
+        """Bytes of all parts on the device."""
+        return sum(astuple(self)) - self.host
 
 
 def estimate_memory(model: nn.Module, memory_plan: MemoryPlan) -> MemoryEstimate:
@@ -103,12 +105,29 @@ def estimate_memory(model: nn.Module, memory_plan: MemoryPlan) -> MemoryEstimate
         optimizer_state=whole("optimizer_state"),
         gathered=two_largest("gathered"),
         local_gradients=whole("waiting") + two_largest("reduced_at_once"),
+        host=whole("host"),
     )
 
 
 def experts_in(model: nn.Module) -> bool:
     """Return True if a model has expert parameters, which have a mesh of their own."""
     return any(unit_choice.is_expert_parameter(*named) for named in model.named_parameters())
+
+
+def host_bytes(
+    numel: int, precision: Precision, trainable: bool, states: int, is_pinned: bool
+) -> int:
+    """Return the bytes of a group with ``numel`` owned elements whose shards are on the host.
+
+    Torch makes the memory of a pinned tensor a power of two of bytes.
+    """
+    dtypes = [precision.main_param]
+    if trainable:
+        dtypes += [precision.main_param] * states + [precision.main_grad]
+        # The gradient in the dtype of the optimizer is another tensor, which is kept too.
+        dtypes += {precision.main_param} - {precision.main_grad}
+    sizes = [numel * dtype.itemsize for dtype in dtypes]
+    return sum(1 << (size - 1).bit_length() if is_pinned and size else size for size in sizes)
 
 
 def _of_group(
@@ -141,7 +160,9 @@ def _of_group(
     has_own = has_main or (is_freed and num_outer == 1)  # main weights that are nothing else
     kept = 1 - memory_plan.offloaded
     weights -= int(owned * main * memory_plan.offloaded) if has_own else 0
+    host = host_bytes(owned, precision, trainable, memory_plan.states, memory_plan.pins)
     parts = {"weights": weights, "gathered": int(whole * compute) if is_freed else 0}
+    parts["host"] = int(host * memory_plan.offloaded)
     if not trainable:
         return parts
     # The gradient is kept in its own dtype, or in that of the optimizer, not in both at once.

@@ -55,7 +55,7 @@ def bytes_of_parts(
 ) -> dict[str, tuple[float, float]]:
     """Return the estimated and the measured bytes of each part, after a backward and a step.
 
-    What is offloaded is not on the device: it counts nothing.
+    What is offloaded counts as the host's alone.
     """
     policy = MixedPrecisionPolicy(FP32, main_grads, main_grads)
     inner = dist.get_world_size() // outer
@@ -95,13 +95,16 @@ def bytes_of_parts(
         policy,
         AxisSizes(inner, outer),
         offloaded=float(offload),
+        pins=False,  # nothing is pinned on a CPU
     )
     estimate = estimate_memory(build(), plan)
+    away = gradients + moments + sum(stored(group.main_shard) for group in model.groups)
     return {
         "weights": (estimate.weights, sum(storages.values())),
         "gradients": (estimate.gradients, 0 if offload else gradients),
         "optimizer state": (estimate.optimizer_state, 0 if offload else moments),
         "local gradients": (estimate.local_gradients, local),
+        "host": (estimate.host, away if offload else 0),
     }
 
 
@@ -135,14 +138,26 @@ def test_a_rank_s_memory_is_estimated_within_two_percent(
             assert 0.5 * local <= measured_local <= 1.02 * local
 
 
-@pytest.mark.always("1-1-0", "3-1-0")
+@pytest.mark.always("1-1-0-fp32_grads", "3-1-0-bf16_grads")
+@pytest.mark.parametrize("main_grads", [FP32, BF16], ids=["fp32_grads", "bf16_grads"])
 @pytest.mark.parametrize(
     ("level", "outer", "sharded"),
     [(0, 1, 0), (1, 1, 0), (2, 1, 0), (3, 1, 0), (3, 2, 0), (3, 4, 1)],
 )
-def test_what_is_offloaded_is_not_on_the_device(level: int, outer: int, sharded: int) -> None:
-    for parts in run_ranks(4, bytes_of_parts, level, FP32, outer, sharded, True):
+def test_what_is_offloaded_is_on_the_host_and_not_on_the_device(
+    level: int, outer: int, sharded: int, main_grads: torch.dtype
+) -> None:
+    for parts in run_ranks(4, bytes_of_parts, level, main_grads, outer, sharded, True):
         local, measured_local = parts.pop("local gradients")
         for part, (estimate, measured) in parts.items():
             assert estimate == pytest.approx(measured, rel=0.02), part
         assert 0.5 * local <= measured_local <= 1.02 * local
+
+
+def test_pinned_tensors_take_a_power_of_two_of_bytes() -> None:
+    policy = MixedPrecisionPolicy(FP32, FP32, FP32)
+    settings = ([], Strategy(), policy, AxisSizes(3))
+    model = nn.Linear(100, 300, bias=False)  # 40 KB for each of the four tensors of three ranks
+    for pins, of_tensor in ((False, 40_000), (True, 65_536)):
+        plan = MemoryPlan(*settings, offloaded=1.0, pins=pins)
+        assert estimate_memory(model, plan).host == 4 * of_tensor
