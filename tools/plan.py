@@ -33,9 +33,9 @@ from megatron.planning.candidates import Choices  # noqa: E402
 from megatron.planning.machine import MACHINES, Cluster, find_machine  # noqa: E402
 from megatron.planning.picture import draw_plan  # noqa: E402
 from megatron.planning.presets import PRESETS  # noqa: E402
-from megatron.planning.search import Prediction, model_arguments, search  # noqa: E402
+from megatron.planning.proposals import Plan, costs_of_update, proposals  # noqa: E402
+from megatron.planning.search import GIB, Prediction, model_arguments, search  # noqa: E402
 
-GIB = 2**30
 USABLE = 0.9
 """Part of a GPU's memory that a plan may use: the rest is for CUDA, NCCL and fragments."""
 
@@ -123,6 +123,8 @@ def main(
         problems.append(str(error))
     words = words_of(preset.flags if preset else "", call.args)
     args = model_arguments(words, problems) if preset or call.args else None
+    if args is not None and args.optimizer_cpu_offload and described and described.host is None:
+        problems.append(f"--optimizer-cpu-offload needs the host of --machine {machine}: see above")
     if problems or args is None or described is None:
         lines = [f"  {number}. {problem}" for number, problem in enumerate(problems, 1)]
         raise click.UsageError("\n".join(["these have to be changed:", *lines]))
@@ -135,6 +137,7 @@ def main(
     except ValueError as error:
         raise click.ClickException(str(error)) from None
     if not found:
+        propose(Plan(words, args, num_gpus, described, limit, choices))
         raise click.ClickException(
             "nothing fits: give more GPUs, another --machine or a larger --memory-limit"
         )
@@ -143,6 +146,19 @@ def main(
     if picture is not None:
         draw_plan(found[0], limit, picture)
         click.echo(f"the first one is drawn in {picture}")
+
+
+def propose(plan: Plan) -> None:
+    """Print what would make the model fit, with command lines where there are flags for it."""
+    found = [*proposals(plan)]
+    if found:
+        click.echo("it fits with one of these:")
+    for each in found:
+        lines = textwrap.wrap(each.text, 94, break_long_words=False, break_on_hyphens=False)
+        click.echo("  - " + "\n    ".join(lines))
+    with_flags = [each.prediction for each in found if each.prediction is not None]
+    for line in commands(with_flags, plan.machine):
+        click.echo(line)
 
 
 def problems_of_limits(limits: dict[str, tuple[int, ...] | str]) -> Iterator[str]:
@@ -195,12 +211,16 @@ def commands(found: list[Prediction], machine: Cluster) -> Iterator[str]:
         per_node = min(machine.gpus_per_node, each.args.world_size)
         nodes = -(-each.args.world_size // per_node)
         text = f"torchrun --nnodes {nodes} --nproc_per_node {per_node} pretrain_gpt.py"
+        if each.host_bytes and machine.host is not None:  # torchrun gives a rank one thread
+            text = f"OMP_NUM_THREADS={machine.host.cores // machine.gpus_per_node} {text}"
         for word in [*each.flags, "--use-megatron-fsdp"]:
             is_value = not word.startswith("--")
             text += (GLUE if is_value else " ") + shlex.quote(word)
         lines = textwrap.wrap(text, 94, break_long_words=False, break_on_hyphens=False)
         yield ""
         yield f"# {number}."
+        for cost in costs_of_update(each):
+            yield f"# {cost}"
         yield " \\\n    ".join(lines).replace(GLUE, " ")
 
 

@@ -22,17 +22,15 @@ from megatron.mcore_adapter.coded_weights import (
     coded_weights,
     gathered_part,
 )
+from megatron.planning.host_copies import follow_copies
 from megatron.planning.layer_costs import GptCosts, ModelRanks
 from megatron.planning.machine import Cluster
+from megatron.planning.optimizer_update import PlannedUpdate, plan_update
 from megatron.planning.simulation import Simulator, StepResult, attach, simulating
 from megatron.planning.skeleton import make_skeleton
 from megatron.pretrain.arguments.configs import transformer_config
 from megatron.pretrain.dry_run import pretending
 from megatron.pretrain.model.gpt_model import build_chunk, unwrap, wrap
-
-UPDATE_BYTES = 28
-"""Bytes that AdamW reads and writes for each fp32 weight: the gradient is read, the weight and both
-moments are read and written."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +43,8 @@ class StagePrediction:
         num_microbatches: of the step.
         num_simulated: microbatches that were simulated; those left out repeat one of them.
         microbatch_seconds: of one that is neither the first nor the last.
-        optimizer_bytes: of optimizer state.
-        optimizer_seconds: of the update.
+        update: of the optimizer.
+        copied_bytes: between the device and the host.
     """
 
     stage: int
@@ -54,8 +52,8 @@ class StagePrediction:
     num_microbatches: int
     num_simulated: int
     microbatch_seconds: float
-    optimizer_bytes: int
-    optimizer_seconds: float
+    update: PlannedUpdate
+    copied_bytes: int
 
     @property
     def peak_bytes(self) -> int:
@@ -70,10 +68,10 @@ class StagePrediction:
 
     @property
     def exposed_seconds(self) -> float:
-        """Seconds in which compute waits for the communication of shards."""
-        computed = self.step.compute_seconds - self.optimizer_seconds
+        """Seconds in which compute waits for the communication of shards, and for their copies."""
+        computed = self.step.compute_seconds - self.update.seconds
         computed *= self.num_microbatches / self.num_simulated
-        return self.seconds - computed - self.optimizer_seconds
+        return self.seconds - computed - self.update.seconds
 
 
 def simulate_stage(
@@ -102,22 +100,20 @@ def simulate_stage(
 
     with pretending(args, stage), simulating(seconds_of) as simulator:
         model = sharded_skeleton(args, machine, simulator)
-        shards = [each.main_shard for each in model.module.groups if each.requires_grad]
-        num_owned = sum(each.numel() for each in shards)
-        states = 1 if args.optimizer == "sgd" else 2
-        optimizer_bytes = states * sum(each.numel() * each.element_size() for each in shards)
-        update = num_owned * UPDATE_BYTES / machine.memory_bytes_per_second
-        simulator.change_memory(optimizer_bytes)
+        update = plan_update(args, machine, model.module)
+        simulator.change_memory(update.state_bytes)
         step = StepResult()
         for order in (one_after_another(1, 0), one_after_another(num_simulated, num_ahead)):
             simulator.begin_simulated_step()
-            run_step(model, simulator, args, list(order), is_first_stage=stage == 0, update=update)
+            run_step(model, simulator, args, list(order), stage == 0, update)
             step = simulator.end_simulated_step()
     ends = step.backward_ends
     of_one = ends[1] - ends[0] if len(ends) > 1 else ends[0]
-    return StagePrediction(
-        stage, step, num_microbatches, num_simulated, of_one, optimizer_bytes, update
-    )
+    copied = sum(num_bytes for _, num_bytes in step.copies)
+    if num_simulated < num_microbatches:  # those left out copy what the second one does
+        second = [num_bytes for at, num_bytes in step.copies if ends[0] < at <= ends[1]]
+        copied += (num_microbatches - num_simulated) * sum(second)
+    return StagePrediction(stage, step, num_microbatches, num_simulated, of_one, update, copied)
 
 
 def sharded_skeleton(
@@ -137,6 +133,7 @@ def sharded_skeleton(
     engine = model.module
     factors = {group: gathered_part(group, coded, code_bytes(args)) for group in engine.groups}
     attach(simulator, engine, factors)
+    follow_copies(simulator, engine, machine)
     units = [each.module for each in engine._units if each.module is not None]
     costs = GptCosts(args, machine, model_ranks())
     make_skeleton(engine.module, units, simulator, costs.of, passed_weights(chunk))
@@ -189,7 +186,7 @@ def run_step(
     args: argparse.Namespace,
     order: list[bool],
     is_first_stage: bool,
-    update: float,
+    update: PlannedUpdate,
 ) -> None:
     """Run the forwards and backwards of a step, and what follows them.
 
@@ -199,7 +196,7 @@ def run_step(
         args: the completed arguments.
         order: see :func:`one_after_another`.
         is_first_stage: its input is tokens, which need no gradient.
-        update: seconds of the optimizer's update.
+        update: of the optimizer.
     """
     model.zero_grad_buffer()
     outputs: deque[torch.Tensor] = deque()
@@ -215,7 +212,9 @@ def run_step(
             outputs.popleft().backward()
         simulator.step.backward_ends.append(simulator.elapsed)
     model.finish_grad_sync()
-    simulator.spend(update, "step", "")
+    simulator.change_memory(update.passing_bytes)
+    simulator.spend(update.seconds, "step", "")
+    simulator.change_memory(-update.passing_bytes)
     # As Megatron-Core's distributed optimizer ends a step.
     model.param_and_grad_buffer.copy_main_weights_to_model_weights()
     model.start_param_sync()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Machines: the FLOP/s and the memory of a GPU, and the links over which GPUs communicate.
+"""Machines: FLOP/s and memory of a GPU and of its host, and the links over which they communicate.
 
 [Note: the time of a collective] A collective of n ranks, r of them on each of k nodes, is limited
 by the links inside a node, over which a rank receives (n - 1) / n of the whole tensor, or by those
@@ -11,12 +11,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
-from math import ceil, log2
+from dataclasses import MISSING, asdict, dataclass, fields
+from math import ceil, inf, log2
 from pathlib import Path
 from typing import Any
 
 from megatron.pretrain.report.speed import PEAK_TFLOPS
+
+HOST_USABLE = 0.9
+"""Part of a host's memory that a plan may use."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,27 @@ class Link:
 
 
 @dataclass(frozen=True)
+class Host:
+    """The processors of a node, with their memory.
+
+    Args:
+        cores: of a node.
+        memory_bytes: of a node.
+        memory_bytes_per_second: between all processors of a node and their memory.
+        link_bytes_per_second: between that memory and one GPU, in one direction.
+        disk_bytes_per_second: of all local disks of a node; None: unknown.
+        memory_efficiency: part of the memory's bandwidth that an optimizer reaches on all cores.
+    """
+
+    cores: int
+    memory_bytes: float
+    memory_bytes_per_second: float
+    link_bytes_per_second: float
+    disk_bytes_per_second: float | None = None
+    memory_efficiency: float = 0.6
+
+
+@dataclass(frozen=True)
 class Cluster:
     """A cluster of equal nodes.
 
@@ -45,7 +69,8 @@ class Cluster:
         inside: link of a GPU inside its node.
         between: link of a GPU to other nodes.
         compute_efficiency: part of ``flops`` that the layers of a model reach.
-        link_efficiency: part of the bandwidth of links that collectives reach.
+        link_efficiency: part of the bandwidth of links that collectives and copies reach.
+        host: of a node; None: unknown, so nothing can be offloaded to it.
     """
 
     name: str
@@ -57,6 +82,7 @@ class Cluster:
     between: Link
     compute_efficiency: float = 0.55
     link_efficiency: float = 0.8
+    host: Host | None = None
 
     def collective_seconds(self, name: str, num_bytes: float, ranks: Sequence[int]) -> float:
         """Return the seconds of a collective; see [Note: the time of a collective].
@@ -96,8 +122,30 @@ class Cluster:
         link = self.inside if distance < self.gpus_per_node else self.between
         return num_bytes / (link.bytes_per_second * self.link_efficiency) + link.latency
 
+    def ranks_of_node(self, num_gpus: int) -> int:
+        """Return the ranks that share a node in a run on so many GPUs."""
+        return min(self.gpus_per_node, num_gpus)
 
-def _node_of_8(gpu: str, gigabytes: int, memory: float, nvlink: float) -> Cluster:
+    def host_share(self, num_gpus: int) -> float:
+        """Return the bytes on a host that each of the ranks of a node may use."""
+        whole = inf if self.host is None else HOST_USABLE * self.host.memory_bytes
+        return whole / self.ranks_of_node(num_gpus)
+
+    def copy_seconds(self, num_bytes: float) -> float:
+        """Return the seconds of a copy between a GPU and its host."""
+        assert self.host is not None
+        return num_bytes / (self.host.link_bytes_per_second * self.link_efficiency)
+
+    def host_seconds(self, num_bytes: float) -> float:
+        """Return the seconds in which a host moves its memory's bytes, so many for each GPU."""
+        assert self.host is not None
+        per_second = self.host.memory_bytes_per_second * self.host.memory_efficiency
+        return num_bytes * self.gpus_per_node / per_second
+
+
+def _node_of_8(
+    gpu: str, gigabytes: int, memory: float, nvlink: float, host_memory: float
+) -> Cluster:
     """Return a node of 8 GPUs with one 400 Gb/s adapter each.
 
     Args:
@@ -105,6 +153,7 @@ def _node_of_8(gpu: str, gigabytes: int, memory: float, nvlink: float) -> Cluste
         gigabytes: of its memory.
         memory: TB/s of its memory.
         nvlink: GB/s of its NVLink, in one direction: half of what the data sheet calls bandwidth.
+        host_memory: GB/s of the memory of a node's two processors.
     """
     return Cluster(
         name=gpu.lower(),
@@ -114,19 +163,26 @@ def _node_of_8(gpu: str, gigabytes: int, memory: float, nvlink: float) -> Cluste
         gpus_per_node=8,
         inside=Link(nvlink * 1e9, 3e-6),
         between=Link(50e9, 10e-6),
+        host=Host(112, 2 * 10**12, host_memory * 1e9, 64e9),
     )
 
 
 MACHINES = {
     # NVIDIA H100 Tensor Core GPU, data sheet (SXM): 80 GB, 3.35 TB/s, NVLink 900 GB/s.
-    "h100": _node_of_8("H100", 80, 3.35, 450),
+    "h100": _node_of_8("H100", 80, 3.35, 450, 614),
     # NVIDIA H200 Tensor Core GPU, data sheet (SXM): 141 GB, 4.8 TB/s, NVLink 900 GB/s.
-    "h200": _node_of_8("H200", 141, 4.8, 450),
+    "h200": _node_of_8("H200", 141, 4.8, 450, 614),
     # NVIDIA DGX B200, data sheet, of 8 GPUs: 1,440 GB, 64 TB/s, NVLink 14.4 TB/s.
-    "b200": _node_of_8("B200", 180, 8.0, 900),
+    "b200": _node_of_8("B200", 180, 8.0, 900, 717),
 }
 """Nodes of 8 GPUs. The adapters are those of DGX H100, H200 and B200: 8 ConnectX-7 of 400 Gb/s, so
-50 GB/s for each GPU and direction. Latencies and efficiencies are assumptions, not data sheets'."""
+50 GB/s for each GPU and direction. So are the hosts: 2 TB, two Xeon 8480C (B200: 8570) of 56 cores
+with eight channels of DDR5-4800 (DDR5-5600) each, and PCIe 5.0 with 16 lanes, 64 GB/s in one
+direction, for each GPU. Latencies and efficiencies are assumptions, not data sheets'."""
+
+
+PARTS = {"inside": Link, "between": Link, "host": Host}
+"""Fields of a machine that are objects."""
 
 
 def find_machine(name: str) -> Cluster:
@@ -150,32 +206,25 @@ def find_machine(name: str) -> Cluster:
     if problems:
         example = json.dumps(asdict(MACHINES["h100"]))
         raise ValueError(f"--machine {name}: {'; '.join(problems)}. An example: {example}")
-    links = {field: Link(**values[field]) for field in ("inside", "between")}
-    return Cluster(**{**values, **links})
+    parts = {name: kind(**values[name]) for name, kind in PARTS.items() if values.get(name)}
+    return Cluster(**{**values, **parts})
 
 
-def _problems_of(values: Any) -> list[str]:
-    """Return the problems of the content of a machine's file."""
+def _problems_of(values: Any, kind: type = Cluster, place: str = "") -> list[str]:
+    """Return the problems of an object of a machine's file, and of the objects inside of it."""
     if not isinstance(values, dict):
-        return ["the file must hold one object"]
-    wanted = {field.name for field in fields(Cluster)}
-    optional = {"compute_efficiency", "link_efficiency"}
-    problems = [f"unknown field {name}" for name in sorted(set(values) - wanted)]
-    problems += [f"no field {name}" for name in sorted(wanted - optional - set(values))]
-    for name in sorted(wanted & set(values)):
-        if name in ("inside", "between"):
-            link = values[name]
-            names = {field.name for field in fields(Link)}
-            if not isinstance(link, dict) or set(link) != names:
-                problems.append(f"{name} expects an object with {' and '.join(sorted(names))}")
-                continue
-            problems += [
-                f"{name}.{key}: {_number_problem(link[key])}"
-                for key in sorted(names)
-                if _number_problem(link[key])
-            ]
+        return [f"{place or 'the file'} expects an object"]
+    declared = {field.name: field for field in fields(kind)}
+    needed = {name for name, field in declared.items() if field.default is MISSING}
+    problems = [f"unknown field {place}{name}" for name in sorted(set(values) - set(declared))]
+    problems += [f"no field {place}{name}" for name in sorted(needed - set(values))]
+    for name in sorted(set(declared) & set(values)):
+        if values[name] is None and declared[name].default is None:
+            continue
+        if name in PARTS:
+            problems += _problems_of(values[name], PARTS[name], f"{name}.")
         elif name != "name" and _number_problem(values[name]):
-            problems.append(f"{name}: {_number_problem(values[name])}")
+            problems.append(f"{place}{name}: {_number_problem(values[name])}")
     return problems
 
 

@@ -19,6 +19,7 @@ from megatron.mcore_adapter.coded_weights import PLAIN, layers_of
 from megatron.planning.candidates import Candidate
 from megatron.planning.layer_costs import GptCosts, ModelRanks
 from megatron.planning.machine import Cluster
+from megatron.planning.optimizer_update import HOST_UPDATE_BYTES
 from megatron.planning.skeleton import Cost
 from megatron.pretrain.arguments.configs import transformer_config
 from megatron.pretrain.dry_run import memory_plan, pretending
@@ -31,11 +32,21 @@ DENSE, EXPERTS, EMBEDDING, OUTPUT = "dense layer", "layer with experts", "embedd
 
 @dataclass(frozen=True)
 class QuickEstimate:
-    """The estimated memory and time of a candidate."""
+    """The estimated memory and time of a candidate.
+
+    Attributes:
+        candidate: the settings.
+        num_bytes: of a GPU, in the stage that needs most.
+        seconds: of a step.
+        host_bytes: of a rank on its host, in the stage that needs most.
+        state_bytes: of optimizer state on a GPU, in the stage that needs most memory.
+    """
 
     candidate: Candidate
     num_bytes: float
     seconds: float
+    host_bytes: int = 0
+    state_bytes: int = 0
 
 
 def arguments_of(
@@ -96,14 +107,28 @@ class QuickEstimates:
         num_microbatches = args.global_batch_size // (
             args.micro_batch_size * args.data_parallel_size
         )
-        num_bytes = seconds = 0.0
+        memory: list[tuple[float, int]] = []
+        seconds, host_bytes = 0.0, 0
         for stage in unlike_stages(candidate.pipeline):
             parts = self._parts_of(candidate, stage)
             under_way = min(candidate.pipeline - stage, num_microbatches)
-            num_bytes = max(num_bytes, _bytes_of(parts, memory_of, cost_of, under_way, candidate))
+            num_bytes = _bytes_of(parts, memory_of, cost_of, under_way, candidate)
+            memory.append((num_bytes, sum(memory_of[part].optimizer_state for part in parts)))
+            away = sum(memory_of[part].host for part in parts)
+            host_bytes = max(host_bytes, away)
             of_one = self._microbatch_seconds(parts, memory_of, cost_of, candidate)
-            seconds = max(seconds, of_one * (num_microbatches + candidate.pipeline - 1))
-        return QuickEstimate(candidate, num_bytes, seconds)
+            of_step = of_one * (num_microbatches + candidate.pipeline - 1)
+            of_step += self._host_seconds(away, num_microbatches, candidate) if away else 0.0
+            seconds = max(seconds, of_step)
+        return QuickEstimate(candidate, max(memory)[0], seconds, host_bytes, max(memory)[1])
+
+    def _host_seconds(self, host_bytes: int, num_microbatches: int, candidate: Candidate) -> float:
+        """Return the seconds of a step's copies to and from the host, and of the update there."""
+        of_each = host_bytes / 4  # as many of weights, gradients and two moments
+        gathers = 2 * num_microbatches if candidate.level == 3 else 1
+        reductions = num_microbatches if candidate.level >= 2 else 1
+        copies = self._machine.copy_seconds(of_each * (gathers + reductions))
+        return copies + self._machine.host_seconds(of_each / 4 * HOST_UPDATE_BYTES)
 
     def _parts_of(self, candidate: Candidate, stage: int) -> list[str]:
         """Return the parts of the model in a pipeline stage."""

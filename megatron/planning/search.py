@@ -36,13 +36,12 @@ NOT_SIMULATED = {
     "--megatron-fsdp-enable-fine-grained-param-gather": "units inside of layers",
     "--fsdp-double-buffer": "memory slots",
     "--nccl-ub": "memory slots",
-    "--optimizer-cpu-offload": "state on the host",
-    "--use-precision-aware-optimizer": "state in other dtypes",
     "--mtp-num-layers": "layers that predict further tokens",
     "--hybrid-layer-pattern": "a HybridModel",
 }
 """Flags that are refused, and what they ask for."""
 
+GIB = 2**30
 MORE_TRIES = 4
 """Candidates that are simulated at most, for each that is wanted: some turn out not to fit."""
 
@@ -69,6 +68,18 @@ class Prediction:
     def peak_bytes(self) -> int:
         """The most bytes of a rank."""
         return max(stage.peak_bytes for stage in self.stages)
+
+    @cached_property
+    def host_bytes(self) -> int:
+        """The most bytes of a rank on its host."""
+        return max(stage.update.host.num_bytes for stage in self.stages)
+
+    @cached_property
+    def host_seconds(self) -> tuple[float, float]:
+        """Seconds of a step's copies to and from the host, and of the update there."""
+        copied = max(stage.copied_bytes for stage in self.stages)
+        updates = [stage.update.host.update_seconds for stage in self.stages]
+        return self.machine.copy_seconds(copied) if copied else 0.0, max(updates)
 
     @cached_property
     def microbatch_seconds(self) -> float:
@@ -102,7 +113,7 @@ class Prediction:
 
     @cached_property
     def exposed_seconds(self) -> float:
-        """Seconds in which compute waits for the communication of shards."""
+        """Seconds in which compute waits for the communication of shards, and for their copies."""
         return max(stage.exposed_seconds for stage in self.stages)
 
     @cached_property
@@ -156,6 +167,14 @@ def arguments_on(words: Sequence[str], num_gpus: int) -> argparse.Namespace:
     return argparse.Namespace(**vars(args) | {"padded_vocab_size": rows})
 
 
+def estimates_of(
+    args: argparse.Namespace, num_gpus: int, machine: Cluster, choices: Choices
+) -> list[QuickEstimate]:
+    """Return the quick estimates of all candidates."""
+    estimates = QuickEstimates(args, num_gpus, machine)
+    return [*map(estimates.of, candidates(args, num_gpus, machine.gpus_per_node, choices))]
+
+
 def search(
     words: Sequence[str],
     args: argparse.Namespace,
@@ -181,16 +200,21 @@ def search(
     Raises:
         ValueError: if the sizes of the model, the batch and the mesh go together in no way.
     """
-    estimates = QuickEstimates(args, num_gpus, machine)
-    every = [*map(estimates.of, candidates(args, num_gpus, machine.gpus_per_node, choices))]
+    every = estimates_of(args, num_gpus, machine, choices)
     if not every:
         raise ValueError(
             f"no mesh of {num_gpus} GPUs divides the model and a --global-batch-size of"
             f" {args.global_batch_size}: give other --gpus, a batch that is a multiple of the data"
             " ranks, or fewer limits"
         )
-    fitting = [each for each in every if each.num_bytes <= memory_limit]
+    host_share = machine.host_share(num_gpus)
+    fitting = [
+        each for each in every if each.num_bytes <= memory_limit and each.host_bytes <= host_share
+    ]
     say(f"{len(every):,} settings, of which {len(fitting):,} are estimated to fit")
+    if not fitting:
+        least = min(each.num_bytes for each in every)
+        say(f"the smallest one is estimated to need {least / GIB:.1f} GiB of each GPU")
     fitting.sort(key=lambda each: each.seconds)
     return _simulated(words, fitting, args, num_gpus, machine, memory_limit, num_wanted)
 
@@ -220,7 +244,8 @@ def _simulated(
         num_tries += 1
         prediction = predict(estimate.candidate, [*words, *flags], args, machine)
         too_small = max(too_small, prediction.peak_bytes / estimate.num_bytes)
-        if prediction.peak_bytes <= memory_limit:
+        fits_host = prediction.host_bytes <= machine.host_share(num_gpus)
+        if prediction.peak_bytes <= memory_limit and fits_host:
             fitting.append(prediction)
     return sorted(fitting, key=lambda each: each.seconds)
 

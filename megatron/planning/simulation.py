@@ -29,13 +29,16 @@ from megatron.fsdp.trace.recorder import COMPUTE, STORAGE, Recorder, TraceEntry
 CollectiveSeconds = Callable[[TraceEntry], float]
 """Returns the seconds of a recorded collective."""
 
+HOST = "host"
+"""The stream of copies between the device and the host, for which compute waits."""
+
 
 @dataclass(frozen=True)
 class Interval:
     """Work on a stream.
 
     Attributes:
-        stream: ``compute``, ``gather`` or ``reduce``.
+        stream: ``compute``, ``gather``, ``reduce`` or ``host``.
         name: of the work.
         unit: name of its unit.
         begin: in seconds.
@@ -58,6 +61,7 @@ class StepResult:
         intervals: what the streams have done.
         memory: (seconds, bytes) after every change.
         backward_ends: seconds at which the backward passes have ended.
+        copies: (seconds, bytes) of those between the device and the host.
         seconds: from its begin to its end, where gathers for the next step may have started.
     """
 
@@ -65,6 +69,7 @@ class StepResult:
     intervals: list[Interval] = field(default_factory=list)
     memory: list[tuple[float, int]] = field(default_factory=list)
     backward_ends: list[float] = field(default_factory=list)
+    copies: list[tuple[float, int]] = field(default_factory=list)
     seconds: float = 0.0
 
     @property
@@ -84,7 +89,7 @@ class StepResult:
 
     @property
     def exposed_seconds(self) -> float:
-        """Seconds in which compute waited for communication."""
+        """Seconds in which compute waited for communication, and for copies to the host."""
         return self.seconds - self.compute_seconds
 
 
@@ -174,6 +179,14 @@ class Simulator(Recorder):
         self.change_memory(num_bytes)
         weakref.finalize(tensor, self.change_memory, -num_bytes).atexit = False
 
+    def copy(self, num_bytes: int, seconds: float) -> None:
+        """Let compute wait for a copy between the device, which needs its bytes, and the host."""
+        self.change_memory(num_bytes)
+        self._add(HOST, "copy", "", self.compute, self.compute + seconds)
+        self.compute += seconds
+        self.change_memory(-num_bytes)
+        self.step.copies.append((self.elapsed, num_bytes))
+
     def _add(self, stream: str, name: str, unit: str, begin: float, end: float) -> None:
         began = self._step_began
         self.step.intervals.append(Interval(stream, name, unit, begin - began, end - began))
@@ -229,9 +242,10 @@ def attach(
 
 
 def shard_bytes(group: ParamGroup) -> int:
-    """Return the bytes of the shards of weights that are not in the flat buffer of a group."""
+    """Return the device's bytes of shards of weights that are not in the flat buffer of a group."""
     storages = {}
-    for shard in (group.main_shard, group.compute_shard):
+    main = () if group.memory.is_offloaded else (group.main_shard,)
+    for shard in (*main, group.compute_shard):
         storages[shard.untyped_storage()._cdata] = shard.numel() * shard.element_size()
     storages.pop(group.compute.flat.untyped_storage()._cdata, None)
     return sum(storages.values())

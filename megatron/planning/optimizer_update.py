@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The update of the optimizer: its seconds, and its memory on the device and on the host.
+
+[Note: bytes of an update] On the host Megatron-Core clips and updates by torch's AdamW, one
+operation after the other. These read and write, for each fp32 element:
+
+    norm of gradients             4   read
+    clipping                     16   a product, and its copy
+    weight decay                  8   read and written
+    first moment                 12   two read, one written
+    second moment                20   scaled, then two read and one written
+    its root, divided, and more  24   three operations on a temporary tensor
+    weight                       16   three read, one written
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from megatron.fsdp import ShardedModule
+from megatron.fsdp.dtensor.sharded_param import ShardedParam, sharded_param_of
+from megatron.fsdp.engine.unit_choice import is_expert_parameter
+from megatron.fsdp.optimizer.matrix.matrix_parts import OwnerRanks
+from megatron.planning.machine import Cluster
+from megatron.planning.matrix_owners import OwnerPlan, plan_owners
+from megatron.pretrain.memory_estimate import host_bytes
+
+UPDATE_BYTES = 28
+"""Bytes that AdamW reads and writes for each fp32 weight in one pass: the gradient is read, the
+weight and both moments are read and written."""
+
+HOST_UPDATE_BYTES = 100
+"""See [Note: bytes of an update]."""
+
+MATRIX_OPTIMIZERS = ("muon", "dist_muon")
+"""Values of --optimizer that update the matrices of layers by their owners."""
+
+FILE_BYTES = 40
+"""Bytes of files for each fp32 weight: the gradient is read for the norm, and read and written to
+be clipped, before the update in one pass."""
+
+
+@dataclass(frozen=True)
+class HostUse:
+    """What a rank has on its host.
+
+    Attributes:
+        num_bytes: of main weights, gradients and optimizer state.
+        num_elements: that the optimizer updates.
+        update_seconds: of clipping and of the update.
+    """
+
+    num_bytes: int = 0
+    num_elements: int = 0
+    update_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class PlannedUpdate:
+    """The update of the optimizer of one rank.
+
+    Attributes:
+        seconds: of the update; the device and the host work at once.
+        state_bytes: of optimizer state on the device.
+        passing_bytes: on the device while matrices are updated by their owners.
+        host: what is on the host.
+        owners: the owners of matrices, first those of experts.
+    """
+
+    seconds: float = 0.0
+    state_bytes: int = 0
+    passing_bytes: int = 0
+    host: HostUse = HostUse()
+    owners: tuple[OwnerPlan, ...] = ()
+
+    @property
+    def imbalance(self) -> float:
+        """The work of the owner with the most, in that of the mean."""
+        return max((each.imbalance for each in self.owners), default=1.0)
+
+
+def plan_update(args: argparse.Namespace, machine: Cluster, model: ShardedModule) -> PlannedUpdate:
+    """Plan the update of the rank that a simulation pretends to be.
+
+    Args:
+        args: the completed arguments.
+        machine: on which the model is trained.
+        model: sharded on the meta device.
+    """
+    matrices = matrices_of(model) if args.optimizer in MATRIX_OPTIMIZERS else []
+    states = 1 if args.optimizer == "sgd" else 2
+    is_pinned = args.pin_cpu_grads and args.pin_cpu_params
+    num_updated = state_bytes = num_bytes = num_elements = 0
+    for group in model.groups:
+        size = group.layout.shard_size if group.requires_grad else 0
+        if group.memory.is_offloaded:
+            num_elements += size
+            whole = group.layout.shard_size, group.precision, group.requires_grad
+            num_bytes += host_bytes(*whole, states, is_pinned)
+        else:
+            num_updated += size
+            state_bytes += states * size * group.precision.main_param.itemsize
+    for each in matrices:  # the others' state is not theirs
+        shard = each.parameter.to_local()
+        num_updated -= shard.numel()
+        state_bytes -= states * shard.nbytes
+    owners = tuple(_plan_owners(model, matrices, machine))
+    state_bytes += sum(each.momentum_bytes for each in owners)
+    on_device = num_updated * UPDATE_BYTES / machine.memory_bytes_per_second
+    on_device += sum(each.seconds for each in owners)
+    on_host = machine.host_seconds(num_elements * HOST_UPDATE_BYTES) if num_elements else 0.0
+    return PlannedUpdate(
+        seconds=max(on_device, on_host),
+        state_bytes=state_bytes,
+        passing_bytes=max((each.round_bytes for each in owners), default=0),
+        host=HostUse(num_bytes, num_elements, update_seconds=on_host),
+        owners=owners,
+    )
+
+
+def matrices_of(model: ShardedModule) -> list[ShardedParam]:
+    """Return the parameters that a matrix optimizer of Megatron-Core updates."""
+    found = []
+    for parameter in model.parameters():
+        is_matrix = parameter.ndim == 2 and parameter.requires_grad
+        sharded_param = sharded_param_of(parameter)
+        # Embeddings and output layers are AdamW's.
+        if is_matrix and not getattr(
+            sharded_param.compute, "is_embedding_or_output_parameter", False
+        ):
+            found.append(sharded_param)
+    return found
+
+
+def _plan_owners(
+    model: ShardedModule, matrices: list[ShardedParam], machine: Cluster
+) -> Iterator[OwnerPlan]:
+    """Yield the plans of experts' matrices and of all others."""
+    has_experts = model._mesh.expert is not None
+    for is_expert in (True, False):
+        own = [
+            each
+            for each in matrices
+            if (has_experts and is_expert_parameter(each.name, each.compute)) == is_expert
+        ]
+        if own:
+            axes = model._mesh.axes(is_expert)
+            among = OwnerRanks(axes)
+            numbers = dist.get_process_group_ranks(among.group)
+            yield plan_owners(
+                [each.slice.shape for each in own],
+                [numbers[member] for member in among.members],
+                machine,
+                num_replicas=axes.num_data_ranks // own[0].group.partition.num_owned,
+            )

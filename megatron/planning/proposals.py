@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Proposals: what would make a model fit that fits with no settings."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import inf
+
+from megatron.planning.candidates import Choices
+from megatron.planning.machine import Cluster
+from megatron.planning.optimizer_update import FILE_BYTES
+from megatron.planning.quick_estimate import QuickEstimate
+from megatron.planning.search import GIB, Prediction, estimates_of, model_arguments, search
+
+CHANGES = (
+    "--optimizer-cpu-offload",
+    "--optimizer muon",
+)
+"""Flags that change what lies on the device, of which each is tried alone."""
+
+QUANTIZED = {"AdamW8bit": 2.05, "AdamW4bit": 1.08}
+"""Optimizers of torchao, and the bytes of their state for each parameter, as
+``benchmarks/results/optimizer_memory.md`` has them; AdamW has 8."""
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A change with which a model fits.
+
+    Attributes:
+        text: what it is, and what it costs.
+        prediction: its settings; None if pretrain_gpt.py has no flags for it.
+    """
+
+    text: str
+    prediction: Prediction | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is planned: the arguments of a search."""
+
+    words: list[str]
+    args: argparse.Namespace
+    num_gpus: int
+    machine: Cluster
+    memory_limit: float
+    choices: Choices
+
+
+def proposals(plan: Plan) -> Iterator[Proposal]:
+    """Yield the changes with which the model of a plan fits, those of flags first."""
+    for flags in CHANGES:
+        found = _fastest(plan, flags.split(), plan.machine)
+        if found is not None:
+            yield Proposal(f"{flags}: {described(found)}", found)
+    yield from _in_files(plan)
+    yield from _quantized(plan)
+
+
+def described(found: Prediction) -> str:
+    """Return the memory and the time of a prediction."""
+    text = f"{found.peak_bytes / GIB:.1f} GiB of each GPU, {found.seconds:.2f} s a step"
+    return "; ".join([text, *costs_of_update(found)])
+
+
+def costs_of_update(found: Prediction) -> Iterator[str]:
+    """Yield what the update of the optimizer needs beside the device's memory."""
+    machine, num_gpus = found.machine, found.args.world_size
+    if found.host_bytes:
+        node = found.host_bytes * machine.ranks_of_node(num_gpus) / GIB
+        copies, update = found.host_seconds
+        yield (
+            f"{node:,.1f} GiB of each host; copies take {copies:.2f} s of a step, the update"
+            f" there {update:.2f} s"
+        )
+    owners = [stage.update for stage in found.stages if stage.update.owners]
+    if owners:
+        slowest = max(owners, key=lambda update: update.seconds)
+        yield (
+            f"the update takes {slowest.seconds:.2f} s of a step, in which the owner with the"
+            f" most work has {slowest.imbalance:.2f} times the mean"
+        )
+
+
+def _fastest(plan: Plan, flags: Sequence[str], machine: Cluster) -> Prediction | None:
+    """Return the fastest settings with further flags, if the program takes them and they fit."""
+    given = {word.split("=")[0] for word in plan.words}
+    if (machine.host is None and "--optimizer-cpu-offload" in flags) or given & {*flags}:
+        return None
+    words = [*plan.words, *flags]
+    args = model_arguments(words, [])
+    if args is None:
+        return None
+    rest = plan.num_gpus, machine, plan.memory_limit, plan.choices, 1, lambda line: None
+    return next(iter(search(words, args, *rest)), None)
+
+
+def _in_files(plan: Plan) -> Iterator[Proposal]:
+    """Yield the proposal of state in files, for loops of the user's own."""
+    machine = plan.machine
+    if machine.host is None:
+        return
+    flags = ["--optimizer-cpu-offload", "--no-pin-cpu-grads"]
+    endless = replace(machine, host=replace(machine.host, memory_bytes=inf))
+    found = _fastest(plan, flags, endless)
+    if found is None:
+        return
+    ranks = machine.ranks_of_node(plan.num_gpus)
+    traffic = ranks * max(
+        stage.copied_bytes + FILE_BYTES * stage.update.host.num_elements for stage in found.stages
+    )
+    text = (
+        "Memory(offload=folder), in a loop of your own:"
+        f" {found.peak_bytes / GIB:.1f} GiB of each GPU and files of"
+        f" {ranks * found.host_bytes / GIB:,.1f} GiB on each node, of which {traffic / GIB:,.1f} GiB"
+        " are read or written in a step"
+    )
+    if machine.host.disk_bytes_per_second is not None:
+        seconds = traffic / machine.host.disk_bytes_per_second
+        text += f", {seconds:,.1f} s where the host's memory caches none of it"
+    yield Proposal(text)
+
+
+def _quantized(plan: Plan) -> Iterator[Proposal]:
+    """Yield the proposals of quantized state, for loops of the user's own."""
+    every = estimates_of(plan.args, plan.num_gpus, plan.machine, plan.choices)
+    for name, num_bytes in QUANTIZED.items():
+
+        def needs(each: QuickEstimate, saved: float = 1 - num_bytes / 8) -> float:
+            return each.num_bytes - saved * each.state_bytes
+
+        least = min(map(needs, every))
+        if least <= plan.memory_limit and plan.args.optimizer == "adam":
+            yield Proposal(
+                f"{name} of torchao, in a loop of your own: about {least / GIB:.1f} GiB of each GPU"
+            )
+            break
