@@ -19,6 +19,7 @@ import argparse
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 
 from megatron.fsdp import ShardedModule
@@ -27,17 +28,16 @@ from megatron.fsdp.engine.unit_choice import is_expert_parameter
 from megatron.fsdp.optimizer.matrix.matrix_parts import OwnerRanks
 from megatron.planning.machine import Cluster
 from megatron.planning.matrix_owners import OwnerPlan, plan_owners
-from megatron.pretrain.memory_estimate import host_bytes
+from megatron.pretrain.dry_run import has_owner, moments_of, owns_matrices
+from megatron.pretrain.memory_estimate import Moments, host_bytes
 
 UPDATE_BYTES = 28
 """Bytes that AdamW reads and writes for each fp32 weight in one pass: the gradient is read, the
 weight and both moments are read and written."""
 
-HOST_UPDATE_BYTES = 100
-"""See [Note: bytes of an update]."""
-
-MATRIX_OPTIMIZERS = ("muon", "dist_muon")
-"""Values of --optimizer that update the matrices of layers by their owners."""
+ADAMW_BYTES = 80
+HOST_UPDATE_BYTES = 20 + ADAMW_BYTES
+"""With clipping; see [Note: bytes of an update]."""
 
 FILE_BYTES = 40
 """Bytes of files for each fp32 weight: the gradient is read for the norm, and read and written to
@@ -91,8 +91,8 @@ def plan_update(args: argparse.Namespace, machine: Cluster, model: ShardedModule
         machine: on which the model is trained.
         model: sharded on the meta device.
     """
-    matrices = matrices_of(model) if args.optimizer in MATRIX_OPTIMIZERS else []
-    states = 1 if args.optimizer == "sgd" else 2
+    matrices = matrices_of(model) if owns_matrices(args) else []
+    moments = moments_of(args)
     is_pinned = args.pin_cpu_grads and args.pin_cpu_params
     num_updated = state_bytes = num_bytes = num_elements = 0
     for group in model.groups:
@@ -100,14 +100,14 @@ def plan_update(args: argparse.Namespace, machine: Cluster, model: ShardedModule
         if group.memory.is_offloaded:
             num_elements += size
             whole = group.layout.shard_size, group.precision, group.requires_grad
-            num_bytes += host_bytes(*whole, states, is_pinned)
+            num_bytes += host_bytes(*whole, moments, is_pinned)
         else:
             num_updated += size
-            state_bytes += states * size * group.precision.main_param.itemsize
+            state_bytes += size * _bytes_of(moments, group.precision.main_param)
     for each in matrices:  # the others' state is not theirs
         shard = each.parameter.to_local()
         num_updated -= shard.numel()
-        state_bytes -= states * shard.nbytes
+        state_bytes -= shard.numel() * _bytes_of(moments, shard.dtype)
     owners = tuple(_plan_owners(model, matrices, machine))
     state_bytes += sum(each.momentum_bytes for each in owners)
     on_device = num_updated * UPDATE_BYTES / machine.memory_bytes_per_second
@@ -122,18 +122,14 @@ def plan_update(args: argparse.Namespace, machine: Cluster, model: ShardedModule
     )
 
 
+def _bytes_of(moments: Moments, main: torch.dtype) -> int:
+    return sum((dtype or main).itemsize for dtype in moments)
+
+
 def matrices_of(model: ShardedModule) -> list[ShardedParam]:
-    """Return the parameters that a matrix optimizer of Megatron-Core updates."""
-    found = []
-    for parameter in model.parameters():
-        is_matrix = parameter.ndim == 2 and parameter.requires_grad
-        sharded_param = sharded_param_of(parameter)
-        # Embeddings and output layers are AdamW's.
-        if is_matrix and not getattr(
-            sharded_param.compute, "is_embedding_or_output_parameter", False
-        ):
-            found.append(sharded_param)
-    return found
+    """Return the trained parameters of a sharded model that matrix optimizers update."""
+    trained = (parameter for parameter in model.parameters() if parameter.requires_grad)
+    return [each for each in map(sharded_param_of, trained) if has_owner(each.compute)]
 
 
 def _plan_owners(

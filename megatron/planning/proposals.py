@@ -16,6 +16,7 @@ from megatron.planning.search import GIB, Prediction, estimates_of, model_argume
 
 CHANGES = (
     "--optimizer-cpu-offload",
+    "--use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16",
     "--optimizer muon",
 )
 """Flags that change what lies on the device, of which each is tried alone."""
@@ -115,8 +116,8 @@ def _in_files(plan: Plan) -> Iterator[Proposal]:
     text = (
         "Memory(offload=folder), in a loop of your own:"
         f" {found.peak_bytes / GIB:.1f} GiB of each GPU and files of"
-        f" {ranks * found.host_bytes / GIB:,.1f} GiB on each node, of which {traffic / GIB:,.1f} GiB"
-        " are read or written in a step"
+        f" {ranks * found.host_bytes / GIB:,.1f} GiB on each node, of which"
+        f" {traffic / GIB:,.1f} GiB are read or written in a step"
     )
     if machine.host.disk_bytes_per_second is not None:
         seconds = traffic / machine.host.disk_bytes_per_second
@@ -125,7 +126,9 @@ def _in_files(plan: Plan) -> Iterator[Proposal]:
 
 
 def _quantized(plan: Plan) -> Iterator[Proposal]:
-    """Yield the proposals of quantized state, for loops of the user's own."""
+    """Yield the proposal of quantized state, for loops of the user's own."""
+    if plan.args.optimizer != "adam" or plan.args.optimizer_cpu_offload:
+        return
     every = estimates_of(plan.args, plan.num_gpus, plan.machine, plan.choices)
     for name, num_bytes in QUANTIZED.items():
 
@@ -133,7 +136,7 @@ def _quantized(plan: Plan) -> Iterator[Proposal]:
             return each.num_bytes - saved * each.state_bytes
 
         least = min(map(needs, every))
-        if least <= plan.memory_limit and plan.args.optimizer == "adam":
+        if least <= plan.memory_limit:
             yield Proposal(
                 f"{name} of torchao, in a loop of your own: about {least / GIB:.1f} GiB of each GPU"
             )
