@@ -10,6 +10,9 @@ the host, and so the device, waits. ``ShardMemory.release`` of the shard follows
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 
 from megatron.fsdp import ShardedModule
@@ -30,11 +33,24 @@ def follow_copies(simulator: Simulator, model: ShardedModule, machine: Cluster) 
         num_bytes = shard.numel() * shard.element_size()
         seconds = machine.copy_seconds(num_bytes)
         storage = shard.untyped_storage()._cdata
-        if storage not in weights:
+        is_weight = storage in weights
+        if not is_weight:
             if step_of.get(storage) is simulator.step:
                 seconds += machine.host_seconds(ADD_TRAFFIC * num_bytes)
             step_of[storage] = simulator.step
-        simulator.copy(num_bytes, seconds)
+        simulator.copy(num_bytes, seconds, is_weight)
 
+    for group in away:
+        total = group.gradients._grad_sum
+        total.buffer_for = partial(_held_buffer, simulator, total.buffer_for)  # type: ignore[method-assign]
     for memory in {group.memory for group in away}:
         memory.release = copied  # type: ignore[assignment,method-assign]
+
+
+def _held_buffer(
+    simulator: Simulator, buffer_for: Callable[[torch.dtype], torch.Tensor], dtype: torch.dtype
+) -> torch.Tensor:
+    """Return the device's tensor for a reduction, whose bytes count until it is copied."""
+    buffer = buffer_for(dtype)
+    simulator.hold(buffer)
+    return buffer

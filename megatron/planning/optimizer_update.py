@@ -108,7 +108,7 @@ def plan_update(args: argparse.Namespace, machine: Cluster, model: ShardedModule
         shard = each.parameter.to_local()
         num_updated -= shard.numel()
         state_bytes -= shard.numel() * _bytes_of(moments, shard.dtype)
-    owners = tuple(_plan_owners(model, matrices, machine))
+    owners = tuple(_plan_owners(args, machine, model, matrices))
     state_bytes += sum(each.momentum_bytes for each in owners)
     on_device = num_updated * UPDATE_BYTES / machine.memory_bytes_per_second
     on_device += sum(each.seconds for each in owners)
@@ -133,7 +133,7 @@ def matrices_of(model: ShardedModule) -> list[ShardedParam]:
 
 
 def _plan_owners(
-    model: ShardedModule, matrices: list[ShardedParam], machine: Cluster
+    args: argparse.Namespace, machine: Cluster, model: ShardedModule, matrices: list[ShardedParam]
 ) -> Iterator[OwnerPlan]:
     """Yield the plans of experts' matrices and of all others."""
     has_experts = model._mesh.expert is not None
@@ -151,5 +151,6 @@ def _plan_owners(
                 [each.slice.shape for each in own],
                 [numbers[member] for member in among.members],
                 machine,
+                steps=args.muon_num_ns_steps,
                 num_replicas=axes.num_data_ranks // own[0].group.partition.num_owned,
             )

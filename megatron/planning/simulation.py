@@ -179,12 +179,15 @@ class Simulator(Recorder):
         self.change_memory(num_bytes)
         weakref.finalize(tensor, self.change_memory, -num_bytes).atexit = False
 
-    def copy(self, num_bytes: int, seconds: float) -> None:
-        """Let compute wait for a copy between the device, which needs its bytes, and the host."""
-        self.change_memory(num_bytes)
+    def copy(self, num_bytes: int, seconds: float, is_new: bool) -> None:
+        """Let compute wait for a copy between the device and the host.
+
+        ``is_new``: the device has a new tensor for it.
+        """
+        self.change_memory(num_bytes if is_new else 0)
         self._add(HOST, "copy", "", self.compute, self.compute + seconds)
         self.compute += seconds
-        self.change_memory(-num_bytes)
+        self.change_memory(-num_bytes if is_new else 0)
         self.step.copies.append((self.elapsed, num_bytes))
 
     def _add(self, stream: str, name: str, unit: str, begin: float, end: float) -> None:

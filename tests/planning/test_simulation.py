@@ -13,9 +13,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from megatron.fsdp import trace
 from megatron.fsdp.trace.recorder import STORAGE, TraceEntry
+from megatron.planning.host_copies import follow_copies
+from megatron.planning.machine import MACHINES
 from megatron.planning.simulation import attach, simulating
 from megatron.planning.skeleton import make_skeleton
 from megatron.pretrain.dry_run import pretended_ranks
+from megatron.pretrain.memory_estimate import host_bytes
 from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard
 from tests.support.fsdp.live_bytes import LiveBytes
 from tests.support.rank_pool import run_ranks
@@ -133,8 +136,13 @@ def simulate_step(
     with pretended_ranks(world_size), simulating() as simulator:
         sharded_model, optimizer = sharded("meta", dtype, model, outer, settings)
         attach(simulator, sharded_model)
+        follow_copies(simulator, sharded_model, MACHINES["h100"])
         units = [unit.module for unit in sharded_model._units if unit.module is not None]
         make_skeleton(sharded_model.module, units, simulator)
+        for group in sharded_model.groups:  # a run on a CPU has what is offloaded there too
+            if group.memory.is_offloaded:
+                own = host_bytes(group.layout.shard_size, group.precision, True, (), False)
+                simulator.change_memory(own)
         for state in optimizer.state.values():
             moments = [state[name].to_local() for name in ("exp_avg", "exp_avg_sq")]
             simulator.change_memory(sum(each.numel() * each.element_size() for each in moments))
@@ -187,12 +195,19 @@ def test_the_shards_of_an_outer_axis_are_gathered_and_reduced_as_in_a_run() -> N
     assert sorted(simulated, key=str) == sorted(runs[0][0], key=str)
 
 
-@pytest.mark.always("3-bf16")
+@pytest.mark.always("device-3-bf16", "host-3-bf16")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("level", range(4))
-def test_the_simulated_peak_is_that_of_a_run(level: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("place", [None, "host"], ids=["device", "host"])
+def test_the_simulated_peak_is_that_of_a_run(
+    place: str | None, level: int, dtype: torch.dtype
+) -> None:
     precision = MixedPrecisionPolicy(torch.float32, torch.float32, None)
-    settings = {"zero_dp_strategy": level, "mixed_precision_policy": precision}
+    settings = {
+        "zero_dp_strategy": level,
+        "mixed_precision_policy": precision,
+        "offload_policy": place,
+    }
     arguments = (2, {}, 1, settings, dtype)
     runs = run_ranks(2, run_step, *arguments)
     ((_, simulated),) = run_ranks(1, simulate_step, 2, *arguments)
