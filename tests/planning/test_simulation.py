@@ -4,6 +4,7 @@
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from megatron.fsdp import trace
+from megatron.fsdp.optimizer.host.host_memory import HostMemory
 from megatron.fsdp.trace.recorder import STORAGE, TraceEntry
 from megatron.planning.host_copies import follow_copies
 from megatron.planning.machine import MACHINES
@@ -212,3 +214,65 @@ def test_the_simulated_peak_is_that_of_a_run(
     runs = run_ranks(2, run_step, *arguments)
     ((_, simulated),) = run_ranks(1, simulate_step, 2, *arguments)
     assert simulated == pytest.approx(runs[0][1], rel=0.02)
+
+
+OFFLOADED: dict[str, Any] = {
+    "offload_policy": "host",
+    "mixed_precision_policy": MixedPrecisionPolicy(torch.float32, torch.float32, None),
+}
+
+
+def run_copies(microbatches: int, settings: dict[str, Any]) -> list[int]:
+    """Return the bytes of each copy from and to the host before the second update of a run."""
+    copies: list[int] = []
+
+    def release(_: HostMemory, shard: Tensor) -> None:
+        copies.append(shard.nbytes)
+
+    model, optimizer = sharded("cpu", torch.bfloat16, {}, 1, settings)
+    x = torch.randn(2, model.module.embed.in_features, dtype=torch.bfloat16)
+    train_step(model, optimizer, microbatches, x, lambda: None)
+    before: list[int] = []
+    with patch.object(HostMemory, "release", release):
+        train_step(model, optimizer, microbatches, x, lambda: before.extend(copies))
+    return before
+
+
+def simulated_copies(
+    world_size: int, microbatches: int, settings: dict[str, Any]
+) -> tuple[list[int], float, float]:
+    """Return the same of a simulation, and the seconds that they are planned and found to take."""
+    dist.destroy_process_group()
+    machine = MACHINES["h100"]
+    with pretended_ranks(world_size), simulating() as simulator:
+        model, optimizer = sharded("meta", torch.bfloat16, {}, 1, settings)
+        attach(simulator, model)
+        follow_copies(simulator, model, machine)
+        units = [unit.module for unit in model._units if unit.module is not None]
+        make_skeleton(model.module, units, simulator)
+        copies: list[int] = []
+        waited = 0.0
+
+        def note() -> None:
+            nonlocal waited
+            copies[:] = [num_bytes for _, num_bytes in simulator.step.copies]
+            waited = simulator.elapsed  # nothing else takes time here
+
+        for _ in range(2):
+            simulator.begin_simulated_step()
+            train_step(model, optimizer, microbatches, torch.empty(1, device="meta"), note)
+    return copies, machine.copy_seconds(sum(copies)), waited
+
+
+@pytest.mark.always("level3")
+@pytest.mark.parametrize("level", range(4), ids=lambda level: f"level{level}")
+def test_the_simulated_copies_are_those_of_a_run(level: int) -> None:
+    settings = OFFLOADED | {"zero_dp_strategy": level}
+    for microbatches in (1, 3):
+        runs = run_ranks(2, run_copies, microbatches, settings)
+        ((copies, planned, waited),) = run_ranks(1, simulated_copies, 2, microbatches, settings)
+        assert len(copies) >= 5 and copies == runs[0]
+        if microbatches == 1 or level < 2:  # later gradients are added on the host too
+            assert waited == pytest.approx(planned)
+        else:
+            assert waited > 1.1 * planned
