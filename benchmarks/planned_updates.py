@@ -3,10 +3,10 @@
 
     OMP_NUM_THREADS=1 torchrun --nproc_per_node 2 -m benchmarks.planned_updates [--rounds 9]
 
-Each round measures the machine and the updates one after the other: bytes that ranks copy at once,
-FLOP/s of the Newton-Schulz iterations of a matrix, and messages; then AdamW (fused or not) over
-shards on the host, and Muon, whose matrices have owners. The functions of a plan predict these from
-the rates of the round. It prints medians of both, and of the rounds' ratios.
+Each round measures AdamW (fused or not) over shards on the host, and Muon, whose matrices have
+owners, and before each of them the machine: the bytes that ranks copy at once, the FLOP/s of a
+matrix's Newton-Schulz iterations, and messages. The functions of a plan predict the update from
+these. It prints medians of both, and of the rounds' ratios.
 """
 
 from __future__ import annotations
@@ -118,8 +118,8 @@ class OwnedUpdate:
 
 @click.command()
 @click.option("--rounds", default=9, show_default=True, help="after one that does not count")
-@click.option("--width", default=512, show_default=True)
-@click.option("--layers", default=24, show_default=True)
+@click.option("--width", default=384, show_default=True)
+@click.option("--layers", default=12, show_default=True)
 def main(rounds: int, width: int, layers: int) -> None:
     """Measure, and print a line for each update."""
     dist.init_process_group("gloo")
@@ -130,8 +130,8 @@ def main(rounds: int, width: int, layers: int) -> None:
     }
     found: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for number in range(rounds + 1):
-        machine = measured_machine(width)
         for name, update in updates.items():
+            machine = measured_machine(width)
             update.model(torch.randn(8, width)).square().mean().backward()
             pair = (update.planned(machine), update.measured())
             update.optimizer.zero_grad()

@@ -33,7 +33,7 @@ from megatron.planning.candidates import Choices  # noqa: E402
 from megatron.planning.machine import MACHINES, Cluster, find_machine  # noqa: E402
 from megatron.planning.picture import draw_plan  # noqa: E402
 from megatron.planning.presets import PRESETS  # noqa: E402
-from megatron.planning.proposals import Plan, costs_of_update, proposals  # noqa: E402
+from megatron.planning.proposals import Plan, costs_of_update, fixed, proposals  # noqa: E402
 from megatron.planning.search import GIB, Prediction, model_arguments, search  # noqa: E402
 
 USABLE = 0.9
@@ -193,16 +193,11 @@ def table(found: list[Prediction]) -> Iterator[str]:
         yield (
             f"{number:>2}. {chosen.tensor:>2}  {chosen.pipeline:>2}  {chosen.context:>2}"
             f"  {chosen.expert:>2}  {chosen.level:>4}  {chosen.outer:>6}  {recompute:>9}"
-            f"  {chosen.micro_batch:>5}  {_fixed(each.peak_bytes / GIB, 1):>5}"
-            f"  {_fixed(each.seconds, 2):>6}"
+            f"  {chosen.micro_batch:>5}  {fixed(each.peak_bytes / GIB, 1):>5}"
+            f"  {fixed(each.seconds, 2):>6}"
             f"  {each.exposed_seconds / each.seconds:>7.1%}"
             f"  {each.bubble_seconds / each.seconds:>6.1%}  {each.utilization:>5.1%}"
         )
-
-
-def _fixed(value: float, decimals: int) -> str:
-    """Return a number with so many decimals, or with two more where it would look like nothing."""
-    return f"{value:.{decimals if value >= 10**-decimals else decimals + 2}f}"
 
 
 def commands(found: list[Prediction], machine: Cluster) -> Iterator[str]:

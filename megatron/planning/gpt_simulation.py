@@ -26,7 +26,7 @@ from megatron.planning.host_copies import follow_copies
 from megatron.planning.layer_costs import GptCosts, ModelRanks
 from megatron.planning.machine import Cluster
 from megatron.planning.optimizer_update import PlannedUpdate, plan_update
-from megatron.planning.simulation import Simulator, StepResult, attach, simulating
+from megatron.planning.simulation import Copy, Simulator, StepResult, attach, simulating
 from megatron.planning.skeleton import make_skeleton
 from megatron.pretrain.arguments.configs import transformer_config
 from megatron.pretrain.dry_run import pretending
@@ -44,7 +44,7 @@ class StagePrediction:
         num_simulated: microbatches that were simulated; those left out repeat one of them.
         microbatch_seconds: of one that is neither the first nor the last.
         update: of the optimizer.
-        copied_bytes: between the device and the host.
+        copies: between the device and the host, of all microbatches.
     """
 
     stage: int
@@ -53,7 +53,7 @@ class StagePrediction:
     num_simulated: int
     microbatch_seconds: float
     update: PlannedUpdate
-    copied_bytes: int
+    copies: list[Copy]
 
     @property
     def peak_bytes(self) -> int:
@@ -65,6 +65,16 @@ class StagePrediction:
         """Seconds of a step, without those in which the stage waits for others."""
         repeated = (self.num_microbatches - self.num_simulated) * self.microbatch_seconds
         return self.step.seconds + repeated
+
+    @property
+    def copied_bytes(self) -> int:
+        """Bytes copied between the device and the host."""
+        return sum(each.num_bytes for each in self.copies)
+
+    @property
+    def copy_seconds(self) -> float:
+        """Seconds in which compute waits for copies, and for what is added on the host."""
+        return sum(each.seconds for each in self.copies)
 
     @property
     def exposed_seconds(self) -> float:
@@ -109,11 +119,11 @@ def simulate_stage(
             step = simulator.end_simulated_step()
     ends = step.backward_ends
     of_one = ends[1] - ends[0] if len(ends) > 1 else ends[0]
-    copied = sum(num_bytes for _, num_bytes in step.copies)
+    copies = list(step.copies)
     if num_simulated < num_microbatches:  # those left out copy what the second one does
-        second = [num_bytes for at, num_bytes in step.copies if ends[0] < at <= ends[1]]
-        copied += (num_microbatches - num_simulated) * sum(second)
-    return StagePrediction(stage, step, num_microbatches, num_simulated, of_one, update, copied)
+        second = [each for each in step.copies if ends[0] < each.end <= ends[1]]
+        copies += (num_microbatches - num_simulated) * second
+    return StagePrediction(stage, step, num_microbatches, num_simulated, of_one, update, copies)
 
 
 def sharded_skeleton(

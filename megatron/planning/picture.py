@@ -10,8 +10,8 @@ from megatron.planning.gpt_simulation import StagePrediction
 from megatron.planning.search import Prediction
 from megatron.planning.simulation import Interval
 
-STREAMS = ("compute", "gather", "reduce")
-"""From top to bottom."""
+STREAMS = ("compute", "gather", "reduce", "host")
+"""From top to bottom; that of copies from and to the host where there are any."""
 
 COLOURS = {
     "forward": "tab:blue",
@@ -20,6 +20,7 @@ COLOURS = {
     "all_gather": "tab:green",
     "reduce_scatter": "tab:red",
     "all_reduce": "tab:pink",
+    "copy": "tab:brown",
 }
 GIB = 2**30
 SHORT_UNITS = 8
@@ -88,13 +89,15 @@ def draw_memory(panel: Any, stage: StagePrediction, memory_limit: float) -> None
 
 def draw_streams(panel: Any, intervals: list[Interval]) -> None:
     """Draw what each stream does."""
-    for row, stream in enumerate(STREAMS):
+    used = {each.stream for each in intervals}
+    streams = [stream for stream in STREAMS if stream in used or stream != "host"]
+    for row, stream in enumerate(streams):
         for name, colour in COLOURS.items():
             own = [each for each in intervals if (each.stream, each.name) == (stream, name)]
             spans = [(each.begin, each.end - each.begin) for each in own if each.end > each.begin]
             edge = "white" if len(intervals) < 100 else "none"
             panel.broken_barh(spans, (row - 0.4, 0.8), color=colour, edgecolor=edge, linewidth=0.5)
-    panel.set_yticks(range(len(STREAMS)), STREAMS)
+    panel.set_yticks(range(len(streams)), streams)
     panel.invert_yaxis()
     panel.margins(x=0)
 

@@ -61,9 +61,14 @@ def proposals(plan: Plan) -> Iterator[Proposal]:
     yield from _quantized(plan)
 
 
+def fixed(value: float, decimals: int) -> str:
+    """Return a number with so many decimals, or with two more where it would look like nothing."""
+    return f"{value:,.{decimals if value >= 10**-decimals else decimals + 2}f}"
+
+
 def described(found: Prediction) -> str:
     """Return the memory and the time of a prediction."""
-    text = f"{found.peak_bytes / GIB:.1f} GiB of each GPU, {found.seconds:.2f} s a step"
+    text = f"{fixed(found.peak_bytes / GIB, 1)} GiB of each GPU, {fixed(found.seconds, 2)} s a step"
     return "; ".join([text, *costs_of_update(found)])
 
 
@@ -72,24 +77,27 @@ def costs_of_update(found: Prediction) -> Iterator[str]:
     machine, num_gpus = found.machine, found.args.world_size
     if found.host_bytes:
         node = found.host_bytes * machine.ranks_of_node(num_gpus) / GIB
-        copies, update = found.host_seconds
+        copies = max(stage.copy_seconds for stage in found.stages)
+        update = max(stage.update.host.update_seconds for stage in found.stages)
         yield (
-            f"{node:,.1f} GiB of each host; copies take {copies:.2f} s of a step, the update"
-            f" there {update:.2f} s"
+            f"{fixed(node, 1)} GiB of each host; copies take {fixed(copies, 2)} s of a step, the"
+            f" update there {fixed(update, 2)} s"
         )
     owners = [stage.update for stage in found.stages if stage.update.owners]
     if owners:
         slowest = max(owners, key=lambda update: update.seconds)
         yield (
-            f"the update takes {slowest.seconds:.2f} s of a step, in which the owner with the"
+            f"the update takes {fixed(slowest.seconds, 2)} s of a step, in which the owner with the"
             f" most work has {slowest.imbalance:.2f} times the mean"
         )
 
 
 def _fastest(plan: Plan, flags: Sequence[str], machine: Cluster) -> Prediction | None:
     """Return the fastest settings with further flags, if the program takes them and they fit."""
-    given = {word.split("=")[0] for word in plan.words}
-    if (machine.host is None and "--optimizer-cpu-offload" in flags) or given & {*flags}:
+    names = {word for word in flags if word.startswith("--")}
+    if names & {word.split("=")[0] for word in plan.words}:
+        return None
+    if "--optimizer-cpu-offload" in names and machine.host is None:
         return None
     words = [*plan.words, *flags]
     args = model_arguments(words, [])
@@ -115,13 +123,13 @@ def _in_files(plan: Plan) -> Iterator[Proposal]:
     )
     text = (
         "Memory(offload=folder), in a loop of your own:"
-        f" {found.peak_bytes / GIB:.1f} GiB of each GPU and files of"
-        f" {ranks * found.host_bytes / GIB:,.1f} GiB on each node, of which"
-        f" {traffic / GIB:,.1f} GiB are read or written in a step"
+        f" {fixed(found.peak_bytes / GIB, 1)} GiB of each GPU and files of"
+        f" {fixed(ranks * found.host_bytes / GIB, 1)} GiB on each node, of which"
+        f" {fixed(traffic / GIB, 1)} GiB are read or written in a step"
     )
     if machine.host.disk_bytes_per_second is not None:
         seconds = traffic / machine.host.disk_bytes_per_second
-        text += f", {seconds:,.1f} s where the host's memory caches none of it"
+        text += f", {fixed(seconds, 1)} s where the host's memory caches none of it"
     yield Proposal(text)
 
 
@@ -138,6 +146,7 @@ def _quantized(plan: Plan) -> Iterator[Proposal]:
         least = min(map(needs, every))
         if least <= plan.memory_limit:
             yield Proposal(
-                f"{name} of torchao, in a loop of your own: about {least / GIB:.1f} GiB of each GPU"
+                f"{name} of torchao, in a loop of your own: about {fixed(least / GIB, 1)} GiB of"
+                " each GPU"
             )
             break

@@ -75,13 +75,6 @@ class Prediction:
         return max(stage.update.host.num_bytes for stage in self.stages)
 
     @cached_property
-    def host_seconds(self) -> tuple[float, float]:
-        """Seconds of a step's copies to and from the host, and of the update there."""
-        copied = max(stage.copied_bytes for stage in self.stages)
-        updates = [stage.update.host.update_seconds for stage in self.stages]
-        return self.machine.copy_seconds(copied) if copied else 0.0, max(updates)
-
-    @cached_property
     def microbatch_seconds(self) -> float:
         """Seconds of a microbatch in the slowest stage, with the messages to its neighbours."""
         seconds = max(stage.microbatch_seconds for stage in self.stages)
@@ -214,7 +207,7 @@ def search(
     say(f"{len(every):,} settings, of which {len(fitting):,} are estimated to fit")
     if not fitting:
         least = min(each.num_bytes for each in every)
-        say(f"the smallest one is estimated to need {least / GIB:.1f} GiB of each GPU")
+        say(f"the smallest one is estimated to need {least / GIB:.3g} GiB of each GPU")
     fitting.sort(key=lambda each: each.seconds)
     return _simulated(words, fitting, args, num_gpus, machine, memory_limit, num_wanted)
 

@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -52,6 +53,14 @@ class Interval:
     end: float
 
 
+class Copy(NamedTuple):
+    """A copy of a shard between the device and the host."""
+
+    end: float  # in seconds of the step
+    num_bytes: int
+    seconds: float
+
+
 @dataclass
 class StepResult:
     """A simulated step, between two steps of the optimizer.
@@ -61,7 +70,7 @@ class StepResult:
         intervals: what the streams have done.
         memory: (seconds, bytes) after every change.
         backward_ends: seconds at which the backward passes have ended.
-        copies: (seconds, bytes) of those between the device and the host.
+        copies: between the device and the host.
         seconds: from its begin to its end, where gathers for the next step may have started.
     """
 
@@ -69,7 +78,7 @@ class StepResult:
     intervals: list[Interval] = field(default_factory=list)
     memory: list[tuple[float, int]] = field(default_factory=list)
     backward_ends: list[float] = field(default_factory=list)
-    copies: list[tuple[float, int]] = field(default_factory=list)
+    copies: list[Copy] = field(default_factory=list)
     seconds: float = 0.0
 
     @property
@@ -188,7 +197,7 @@ class Simulator(Recorder):
         self._add(HOST, "copy", "", self.compute, self.compute + seconds)
         self.compute += seconds
         self.change_memory(-num_bytes if is_new else 0)
-        self.step.copies.append((self.elapsed, num_bytes))
+        self.step.copies.append(Copy(self.elapsed, num_bytes, seconds))
 
     def _add(self, stream: str, name: str, unit: str, begin: float, end: float) -> None:
         began = self._step_began

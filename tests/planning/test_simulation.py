@@ -255,7 +255,7 @@ def simulated_copies(
 
         def note() -> None:
             nonlocal waited
-            copies[:] = [num_bytes for _, num_bytes in simulator.step.copies]
+            copies[:] = [each.num_bytes for each in simulator.step.copies]
             waited = simulator.elapsed  # nothing else takes time here
 
         for _ in range(2):
