@@ -124,7 +124,7 @@ def main(
     words = words_of(preset.flags if preset else "", call.args)
     args = model_arguments(words, problems) if preset or call.args else None
     if args is not None and args.optimizer_cpu_offload and described and described.host is None:
-        problems.append(f"--optimizer-cpu-offload needs the host of --machine {machine}: see above")
+        problems.append("--optimizer-cpu-offload needs the host in the description of --machine")
     if problems or args is None or described is None:
         lines = [f"  {number}. {problem}" for number, problem in enumerate(problems, 1)]
         raise click.UsageError("\n".join(["these have to be changed:", *lines]))

@@ -213,7 +213,7 @@ def find_machine(name: str) -> Cluster:
 def _problems_of(values: Any, kind: type = Cluster, place: str = "") -> list[str]:
     """Return the problems of an object of a machine's file, and of the objects inside of it."""
     if not isinstance(values, dict):
-        return [f"{place or 'the file'} expects an object"]
+        return [f"{place.removesuffix('.') or 'the file'} expects an object"]
     declared = {field.name: field for field in fields(kind)}
     needed = {name for name, field in declared.items() if field.default is MISSING}
     problems = [f"unknown field {place}{name}" for name in sorted(set(values) - set(declared))]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.planning.machine import MACHINES, Cluster, Link, find_machine
+from megatron.planning.machine import MACHINES, Cluster, Host, Link, find_machine
 
 GB = 10**9
 PLAIN = Cluster("plain", 1e15, 80 * GB, 3e12, 8, Link(400e9, 0), Link(50e9, 0), 1.0, 1.0)
@@ -47,10 +47,27 @@ def test_a_file_describes_a_machine(tmp_path: Path) -> None:
     assert find_machine(str(path)) == find_machine("B200") == MACHINES["b200"]
 
 
+def test_a_host_is_shared_by_the_gpus_of_its_node(tmp_path: Path) -> None:
+    host = Host(64, 10**12, 400e9, 32e9, memory_efficiency=0.5)
+    machine = replace(MACHINES["h100"], host=host, link_efficiency=0.5)
+    assert machine.copy_seconds(16 * GB) == 1
+    assert machine.host_seconds(GB) == pytest.approx(8 * GB / 200e9)
+    assert machine.host_share(64) == 0.9 * 10**12 / 8
+    assert machine.host_share(2) == 0.9 * 10**12 / 2
+    path = tmp_path / "own.json"
+    path.write_text(json.dumps(asdict(machine)))
+    assert find_machine(str(path)) == machine
+    values = asdict(machine)
+    del values["host"]
+    path.write_text(json.dumps(values))
+    assert find_machine(str(path)) == replace(machine, host=None)
+
+
 def test_everything_wrong_with_a_file_is_told(tmp_path: Path) -> None:
     values = asdict(MACHINES["h100"]) | {"flops": -1, "inside": 3, "colour": "red"}
     values["between"]["latency"] = "short"
-    del values["gpus_per_node"]
+    values["host"]["disk_bytes_per_second"] = "fast"
+    del values["gpus_per_node"], values["host"]["cores"]
     path = tmp_path / "own.json"
     path.write_text(json.dumps(values))
     with pytest.raises(ValueError) as caught:
@@ -60,7 +77,9 @@ def test_everything_wrong_with_a_file_is_told(tmp_path: Path) -> None:
         "unknown field colour",
         "no field gpus_per_node",
         "flops: expects a number above 0 but got -1",
-        "inside expects an object with bytes_per_second and latency",
+        "inside expects an object",
+        "no field host.cores",
+        "host.disk_bytes_per_second: expects a number above 0 but got 'fast'",
         "between.latency: expects a number above 0 but got 'short'",
     ):
         assert part in message

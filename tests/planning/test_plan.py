@@ -2,6 +2,8 @@
 """tools/plan.py: published models, its table, and what it refuses."""
 
 import argparse
+import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -156,4 +158,41 @@ def test_a_batch_that_no_mesh_divides_is_told() -> None:
 def test_a_model_that_fits_nowhere_is_told() -> None:
     words = ["--gpus", "2", "--memory-limit", "0.0001", *TINY.split()]
     ((code, output),) = run_ranks(1, planned, words)
+    assert code == 1 and "nothing fits" in output and "it fits with" not in output
+
+
+WIDE = TINY.replace("--hidden-size 64", "--hidden-size 256")
+"""Its weights and their state are most of its memory."""
+
+FEW = "--gpus 2 --tensor 1 --pipeline 1 --micro-batch 1 --level 3 --show 1"
+
+
+def test_what_would_make_a_model_fit_is_proposed(tmp_path: Path) -> None:
+    path = tmp_path / "own.json"
+    machine = asdict(MACHINES["h100"])
+    machine["host"]["disk_bytes_per_second"] = 1e9
+    path.write_text(json.dumps(machine))
+    words = [*f"{FEW} --memory-limit 0.03 --machine {path}".split(), *WIDE.split()]
+    ((code, output),) = run_ranks(1, planned, words)
+    text = " ".join(output.split())
     assert code == 1 and "nothing fits" in output
+    assert "- --optimizer-cpu-offload: 0.0" in text and "of each host; copies take" in text
+    assert "- Memory(offload=folder), in a loop of your own:" in text
+    assert "s where the host's memory caches none of it" in text
+    assert "- AdamW8bit of torchao, in a loop of your own: about 0.02" in text
+    assert "precision-aware" not in text  # where Transformer Engine is missing, it is refused
+    assert output.count("\nOMP_NUM_THREADS=14 torchrun") == 1
+    ((code, output),) = run_ranks(1, planned, [*words, "--optimizer-cpu-offload"])
+    assert code == 0, output
+    assert output.count("\nOMP_NUM_THREADS=14 torchrun") == 1 and "it fits with" not in output
+
+
+def test_offload_needs_a_described_host(tmp_path: Path) -> None:
+    path = tmp_path / "own.json"
+    path.write_text(json.dumps(asdict(MACHINES["h100"]) | {"host": None}))
+    words = [*f"{FEW} --machine {path}".split(), *WIDE.split()]
+    done = CliRunner().invoke(main, [*words, "--optimizer-cpu-offload"])
+    assert done.exit_code == 2
+    assert "--optimizer-cpu-offload needs the host in the description of --machine" in done.output
+    ((code, output),) = run_ranks(1, planned, [*words, "--memory-limit", "0.03"])
+    assert code == 1 and "offload" not in output and "AdamW8bit" in output
