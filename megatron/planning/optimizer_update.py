@@ -28,8 +28,8 @@ from megatron.fsdp.engine.unit_choice import is_expert_parameter
 from megatron.fsdp.optimizer.matrix.matrix_parts import OwnerRanks
 from megatron.planning.machine import Cluster
 from megatron.planning.matrix_owners import OwnerPlan, plan_owners
-from megatron.pretrain.dry_run import has_owner, moments_of, owns_matrices
-from megatron.pretrain.memory_estimate import Moments, host_bytes
+from megatron.pretrain.dry_run import has_owner, owns_matrices
+from megatron.pretrain.memory_estimate import host_bytes
 
 UPDATE_BYTES = 28
 """Bytes that AdamW reads and writes for each fp32 weight in one pass: the gradient is read, the
@@ -92,7 +92,7 @@ def plan_update(args: argparse.Namespace, machine: Cluster, model: ShardedModule
         model: sharded on the meta device.
     """
     matrices = matrices_of(model) if owns_matrices(args) else []
-    moments = moments_of(args)
+    states = 1 if args.optimizer == "sgd" else 2
     is_pinned = args.pin_cpu_grads and args.pin_cpu_params
     num_updated = state_bytes = num_bytes = num_elements = 0
     for group in model.groups:
@@ -100,14 +100,14 @@ def plan_update(args: argparse.Namespace, machine: Cluster, model: ShardedModule
         if group.memory.is_offloaded:
             num_elements += size
             whole = group.layout.shard_size, group.precision, group.requires_grad
-            num_bytes += host_bytes(*whole, moments, is_pinned)
+            num_bytes += host_bytes(*whole, states, is_pinned)
         else:
             num_updated += size
-            state_bytes += size * _bytes_of(moments, group.precision.main_param)
+            state_bytes += size * _state_bytes(args, group.precision.main_param)
     for each in matrices:  # the others' state is not theirs
         shard = each.parameter.to_local()
         num_updated -= shard.numel()
-        state_bytes -= shard.numel() * _bytes_of(moments, shard.dtype)
+        state_bytes -= shard.numel() * _state_bytes(args, shard.dtype)
     owners = tuple(_plan_owners(args, machine, model, matrices))
     state_bytes += sum(each.momentum_bytes for each in owners)
     on_device = num_updated * UPDATE_BYTES / machine.memory_bytes_per_second
@@ -122,8 +122,11 @@ def plan_update(args: argparse.Namespace, machine: Cluster, model: ShardedModule
     )
 
 
-def _bytes_of(moments: Moments, main: torch.dtype) -> int:
-    return sum((dtype or main).itemsize for dtype in moments)
+def _state_bytes(args: argparse.Namespace, main: torch.dtype) -> int:
+    """Return the bytes of optimizer state for a weight that no owner of a matrix has."""
+    if args.use_precision_aware_optimizer:
+        return int(args.exp_avg_dtype.itemsize + args.exp_avg_sq_dtype.itemsize)
+    return main.itemsize if args.optimizer == "sgd" else 2 * main.itemsize
 
 
 def matrices_of(model: ShardedModule) -> list[ShardedParam]:

@@ -32,7 +32,6 @@ from megatron.pretrain.memory_estimate import (
     AxisSizes,
     MemoryEstimate,
     MemoryPlan,
-    Moments,
     estimate_memory,
     experts_in,
 )
@@ -154,6 +153,7 @@ def memory_plan(args: argparse.Namespace, chunk: torch.nn.Module) -> MemoryPlan:
     if not args.use_megatron_fsdp:
         level = "optim" if args.use_distributed_optimizer else "no_shard"
     outer = args.num_distributed_optimizer_instances
+    aware = args.use_precision_aware_optimizer
     has_experts = experts_in(chunk) and args.expert_model_parallel_size > 1
     return MemoryPlan(
         unit_modules=default_unit_modules(chunk),
@@ -168,20 +168,14 @@ def memory_plan(args: argparse.Namespace, chunk: torch.nn.Module) -> MemoryPlan:
         expert=AxisSizes(expert_data_ranks(args) // outer, outer) if has_experts else None,
         offloaded=args.optimizer_offload_fraction if args.optimizer_cpu_offload else 0.0,
         pins=args.pin_cpu_grads and args.pin_cpu_params,
-        moments=moments_of(args),
+        states=1 if args.optimizer == "sgd" else 2,
+        state_bytes=args.exp_avg_dtype.itemsize + args.exp_avg_sq_dtype.itemsize if aware else None,
+        decoupled=aware,
         matrices=frozenset(filter(has_owner, chunk.parameters() if owns_matrices(args) else ())),
-        decoupled=args.use_precision_aware_optimizer,
         fine_grained=args.megatron_fsdp_enable_fine_grained_param_gather,
         coded=frozenset(coded_weights(args, chunk).values()),
         code_bytes=code_bytes(args) or 1.0,
     )
-
-
-def moments_of(args: argparse.Namespace) -> Moments:
-    """Return the dtypes of the optimizer state of a weight that no owner of a matrix has."""
-    if args.use_precision_aware_optimizer:
-        return args.exp_avg_dtype, args.exp_avg_sq_dtype
-    return (None,) if args.optimizer == "sgd" else (None, None)
 
 
 def owns_matrices(args: argparse.Namespace) -> bool:

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from operator import add
 
-import torch
 from torch import nn
 
 from megatron.fsdp.builder import names_of_groups
@@ -19,8 +18,6 @@ from megatron.fsdp.engine.layout import PREFER_ROWS, Granularity, plan
 from megatron.fsdp.engine.policy import MixedPrecisionPolicy, Precision, ShardingStrategy
 from megatron.fsdp.engine.tensor_parallel import local_tensor
 from megatron.fsdp.settings import Strategy, resolve_unit_modules
-
-Moments = tuple[torch.dtype | None, ...]  # None: the dtype of main weights
 
 
 @dataclass(frozen=True)
@@ -42,9 +39,10 @@ class MemoryPlan:
     expert: AxisSizes | None = None  # the axes of expert parameters; None: those of the others
     offloaded: float = 0.0  # the part of main weights, gradients and state that is on the host
     pins: bool = True  # see host_bytes
-    moments: Moments = (None, None)  # the dtypes of optimizer state, of Adam's by default
-    matrices: frozenset[nn.Parameter] = frozenset()  # of which an owner has all of one moment
-    decoupled: bool = False  # the optimizer reads gradients in their own dtype
+    states: int = 2  # tensors of optimizer state for each weight, such as 2 for Adam
+    state_bytes: int | None = None  # of all of them for an element; None: in the weights' dtype
+    decoupled: bool = False  # gradients keep the dtype in which they accumulate
+    matrices: frozenset[nn.Parameter] = frozenset()  # an owner has all of their state, one tensor
     fine_grained: bool = False  # make units inside units too
     prefetch_bytes: int | None = None  # see ``Overlap``; it bounds the root's unit too
     granularity: Granularity = PREFER_ROWS
@@ -120,7 +118,7 @@ def experts_in(model: nn.Module) -> bool:
 
 
 def host_bytes(
-    numel: int, precision: Precision, trainable: bool, moments: Moments, is_pinned: bool
+    numel: int, precision: Precision, trainable: bool, states: int, is_pinned: bool
 ) -> int:
     """Return the bytes of a group with ``numel`` owned elements whose shards are on the host.
 
@@ -128,7 +126,7 @@ def host_bytes(
     """
     dtypes = [precision.main_param]
     if trainable:
-        dtypes += [dtype or precision.main_param for dtype in moments] + [precision.main_grad]
+        dtypes += [precision.main_param] * states + [precision.main_grad]
         # The gradient in the dtype of the optimizer is another tensor, which is kept too.
         dtypes += {precision.main_param} - {precision.main_grad}
     sizes = [numel * dtype.itemsize for dtype in dtypes]
@@ -167,16 +165,18 @@ def _of_group(
     has_own = has_main or (is_freed and num_outer == 1)  # main weights that are nothing else
     kept = 1 - memory_plan.offloaded
     weights -= int(owned * main * memory_plan.offloaded) if has_own else 0
-    host = host_bytes(owned, precision, trainable, memory_plan.moments, memory_plan.pins)
+    host = host_bytes(owned, precision, trainable, memory_plan.states, memory_plan.pins)
     parts = {"weights": weights, "gathered": int(whole * compute) if is_freed else 0}
     parts["host"] = int(host * memory_plan.offloaded)
     if not trainable:
         return parts
     # The gradient is kept in its own dtype, or in that of the optimizer, not in both at once.
     gradients = owned * (precision.main_grad.itemsize if memory_plan.decoupled else main)
-    num_others = owned - in_matrices // (num_inner * num_outer)
-    state = num_others * sum(dtype.itemsize if dtype else main for dtype in memory_plan.moments)
-    state += in_matrices // (axes.inner * axes.outer) * main
+    state = (
+        main * memory_plan.states if memory_plan.state_bytes is None else memory_plan.state_bytes
+    )
+    momentum = in_matrices // (axes.inner * axes.outer) * main
+    others = owned - in_matrices // (num_inner * num_outer)
     frees_local = level.shards_gradients and num_inner > 1
     waiting = at_once = 0  # for other microbatches, or from the end of a backward to the reduction
     if frees_local:
@@ -190,7 +190,7 @@ def _of_group(
         at_once += 0 if frees_local else inner_sum
     return parts | {
         "gradients": int(gradients * kept),
-        "optimizer_state": int(state * kept),
+        "optimizer_state": int(others * kept) * state + int(momentum * kept),
         "waiting": waiting,
         "reduced_at_once": at_once,
     }
