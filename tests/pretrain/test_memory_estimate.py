@@ -15,6 +15,7 @@ from megatron.pretrain.memory_estimate import AxisSizes, MemoryPlan, estimate_me
 from megatron_fsdp import (
     MegatronFSDP,
     MixedPrecisionPolicy,
+    fully_shard,
     fully_shard_model,
     fully_shard_optimizer,
 )
@@ -152,6 +153,35 @@ def test_what_is_offloaded_is_on_the_host_and_not_on_the_device(
         for part, (estimate, measured) in parts.items():
             assert estimate == pytest.approx(measured, rel=0.02), part
         assert 0.5 * local <= measured_local <= 1.02 * local
+
+
+def state_bytes_with_owners(level: int) -> tuple[int, int]:
+    """Return the estimated and the measured bytes of state of this rank: Muon's and AdamW's."""
+    model = build()
+    matrices = [each for each in model[1:-1].parameters() if each.ndim == 2]
+    rest = [each for each in model.parameters() if all(each is not one for one in matrices)]
+    policy = MixedPrecisionPolicy(FP32, FP32, FP32)
+    units = [nn.TransformerEncoderLayer]
+    axes = AxisSizes(dist.get_world_size())
+    owned = frozenset(matrices)
+    plan = MemoryPlan(units, Strategy(level=level), policy, axes, matrices=owned)
+    estimate = estimate_memory(model, plan).optimizer_state
+    optimizers = [torch.optim.Muon(matrices), torch.optim.AdamW(rest)]
+    settings = {"zero_dp_strategy": level, "mixed_precision_policy": policy}
+    fully_shard(model, optimizers, fsdp_unit_modules=units, **settings)
+    moments = 0
+    for state in (*optimizers[0].state.values(), *optimizers[1].state.values()):
+        moments += sum(each._local_tensor.nbytes for each in state.values() if each.ndim)
+    return estimate, moments
+
+
+@pytest.mark.always("3")
+@pytest.mark.parametrize("level", [0, 3])
+def test_the_momentum_of_a_matrix_is_on_one_rank(level: int) -> None:
+    """The estimate is that of the mean rank: owners have whole matrices."""
+    estimates, measured = zip(*run_ranks(4, state_bytes_with_owners, level))
+    assert sum(estimates) == pytest.approx(sum(measured), rel=0.02)
+    assert max(measured) - min(measured) <= 4 * 4 * WIDTH * WIDTH  # bytes of the largest one
 
 
 def test_pinned_tensors_take_a_power_of_two_of_bytes() -> None:
