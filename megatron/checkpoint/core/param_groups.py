@@ -7,7 +7,7 @@ rules.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from typing import Any
 
 from megatron.checkpoint.core.key_rules import VOCABULARY
@@ -32,12 +32,13 @@ def assign(
     groups: list[dict[str, Any]],
     decay_query_key_norms: bool = False,
     numbers: Mapping[str, int] | None = None,
+    momentum_only: Container[str] = (),
 ) -> list[OptimizerParamGroup]:
     """Assign every parameter to one of ``groups``.
 
     Biases and parameters with one dim have no weight decay. Experts are in groups of their own if
     there are such groups, and so are embedding and output layer if they have their own learning
-    rate.
+    rate. Where Muon steps matrices and Adam the rest, Adam's groups are those with ``betas``.
 
     Args:
         shapes: shapes of the parameters that the optimizer has, by canonical name.
@@ -45,6 +46,7 @@ def assign(
         decay_query_key_norms: the run's --apply-wd-to-qk-layernorm: norms of queries and keys have
             weight decay.
         numbers: canonical name -> position in ``groups``, for the parameters of which it is known.
+        momentum_only: parameters whose state has no second moment.
 
     Raises:
         ValueError: lists the parameters that no group fits, or a number without a group.
@@ -55,6 +57,9 @@ def assign(
         number = (numbers or {}).get(name)
         if number is None:
             fitting = _fitting(name, shape, groups, decay_query_key_norms)
+            if has_muon(groups):
+                is_adams = name not in momentum_only
+                fitting = [each for each in fitting if ("betas" in groups[each]) == is_adams]
         else:
             fitting = [number]
         if not fitting or fitting[0] >= len(groups):
@@ -92,6 +97,11 @@ def _fitting(
     if len(set(with_own_rate)) > 1:
         fitting = [number for number in fitting if with_own_rate[number] == (name in VOCABULARY)]
     return fitting
+
+
+def has_muon(groups: Iterable[Mapping[str, Any]]) -> bool:
+    """Return True for the groups of a run in which Muon steps matrices, and Adam the rest."""
+    return len({"betas" in fields for fields in groups}) > 1
 
 
 def _has_weight_decay(name: str, shape: tuple[int, ...], decay_query_key_norms: bool) -> bool:
@@ -136,8 +146,10 @@ def _order_of_group(group: OptimizerParamGroup) -> tuple[bool, bool]:
 
 
 def for_any_optimizer(fields: Mapping[str, Any], step: float | None) -> dict[str, Any]:
-    """Complete the fields of a group for both torch's AdamW and Transformer Engine's."""
-    complete = {**_FIELDS_OF_TORCH, **_FIELDS_OF_TRANSFORMER_ENGINE, **fields}
+    """Complete the fields of a group of Adam for both torch's AdamW and Transformer Engine's."""
+    complete = dict(fields)
+    if "betas" in fields:
+        complete = {**_FIELDS_OF_TORCH, **_FIELDS_OF_TRANSFORMER_ENGINE, **fields}
     if step is not None:
         complete.setdefault("step", step)
     return complete

@@ -12,6 +12,7 @@ from typing import Any
 from megatron.checkpoint.core.lazy_tensor import LazyTensor
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+MOMENTUM = "momentum_buffer"  # of Muon and of SGD
 SCHEDULE = (
     *("max_lr", "lr_warmup_steps", "num_steps", "lr_decay_style", "lr_decay_steps", "min_lr"),
     *("start_wd", "end_wd", "wd_incr_style", "wd_incr_steps"),
@@ -74,8 +75,8 @@ class TrainingState:
         buffers: name -> tensor that the model stores beside parameters, without optimizer state.
         extra_states: name that ends in ``._extra_state`` -> what a module of Transformer Engine
             has beside its weights, pickled: the scales and amax histories of delayed scaling.
-        moments: name -> ``exp_avg``, ``exp_avg_sq`` -> fp32, shaped like the weight. Absent for
-            weights without state.
+        moments: name -> ``exp_avg``, ``exp_avg_sq``, or ``momentum_buffer`` of Muon -> fp32, shaped
+            like the weight. Absent for weights without state.
         steps: name -> number of steps that its moments have seen, if the file has it for each
             parameter.
         is_fresh: name -> whether its moments were dropped and begin anew.

@@ -14,7 +14,7 @@ from megatron.checkpoint.core import key_rules, param_groups
 from megatron.checkpoint.core.lazy_tensor import LazyTensor, concatenate
 from megatron.checkpoint.core.listing import listed, some
 from megatron.checkpoint.core.spelling import HALVES, canonical_name, plain_name
-from megatron.checkpoint.core.training_state import MOMENTS, TrainingState
+from megatron.checkpoint.core.training_state import MOMENTS, MOMENTUM, TrainingState
 from megatron.checkpoint.dcp.stored_checkpoint import StoredCheckpoint
 from megatron.checkpoint.fsdp_dtensor.keys import (
     CHECKPOINT_VERSION,
@@ -25,11 +25,11 @@ from megatron.checkpoint.fsdp_dtensor.keys import (
     split_half,
 )
 
-_SLOTS = (*MOMENTS, "momentum_buffer", "step")  # of Adam and of SGD
+_SLOTS = (*MOMENTS, MOMENTUM, "step")
 _RANDOM_STATE = re.compile(r"^rng_state\.\((\d+), (\d+)\)\.(\d+)\.(.+)$")
 _FIELDS_OF_ALL = (
     *("is_expert_parallel", "default_config", "wd_mult", "lr_mult", "is_decoupled_lr"),
-    *("max_lr", "min_lr", "lr", "betas", "eps", "weight_decay"),
+    *("max_lr", "min_lr", "lr", "weight_decay"),
 )
 """Fields that Megatron-Core gives to every param group."""
 

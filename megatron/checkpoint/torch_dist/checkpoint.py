@@ -13,7 +13,7 @@ import argparse
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from megatron.checkpoint.core import key_rules, param_groups
 from megatron.checkpoint.core.lazy_tensor import LazyTensor, zeros
 from megatron.checkpoint.core.listing import listed
 from megatron.checkpoint.core.spelling import Spelling, name_at, unstacked
-from megatron.checkpoint.core.training_state import TrainingState
+from megatron.checkpoint.core.training_state import MOMENTS, OptimizerParamGroup, TrainingState
 from megatron.checkpoint.dcp import safe_pickle
 from megatron.checkpoint.dcp.dcp_target import DcpTarget, Entry, ObjectEntry, TensorEntry
 from megatron.checkpoint.dcp.stored_checkpoint import StoredCheckpoint
@@ -37,6 +37,7 @@ from megatron.checkpoint.torch_dist.unsharded_state import (
     KNOWN_FIELDS,
     common_of,
     grad_scaler_in,
+    is_distributed,
     notes_on_steps,
     read_common,
 )
@@ -159,6 +160,7 @@ def _add_optimizer(
         optimizer.param_groups,
         decay_query_key_norms=getattr(state.args, "apply_wd_to_qk_layernorm", False),
         numbers=numbers,
+        momentum_only={name for name in shapes if MOMENTS[1] not in optimizer.moments[name]},
     )
     add_optimizer_state(state, optimizer.main, optimizer.moments)
 
@@ -223,7 +225,8 @@ def _left_out(stored: StoredCheckpoint, used: set[str]) -> list[str]:
 def target(state: TrainingState, spelling: Spelling) -> DcpTarget:
     """Plan a checkpoint of ``state``, with the optimizer in the layout ``fully_reshardable``.
 
-    Megatron-Core 0.15 to 0.18 write it so, and later releases read it.
+    Megatron-Core 0.15 to 0.18 write it so, and later releases read it. With Muon, whose optimizers
+    are not distributed, it is ``non_distributed``.
 
     Args:
         state: the state to write. Values that the format cannot keep are added to its ``notes``.
@@ -250,10 +253,22 @@ def target(state: TrainingState, spelling: Spelling) -> DcpTarget:
         whole_shape, offsets = axes[key] + tensor.shape, index + (0,) * len(tensor.shape)
         entries.append(TensorEntry(key, whole_shape, offsets, in_model))
         if name in moments:
-            for slot, value in {"param": tensor.to(torch.float32), **moments[name]}.items():
+            main = main_slot(state.groups, in_model.dtype)
+            slots = {main: tensor.to(torch.float32)} if main else {}
+            for slot, value in {**slots, **moments[name]}.items():
                 slot_key = f"optimizer.state.{slot}.{key}"
                 entries.append(TensorEntry(slot_key, whole_shape, offsets, value))
     return DcpTarget(entries, extra_files=files_beside(state), notes=state.notes)
+
+
+def main_slot(groups: Sequence[OptimizerParamGroup] | None, dtype: torch.dtype) -> str | None:
+    """Return the slot of a main weight, None if the optimizer has none beside the model's weight.
+
+    ``dtype`` is that of the weight in the model.
+    """
+    if is_distributed(groups):
+        return "param"
+    return None if dtype == torch.float32 else "fp32_param"
 
 
 def files_beside(state: TrainingState) -> dict[str, Callable[[], bytes]]:

@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from megatron.checkpoint.core.training_state import TrainingState
+from megatron.checkpoint.core.param_groups import has_muon
+from megatron.checkpoint.core.training_state import OptimizerParamGroup, TrainingState
 from megatron.checkpoint.dcp import safe_pickle
 from megatron.checkpoint.dcp.stored_checkpoint import StoredCheckpoint
 from megatron.checkpoint.integrity.manifest import DamagedCheckpointError
@@ -69,11 +70,17 @@ def grad_scaler_in(common: Mapping[str, Any]) -> dict[str, Any] | None:
     return next(filter(None, (one.get("grad_scaler") for one in optimizers_in(common))), None)
 
 
+def is_distributed(groups: Sequence[OptimizerParamGroup] | None) -> bool:
+    """Return True if Megatron-Core's optimizer of these groups is distributed, as none with Muon."""
+    return not has_muon(group.fields for group in groups or ())
+
+
 def common_of(state: TrainingState) -> dict[str, Any]:
-    """Return the common state to write, for the optimizer layout ``fully_reshardable``."""
+    """Return the common state to write, for the optimizer's layout in :func:`is_distributed`."""
     content: dict[str, Any] = dict(state.others)
+    has_distributed = is_distributed(state.groups)
     if state.args is not None:
-        content["args"] = _args_of_format(state.args)
+        content["args"] = _args_of_format(state.args, has_distributed)
     content |= {"checkpoint_version": state.version, "iteration": state.iteration or 0}
     if state.operations is not None:
         content["num_floating_point_operations_so_far"] = state.operations
@@ -82,7 +89,8 @@ def common_of(state: TrainingState) -> dict[str, Any]:
         "chained_optim_avoid_prefix": True,
     }
     if state.groups is not None:
-        content["optimizer"] = _optimizer(state)
+        content["optimizer"] = _optimizer(state, has_distributed)
+    if state.groups is not None and has_distributed:
         content["content_metadata"] |= {
             "distrib_optim_sharding_type": "fully_reshardable",
             "distrib_optim_fully_reshardable_mem_efficient": False,
@@ -104,31 +112,42 @@ def notes_on_steps(state: TrainingState) -> Iterator[str]:
             yield f"{name}: its moments have seen {step:g} steps; torch_dist has {last:g} for all"
 
 
-def _args_of_format(args: argparse.Namespace) -> argparse.Namespace:
+def _args_of_format(args: argparse.Namespace, has_distributed: bool) -> argparse.Namespace:
     """Return the arguments of a run that writes this format."""
     values = {"use_megatron_fsdp": False, "ckpt_format": "torch_dist"}
-    values |= {"use_distributed_optimizer": True, "dist_ckpt_optim_fully_reshardable": True}
+    values |= {"use_distributed_optimizer": has_distributed}
+    values |= {"dist_ckpt_optim_fully_reshardable": True}
     return argparse.Namespace(**vars(args) | values)
 
 
-def _optimizer(state: TrainingState) -> dict[Any, Any]:
-    """Return the param groups in Megatron-Core's form: two optimizers if experts have their own."""
-    last = max(_steps(state).values(), default=None)
-    groups_of: dict[bool, list[dict[str, Any]]] = {}
+def _optimizer(state: TrainingState, has_distributed: bool) -> dict[Any, Any]:
+    """Return the param groups in Megatron-Core's form, in which there may be several optimizers.
+
+    Experts have their own, but not in runs that divide whole matrices among ranks. Muon's go before
+    those of Adam.
+    """
+    args, last = state.args, max(_steps(state).values(), default=None)
+    is_layer_wise = getattr(args, "optimizer", "") == "dist_muon" or bool(
+        getattr(args, "use_layer_wise_distributed_optimizer", False)
+    )
+    groups_of: dict[tuple[bool, bool], list[dict[str, Any]]] = {}
     for group in state.groups or []:
-        fields = dict(group.fields)
-        if last is not None:
+        fields, is_adams = dict(group.fields), has_distributed or "betas" in group.fields
+        if last is not None and is_adams:
             fields["step"] = last
-        groups_of.setdefault(bool(fields.get("is_expert_parallel")), []).append(fields)
-    scaler = {"grad_scaler": state.grad_scaler} if state.grad_scaler else {}
-    optimizers = [
-        {
-            "optimizer": {"param_groups": groups},
-            "param_state_sharding_type": "fully_reshardable",
-            **scaler,
-        }
-        for _, groups in sorted(groups_of.items())
-    ]
+        is_expert = bool(fields.get("is_expert_parallel")) and not is_layer_wise
+        groups_of.setdefault((is_adams, is_expert), []).append(fields)
+    optimizers: list[dict[str, Any]] = []
+    for (is_adams, _), groups in sorted(groups_of.items(), key=lambda item: item[0]):
+        inner: dict[str, Any] = {"param_groups": groups}
+        if has_distributed:
+            scaler = {"grad_scaler": state.grad_scaler} if state.grad_scaler else {}
+            sharding = {"param_state_sharding_type": "fully_reshardable"}
+            optimizers.append({"optimizer": inner, **sharding, **scaler})
+            continue
+        if last is not None and is_adams:
+            inner["state"] = {"common_step": torch.tensor(float(last))}
+        optimizers.append({"optimizer": inner} if getattr(args, "bf16", False) else inner)
     return optimizers[0] if len(optimizers) == 1 else dict(enumerate(optimizers))
 
 
@@ -198,7 +217,7 @@ def param_groups_of(optimizers: Sequence[Any]) -> list[dict[str, Any]]:
         for fields in inner.get("param_groups", []):
             group = {name: value for name, value in fields.items() if name != "params"}
             group.setdefault("is_expert_parallel", is_last_of_several)
-            step = group.get("step", common_step)
+            step = group.get("step") if common_step is None else common_step
             if step is not None:
                 group["step"] = step.item() if isinstance(step, torch.Tensor) else step
             groups.append(group)

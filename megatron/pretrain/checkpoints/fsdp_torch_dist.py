@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints of runs with FSDP in the format torch_dist, which runs without FSDP load.
 
-It is the optimizer's layout fully_reshardable. Every rank writes the chunks of its own shards at
-their positions in the stacked tensors of the format; nothing is gathered.
+It is the optimizer's layout fully_reshardable, or with Muon non_distributed. Every rank writes the
+chunks of its own shards at their positions in the stacked tensors of the format; nothing is
+gathered.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ from megatron.checkpoint.core.spelling import (
     layer_number,
     plain_name,
 )
-from megatron.checkpoint.core.training_state import TrainingState
+from megatron.checkpoint.core.training_state import OptimizerParamGroup, TrainingState
 from megatron.checkpoint.dcp.dcp_target import Entry, EntryPlanner, ObjectEntry, TensorEntry
 from megatron.checkpoint.dcp.save_planner import EvenPlanner
 from megatron.checkpoint.dcp.signing_writer import SigningWriter
 from megatron.checkpoint.fsdp_dtensor.keys import split_half
-from megatron.checkpoint.torch_dist.checkpoint import extra_state_objects, files_beside
+from megatron.checkpoint.torch_dist.checkpoint import extra_state_objects, files_beside, main_slot
 from megatron.fsdp.dtensor.tensor_part import as_chunked_tensor, part_of
 from megatron.mcore_adapter.checkpoint_entries import extra_states, sharded_params
 from megatron.pretrain.checkpoints.checkpoint_format import attempt
@@ -76,7 +77,8 @@ class FsdpTorchDistFormat(FsdpDtensorFormat):
             entries.extend(_random_state(state))
             scales = _canonical(extra_states(model, names.name))
             entries.extend(extra_state_objects(layout.axes_of_names, layout.spelling, scales))
-            entries.extend(_tensors(layout, weights, slots, _compute_dtypes(model)))
+            groups = param_groups.group_by_fields(settings)
+            entries.extend(_tensors(layout, weights, slots, _compute_dtypes(model), groups))
 
         problems = attempt(collect_own)
         if problems:
@@ -227,13 +229,15 @@ def _tensors(
     weights: dict[str, Any],
     slots: dict[str, dict[str, Any]],
     compute_dtypes: dict[str, torch.dtype],
+    groups: list[OptimizerParamGroup],
 ) -> Iterator[ChunkEntry]:
     """Yield weights in the dtype of the model, main weights and moments."""
     for entry, value in weights.items():
         dtype = compute_dtypes.get(split_half(entry)[0], value.dtype)
         yield from layout.chunks(entry, "", value, dtype)
-        if entry in slots:
-            yield from layout.chunks(entry, "optimizer.state.param.", value, torch.float32)
+        main = main_slot(groups, dtype) if entry in slots else None
+        if main:
+            yield from layout.chunks(entry, f"optimizer.state.{main}.", value, torch.float32)
     for entry, values in slots.items():
         for slot, value in values.items():
             if slot != "step":
