@@ -71,7 +71,7 @@ def grad_scaler_in(common: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def is_distributed(groups: Sequence[OptimizerParamGroup] | None) -> bool:
-    """Return True if Megatron-Core's optimizer of these groups is distributed, as none with Muon."""
+    """Return True if Megatron-Core's optimizer of these groups is distributed: with Muon none."""
     return not has_muon(group.fields for group in groups or ())
 
 
