@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import argparse
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,10 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_entries
 from torch.distributed.checkpoint.storage import StorageReader
 
 from megatron.checkpoint.commands.formats import FSDP_DTENSOR
+from megatron.checkpoint.core.key_rules import entry_names
 from megatron.checkpoint.core.listing import some
 from megatron.checkpoint.core.spelling import canonical_name, plain_name
+from megatron.checkpoint.core.training_state import MOMENTS, MOMENTUM
 from megatron.checkpoint.dcp.safe_loading import SafePlanner, SafeReader
 from megatron.checkpoint.dcp.save_planner import EvenPlanner, PlanReuse
 from megatron.checkpoint.dcp.signing_writer import SigningWriter
@@ -150,9 +152,11 @@ class FsdpDtensorFormat:
         del content["checkpoint_version"]
         if "num_floating_point_operations_so_far" not in stored:
             del content["num_floating_point_operations_so_far"]
+        changed: dict[str, dict[str, Any]] = {}
         if optimizer is not None:
             prefix = _prefix_in_file(model, stored, names)
             content["optimizer"] = optimizer_entries(model, optimizer, prefix, names)
+            changed = _ask_for_momentum(content["optimizer"], stored, names)
             if optimizer.grad_scaler is not None and has_loss_scaler(stored):
                 content["grad_scaler"] = optimizer.grad_scaler.state_dict()
         fit_padding(
@@ -161,7 +165,8 @@ class FsdpDtensorFormat:
             VocabularyArguments.of(args),
             lambda: VocabularyArguments.of(_read_args(reader)),
         )
-        _check(content, stored, source, None if args.strict_fsdp_dtensor_load else say)
+        unused = [f"{STATE_PREFIX}{name}.{MOMENTS[1]}" for name in changed]
+        _check(content, stored, source, None if args.strict_fsdp_dtensor_load else say, unused)
         if optimizer is not None:
             drop_absent_settings(content["optimizer"]["param_to_group_meta"], stored)
         _read(content, reader)
@@ -170,6 +175,8 @@ class FsdpDtensorFormat:
             load_own_state(chunk, lambda key: content["model"].get(MODEL_PREFIX + names.name(key)))
         if optimizer is not None:
             _load_settings(model, optimizer, content["optimizer"]["param_to_group_meta"], names)
+            if changed:
+                _take_momentum(changed, optimizer, content, say)
             if "grad_scaler" in content:
                 optimizer.grad_scaler.load_state_dict(content["grad_scaler"])
         if "rng_state" in content:
@@ -289,6 +296,68 @@ def _load_settings(
         )
 
 
+# ---- state of another optimizer
+#
+# The momentum of Muon and the first moment of Adam are the same average of gradients. (That of SGD
+# is a sum.) Muon has no second moment: it begins at the square of the first, below which it cannot
+# be, and counts as many steps as those of other parameters. Then no element of an update is above
+# sqrt(b1^2 / b2 + (1 - b1)^2 / (1 - b2)) times the rate, 3.3 for b1 = 0.9 and b2 = 0.999.
+
+
+def _ask_for_momentum(
+    entries: dict[str, dict[str, Any]], stored: Collection[str], names: EntryNames
+) -> dict[str, dict[str, Any]]:
+    """Ask for the momentum of parameters that the file's run stepped by the other optimizer.
+
+    ``entries`` are those of the optimizer, as :func:`optimizer_entries` returns them.
+
+    Returns:
+        What this run's optimizer has for these parameters, by their names in the file.
+    """
+    state, settings = entries["state"], entries["param_to_group_meta"]
+    changed: dict[str, dict[str, Any]] = {}
+    has_adam = any(key.startswith(STATE_PREFIX) and key.endswith(MOMENTS[0]) for key in stored)
+    for name, slots in state.items() if has_adam else ():
+        own, other = (MOMENTS[0], MOMENTUM) if MOMENTS[0] in slots else (MOMENTUM, MOMENTS[0])
+        start = f"{STATE_PREFIX}{name}."
+        if own in slots and start + own not in stored and start + other in stored:
+            changed[name] = slots
+            state[name] = {other: slots[own]}  # the memory is that of this run's entry
+    for name in list(settings):
+        if not changed.keys().isdisjoint(entry_names(name, names.gated)):
+            del settings[name]  # those of this run stay
+    return changed
+
+
+def _take_momentum(
+    changed: dict[str, dict[str, Any]],
+    optimizer: MegatronOptimizer,
+    content: dict[str, Any],
+    say: Say,
+) -> None:
+    """Complete the state of parameters whose momentum was read by :func:`_ask_for_momentum`."""
+    state = content["optimizer"]["state"]
+    steps = [slots["step"] for name, slots in state.items() if "step" in slots]
+    steps += [group["step"] for group in optimizer.param_groups if group.get("step")]
+    step = max(map(float, steps), default=float(content["iteration"]))
+    for group in optimizer.param_groups:
+        if "step" in group:
+            group["step"] = type(group["step"])(step)
+    of_adam = [name for name, slots in changed.items() if MOMENTS[1] in slots]
+    for name in of_adam:
+        first, second = changed[name][MOMENTS[0]], changed[name][MOMENTS[1]]
+        torch.square(first._local_tensor, out=second._local_tensor)
+        if "step" in changed[name]:
+            changed[name]["step"].fill_(step)
+    if of_adam:
+        say(f"note: Muon's momentum is loaded as Adam's two moments: {some(of_adam)}")
+    of_muon = [name for name in changed if name not in of_adam]
+    if of_muon:
+        say(
+            f"note: Adam's first moment is loaded as Muon's, the second one is not: {some(of_muon)}"
+        )
+
+
 # ---- random state
 
 
@@ -359,11 +428,15 @@ def _read_args(reader: StorageReader) -> argparse.Namespace | None:
 
 
 def _check(
-    content: dict[str, Any], stored: Mapping[str, STORAGE_TYPES], source: Path, say: Say | None
+    content: dict[str, Any],
+    stored: Mapping[str, STORAGE_TYPES],
+    source: Path,
+    say: Say | None,
+    unused: Iterable[str],
 ) -> None:
     """Compare the entries that all ranks ask for with those of the file; a collective.
 
-    ``say`` allows a partial load, and tells what it leaves out.
+    ``say`` allows a partial load, and tells what it leaves out. The file may have ``unused`` too.
 
     Raises:
         ValueError: on every rank, listing the entries that do not fit.
@@ -375,7 +448,7 @@ def _check(
     # Fused optimizers count steps by group, and runs of another precision have no use for scales.
     needless = (EXTRA_STATE, ".step")
     keys = [key for key in sorted(stored) if key.startswith(starts) and not key.endswith(needless)]
-    unexpected = _asked_nowhere(keys, asked)
+    unexpected = _asked_nowhere(keys, asked.keys() | unused)
     if say is not None:
         problems = differences.problems(is_partial=True)
     else:
@@ -405,14 +478,14 @@ def _hints(differences: FileDifferences) -> str:
     return hints
 
 
-def _asked_nowhere(keys: list[str], asked: dict[str, Any]) -> list[str]:
+def _asked_nowhere(keys: list[str], asked: Container[str]) -> list[str]:
     """List those of ``keys`` that no rank asks for; a collective.
 
     Other stages and expert ranks have other entries.
 
     Args:
         keys: the same on every rank.
-        asked: the entries that this rank asks for, by key.
+        asked: the keys of the entries that this rank asks for.
     """
     # One number a key: the keys themselves, from every rank, would be too many.
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
