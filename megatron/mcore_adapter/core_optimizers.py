@@ -318,7 +318,7 @@ class _FusedAdamOnShards(torch.optim.Optimizer):
         return torch.optim.Optimizer.state_dict(self)
 
 
-def gradient_of(parameter: nn.Parameter) -> Any:
+def gradient_of(parameter: torch.Tensor) -> Any:
     """Return the gradient that the optimizer of a parameter reads, or None."""
     decoupled = getattr(parameter, "decoupled_grad", None)
     return parameter.grad if decoupled is None else decoupled

@@ -112,7 +112,6 @@ class Matrix:
         filled = [part for part in parts.values() if part.range.numel]
         self._sources = [part for part in filled if part.replica == parts[owner].replica]
         self._others = [part for part in filled if part.rank != owner]
-        self.has_own_replica = [part.rank for part in self._sources] == [owner]
 
     @property
     def parameter(self) -> UnevenDTensor:
@@ -143,7 +142,7 @@ class Matrix:
             if self._part in self._sources:
                 exchange.send(local, self.owner)
             return None
-        if self.has_own_replica:
+        if self._sources == [self._part]:
             return local.view(self.shape)
         whole = local.new_empty(self.shape)
         for part in self._sources:

@@ -91,8 +91,7 @@ class OwnerUpdate:
         matrix, weight, gradient = owned
         slots = optimizer.state[matrix.parameter]
         # Optimizers look for marks of the user. All slices of tensor parallelism are in the matrix.
-        marks = users_attributes(matrix.sharded_param.compute)
-        vars(weight).update({**marks, "partition_dim": -1})
+        vars(weight).update(users_attributes(matrix.sharded_param.compute), partition_dim=-1)
         weight.grad = gradient.to(weight.dtype)
         whole = tree_map_only(DTensor, attrgetter("_local_tensor"), slots)
         state: State = defaultdict(dict, {weight: whole})
