@@ -65,7 +65,7 @@ def plan_owners(
     if not shapes:
         return OwnerPlan()
     costs = [cost_of(shape, itemsize, steps) for shape in shapes]
-    rounds = assign(costs, [ranks] * len(costs))
+    rounds, _ = assign(costs, [ranks] * len(costs))
     flops, momentum = Counter[int](), Counter[int]()
     for index, owner in (pair for pairs in rounds for pair in pairs):
         flops[owner] += costs[index].flops

@@ -58,7 +58,7 @@ def test_the_balance_of_owners_is_that_of_counted_work(model: str, num_ranks: in
     flops_of = {shape: counted_flops(shape) for shape in set(shapes)}
     work, momentum = Counter[int](), Counter[int]()
     costs = [cost_of(shape, 4) for shape in shapes]
-    for pairs in assign(costs, [range(num_ranks)] * len(costs)):
+    for pairs in assign(costs, [range(num_ranks)] * len(costs))[0]:
         for index, rank in pairs:
             work[rank] += flops_of[shapes[index]]
             momentum[rank] += 4 * shapes[index][0] * shapes[index][1]

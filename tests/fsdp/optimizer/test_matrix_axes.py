@@ -130,7 +130,7 @@ def test_matrices_of_experts_have_owners_on_their_own_mesh(
 
 def loads_of(costs: list[UpdateCost], num_ranks: int) -> list[int]:
     loads = [0] * num_ranks
-    for pairs in assign(costs, [range(num_ranks)] * len(costs)):
+    for pairs in assign(costs, [range(num_ranks)] * len(costs))[0]:
         assert len({owner for _, owner in pairs}) == len(pairs) <= num_ranks
         for index, owner in pairs:
             loads[owner] += costs[index].flops
@@ -153,7 +153,8 @@ def test_a_matrix_costs_what_its_products_cost() -> None:
 
 def test_equal_flops_are_balanced_by_bytes() -> None:
     wide, narrow = UpdateCost(8, 4), UpdateCost(8, 1)
-    rounds = assign([wide, narrow, narrow, narrow], [range(2)] * 4)
+    rounds, most = assign([wide, narrow, narrow, narrow], [range(2)] * 4)
+    assert most == 16
     assert rounds == [[(0, 0), (1, 1)], [(2, 1), (3, 0)]]
 
 

@@ -100,7 +100,13 @@ def test_muon_takes_the_momentum_of_adam_and_adam_that_of_muon(tmp_path: Path) -
     for slot in ("exp_avg", "exp_avg_sq"):
         assert_same(state.slots[slot], moments_in(muon, 4, slot))
     assert set(map(float, state.slots["step"].values())) == {4.0}
-    record = run(2, f"{ADAM.ours} --weight-decay 0 --override-opt-param-scheduler", 5, tmp_path / "again", muon)
+    record = run(
+        2,
+        f"{ADAM.ours} --weight-decay 0 --override-opt-param-scheduler",
+        5,
+        tmp_path / "again",
+        muon,
+    )
     before, after = weights_in(muon, 4), weights_in(tmp_path / "again", 5)
     bound = 3.3 * record.column("learning-rate")[0]
     largest = [float((after[name] - before[name]).abs().max()) for name in matrices]
@@ -120,9 +126,7 @@ CHANGES = {
 @pytest.mark.always("tp2")
 @pytest.mark.parametrize("name", CHANGES)
 def test_runs_of_megatron_core_go_on_with_fsdp_and_back(name: str, tmp_path: Path) -> None:
-    core, fsdp = (
-        f"{each} {MODE}" for each in (CHANGES[name][0].line, CHANGES[name][1].ours)
-    )
+    core, fsdp = (f"{each} {MODE}" for each in (CHANGES[name][0].line, CHANGES[name][1].ours))
     unbroken = run(2, core, 6, tmp_path / "unbroken")
     run(2, core, 2, tmp_path / "core")
     convert("convert-torch-dist-to-fsdp-dtensor", tmp_path / "core", tmp_path / "there")

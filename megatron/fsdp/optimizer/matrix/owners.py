@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections import Counter, defaultdict
 from collections.abc import Sequence
 from itertools import chain
 from operator import neg
@@ -121,40 +120,38 @@ def choose_owners(
     costs: Sequence[UpdateCost], able: Sequence[Sequence[int]], ranks: Sequence[int]
 ) -> Rounds:
     """Return the rounds, given the ranks that have all of each matrix, if there are any."""
-    balanced = assign(costs, [ranks] * len(costs))
-    rounds = assign(costs, [own or ranks for own in able])
-    if _most_work(costs, rounds) > IMBALANCE * _most_work(costs, balanced):
-        rounds = balanced
+    rounds, most = assign(costs, [own or ranks for own in able])
+    balanced, least = assign(costs, [ranks] * len(costs))
+    if most > IMBALANCE * least:
+        rounds, most = balanced, least
     pairs = chain.from_iterable(rounds)
     sent = [costs[index].num_bytes for index, owner in pairs if owner not in able[index]]
-    most = _most_work(costs, rounds) * len(ranks) / max(sum(cost.flops for cost in costs), 1)
+    mean = sum(cost.flops for cost in costs) / len(ranks)
     warn(
         f"{len(sent)} of {len(costs)} matrices are put together on their owners in each step,"
-        f" {sum(sent) / 1e6:.1f} MB; the owner with the most to do has {most:.2f} times the mean",
+        f" {sum(sent) / 1e6:.1f} MB; the owner with the most to do has {most / max(mean, 1):.2f} times"
+        " the mean",
         level=logging.INFO,
     )
     return rounds
 
 
-def assign(costs: Sequence[UpdateCost], able: Sequence[Sequence[int]]) -> Rounds:
-    """Return the rounds, in which each matrix is owned by one of the ranks that are ``able`` to."""
+def assign(costs: Sequence[UpdateCost], able: Sequence[Sequence[int]]) -> tuple[Rounds, int]:
+    """Return the rounds, and the operations of the rank with the most to do.
+
+    Each matrix is owned by one of the ranks that are ``able`` to.
+    """
     waiting = sorted(range(len(costs)), key=lambda each: (*map(neg, costs[each]), each))
-    loads: dict[int, UpdateCost] = defaultdict(lambda: UpdateCost(0, 0))
+    loads = dict.fromkeys(chain.from_iterable(able), UpdateCost(0, 0))
     rounds = []
     while waiting:
         owners: dict[int, int] = {}  # of this round, by matrix
         for index in waiting:
+            if len(owners) == len(loads):
+                break
             if free := set(able[index]).difference(owners.values()):
                 owner = owners[index] = min(free, key=lambda rank: (loads[rank], rank))
                 loads[owner] = UpdateCost(*map(sum, zip(loads[owner], costs[index])))
         waiting = [index for index in waiting if index not in owners]
         rounds.append([*owners.items()])
-    return rounds
-
-
-def _most_work(costs: Sequence[UpdateCost], rounds: Rounds) -> int:
-    """Return the operations of the owner that has the most to do."""
-    work: Counter[int] = Counter()
-    for index, owner in chain.from_iterable(rounds):
-        work[owner] += costs[index].flops
-    return max(work.values(), default=0)
+    return rounds, max(loads.values()).flops
