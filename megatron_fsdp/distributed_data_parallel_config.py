@@ -21,8 +21,8 @@ class DistributedDataParallelConfig:
     ``suggested_communication_unit_size`` is a number of bytes: the size up to which small units are
     merged, and the bound of what is gathered ahead. ``fsdp_manual_registration`` leaves the
     registration of ``nccl_ub`` to ``model.manual_buffer_registration()``. Both ``expert_`` fields
-    are for expert parameters; None: as for other parameters. ``megatron_fsdp_offload_policy`` is
-    ``offload_policy`` of ``fully_shard``.
+    are for expert parameters; None: as for other parameters. ``megatron_fsdp_offload_policy`` and
+    ``megatron_fsdp_granularity`` are ``offload_policy`` and ``granularity`` of ``fully_shard``.
 
     ``bucket_size``, ``gradient_reduce_div_fusion`` and ``fsdp_all_gather_in_start_param_sync`` tune
     a communication scheme that this implementation does not have. They have no effect, nor has
@@ -56,6 +56,7 @@ class DistributedDataParallelConfig:
     expert_data_parallel_sharding_strategy: str | int | None = None
     expert_outer_dp_sharding_strategy: str | int | None = None
     megatron_fsdp_offload_policy: Any = None
+    megatron_fsdp_granularity: str | int = "prefer_rows"
 
     @classmethod
     def fully_sharded(cls) -> DistributedDataParallelConfig:

@@ -91,6 +91,7 @@ FIELDS = {
     "enable_fine_grained_param_gather": "megatron_fsdp_enable_fine_grained_param_gather",
     "maxpool_double_buffer": "megatron_fsdp_max_pool_double_buffer",
     "offload_policy": "megatron_fsdp_offload_policy",
+    "granularity": "megatron_fsdp_granularity",
 }
 """The fields of ``DistributedDataParallelConfig`` that have another name than their keywords."""
 

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron.fsdp import Strategy
+from megatron.fsdp.quantized.stored_forms import GRANULARITIES
 from megatron.mcore_adapter import cpu
 from megatron.mcore_adapter.coded_weights import PLAIN, code_bytes, coded_weights, layers_of
 from megatron.mcore_adapter.data_parallel import (
@@ -168,6 +169,7 @@ def memory_plan(args: argparse.Namespace, chunk: torch.nn.Module) -> MemoryPlan:
         expert=AxisSizes(expert_data_ranks(args) // outer, outer) if has_experts else None,
         offloaded=args.optimizer_offload_fraction if args.optimizer_cpu_offload else 0.0,
         pins=args.pin_cpu_grads and args.pin_cpu_params,
+        granularity=GRANULARITIES[settings.megatron_fsdp_granularity],
         states=1 if args.optimizer == "sgd" else 2,
         state_bytes=args.exp_avg_dtype.itemsize + args.exp_avg_sq_dtype.itemsize if aware else None,
         decoupled=aware,

@@ -209,6 +209,7 @@ SIGNATURES: dict[str, dict[str, Any]] = {
             ["expert_data_parallel_sharding_strategy", "expert_outer_dp_sharding_strategy"]
         ),
         "megatron_fsdp_offload_policy": None,
+        "megatron_fsdp_granularity": "prefer_rows",
     },
 }
 

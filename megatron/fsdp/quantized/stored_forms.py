@@ -53,7 +53,7 @@ def form_of(parameter: nn.Parameter) -> FormKey:
     return FormKey(StoredForm, None, parameter.dtype)
 
 
-_BY_NAME = {"rows": ROWS, "prefer_rows": PREFER_ROWS, "prefer_tensors": PREFER_TENSORS}
+GRANULARITIES = {"rows": ROWS, "prefer_rows": PREFER_ROWS, "prefer_tensors": PREFER_TENSORS}
 
 
 def make_form(
@@ -85,7 +85,7 @@ def make_form(
     if key.form is StoredForm:
         if isinstance(boundaries, int):
             return StoredForm(Granularity("blocks", boundaries))
-        return StoredForm(_BY_NAME[boundaries])
+        return StoredForm(GRANULARITIES[boundaries])
     if key.form is TransformerEngineForm:
         group = axes.data_group if shards_outer else axes.inner.get_group()
         if group is None:

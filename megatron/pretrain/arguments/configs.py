@@ -20,6 +20,7 @@ from torch.nn.functional import gelu, silu
 
 from megatron.fsdp import Offload
 from megatron.pretrain.arguments.config_flags import CHANGES, default_of
+from megatron.pretrain.arguments.not_built import MUON
 
 Config = TypeVar("Config")
 
@@ -109,6 +110,7 @@ def ddp_config(
     for name in ENGINE_SETTINGS:
         setattr(config, name, getattr(args, name))
     config.megatron_fsdp_use_decoupled_grad = args.use_precision_aware_optimizer
+    config.megatron_fsdp_granularity = "prefer_tensors" if args.optimizer in MUON else "prefer_rows"
     pins = args.pin_cpu_grads and args.pin_cpu_params
     offload = Offload(fraction=args.optimizer_offload_fraction, pins=pins)
     config.megatron_fsdp_offload_policy = offload if args.optimizer_cpu_offload else None

@@ -126,11 +126,11 @@ def choose_owners(
         rounds, most = balanced, least
     pairs = chain.from_iterable(rounds)
     sent = [costs[index].num_bytes for index, owner in pairs if owner not in able[index]]
-    mean = sum(cost.flops for cost in costs) / len(ranks)
+    mean = max(sum(cost.flops for cost in costs), 1) / len(ranks)
     warn(
         f"{len(sent)} of {len(costs)} matrices are put together on their owners in each step,"
-        f" {sum(sent) / 1e6:.1f} MB; the owner with the most to do has {most / max(mean, 1):.2f} times"
-        " the mean",
+        f" {sum(sent) / 1e6:.1f} MB; the owner with the most to do has {most / mean:.2f} times the"
+        " mean",
         level=logging.INFO,
     )
     return rounds

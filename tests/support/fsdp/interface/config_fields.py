@@ -195,6 +195,13 @@ def shows_size_of_config(make: Make) -> None:
     assert most_units_gathered(model) == 1
 
 
+@shows("DistributedDataParallelConfig", "megatron_fsdp_granularity")
+def shows_granularity_of_config(make: Make) -> None:
+    for wanted in ("prefer_rows", "prefer_tensors"):
+        model = configured(megatron_fsdp_granularity=wanted)
+        assert model._settings.strategy.boundaries == wanted
+
+
 @shows("DistributedDataParallelConfig", "megatron_fsdp_offload_policy")
 def shows_offload_of_config(make: Make) -> None:
     model = configured(megatron_fsdp_offload_policy="host")
