@@ -13,7 +13,6 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,16 +51,20 @@ def check() -> Release:
     Raises:
         ReleaseError: one line that names the files.
     """
-    found = next(releases_on_path(), None)
+    core = _found_by_import("megatron.core")
+    found = None if core is None else read_release(core)
     if found is None:
         raise ReleaseError(
             "Megatron-Core is not installed: pip install"
             f" 'megatron-core>={TESTED[0]}', or put a checkout of Megatron-LM on PYTHONPATH"
         )
-    problem = _too_old(found) or _other_loop(found)
-    if problem is not None:
-        raise ReleaseError(problem)
-    newest = tuple(int(number) for number in TESTED[-1].split("."))
+    oldest, newest = (tuple(map(int, TESTED[index].split("."))) for index in (0, -1))
+    if found.numbers < oldest:
+        raise ReleaseError(
+            f"Megatron-Core {found} ({found.file}) is older than {TESTED[0]}, the oldest release"
+            f" that works: pip install 'megatron-core>={TESTED[0]}'"
+        )
+    _check_loop(found)
     if found.numbers[:2] > newest[:2] and os.environ.get("RANK", "0") == "0":
         _say_once(
             f"Megatron-Core {found} ({found.file}) is newer than {TESTED[-1]}, the newest"
@@ -87,24 +90,12 @@ def end_program(message: str, status: int) -> None:
     raise SystemExit(status)
 
 
-def releases_on_path() -> Iterator[Release]:
-    """Yield what ``import megatron.core`` takes, then what the folders of ``sys.path`` have."""
-    namespace = importlib.import_module("megatron")
-    folders = [Path(folder) / "core" for folder in namespace.__path__]
-    seen = set()
-    for core in (*_found_by_import("megatron.core"), *folders):
-        release = read_release(core)
-        if release is not None and release.file.resolve() not in seen:
-            seen.add(release.file.resolve())
-            yield release
-
-
 def has_loop() -> bool:
     """Return True if Megatron-LM's loop is loaded, can be imported, or is above the program.
 
     Programs in ``examples`` and ``tools`` of a checkout add its folder when they run.
     """
-    if "megatron.training" in sys.modules or any(_found_by_import("megatron.training")):
+    if "megatron.training" in sys.modules or _found_by_import("megatron.training"):
         return True
     return _checkout_above(Path(sys.argv[0])) is not None
 
@@ -117,7 +108,7 @@ def use_checkout_of(program: Path) -> None:
     """
     sys.path.insert(0, str(program.resolve().parent))
     checkout = _checkout_above(program)
-    if checkout is not None and not any(_found_by_import("megatron.training")):
+    if checkout is not None and _found_by_import("megatron.training") is None:
         sys.path.insert(1, str(checkout))
 
 
@@ -129,18 +120,17 @@ def _checkout_above(program: Path) -> Path | None:
     return None
 
 
-def _found_by_import(package: str) -> Iterator[Path]:
-    """Yield the folder of a package in ``megatron``; editable installs have a hook that finds it.
+def _found_by_import(package: str) -> Path | None:
+    """Return the folder of a package in ``megatron``; editable installs have a hook that finds it.
 
     ``importlib.util.find_spec`` would return what has been imported, from wherever that was.
     """
-    path = importlib.import_module("megatron").__path__
+    path = list(importlib.import_module("megatron").__path__)
     for finder in sys.meta_path:
-        spec = finder.find_spec(package, list(path))
+        spec = finder.find_spec(package, path)
         if spec is not None:
-            if spec.origin is not None:
-                yield Path(spec.origin).parent
-            return
+            return None if spec.origin is None else Path(spec.origin).parent
+    return None
 
 
 def read_release(core: Path) -> Release | None:
@@ -154,29 +144,16 @@ def read_release(core: Path) -> Release | None:
     return Release(file, (int(found["MAJOR"]), int(found["MINOR"]), int(found["PATCH"])))
 
 
-def _too_old(release: Release) -> str | None:
-    oldest = tuple(int(number) for number in TESTED[0].split("."))
-    if release.numbers >= oldest:
-        return None
-    return (
-        f"Megatron-Core {release} ({release.file}) is older than {TESTED[0]}, the oldest release"
-        f" that works: pip install 'megatron-core>={TESTED[0]}'"
-    )
-
-
-def _other_loop(core: Release) -> str | None:
-    """Find Megatron-LM's loop of another release than that of ``megatron.core``."""
-    namespace = importlib.import_module("megatron")
-    for folder in namespace.__path__:
-        loop = Path(folder) / "training" / "__init__.py"
-        if not loop.is_file():
-            continue
-        beside = read_release(Path(folder) / "core")
-        if beside is None or beside.numbers == core.numbers:
-            return None
-        return (
+def _check_loop(core: Release) -> None:
+    """Refuse Megatron-LM's loop of another release than that of ``megatron.core``."""
+    loop = _found_by_import("megatron.training")
+    if loop is None:
+        return
+    beside = read_release(loop.with_name("core"))
+    if beside is not None and beside.numbers != core.numbers:
+        file = loop / "__init__.py"
+        raise ReleaseError(
             f"megatron.core is release {core} ({core.file}) but megatron.training is of release"
-            f" {beside} ({loop}): put the checkout before what is installed on PYTHONPATH, or"
+            f" {beside} ({file}): put the checkout before what is installed on PYTHONPATH, or"
             f" install megatron-core {beside}"
         )
-    return None
