@@ -9,29 +9,25 @@ checkpoint is the same with either.
 
 from __future__ import annotations
 
-import math
+from copy import copy
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
     gather_from_tensor_model_parallel_region,
-    get_cuda_rng_tracker,
     scatter_to_sequence_parallel_region,
 )
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor, nn
 
 from megatron.mcore_adapter.fused_gradients import set_attributes
-
-MASKED = -10000.0
-"""Score of a masked key, as in Megatron-Core: a query whose keys are all masked averages them."""
 
 
 class LocalNorm:
@@ -72,26 +68,19 @@ class LocalNorm:
         return norm
 
 
-class LocalAttention(MegatronModule):
-    """Softmax attention in plain PyTorch, for a ``core_attention`` of a layer spec.
+class LocalAttention(DotProductAttention):
+    """Megatron-Core's plain attention, for context parallelism and values of another width too.
 
     Under context parallelism over CP ranks Megatron-Core cuts the sequence into 2 * CP chunks and
     gives the queries, keys and values of chunks r and 2 * CP - 1 - r to rank r. Each rank gathers
     the keys and values of the whole sequence. Tensor parallelism divides the heads, which needs
-    nothing here. With CP = 1 the numbers are those of Megatron-Core's DotProductAttention.
+    nothing here.
 
     Args:
-        config: of the model.
-        layer_number: from 1; query-key layer scaling divides the scores by it before they are
-            rounded.
-        attn_mask_type: causal, or another type with an explicit mask (or none at all).
-        attention_type: "self".
-        attention_dropout: default ``config.attention_dropout``.
-        softmax_scale: the factor of the scores; default 1 / sqrt(width of a key).
+        config: of the model; the other arguments too are those of DotProductAttention, and:
         k_channels: width of a key's head, default ``config.kv_channels``.
         v_channels: ignored: the width of a value's head follows from the values.
-        cp_comm_type: ignored: Transformer Engine's choice of communication.
-        pg_collection: with the group ``cp``; default Megatron-Core's global groups.
+        pg_collection: with the groups ``cp`` and ``tp``; default Megatron-Core's global groups.
 
     Raises:
         NotImplementedError: for options that it does not have, all in one message.
@@ -103,46 +92,36 @@ class LocalAttention(MegatronModule):
         layer_number: int,
         attn_mask_type: AttnMaskType,
         attention_type: str,
-        attention_dropout: float | None = None,
-        softmax_scale: float | None = None,
+        *args: Any,
         k_channels: int | None = None,
         v_channels: int | None = None,
-        cp_comm_type: str | None = None,
         pg_collection: ProcessGroupCollection | None = None,
+        **kwargs: Any,
     ):
-        super().__init__(config=config)
-        if pg_collection is None:
-            pg_collection = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["cp"])
-        self.cp_group = pg_collection.cp
-        self.attn_mask_type = attn_mask_type
-        self._check(layer_number, attention_type)
-        self.softmax_scale = (
-            1 / math.sqrt(k_channels or config.kv_channels)
-            if softmax_scale is None
-            else softmax_scale
-        )
-        # Scores of deep layers are large: they are scaled down first, and scaled back in float32.
-        self.score_scale = max(1, layer_number) if config.apply_query_key_layer_scaling else 1
-        self.attention_dropout = nn.Dropout(
-            config.attention_dropout if attention_dropout is None else attention_dropout
-        )
-
-    def _check(self, layer_number: int, attention_type: str) -> None:
-        config, problems = self.config, []
+        problems = []
         if is_layer_window_attention(
             config.window_size, config.window_attn_skip_freq, layer_number
         ):
             problems.append(f"a sliding window (window_size {config.window_size})")
         if config.softmax_type != "vanilla":
             problems.append(f"softmax_type {config.softmax_type!r}")
-        if self.attn_mask_type in (AttnMaskType.padding_causal, AttnMaskType.causal_bottom_right):
-            problems.append(f"the mask type {self.attn_mask_type.name}")
+        if attn_mask_type in (AttnMaskType.padding_causal, AttnMaskType.causal_bottom_right):
+            problems.append(f"the mask type {attn_mask_type.name}")
         if attention_type != "self":
             problems.append(f"{attention_type} attention")
         _refuse(
             "the local attention",
             [f"{it}: leave it out, or use Transformer Engine's layers" for it in problems],
         )
+        if pg_collection is None:
+            pg_collection = ProcessGroupCollection.use_mpu_process_groups(["cp", "tp"])
+        config = copy(config)
+        config.context_parallel_size = 1  # the base class refuses more
+        config.masked_softmax_fusion = False  # its kernel knows no mask of a part of the queries
+        config.kv_channels = k_channels or config.kv_channels  # they scale the scores
+        arguments = (layer_number, attn_mask_type, attention_type, *args)
+        super().__init__(config, *arguments, pg_collection=pg_collection, **kwargs)
+        self.cp_group = pg_collection.cp
 
     def forward(
         self,
@@ -188,24 +167,8 @@ class LocalAttention(MegatronModule):
         )
         positions = self._positions(key.shape[0], key.device)
         mask = self._mask(attention_mask, query.shape[0], positions)
-        return self._attend(query, key, value, mask)
-
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        """Attend with the keys and values of the whole sequence; shapes as in :meth:`forward`."""
-        batch_and_heads = query.shape[1:3]
-        heads_per_group = query.shape[2] // key.shape[2]
-        key = key.repeat_interleave(heads_per_group, dim=2)
-        value = value.repeat_interleave(heads_per_group, dim=2)
-        # [batch * heads, sequence, width]
-        query, key, value = (each.flatten(1, 2).transpose(0, 1) for each in (query, key, value))
-        scale = self.softmax_scale / self.score_scale
-        scores = torch.baddbmm(query.new_empty(()), query, key.transpose(1, 2), beta=0, alpha=scale)
-        scores = scores.unflatten(0, batch_and_heads).float() * self.score_scale
-        if mask is not None:
-            scores = scores.masked_fill(mask, MASKED)
-        probabilities = self._dropped(scores.softmax(dim=-1).to(query.dtype))
-        context = torch.bmm(probabilities.flatten(0, 1), value)
-        return context.unflatten(0, batch_and_heads).permute(2, 0, 1, 3).flatten(2)
+        self.hidden_size_per_partition = query.shape[2] * value.shape[3]
+        return super().forward(query, key, value, mask)
 
     def _positions(self, length: int, device: torch.device) -> Tensor:
         """Return the positions of the gathered keys in the sequence."""
@@ -231,13 +194,6 @@ class LocalAttention(MegatronModule):
             return None
         mine = positions.view(-1, num_queries)[self.cp_group.rank()]
         return positions > mine[:, None]
-
-    def _dropped(self, probabilities: Tensor) -> Tensor:
-        if self.config.sequence_parallel:  # the layers already run in a fork of the random state
-            return self.attention_dropout(probabilities)
-        # Heads of other tensor-parallel ranks must lose other values.
-        with get_cuda_rng_tracker().fork():
-            return self.attention_dropout(probabilities)
 
 
 class LocalLatentAttention(MLASelfAttention):
@@ -279,27 +235,12 @@ class LocalLatentAttention(MLASelfAttention):
         shared, positions = latents.split(
             [self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim], dim=-1
         )
-        return torch.cat([shared, SumOfGradients.apply(positions, self.tp_group)], dim=-1), None
-
-
-class SumOfGradients(torch.autograd.Function):
-    """An identity whose gradient is summed over the ranks of a group."""
-
-    # Megatron-Core's `copy_to_tensor_model_parallel_region` means this too, but reduces a copy of a
-    # gradient that is not contiguous, and returns the gradient without the sum.
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-        """Return a view of ``tensor``."""
-        ctx.group = group
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        """Sum the gradient over the ranks of the group, in a copy."""
-        gradient = gradient.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(gradient, group=ctx.group)
-        return gradient, None
+        positions = copy_to_tensor_model_parallel_region(positions, group=self.tp_group)
+        if positions.requires_grad:
+            # The gradient is a part of that of all columns. Megatron-Core up to 0.18 sums a copy of
+            # a gradient that is not contiguous, and returns the gradient without the sum.
+            positions.register_hook(Tensor.contiguous)
+        return torch.cat([shared, positions], dim=-1), None
 
 
 def _refuse(what: str, problems: list[str]) -> None:

@@ -4,7 +4,7 @@
 Whole models: tests/pretrain/model/test_layer_specs.py.
 """
 
-from types import SimpleNamespace
+from argparse import Namespace
 from typing import Any
 
 import pytest
@@ -25,7 +25,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from megatron.mcore_adapter import cpu
 from megatron.mcore_adapter.local_layers import LocalAttention, LocalNorm
-from tests.support.model_parallel import initialize_data_parallel
+from tests.support.model_parallel import ONE_AXIS, initialize, initialize_data_parallel
 from tests.support.rank_pool import run_ranks
 
 HEADS, WIDTH, LENGTH = 4, 6, 16
@@ -102,10 +102,7 @@ def inputs(
 def attention(
     kind: type, settings: TransformerConfig, layer_number: int = 1, **keywords: Any
 ) -> nn.Module:
-    groups = SimpleNamespace(cp=dist.group.WORLD, tp=dist.group.WORLD)
-    return kind(
-        settings, layer_number, AttnMaskType.causal, "self", pg_collection=groups, **keywords
-    )
+    return kind(settings, layer_number, AttnMaskType.causal, "self", **keywords)
 
 
 def seed() -> None:
@@ -165,7 +162,9 @@ def of_this_rank(tensor: Tensor) -> Tensor:
 def compare_with_the_whole(groups: int, value_width: int, masked: bool) -> None:
     """Job: the sequence divided over all ranks, against torch's own attention on all of it."""
     cpu.install()
-    settings = config(num_query_groups=groups, context_parallel_size=dist.get_world_size())
+    axis = {"context_parallel_size": dist.get_world_size()}
+    initialize(Namespace(**{**vars(ONE_AXIS), **axis}))
+    settings = config(num_query_groups=groups, **axis)
     layer = attention(LocalAttention, settings, k_channels=WIDTH, v_channels=value_width)
     tensors = inputs(groups, value_width)
     hidden = (
@@ -214,15 +213,15 @@ def test_grouped_queries_and_wider_keys_over_context_parallel_ranks_equal_one_ra
 
 
 def ask_for_too_much() -> None:
-    groups = SimpleNamespace(cp=dist.group.WORLD)
+    initialize_data_parallel()
     settings = config(softmax_type="off-by-one", window_size=(4, 0))
     with pytest.raises(NotImplementedError) as error:
-        LocalAttention(settings, 1, AttnMaskType.padding_causal, "cross", pg_collection=groups)
+        LocalAttention(settings, 1, AttnMaskType.padding_causal, "cross")
     assert all(
         part in str(error.value)
         for part in ("window_size (4, 0)", "'off-by-one'", "padding_causal", "cross")
     )
-    layer = LocalAttention(config(), 1, AttnMaskType.causal, "self", pg_collection=groups)
+    layer = LocalAttention(config(), 1, AttnMaskType.causal, "self")
     tensors = inputs()
     with pytest.raises(NotImplementedError, match=r"bias.*; nor packed sequences"):
         layer(*tensors, None, attention_bias=torch.zeros(1), packed_seq_params=object())
