@@ -38,8 +38,8 @@ from megatron.mcore_adapter.core_optimizers import (
 from megatron.mcore_adapter.fused_gradients import accept_fused_gradients, set_attributes
 from megatron.mcore_adapter.global_names import GlobalNames
 from megatron.mcore_adapter.overlapped_experts import drive_combined_schedule
-from megatron.mcore_adapter.releases import precision_fields
-from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy
+from megatron.mcore_adapter.releases.precision_fields import precision_policy
+from megatron_fsdp import MegatronFSDP
 from megatron_fsdp.translation import strategy_of as strategy_of  # for programs too
 
 
@@ -299,15 +299,6 @@ def default_unit_modules(module: nn.Module) -> list[type | nn.Module]:
         child for name, child in module.named_modules() if name.rpartition(".")[2] == "output_layer"
     ]
     return [TransformerLayer, MambaLayer, LanguageModelEmbedding, *outputs]
-
-
-def precision_policy(ddp_config: DistributedDataParallelConfig) -> MixedPrecisionPolicy:
-    """Return the dtypes of a configuration."""
-    return MixedPrecisionPolicy(
-        main_params_dtype=precision_fields.main_params_dtype(ddp_config),
-        main_grads_dtype=precision_fields.main_grads_dtype(ddp_config),
-        grad_comm_dtype=precision_fields.grad_comm_dtype(ddp_config),
-    )
 
 
 def _for_engine(

@@ -21,10 +21,8 @@ from megatron.fsdp import Strategy
 from megatron.fsdp.quantized.stored_forms import GRANULARITIES
 from megatron.mcore_adapter import cpu
 from megatron.mcore_adapter.coded_weights import PLAIN, code_bytes, coded_weights, layers_of
-from megatron.mcore_adapter.data_parallel import (
-    default_unit_modules,
-    precision_policy,
-)
+from megatron.mcore_adapter.data_parallel import default_unit_modules
+from megatron.mcore_adapter.releases.precision_fields import precision_policy
 from megatron.pretrain import ranks
 from megatron.pretrain.arguments.configs import ddp_config, transformer_config
 from megatron.pretrain.data.tokenizer_choice import TokenizerChoice

@@ -37,7 +37,8 @@ def bytes_of(recipe: str | None, strategy: str) -> dict[str, tuple[float, float]
     from megatron.fsdp.engine.observe import GATHER
     from megatron.mcore_adapter import FullyShardedDataParallel
     from megatron.mcore_adapter.coded_weights import code_bytes, coded_weights
-    from megatron.mcore_adapter.data_parallel import default_unit_modules, precision_policy
+    from megatron.mcore_adapter.data_parallel import default_unit_modules
+    from megatron.mcore_adapter.releases.precision_fields import precision_policy
     from megatron.pretrain.memory_estimate import AxisSizes, MemoryPlan, estimate_memory
 
     config, module = make_gpt(recipe)

@@ -10,23 +10,19 @@ from __future__ import annotations
 import torch
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 
-
-def main_params_dtype(ddp_config: DistributedDataParallelConfig) -> torch.dtype | None:
-    """Return the dtype of main weights; None: that of the compute weights."""
-    older = torch.float32 if getattr(ddp_config, "preserve_fp32_weights", True) else None
-    return getattr(ddp_config, "megatron_fsdp_main_params_dtype", older)
+from megatron_fsdp import MixedPrecisionPolicy
 
 
-def main_grads_dtype(ddp_config: DistributedDataParallelConfig) -> torch.dtype | None:
-    """Return the dtype in which gradients accumulate; None: that of the compute weights.
+def precision_policy(ddp_config: DistributedDataParallelConfig) -> MixedPrecisionPolicy:
+    """Return the dtypes of a configuration.
 
-    Without a dtype of its own it is fp32 if the gradients of Megatron-Core's own wrapper would be.
+    Without a dtype of their own, gradients accumulate in fp32 if those of Megatron-Core's own
+    wrapper would.
     """
+    older = torch.float32 if getattr(ddp_config, "preserve_fp32_weights", True) else None
     usual = torch.float32 if ddp_config.grad_reduce_in_fp32 else None
-    return getattr(ddp_config, "megatron_fsdp_main_grads_dtype", None) or usual
-
-
-def grad_comm_dtype(ddp_config: DistributedDataParallelConfig) -> torch.dtype | None:
-    """Return the dtype in which gradients travel; None: that of the compute weights."""
-    own = getattr(ddp_config, "megatron_fsdp_grad_comm_dtype", None)
-    return own or main_grads_dtype(ddp_config)
+    return MixedPrecisionPolicy(
+        main_params_dtype=getattr(ddp_config, "megatron_fsdp_main_params_dtype", older),
+        main_grads_dtype=getattr(ddp_config, "megatron_fsdp_main_grads_dtype", None) or usual,
+        grad_comm_dtype=getattr(ddp_config, "megatron_fsdp_grad_comm_dtype", None),
+    )
