@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -38,7 +38,7 @@ from megatron.mcore_adapter.megatron_lm import (  # noqa: E402
     loop_state_dicts,
 )
 from megatron.mcore_adapter.megatron_lm.loop_program import LoopProgram  # noqa: E402
-from megatron.mcore_adapter.published_paths import PACKAGE, PublishedPaths  # noqa: E402
+from megatron.mcore_adapter.published_paths import PACKAGE, publish  # noqa: E402
 from megatron_fsdp import uneven_dtensor  # noqa: E402
 
 ADAPTER = "megatron.core.distributed.fsdp.mcore_fsdp_adapter"
@@ -73,14 +73,11 @@ def install() -> AbstractContextManager[object]:
     if _installation is not None:
         return nullcontext()
     program = LoopProgram()
-    installation = Installation(program)
+    installation = Installation()
     try:
-        installation.replace_names()
-        installation.replace_methods()
-        installation.paths.install()
-        program.prepare()
+        installation.replace(program)
     except BaseException:
-        installation.restore()
+        installation.close()
         raise
     _installation = installation
     program.say(
@@ -94,10 +91,8 @@ def uninstall() -> None:
     """Restore everything, also in modules that have been imported since."""
     # What cpu.install() did to a process without CUDA remains. So does what wrappers did to
     # Megatron-Core's optimizers (see core_optimizers.py), which unsharded models do not notice.
-    global _installation
     if _installation is not None:
-        _installation.restore()
-        _installation = None
+        _installation.close()
 
 
 # The loop knows Megatron-Core's class and some functions on its state dicts by name. Each is
@@ -106,67 +101,59 @@ def uninstall() -> None:
 # place of the originals, and every new wrapper repeats the exchange.
 
 
-class Installation(AbstractContextManager["Installation"]):
+class Installation(ExitStack):
     """The replacements while the drop-in is active; a context that undoes them when it is left."""
 
-    def __init__(self, program: LoopProgram) -> None:
-        self._program = program
-        self._copies = getattr(DistributedOptimizer, core_optimizers.COPY_METHOD)
-        self._pairs = _pairs_of_names()
-        theirs = {id(value): name for name, value in vars(sys.modules[UNEVEN]).items()}
-        replaced = {
-            f"{UNEVEN}.{theirs[id(before)]}": after
-            for before, after in self._pairs
-            if id(before) in theirs
-        }
-        self.paths = PublishedPaths(replaced)
-        replacements: list[tuple[type, str, Callable[..., Any]]] = [
-            (DistributedOptimizer, "sharded_state_dict", loop_optimizer.replace_sharded_state_dict),
-            (DistributedOptimizer, "load_state_dict", loop_optimizer.replace_load_state_dict),
-            (DefaultLoadPlanner, "set_up_planner", loop_planner.replace_set_up_planner),
-            (DefaultLoadPlanner, "create_global_plan", loop_planner.replace_create_global_plan),
-        ]
-        self._methods = []
-        for owner, name, replace in replacements:
-            original = vars(owner)[name]
-            self._methods.append((owner, name, original, replace(original)))
+    def __init__(self) -> None:
+        super().__init__()
+        self._replaced = _replaced_names()
+
+    def replace(self, program: LoopProgram) -> None:
+        """Replace names and methods, and prepare the process."""
+        self.callback(_forget_installation)
+        copy = core_optimizers.COPY_METHOD  # which wrappers replace
+        self.callback(setattr, DistributedOptimizer, copy, getattr(DistributedOptimizer, copy))
+        self.replace_names()
+        self.callback(_exchange, [(ours, theirs) for theirs, ours in self._replaced.values()])
+        for owner, name, method in METHODS:
+            self.callback(setattr, owner, name, vars(owner)[name])
+            setattr(owner, name, method)
+        # Names that programs have taken from the published paths remain ours.
+        publish({path: ours for path, (_, ours) in self._replaced.items()}, undo=self)
+        self.callback(program.restore)
+        program.prepare()
 
     def replace_names(self) -> None:
         """Replace every name of Megatron-Core's objects in loaded modules, if all are known."""
-        known = {id(theirs) for theirs, _ in self._pairs}
-        unknown = sorted(set(_unknown_names(known)))
+        pairs = [*self._replaced.values()]
+        unknown = sorted(set(_unknown_names({id(theirs) for theirs, _ in pairs})))
         if unknown:
             raise RuntimeError(
                 "the program uses parts of Megatron-Core's own FSDP that the drop-in does not"
                 f" know, and that would not work on its models: {', '.join(unknown)}. Keep these"
                 " imports out of the program, or load them after drop_in.uninstall()"
             )
-        _exchange(self._pairs)
+        _exchange(pairs)
 
-    def replace_methods(self) -> None:
-        """Replace methods of the optimizer and of torch's load planner."""
-        for owner, name, _, replacement in self._methods:
-            setattr(owner, name, replacement)
 
-    def restore(self) -> None:
-        """Undo all replacements, also in modules that have been imported since."""
-        self.paths.restore()  # names that programs have taken from these remain ours
-        _exchange([(ours, theirs) for theirs, ours in self._pairs])
-        for owner, name, original, _ in self._methods:
-            setattr(owner, name, original)
-        setattr(DistributedOptimizer, core_optimizers.COPY_METHOD, self._copies)
-        self._program.restore()
-
-    def __exit__(self, *error: object) -> None:
-        if _installation is self:
-            uninstall()
+def _forget_installation() -> None:
+    global _installation
+    _installation = None
 
 
 # ---- objects that are replaced
 
+METHODS: tuple[tuple[type, str, Callable[..., Any]], ...] = (
+    (DistributedOptimizer, "sharded_state_dict", loop_optimizer.sharded_state_dict),
+    (DistributedOptimizer, "load_state_dict", loop_optimizer.load_state_dict),
+    (DefaultLoadPlanner, "set_up_planner", loop_planner.set_up_planner),
+    (DefaultLoadPlanner, "create_global_plan", loop_planner.create_global_plan),
+)
+"""Methods of classes, and their replacements."""
 
-def _pairs_of_names() -> list[tuple[object, object]]:
-    """Pair the objects of Megatron-Core's files, which it has loaded, with their replacements."""
+
+def _replaced_names() -> dict[str, tuple[object, object]]:
+    """Pair the objects of Megatron-Core's files, by their paths, with their replacements."""
     functions = (
         loop_state_dicts.print_diff_in_state_dicts,
         loop_state_dicts.handle_fp8_extra_state_case,
@@ -179,12 +166,13 @@ def _pairs_of_names() -> list[tuple[object, object]]:
         UNEVEN: {preprocess.__name__: preprocess},
         ENTRIES: {each.__name__: each for each in functions},
     }
-    pairs, absent = [], []
+    pairs: dict[str, tuple[object, object]] = {}
+    absent = []
     for path, replacements in required.items():
         theirs = vars(sys.modules[path])
         for name, ours in replacements.items():
             if name in theirs:
-                pairs.append((theirs[name], ours))
+                pairs[f"{path}.{name}"] = theirs[name], ours
             else:
                 absent.append(f"{path}.{name}")
     if absent:
@@ -198,7 +186,8 @@ def _pairs_of_names() -> list[tuple[object, object]]:
         if name not in required[UNEVEN] and getattr(function, "__module__", None) == UNEVEN:
             # An object of its own: modules of this project have ours, which a restore would take.
             ours = getattr(uneven_dtensor, name)
-            pairs.append((function, functools.update_wrapper(functools.partial(ours), ours)))
+            separate = functools.update_wrapper(functools.partial(ours), ours)
+            pairs[f"{UNEVEN}.{name}"] = function, separate
     return pairs
 
 

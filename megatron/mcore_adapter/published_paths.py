@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from contextlib import ExitStack
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -49,45 +50,30 @@ class PublishedModule(ModuleType):
         return getattr(self._theirs, name)
 
 
-class PublishedPaths:
-    """The modules of the package while the drop-in is active.
+def publish(replaced: Mapping[str, object], undo: ExitStack) -> None:
+    """Put the modules in place of Megatron-Core's, until ``undo`` is closed.
 
     Args:
         replaced: what the drop-in has put in place of Megatron-Core's objects, by their paths. It
             comes before what this project has by the same names.
+        undo: takes the callbacks that put Megatron-Core's modules back.
     """
-
-    def __init__(self, replaced: Mapping[str, object]):
-        self._replaced = replaced
-        self._before: dict[str, ModuleType | None] = {}
-
-    def install(self) -> None:
-        """Put the modules in place of Megatron-Core's."""
-        for name in MODULES:
-            path, ours = PACKAGE + name, import_module(OURS + name)
-            theirs = self._before[path] = sys.modules.get(path)
-            names = {
-                key: self._replaced.get(f"{path}.{key}", vars(ours)[key]) for key in ours.__all__
-            }
-            module = sys.modules[path] = PublishedModule(path, names, theirs)
-            if name != ".fully_shard":  # which is the function in the package
-                _set_in_parent(module)
-
-    def restore(self) -> None:
-        """Put Megatron-Core's modules back."""
-        for path, theirs in self._before.items():
-            if theirs is None:
-                del sys.modules[path]
-            else:
-                sys.modules[path] = theirs
-        theirs = self._before.get(PACKAGE)
-        if theirs is not None:
-            _set_in_parent(theirs)
-        self._before = {}
+    for name in MODULES:
+        path, ours = PACKAGE + name, import_module(OURS + name)
+        theirs = sys.modules.get(path)
+        names = {key: replaced.get(f"{path}.{key}", vars(ours)[key]) for key in ours.__all__}
+        module = PublishedModule(path, names, theirs)
+        undo.callback(_put, path, theirs)
+        _put(path, module)
 
 
-def _set_in_parent(module: ModuleType) -> None:
-    """Make a module the attribute of the package above it, which ``import a.b as c`` reads."""
-    above, _, name = module.__name__.rpartition(".")
-    if above in sys.modules:
+def _put(path: str, module: ModuleType | None) -> None:
+    """Let an import of a path find a module; None: as if the path had never been imported."""
+    if module is None:
+        del sys.modules[path]
+        return
+    sys.modules[path] = module
+    above, _, name = path.rpartition(".")
+    # ``import a.b as c`` reads an attribute. That of the package is the function of this name.
+    if above in sys.modules and name != "fully_shard":
         setattr(sys.modules[above], name, module)

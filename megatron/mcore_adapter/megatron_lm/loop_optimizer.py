@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """State of Megatron-Core's DistributedOptimizer in Megatron-LM's loop, over models of this project.
 
-Both functions take a method of the optimizer's class and return its replacement, which calls the
-original one for other models.
+Both functions replace a method of the optimizer's class, and call that for other models.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -23,33 +22,31 @@ from megatron.mcore_adapter.core_optimizers import make_optimizer_state
 from megatron.mcore_adapter.data_parallel import FullyShardedDataParallel
 from megatron.mcore_adapter.megatron_lm.loop_state_dicts import join_virtual_stages
 
+_original_sharded_state_dict = DistributedOptimizer.sharded_state_dict
+_original_load_state_dict = DistributedOptimizer.load_state_dict
 
-def replace_sharded_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the replacement of ``DistributedOptimizer.sharded_state_dict``."""
 
-    @functools.wraps(original)
-    def sharded_state_dict(
-        optimizer: DistributedOptimizer,
-        model_sharded_state_dict: dict[str, Any] | None = None,
-        is_loading: bool = False,
-        sharding_type: str | None = None,
-        metadata: dict[str, Any] | None = None,
-    ) -> dict[str, Any]:
-        """Return Megatron-Core's state dict with all state and the loss scaler.
+@functools.wraps(_original_sharded_state_dict)
+def sharded_state_dict(
+    optimizer: DistributedOptimizer,
+    model_sharded_state_dict: dict[str, Any] | None = None,
+    is_loading: bool = False,
+    sharding_type: str | None = None,
+    metadata: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Return Megatron-Core's state dict with all state and the loss scaler.
 
-        ``model_sharded_state_dict`` is the loop's state dict, in which virtual stages are joined.
-        """
-        is_ours = _is_over_our_models(optimizer)
-        whole = {} if model_sharded_state_dict is None else model_sharded_state_dict
-        if is_ours:
-            join_virtual_stages(whole, optimizer.model_chunks)
-            make_optimizer_state(optimizer)
-            # Megatron-Core would take a step to create state, but all state exists already.
-            is_loading = False
-        content = original(optimizer, whole, is_loading, sharding_type, metadata)
-        return _for_checkpoint(optimizer, content) if is_ours else content
-
-    return sharded_state_dict
+    ``model_sharded_state_dict`` is the loop's state dict, in which virtual stages are joined.
+    """
+    is_ours = _is_over_our_models(optimizer)
+    whole = {} if model_sharded_state_dict is None else model_sharded_state_dict
+    if is_ours:
+        join_virtual_stages(whole, optimizer.model_chunks)
+        make_optimizer_state(optimizer)
+        # Megatron-Core would take a step to create state, but all state exists already.
+        is_loading = False
+    content = _original_sharded_state_dict(optimizer, whole, is_loading, sharding_type, metadata)
+    return _for_checkpoint(optimizer, content) if is_ours else content
 
 
 def _for_checkpoint(optimizer: DistributedOptimizer, content: dict[str, Any]) -> dict[str, Any]:
@@ -74,24 +71,15 @@ def _checkpoint_value(sharded: ShardedParam, value: Any) -> Any:
     return sharded.checkpoint_tensor(value) if isinstance(value, DTensor) else value
 
 
-def replace_load_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the replacement of ``DistributedOptimizer.load_state_dict``."""
+@functools.wraps(_original_load_state_dict)
+def load_state_dict(optimizer: DistributedOptimizer, state_dict: dict[str, Any]) -> None:
+    """Load the result of ``sharded_state_dict`` after a checkpoint was loaded into it.
 
-    @functools.wraps(original)
-    def load_state_dict(optimizer: DistributedOptimizer, state_dict: dict[str, Any]) -> None:
-        """Load the result of ``sharded_state_dict`` after a checkpoint was loaded into it.
-
-        If parameters, shapes or groups do not fit, only tensors that were read in place change.
-        """
-        if _is_over_our_models(optimizer) and "param_to_group_meta" in state_dict:
-            _load(optimizer, state_dict)
-        else:
-            original(optimizer, state_dict)
-
-    return load_state_dict
-
-
-def _load(optimizer: DistributedOptimizer, state_dict: dict[str, Any]) -> None:
+    If parameters, shapes or groups do not fit, only tensors that were read in place change.
+    """
+    if not _is_over_our_models(optimizer) or "param_to_group_meta" not in state_dict:
+        _original_load_state_dict(optimizer, state_dict)
+        return
     parameters = _parameters(optimizer)
     unknown = sorted(name for name in state_dict["state"] if name not in parameters)
     if unknown:

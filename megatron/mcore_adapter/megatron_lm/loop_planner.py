@@ -2,14 +2,14 @@
 """Comparison of Megatron-LM's state dicts with a file, while torch plans to load it.
 
 The content of a file is first known when the load planner is set up. The requested keys are
-compared with it there. Both functions take a method of torch's planner and return its replacement,
-which calls the original one, and does no more for other state dicts.
+compared with it there. Both functions replace a method of torch's planner, and call that, and no
+more, for other state dicts.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
@@ -24,49 +24,38 @@ from megatron.mcore_adapter.checkpoint_entries import drop_absent_settings, has_
 from megatron.mcore_adapter.file_differences import FileDifferences
 from megatron.mcore_adapter.megatron_lm.loop_state_dicts import ModelEntries
 
-
-def replace_set_up_planner(original: Callable[..., None]) -> Callable[..., None]:
-    """Return the replacement of ``DefaultLoadPlanner.set_up_planner``."""
-
-    @functools.wraps(original)
-    def set_up_planner(
-        planner: DefaultLoadPlanner,
-        state_dict: dict[str, Any],
-        metadata: Metadata | None = None,
-        is_coordinator: bool = False,
-    ) -> None:
-        """Set torch's planner up, after everything of the loop's state dict fits the file."""
-        if metadata is not None and isinstance(state_dict.get("model"), ModelEntries):
-            stored = metadata.state_dict_metadata
-            _ask_as_the_file_does(state_dict, stored, planner.allow_partial_load)
-            _check(state_dict, stored, planner.allow_partial_load)
-        original(planner, state_dict, metadata, is_coordinator)
-
-    return set_up_planner
+_original_set_up_planner = DefaultLoadPlanner.set_up_planner
+_original_create_global_plan = DefaultLoadPlanner.create_global_plan
 
 
-def replace_create_global_plan(
-    original: Callable[..., list[LoadPlan]],
-) -> Callable[..., list[LoadPlan]]:
-    """Return the replacement of ``DefaultLoadPlanner.create_global_plan``."""
+@functools.wraps(_original_set_up_planner)
+def set_up_planner(
+    planner: DefaultLoadPlanner,
+    state_dict: dict[str, Any],
+    metadata: Metadata | None = None,
+    is_coordinator: bool = False,
+) -> None:
+    """Set torch's planner up, after everything of the loop's state dict fits the file."""
+    if metadata is not None and isinstance(state_dict.get("model"), ModelEntries):
+        stored = metadata.state_dict_metadata
+        _ask_as_the_file_does(state_dict, stored, planner.allow_partial_load)
+        _check(state_dict, stored, planner.allow_partial_load)
+    _original_set_up_planner(planner, state_dict, metadata, is_coordinator)
 
-    @functools.wraps(original)
-    def create_global_plan(
-        planner: DefaultLoadPlanner, global_plan: list[LoadPlan]
-    ) -> list[LoadPlan]:
-        """Plan as torch does, if some rank asks for each entry of the model in the file."""
-        content = planner.original_state_dict
-        if isinstance(content.get("model"), ModelEntries) and not planner.allow_partial_load:
-            assert planner.metadata is not None, "the planner is set up before it plans"
-            starts = ("model.", STATE_PREFIX) if content.get("optimizer") else ("model.",)
-            asked: set[str] = set()
-            for plan in global_plan:
-                asked.update(item.dest_index.fqn for item in plan.items)
-            left = _asked_by_none(planner.metadata, asked, starts)
-            _refuse([f"only in the file: {some(left)}"] if left else [])
-        return original(planner, global_plan)
 
-    return create_global_plan
+@functools.wraps(_original_create_global_plan)
+def create_global_plan(planner: DefaultLoadPlanner, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+    """Plan as torch does, if some rank asks for each entry of the model in the file."""
+    content = planner.original_state_dict
+    if isinstance(content.get("model"), ModelEntries) and not planner.allow_partial_load:
+        assert planner.metadata is not None, "the planner is set up before it plans"
+        starts = ("model.", STATE_PREFIX) if content.get("optimizer") else ("model.",)
+        asked: set[str] = set()
+        for plan in global_plan:
+            asked.update(item.dest_index.fqn for item in plan.items)
+        left = _asked_by_none(planner.metadata, asked, starts)
+        _refuse([f"only in the file: {some(left)}"] if left else [])
+    return _original_create_global_plan(planner, global_plan)
 
 
 def _asked_by_none(metadata: Metadata, asked: set[str], starts: tuple[str, ...]) -> list[str]:
