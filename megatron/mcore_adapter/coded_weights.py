@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Container
-from typing import Any
 
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
 from megatron.checkpoint.core.spelling import plain_name
 from megatron.fsdp.engine.param_group import ParamGroup
-from megatron.mcore_adapter.data_parallel import default_unit_modules
 
 CODE_BYTES = {"mxfp8": 1 + 1 / 32, "nvfp4": 1 / 2 + 1 / 16}
 """Bytes of an element that is gathered in a recipe, with its part of a block's scale; else 1."""
@@ -54,7 +53,7 @@ def gathered_part(group: ParamGroup, coded: Container[str], code_bytes: float) -
     return travel / whole
 
 
-def layers_of(chunk: nn.Module) -> dict[str, Any]:
+def layers_of(chunk: nn.Module) -> dict[str, TransformerLayer]:
     """Return the transformer layers of a model chunk, by their names."""
-    layer: Any = default_unit_modules(chunk)[0]
-    return {name: each for name, each in chunk.named_modules() if isinstance(each, layer)}
+    modules = chunk.named_modules()
+    return {name: each for name, each in modules if isinstance(each, TransformerLayer)}
