@@ -8,7 +8,18 @@ from megatron.pretrain.data.tokenizer_choice import TOKENIZER_TYPES
 float_dtype = one_of(FLOATS_OR_AUTO)
 
 LEVELS = "no_shard|optim|optim_grads|optim_grads_params"
-"""The choices of ZeRO levels."""
+LR_DECAY_STYLES = "constant|linear|cosine|inverse-square-root|WSD"
+WSD_DECAY_STYLES = "exponential|linear|cosine|minus_sqrt"
+CKPT_FORMATS = "torch|torch_dist|torch_dcp|zarr|fsdp_dtensor"
+STRICTNESS = (
+    "assume_ok_unexpected|log_unexpected|log_all|raise_unexpected|raise_all"
+    "|return_unexpected|return_all|ignore_all"
+)
+POSITIONS = "learned_absolute|rope|yarn|mrope|relative|none"
+RERUN_MODES = "disabled|validate_results|report_stats"
+DIAGNOSES = "correct_result|transient_error|persistent_error"
+TOKENIZERS = "|".join((*TOKENIZER_TYPES, *OTHER_TOKENIZERS))
+"""The choices of flags."""
 
 FILL_IN_THE_MIDDLE = """rate spm-rate split-sample fragment-rate no-prefix prefix-token
     middle-token suffix-token pad-token eod-token"""
@@ -23,24 +34,10 @@ PROGRAM_GROUPS: dict[str, tuple[Flag, ...]] = {
             "weights the optimizer updates; auto: the model's own",
             FLOATS_OR_AUTO["fp32"],
         ),
-        row(
-            "--megatron-fsdp-main-grads-dtype",
-            float_dtype,
-            "accumulated gradients; auto: dtype of the parameter",
-        ),
-        row(
-            "--megatron-fsdp-grad-comm-dtype",
-            float_dtype,
-            "gradients on the wire; auto: as accumulated",
-        ),
-        row(
-            "--megatron-fsdp-max-pool-double-buffer", "switch", "buffers sized by the largest unit"
-        ),
-        row(
-            "--fsdp-db-use-persist-buf-on-alloc-fail",
-            "switch",
-            "a permanent buffer for lack of slots",
-        ),
+        row("--megatron-fsdp-main-grads-dtype", float_dtype, "accumulated; auto: the parameter's"),
+        row("--megatron-fsdp-grad-comm-dtype", float_dtype, "on the wire; auto: as accumulated"),
+        row("--megatron-fsdp-max-pool-double-buffer", "switch", "buffers fit the largest unit"),
+        row("--fsdp-db-use-persist-buf-on-alloc-fail", "switch", "without slots, separate storage"),
         row("--megatron-fsdp-enable-fine-grained-param-gather", "switch", "gather per submodule"),
         row("--expert-data-parallel-sharding-strategy", LEVELS, "that of experts, if another"),
         row("--expert-outer-dp-sharding-strategy", "no_shard|optim", "that of experts, if another"),
@@ -67,12 +64,7 @@ PROGRAM_GROUPS: dict[str, tuple[Flag, ...]] = {
         row("--num-virtual-stages-per-pipeline-rank", int, "interleaved schedule, in stages"),
     ),
     "learning rate and weight decay": (
-        row(
-            "--lr-decay-style",
-            "constant|linear|cosine|inverse-square-root|WSD",
-            "shape of the decay",
-            "linear",
-        ),
+        row("--lr-decay-style", LR_DECAY_STYLES, "shape of the decay", "linear"),
         row("--lr-decay-iters", int, "iterations of the decay; default: --train-iters"),
         row("--lr-decay-samples", int, "samples of the decay; default: --train-samples"),
         row("--lr-warmup-fraction", float, "warm-up as a part of the decay length"),
@@ -81,12 +73,7 @@ PROGRAM_GROUPS: dict[str, tuple[Flag, ...]] = {
         row("--lr-warmup-init", float, "rate at the first step of the warm-up", 0.0),
         row("--lr-wsd-decay-iters", int, "length of the final decay of WSD"),
         row("--lr-wsd-decay-samples", int, "the same in samples"),
-        row(
-            "--lr-wsd-decay-style",
-            "exponential|linear|cosine|minus_sqrt",
-            "shape of the final decay of WSD",
-            "exponential",
-        ),
+        row("--lr-wsd-decay-style", WSD_DECAY_STYLES, "shape of WSD's final decay", "exponential"),
         row("--start-weight-decay", float, "first weight decay of a style that grows"),
         row("--end-weight-decay", float, "last weight decay of a style that grows"),
         row("--weight-decay-incr-style", "constant|linear|cosine", "its growth", "constant"),
@@ -108,32 +95,17 @@ PROGRAM_GROUPS: dict[str, tuple[Flag, ...]] = {
         row("--no-load-fallback", "switch", "stop where the newest checkpoint is damaged"),
         row("--save-interval", int, "iterations between saves; default: one save at the end"),
         row("--save-retain-interval", int, "keep multiples of this iteration, and the newest"),
-        row(
-            "--ckpt-format",
-            "torch|torch_dist|torch_dcp|zarr|fsdp_dtensor",
-            "layout; FSDP's default is fsdp_dtensor",
-            "torch_dist",
-        ),
+        row("--ckpt-format", CKPT_FORMATS, "layout; FSDP's default is fsdp_dtensor", "torch_dist"),
         row(
             "--no-strict-fsdp-dtensor-load --disable-strict-fsdp-dtensor-load",
             "off",
             "parameters may lack or be unknown in a load with FSDP",
         ),
         row("--auto-detect-ckpt-format", "switch", "find the format out from the directory"),
-        row(
-            "--dist-ckpt-strictness",
-            "assume_ok_unexpected|log_unexpected|log_all|raise_unexpected|raise_all"
-            "|return_unexpected|return_all|ignore_all",
-            "what missing and unexpected keys do",
-            "assume_ok_unexpected",
-        ),
+        row("--dist-ckpt-strictness", STRICTNESS, "about keys that differ", "assume_ok_unexpected"),
         row("--dist-ckpt-optim-fully-reshardable", "switch", "optimizer state for any layout"),
         row("--dist-ckpt-save-pre-mcore-014", "switch", "optimizer state as before release 0.14"),
-        row(
-            "--distrib-optim-fully-reshardable-mem-efficient",
-            "switch",
-            "gather that state over gloo, to the first rank alone",
-        ),
+        row("--distrib-optim-fully-reshardable-mem-efficient", "switch", "gather it on one rank"),
         row("--async-save", "switch", "write while training goes on"),
         row("--use-persistent-ckpt-worker", "switch", "one writer process for all saves"),
         row("--async-strategy", "nvrx|mcore", "library that writes asynchronously", "nvrx"),
@@ -177,12 +149,7 @@ PROGRAM_GROUPS: dict[str, tuple[Flag, ...]] = {
         row("--seq-length --encoder-seq-length", int, "tokens per sequence"),
         row("--max-position-embeddings", int, "longest sequence; default: --seq-length"),
         row("--group-query-attention", "switch", "--num-query-groups for keys and values"),
-        row(
-            "--position-embedding-type",
-            "learned_absolute|rope|yarn|mrope|relative|none",
-            "how positions enter",
-            "learned_absolute",
-        ),
+        row("--position-embedding-type", POSITIONS, "how positions enter", "learned_absolute"),
         row("--use-rotary-position-embeddings", "switch", "--position-embedding-type rope"),
         row("--rotary-base", int, "base of the rotary frequencies", 10000),
         row("--rotary-percent", float, "part of each head that is rotated", 1.0),
@@ -226,30 +193,14 @@ PROGRAM_GROUPS: dict[str, tuple[Flag, ...]] = {
         row("--full-validation", "switch", "evaluate on all of the validation set, each time"),
         row("--multiple-validation-sets", "switch", "a loss for each set of --valid-data-path"),
         row("--seed", int, "seed of weights, dropout and sampling", 1234),
-        row(
-            "--empty-unused-memory-level",
-            int,
-            "free cached memory: 1 after an iteration, 2 more often",
-            0,
-            choices=(0, 1, 2),
-        ),
+        row("--empty-unused-memory-level", int, "times a step frees memory", 0, choices=(0, 1, 2)),
         row("--manual-gc", "switch", "collect garbage at fixed iterations only"),
         row("--manual-gc-interval", int, "iterations between collections; 0: never", 0),
         row("--check-for-spiky-loss", "switch", "report a loss 10 times those of the first steps"),
         row("--check-weight-hash-across-dp-replicas-interval", int, "compare weights of replicas"),
-        row(
-            "--rerun-mode",
-            "disabled|validate_results|report_stats",
-            "repeat suspicious iterations, or all for statistics",
-            "disabled",
-        ),
+        row("--rerun-mode", RERUN_MODES, "repeat suspicious steps, all for statistics", "disabled"),
         row("--error-injection-rate", int, "reject a result in so many, to try reruns; 0: none", 0),
-        row(
-            "--error-injection-type",
-            "correct_result|transient_error|persistent_error",
-            "diagnosis that these get",
-            "transient_error",
-        ),
+        row("--error-injection-type", DIAGNOSES, "diagnosis that these get", "transient_error"),
         row("--result-rejected-tracker-filename", str, "file that rejected results are added to"),
     ),
     "data and tokenizer": (
@@ -265,11 +216,7 @@ PROGRAM_GROUPS: dict[str, tuple[Flag, ...]] = {
         row("--num-dataset-builder-threads", int, "threads that index the data sets of a blend", 1),
         row("--mid-level-dataset-surplus", float, "further samples of a weighted data set", 0.005),
         row("--allow-ambiguous-pad-tokens", "switch", "no loss on other tokens with padding's id"),
-        row(
-            "--tokenizer-type",
-            "|".join((*TOKENIZER_TYPES, *OTHER_TOKENIZERS)),
-            "default: as the data, the files or --mock-data say",
-        ),
+        row("--tokenizer-type", TOKENIZERS, "default: as the data, the files or --mock-data say"),
         row("--tokenizer-model", str, "folder or file of the tokenizer, as its type needs"),
         row("--vocab-size", int, "tokens of NullTokenizer without its end, or of TikTokenizer"),
         row("--vocab-file", str, "vocab.json of GPT2BPETokenizer"),
@@ -313,21 +260,10 @@ PROGRAM_GROUPS: dict[str, tuple[Flag, ...]] = {
         row("--log-memory-interval", int, "iterations between lines about the memory of rank 0"),
         row("--log-progress", "switch", "append to progress.txt in the --save directory"),
         row("--logging-level", int, "level of Python's logging, e.g. 20 for INFO"),
-        row(
-            "--timing-log-level",
-            int,
-            "times: 0 iterations, 1 phases, 2 every microbatch",
-            0,
-            choices=(0, 1, 2),
-        ),
+        row("--timing-log-level", int, "1 times phases, 2 every microbatch", 0, choices=(0, 1, 2)),
         row("--timing-log-option", "max|minmax|all", "how times of ranks are shown", "minmax"),
-        row("--barrier-with-L1-time", "switch", "the default of the next flag", True),
-        row(
-            "--no-barrier-with-level-1-timing",
-            "off",
-            "ranks do not wait for each other before a phase",
-            dest="barrier_with_L1_time",
-        ),
+        row("--barrier-with-L1-time", "switch", "ranks meet before a phase: is the default", True),
+        row("--no-barrier-with-level-1-timing", "off", "they do not", dest="barrier_with_L1_time"),
         row("--tensorboard-dir", str, "directory of TensorBoard files"),
         row("--tensorboard-log-interval", int, "iterations between TensorBoard points", 1),
         row("--tensorboard-queue-size", int, "points that may wait to be written", 1000),
