@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.timers import Timers
@@ -102,33 +103,18 @@ class PhaseTimes:
         """
         if self.timers is None:
             return {}
-        names, values = [name] if name else self._names, {}
+        names = [name] if name else self._names
+        values: dict[str, float] = {}
         if self.writes:
-            collector = _collector()
+            # Here, because TensorBoard takes a second to import.
+            from torch.utils.tensorboard import SummaryWriter
+
+            # Megatron-Core asks for this class. It has no file.
+            writer: Any = SummaryWriter.__new__(SummaryWriter)
+            writer.add_scalar = lambda name, value, _: values.update({name: float(value)})
             # Ranks without a file measure too.
-            self.timers.write(names, collector, 0, num_iterations, reset=False)
-            values = collector.values
+            self.timers.write(names, writer, 0, num_iterations, reset=False)
         text = self.timers.get_all_timers_string(names, num_iterations, reset=True)
         if text is not None:
             self._say(text)
         return values
-
-
-def _collector():  # type: ignore[no-untyped-def]  # the class is local
-    """Return a writer of Megatron-Core's timers that keeps what it is told in ``values``."""
-    # Here, because TensorBoard takes a second to import.
-    from torch.utils.tensorboard import SummaryWriter
-
-    class ScalarCollector(SummaryWriter):
-        """A writer without a file: Megatron-Core asks for this class."""
-
-        def __init__(self) -> None:
-            self.values: dict[str, float] = {}
-
-        def add_scalar(  # type: ignore[override]
-            self, name: str, value: float, iteration: int
-        ) -> None:
-            """Keep a number."""
-            self.values[name] = float(value)
-
-    return ScalarCollector()
