@@ -8,7 +8,7 @@ from typing import Any
 from megatron.pretrain.arguments.check import Check
 from megatron.pretrain.data.splits import DEFAULT_SPLIT, check_weights, parse_blend
 from megatron.pretrain.data.tokenizer_choice import TokenizerChoice
-from megatron.pretrain.data.tokenizer_record import read_record
+from megatron.pretrain.data.tokenizer_record import changed, read_record
 
 SPLIT_PATHS = {split: f"{split}_data_path" for split in ("train", "valid", "test")}
 """Key of a --per-split-data-args-path file -> the argument that it stands for."""
@@ -198,7 +198,7 @@ def take_recorded_tokenizer(check: Check) -> None:
     elif found and args.tokenizer_type in (None, found[0].choice.tokenizer_type):
         new = {
             name: value
-            for name, value in found[0].settings.items()
+            for name, value in changed(found[0].choice).items()
             if getattr(args, name) == check.defaults[name]
         }
         for name, value in new.items():

@@ -80,11 +80,7 @@ class DatasetIndex:
 
 
 def _read_index(path: Path) -> DatasetIndex:
-    """Map an index file.
-
-    Raises:
-        ValueError: it is none, or of another size than its header says.
-    """
+    """Map an index file, which has the size that its header says."""
     size = path.stat().st_size
     with path.open("rb") as file:
         header = file.read(HEADER.size)
@@ -123,11 +119,7 @@ def _blocks(length: int) -> Iterator[slice]:
 
 
 def _check_sequences(index: DatasetIndex) -> int:
-    """Check that every sequence begins where the one before it ends; return where the last does.
-
-    Raises:
-        ValueError: names the first that does not, or has a negative length.
-    """
+    """Check that every sequence begins where the one before it ends; return where the last does."""
     end = 0
     for block in _blocks(len(index.lengths)):
         lengths = index.lengths[block].astype(np.int64)
@@ -151,11 +143,7 @@ def _check_sequences(index: DatasetIndex) -> int:
 
 
 def _check_bounds(index: DatasetIndex) -> None:
-    """Check that documents follow one another and cover all sequences.
-
-    Raises:
-        ValueError: names the first bound for which they do not.
-    """
+    """Check that documents follow one another and cover all sequences."""
     bounds, before = index.bounds, 0
     for block in _blocks(len(bounds)):
         values = np.concatenate([[before], bounds[block]])
@@ -176,11 +164,7 @@ def _check_bounds(index: DatasetIndex) -> None:
 
 
 def _check_tokens(tokens: np.memmap, path: Path, vocab_size: int) -> None:
-    """Check a bounded number of tokens.
-
-    Raises:
-        ValueError: names the first that is no id of the vocabulary.
-    """
+    """Check that a bounded number of tokens are ids of the vocabulary."""
     last = max(0, len(tokens) - SAMPLE_TOKENS)
     num_samples = min(SAMPLES, -(-len(tokens) // SAMPLE_TOKENS))
     for start in np.linspace(0, last, num_samples).astype(np.int64).tolist():

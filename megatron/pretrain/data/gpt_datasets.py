@@ -99,7 +99,18 @@ def build_datasets(
     if source is None:
         return None, None, None
     sizes = wanted_samples(args)
-    config = _config(args, tokenizer, source)
+    config = from_destinations(
+        GPTDatasetConfig,
+        args,
+        random_seed=args.seed,
+        sequence_length=args.seq_length,
+        blend=source.blend,
+        blend_per_split=source.blend_per_split,
+        split=source.split if source.blend else None,
+        path_to_cache=source.cache,
+        tokenizer=tokenizer,
+        create_attention_mask=args.create_attention_mask_in_dataloader,
+    )
     if source.blend_per_split is None:
         # The config derives these from the split alone (from a fixed one for mock data). A split
         # without documents must not be built: the number of epochs is found by adding its tokens up
@@ -117,22 +128,6 @@ def build_datasets(
         sets = valid if isinstance(valid, list) else [valid]
         on_first_rank(lambda: _check_caches([train, *sets, test]))
     return train, valid, test
-
-
-def _config(args: argparse.Namespace, tokenizer: Tokenizer, source: DataSource) -> GPTDatasetConfig:
-    """Return Megatron-Core's settings of the datasets."""
-    return from_destinations(
-        GPTDatasetConfig,
-        args,
-        random_seed=args.seed,
-        sequence_length=args.seq_length,
-        blend=source.blend,
-        blend_per_split=source.blend_per_split,
-        split=source.split if source.blend else None,
-        path_to_cache=source.cache,
-        tokenizer=tokenizer,
-        create_attention_mask=args.create_attention_mask_in_dataloader,
-    )
 
 
 @contextmanager

@@ -16,6 +16,8 @@ logger = logging.getLogger(__name__)
 
 SPLIT_NAMES = ("training", "validation", "test")
 DEFAULT_SPLIT = "969,30,1"
+WEIGHT = re.compile(r"[0-9]{1,18}\.?[0-9]*|\.[0-9]+")
+"""Numbers that Megatron-Core reads as they are meant: not negative, infinite or NaN."""
 
 Blend = tuple[list[str], list[float] | None]
 Bookends = tuple[float, float]
@@ -93,20 +95,13 @@ def check_weights(split: str) -> None:
     Raises:
         ValueError: if they are not up to three numbers that say how to divide the documents.
     """
-    weights = [_as_weight(part.strip()) for part in split.split(",")]
-    valid = [weight for weight in weights if weight is not None]
-    if len(valid) < len(weights) or len(weights) > len(SPLIT_NAMES) or sum(valid) == 0:
+    parts = [part.strip() for part in split.split(",")]
+    are_weights = all(WEIGHT.fullmatch(part) for part in parts)
+    if not are_weights or len(parts) > len(SPLIT_NAMES) or sum(map(float, parts)) == 0:
         raise ValueError(
             f"--split expects up to three weights such as {DEFAULT_SPLIT} (training, validation,"
             f" test), but got {split}"
         )
-
-
-def _as_weight(text: str) -> float | None:
-    """Return the number; None if it is negative, infinite or NaN, or Megatron-Core misreads it."""
-    if not re.fullmatch(r"[0-9]{1,18}\.?[0-9]*|\.[0-9]+", text):
-        return None
-    return float(text)
 
 
 def check_splits(source: DataSource, vocab_size: int, least_tokens: Sequence[int]) -> list[str]:
@@ -190,11 +185,7 @@ def _described(source: DataSource, lengths: dict[str, np.ndarray]) -> list[str]:
 
 
 def _lengths_of_documents(prefixes: list[str], vocab_size: int) -> dict[str, np.ndarray]:
-    """Return the numbers of tokens of all documents, by the prefix of their dataset.
-
-    Raises:
-        ValueError: lists the datasets that do not exist, or the damage of those that do.
-    """
+    """Return the numbers of tokens of all documents, by the prefix of their dataset."""
     missing = [prefix for prefix in prefixes if not IndexedDataset.exists(prefix)]
     if missing:
         raise ValueError(

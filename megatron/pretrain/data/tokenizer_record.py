@@ -37,11 +37,6 @@ class TokenizerRecord:
     identity: dict[str, Any]
     """Two tokenizers give the same ids if this is the same, see :func:`identity_of`."""
 
-    @property
-    def settings(self) -> dict[str, Any]:
-        """The settings that differ from their defaults, the type among them."""
-        return changed(self.choice)
-
 
 def changed(choice: TokenizerChoice) -> dict[str, Any]:
     """Return the settings that differ from their defaults, the type among them."""
