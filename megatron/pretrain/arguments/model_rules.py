@@ -7,6 +7,9 @@ What Megatron-Core's config checks itself is left to it.
 from megatron.pretrain.arguments.check import Check
 from megatron.pretrain.model.layer_specs import check_whole_block, named_spec
 
+DIVIDED = "ffn_hidden_size padded_vocab_size moe_shared_expert_intermediate_size q_lora_rank"
+"""Sizes that tensor-parallel ranks divide."""
+
 
 def complete_model(check: Check) -> None:
     """Complete the settings of the model, and check the rules between them."""
@@ -185,12 +188,7 @@ def check_tensor_parallel_sizes(check: Check) -> None:
     """Check that tensor parallelism divides the model evenly."""
     args = check.args
     tensor, expert_tensor = args.tensor_model_parallel_size, args.expert_tensor_parallel_size
-    for dest in (
-        "ffn_hidden_size",
-        "padded_vocab_size",
-        "moe_shared_expert_intermediate_size",
-        "q_lora_rank",
-    ):
+    for dest in DIVIDED.split():
         check.require_multiple(dest, tensor, f"--tensor-model-parallel-size {tensor} divides it")
     joint = args.kv_lora_rank + args.qk_pos_emb_head_dim
     check.require(
