@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
+import io
 import json
-import os
 from pathlib import Path
 
 from megatron.checkpoint.store import durable
@@ -106,11 +106,8 @@ def draw_loss_curves(path: Path, train: Points, valid: Points) -> bool:
     axes.grid(alpha=0.3)
     axes.legend()
 
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png")
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        figure.savefig(temporary, format="png")
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    durable.write_bytes(path, picture.getvalue())
     return True

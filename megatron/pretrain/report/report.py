@@ -126,14 +126,14 @@ class Report:
         """
         self._iterations_since_line += 1
         self._skipped_since_line += skipped
+        shown = {name: value for name, value in values.items() if value is not None}
         if self._speaks:
-            self._add_step(progress, values, skipped)
+            self._add_step(progress, shown, skipped)
         if self._has_line(progress, is_last):
-            self._end_interval(progress, values)
+            self._end_interval(progress, shown)
 
-    def _add_step(self, progress: Progress, values: dict[str, float | None], skipped: bool) -> None:
+    def _add_step(self, progress: Progress, shown: dict[str, float], skipped: bool) -> None:
         args = self._args
-        shown = _known(values)
         if not skipped:
             self._history.entries.append(
                 {"iteration": progress.iteration, "train": shown["lm loss"]}
@@ -147,14 +147,14 @@ class Report:
         if progress.is_multiple_of(args.log_memory_interval):
             self.say(memory_line(progress.iteration))
 
-    def _end_interval(self, progress: Progress, values: dict[str, float | None]) -> None:
+    def _end_interval(self, progress: Progress, shown: dict[str, float]) -> None:
         """Report what took place since the last line."""
         speed, memory = self._clock.end_interval(progress), memory_in_use()
         if self._speaks and self._args.record_memory_history:
             with self._decorations.guard(self._args.memory_snapshot_path, Exception):
                 torch.cuda.memory._dump_snapshot(self._args.memory_snapshot_path)
         if self._speaks:
-            self.say(rows(self._parts(progress, _known(values), speed, memory)))
+            self.say(rows(self._parts(progress, shown, speed, memory)))
         numbers = speed.scalars() | {"memory-bytes": memory}
         times = self.times.report(self._iterations_since_line)
         self._scalars.add(numbers | times, progress)
@@ -247,10 +247,6 @@ class Report:
         self._scalars.close()
         if self._args.record_memory_history:
             torch.cuda.memory._record_memory_history(enabled=None)
-
-
-def _known(values: dict[str, float | None]) -> dict[str, float]:
-    return {name: value for name, value in values.items() if value is not None}
 
 
 def scalars_of_step(args: argparse.Namespace, shown: dict[str, float]) -> dict[str, float]:

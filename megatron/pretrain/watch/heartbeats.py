@@ -7,6 +7,7 @@ Calls of the store end soon, also when its host hangs or is gone.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import queue
 import socket
@@ -15,6 +16,7 @@ import time
 import uuid
 from collections.abc import Callable
 from concurrent import futures
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -193,9 +195,7 @@ class Heartbeats:
             state=state,
             iteration=self._iteration,
             finished=self._finished,
-            collective=self._position.collective,
-            place=self._position.place,
-            work=self._position.work,
+            **asdict(self._position),
             since=self._since,
             file=str(self._file),
         )
@@ -207,7 +207,7 @@ class Heartbeats:
             StoreError: the store does not answer; so do all methods below.
         """
         if self._store is not None:
-            self._store.set(str(self.rank), self.own(state).to_json())
+            self._store.set(str(self.rank), json.dumps(asdict(self.own(state))))
             self._number += 1
         self._state, self._sent = state, time.monotonic()
 
@@ -220,7 +220,7 @@ class Heartbeats:
             text = self._connected.get(str(rank))
             if text is None:
                 continue  # it has not joined yet
-            beat = Heartbeat.from_json(text)
+            beat = Heartbeat(**json.loads(text))
             if rank not in self._seen or self._seen[rank][0] != beat.number:
                 self._seen[rank] = (beat.number, time.monotonic())
             age = time.monotonic() - self._seen[rank][1]

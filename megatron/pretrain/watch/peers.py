@@ -15,7 +15,6 @@ Only the first of these that applies to any rank is reported, since the rest fol
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import time
@@ -63,15 +62,6 @@ class Heartbeat:
     """When the rank was first seen in this collective, or in none, after this work."""
     file: str
     """The rank writes its traceback there, or its stacks."""
-
-    def to_json(self) -> str:
-        """Return the heartbeat as text for the store."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str | bytes) -> Heartbeat:
-        """Return the heartbeat that :meth:`to_json` has written."""
-        return cls(**json.loads(text))
 
     @property
     def position(self) -> str:
