@@ -64,37 +64,31 @@ def pretrain(
             cause is.
     """
     with save_directory.reserved(args, say):
-        return run_to_the_end(args, device, follow, build)
+        if args.profile:
+            trace.check_directory(profile_directory(args), args.profile_ranks)
+        tokenizer = build_tokenizer(TokenizerChoice.of(args))
+        rows = embedding_rows(args, tokenizer)
+        args = FrozenArguments(args, padded_vocab_size=rows)
+        with position.during(position.READING):
+            source = find_data(args, tokenizer)
+        model = build_model(args, args.padded_vocab_size, device)
+        optimizer, scheduler = (None, None) if args.skip_train else build_optimizer(args, model)
+        run = TrainingRun(
+            model, optimizer, scheduler, args=args, device=device, report=Report(args)
+        )
+        run.stop = StopRequest(args.exit_duration_in_mins)
+        run.report.say(
+            f"{count(number_of_parameters(model))} parameters on {args.world_size} ranks"
+        )
+        for line in source.lines if source else ():
+            run.report.say(line)
 
-
-def run_to_the_end(
-    args: argparse.Namespace,
-    device: torch.device,
-    follow: Callable[[Progress], None],
-    build: BuildDatasets,
-) -> Progress:
-    """Do the work of :func:`pretrain` while no other run saves in the same directory."""
-    if args.profile:
-        trace.check_directory(profile_directory(args), args.profile_ranks)
-    tokenizer = build_tokenizer(TokenizerChoice.of(args))
-    rows = embedding_rows(args, tokenizer)
-    args = FrozenArguments(args, padded_vocab_size=rows)
-    with position.during(position.READING):
-        source = find_data(args, tokenizer)
-    model = build_model(args, args.padded_vocab_size, device)
-    optimizer, scheduler = (None, None) if args.skip_train else build_optimizer(args, model)
-    run = TrainingRun(model, optimizer, scheduler, args=args, device=device, report=Report(args))
-    run.stop = StopRequest(args.exit_duration_in_mins)
-    run.report.say(f"{count(number_of_parameters(model))} parameters on {args.world_size} ranks")
-    for line in source.lines if source else ():
-        run.report.say(line)
-
-    with rerun.machine(args, model, run.report.say):
-        load_and_train(run, lambda: build(args, tokenizer, source), follow)
-    run.report.end()
-    if run.exit_code:
-        raise rerun.RerunExitError(run.exit_code)
-    return run.progress
+        with rerun.machine(args, model, run.report.say):
+            load_and_train(run, lambda: build(args, tokenizer, source), follow)
+        run.report.end()
+        if run.exit_code:
+            raise rerun.RerunExitError(run.exit_code)
+        return run.progress
 
 
 def load_and_train(
