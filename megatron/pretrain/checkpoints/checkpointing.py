@@ -193,7 +193,8 @@ def load(args: argparse.Namespace, parts: TrainedParts, say: Say) -> Progress:
     A collective. Without a checkpoint, and if only weights are loaded, the counters are 0.
 
     Raises:
-        ValueError: on every rank, if there is no such checkpoint, or it is of another model.
+        ValueError: on every rank, if there is no such checkpoint, or none that is sound, or it is
+            of another model or in a format that this run does not read.
     """
     source = _choose_source(args, say)
     progress = Progress()
@@ -249,9 +250,6 @@ def _choose_source(args: argparse.Namespace, say: Say) -> CheckpointSource | Non
     """Return the checkpoint to load, the same on every rank, None to start from scratch.
 
     A collective. The newest may be damaged: then it is the newest of the sound ones before it.
-
-    Raises:
-        ValueError: on every rank, if there is none that may be loaded.
     """
     damage: Damage = {}
     while True:
@@ -275,11 +273,7 @@ def _choose_source(args: argparse.Namespace, say: Say) -> CheckpointSource | Non
 
 
 def _check_format(source: Path, args: argparse.Namespace) -> str:
-    """Return the format of a checkpoint. Runs with FSDP read all of them.
-
-    Raises:
-        ValueError: if it is not complete, or this run does not read it.
-    """
+    """Return the format of a checkpoint, if this run reads it. Runs with FSDP read all of them."""
     form = format_of(source)
     if form != TORCH_DIST and not args.use_megatron_fsdp:
         raise ValueError(
@@ -322,11 +316,7 @@ def check_files(source: Path, verify: bool) -> None:
 def _read(
     args: argparse.Namespace, state: dict[str, Any], parts: TrainedParts, source: Path, say: Say
 ) -> dict[str, Any]:
-    """Read ``source`` into the model and the optimizer, and return the rest of it.
-
-    Raises:
-        ValueError: names the problems of each rank.
-    """
+    """Read ``source`` into the model and the optimizer, and return the rest of it."""
     try:
         return format_for(args).load(args, state, parts, source, say)
     except (KeyError, FileNotFoundError) as error:

@@ -76,9 +76,6 @@ def _share_comparisons(source: Path, state: TrainingState) -> None:
     """Find the parameters whose moments begin anew; a collective.
 
     This needs whole tensors, of which every rank reads its share only.
-
-    Raises:
-        ValueError: on every rank, if some tensor cannot be read.
     """
     names = [name for name, is_fresh in state.is_fresh.items() if is_fresh.known is None]
     # The largest first, each to the next rank: the shares are about as large as each other.

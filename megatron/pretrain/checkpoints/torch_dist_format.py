@@ -95,7 +95,7 @@ class TorchDistFormat:
         """Load a torch_dist checkpoint into the model and the optimizer, and return the rest.
 
         Raises:
-            ValueError: it does not fit this run.
+            ValueError: it does not fit this run, is damaged, or names what checkpoints do not hold.
         """
         model, optimizer = parts.model, parts.optimizer
         on_first_rank(lambda: _refuse_code(source))
@@ -151,14 +151,7 @@ def _refuse_other_optimizer(
 ) -> None:
     """Refuse optimizer state that Megatron-Core's optimizer of this run cannot read.
 
-    Args:
-        args: arguments of this run.
-        described: description in the file, as :func:`metadata_of` makes it.
-        source: directory of the checkpoint.
-
-    Raises:
-        ValueError: the file has the state of the distributed optimizer and this run has another
-            one, or the other way round.
+    ``described`` is the description in the file, as :func:`metadata_of` makes it.
     """
     is_distributed = SHARDING_TYPE in described
     if is_distributed == args.use_distributed_optimizer:
@@ -172,11 +165,7 @@ def _refuse_other_optimizer(
 
 
 def _refuse_code(source: Path) -> None:
-    """Read everything in the file as data first, because Megatron-Core unpickles any content.
-
-    Raises:
-        ValueError: a file is damaged, or names what checkpoints do not hold.
-    """
+    """Read everything in the file as data first, because Megatron-Core unpickles any content."""
     check_marker(source)
     stored = StoredCheckpoint(source, verify=False)  # its files are verified already
     read_common(stored)
