@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import gc
 import warnings
+from collections import ChainMap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -110,10 +111,7 @@ def sign(target: Path) -> list[str]:
 
     def write_manifest() -> None:
         if rank == 0:
-            files: dict[str, FileDigest] = {}
-            for digests_there in of_ranks:
-                files |= digests_there
-            Manifest(target, files).write()
+            Manifest(target, dict(ChainMap(*of_ranks))).write()
 
     return attempt(write_manifest)
 

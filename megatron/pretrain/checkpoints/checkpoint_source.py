@@ -167,10 +167,8 @@ def _newer_of_both(
 ) -> tuple[str, int | str | None]:
     """Return the directory and the iteration of the newest checkpoint, non-persistent or not.
 
-    As in Megatron-LM, a newer non-persistent one goes before what the tracker file names.
-
-    Raises:
-        ValueError: as :func:`_newest_sound` does, if it has no substitute of the other kind.
+    As in Megatron-LM, a newer non-persistent one goes before what the tracker file names. An error
+    of :func:`_newest_sound` is raised if there is no substitute of the other kind.
     """
     extra_root = non_persistent_root(args, load)
     if args.non_persistent_ckpt_type != "global":
@@ -238,12 +236,7 @@ def _newest_sound(root: str, args: argparse.Namespace, damage: Damage) -> int | 
 
 
 def _refuse_parts(path: Path) -> None:
-    """Refuse a directory without checkpoints that has files of one.
-
-    Raises:
-        ValueError: it is the directory of a single checkpoint, or of a Hugging Face model that is
-            not complete.
-    """
+    """Refuse the directory of a single checkpoint, or of a Hugging Face model not complete."""
     if (path / METADATA).is_file():
         raise ValueError(
             f"{path} is itself the directory of one checkpoint: name the directory above it, and"
@@ -277,7 +270,12 @@ def _candidates(root: str) -> tuple[list[int] | list[str], str | None]:
             return [iteration for iteration in there if iteration <= int(tracked)], None
         if tracked is None and not (there or has_release):
             return [], None
-        problem = _absent(root, tracked) if tracked is not None else _untracked(root)
+        problem = (
+            f"{root} has checkpoints ({_checkpoints_in(root)}) but no {directory.TRACKER}, which"
+            " names the newest complete one"
+        )
+        if tracked is not None:
+            problem = _absent(root, tracked)
     if there or not has_release:
         return there, problem
     return [directory.RELEASE], problem
@@ -286,13 +284,6 @@ def _candidates(root: str) -> tuple[list[int] | list[str], str | None]:
 def _absent(root: str, iteration: int | str) -> str:
     missing = directory.iteration_directory(root, iteration)
     return f"there is no checkpoint {missing}; in {root} are: {_checkpoints_in(root)}"
-
-
-def _untracked(root: str) -> str:
-    return (
-        f"{root} has checkpoints ({_checkpoints_in(root)}) but no {directory.TRACKER}, which names"
-        " the newest complete one"
-    )
 
 
 def _checkpoints_in(root: str) -> str:

@@ -154,7 +154,8 @@ class FsdpDtensorFormat:
             del content["num_floating_point_operations_so_far"]
         changed: dict[str, dict[str, Any]] = {}
         if optimizer is not None:
-            prefix = _prefix_in_file(model, stored, names)
+            prefix = wrapper_prefix(stored, map(names.name, named_parameters(model)))
+            prefix = own_prefix(model) if prefix is None else prefix
             content["optimizer"] = optimizer_entries(model, optimizer, prefix, names)
             changed = _ask_for_momentum(content["optimizer"], stored, names)
             if optimizer.grad_scaler is not None and has_loss_scaler(stored):
@@ -262,12 +263,6 @@ def own_prefix(model: Model) -> str:
     """Return ``module.`` once for each wrapper of this run."""
     name = next(iter(named_parameters(model)))
     return name.removesuffix(plain_name(name))
-
-
-def _prefix_in_file(model: Model, stored: Mapping[str, Any], names: EntryNames) -> str:
-    """Return ``module.`` once for each wrapper of the run that wrote the file."""
-    prefix = wrapper_prefix(stored, map(names.name, named_parameters(model)))
-    return own_prefix(model) if prefix is None else prefix
 
 
 def _load_settings(
@@ -437,9 +432,6 @@ def _check(
     """Compare the entries that all ranks ask for with those of the file; a collective.
 
     ``say`` allows a partial load, and tells what it leaves out. The file may have ``unused`` too.
-
-    Raises:
-        ValueError: on every rank, listing the entries that do not fit.
     """
     asked, _ = flatten_state_dict(content)
     own = FileDifferences.between(asked, stored, "in the model")
