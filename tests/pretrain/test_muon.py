@@ -8,7 +8,8 @@ import pytest
 
 from megatron.mcore_adapter.core_optimizers import MuonAndAdam
 from tests.fsdp.optimizer.test_matrix_axes import assert_owned
-from tests.support import emerging_optimizers_wheel
+from tests.support import emerging_optimizers_wheel, megatron_release
+from tests.support.megatron_release import RELEASES
 from tests.support.pretrain.parity import (
     BF16,
     GPT2,
@@ -17,6 +18,7 @@ from tests.support.pretrain.parity import (
     OPTIM_OUTSIDE,
     Combination,
 )
+from tests.support.pretrain.release_runs import train_on
 from tests.support.pretrain.saved_runs import LINE
 from tests.support.pretrain.training_runs import Record, assert_close, assert_same_run, build, train
 from tests.support.rank_pool import run_ranks
@@ -102,6 +104,21 @@ def optimizer_of(command_line: str) -> None:
 
 def test_each_matrix_has_one_owner_and_adam_has_all_else() -> None:
     run_ranks(2, optimizer_of, f"{LINE} {FLAGS}")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("release", RELEASES)
+def test_numbers_are_those_of_every_release(
+    release: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    megatron_release.require(release)
+    combination = CLOSE["tp2_distributed"]
+    expected = runs_of(combination)
+    variables = emerging_optimizers_wheel.environment_with(megatron_release.environment(release))
+    monkeypatch.setattr(megatron_release, "environment", lambda _: variables)
+    lines = [combination.line, combination.ours]
+    for record, mine in zip(train_on(release, tmp_path, combination.ranks, *lines), expected):
+        assert_same_run(record, mine, loss=1e-6, norm=1e-5)
 
 
 # ---- checkpoints

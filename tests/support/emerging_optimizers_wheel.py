@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import functools
 import importlib
+import os
 import sys
-import typing
 from pathlib import Path
 from unittest.mock import MagicMock
 
 import pytest
-import typing_extensions
 
 from tests.support import wheels
+
+TYPING_OVERRIDE = Path(__file__).parent / "typing_override"
+"""Has the module that Python runs when it starts, which adds the name."""
 
 UNPACKED = Path(__file__).parents[2] / "build" / "emerging_optimizers"
 RELEASE = "0.3.0"
@@ -47,8 +49,7 @@ def _unpack() -> Path:
 @functools.cache
 def install() -> None:
     """Let this process import the package."""
-    if not hasattr(typing, "override"):
-        typing.override = typing_extensions.override
+    importlib.import_module("tests.support.typing_override.sitecustomize")
     sys.path.append(str(_unpack()))
     absent = [name for name in TRITON if name not in sys.modules]
     sys.modules.update((name, MagicMock()) for name in absent)
@@ -57,3 +58,9 @@ def install() -> None:
     finally:
         for name in absent:
             del sys.modules[name]
+
+
+def environment_with(variables: dict[str, str]) -> dict[str, str]:
+    """Return the variables of a process that may import the package too."""
+    folders = [TYPING_OVERRIDE, variables["PYTHONPATH"], _unpack()]
+    return {**variables, "PYTHONPATH": os.pathsep.join(map(str, folders))}
