@@ -125,11 +125,13 @@ def _mark_matrices(model: list[MegatronModule], by_slices: bool) -> list[int]:
     split = [query] * num_queries + [config.kv_channels] * 2
     for chunk in model:
         for name, parameter in chunk.named_parameters():
+            if not _is_matrix(parameter):
+                continue
             sharded = sharded_param_of(parameter)
-            shape, dim, compute = sharded.slice.shape, sharded.slice.dim or 0, sharded.compute
-            number = shape[dim] // compute.shape[dim] if by_slices else 1
-            is_qkv = "linear_qkv.weight" in name and shape[0] % sum(split) == 0
-            set_attributes(compute, is_qkv=is_qkv, slices=(number, dim))
+            rows, dim = sharded.slice.shape[0], sharded.slice.dim or 0
+            number = sharded.slice.shape[dim] // sharded.flat_range.shape[dim] if by_slices else 1
+            is_qkv = "linear_qkv.weight" in name and rows // number % sum(split) == 0
+            set_attributes(sharded.compute, is_qkv=is_qkv, slices=(number, dim))
     return split
 
 
