@@ -272,9 +272,10 @@ def _engine_of(wrapper: Any, optimizer: torch.optim.Optimizer) -> ShardedModule 
 
 @functools.cache
 def refuse_stale_weights() -> None:
-    """Let Megatron-Core's other optimizers refuse parameters of sharded models; once a process."""
+    """Let Megatron-Core's optimizers refuse sharded models they cannot train; once a process."""
     for kind in (FP32Optimizer, Float16OptimizerWithFloat16Params):
         kind.__init__ = _refusing_init(kind.__init__)
+    DistributedOptimizer.__init__ = _preparing_init(DistributedOptimizer.__init__)
 
 
 def _refusing_init(original: Any) -> Any:
@@ -326,39 +327,38 @@ def gradient_of(parameter: torch.Tensor) -> Any:
     return parameter.grad if decoupled is None else decoupled
 
 
-def _with_gradient(parameter: nn.Parameter) -> SimpleNamespace:
-    # Megatron-Core before 0.19 takes norms and zeros of sharded models from `grad`.
-    return SimpleNamespace(**{**vars(parameter), "grad": gradient_of(parameter)})
-
-
-@functools.cache
-def prepare_precision_aware() -> None:
-    """Let precision-aware DistributedOptimizers step sharded models; once a process."""
-    original = DistributedOptimizer.__init__
-
+def _preparing_init(original: Any) -> Any:
     @functools.wraps(original)
     def init(optimizer: DistributedOptimizer, *args: Any, **kwargs: Any) -> None:
         original(optimizer, *args, **kwargs)
-        inner, config = optimizer.optimizer, optimizer.config
-        if inner is None or not all(map(is_owned, optimizer.get_parameters())):
+        inner, config, own = optimizer.optimizer, optimizer.config, optimizer.get_parameters()
+        if inner is None or not all(map(is_owned, own)):
             return
-        field = "megatron_fsdp_use_decoupled_grad"
-        is_aware = config.use_precision_aware_optimizer
-        if is_aware != getattr(optimizer.ddp_config, field, False):
+        aware, field = config.use_precision_aware_optimizer, "megatron_fsdp_use_decoupled_grad"
+        if aware != getattr(optimizer.ddp_config, field, False):
             raise ValueError(
-                f"use_precision_aware_optimizer={is_aware} of OptimizerConfig needs {field}="
-                f"{is_aware} in ddp_config: the optimizer would read gradients where none are"
+                f"use_precision_aware_optimizer={aware} of OptimizerConfig needs {field}={aware} in"
+                " ddp_config: the optimizer would read gradients where none are"
             )
-        if is_aware:
-            config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True  # main weights are neither
-            kind, parameters = type(inner), optimizer.get_parameters()
-            body = {"__module__": kind.__module__}
-            inner.__class__ = type(kind.__name__, (_FusedAdamOnShards, kind), body)
-            inner.master_weights = inner.store_param_remainders = False
-            inner.use_decoupled_grad = True
-            optimizer.get_parameters = lambda: list(map(_with_gradient, parameters))
+        if not aware:
+            return
+        dtypes = config.main_params_dtype, config.exp_avg_dtype, config.exp_avg_sq_dtype
+        if dtypes[0] != torch.float32 or {torch.float16, torch.uint8} & set(dtypes):
+            raise NotImplementedError(
+                f"main_params_dtype, exp_avg_dtype and exp_avg_sq_dtype are {dtypes}: Transformer"
+                " Engine scales fp16 and fp8 by tensor, and every shard would have another scale"
+            )
+        config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True  # main weights are neither
+        kind = type(inner)
+        inner.__class__ = type(kind.__name__, (_FusedAdamOnShards, kind), {})
+        inner.master_weights = inner.store_param_remainders = False
+        inner.use_decoupled_grad = True
+        # Megatron-Core before 0.19 takes norms and zeros of sharded models from `grad`.
+        optimizer.get_parameters = lambda: [
+            SimpleNamespace(**{**vars(each), "grad": gradient_of(each)}) for each in own
+        ]
 
-    DistributedOptimizer.__init__ = init
+    return init
 
 
 # ---- main weights after a load

@@ -32,7 +32,6 @@ from megatron.mcore_adapter.core_optimizers import (
     follow_torch_optimizers,
     gradient_of,
     keep_main_weights,
-    prepare_precision_aware,
     refuse_stale_weights,
 )
 from megatron.mcore_adapter.fused_gradients import accept_fused_gradients, set_attributes
@@ -197,7 +196,6 @@ class FullyShardedDataParallel(_BaseDataParallel):
         _mark_copies(engine, shards_outer)
         refuse_stale_weights()
         keep_main_weights()
-        prepare_precision_aware()
         if not ddp_config.use_distributed_optimizer:
             follow_torch_optimizers(self)
         self.ddp_config = ddp_config

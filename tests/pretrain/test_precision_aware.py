@@ -196,6 +196,35 @@ def assert_converted(state: State, original: State, dtype: torch.dtype) -> None:
             assert torch.equal(moment, original.slots[slot][name].to(dtype))
 
 
+def refusal(command_line: str, **changes: Any) -> str:
+    """Job: the error of a run whose OptimizerConfig has been changed."""
+    made = gpt_optimizer.optimizer_config
+    with (
+        patch.object(
+            gpt_optimizer, "optimizer_config", lambda args: replace(made(args), **changes)
+        ),
+        pytest.raises((ValueError, NotImplementedError)) as caught,
+    ):
+        training_runs.build(command_line)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "changes", "reason"),
+    [
+        (FSDP, {"use_precision_aware_optimizer": True}, "needs megatron_fsdp_use_decoupled_grad"),
+        (AWARE, {"use_precision_aware_optimizer": False}, "needs megatron_fsdp_use_decoupled_grad"),
+        (AWARE, {"exp_avg_dtype": torch.float16}, "scales fp16 and fp8 by tensor"),
+        (AWARE, {"exp_avg_sq_dtype": torch.uint8}, "scales fp16 and fp8 by tensor"),
+        (AWARE, {"main_params_dtype": torch.float16}, "main_params_dtype"),
+    ],
+)
+def test_what_would_train_wrongly_is_refused(
+    run: Run, flags: str, changes: dict[str, Any], reason: str
+) -> None:
+    assert reason in run(flags, job=refusal, **changes)
+
+
 @pytest.mark.parametrize("format_", ["fsdp_dtensor", "torch_dist"])
 def test_state_is_converted_when_another_run_loads_it(
     run: Run, tmp_path: Path, format_: str
