@@ -349,8 +349,7 @@ def _preparing_init(original: Any) -> Any:
                 " Engine scales fp16 and fp8 by tensor, and every shard would have another scale"
             )
         config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True  # main weights are neither
-        kind = type(inner)
-        inner.__class__ = type(kind.__name__, (_FusedAdamOnShards, kind), {})
+        inner.__class__ = type("FusedAdamOnShards", (_FusedAdamOnShards, type(inner)), {})
         inner.master_weights = inner.store_param_remainders = False
         inner.use_decoupled_grad = True
         # Megatron-Core before 0.19 takes norms and zeros of sharded models from `grad`.
