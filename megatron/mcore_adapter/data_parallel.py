@@ -206,8 +206,6 @@ class FullyShardedDataParallel(_BaseDataParallel):
         self._tied_across_stages = [
             each for each in trainable if getattr(each.compute, "shared_embedding", False)
         ]
-        is_decoupled = getattr(ddp_config, "megatron_fsdp_use_decoupled_grad", False)
-        self._decoupled = trainable if is_decoupled else []
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -237,7 +235,9 @@ class FullyShardedDataParallel(_BaseDataParallel):
             gradient = gradient_of(sharded.parameter)
             set_attributes(sharded.parameter, main_grad=gradient)
             set_attributes(sharded.compute, main_grad=gradient)
-        for sharded in self._decoupled:  # of which Megatron-Core sums some over tensor ranks
+        is_decoupled = getattr(self.ddp_config, "megatron_fsdp_use_decoupled_grad", False)
+        for sharded in self.module.sharded_params if is_decoupled else ():
+            # Megatron-Core sums some of these over tensor-parallel ranks.
             set_attributes(sharded.parameter, main_grad=gradient_of(sharded.parameter))
 
     def scale_gradients(self, scaling_factor: float | torch.Tensor) -> None:

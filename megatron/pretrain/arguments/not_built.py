@@ -26,12 +26,6 @@ OTHER_TOKENIZERS: dict[Any, str] = {
 }
 """Tokenizers of Megatron-LM that are none of a GPT's training on text."""
 
-SCALED: dict[Any, str] = dict.fromkeys(
-    (torch.float16, torch.uint8),
-    "Transformer Engine scales these by tensor, and every shard would have another scale; use bf16",
-)
-"""Moments with a scale, and why there are none."""
-
 REFUSED: dict[str, str] = {
     "Transformer Engine has had none since 1.8": "fp8_interval",
     "main weights are --use-megatron-fsdp's own; see --megatron-fsdp-main-params-dtype": (
@@ -126,7 +120,12 @@ NOT_BUILT_VALUES: dict[str, dict[Any, str]] = {
         ("lion", "soap", "adaptive_muon"), "not built yet; use adam, muon or sgd"
     ),
     "muon_scalar_optimizer": {"lion": "not built yet; use adam"},
-    **dict.fromkeys(("exp_avg_dtype", "exp_avg_sq_dtype"), SCALED),
+    **dict.fromkeys(
+        ("exp_avg_dtype", "exp_avg_sq_dtype"),
+        dict.fromkeys(
+            (torch.float16, torch.uint8), "each shard would have a scale of its own; use bf16"
+        ),
+    ),
     "position_embedding_type": {
         "yarn": "not built yet; use rope",
         "mrope": "is for images and video; use rope",
@@ -358,7 +357,6 @@ NEEDS: tuple[Needs, ...] = (
     Needs("lr_wsd_decay_*", "lr_decay_style", ("WSD",)),
     Needs("sgd_momentum", "optimizer", ("sgd",)),
     Needs("muon_*", "optimizer", MUON),
-    Needs("use_precision_aware_optimizer", "optimizer", ("adam",)),
     Needs(
         "adam_beta1 adam_beta2 adam_eps decoupled_weight_decay",
         "optimizer",

@@ -26,7 +26,7 @@ VIRTUAL_OF_FOUR = "--pipeline-model-parallel-size 4 --num-virtual-stages-per-pip
 EXPERTS = "--num-experts 8 --disable-bias-linear"
 FP8 = "--fp8-format hybrid"
 BF16_LAYERS = f"{FP8} --fp8-recipe tensorwise --first-last-layers-bf16"
-NO_SCALES = "every shard would have another scale"
+NO_SCALES = "each shard would have a scale of its own"
 OFFLOAD = f"{FSDP} --optimizer-cpu-offload"
 bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
 
