@@ -56,7 +56,7 @@ def other_value(action: argparse.Action) -> str | None:
         return ""
     if action.choices:
         return next(getattr(c, "name", str(c)) for c in action.choices if c != action.default)
-    for text in ("7", "fp16", "bf16", "text"):
+    for text in ("7", "bf16", "fp16", "text"):
         try:
             value = action.type(text)
         except (ValueError, argparse.ArgumentTypeError):
