@@ -123,6 +123,8 @@ class OwnedUpdate:
 def main(rounds: int, width: int, layers: int) -> None:
     """Measure, and print a line for each update."""
     dist.init_process_group("gloo")
+    if dist.get_world_size() < 2:
+        raise click.ClickException("needs ranks that send each other messages: at least 2")
     updates = {
         "AdamW on the host": OffloadedUpdate(width, layers, fused=False),
         "AdamW on the host, fused": OffloadedUpdate(width, layers, fused=True),

@@ -153,9 +153,9 @@ def propose(plan: Plan) -> None:
     found = [*proposals(plan)]
     if found:
         click.echo("it fits with one of these:")
-    for each in found:
+    for number, each in enumerate(found, 1):
         lines = textwrap.wrap(each.text, 94, break_long_words=False, break_on_hyphens=False)
-        click.echo("  - " + "\n    ".join(lines))
+        click.echo(f"{number:>2}. " + "\n    ".join(lines))
     with_flags = [each.prediction for each in found if each.prediction is not None]
     for line in commands(with_flags, plan.machine):
         click.echo(line)
