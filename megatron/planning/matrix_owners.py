@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from megatron.fsdp.optimizer.matrix.owners import NEWTON_SCHULZ_STEPS, assign, cost_of
 from megatron.planning.machine import Cluster
@@ -67,12 +68,11 @@ def plan_owners(
     costs = [cost_of(shape, itemsize, steps) for shape in shapes]
     rounds, _ = assign(costs, [ranks] * len(costs))
     flops, momentum = Counter[int](), Counter[int]()
-    for index, owner in (pair for pairs in rounds for pair in pairs):
+    for index, owner in chain.from_iterable(rounds):
         flops[owner] += costs[index].flops
         momentum[owner] += costs[index].num_bytes
     sizes = [max(costs[index].num_bytes for index, _ in pairs) for pairs in rounds]
     inner = ranks[: len(ranks) // num_replicas]
-    # A rank without tensor parallelism's whole replica has its own part already.
     arrivals = [machine.exchange_seconds(2 * size, inner) for size in sizes]
     returns = [machine.exchange_seconds(num_replicas * size, ranks) for size in sizes]
     per_second = machine.flops * machine.compute_efficiency

@@ -46,7 +46,7 @@ be clipped, before the update in one pass."""
 
 @dataclass(frozen=True)
 class HostUse:
-    """What a rank has on its host.
+    """The part of a rank that is on its host.
 
     Attributes:
         num_bytes: of main weights, gradients and optimizer state.

@@ -41,7 +41,7 @@ class Proposal:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is planned: the arguments of a search."""
+    """The arguments of a search."""
 
     words: list[str]
     args: argparse.Namespace

@@ -172,8 +172,7 @@ def _of_group(
         return parts
     # The gradient is kept in its own dtype, or in that of the optimizer, not in both at once.
     gradients = owned * (precision.main_grad.itemsize if memory_plan.decoupled else main)
-    state = memory_plan.state_bytes
-    state = main * memory_plan.states if state is None else state
+    state = memory_plan.state_bytes or main * memory_plan.states
     momentum = in_matrices // (axes.inner * axes.outer) * main
     others = owned - in_matrices // (num_inner * num_outer)
     frees_local = level.shards_gradients and num_inner > 1
