@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The mesh of a sharded model, and questions about meshes, models and parameters."""
+"""Questions about meshes, models and parameters, and state of one optimizer for another."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,6 +23,7 @@ __all__ = [
     "get_mcore_tensor_parallel_partition_dim",
     "get_mesh_names",
     "is_mcore_tensor_model_parallel",
+    "state_of_other_optimizers",
 ]
 
 
@@ -70,6 +72,44 @@ def contains_submesh(
 def is_mcore_tensor_model_parallel(param: torch.Tensor) -> bool:
     """Return True if tensor parallelism divides a parameter of Megatron-Core."""
     return get_mcore_tensor_parallel_partition_dim(param) is not None
+
+
+def state_of_other_optimizers(
+    optimizer: torch.optim.Optimizer, saved: Iterable[dict[str, Any]]
+) -> dict[str, Any]:
+    """Return a state dict for a sharded Adam or Muon with the momentum of other optimizers.
+
+    ``momentum_buffer`` of Muon and ``exp_avg`` of Adam are the same average of gradients. Adam's
+    ``exp_avg_sq`` is dropped for Muon; after Muon it begins at the square of ``exp_avg``, the least
+    that it can be, with the largest number of steps in ``saved``.
+
+    Args:
+        optimizer: has all settings of its param groups already.
+        saved: state dicts of sharded optimizers, which have all of its parameters; a collective.
+
+    Raises:
+        ValueError: there is no momentum for a parameter, or it is in another basis, as SOAP's.
+    """
+    slots_of: dict[str, dict[str, Any]] = {}
+    for each in saved:
+        for group in each["param_groups"]:
+            for name, key in zip(group["param_names"], group["params"], strict=True):
+                slots_of[name] = each["state"].get(key, {})
+    steps = [slots["step"] for slots in slots_of.values() if "step" in slots]
+    result = optimizer.state_dict()
+    for group in result["param_groups"]:
+        for name, key in zip(group["param_names"], group["params"], strict=True):
+            own, slots = result["state"].get(key, {}), slots_of.get(name, {})
+            first = slots.get("exp_avg", slots.get("momentum_buffer"))
+            if first is None or "Q_L" in slots or not own.keys() & {"exp_avg", "momentum_buffer"}:
+                raise ValueError(f"{name}: {sorted(own)} cannot be made of {sorted(slots)}")
+            if "momentum_buffer" in own:
+                slots = {"momentum_buffer": first}
+            elif "exp_avg_sq" not in slots:
+                step = torch.tensor(max(map(float, steps), default=0.0))
+                slots = {"step": step, "exp_avg": first, "exp_avg_sq": first.square()}
+            result["state"][key] = slots
+    return result
 
 
 _SLOTS = "memory at fixed addresses is fsdp_double_buffer=True, its bytes model.memory_slots"

@@ -46,7 +46,7 @@ MODULES: dict[str, list[str]] = {
     "megatron_fsdp.utils": [
         *("FSDPDistributedIndex", "contains_submesh", "find_megatron_fsdp"),
         *("get_mcore_tensor_parallel_partition_dim", "get_mesh_names"),
-        "is_mcore_tensor_model_parallel",
+        *("is_mcore_tensor_model_parallel", "state_of_other_optimizers"),
     ],
     "megatron_fsdp.param_and_grad_buffer": ["make_fsdp_dtensor"],
     "megatron_fsdp.package_info": ["__version__"],

@@ -43,6 +43,11 @@ from megatron.fsdp.settings import Settings
 from megatron.fsdp.sharded_module import ShardedModule, is_owned, owner_of
 from megatron.fsdp.warnings_once import warn, warn_of_absent_state
 
+OTHER_STATE = (
+    "load_state_dict of {} got the state of another optimizer, {}: hand it to"
+    " megatron_fsdp.utils.state_of_other_optimizers first"
+)
+
 
 class ShardedOptimizer(torch.optim.Optimizer):
     """The methods that sharding adds to an optimizer; see [Note: the sharded optimizer]."""
@@ -161,6 +166,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: if names, groups or shapes do not agree; nothing is changed then.
         """
+        kind = _user_class(self)
         groups = match_groups(self.param_groups, state_dict["param_groups"])
         # Keys are numbers, or names if torch's `set_state_dict` has replaced them.
         keys = chain.from_iterable(group["params"] for group in groups)
@@ -173,13 +179,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
         names = elementwise_names(own)
         for key, slots in state.items():
             if key in sharded_params:
+                known = self.state.get(sharded_params[key].parameter)
+                if known and slots and known.keys().isdisjoint(slots):
+                    raise ValueError(OTHER_STATE.format(kind.__name__, ", ".join(slots)))
                 state[key] = shard_slots(sharded_params[key], slots, names)
         self._refuse_local_state(sharded_params, state)
         if isinstance(self._fsdp_flat, FlatUpdate):
             self._fsdp_flat.forget()
         super().load_state_dict({**state_dict, "param_groups": groups, "state": state})
         self._make_missing_state()  # the saved optimizer may not have stepped yet
-        kind = _user_class(self)
         if not state and any(makes_state_late(kind, group) for group in groups):
             warn_of_absent_state(kind.__name__)
 
@@ -195,10 +203,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _sharded_params(self) -> dict[int, ShardedParam]:
         """Return the sharded parameters by their position in state dicts."""
-        parameters = enumerate(parameters_of(self))
-        return {
-            position: sharded_param_of(each) for position, each in parameters if is_linked(each)
-        }
+        own = enumerate(parameters_of(self))
+        return {number: sharded_param_of(each) for number, each in own if is_linked(each)}
 
     def _find_models(self) -> None:
         """Find the models of the parameters, and which of them no other optimizer steps."""
@@ -396,11 +402,9 @@ def _refuse_strangers(optimizer: torch.optim.Optimizer, known: set[Any]) -> None
 
 
 def _user_class(optimizer: torch.optim.Optimizer) -> OptimizerClass:
-    """Return the user's class of an optimizer, which may be sharded."""
-    for base in type(optimizer).__mro__:
-        if issubclass(base, torch.optim.Optimizer) and not issubclass(base, ShardedOptimizer):
-            return base
-    raise AssertionError("every optimizer has a class")
+    """Return the user's class of a sharded optimizer."""
+    own = (base for base in type(optimizer).__mro__ if not issubclass(base, ShardedOptimizer))
+    return cast(OptimizerClass, next(own))
 
 
 def _names(parameters: Iterable[nn.Parameter]) -> list[str]:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -22,7 +23,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.optim.swa_utils import AveragedModel
 
-from megatron_fsdp import fully_shard, fully_shard_model
+from megatron_fsdp import fully_shard, fully_shard_model, fully_shard_optimizer
+from megatron_fsdp.utils import state_of_other_optimizers
 from tests.fsdp.dtensor.test_operations import plain
 from tests.support.fsdp.matrix_optimizers import orthogonal
 from tests.support.huggingface.tiny_runs import (
@@ -289,6 +291,43 @@ def the_momentum_is_that_before(names: Names) -> None:
         assert torch.equal(value, before) and value.any()
 
 
+def adam_has_the_momentum_of_both(names: Names) -> None:
+    """Compare with the state of both, and the first update with what the page says of it."""
+    adam, model = names["adam"], names["model"]
+    slots_of = {}
+    for other in (names["muon"], names["adamw"]):
+        for group in other.param_groups:
+            own = other.state_dict()["state"].values()
+            slots_of |= dict(zip(group["param_names"], own, strict=True))
+    (group,) = adam.param_groups
+    for name, slots in zip(group["param_names"], adam.state_dict()["state"].values(), strict=True):
+        other = slots_of[name]
+        first = plain(other["momentum_buffer" if "momentum_buffer" in other else "exp_avg"])
+        second = plain(other["exp_avg_sq"]) if "exp_avg_sq" in other else first.square()
+        assert torch.equal(plain(slots["exp_avg"]), first)
+        assert torch.equal(plain(slots["exp_avg_sq"]), second) and slots["step"] == 3
+    before = whole(model.state_dict())
+    group["weight_decay"] = 0.0
+    step_on_tokens(model, [adam])
+    for name, value in whole(model.state_dict()).items():
+        assert (value - before[name]).abs().max() <= 3.3 * group["lr"]
+    muon = fully_shard_optimizer(torch.optim.Muon(names["muon"].param_groups[0]["params"]))
+    with pytest.raises(ValueError, match="got the state of another optimizer, step, exp_avg"):
+        part = adam.state_dict()
+        kept = [
+            n for n, name in enumerate(group["param_names"]) if "momentum_buffer" in slots_of[name]
+        ]
+        part["param_groups"][0]["params"] = kept
+        part["param_groups"][0]["param_names"] = [group["param_names"][n] for n in kept]
+        muon.load_state_dict(part)
+    muon.load_state_dict(state_of_other_optimizers(muon, [adam.state_dict()]))
+    (own,) = muon.param_groups
+    first = dict(zip(group["param_names"], adam.state_dict()["state"].values(), strict=True))
+    for name, slots in zip(own["param_names"], muon.state_dict()["state"].values(), strict=True):
+        assert slots.keys() == {"momentum_buffer"}
+        assert torch.equal(plain(slots["momentum_buffer"]), plain(first[name]["exp_avg"]))
+
+
 def a_declared_optimizer_has_owners(names: Names) -> None:
     results = []
     for is_sharded in (False, True):
@@ -388,6 +427,7 @@ PROGRAMS = {
         (
             both_optimizers_step_as_without_sharding,
             the_momentum_is_that_before,
+            adam_has_the_momentum_of_both,
             a_declared_optimizer_has_owners,
         ),
     ),
