@@ -118,6 +118,9 @@ LINES = {
     "level_2_torch_dist": f"{SIX} {FSDP} --data-parallel-sharding-strategy optim_grads --bf16"
     " --ckpt-format torch_dist",
     "expert_bias": f"{SIX} {GATED} {FSDP} {MOE}",
+    "offload": f"{SIX} {GATED} {FSDP} --optimizer-cpu-offload",
+    "offload_level_1": f"{DROPOUT} {FSDP} --data-parallel-sharding-strategy optim --bf16"
+    " --optimizer-cpu-offload --overlap-cpu-optimizer-d2h-h2d --ckpt-format torch_dist",
     "ddp": f"{SIX} {GATED} --bf16 --use-distributed-optimizer --overlap-grad-reduce"
     " --overlap-param-gather",
     "ddp_expert_bias": f"{SIX} {GATED} {MOE} --use-distributed-optimizer",

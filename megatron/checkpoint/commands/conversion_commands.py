@@ -228,7 +228,7 @@ def convert_fsdp_dtensor_to_torch_dist(
 ) -> None:
     """Convert fsdp_dtensor back to torch_dist, which any TP x PP layout loads.
 
-    The optimizer's layout is fully_reshardable.
+    The optimizer's layout is fully_reshardable, or non_distributed with Muon, as in Megatron-Core.
     """
     opened = _open(input_dir, verify_integrity, FSDP_DTENSOR)
     state = opened.state(allow_unknown=allow_unknown_keys)

@@ -44,6 +44,19 @@ def test_a_parameter_that_fits_two_different_groups_is_an_error() -> None:
     assert (first.names, second.names) == ([], [TENSOR])
 
 
+def test_matrices_without_a_second_moment_are_in_the_group_of_muon() -> None:
+    muon = {**USUAL, "wd_mult": 1.0, "momentum": 0.95}
+    muon.pop("betas")
+    adam = [{**USUAL, "wd_mult": multiplier} for multiplier in (1.0, 0.0)]
+    matrices, table = (TENSOR,), "embedding.word_embeddings.weight"
+    norm = "decoder.final_layernorm.weight"
+    shapes = {TENSOR: (8, 12), table: (16, 8), norm: (8,)}
+    result = param_groups.assign(shapes, [muon, *adam], momentum_only=matrices)
+    assert [group.names for group in result] == [[TENSOR], [table], [norm]]
+    assert param_groups.has_muon(group.fields for group in result)
+    assert not param_groups.has_muon(adam)
+
+
 @pytest.mark.parametrize("decays", [True, False], ids=["with the flag", "without"])
 @pytest.mark.parametrize("end", ["weight", "bias"])
 @pytest.mark.parametrize("norm", ["q_layernorm", "k_layernorm"])

@@ -126,6 +126,7 @@ def save_in_background(name: str, settings: dict[str, Any], path: str) -> None:
     assert [key for key in blocking if not torch.equal(background[key], blocking[key])] == []
 
 
+@pytest.mark.always("muon", "adamw_in_files", "torchao", "torchao_on_host")
 @pytest.mark.parametrize("case", CASES)
 def test_a_save_has_the_state_before_the_step_that_follows(
     ranks: Ranks, tmp_path: Path, case: str

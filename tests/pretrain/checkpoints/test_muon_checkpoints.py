@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from tests.pretrain.test_converted_runs import convert
+from tests.pretrain.test_copies_during_a_step import train_with_late_copies
 from tests.support import emerging_optimizers_wheel
-from tests.support.pretrain.parity import LLAMA, Combination
+from tests.support.pretrain.parity import LLAMA, MOE, Combination
 from tests.support.pretrain.saved_runs import read, whole
 from tests.support.pretrain.training_runs import (
     Record,
@@ -119,6 +120,7 @@ MODE = "--optimizer muon --muon-tp-mode duplicated"
 
 CHANGES = {
     "tp2": (Combination(2, "tp2", 3, LLAMA), Combination(2, "", 3, LLAMA)),
+    "experts": (Combination(2, "ep2", 3, MOE), Combination(2, "ep2", 1, MOE)),
     "bf16": (Combination(2, "", 3, f"{LLAMA} --bf16"), Combination(2, "tp2", 1, f"{LLAMA} --bf16")),
 }
 
@@ -143,3 +145,19 @@ def test_runs_of_megatron_core_go_on_with_fsdp_and_back(name: str, tmp_path: Pat
     for column in ("lm loss", "grad-norm"):
         found = there.column(column) + back.column(column)
         assert_close(found, unbroken.column(column)[2:], close)
+
+
+@pytest.mark.always("fsdp_dtensor")
+@pytest.mark.parametrize("form", ["fsdp_dtensor", "torch_dist"])
+def test_a_save_during_the_next_step_is_that_of_a_blocking_save(form: str, tmp_path: Path) -> None:
+    # The step after the save takes the momentum back to the owners, and changes it.
+    line = f"{MUON.ours} --ckpt-format {form} --train-iters 6 --save-interval 2 --exit-interval 5"
+    blocking = f"{line} --save {tmp_path / 'blocking'}"
+    late = f"{line} --async-save --use-persistent-ckpt-worker --save {tmp_path / 'late'}"
+    (expected,) = run_ranks(2, with_muon, train, blocking)[0]
+    record, num_waited = run_ranks(2, with_muon, train_with_late_copies, late, timeout=300)[0]
+    assert record.losses == expected.losses and num_waited == 2
+    for iteration in (2, 4):
+        found, wanted = (read(tmp_path / each, iteration) for each in ("late", "blocking"))
+        assert sum("momentum_buffer" in key for key in wanted) > 0
+        assert_same(found, wanted)
