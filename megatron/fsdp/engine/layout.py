@@ -51,7 +51,6 @@ class Granularity:
 
 
 ROWS = Granularity("rows")
-WHOLE_TENSOR = Granularity("tensor")
 PREFER_ROWS = Granularity("rows", is_required=False)
 PREFER_TENSORS = Granularity("tensor", is_required=False)
 

@@ -43,11 +43,6 @@ from megatron.fsdp.settings import Settings
 from megatron.fsdp.sharded_module import ShardedModule, is_owned, owner_of
 from megatron.fsdp.warnings_once import warn, warn_of_absent_state
 
-OTHER_STATE = (
-    "load_state_dict of {} got the state of another optimizer, {}: hand it to"
-    " megatron_fsdp.utils.state_of_other_optimizers first"
-)
-
 
 class ShardedOptimizer(torch.optim.Optimizer):
     """The methods that sharding adds to an optimizer; see [Note: the sharded optimizer]."""
@@ -181,7 +176,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if key in sharded_params:
                 known = self.state.get(sharded_params[key].parameter)
                 if known and slots and known.keys().isdisjoint(slots):
-                    raise ValueError(OTHER_STATE.format(kind.__name__, ", ".join(slots)))
+                    raise ValueError(
+                        f"load_state_dict of {kind.__name__} got the state of another optimizer,"
+                        f" {', '.join(slots)}: hand it to"
+                        " megatron_fsdp.utils.state_of_other_optimizers first"
+                    )
                 state[key] = shard_slots(sharded_params[key], slots, names)
         self._refuse_local_state(sharded_params, state)
         if isinstance(self._fsdp_flat, FlatUpdate):

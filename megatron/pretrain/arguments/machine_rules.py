@@ -189,10 +189,11 @@ def check_muon(check: Check) -> None:
         " emerging-optimizers",
     )
     check.require(not args.fp16, f"{name} does not go with --fp16 in Megatron-Core: use --bf16")
-    check.require(
-        not args.optimizer_cpu_offload,
-        f"{name} does not go with --optimizer-cpu-offload, which is for adam",
-    )
+    for dest in ("optimizer_cpu_offload", "use_precision_aware_optimizer"):
+        check.require(
+            not getattr(args, dest),
+            f"{name} does not go with {check.flag(dest)}, which is for adam",
+        )
     if args.use_megatron_fsdp:
         return
     check.require(

@@ -21,7 +21,6 @@ from megatron.fsdp.engine.layout import (
     PREFER_ROWS,
     PREFER_TENSORS,
     ROWS,
-    WHOLE_TENSOR,
     FlatRange,
     Granularity,
     Layout,
@@ -247,7 +246,9 @@ def test_required_rows_are_kept_whatever_they_cost() -> None:
 
 
 def test_a_whole_tensor_has_one_owner_and_others_fill_what_it_leaves() -> None:
-    layout = plan([(64, 64), (32, 64), (16, 64)], 3, [WHOLE_TENSOR, PREFER_ROWS, PREFER_ROWS])
+    layout = plan(
+        [(64, 64), (32, 64), (16, 64)], 3, [Granularity("tensor"), PREFER_ROWS, PREFER_ROWS]
+    )
     assert layout.shard_size == 4096
     assert sorted(layout.owned(0, rank).local_shape for rank in range(3)) == [
         (0, 64),

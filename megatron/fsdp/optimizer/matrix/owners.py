@@ -137,10 +137,7 @@ def choose_owners(
 
 
 def assign(costs: Sequence[UpdateCost], able: Sequence[Sequence[int]]) -> tuple[Rounds, int]:
-    """Return the rounds, and the operations of the rank with the most to do.
-
-    Each matrix is owned by one of the ranks that are ``able`` to.
-    """
+    """Return the rounds, with owners that are ``able`` to, and the operations of the busiest."""
     waiting = sorted(range(len(costs)), key=lambda each: (*map(neg, costs[each]), each))
     loads = dict.fromkeys(chain.from_iterable(able), UpdateCost(0, 0))
     rounds = []

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from megatron.fsdp.engine.layout import (
     PREFER_ROWS,
     ROWS,
-    WHOLE_TENSOR,
     Granularity,
     Layout,
     ParamPosition,
@@ -41,7 +40,14 @@ shapes = st.one_of(
 ELEMENTS = Granularity("elements")
 BLOCKS = Granularity("blocks", 24)
 REQUIREMENTS = [
-    *(ELEMENTS, Granularity("elements", 32), ROWS, Granularity("rows", 3), BLOCKS, WHOLE_TENSOR)
+    *(
+        ELEMENTS,
+        Granularity("elements", 32),
+        ROWS,
+        Granularity("rows", 3),
+        BLOCKS,
+        Granularity("tensor"),
+    )
 ]
 
 
