@@ -177,9 +177,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 known = self.state.get(sharded_params[key].parameter)
                 if known and slots and known.keys().isdisjoint(slots):
                     raise ValueError(
-                        f"load_state_dict of {kind.__name__} got the state of another optimizer,"
-                        f" {', '.join(slots)}: hand it to"
-                        " megatron_fsdp.utils.state_of_other_optimizers first"
+                        f"{kind.__name__} got the state of another optimizer, {', '.join(slots)}:"
+                        " hand it to megatron_fsdp.utils.state_of_other_optimizers first"
                     )
                 state[key] = shard_slots(sharded_params[key], slots, names)
         self._refuse_local_state(sharded_params, state)

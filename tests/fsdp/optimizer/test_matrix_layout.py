@@ -91,8 +91,8 @@ def test_equal_matrices_are_updated_by_the_ranks_that_have_them(ranks: Ranks, le
     first, *others = ranks(2, train_watched, 4, level, "prefer_rows")
     assert [count for count, _ in (first, *others)] == [0, 0]
     assert first[1] == [
-        "0 of 8 matrices are put together on their owners in each step, 0.0 MB; the owner with the"
-        " most to do has 1.00 times the mean"
+        "0 of 8 matrices are put together on their owners in each step, 0.0 MB; an owner has up to"
+        " 1.00 times the mean work"
     ]
     assert all(not told for _, told in others)
 

@@ -129,8 +129,7 @@ def choose_owners(
     mean = max(sum(cost.flops for cost in costs), 1) / len(ranks)
     warn(
         f"{len(sent)} of {len(costs)} matrices are put together on their owners in each step,"
-        f" {sum(sent) / 1e6:.1f} MB; the owner with the most to do has {most / mean:.2f} times the"
-        " mean",
+        f" {sum(sent) / 1e6:.1f} MB; an owner has up to {most / mean:.2f} times the mean work",
         level=logging.INFO,
     )
     return rounds
