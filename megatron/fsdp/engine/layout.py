@@ -133,8 +133,6 @@ class FlatRange:
         """Return the same elements as ranges of ``count`` equal tensors that make up dim 0."""
         # Example: [3, 10) of a tensor of shape (4, 3), seen as 2 tensors of shape (2, 3), is [3, 6)
         # of the first and [0, 4) of the second.
-        if count == 1:
-            return [self]
         shape = (self.shape[0] // count, *self.shape[1:])
         size = prod(shape)
         firsts = [number * size for number in range(count)]
