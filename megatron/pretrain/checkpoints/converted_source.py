@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints of other formats, which a run with FSDP loads as if they had been converted.
+"""Checkpoints of other formats and optimizers, which a run with FSDP loads as if converted.
 
 The converter's reader and writer plan the conversion to fsdp_dtensor. Nothing of it is written:
 every rank reads the rows of its own shards from the original files.
@@ -8,18 +8,24 @@ every rank reads the rows of its own shards from the original files.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import torch
 import torch.distributed as dist
+from megatron.core.optimizer import MegatronOptimizer
 
 from megatron.checkpoint.commands.formats import FSDP_DTENSOR, HUGGING_FACE, TORCH_DIST
+from megatron.checkpoint.core.key_rules import entry_names
+from megatron.checkpoint.core.listing import some
 from megatron.checkpoint.core.spelling import choose_spelling
-from megatron.checkpoint.core.training_state import TrainingState
+from megatron.checkpoint.core.training_state import MOMENTS, MOMENTUM, TrainingState
 from megatron.checkpoint.dcp.dcp_target import EntryReader
 from megatron.checkpoint.dcp.stored_checkpoint import StoredCheckpoint
 from megatron.checkpoint.fsdp_dtensor import dtensor_writer as fsdp_dtensor
+from megatron.checkpoint.fsdp_dtensor.keys import STATE_PREFIX
 from megatron.checkpoint.hugging_face import model_reader as hugging_face
 from megatron.checkpoint.hugging_face.model_directory import is_model_directory
 from megatron.checkpoint.store.directory import METADATA
@@ -110,3 +116,68 @@ def _message(source: Path, error: Exception) -> str:
     if "(--" in str(error):
         message += "\nThe flags are those of tools/checkpoint/checkpoint_inspector.py"
     return message
+
+
+# ---- state of another optimizer
+#
+# The momentum of Muon and the first moment of Adam are the same average of gradients. (That of SGD
+# is a sum.) Muon has no second moment: it begins at the square of the first, below which it cannot
+# be, and counts as many steps as those of other parameters. Then no element of an update is above
+# sqrt(b1^2 / b2 + (1 - b1)^2 / (1 - b2)) times the rate, 3.3 for b1 = 0.9 and b2 = 0.999.
+
+
+def ask_for_momentum(
+    entries: dict[str, dict[str, Any]], stored: Collection[str], gated: bool
+) -> dict[str, dict[str, Any]]:
+    """Ask for the momentum of parameters that the file's run stepped by the other optimizer.
+
+    Args:
+        entries: state and settings of this run's optimizer by the names in the file; changed.
+        stored: keys of the file.
+        gated: the MLPs are gated, and the file stores the halves of their weights.
+
+    Returns:
+        What this run's optimizer has for these parameters, by their names in the file.
+    """
+    state, settings = entries["state"], entries["param_to_group_meta"]
+    changed: dict[str, dict[str, Any]] = {}
+    has_adam = any(key.startswith(STATE_PREFIX) and key.endswith(MOMENTS[0]) for key in stored)
+    for name, slots in state.items() if has_adam else ():
+        own, other = (MOMENTS[0], MOMENTUM) if MOMENTS[0] in slots else (MOMENTUM, MOMENTS[0])
+        start = f"{STATE_PREFIX}{name}."
+        if own in slots and start + own not in stored and start + other in stored:
+            changed[name] = slots
+            state[name] = {other: slots[own]}  # the memory is that of this run's entry
+    for name in list(settings):
+        if not changed.keys().isdisjoint(entry_names(name, gated)):
+            del settings[name]  # those of this run stay
+    return changed
+
+
+def take_momentum(
+    changed: dict[str, dict[str, Any]],
+    optimizer: MegatronOptimizer,
+    content: dict[str, Any],
+    say: Say,
+) -> None:
+    """Complete the state of parameters whose momentum was read by :func:`ask_for_momentum`."""
+    state = content["optimizer"]["state"]
+    steps = [slots["step"] for name, slots in state.items() if "step" in slots]
+    steps += [group["step"] for group in optimizer.param_groups if group.get("step")]
+    step = max(map(float, steps), default=float(content["iteration"]))
+    for group in optimizer.param_groups:
+        if "step" in group:
+            group["step"] = type(group["step"])(step)
+    of_adam = [name for name, slots in changed.items() if MOMENTS[1] in slots]
+    for name in of_adam:
+        first, second = changed[name][MOMENTS[0]], changed[name][MOMENTS[1]]
+        torch.square(first._local_tensor, out=second._local_tensor)
+        if "step" in changed[name]:
+            changed[name]["step"].fill_(step)
+    if of_adam:
+        say(f"note: Muon's momentum is loaded as Adam's two moments: {some(of_adam)}")
+    of_muon = [name for name in changed if name not in of_adam]
+    if of_muon:
+        say(
+            f"note: Adam's first moment is loaded as Muon's, the second one is not: {some(of_muon)}"
+        )

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import argparse
 import copy
-from collections.abc import Callable, Collection, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,10 +22,9 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_entries
 from torch.distributed.checkpoint.storage import StorageReader
 
 from megatron.checkpoint.commands.formats import FSDP_DTENSOR
-from megatron.checkpoint.core.key_rules import entry_names
 from megatron.checkpoint.core.listing import some
 from megatron.checkpoint.core.spelling import canonical_name, plain_name
-from megatron.checkpoint.core.training_state import MOMENTS, MOMENTUM
+from megatron.checkpoint.core.training_state import MOMENTS
 from megatron.checkpoint.dcp.safe_loading import SafePlanner, SafeReader
 from megatron.checkpoint.dcp.save_planner import EvenPlanner, PlanReuse
 from megatron.checkpoint.dcp.signing_writer import SigningWriter
@@ -59,7 +58,12 @@ from megatron.pretrain.checkpoints.checkpoint_format import (
     tell_of_partial_load,
     without_warnings,
 )
-from megatron.pretrain.checkpoints.converted_source import format_of, open_converted
+from megatron.pretrain.checkpoints.converted_source import (
+    ask_for_momentum,
+    format_of,
+    open_converted,
+    take_momentum,
+)
 from megatron.pretrain.first_rank import Say
 from megatron.pretrain.model.vocabulary_padding import VocabularyArguments, fit_padding
 from megatron.pretrain.run_state import TrainedParts
@@ -157,7 +161,7 @@ class FsdpDtensorFormat:
             prefix = wrapper_prefix(stored, map(names.name, named_parameters(model)))
             prefix = own_prefix(model) if prefix is None else prefix
             content["optimizer"] = optimizer_entries(model, optimizer, prefix, names)
-            changed = _ask_for_momentum(content["optimizer"], stored, names)
+            changed = ask_for_momentum(content["optimizer"], stored, names.gated)
             if optimizer.grad_scaler is not None and has_loss_scaler(stored):
                 content["grad_scaler"] = optimizer.grad_scaler.state_dict()
         fit_padding(
@@ -177,7 +181,7 @@ class FsdpDtensorFormat:
         if optimizer is not None:
             _load_settings(model, optimizer, content["optimizer"]["param_to_group_meta"], names)
             if changed:
-                _take_momentum(changed, optimizer, content, say)
+                take_momentum(changed, optimizer, content, say)
             if "grad_scaler" in content:
                 optimizer.grad_scaler.load_state_dict(content["grad_scaler"])
         if "rng_state" in content:
@@ -288,68 +292,6 @@ def _load_settings(
         raise ValueError(
             "the checkpoint's param groups are divided otherwise than this run's (--no-load-optim"
             f" skips them): {some(divided)} had other settings than the rest of the group"
-        )
-
-
-# ---- state of another optimizer
-#
-# The momentum of Muon and the first moment of Adam are the same average of gradients. (That of SGD
-# is a sum.) Muon has no second moment: it begins at the square of the first, below which it cannot
-# be, and counts as many steps as those of other parameters. Then no element of an update is above
-# sqrt(b1^2 / b2 + (1 - b1)^2 / (1 - b2)) times the rate, 3.3 for b1 = 0.9 and b2 = 0.999.
-
-
-def _ask_for_momentum(
-    entries: dict[str, dict[str, Any]], stored: Collection[str], names: EntryNames
-) -> dict[str, dict[str, Any]]:
-    """Ask for the momentum of parameters that the file's run stepped by the other optimizer.
-
-    ``entries`` are those of the optimizer, as :func:`optimizer_entries` returns them.
-
-    Returns:
-        What this run's optimizer has for these parameters, by their names in the file.
-    """
-    state, settings = entries["state"], entries["param_to_group_meta"]
-    changed: dict[str, dict[str, Any]] = {}
-    has_adam = any(key.startswith(STATE_PREFIX) and key.endswith(MOMENTS[0]) for key in stored)
-    for name, slots in state.items() if has_adam else ():
-        own, other = (MOMENTS[0], MOMENTUM) if MOMENTS[0] in slots else (MOMENTUM, MOMENTS[0])
-        start = f"{STATE_PREFIX}{name}."
-        if own in slots and start + own not in stored and start + other in stored:
-            changed[name] = slots
-            state[name] = {other: slots[own]}  # the memory is that of this run's entry
-    for name in list(settings):
-        if not changed.keys().isdisjoint(entry_names(name, names.gated)):
-            del settings[name]  # those of this run stay
-    return changed
-
-
-def _take_momentum(
-    changed: dict[str, dict[str, Any]],
-    optimizer: MegatronOptimizer,
-    content: dict[str, Any],
-    say: Say,
-) -> None:
-    """Complete the state of parameters whose momentum was read by :func:`_ask_for_momentum`."""
-    state = content["optimizer"]["state"]
-    steps = [slots["step"] for name, slots in state.items() if "step" in slots]
-    steps += [group["step"] for group in optimizer.param_groups if group.get("step")]
-    step = max(map(float, steps), default=float(content["iteration"]))
-    for group in optimizer.param_groups:
-        if "step" in group:
-            group["step"] = type(group["step"])(step)
-    of_adam = [name for name, slots in changed.items() if MOMENTS[1] in slots]
-    for name in of_adam:
-        first, second = changed[name][MOMENTS[0]], changed[name][MOMENTS[1]]
-        torch.square(first._local_tensor, out=second._local_tensor)
-        if "step" in changed[name]:
-            changed[name]["step"].fill_(step)
-    if of_adam:
-        say(f"note: Muon's momentum is loaded as Adam's two moments: {some(of_adam)}")
-    of_muon = [name for name in changed if name not in of_adam]
-    if of_muon:
-        say(
-            f"note: Adam's first moment is loaded as Muon's, the second one is not: {some(of_muon)}"
         )
 
 
