@@ -177,9 +177,9 @@ def test_what_would_make_a_model_fit_is_proposed(tmp_path: Path) -> None:
     text = " ".join(output.split())
     assert code == 1 and "nothing fits" in output
     assert "1. --optimizer-cpu-offload: 0.0" in text and "of each host; copies take" in text
-    assert "2. Memory(offload=folder), in a loop of your own:" in text
+    assert ". Memory(offload=folder), in a loop of your own:" in text
     assert "s where the host's memory caches none of it" in text
-    assert "3. AdamW8bit of torchao, in a loop of your own: about 0.02" in text
+    assert ". AdamW8bit of torchao, in a loop of your own: about 0.02" in text
     assert "precision-aware" not in text  # where Transformer Engine is missing, it is refused
     assert output.count("\nOMP_NUM_THREADS=14 torchrun") == 1
     ((code, output),) = run_ranks(1, planned, [*words, "--optimizer-cpu-offload"])
