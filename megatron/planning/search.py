@@ -152,6 +152,7 @@ def arguments_on(words: Sequence[str], num_gpus: int) -> argparse.Namespace:
         # Nothing of it is imported to plan, and flags of FP8 need it to be there.
         transformer_engine=importlib.util.find_spec("transformer_engine") is not None
         or any(word.startswith(("--fp8", "--fp4")) for word in words),
+        emerging_optimizers=True,
     )
     try:
         rows = embedding_rows(args, build_tokenizer(TokenizerChoice.of(args)))

@@ -357,11 +357,7 @@ NEEDS: tuple[Needs, ...] = (
     Needs("lr_wsd_decay_*", "lr_decay_style", ("WSD",)),
     Needs("sgd_momentum", "optimizer", ("sgd",)),
     Needs("muon_*", "optimizer", MUON),
-    Needs(
-        "adam_beta1 adam_beta2 adam_eps decoupled_weight_decay",
-        "optimizer",
-        ("adam", *MUON),
-    ),
+    Needs("adam_beta1 adam_beta2 adam_eps decoupled_weight_decay", "optimizer", ("adam", *MUON)),
     Needs("dry_run_ranks", "dry_run"),
     Needs("manual_gc_interval", "manual_gc"),
     Needs("profile_* use_pytorch_profiler", "profile"),
