@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules of FP8 and FP4: the layers, recipes and shapes that they need."""
+"""Rules of FP8, FP4 and the precision-aware optimizer: what they need."""
 
+import torch
 from megatron.core import fp8_utils
 from megatron.core.distributed import DistributedDataParallelConfig
 
@@ -59,6 +60,14 @@ def check_precision_aware(check: Check) -> None:
         not aware or fp8_utils.HAVE_TE,
         "--use-precision-aware-optimizer needs FusedAdam of Transformer Engine, which is not"
         " installed, or cannot be imported without CUDA; leave it out",
+    )
+    accumulated = check.args.megatron_fsdp_main_grads_dtype
+    if accumulated is None and not check.args.accumulate_allreduce_grads_in_fp32:
+        accumulated = check.args.params_dtype
+    check.require(
+        not aware or accumulated != torch.float16,
+        "--use-precision-aware-optimizer reads gradients in fp32 or bf16: give"
+        " --megatron-fsdp-main-grads-dtype fp32",
     )
 
 

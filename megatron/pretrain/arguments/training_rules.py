@@ -123,9 +123,9 @@ def choose_precision(check: Check) -> None:
         "--main-grads-dtype bf16 contradicts --accumulate-allreduce-grads-in-fp32: leave one out",
     )
     if args.use_megatron_fsdp:
-        if in_bf16:
+        if args.use_precision_aware_optimizer and "main_grads_dtype" in check.given:
             choose_gradient_dtype(
-                check, "main_grads_dtype", "megatron_fsdp_main_grads_dtype", torch.bfloat16
+                check, "main_grads_dtype", "megatron_fsdp_main_grads_dtype", args.main_grads_dtype
             )
         choose_gradient_dtype(
             check,

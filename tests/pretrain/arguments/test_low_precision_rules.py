@@ -85,3 +85,32 @@ def test_weights_in_mxfp8_need_a_buffer_of_their_own_without_fsdp() -> None:
     assert problem.startswith("--fp8-param-gather with recipe mxfp8 needs --reuse-grad-buf")
     parse(f"{line} --use-distributed-optimizer --reuse-grad-buf-for-mxfp8-param-ag", **GPU)
     parse(f"{line} --use-megatron-fsdp", **GPU)
+
+
+AWARE = f"{MOCK} --use-megatron-fsdp --use-precision-aware-optimizer"
+
+
+@pytest.mark.parametrize(
+    ("flags", "is_refused"),
+    [
+        ("--fp16", True),
+        ("--megatron-fsdp-main-grads-dtype fp16", True),
+        ("--fp16 --main-grads-dtype fp32", False),
+        ("--fp16 --accumulate-allreduce-grads-in-fp32", False),
+        ("--bf16 --grad-reduce-in-bf16", False),
+    ],
+)
+def test_the_precision_aware_optimizer_reads_no_gradients_in_fp16(
+    flags: str, is_refused: bool
+) -> None:
+    # Transformer Engine is not here.
+    package, *others = problems(f"{AWARE} {flags}")
+    assert "FusedAdam" in package
+    assert ["reads gradients in fp32 or bf16" in text for text in others] == [True] * is_refused
+
+
+def test_gradients_contradict_none_of_two_flags() -> None:
+    contradiction, _ = problems(
+        f"{AWARE} --bf16 --main-grads-dtype fp32 --megatron-fsdp-main-grads-dtype bf16"
+    )
+    assert "--main-grads-dtype contradicts --megatron-fsdp-main-grads-dtype" in contradiction
