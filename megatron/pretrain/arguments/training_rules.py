@@ -24,12 +24,13 @@ POSITIVE = f"""{REQUIRED} ffn_hidden_size kv_channels num_query_groups max_posit
     decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers moe_ffn_hidden_size
     moe_shared_expert_intermediate_size moe_router_topk moe_router_num_groups
     moe_router_group_topk q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim
-    mtp_num_layers"""
+    mtp_num_layers muon_num_ns_steps"""
 """Destinations of whole numbers that are at least 1, if they are given."""
 RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     ("attention_dropout hidden_dropout", lambda value: 0 <= value <= 1, "from 0 to 1"),
     # The shares of an optimizer's running means that a step keeps.
     ("adam_beta1 adam_beta2 sgd_momentum", lambda v: 0 <= v < 1, "at least 0 and below 1"),
+    ("muon_momentum", lambda v: 0 <= v < 1, "at least 0 and below 1"),
     ("rotary_percent", lambda value: 0 < value <= 1, "above 0 and at most 1"),
     (POSITIVE, lambda value: value > 0, "at least 1"),
     ("cuda_graph_warmup_steps", lambda v: v > 1, "at least 2"),  # they find the memory first

@@ -257,6 +257,11 @@ def test_numbers_with_which_a_run_fails_later_or_trains_nonsense_are_refused_tog
     ]
     momentum = problems(f"{MOCK} --optimizer sgd --sgd-momentum 1")
     assert "--sgd-momentum must be at least 0 and below 1, got 1.0" in momentum
+    of_muon = problems(f"{MOCK} --optimizer muon --muon-momentum 1 --muon-num-ns-steps 0")
+    assert of_muon == [
+        "--muon-momentum must be at least 0 and below 1, got 1.0",
+        "--muon-num-ns-steps must be at least 1, got 0",
+    ]
     # NumPy takes seeds below 2^32; a pipeline stage adds 100 for each before it.
     assert problems(f"{MOCK} --seed 4294967000", world_size=4)[0].startswith(
         "--seed must be at mos"
