@@ -13,7 +13,7 @@ import argparse
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from megatron.checkpoint.core import key_rules, param_groups
 from megatron.checkpoint.core.lazy_tensor import LazyTensor, zeros
 from megatron.checkpoint.core.listing import listed
 from megatron.checkpoint.core.spelling import Spelling, name_at, unstacked
-from megatron.checkpoint.core.training_state import MOMENTS, OptimizerParamGroup, TrainingState
+from megatron.checkpoint.core.training_state import MOMENTS, TrainingState
 from megatron.checkpoint.dcp import safe_pickle
 from megatron.checkpoint.dcp.dcp_target import DcpTarget, Entry, ObjectEntry, TensorEntry
 from megatron.checkpoint.dcp.stored_checkpoint import StoredCheckpoint
@@ -253,7 +253,7 @@ def target(state: TrainingState, spelling: Spelling) -> DcpTarget:
         whole_shape, offsets = axes[key] + tensor.shape, index + (0,) * len(tensor.shape)
         entries.append(TensorEntry(key, whole_shape, offsets, in_model))
         if name in moments:
-            main = main_slot(state.groups, in_model.dtype)
+            main = main_slot(is_distributed(state.groups), in_model.dtype)
             slots = {main: tensor.to(torch.float32)} if main else {}
             for slot, value in {**slots, **moments[name]}.items():
                 slot_key = f"optimizer.state.{slot}.{key}"
@@ -261,12 +261,12 @@ def target(state: TrainingState, spelling: Spelling) -> DcpTarget:
     return DcpTarget(entries, extra_files=files_beside(state), notes=state.notes)
 
 
-def main_slot(groups: Sequence[OptimizerParamGroup] | None, dtype: torch.dtype) -> str | None:
+def main_slot(has_distributed: bool, dtype: torch.dtype) -> str | None:
     """Return the slot of a main weight, None if the optimizer has none beside the model's weight.
 
     ``dtype`` is that of the weight in the model.
     """
-    if is_distributed(groups):
+    if has_distributed:
         return "param"
     return None if dtype == torch.float32 else "fp32_param"
 

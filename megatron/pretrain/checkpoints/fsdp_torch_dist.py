@@ -34,7 +34,7 @@ from megatron.checkpoint.core.spelling import (
     layer_number,
     plain_name,
 )
-from megatron.checkpoint.core.training_state import OptimizerParamGroup, TrainingState
+from megatron.checkpoint.core.training_state import TrainingState
 from megatron.checkpoint.dcp.dcp_target import Entry, EntryPlanner, ObjectEntry, TensorEntry
 from megatron.checkpoint.dcp.save_planner import EvenPlanner
 from megatron.checkpoint.dcp.signing_writer import SigningWriter
@@ -42,6 +42,7 @@ from megatron.checkpoint.fsdp_dtensor.keys import split_half
 from megatron.checkpoint.torch_dist.checkpoint import extra_state_objects, files_beside, main_slot
 from megatron.fsdp.dtensor.tensor_part import as_chunked_tensor, part_of
 from megatron.mcore_adapter.checkpoint_entries import extra_states, sharded_params
+from megatron.pretrain.arguments.not_built import MUON
 from megatron.pretrain.checkpoints.checkpoint_format import attempt
 from megatron.pretrain.checkpoints.fsdp_dtensor_format import (
     EntryNames,
@@ -77,8 +78,11 @@ class FsdpTorchDistFormat(FsdpDtensorFormat):
             entries.extend(_random_state(state))
             scales = _canonical(extra_states(model, names.name))
             entries.extend(extra_state_objects(layout.axes_of_names, layout.spelling, scales))
-            groups = param_groups.group_by_fields(settings)
-            entries.extend(_tensors(layout, weights, slots, _compute_dtypes(model), groups))
+            # A stage may have the embedding alone, so its param groups do not tell.
+            has_distributed = args.optimizer not in MUON
+            entries.extend(
+                _tensors(layout, weights, slots, _compute_dtypes(model), has_distributed)
+            )
 
         problems = attempt(collect_own)
         if problems:
@@ -229,13 +233,13 @@ def _tensors(
     weights: dict[str, Any],
     slots: dict[str, dict[str, Any]],
     compute_dtypes: dict[str, torch.dtype],
-    groups: list[OptimizerParamGroup],
+    has_distributed: bool,
 ) -> Iterator[ChunkEntry]:
     """Yield weights in the dtype of the model, main weights and moments."""
     for entry, value in weights.items():
         dtype = compute_dtypes.get(split_half(entry)[0], value.dtype)
         yield from layout.chunks(entry, "", value, dtype)
-        main = main_slot(groups, dtype) if entry in slots else None
+        main = main_slot(has_distributed, dtype) if entry in slots else None
         if main:
             yield from layout.chunks(entry, f"optimizer.state.{main}.", value, torch.float32)
     for entry, values in slots.items():

@@ -122,6 +122,10 @@ CHANGES = {
     "tp2": (Combination(2, "tp2", 3, LLAMA), Combination(2, "", 3, LLAMA)),
     "experts": (Combination(2, "ep2", 3, MOE), Combination(2, "ep2", 1, MOE)),
     "bf16": (Combination(2, "", 3, f"{LLAMA} --bf16"), Combination(2, "tp2", 1, f"{LLAMA} --bf16")),
+    "embedding_alone": (
+        Combination(2, "", 3, LLAMA),
+        Combination(2, "pp2", 1, f"{LLAMA} --pipeline-model-parallel-layout E|ttL"),
+    ),
 }
 
 
