@@ -88,18 +88,25 @@ def state_of_other_optimizers(
         saved: state dicts of sharded optimizers, which have all of its parameters; a collective.
 
     Raises:
-        ValueError: there is no momentum for a parameter, or it is in another basis, as SOAP's.
+        ValueError: there is no momentum for a parameter, or it is in another basis, as SOAP's, or
+            a sum of gradients, as SGD's.
     """
     slots_of: dict[str, dict[str, Any]] = {}
+    result, saved = optimizer.state_dict(), [*saved]
+    if any("dampening" in group for each in (result, *saved) for group in each["param_groups"]):
+        raise ValueError(
+            "the momentum of SGD is a sum of gradients, not an average as of the others"
+        )
     for each in saved:
         for group in each["param_groups"]:
             for name, key in zip(group["param_names"], group["params"], strict=True):
                 slots_of[name] = each["state"].get(key, {})
     steps = [slots["step"] for slots in slots_of.values() if "step" in slots]
-    result = optimizer.state_dict()
     for group in result["param_groups"]:
         for name, key in zip(group["param_names"], group["params"], strict=True):
             own, slots = result["state"].get(key, {}), slots_of.get(name, {})
+            if not own and not slots:
+                continue  # it is frozen
             first = slots.get("exp_avg", slots.get("momentum_buffer"))
             if first is None or "Q_L" in slots or not own.keys() & {"exp_avg", "momentum_buffer"}:
                 raise ValueError(f"{name}: {sorted(own)} cannot be made of {sorted(slots)}")
