@@ -207,7 +207,8 @@ def commands(found: list[Prediction], machine: Cluster) -> Iterator[str]:
         nodes = -(-each.args.world_size // per_node)
         text = f"torchrun --nnodes {nodes} --nproc_per_node {per_node} pretrain_gpt.py"
         if each.host_bytes and machine.host is not None:  # torchrun gives a rank one thread
-            text = f"OMP_NUM_THREADS={machine.host.cores // machine.gpus_per_node} {text}"
+            threads = max(1, machine.host.cores // machine.gpus_per_node)
+            text = f"OMP_NUM_THREADS={threads} {text}"
         for word in [*each.flags, "--use-megatron-fsdp"]:
             is_value = not word.startswith("--")
             text += (GLUE if is_value else " ") + shlex.quote(word)
