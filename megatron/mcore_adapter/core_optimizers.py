@@ -51,14 +51,14 @@ def make_optimizer_state(optimizer: MegatronOptimizer) -> None:
         inner = inner.adam if isinstance(inner, MuonAndAdam) else inner
         if inner is None:
             continue
-        package = type(inner).__module__.split(".")[0]
-        if package == "torch":
+        if type(inner).__module__.split(".")[0] == "torch":
             _fill_state(inner)
             continue
         # Fused optimizers (Transformer Engine's and Apex's) create their own, with steps by group.
         part.init_state_fn(inner, part.config)
-        for group in inner.param_groups if package != "megatron" else ():  # Muon counts none
-            group.setdefault("step", 0)
+        for group in inner.param_groups:
+            if "betas" in group:  # Muon counts none
+                group.setdefault("step", 0)
 
 
 def _fill_state(optimizer: torch.optim.Optimizer) -> None:
