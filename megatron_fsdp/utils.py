@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -93,7 +94,8 @@ def state_of_other_optimizers(
     """
     slots_of: dict[str, dict[str, Any]] = {}
     result, saved = optimizer.state_dict(), [*saved]
-    if any("dampening" in group for each in (result, *saved) for group in each["param_groups"]):
+    groups = chain.from_iterable(each["param_groups"] for each in (result, *saved))
+    if any("dampening" in group for group in groups):
         raise ValueError(
             "the momentum of SGD is a sum of gradients, not an average as of the others"
         )
