@@ -332,7 +332,7 @@ def _preparing_init(original: Any) -> Any:
     def init(optimizer: DistributedOptimizer, *args: Any, **kwargs: Any) -> None:
         original(optimizer, *args, **kwargs)
         inner, config, own = optimizer.optimizer, optimizer.config, optimizer.get_parameters()
-        if inner is None or not all(map(is_owned, own)):
+        if inner is None or not own or not all(map(is_owned, own)):
             return
         aware, field = config.use_precision_aware_optimizer, "megatron_fsdp_use_decoupled_grad"
         if aware != getattr(optimizer.ddp_config, field, False):

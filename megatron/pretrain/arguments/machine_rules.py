@@ -79,6 +79,10 @@ def check_graphs(check: Check) -> None:
         return
     chosen = f"{flag} {args.cuda_graph_impl}"
     check.require(check.machine.cuda, f"{chosen}: CUDA graphs need GPUs; leave it out")
+    check.require(
+        args.optimizer not in MUON,
+        f"{chosen} does not go with --optimizer {args.optimizer}: it has not been tried",
+    )
     for dest, reason in NOT_CAPTURED.items():
         name, value = check.flag(dest), getattr(args, dest)
         words = "needs" if name.startswith("--no-") else "does not go with"

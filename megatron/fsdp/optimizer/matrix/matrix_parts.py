@@ -64,14 +64,14 @@ class OwnerRanks:
     def __init__(self, axes: Axes):
         self.mesh = axes.dtensor_mesh(outer_is_sharded=True)
         num_slices = 1 if axes.tensor is None else axes.tensor.size()
-        is_known = num_slices == 1 and axes.data_group is not None
-        group = axes.data_group if is_known else dist.group.WORLD
-        assert group is not None
-        self.group: dist.ProcessGroup = group
+        known = axes.data_group if num_slices == 1 else None
+        # Not the group of all ranks: other pipeline stages may have other kinds of parameters.
+        ranks = self.mesh.mesh.flatten().tolist()
+        self.group = known or dist.new_group(ranks, use_local_synchronization=True)
         if self.mesh.device_type == "cuda":
             # NCCL connects a group when all of its ranks first use it; in a round some have nothing
             # to send.
-            agree([], [group])
+            agree([], [self.group])
         grid = self.mesh.mesh.reshape(num_slices, axes.inner.size(), -1)
         numbers = dist.get_process_group_ranks(self.group)
         coordinates = product(*map(range, grid.shape))  # tensor, inner, outer
