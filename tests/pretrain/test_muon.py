@@ -109,8 +109,8 @@ def test_each_matrix_has_one_owner_and_adam_has_all_else() -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("release", RELEASES)
-def test_numbers_are_those_of_every_release(
+@pytest.mark.parametrize("release", RELEASES[-1:])
+def test_numbers_are_those_of_the_newest_release(
     release: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     megatron_release.require(release)
