@@ -118,13 +118,16 @@ def test_muon_takes_the_momentum_of_adam_and_adam_that_of_muon(tmp_path: Path) -
 MODE = "--optimizer muon --muon-tp-mode duplicated"
 """By default each slice of tensor parallelism is orthogonalized by itself."""
 
+FP32 = "--muon-fp32-matmul-prec highest"
+"""bfloat16 shows the order in which layouts add up gradients, in Megatron-Core's own runs too."""
+
 CHANGES = {
     "tp2": (Combination(2, "tp2", 3, LLAMA), Combination(2, "", 3, LLAMA)),
     "experts": (Combination(2, "ep2", 3, MOE), Combination(2, "ep2", 1, MOE)),
     "bf16": (Combination(2, "", 3, f"{LLAMA} --bf16"), Combination(2, "tp2", 1, f"{LLAMA} --bf16")),
     "embedding_alone": (
-        Combination(2, "", 3, LLAMA),
-        Combination(2, "pp2", 1, f"{LLAMA} --pipeline-model-parallel-layout E|ttL"),
+        Combination(2, "", 3, f"{LLAMA} {FP32}"),
+        Combination(2, "pp2", 1, f"{LLAMA} {FP32} --pipeline-model-parallel-layout E|ttL"),
     ),
 }
 
