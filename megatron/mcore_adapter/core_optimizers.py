@@ -94,8 +94,8 @@ def build_muon(
     groups = []
     for group in adam.param_groups:
         own = {key: value for key, value in group.items() if key not in adam.defaults}
-        groups.append({**own, "params": list(filter(_is_matrix, group["params"]))})
-        group["params"] = list(filterfalse(_is_matrix, group["params"]))
+        groups.append({**own, "params": list(filter(is_matrix, group["params"]))})
+        group["params"] = list(filterfalse(is_matrix, group["params"]))
     kind, settings_of_muon = _muon_of_owners(), {}
     for name in inspect.signature(kind).parameters:
         for field in (name, f"muon_{name.removesuffix('_beta')}"):  # momentum_beta in 0.17
@@ -112,7 +112,7 @@ def build_muon(
     return distributed
 
 
-def _is_matrix(parameter: nn.Parameter) -> bool:
+def is_matrix(parameter: nn.Parameter) -> bool:
     """Return True for a parameter that Megatron-Core gives to Muon."""
     return parameter.ndim == 2 and not getattr(parameter, "is_embedding_or_output_parameter", False)
 
@@ -125,7 +125,7 @@ def _mark_matrices(model: list[MegatronModule], by_slices: bool) -> list[int]:
     split = [query] * num_queries + [config.kv_channels] * 2
     for chunk in model:
         for name, parameter in chunk.named_parameters():
-            if not _is_matrix(parameter):
+            if not is_matrix(parameter):
                 continue
             sharded = sharded_param_of(parameter)
             rows, dim = sharded.slice.shape[0], sharded.slice.dim or 0

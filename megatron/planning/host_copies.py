@@ -42,9 +42,9 @@ def follow_copies(simulator: Simulator, model: ShardedModule, machine: Cluster) 
 
     for group in away:
         total = group.gradients._grad_sum
-        total.buffer_for = partial(_held_buffer, simulator, total.buffer_for)  # type: ignore[method-assign]
+        vars(total)["buffer_for"] = partial(_held_buffer, simulator, total.buffer_for)
     for memory in {group.memory for group in away}:
-        memory.release = copied  # type: ignore[assignment,method-assign]
+        vars(memory)["release"] = copied
 
 
 def _held_buffer(

@@ -26,9 +26,10 @@ from megatron.fsdp import ShardedModule
 from megatron.fsdp.dtensor.sharded_param import ShardedParam, sharded_param_of
 from megatron.fsdp.engine.unit_choice import is_expert_parameter
 from megatron.fsdp.optimizer.matrix.matrix_parts import OwnerRanks
+from megatron.mcore_adapter.core_optimizers import is_matrix
 from megatron.planning.machine import Cluster
 from megatron.planning.matrix_owners import OwnerPlan, plan_owners
-from megatron.pretrain.dry_run import has_owner, owns_matrices
+from megatron.pretrain.arguments.not_built import MUON
 from megatron.pretrain.memory_estimate import host_bytes
 
 UPDATE_BYTES = 28
@@ -91,7 +92,7 @@ def plan_update(args: argparse.Namespace, machine: Cluster, model: ShardedModule
         machine: on which the model is trained.
         model: sharded on the meta device.
     """
-    matrices = matrices_of(model) if owns_matrices(args) else []
+    matrices = matrices_of(model) if args.optimizer in MUON else []
     states = 1 if args.optimizer == "sgd" else 2
     is_pinned = args.pin_cpu_grads and args.pin_cpu_params
     num_updated = state_bytes = num_bytes = num_elements = 0
@@ -132,7 +133,7 @@ def _state_bytes(args: argparse.Namespace, main: torch.dtype) -> int:
 def matrices_of(model: ShardedModule) -> list[ShardedParam]:
     """Return the trained parameters of a sharded model that matrix optimizers update."""
     trained = (parameter for parameter in model.parameters() if parameter.requires_grad)
-    return [each for each in map(sharded_param_of, trained) if has_owner(each.compute)]
+    return [each for each in map(sharded_param_of, trained) if is_matrix(each.compute)]
 
 
 def _plan_owners(

@@ -21,10 +21,12 @@ from megatron.fsdp import Strategy
 from megatron.fsdp.quantized.stored_forms import GRANULARITIES
 from megatron.mcore_adapter import cpu
 from megatron.mcore_adapter.coded_weights import PLAIN, code_bytes, coded_weights, layers_of
+from megatron.mcore_adapter.core_optimizers import is_matrix
 from megatron.mcore_adapter.data_parallel import default_unit_modules
 from megatron.mcore_adapter.releases.precision_fields import precision_policy
 from megatron.pretrain import ranks
 from megatron.pretrain.arguments.configs import ddp_config, transformer_config
+from megatron.pretrain.arguments.not_built import MUON
 from megatron.pretrain.data.tokenizer_choice import TokenizerChoice
 from megatron.pretrain.data.tokenizers import build_tokenizer, embedding_rows
 from megatron.pretrain.memory_estimate import (
@@ -171,22 +173,11 @@ def memory_plan(args: argparse.Namespace, chunk: torch.nn.Module) -> MemoryPlan:
         states=1 if args.optimizer == "sgd" else 2,
         state_bytes=args.exp_avg_dtype.itemsize + args.exp_avg_sq_dtype.itemsize if aware else None,
         decoupled=aware,
-        matrices=frozenset(filter(has_owner, chunk.parameters() if owns_matrices(args) else ())),
+        matrices=frozenset(filter(is_matrix, chunk.parameters() if args.optimizer in MUON else ())),
         fine_grained=args.megatron_fsdp_enable_fine_grained_param_gather,
         coded=frozenset(coded_weights(args, chunk).values()),
         code_bytes=code_bytes(args) or 1.0,
     )
-
-
-def owns_matrices(args: argparse.Namespace) -> bool:
-    """Return True if whole matrices of layers are updated by owners."""
-    return args.optimizer in ("muon", "dist_muon")
-
-
-def has_owner(parameter: torch.Tensor) -> bool:
-    """Return True for a parameter that Megatron-Core's matrix optimizers update."""
-    is_at_end = getattr(parameter, "is_embedding_or_output_parameter", False)
-    return parameter.ndim == 2 and not is_at_end
 
 
 def expert_data_ranks(args: argparse.Namespace) -> int:
