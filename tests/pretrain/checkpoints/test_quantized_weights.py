@@ -138,6 +138,7 @@ def formats() -> dict[str, Any]:
 def arguments(recipe: str | None) -> argparse.Namespace:
     """Return what checkpoints read of the program's arguments."""
     return argparse.Namespace(
+        optimizer="adam",
         bf16=True,
         fp16=False,
         params_dtype=torch.bfloat16,
