@@ -6,6 +6,8 @@ from __future__ import annotations
 import functools
 import inspect
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from copy import copy
 from functools import partial
 from itertools import chain, filterfalse
@@ -301,7 +303,8 @@ def _refusing_init(original: Any) -> Any:
 # ---- the precision-aware optimizer
 #
 # It is Transformer Engine's FusedAdam over the main weights of a sharded model, so it keeps none of
-# its own. Gradients are on `decoupled_grad`, in the dtype in which they accumulate.
+# its own. Gradients are on `decoupled_grad`, in the dtype in which they accumulate. A moment in
+# fp16 or fp8 (uint8) has one scale, here for the rank's shard, as in Megatron-Core's own optimizer.
 
 
 class _FusedAdamOnShards(torch.optim.Optimizer):
@@ -316,9 +319,43 @@ class _FusedAdamOnShards(torch.optim.Optimizer):
         slots = self.state[param]  # it has made a DTensor of equal shards
         slots[state_name] = sharded_param_of(param).over(local_tensor(slots[state_name]))
 
+    def _apply_scale(
+        self, name: str, unscaled: torch.Tensor, scaled: torch.Tensor, scale: torch.Tensor
+    ) -> None:
+        """Scale a moment of a shard, which may be empty, or zero as whole tensors rarely are."""
+        if unscaled.numel():
+            super()._apply_scale(name, unscaled, scaled, scale)  # type: ignore[misc]
+            # It has multiplied zeros by the inverse of their scale, which is infinite.
+            codes = getattr(scaled, "_data", scaled)
+            codes.masked_fill_(scale.reciprocal().isinf(), 0)
+
     def state_dict(self) -> dict[str, Any]:
         """Return torch's state dict; FusedAdam's has DTensors of equal shards."""
         return torch.optim.Optimizer.state_dict(self)
+
+
+@contextmanager
+def unscaled_moments(optimizer: MegatronOptimizer | None, is_load: bool = False) -> Iterator[None]:
+    """Let the state have copies in fp32 of moments that have a scale, for a checkpoint.
+
+    In the end, ``is_load`` takes values that were read into the copies.
+    """
+    inner: Any = getattr(optimizer, "optimizer", None)
+    dtypes = getattr(inner, "name_to_dtype_map", {})
+    names = [name for name, dtype in dtypes.items() if dtype in (torch.float16, torch.uint8)]
+    scaled = []
+    for parameter, slots in inner.state.items() if names else ():
+        for name in names:
+            scaled.append((parameter, slots, name, slots[name]))
+            unscaled = inner.get_unscaled_state(parameter, name)
+            slots[name] = sharded_param_of(parameter).over(unscaled)
+    try:
+        yield
+    finally:
+        for parameter, slots, name, moment in scaled:
+            unscaled, slots[name] = local_tensor(slots[name]), moment
+            if is_load:
+                inner.set_scaled_state(parameter, name, unscaled)
 
 
 def gradient_of(parameter: torch.Tensor) -> Any:
@@ -342,11 +379,11 @@ def _preparing_init(original: Any) -> Any:
             )
         if not aware:
             return
-        dtypes = config.main_params_dtype, config.exp_avg_dtype, config.exp_avg_sq_dtype
-        if dtypes[0] != torch.float32 or {torch.float16, torch.uint8} & set(dtypes):
+        if config.main_params_dtype != torch.float32:
             raise NotImplementedError(
-                f"main_params_dtype, exp_avg_dtype and exp_avg_sq_dtype are {dtypes}: Transformer"
-                " Engine scales fp16 and fp8 by tensor, and every shard would have another scale"
+                f"main_params_dtype={config.main_params_dtype} of OptimizerConfig is for main"
+                " weights of Transformer Engine's optimizer: set megatron_fsdp_main_params_dtype in"
+                " ddp_config for those of the sharded model"
             )
         config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True  # main weights are neither
         inner.__class__ = type("FusedAdamOnShards", (_FusedAdamOnShards, type(inner)), {})

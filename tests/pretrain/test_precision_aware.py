@@ -23,14 +23,17 @@ from megatron.pretrain.model.gpt_model import build_chunk
 from tests.support import transformer_engine_on_cpu
 from tests.support.pretrain import training_runs
 from tests.support.pretrain.training_runs import Record, State, write_counting_corpus
-from tests.support.transformer_engine_on_cpu.optimizer_bytes import bytes_of_run
+from tests.support.transformer_engine_on_cpu.optimizer_bytes import (
+    AWARE,
+    FP8_MOMENTS,
+    FSDP,
+    GRADIENTS,
+    MOMENTS,
+    bytes_of_run,
+)
 from tests.support.transformer_engine_on_cpu.ranks import ranks
 from tests.support.transformer_engine_on_cpu.training import LAYERS, STORED, train
 
-FSDP = "--use-megatron-fsdp"
-AWARE = f"{FSDP} --use-precision-aware-optimizer"
-MOMENTS = "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
-GRADIENTS = "--main-grads-dtype bf16"
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 
 Run = Callable[..., Any]
@@ -175,12 +178,15 @@ def test_hybrid_sharding_has_the_losses_and_the_state_of_other_layouts(
     assert_converted(alone, state, torch.bfloat16)
 
 
-def test_a_dry_run_counts_state_and_gradients_in_their_own_dtypes(run: Run) -> None:
-    flags = f"{AWARE} {MOMENTS} {GRADIENTS}"
+@pytest.mark.parametrize(("dtypes", "ratio"), [(MOMENTS, 2), (FP8_MOMENTS, 1)])
+def test_a_dry_run_counts_state_and_gradients_in_their_own_dtypes(
+    run: Run, dtypes: str, ratio: int
+) -> None:
+    flags = f"{AWARE} {dtypes} {GRADIENTS}"
     gradients, moments = run(flags, job=estimated_and_measured_bytes)
     assert gradients[0] == pytest.approx(gradients[1], rel=0.02)
     assert moments[0] == pytest.approx(moments[1], rel=0.02)
-    assert moments[0] == 2 * gradients[0]
+    assert moments[0] == ratio * gradients[0]
 
 
 def assert_converted(state: State, original: State, dtype: torch.dtype) -> None:
@@ -212,9 +218,7 @@ def refusal(command_line: str, **changes: Any) -> str:
     [
         (FSDP, {"use_precision_aware_optimizer": True}, "needs megatron_fsdp_use_decoupled_grad"),
         (AWARE, {"use_precision_aware_optimizer": False}, "needs megatron_fsdp_use_decoupled_grad"),
-        (AWARE, {"exp_avg_dtype": torch.float16}, "scales fp16 and fp8 by tensor"),
-        (AWARE, {"exp_avg_sq_dtype": torch.uint8}, "scales fp16 and fp8 by tensor"),
-        (AWARE, {"main_params_dtype": torch.float16}, "main_params_dtype"),
+        (AWARE, {"main_params_dtype": torch.float16}, "set megatron_fsdp_main_params_dtype"),
     ],
 )
 def test_what_would_train_wrongly_is_refused(

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from megatron.checkpoint.core.listing import some
 from megatron.fsdp.dtensor.sharded_param import ShardedParam, sharded_param_of
 from megatron.mcore_adapter.checkpoint_entries import Settings, settings_of_group
-from megatron.mcore_adapter.core_optimizers import make_optimizer_state
+from megatron.mcore_adapter.core_optimizers import make_optimizer_state, unscaled_moments
 from megatron.mcore_adapter.data_parallel import FullyShardedDataParallel
 from megatron.mcore_adapter.megatron_lm.loop_state_dicts import join_virtual_stages
 
@@ -45,7 +45,10 @@ def sharded_state_dict(
         make_optimizer_state(optimizer)
         # Megatron-Core would take a step to create state, but all state exists already.
         is_loading = False
-    content = _original_sharded_state_dict(optimizer, whole, is_loading, sharding_type, metadata)
+    with unscaled_moments(optimizer):
+        content = _original_sharded_state_dict(
+            optimizer, whole, is_loading, sharding_type, metadata
+        )
     return _for_checkpoint(optimizer, content) if is_ours else content
 
 
@@ -87,9 +90,10 @@ def load_state_dict(optimizer: DistributedOptimizer, state_dict: dict[str, Any])
     saved = state_dict["param_to_group_meta"]
     settings = [_settings(optimizer, group, saved) for group in optimizer.param_groups]
     make_optimizer_state(optimizer)
-    for name, slots in state_dict["state"].items():
-        own = optimizer.optimizer.state[parameters[name]]
-        _load_slots(own, slots, sharded_param_of(parameters[name]))
+    with unscaled_moments(optimizer, is_load=True):
+        for name, slots in state_dict["state"].items():
+            own = optimizer.optimizer.state[parameters[name]]
+            _load_slots(own, slots, sharded_param_of(parameters[name]))
     for group, settings_of_file in zip(optimizer.param_groups, settings):
         group.update(settings_of_file)
     if optimizer.grad_scaler is not None and "grad_scaler" in state_dict:

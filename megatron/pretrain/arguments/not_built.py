@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import megatron.core
-import torch
 from megatron.core.transformer.enums import AttnBackend
 
 from megatron.pretrain.arguments.check import Check
@@ -120,12 +119,6 @@ NOT_BUILT_VALUES: dict[str, dict[Any, str]] = {
         ("lion", "soap", "adaptive_muon"), "not built yet; use adam, muon or sgd"
     ),
     "muon_scalar_optimizer": {"lion": "not built yet; use adam"},
-    **dict.fromkeys(
-        ("exp_avg_dtype", "exp_avg_sq_dtype"),
-        dict.fromkeys(
-            (torch.float16, torch.uint8), "each shard would have a scale of its own; use bf16"
-        ),
-    ),
     "position_embedding_type": {
         "yarn": "not built yet; use rope",
         "mrope": "is for images and video; use rope",

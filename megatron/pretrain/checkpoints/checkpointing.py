@@ -22,6 +22,7 @@ from megatron.checkpoint.dcp.stored_checkpoint import StoredCheckpoint
 from megatron.checkpoint.dcp.stored_metadata import metadata_read_once
 from megatron.checkpoint.store import directory, stores
 from megatron.fsdp.engine.collectives import agree
+from megatron.mcore_adapter.core_optimizers import unscaled_moments
 from megatron.pretrain.checkpoints import save_directory, url_saves
 from megatron.pretrain.checkpoints.checkpoint_arguments import check_arguments
 from megatron.pretrain.checkpoints.checkpoint_format import (
@@ -100,7 +101,8 @@ def collect(args: argparse.Namespace, parts: TrainedParts, progress: Progress) -
         parts = TrainedParts(parts.model)
     state = run_state(args, progress, parts.scheduler, with_rng=not args.no_save_rng)
     content: dict[str, Any] = {}
-    problems = attempt(lambda: content.update(format_for(args).collect(args, state, parts)))
+    with unscaled_moments(parts.optimizer):
+        problems = attempt(lambda: content.update(format_for(args).collect(args, state, parts)))
     if problems:
         raise _not_written(progress.iteration, problems)
     return content
@@ -318,7 +320,8 @@ def _read(
 ) -> dict[str, Any]:
     """Read ``source`` into the model and the optimizer, and return the rest of it."""
     try:
-        return format_for(args).load(args, state, parts, source, say)
+        with unscaled_moments(parts.optimizer, is_load=True):
+            return format_for(args).load(args, state, parts, source, say)
     except (KeyError, FileNotFoundError) as error:
         raise ValueError(f"{source} cannot be loaded: {error}") from error
     except CheckpointException as error:

@@ -17,6 +17,7 @@ from tests.support.transformer_engine_on_cpu.ranks import ranks
 FSDP = "--use-megatron-fsdp"
 AWARE = f"{FSDP} --use-precision-aware-optimizer"
 MOMENTS = "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
+FP8_MOMENTS = MOMENTS.replace("bf16", "fp8")
 GRADIENTS = "--main-grads-dtype bf16"
 ROWS = {
     "without the flag": FSDP,
@@ -26,9 +27,13 @@ ROWS = {
     "`--use-precision-aware-optimizer`": AWARE,
     f"with `{GRADIENTS}`": f"{AWARE} {GRADIENTS}",
     f"with `{MOMENTS}`": f"{AWARE} {MOMENTS}",
-    "with all three": f"{AWARE} {MOMENTS} {GRADIENTS}",
+    f"with `{FP8_MOMENTS}`": f"{AWARE} {FP8_MOMENTS}",
+    "with bf16 gradients and moments": f"{AWARE} {MOMENTS} {GRADIENTS}",
     "and `--megatron-fsdp-main-params-dtype auto`": (
         f"{AWARE} {MOMENTS} {GRADIENTS} --megatron-fsdp-main-params-dtype auto"
+    ),
+    "and fp8 moments instead": (
+        f"{AWARE} {FP8_MOMENTS} {GRADIENTS} --megatron-fsdp-main-params-dtype auto"
     ),
 }
 
@@ -45,8 +50,13 @@ def bytes_of_run(run: Any) -> tuple[int, int, int]:
         map(gradient_of, chunk.parameters()),
         chain.from_iterable(slots.values() for slots in state),
     )
-    weights, gradients, moments = (sum(one.to_local().nbytes for one in part) for part in parts)
+    weights, gradients, moments = (sum(map(_nbytes, part)) for part in parts)
     return weights, gradients, moments
+
+
+def _nbytes(dtensor: Any) -> int:
+    local = dtensor._local_tensor
+    return int(getattr(local, "_data", local).nbytes)  # fp8 tensors call themselves fp32
 
 
 def measure(command_line: str) -> list[float]:

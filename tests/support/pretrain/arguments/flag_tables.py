@@ -26,7 +26,6 @@ VIRTUAL_OF_FOUR = "--pipeline-model-parallel-size 4 --num-virtual-stages-per-pip
 EXPERTS = "--num-experts 8 --disable-bias-linear"
 FP8 = "--fp8-format hybrid"
 BF16_LAYERS = f"{FP8} --fp8-recipe tensorwise --first-last-layers-bf16"
-NO_SCALES = "each shard would have a scale of its own"
 OFFLOAD = f"{FSDP} --optimizer-cpu-offload"
 bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -209,8 +208,6 @@ DATA_PARALLELISM = (
             "--exp-avg-sq-dtype",
         )
     ),
-    refused("--exp-avg-dtype fp16", NO_SCALES),
-    refused("--exp-avg-sq-dtype fp8", NO_SCALES),
     refused("--main-params-dtype fp16", "main weights are --use-megatron-fsdp's own"),
     changes("--optimizer-cpu-offload", FSDP, ddp__megatron_fsdp_offload_policy=Offload()),
     changes(
