@@ -310,6 +310,8 @@ def _refusing_init(original: Any) -> Any:
 class _FusedAdamOnShards(torch.optim.Optimizer):
     """The methods that the class of a FusedAdam over sharded parameters begins with."""
 
+    name_to_dtype_map: dict[str, torch.dtype]
+
     def initialize_state(self, param: nn.Parameter, store_param_remainders: bool = False) -> None:
         """Create the moments of a parameter; Megatron-Core passes no second argument."""
         super().initialize_state(param, False)  # type: ignore[misc]
@@ -341,7 +343,7 @@ def unscaled_moments(optimizer: MegatronOptimizer | None, is_load: bool = False)
     In the end, ``is_load`` takes values that were read into the copies.
     """
     inner: Any = getattr(optimizer, "optimizer", None)
-    dtypes = getattr(inner, "name_to_dtype_map", {})
+    dtypes = inner.name_to_dtype_map if isinstance(inner, _FusedAdamOnShards) else {}
     names = [name for name, dtype in dtypes.items() if dtype in (torch.float16, torch.uint8)]
     scaled = []
     for parameter, slots in inner.state.items() if names else ():

@@ -23,17 +23,14 @@ from megatron.pretrain.model.gpt_model import build_chunk
 from tests.support import transformer_engine_on_cpu
 from tests.support.pretrain import training_runs
 from tests.support.pretrain.training_runs import Record, State, write_counting_corpus
-from tests.support.transformer_engine_on_cpu.optimizer_bytes import (
-    AWARE,
-    FP8_MOMENTS,
-    FSDP,
-    GRADIENTS,
-    MOMENTS,
-    bytes_of_run,
-)
+from tests.support.transformer_engine_on_cpu.optimizer_bytes import FP8_MOMENTS, bytes_of_run
 from tests.support.transformer_engine_on_cpu.ranks import ranks
 from tests.support.transformer_engine_on_cpu.training import LAYERS, STORED, train
 
+FSDP = "--use-megatron-fsdp"
+AWARE = f"{FSDP} --use-precision-aware-optimizer"
+MOMENTS = "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
+GRADIENTS = "--main-grads-dtype bf16"
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 
 Run = Callable[..., Any]

@@ -15,12 +15,11 @@ import torch
 from megatron.fsdp.engine.tensor_parallel import local_tensor
 from megatron.mcore_adapter.core_optimizers import unscaled_moments
 from tests.pretrain.test_copies_during_a_step import train_with_late_copies
-from tests.pretrain.test_precision_aware import train_with_ddp
+from tests.pretrain.test_precision_aware import AWARE, FSDP, train_with_ddp
 from tests.support import transformer_engine_on_cpu
 from tests.support.pretrain import training_runs
 from tests.support.pretrain.saved_runs import read
 from tests.support.pretrain.training_runs import State, write_counting_corpus
-from tests.support.transformer_engine_on_cpu.optimizer_bytes import AWARE, FSDP
 from tests.support.transformer_engine_on_cpu.ranks import ranks
 from tests.support.transformer_engine_on_cpu.training import LAYERS, train
 

@@ -49,7 +49,7 @@ def sharded_state_dict(
         content = _original_sharded_state_dict(
             optimizer, whole, is_loading, sharding_type, metadata
         )
-    return _for_checkpoint(optimizer, content) if is_ours else content
+        return _for_checkpoint(optimizer, content) if is_ours else content
 
 
 def _for_checkpoint(optimizer: DistributedOptimizer, content: dict[str, Any]) -> dict[str, Any]:

@@ -50,8 +50,10 @@ OVERLAP = "--overlap-grad-reduce --overlap-param-gather"
 HYBRID_OPTIM = "--num-distributed-optimizer-instances 2 --outer-dp-sharding-strategy optim"
 AWARE = (
     "--bf16 --transformer-impl transformer_engine --use-distributed-optimizer"
-    " --use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
+    " --use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype fp8"
+    " --tensor-model-parallel-size 2"
 )
+"""One data rank has whole parameters, so moments in fp8 have the scales of DDP."""
 FP8 = "--bf16 --transformer-impl transformer_engine --fp8-format hybrid"
 FP8_WEIGHTS = f"{FP8} --fp8-param-gather --use-distributed-optimizer"
 GRAPHS = (
