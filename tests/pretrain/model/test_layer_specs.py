@@ -10,8 +10,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from megatron.core.transformer import multi_token_prediction
 from megatron.core.transformer.moe.moe_layer import MoELayer
-from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import nn
 
@@ -128,8 +128,8 @@ def build(settings: TransformerConfig) -> GPTModel:
     )
 
 
-def losses(model: nn.Module) -> torch.Tensor:
-    """Of each token that this rank has."""
+def losses(model: nn.Module, mask: torch.Tensor | None = None) -> torch.Tensor:
+    """Of each token that this rank has; the mask weights those of multi-token prediction alone."""
     tokens = torch.randint(64, (2, LENGTH + 1), generator=torch.Generator().manual_seed(1))
     positions = torch.arange(LENGTH).expand(2, LENGTH).contiguous()
     batch = {
@@ -138,7 +138,7 @@ def losses(model: nn.Module) -> torch.Tensor:
         "positions": positions,
     }
     batch = batch_on_this_rank(batch)
-    return model(batch["tokens"], batch["positions"], None, labels=batch["labels"])
+    return model(batch["tokens"], batch["positions"], None, labels=batch["labels"], loss_mask=mask)
 
 
 def train_each() -> dict[str, list[str]]:
@@ -176,10 +176,12 @@ def test_every_kind_of_model_trains_under_megatron_cores_names() -> None:
     } <= without_prefix(names["grouped_queries"], "decoder.layers.0.")
 
 
-def gradients(settings: TransformerConfig) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def gradients(
+    settings: TransformerConfig, mask: torch.Tensor | None = None
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Return the sum of losses and whole gradients, combined as at the end of a training step."""
     model = build(settings)
-    loss = losses(model).sum()
+    loss = losses(model, mask).sum()
     loss.backward()
     tensor_group = parallel_state.get_tensor_model_parallel_group()
     context_group = parallel_state.get_context_parallel_group()
@@ -209,13 +211,32 @@ def is_summed(settings: TransformerConfig, name: str, parameter: nn.Parameter) -
     )
 
 
+def weights_of_predictions(context_parallel_size: int = 1, **_: int) -> torch.Tensor | None:
+    """Return a loss mask with which one rank weights its predictions as divided ranks do.
+
+    Since Megatron-Core 0.17 (`process_mtp_loss`) each context-parallel rank multiplies them by its
+    number of tokens over the number that have a next token. The sequence's last token has none: it
+    is the end of the second chunk of rank 0, of which the first chunk begins the sequence.
+    """
+    if not hasattr(multi_token_prediction, "process_mtp_loss"):
+        return None
+    tokens = LENGTH // context_parallel_size
+    weights = torch.ones(2, LENGTH)
+    weights[:, : tokens // 2] *= tokens / (tokens - 1)
+    weights[:, -tokens // 2 :] *= tokens / (tokens - 1)
+    # The model rolls it back; with 0 first its sum stays the same, and the factor of one rank is 1.
+    weights = weights.roll(1, dims=-1)
+    weights[:, 0] = 0
+    return weights
+
+
 def compare_with_one_rank(
     kinds: list[str], layout: dict[str, int], sequence_parallel: bool
 ) -> None:
     """Job: models whose layers or sequences are divided over two ranks."""
     for kind in kinds:
         start()
-        expected_loss, expected = gradients(config(kind))
+        expected_loss, expected = gradients(config(kind), weights_of_predictions(**layout))
         start(**layout)
         loss, found = gradients(config(kind, **layout, sequence_parallel=sequence_parallel))
         torch.testing.assert_close(loss, expected_loss)
@@ -272,7 +293,7 @@ def layers_of_stages(**overrides: Any) -> list[str]:
         prediction = mtp_block_spec(settings, spec, stage)
         if prediction is not None:
             (layer,) = prediction.layer_specs
-            assert layer.module is MultiTokenPredictionLayer
+            assert layer.module is multi_token_prediction.MultiTokenPredictionLayer
             submodules = layer.submodules
             name = next(name for name in INNER_LAYERS if hasattr(submodules, name))
             inner = getattr(submodules, name)
