@@ -160,49 +160,36 @@ def _replace_streams() -> None:
 
 
 def _replace_uneven_collectives() -> None:
-    """Pad the operands of all-gather and reduce-scatter, since gloo needs equal sizes.
+    """Gather and reduce-scatter parts of different sizes by all-to-all, as gloo cannot otherwise.
 
     If tensor-parallel ranks divide experts, their numbers of tokens differ.
     """
     from megatron.core.tensor_parallel import mappings
 
-    gather = mappings._gather_along_first_dim
-    reduce_scatter = mappings._reduce_scatter_along_first_dim
+    gather_even = mappings._gather_along_first_dim
+    reduce_scatter_even = mappings._reduce_scatter_along_first_dim
 
-    def gather_uneven(tensor: torch.Tensor, group: Any, sizes: Sequence[int]) -> torch.Tensor:
-        longest = max(1, *sizes)
-        parts = gather(_padded(tensor, longest), group).split(longest)
-        return torch.cat([part[:size] for part, size in zip(parts, sizes)])
-
-    def scatter_uneven(tensor: torch.Tensor, group: Any, sizes: Sequence[int]) -> torch.Tensor:
-        longest = max(1, *sizes)
-        parts = [_padded(part, longest) for part in tensor.split(list(sizes))]
-        return reduce_scatter(torch.cat(parts), group)[: sizes[group.rank()]]
-
-    for even, uneven in ((gather, gather_uneven), (reduce_scatter, scatter_uneven)):
-        setattr(mappings, even.__name__, _also_uneven(even, uneven))
-
-
-def _also_uneven(
-    even: Callable[..., torch.Tensor], uneven: Callable[..., torch.Tensor]
-) -> Callable[..., torch.Tensor]:
-    @functools.wraps(even)
-    def collective(
-        tensor: torch.Tensor,
-        group: Any,
-        sizes: Sequence[int] | None = None,
-        use_global_buffer: bool = False,
+    def gather(
+        tensor: torch.Tensor, group: Any, sizes: Sequence[int] | None = None, *others: Any
     ) -> torch.Tensor:
-        if sizes is None or group.size() == 1:
-            return even(tensor, group, sizes, use_global_buffer)
-        return uneven(tensor, group, sizes)
+        if sizes is None:
+            return gather_even(tensor, group, sizes, *others)
+        copies = torch.cat([tensor] * group.size())
+        return mappings.all_to_all(group, copies, sizes, [len(tensor)] * group.size())
 
-    return collective
+    def reduce_scatter(
+        tensor: torch.Tensor, group: Any, sizes: Sequence[int] | None = None, *others: Any
+    ) -> torch.Tensor:
+        if sizes is None:
+            return reduce_scatter_even(tensor, group, sizes, *others)
+        own = [sizes[group.rank()]] * group.size()
+        return torch.stack(mappings.all_to_all(group, tensor, own, sizes).split(own)).sum(0)
 
-
-def _padded(tensor: torch.Tensor, length: int) -> torch.Tensor:
-    """Append rows of zeros, so that there are ``length`` rows."""
-    return torch.cat([tensor, tensor.new_zeros(length - len(tensor), *tensor.shape[1:])])
+    _replace(
+        mappings,
+        _gather_along_first_dim=gather,
+        _reduce_scatter_along_first_dim=reduce_scatter,
+    )
 
 
 def _repair_moe() -> None:
