@@ -198,19 +198,12 @@ def _repair_moe() -> None:
     from megatron.core.transformer import multi_latent_attention
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
-    if not hasattr(moe_utils, "te_general_gemm"):
-        # A guarded import without its fallback would be a NameError in the router.
-        moe_utils.te_general_gemm = None
-    if not HAVE_TE:
-        multi_latent_attention.HAVE_TE = False  # is True although its classes are stand-ins
-    original = token_dispatcher.maybe_move_tensor_to_cpu
+    # A guarded import without its fallback would be a NameError in the router.
+    moe_utils.te_general_gemm = getattr(moe_utils, "te_general_gemm", None)
+    multi_latent_attention.HAVE_TE = HAVE_TE  # is True although its classes are stand-ins
 
-    def maybe_move_tensor_to_cpu(
-        tensor: Any, as_numpy: bool = False, record_stream: bool = False
-    ) -> Any:
-        if as_numpy and isinstance(tensor, torch.Tensor) and not tensor.is_cuda:
-            # The original converts CUDA tensors only, and passes others on as split sizes.
-            return tensor.numpy()
-        return original(tensor, as_numpy, record_stream)
+    def maybe_move_tensor_to_cpu(tensor: Any, as_numpy: bool = False, **unused: Any) -> Any:
+        # The original converts CUDA tensors only, and passes others on as split sizes.
+        return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
     token_dispatcher.maybe_move_tensor_to_cpu = maybe_move_tensor_to_cpu
