@@ -347,7 +347,7 @@ def unscaled_moments(optimizer: MegatronOptimizer | None, is_load: bool = False)
     names = [name for name, dtype in dtypes.items() if dtype in (torch.float16, torch.uint8)]
     scaled = []
     for parameter, slots in inner.state.items() if names else ():
-        for name in names:
+        for name in slots.keys() & names:
             scaled.append((parameter, slots, name, slots[name]))
             unscaled = inner.get_unscaled_state(parameter, name)
             slots[name] = sharded_param_of(parameter).over(unscaled)
@@ -381,11 +381,11 @@ def _preparing_init(original: Any) -> Any:
             )
         if not aware:
             return
-        if config.main_params_dtype != torch.float32:
-            raise NotImplementedError(
-                f"main_params_dtype={config.main_params_dtype} of OptimizerConfig is for main"
-                " weights of Transformer Engine's optimizer: set megatron_fsdp_main_params_dtype in"
-                " ddp_config for those of the sharded model"
+        main, field = config.main_params_dtype, "megatron_fsdp_main_params_dtype"
+        if main not in (torch.float32, getattr(optimizer.ddp_config, field, None)):
+            raise ValueError(
+                f"main_params_dtype={main} of OptimizerConfig needs {field}={main} in ddp_config:"
+                " main weights are those of the sharded model"
             )
         config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True  # main weights are neither
         inner.__class__ = type("FusedAdamOnShards", (_FusedAdamOnShards, type(inner)), {})

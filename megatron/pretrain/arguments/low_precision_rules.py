@@ -18,7 +18,8 @@ SUPPORT = {
 """Recipe -> its class in Transformer Engine, and the function that asks the device."""
 
 PRECISION_AWARE = (
-    *("use_precision_aware_optimizer", "main_grads_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"),
+    *("use_precision_aware_optimizer", "main_grads_dtype", "main_params_dtype"),
+    *("exp_avg_dtype", "exp_avg_sq_dtype"),
 )
 
 
@@ -61,6 +62,13 @@ def check_precision_aware(check: Check) -> None:
         "--use-precision-aware-optimizer needs FusedAdam of Transformer Engine, which is not"
         " installed, or cannot be imported without CUDA; leave it out",
     )
+    if check.args.main_params_dtype == torch.float16:
+        of_model = check.given.get("megatron_fsdp_main_params_dtype", torch.float16)
+        check.require(
+            of_model == torch.float16,
+            "--main-params-dtype fp16 sets --megatron-fsdp-main-params-dtype fp16: leave out one",
+        )
+        check.args.megatron_fsdp_main_params_dtype = torch.float16
     accumulated = check.args.megatron_fsdp_main_grads_dtype
     if accumulated is None and not check.args.accumulate_allreduce_grads_in_fp32:
         accumulated = check.args.params_dtype

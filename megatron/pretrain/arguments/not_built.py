@@ -28,7 +28,7 @@ OTHER_TOKENIZERS: dict[Any, str] = {
 REFUSED: dict[str, str] = {
     "Transformer Engine has had none since 1.8": "fp8_interval",
     "main weights are --use-megatron-fsdp's own; see --megatron-fsdp-main-params-dtype": (
-        "main_params_dtype store_param_remainders"
+        "store_param_remainders"
     ),
     "--use-precision-aware-optimizer sets it; leave it out": "megatron_fsdp_use_decoupled_grad",
     "activations on the host are not built yet": """cpu_offloading_* fine_grained_* offload_modules
@@ -193,10 +193,10 @@ NEEDS: tuple[Needs, ...] = (
         " *outer_dp_sharding_strategy init_model_with_meta_device strict_fsdp_dtensor_load"
         " fsdp_double_buffer fsdp_db_use_persist_buf_on_alloc_fail fsdp_manual_registration"
         " suggested_communication_unit_size keep_fp8_transpose_cache optimizer_cpu_offload"
-        " use_precision_aware_optimizer main_grads_dtype exp_avg_*dtype",
+        " use_precision_aware_optimizer main_grads_dtype main_params_dtype exp_avg_*dtype",
         "use_megatron_fsdp",
     ),
-    Needs("main_grads_dtype exp_avg_*dtype", "use_precision_aware_optimizer"),
+    Needs("main_grads_dtype main_params_dtype exp_avg_*dtype", "use_precision_aware_optimizer"),
     Needs(
         "cuda_graph_scope cuda_graph_warmup_steps", "cuda_graph_impl", ("local", "full_iteration")
     ),

@@ -221,6 +221,7 @@ NOT_SEEN_ALONE = {
     "async_tensor_model_parallel_allreduce",
     # See test_precision_aware.py.
     "use_precision_aware_optimizer",
+    "main_params_dtype",
     "main_grads_dtype",
     "exp_avg_dtype",
     "exp_avg_sq_dtype",

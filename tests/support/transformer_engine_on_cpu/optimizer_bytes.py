@@ -25,6 +25,7 @@ ROWS = {
         f"{FSDP} --megatron-fsdp-main-grads-dtype bf16"
     ),
     "`--use-precision-aware-optimizer`": AWARE,
+    "with `--main-params-dtype fp16`": f"{AWARE} --main-params-dtype fp16",
     f"with `{GRADIENTS}`": f"{AWARE} {GRADIENTS}",
     f"with `{MOMENTS}`": f"{AWARE} {MOMENTS}",
     f"with `{FP8_MOMENTS}`": f"{AWARE} {FP8_MOMENTS}",

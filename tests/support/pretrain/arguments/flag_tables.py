@@ -204,11 +204,11 @@ DATA_PARALLELISM = (
         for flag in (
             "--use-precision-aware-optimizer",
             "--main-grads-dtype",
+            "--main-params-dtype",
             "--exp-avg-dtype",
             "--exp-avg-sq-dtype",
         )
     ),
-    refused("--main-params-dtype fp16", "main weights are --use-megatron-fsdp's own"),
     changes("--optimizer-cpu-offload", FSDP, ddp__megatron_fsdp_offload_policy=Offload()),
     changes(
         "--optimizer-offload-fraction 0.5",
