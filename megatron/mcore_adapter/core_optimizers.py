@@ -405,16 +405,11 @@ def _preparing_init(original: Any) -> Any:
 # optimizer (--finetune). Programs ask the optimizer to copy them all the same, which does nothing
 # up to Megatron-Core 0.17 and raises an error from 0.18 on.
 
-COPY_METHOD = "_copy_model_params_to_main_params"
-_KEEPS = "keeps_main_weights"
-"""Attribute of the method that copies no weights of sharded models."""
 
-
+@functools.cache
 def keep_main_weights() -> None:
-    """Let DistributedOptimizer copy no weights of sharded models."""
-    original = getattr(DistributedOptimizer, COPY_METHOD)
-    if hasattr(original, _KEEPS):
-        return
+    """Let DistributedOptimizer copy no weights of sharded models; once a process."""
+    original = DistributedOptimizer._copy_model_params_to_main_params
 
     @functools.wraps(original)
     def copy_of_others(optimizer: DistributedOptimizer, *args: Any, **kwargs: Any) -> None:
@@ -422,5 +417,4 @@ def keep_main_weights() -> None:
         if not any(map(is_owned, parameters)):
             original(optimizer, *args, **kwargs)
 
-    setattr(copy_of_others, _KEEPS, True)
-    setattr(DistributedOptimizer, COPY_METHOD, copy_of_others)
+    DistributedOptimizer._copy_model_params_to_main_params = copy_of_others

@@ -30,7 +30,6 @@ import megatron.core  # noqa: E402
 from megatron.core.optimizer import DistributedOptimizer  # noqa: E402
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner  # noqa: E402
 
-from megatron.mcore_adapter import core_optimizers  # noqa: E402
 from megatron.mcore_adapter.data_parallel import FullyShardedDataParallel  # noqa: E402
 from megatron.mcore_adapter.megatron_lm import (  # noqa: E402
     loop_optimizer,
@@ -111,8 +110,6 @@ class Installation(ExitStack):
     def replace(self, program: LoopProgram) -> None:
         """Replace names and methods, and prepare the process."""
         self.callback(_forget_installation)
-        copy = core_optimizers.COPY_METHOD  # which wrappers replace
-        self.callback(setattr, DistributedOptimizer, copy, getattr(DistributedOptimizer, copy))
         self.replace_names()
         self.callback(_exchange, [(ours, theirs) for theirs, ours in self._replaced.values()])
         for owner, name, method in METHODS:

@@ -23,7 +23,7 @@ from megatron.core.utils import unwrap_model
 from torch._dynamo import eval_frame
 
 import megatron.mcore_adapter
-from megatron.mcore_adapter import cpu, drop_in
+from megatron.mcore_adapter import core_optimizers, cpu, drop_in
 from megatron.mcore_adapter.megatron_lm import loop_state_dicts
 from megatron.mcore_adapter.megatron_lm.loop_on_cpu import LoopOnCpu
 from megatron.mcore_adapter.releases import tested
@@ -80,7 +80,9 @@ def names_of_everything() -> dict[str, int]:
 def install_and_take_back() -> list[Any]:
     """Job: return the class behind each name, for loops imported before and after installing."""
     seen = []
-    cpu.install()  # stays for good
+    cpu.install()  # stays for good, as what wrappers do to optimizers
+    core_optimizers.refuse_stale_weights()
+    core_optimizers.keep_main_weights()
     adapter = import_module(drop_in.ADAPTER)
     theirs = adapter.FullyShardedDataParallel
     with loaded() as loop:
