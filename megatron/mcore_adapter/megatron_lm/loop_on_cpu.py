@@ -23,7 +23,7 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import Tensor, nn
+from torch import nn
 
 from megatron.mcore_adapter.cpu import on_cpu
 from megatron.mcore_adapter.local_layers import LocalAttention, LocalLatentAttention, LocalNorm
@@ -63,12 +63,11 @@ class LoopOnCpu:
 
     def _replace_device(self) -> None:
         """Answer the loop's questions about a device, and make its tensors on the CPU."""
-        nothing: Callable[..., None] = lambda *args, **kwargs: None  # noqa: E731
         for name, answer in {"is_available": True, "device_count": 1}.items():
             self._replace(torch.cuda, name, _for_the_loop(getattr(torch.cuda, name), answer))
         self._replace(torch.cuda, "get_device_properties", lambda device=None: ARCHITECTURE)
         for name in ("set_device", "empty_cache", "reset_peak_memory_stats"):
-            self._replace(torch.cuda, name, nothing)
+            self._replace(torch.cuda, name, lambda *args, **kwargs: None)
         for name in ("memory_reserved", "max_memory_reserved", "device_memory_used"):
             self._replace(torch.cuda, name, lambda device=None: 0)
         for name in ("rand", "randn", "randint", "full", "arange"):
@@ -87,7 +86,7 @@ class LoopOnCpu:
         # The loop always has outputs freed, and an interleaved schedule may free one while its send
         # is under way. On a GPU the stream keeps the memory; gloo would read what is there by then.
         self._replace(schedules, "deallocate_output_tensor", lambda *args, **kwargs: None)
-        self._replace(schedules, "custom_backward", _backward)
+        self._replace(schedules, "custom_backward", torch.autograd.backward)
 
     def _replace(self, owner: Any, name: str, replacement: Any) -> None:
         self._undo.callback(setattr, owner, name, vars(owner)[name])
@@ -106,11 +105,6 @@ class CoreAttention:
         """Make the attention; arguments are those of DotProductAttention."""
         needs_ours = config.context_parallel_size > 1 or config.multi_latent_attention
         return (LocalAttention if needs_ours else DotProductAttention)(config, *args, **kwargs)
-
-
-def _backward(output: Tensor, grad_output: Tensor | None) -> None:
-    """Run the backward of an output that has not been freed; a scalar needs no gradient."""
-    torch.autograd.backward(output, grad_tensors=grad_output)
 
 
 def _for_the_loop(original: Callable[..., Any], answer: Any) -> Callable[..., Any]:
