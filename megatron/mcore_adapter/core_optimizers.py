@@ -236,40 +236,34 @@ def _group(optimizer: DistributedOptimizer) -> dist.ProcessGroup | None:
 # weights of their own, which no forward would ever see.
 
 
-def follow_torch_optimizers(wrapper: nn.Module) -> None:
+def follow_torch_optimizers(engine: ShardedModule) -> None:
     """Reduce the gradients of a model before each step of a torch optimizer over its parameters.
 
     After the step its main weights become the weights of the next forward. This ends with the
-    wrapper.
+    model.
     """
-    reference = weakref.ref(wrapper)
+    reference = weakref.ref(engine)
 
     def before(optimizer: torch.optim.Optimizer, *unused: Any) -> None:
-        followed = _engine_of(reference(), optimizer)
-        if followed is not None:
+        followed = reference()
+        if followed in _models_of(optimizer):
             # An all-gather under way would overwrite the new weights with the old ones.
             followed.synchronize_param_gather()
             followed.finish_grad_sync()
 
     def after(optimizer: torch.optim.Optimizer, *unused: Any) -> None:
-        followed = _engine_of(reference(), optimizer)
-        if followed is not None:
+        followed = reference()
+        if followed in _models_of(optimizer):
             followed.install_optimized_model_weights(only_trainable=True)
 
-    for handle in (
-        register_optimizer_step_pre_hook(before),
-        register_optimizer_step_post_hook(after),
-    ):
-        weakref.finalize(wrapper, handle.remove)
+    weakref.finalize(engine, register_optimizer_step_pre_hook(before).remove)
+    weakref.finalize(engine, register_optimizer_step_post_hook(after).remove)
 
 
-def _engine_of(wrapper: Any, optimizer: torch.optim.Optimizer) -> ShardedModule | None:
-    """Return the engine of a wrapper if the optimizer steps its parameters."""
-    for group in optimizer.param_groups if wrapper is not None else ():
-        for parameter in group["params"]:
-            if is_owned(parameter) and owner_of(parameter) is wrapper.module:
-                return owner_of(parameter)
-    return None
+def _models_of(optimizer: Any) -> set[ShardedModule]:
+    """Return the sharded models whose parameters an optimizer steps."""
+    parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    return {owner_of(parameter) for parameter in parameters if is_owned(parameter)}
 
 
 @functools.cache
@@ -285,10 +279,7 @@ def _refusing_init(original: Any) -> Any:
     def init(megatron_optimizer: Any, /, *args: Any, **kwargs: Any) -> None:
         # The original calls its first argument "optimizer", and programs may pass it by that name.
         inner = args[0] if args else kwargs.get("optimizer")
-        stepped: list[nn.Parameter] = []
-        for group in inner.param_groups if inner is not None else ():
-            stepped += group["params"]
-        if any(map(is_owned, stepped)):
+        if inner is not None and _models_of(inner):
             raise ValueError(
                 f"{type(megatron_optimizer).__name__} would train on stale weights of a"
                 " FullyShardedDataParallel model: set use_distributed_optimizer in OptimizerConfig"
@@ -413,8 +404,7 @@ def keep_main_weights() -> None:
 
     @functools.wraps(original)
     def copy_of_others(optimizer: DistributedOptimizer, *args: Any, **kwargs: Any) -> None:
-        parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
-        if not any(map(is_owned, parameters)):
+        if not _models_of(optimizer):
             original(optimizer, *args, **kwargs)
 
     DistributedOptimizer._copy_model_params_to_main_params = copy_of_others

@@ -197,7 +197,7 @@ class FullyShardedDataParallel(_BaseDataParallel):
         refuse_stale_weights()
         keep_main_weights()
         if not ddp_config.use_distributed_optimizer:
-            follow_torch_optimizers(self)
+            follow_torch_optimizers(engine)
         self.ddp_config = ddp_config
         self._is_captured = captures_iterations(config)
         self.megatron_fsdp_dist_index = index  # the published name of the mesh in use
