@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -202,7 +204,14 @@ class FullyShardedDataParallel(_BaseDataParallel):
         self._is_captured = captures_iterations(config)
         self.megatron_fsdp_dist_index = index  # the published name of the mesh in use
         self.force_all_reduce = False  # the training loop assigns it at every step
-        self.param_and_grad_buffer = MainWeights(engine)
+        # The optimizer calls the first after a step, Megatron-LM's loop the second after the first
+        # iteration.
+        self.param_and_grad_buffer = SimpleNamespace(
+            copy_main_weights_to_model_weights=partial(
+                engine.install_optimized_model_weights, only_trainable=True
+            ),
+            manual_buffer_registration=engine.manual_buffer_registration,
+        )
         self._tied_across_stages = [
             each for each in trainable if getattr(each.compute, "shared_embedding", False)
         ]
@@ -274,21 +283,6 @@ class FullyShardedDataParallel(_BaseDataParallel):
     def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> Any:
         """Load the engine's state dict; the weights are active at once."""
         return self.module.load_state_dict(state_dict, strict=strict)
-
-
-class MainWeights:
-    """The object that Megatron-Core's programs call ``param_and_grad_buffer``."""
-
-    def __init__(self, engine: MegatronFSDP):
-        self._engine = engine
-
-    def copy_main_weights_to_model_weights(self) -> None:
-        """Install main weights as compute weights; the optimizer calls this after a step."""
-        self._engine.install_optimized_model_weights(only_trainable=True)
-
-    def manual_buffer_registration(self) -> None:
-        """Register memory slots; Megatron-LM's loop calls this after the first iteration."""
-        self._engine.manual_buffer_registration()
 
 
 def default_unit_modules(module: nn.Module) -> list[type | nn.Module]:
