@@ -39,26 +39,24 @@ class GlobalNames:
         self._local_path = {path: local for local, path in self._global_path.items()}
         self._local_key = {key: local for local, key in self._global_key.items()}
 
-    def _visit(self, module: nn.Module, path: str, global_path: str) -> None:
+    def _visit(
+        self, module: nn.Module, path: str, global_path: str, first_number: int | None = None
+    ) -> None:
+        """Note the paths below a module; a list of experts has the global number of its first."""
         self._global_path[path] = global_path
         first_expert = _first_expert(module)
         for name, child in module.named_children():
             child_path = f"{path}{name}."
-            if isinstance(module, SequentialMLP) and name == "local_experts":
-                for number, expert in child.named_children():
-                    global_number = first_expert + int(number)
-                    self._visit(
-                        expert,
-                        f"{child_path}{number}.",
-                        f"{global_path}{name}.{global_number}.",
-                    )
-                continue
+            layer_number = getattr(child, "layer_number", None)  # counted from 1
+            if first_number is not None:
+                name = str(first_number + int(name))
+            elif name.isdigit() and isinstance(layer_number, int):
+                name = str(layer_number - 1)
             if first_expert and _holds_grouped_weights(child):
                 self._first_expert[child_path] = first_expert
-            layer_number = getattr(child, "layer_number", None)  # counted from 1
-            if name.isdigit() and isinstance(layer_number, int):
-                name = str(layer_number - 1)
-            self._visit(child, child_path, f"{global_path}{name}.")
+            is_list = isinstance(module, SequentialMLP) and name == "local_experts"
+            number = first_expert if is_list else None
+            self._visit(child, child_path, f"{global_path}{name}.", number)
 
     def to_global(self, key: str) -> str:
         """Return the global name of a local key."""
