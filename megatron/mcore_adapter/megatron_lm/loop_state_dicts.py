@@ -61,15 +61,13 @@ def preprocess_state_dict_for_uneven_dtensor(state_dict: dict[str, Any]) -> dict
 
     Nested dicts are changed in place and returned.
     """
-    if isinstance(state_dict.get("optimizer"), Mapping):
-        state_dict["optimizer"] = _of_all_stages(state_dict["optimizer"])
     optimizer = state_dict.get("optimizer")
-    if isinstance(optimizer, Mapping) and "grad_scaler" in optimizer:
-        state_dict["grad_scaler"] = optimizer["grad_scaler"]
+    if isinstance(optimizer, Mapping):
         # The loop may load from this dict later, so the scaler stays in it.
-        state_dict["optimizer"] = {
-            key: value for key, value in optimizer.items() if key != "grad_scaler"
-        }
+        of_file = dict(_of_all_stages(optimizer))
+        if "grad_scaler" in of_file:
+            state_dict["grad_scaler"] = of_file.pop("grad_scaler")
+        state_dict["optimizer"] = of_file
     if isinstance(state_dict.get("model"), Mapping):
         state_dict["model"] = ModelEntries(state_dict["model"])
     return uneven_dtensor.preprocess_state_dict_for_uneven_dtensor(state_dict)
