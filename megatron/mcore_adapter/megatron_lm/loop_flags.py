@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
 FSDP = "--use-megatron-fsdp"
 EVERY_RUN_HAS = "--micro-batch-size"
@@ -110,10 +111,8 @@ class LoopCommandLine:
             if self._has(flag):
                 self.problems.append(f"{flag} with {FSDP}: {reason}; leave one of them out")
         interval = "--check-weight-hash-across-dp-replicas-interval"
-        if self._has(interval) and self._value("--data-parallel-sharding-strategy") in (
-            None,
-            "optim_grads_params",
-        ):
+        strategy = self._value("--data-parallel-sharding-strategy")
+        if self._has(interval) and strategy == "optim_grads_params":
             self.problems.append(
                 f"{interval} with {FSDP}: sharded weights have no replicas; leave it out"
             )
@@ -146,15 +145,15 @@ class LoopCommandLine:
         self.added += [flag for flag in switches if not self._has(flag)]
 
     def _has(self, flag: str) -> bool:
-        words = [*self.words, *self.added]
-        return any(word == flag or word.startswith(flag + "=") for word in words)
+        return self._value(flag) is not None
 
     def _value(self, flag: str) -> str | None:
-        """Return the last value of a flag, which is the one that counts; None without the flag."""
+        """Return the word after a flag; the last one counts. None without the flag."""
         value = None
-        for number, word in enumerate(self.words):
-            if word == flag and number + 1 < len(self.words):
-                value = self.words[number + 1]
+        words = [*self.words, *self.added]
+        for word, following in zip_longest(words, words[1:], fillvalue=""):
+            if word == flag:
+                value = following
             elif word.startswith(flag + "="):
                 value = word.partition("=")[2]
         return value

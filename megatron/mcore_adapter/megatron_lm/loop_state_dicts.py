@@ -116,15 +116,14 @@ def _of_all_stages(content: Mapping[Any, Any]) -> Mapping[str, Any]:
     if not content or not all(isinstance(key, int) for key in content):
         return content
     joined: dict[str, Any] = {"state": {}, "param_to_group_meta": {}}
-    first, *others = content.values()
-    for part in (first, *others):
+    parts = list(content.values())
+    for part in parts:
         for key, values in joined.items():
             values.update(part[key])
-    if "grad_scaler" in first:
+    if "grad_scaler" in parts[0]:
         # The loss is scaled by the first optimizer's scaler, so a load gives its state to all.
-        for part in others:
-            part["grad_scaler"] = first["grad_scaler"]
-        joined["grad_scaler"] = first["grad_scaler"]
+        for part in (*parts, joined):
+            part["grad_scaler"] = parts[0]["grad_scaler"]
     return joined
 
 
