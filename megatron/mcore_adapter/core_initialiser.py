@@ -73,10 +73,10 @@ class MegatronCoreInitialiser(Initialiser):
     def initialise(self, module: nn.Module) -> None:
         """Initialise the module's own parameters, which have storage by now, in place."""
         method = self._method_for(module)
-        if method is None:
+        if method is None or isinstance(module, nn.Embedding):  # torch draws before Megatron-Core
             super().initialise(module)
-        else:
-            method(module)
+        if method is not None and self._config_of(module).perform_initialization:
+            method(module)  # otherwise a checkpoint will
 
     def _method_for(self, module: nn.Module) -> Callable[[Any], None] | None:
         """Find the method that repeats the module's constructor."""
@@ -93,19 +93,22 @@ class MegatronCoreInitialiser(Initialiser):
                 return method
         return None
 
+    def _config_of(self, module: Any) -> TransformerConfig:
+        """Return the config of a layer, or of the embedding around it."""
+        return self._embedding_configs.get(module) or module.config
+
     # ---- one method for each constructor
 
     def _vocab_embedding(self, module: VocabParallelEmbedding) -> None:
-        config = self._embedding_configs[module]
+        config = self._config_of(module)
         init_method = config.embedding_init_method
-        self._parallel_weight(module, module.weight, init_method, config, config.params_dtype)
+        self._parallel_weight(module, module.weight, init_method, config.params_dtype)
 
     def _column_parallel(self, module: ColumnParallelLinear) -> None:
-        config = module.config
         if module.weight is not None:
             # Its constructor makes the whole weight in float32 in any case.
-            self._parallel_weight(module, module.weight, config.init_method, config, torch.float32)
-        _zero_bias(module, config)
+            self._parallel_weight(module, module.weight, module.config.init_method, torch.float32)
+        _zero_bias(module)
 
     def _row_parallel(self, module: RowParallelLinear) -> None:
         config = module.config
@@ -115,30 +118,25 @@ class MegatronCoreInitialiser(Initialiser):
             width = self._replaced_widths[module] // module.tp_group.size()
             weights.insert(0, module.weight.new_empty(module.output_size, width))
         for weight in weights:
-            self._parallel_weight(module, weight, init_method, config, config.params_dtype)
-        _zero_bias(module, config)
+            self._parallel_weight(module, weight, init_method, config.params_dtype)
+        _zero_bias(module)
 
     def _embedding(self, module: nn.Embedding) -> None:
-        """Initialise positions and token types: torch's constructor draws before Megatron-Core."""
-        module.reset_parameters()
-        config = self._embedding_configs[module]
-        if config.perform_initialization:
-            config.embedding_init_method(module.weight)
+        """Initialise positions and token types, for which torch's constructor has drawn too."""
+        self._config_of(module).embedding_init_method(module.weight)
 
     def _in_float32(self, module: Router | SharedExpertMLP) -> None:
         """Draw weight and bias of a router, or the gate, and convert them afterwards."""
         for parameter in module.parameters(recurse=False):
-            if module.config.perform_initialization:
-                drawn = torch.empty_like(parameter, dtype=torch.float32)
-                module.config.init_method(drawn)
-                parameter.copy_(drawn)
+            drawn = torch.empty_like(parameter, dtype=torch.float32)
+            module.config.init_method(drawn)
+            parameter.copy_(drawn)
 
     def _parallel_weight(
         self,
         module: Any,
         weight: torch.Tensor,
         init_method: InitMethod,
-        config: TransformerConfig,
         drawn_in: torch.dtype,
     ) -> None:
         """Initialise the slice of a weight that tensor parallelism divides.
@@ -147,12 +145,10 @@ class MegatronCoreInitialiser(Initialiser):
             module: Megatron-Core's layer.
             weight: this rank's slice of its weight, or of one that its constructor replaces.
             init_method: draws the values.
-            config: that of the layer, or of the embedding around it.
             drawn_in: dtype in which the constructor makes the whole weight on a CPU.
         """
-        if not config.perform_initialization:
-            return  # a checkpoint will
-        if config.use_cpu_initialization if self._on_cpu is None else self._on_cpu:
+        on_cpu = self._on_cpu
+        if self._config_of(module).use_cpu_initialization if on_cpu is None else on_cpu:
             # Every rank draws the whole weight and keeps its own slice, so the weights do not
             # depend on the number of ranks.
             dim, whole = module.weight.partition_dim, list(weight.shape)
@@ -193,6 +189,6 @@ def _refuse_shared_embedding(model: nn.Module) -> None:
             )
 
 
-def _zero_bias(module: ColumnParallelLinear | RowParallelLinear, config: TransformerConfig) -> None:
-    if module.bias is not None and config.perform_initialization:
+def _zero_bias(module: ColumnParallelLinear | RowParallelLinear) -> None:
+    if module.bias is not None:
         module.bias.zero_()
