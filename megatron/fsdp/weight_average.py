@@ -67,6 +67,7 @@ class WeightAverage:
     @torch.no_grad()
     def _exchange(self) -> None:
         for average, group in zip(self._averages, self._model.groups):
+            group.memory.wait()  # a copy of offloaded weights to the device may be under way
             kept = group.main_shard.clone()
             group.main_shard.copy_(average)
             average.copy_(kept)

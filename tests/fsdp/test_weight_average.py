@@ -2,12 +2,14 @@
 """Moving averages of sharded weights follow those of unsharded weights."""
 
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
+from megatron.fsdp.optimizer.host.host_memory import HostMemory
 from megatron.fsdp.weight_average import WeightAverage
 from megatron_fsdp import MixedPrecisionPolicy, fully_shard_model
 from tests.support.fsdp import models
@@ -104,3 +106,25 @@ def test_wrong_arguments_of_an_average_are_named(ranks: Ranks) -> None:
         assert "fully_shard" in of_module
         assert "1.5" in of_decay
         assert "module." in of_state
+
+
+def changed_units_at_waits() -> list[int]:
+    """Return how many units have another weight already whenever a unit's copies are awaited."""
+    model, optimizer = sharded("tied_across_units", 3, offload_policy="host")
+    average = WeightAverage(model)
+    train(model, optimizer, 1)
+    trained = [group.main_shard.clone() for group in model.groups]
+    found: list[int] = []
+
+    def count(memory: HostMemory) -> None:
+        now = [group.main_shard for group in model.groups]
+        found.append(sum(not torch.equal(*pair) for pair in zip(trained, now)))
+
+    with patch.object(HostMemory, "wait", count), average.applied():
+        pass
+    return found
+
+
+def test_weights_that_may_still_be_copied_to_the_device_are_waited_for(ranks: Ranks) -> None:
+    for counts in ranks(2, changed_units_at_waits):
+        assert counts[: len(counts) // 2] == list(range(len(counts) // 2)) != []

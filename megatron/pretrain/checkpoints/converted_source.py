@@ -160,23 +160,23 @@ def take_momentum(
     content: dict[str, Any],
     say: Say,
 ) -> None:
-    """Complete the state of parameters whose momentum was read by :func:`ask_for_momentum`."""
+    """Complete the state of parameters that :func:`ask_for_momentum` found; a collective."""
     state = content["optimizer"]["state"]
     steps = [slots["step"] for name, slots in state.items() if "step" in slots]
     steps += [group["step"] for group in optimizer.param_groups if group.get("step")]
     step = max(map(float, steps), default=float(content["iteration"]))
-    for group in optimizer.param_groups:
+    for group in optimizer.param_groups if changed else ():
         if "step" in group:
             group["step"] = type(group["step"])(step)
-    of_adam = [name for name, slots in changed.items() if MOMENTS[1] in slots]
-    for name in of_adam:
+    own = [name for name, slots in changed.items() if MOMENTS[1] in slots]
+    for name in own:
         first, second = changed[name][MOMENTS[0]], changed[name][MOMENTS[1]]
         torch.square(first._local_tensor, out=second._local_tensor)
         if "step" in changed[name]:
             changed[name]["step"].fill_(step)
+    of_adam, of_muon = agree(own), agree(changed.keys() - own)
     if of_adam:
         say(f"note: Muon's momentum is loaded as Adam's two moments: {some(of_adam)}")
-    of_muon = [name for name in changed if name not in of_adam]
     if of_muon:
         say(
             f"note: Adam's first moment is loaded as Muon's, the second one is not: {some(of_muon)}"

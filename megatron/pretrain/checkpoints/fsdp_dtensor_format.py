@@ -180,8 +180,7 @@ class FsdpDtensorFormat:
             load_own_state(chunk, lambda key: content["model"].get(MODEL_PREFIX + names.name(key)))
         if optimizer is not None:
             _load_settings(model, optimizer, content["optimizer"]["param_to_group_meta"], names)
-            if changed:
-                take_momentum(changed, optimizer, content, say)
+            take_momentum(changed, optimizer, content, say)
             if "grad_scaler" in content:
                 optimizer.grad_scaler.load_state_dict(content["grad_scaler"])
         if "rng_state" in content:
