@@ -6,8 +6,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
-from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -117,6 +115,10 @@ class CoreEngine(MegatronFSDP):
         """Return :meth:`state_dict`, for programs that have unwrapped the model."""
         return self.state_dict(prefix=prefix, keep_vars=keep_vars)
 
+    def copy_main_weights_to_model_weights(self) -> None:
+        """Install main weights as compute weights; the optimizer calls this after a step."""
+        self.install_optimized_model_weights(only_trainable=True)
+
 
 class FullyShardedDataParallel(_BaseDataParallel):
     """A Megatron-Core model that is sharded over its data-parallel ranks.
@@ -204,14 +206,6 @@ class FullyShardedDataParallel(_BaseDataParallel):
         self._is_captured = captures_iterations(config)
         self.megatron_fsdp_dist_index = index  # the published name of the mesh in use
         self.force_all_reduce = False  # the training loop assigns it at every step
-        # The optimizer calls the first after a step, Megatron-LM's loop the second after the first
-        # iteration.
-        self.param_and_grad_buffer = SimpleNamespace(
-            copy_main_weights_to_model_weights=partial(
-                engine.install_optimized_model_weights, only_trainable=True
-            ),
-            manual_buffer_registration=engine.manual_buffer_registration,
-        )
         self._tied_across_stages = [
             each for each in trainable if getattr(each.compute, "shared_embedding", False)
         ]
@@ -222,6 +216,11 @@ class FullyShardedDataParallel(_BaseDataParallel):
         """Yield main weights as DTensors, by ``module.`` and their global names."""
         prefix = f"{prefix}.module" if prefix else "module"
         return self.module.named_parameters(prefix, recurse, remove_duplicate)
+
+    @property
+    def param_and_grad_buffer(self) -> CoreEngine:
+        """The engine, by the name that optimizers and Megatron-LM's loop ask for."""
+        return self.module
 
     # ---- gradients and weights
 
