@@ -10,6 +10,7 @@ runs the drop-in on the model of a CUDA device, and what that reports is the run
 of a deliberate defect (`cuda_model/defects_of_streams.py`) makes it.
 """
 
+import argparse
 import functools
 import json
 import os
@@ -190,6 +191,16 @@ def warm_up(script: str) -> None:
         "megatron.core.tokenizers.text",  # imports transformers
     ):
         import_module(name)
+    read_settings_once()
+
+
+def read_settings_once() -> None:
+    """Keep the texts of flags: every parser reads them from the source of settings for a second."""
+    factory = import_module("megatron.training.argument_utils").ArgumentGroupFactory
+    read = object.__new__(factory)._get_field_docstrings
+    factory._get_field_docstrings = staticmethod(functools.cache(read))
+    add_arguments = import_module("megatron.training.arguments").add_megatron_arguments
+    add_arguments(argparse.ArgumentParser())
 
 
 def main() -> None:
