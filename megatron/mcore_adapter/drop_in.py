@@ -44,7 +44,7 @@ ADAPTER = "megatron.core.distributed.fsdp.mcore_fsdp_adapter"
 UNEVEN = f"{PACKAGE}.uneven_dtensor"
 ENTRIES = "megatron.core.transformer.fsdp_dtensor_checkpoint"
 CLASS = "FullyShardedDataParallel"
-REPLACED = ("megatron.core.distributed.fsdp", ENTRIES)
+REPLACED = ("megatron.core.distributed.fsdp.", f"{ENTRIES}.")
 """Files that this project writes anew."""
 
 # ---- installation
@@ -212,7 +212,7 @@ def _unknown_names(known: set[int]) -> Iterator[str]:
     ``known`` are the identities of those that are. Classes derived from them are yielded too.
     """
     for module in _modules():
-        if _is_within(module.__name__, ("megatron.core",)):
+        if f"{module.__name__}.".startswith("megatron.core."):
             continue
         for name, value in list(vars(module).items()):
             # isinstance asks the object for its class, and deprecated names answer that with a
@@ -220,7 +220,7 @@ def _unknown_names(known: set[int]) -> Iterator[str]:
             is_class = issubclass(type(value), type)
             if not (is_class or type(value) is FunctionType) or id(value) in known:
                 continue
-            if _is_within(value.__module__, REPLACED):
+            if f"{value.__module__}.".startswith(REPLACED):
                 yield f"{module.__name__}.{name} ({value.__module__}.{value.__qualname__})"
             elif is_class and any(id(base) in known for base in value.__mro__):
                 yield f"{module.__name__}.{name} (a class made of {ADAPTER}.{CLASS})"
@@ -234,10 +234,6 @@ def _modules() -> list[ModuleType]:
         for name, module in list(sys.modules.items())
         if isinstance(module, ModuleType) and name not in home
     ]
-
-
-def _is_within(name: Any, packages: tuple[str, ...]) -> bool:
-    return f"{name}.".startswith(tuple(f"{package}." for package in packages))
 
 
 # ---- the class

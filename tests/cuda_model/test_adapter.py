@@ -37,9 +37,9 @@ def test_no_use_of_memory_is_out_of_order_with_layers_of_transformer_engine(
 ) -> None:
     transformer_engine_on_cpu.require()
     write_counting_corpus()
-    with ranks_with_engine(WITH_ENGINE[name].ranks) as run:
-        for reports in run(reports_of_run, name, str(tmp_path)):
-            assert not reports, "\n".join(reports)
+    run = ranks_with_engine(WITH_ENGINE[name].ranks)
+    for reports in run(reports_of_run, name, str(tmp_path)):
+        assert not reports, "\n".join(reports)
 
 
 @pytest.mark.exhaustive

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weight gradients that Transformer Engine computes after the backward of a layer, with FSDP."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
@@ -44,18 +44,18 @@ def results(*command_lines: str, fused: bool = False) -> list[Results]:
 
 
 @pytest.fixture(scope="module", params=[2])
-def run(request: pytest.FixtureRequest) -> Iterator[Run]:
+def run(request: pytest.FixtureRequest) -> Run:
     """Return a function that trains with each of some flags; it returns a rank's results."""
     transformer_engine_on_cpu.require()
     write_counting_corpus()
-    with ranks(request.param) as run_on_ranks:
+    run_on_ranks = ranks(request.param)
 
-        def run_lines(*flags: str, level: int = 3, fused: bool = False) -> list[Results]:
-            sharded = f"--use-megatron-fsdp --data-parallel-sharding-strategy {LEVELS[level]}"
-            lines = (f"{MODEL} {sharded} {each}" for each in flags)
-            return run_on_ranks(results, *lines, fused=fused)[-1]
+    def run_lines(*flags: str, level: int = 3, fused: bool = False) -> list[Results]:
+        sharded = f"--use-megatron-fsdp --data-parallel-sharding-strategy {LEVELS[level]}"
+        lines = (f"{MODEL} {sharded} {each}" for each in flags)
+        return run_on_ranks(results, *lines, fused=fused)[-1]
 
-        yield run_lines
+    return run_lines
 
 
 four_ranks = pytest.mark.parametrize("run", [4], indirect=True)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,10 +15,9 @@ from tests.support.transformer_engine_on_cpu.ranks import RunOnRanks, ranks
 
 
 @pytest.fixture(scope="module")
-def engine_ranks() -> Iterator[RunOnRanks]:
+def engine_ranks() -> RunOnRanks:
     transformer_engine_on_cpu.require()
-    with ranks(2) as run:
-        yield run
+    return ranks(2)
 
 
 def train(recipe: str | None, strategy: str, num_steps: int = 4) -> dict[str, Any]:

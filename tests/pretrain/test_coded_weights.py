@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,10 +18,9 @@ pytestmark = pytest.mark.exhaustive
 
 
 @pytest.fixture(scope="module")
-def engine_ranks() -> Iterator[RunOnRanks]:
+def engine_ranks() -> RunOnRanks:
     transformer_engine_on_cpu.require()
-    with ranks(2) as run:
-        yield run
+    return ranks(2)
 
 
 def bytes_of(recipe: str | None, strategy: str) -> dict[str, tuple[float, float]]:

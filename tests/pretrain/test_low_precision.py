@@ -7,7 +7,7 @@ microbatches find other scales, so that numbers of ranks differ.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,16 +32,16 @@ Run = Callable[..., Any]
 
 
 @pytest.fixture(scope="module", params=[2])
-def run(request: pytest.FixtureRequest) -> Iterator[Run]:
+def run(request: pytest.FixtureRequest) -> Run:
     """Return a function that trains on ranks with Transformer Engine; it returns the records."""
     transformer_engine_on_cpu.require()
     write_counting_corpus()
-    with ranks(request.param) as run_on_ranks:
+    run_on_ranks = ranks(request.param)
 
-        def run_lines(*flags: str, job: Callable[..., Any] = train) -> Any:
-            return run_on_ranks(job, *(f"{LAYERS} {each}" for each in flags))[-1]
+    def run_lines(*flags: str, job: Callable[..., Any] = train) -> Any:
+        return run_on_ranks(job, *(f"{LAYERS} {each}" for each in flags))[-1]
 
-        yield run_lines
+    return run_lines
 
 
 four_ranks = pytest.mark.parametrize("run", [4], indirect=True)

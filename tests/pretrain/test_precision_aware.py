@@ -6,7 +6,7 @@ It is Transformer Engine's FusedAdam, as Megatron-Core makes it, with its kernel
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,17 +37,17 @@ Run = Callable[..., Any]
 
 
 @pytest.fixture(scope="module", params=[2])
-def run(request: pytest.FixtureRequest) -> Iterator[Run]:
+def run(request: pytest.FixtureRequest) -> Run:
     """Return a function that runs a job on ranks with Transformer Engine, with command lines."""
     transformer_engine_on_cpu.require()
     write_counting_corpus()
-    with ranks(request.param) as run_on_ranks:
+    run_on_ranks = ranks(request.param)
 
-        def run_lines(*flags: str, job: Callable[..., Any] = train, **settings: Any) -> Any:
-            lines = (f"{LAYERS} {each}" for each in flags)
-            return run_on_ranks(job, *lines, **settings)[0]
+    def run_lines(*flags: str, job: Callable[..., Any] = train, **settings: Any) -> Any:
+        lines = (f"{LAYERS} {each}" for each in flags)
+        return run_on_ranks(job, *lines, **settings)[0]
 
-        yield run_lines
+    return run_lines
 
 
 four_ranks = pytest.mark.parametrize("run", [4], indirect=True)
@@ -170,8 +170,7 @@ def test_hybrid_sharding_has_the_losses_and_the_state_of_other_layouts(
     )
     assert flat.losses == replicated.losses == sharded.losses == ddp.losses
     state = run(f"{hybrid} --load {tmp_path}", job=loaded_state)
-    with ranks(1) as run_alone:
-        (alone,) = run_alone(loaded_state, f"{LAYERS} {flags} --load {tmp_path}")
+    (alone,) = ranks(1)(loaded_state, f"{LAYERS} {flags} --load {tmp_path}")
     assert_converted(alone, state, torch.bfloat16)
 
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -32,16 +32,16 @@ Run = Callable[..., Any]
 
 
 @pytest.fixture(scope="module")
-def run() -> Iterator[Run]:
+def run() -> Run:
     """Return a function that runs a job on two ranks with Transformer Engine."""
     transformer_engine_on_cpu.require()
     write_counting_corpus()
-    with ranks(2) as run_on_ranks:
+    run_on_ranks = ranks(2)
 
-        def run_lines(*flags: str, job: Callable[..., Any] = train, **settings: Any) -> Any:
-            return run_on_ranks(job, *(f"{LAYERS} {each}" for each in flags), **settings)[0]
+    def run_lines(*flags: str, job: Callable[..., Any] = train, **settings: Any) -> Any:
+        return run_on_ranks(job, *(f"{LAYERS} {each}" for each in flags), **settings)[0]
 
-        yield run_lines
+    return run_lines
 
 
 def moments(first: str, second: str) -> str:

@@ -79,24 +79,28 @@ def run_ranks(
     """
     if not 1 <= world_size <= MAX_WORLD_SIZE:
         raise ValueError(f"expects a world size of 1 to {MAX_WORLD_SIZE} but got {world_size}")
-    call = pickled_call(function, args, kwargs)
+    return run_call(pickled_call(function, args, kwargs), (world_size,), timeout)
+
+
+def run_call(call: bytes, key: tuple[Any, ...], timeout: float) -> list[Any]:
+    """Run a call on the group of a key, a world size and what else sets its processes apart."""
     for other, idle in _groups.items():
-        if other != world_size:
+        if other != key:
             idle.pause()
-    group = _groups.get(world_size)
+    group = _groups.get(key)
     if group is None:
-        group = _groups[world_size] = RankGroup(world_size)
+        group = _groups[key] = RankGroup(key[0])
     group.resume()
     try:
         results = group.run(call, timeout)
     except (
         BaseException
     ):  # KeyboardInterrupt too: ranks in an unknown state are of no use to the next test
-        del _groups[world_size]
+        del _groups[key]
         group.kill()
         raise
     if group.is_spent:
-        del _groups[world_size]
+        del _groups[key]
         group.kill()
     return results
 
@@ -338,7 +342,7 @@ def _name(ranks: Iterable[int]) -> str:
 # milliseconds, without the hazards of forking the test process itself.
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(PRELOAD)
-_groups: dict[int, RankGroup] = {}
+_groups: dict[tuple[Any, ...], RankGroup] = {}
 atexit.register(
     shut_down
 )  # after multiprocessing's own registration, so it runs before that one joins the ranks

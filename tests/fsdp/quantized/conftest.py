@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from tests.support import transformer_engine_on_cpu
@@ -13,24 +11,21 @@ from tests.support.transformer_engine_on_cpu.ranks import RunOnRanks, ranks
 
 
 @pytest.fixture(scope="package")
-def blackwell() -> Iterator[RunOnRanks]:
+def blackwell() -> RunOnRanks:
     """Call functions on two ranks with Transformer Engine, for an emulated B200."""
     transformer_engine_on_cpu.require()
-    with ranks(2, BLACKWELL) as run:
-        yield run
+    return ranks(2, BLACKWELL)
 
 
 @pytest.fixture(scope="package")
-def four_of_blackwell() -> Iterator[RunOnRanks]:
+def four_of_blackwell() -> RunOnRanks:
     """Call functions on four such ranks."""
     transformer_engine_on_cpu.require()
-    with ranks(4, BLACKWELL) as run:
-        yield run
+    return ranks(4, BLACKWELL)
 
 
 @pytest.fixture(scope="package")
-def hopper() -> Iterator[RunOnRanks]:
+def hopper() -> RunOnRanks:
     """Call functions on two ranks with Transformer Engine, for an emulated H100."""
     transformer_engine_on_cpu.require()
-    with ranks(2, HOPPER) as run:
-        yield run
+    return ranks(2, HOPPER)

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,10 +25,9 @@ LAYERS = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear
 
 
 @pytest.fixture(scope="module")
-def engine_ranks() -> Iterator[RunOnRanks]:
+def engine_ranks() -> RunOnRanks:
     transformer_engine_on_cpu.require()
-    with ranks(2) as run:
-        yield run
+    return ranks(2)
 
 
 class Run:

@@ -36,12 +36,12 @@ def main() -> None:
     step = max(1, args.iterations // 5)
     shown = [1, *range(step, args.iterations + 1, step)]
     print(f"| iteration | {' | '.join(map(str, shown))} |\n|{'---|' * (1 + len(shown))}")
-    with ranks(2, timeout=TIMEOUT) as run:
-        for name, flags in CURVES.items():
-            records = run(train, f"{MODEL} --train-iters {args.iterations} {flags}")
-            losses = records[0][0].losses
-            cells = [f"{losses[iteration - 1]:.4f}" for iteration in shown]
-            print(f"| {name} | {' | '.join(cells)} |", flush=True)
+    run = ranks(2, timeout=TIMEOUT)
+    for name, flags in CURVES.items():
+        records = run(train, f"{MODEL} --train-iters {args.iterations} {flags}")
+        losses = records[0][0].losses
+        cells = [f"{losses[iteration - 1]:.4f}" for iteration in shown]
+        print(f"| {name} | {' | '.join(cells)} |", flush=True)
 
 
 if __name__ == "__main__":

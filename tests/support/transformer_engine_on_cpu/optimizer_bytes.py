@@ -80,11 +80,11 @@ def main() -> None:
 
     write_counting_corpus()
     print("| flags | main weights | gradients | moments | together |\n|---|---|---|---|---|")
-    with ranks(2) as run:
-        for name, flags in ROWS.items():
-            parts = run(measure, f"{LAYERS} --hidden-size 256 {flags}")[0]
-            cells = " | ".join(f"{number:.2f}" for number in (*parts, sum(parts)))
-            print(f"| {name} | {cells} |", flush=True)
+    run = ranks(2)
+    for name, flags in ROWS.items():
+        parts = run(measure, f"{LAYERS} --hidden-size 256 {flags}")[0]
+        cells = " | ".join(f"{number:.2f}" for number in (*parts, sum(parts)))
+        print(f"| {name} | {cells} |", flush=True)
 
 
 if __name__ == "__main__":

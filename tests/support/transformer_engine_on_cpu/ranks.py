@@ -1,20 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranks with Transformer Engine: processes of their own, which no other test uses.
 
-    with ranks(2) as run:
-        first, second = run(weight_of_linear, 64)       # a function at module level
+    run = ranks(2)
+    first, second = run(weight_of_linear, 64)           # a function at module level
 
 It may call `transformer_engine_on_cpu.use()` to get at the package, and Megatron-Core, imported by
 the function or its module, finds it too. Results are plain tensors and values: this process could
-not read others. Tests share the ranks of a fixture, as a start takes seconds.
+not read others. Like other ranks they are kept for the whole pytest run, as a start takes seconds.
 """
 
 from __future__ import annotations
 
-import contextlib
 import pickle
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from tests.support import rank_pool
@@ -24,34 +23,22 @@ RunOnRanks = Callable[..., list[Any]]
 TIMEOUT = 120.0
 
 
-@contextlib.contextmanager
 def ranks(
     world_size: int, capability: tuple[int, int] = BLACKWELL, timeout: float = TIMEOUT
-) -> Iterator[RunOnRanks]:
-    """Yield a function that calls another one on each rank of a gloo world.
+) -> RunOnRanks:
+    """Return a function that calls another one on each rank of a gloo world.
 
-    It returns the results in rank order. The first call starts the ranks, and so does the first one
-    after a failure, which ends them.
+    It returns the results in rank order. The first call for a world size and capability starts the
+    ranks, and so does the first one after a failure, which ends them.
     """
-    groups: list[rank_pool.RankGroup] = []
 
     def run(function: Callable[..., Any], *args: Any, **settings: Any) -> list[Any]:
         # Twice: the modules of a function and of its arguments are imported after the package.
         inner = rank_pool.pickled_call(function, args, settings)
         call = rank_pool.pickled_call(_call, (capability, inner), {})
-        if not groups:
-            groups.append(rank_pool.RankGroup(world_size))
-        try:
-            return groups[0].run(call, timeout)
-        except BaseException:
-            groups.pop().kill()
-            raise
+        return rank_pool.run_call(call, (world_size, capability), timeout)
 
-    try:
-        yield run
-    finally:
-        while groups:
-            groups.pop().kill()
+    return run
 
 
 def _call(capability: tuple[int, int], call: bytes) -> Any:

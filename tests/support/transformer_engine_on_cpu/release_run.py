@@ -49,8 +49,7 @@ def main(num_ranks: str, result: str, *command_lines: str) -> None:
     from tests.support.transformer_engine_on_cpu.training import LAYERS, train
 
     write_counting_corpus()
-    with ranks(int(num_ranks)) as run:
-        records = run(train, *(f"{LAYERS} {line}" for line in command_lines))[0]
+    records = ranks(int(num_ranks))(train, *(f"{LAYERS} {line}" for line in command_lines))[0]
     found = [record.losses for record in records]
     Path(result).write_bytes(pickle.dumps((megatron.core.__file__, found)))
 
