@@ -16,6 +16,7 @@ from megatron.pretrain.checkpoints.background_save import BackgroundSaves
 from megatron.pretrain.checkpoints.staging import StagedContent, StagingBuffer
 from tests.support.pretrain.saved_runs import DROPOUT, FSDP, GATED, SIX, assert_equal, read
 from tests.support.pretrain.training_runs import Record, refuse, train
+from tests.support.pretrain.warm_writers import warm_writers
 from tests.support.rank_pool import run_ranks
 
 
@@ -96,6 +97,7 @@ def train_with_late_copies(command_line: str) -> tuple[Record, int]:
         finish_copying(self)
 
     with (
+        warm_writers(),
         patch.object(staging, "_LARGE", 0),
         patch.object(staging, "_CopyingThread", _LateThread),
         patch.object(BackgroundSaves, "finish_copying", note_and_finish),
@@ -109,7 +111,6 @@ MOE = (
     " --moe-router-load-balancing-type none"
 )
 IN_BACKGROUND = "--async-save --use-persistent-ckpt-worker"
-"""One writer for both saves: starting it takes longer than the run."""
 LINES = {
     "level_3": f"{SIX} {GATED} {FSDP}",
     "level_1_hybrid_bf16": f"{DROPOUT} {GATED} {FSDP} --data-parallel-sharding-strategy optim"
@@ -174,7 +175,11 @@ def with_writing_forwards(action: Callable[[str], Any], first_step: int, command
                 weight.mul_(1.25)
         return forward(self, *args, **keywords)
 
-    with patch.object(staging, "_LARGE", 0), patch.object(GPTModel, "forward", write_and_forward):
+    with (
+        warm_writers(),
+        patch.object(staging, "_LARGE", 0),
+        patch.object(GPTModel, "forward", write_and_forward),
+    ):
         return action(command_line)
 
 
