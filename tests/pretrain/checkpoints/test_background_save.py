@@ -27,6 +27,7 @@ from tests.support.pretrain.saved_runs import (
     saved_at,
 )
 from tests.support.pretrain.training_runs import Record, load_state, pretrain, refuse, train
+from tests.support.pretrain.warm_writers import warm_writers
 from tests.support.rank_pool import run_ranks
 
 IN_BACKGROUND = f"{LINE} --async-save"
@@ -183,6 +184,12 @@ def test_a_full_disk_ends_the_run_on_all_ranks_and_leaves_the_checkpoint_before(
     saved_at(tmp_path, 1)
 
 
+def train_with_warm_writers(*command_lines: str) -> list[Record]:
+    """Job: runs whose writers, one for each save, are forked."""
+    with warm_writers():
+        return train(*command_lines)
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "line",
@@ -198,8 +205,7 @@ def test_a_run_resumes_bitwise_from_a_save_with_a_writer_of_its_own(
     line: str, tmp_path: Path
 ) -> None:
     saving = f"{line} --async-save --save {tmp_path} --save-interval 2 --save-retain-interval 4"
-    unbroken, resumed = run_ranks(
-        2, train, saving, f"{line} --load {tmp_path} --ckpt-step 4", timeout=300
-    )[0]
+    loading = f"{line} --load {tmp_path} --ckpt-step 4"
+    unbroken, resumed = run_ranks(2, train_with_warm_writers, saving, loading, timeout=300)[0]
     assert resumed.losses == unbroken.losses[4:]
     assert run_json("verify", tmp_path)["sound"]

@@ -11,6 +11,7 @@ import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.reduction import DupFd
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -24,7 +25,8 @@ _context = multiprocessing.get_context("forkserver")
 def warm_writers() -> Iterator[None]:
     """Let writers be forked."""
     _context.set_forkserver_preload([checkpoint_writer.__name__])
-    with patch.object(subprocess, "Popen", ForkedWriter):
+    stand_in = SimpleNamespace(**{**vars(subprocess), "Popen": ForkedWriter})
+    with patch.object(checkpoint_writer, "subprocess", stand_in):
         yield
 
 
