@@ -3,11 +3,9 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -167,18 +165,11 @@ def test_checkpoints_have_moments_without_scales(run: Run, tmp_path: Path, form:
     assert_same_moments(own, fp32, 1e-6)
 
 
-def train_and_write_without_the_package(command_line: str) -> Any:
-    """Job: a run whose process that writes checkpoints does not find the emulated package."""
-    folders = [each for each in sys.path if "transformer_engine" not in each]
-    with patch.object(sys, "path", folders):
-        return train_with_late_copies(command_line)
-
-
 def test_a_save_during_the_next_step_is_that_of_a_blocking_save(run: Run, tmp_path: Path) -> None:
     line = f"{MIXED} --save-interval 2 --exit-interval 3"
     expected = run(f"{line} --save {tmp_path / 'blocking'}")[0]
     late = f"{line} --async-save --save {tmp_path / 'late'}"
-    record, num_waited = run(late, job=train_and_write_without_the_package)
+    record, num_waited = run(late, job=train_with_late_copies)
     assert record.losses == expected.losses and num_waited == 1
     found, wanted = (read(tmp_path / each, 2) for each in ("late", "blocking"))
     assert found.keys() == wanted.keys()
