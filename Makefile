@@ -25,6 +25,9 @@ ARGS ?=
 WITH_RELEASE = $(if $(MEGATRON),variables=$$($(VENV)/bin/python -m tests.support.megatron_release $(MEGATRON)) && eval "$$variables" &&)
 PYTEST = $(WITH_RELEASE) $(VENV)/bin/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
+# Tests start Python by the dozen with sources that pip has not compiled: other releases, and these.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: pretrain lint test test-all test-oldest test-newest gpu-check docs clean
 .DELETE_ON_ERROR:
 
