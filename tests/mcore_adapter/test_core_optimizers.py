@@ -4,12 +4,13 @@
 import gc
 from collections.abc import Callable
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig, get_megatron_optimizer
 
 from megatron.fsdp.dtensor.tensor_part import full_tensor
 from megatron.mcore_adapter import FullyShardedDataParallel, core_optimizers
@@ -156,3 +157,10 @@ def hook_of_a_model_that_is_gone() -> tuple[bool, bool]:
 
 def test_a_model_that_is_gone_is_not_followed() -> None:
     assert run_ranks(1, hook_of_a_model_that_is_gone) == [(False, True)]
+
+
+def test_checkpoints_take_any_number_of_optimizers_in_a_chain() -> None:
+    parts: list[Any] = [SimpleNamespace(config=None, optimizer=None)] * 2
+    for number in range(3):
+        with core_optimizers.unscaled_moments(ChainedOptimizer(parts[:number])):
+            pass
