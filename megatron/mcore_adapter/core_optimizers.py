@@ -310,7 +310,11 @@ class _FusedAdamOnShards(torch.optim.Optimizer):
     def _initialize_state(self, param: nn.Parameter, state_name: str, **settings: Any) -> None:
         super()._initialize_state(param, state_name, **settings)  # type: ignore[misc]
         slots = self.state[param]  # it has made a DTensor of equal shards
-        slots[state_name] = sharded_param_of(param).over(local_tensor(slots[state_name]))
+        moment: Any = local_tensor(slots[state_name])
+        if hasattr(moment, "_quantizer"):  # without the transposed copy that GEMMs of Hopper need
+            moment._quantizer.set_usage(columnwise=False)
+            moment.update_usage(columnwise_usage=False)
+        slots[state_name] = sharded_param_of(param).over(moment)
 
     def _apply_scale(
         self, name: str, unscaled: torch.Tensor, scaled: torch.Tensor, scale: torch.Tensor

@@ -130,6 +130,17 @@ def test_a_shard_without_gradients_keeps_its_weights(run: Run) -> None:
         assert all(run(flags, job=weights_without_gradients))
 
 
+def quantizers(command_line: str) -> list[tuple[bool, bool]]:
+    """Job: whether each moment in fp8 is kept for rows, and for columns, of matrix products."""
+    inner = training_runs.build(command_line).optimizer.optimizer
+    kept = [local_tensor(slots[name]) for slots in inner.state.values() for name in MOMENTS]
+    return [(each._quantizer.rowwise_usage, each._quantizer.columnwise_usage) for each in kept]
+
+
+def test_moments_have_no_transposed_copy_on_hopper(run: Run) -> None:
+    assert set(run(moments("fp8", "fp8"), job=quantizers)) == {(True, False)}
+
+
 def loaded(command_line: str) -> State:
     """Job: the state of a run after its load, without scales."""
     made = training_runs.build(command_line)
