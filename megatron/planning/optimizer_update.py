@@ -67,7 +67,8 @@ class PlannedUpdate:
     Attributes:
         seconds: of the update; the device and the host work at once.
         state_bytes: of optimizer state on the device.
-        passing_bytes: on the device while matrices are updated by their owners.
+        passing_bytes: on the device during the update: of owners of matrices, or fp32 copies of
+            moments.
         host: what is on the host.
         owners: the owners of matrices, first those of experts.
     """
@@ -117,7 +118,9 @@ def plan_update(args: argparse.Namespace, machine: Cluster, model: ShardedModule
     return PlannedUpdate(
         seconds=max(on_device, on_host),
         state_bytes=state_bytes,
-        passing_bytes=max((each.round_bytes for each in owners), default=0),
+        passing_bytes=max(
+            (each.round_bytes for each in owners), default=num_updated * _copied_bytes(args)
+        ),
         host=HostUse(num_bytes, num_elements, update_seconds=on_host),
         owners=owners,
     )
@@ -128,6 +131,16 @@ def _state_bytes(args: argparse.Namespace, main: torch.dtype) -> int:
     if args.use_precision_aware_optimizer:
         return int(args.exp_avg_dtype.itemsize + args.exp_avg_sq_dtype.itemsize)
     return main.itemsize if args.optimizer == "sgd" else 2 * main.itemsize
+
+
+def _copied_bytes(args: argparse.Namespace) -> int:
+    """Return the bytes of fp32 copies of a weight's moments while FusedAdam updates them."""
+    if not args.use_precision_aware_optimizer:
+        return 0
+    dtypes = args.exp_avg_dtype, args.exp_avg_sq_dtype
+    if dtypes == (torch.bfloat16, torch.bfloat16):
+        return 0  # its kernel reads these
+    return sum(torch.float32.itemsize for each in dtypes if each != torch.float32)
 
 
 def matrices_of(model: ShardedModule) -> list[ShardedParam]:

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from megatron.planning.gpt_simulation import simulate_stage
@@ -98,3 +99,25 @@ def test_codes_are_simulated_with_their_own_bytes() -> None:
     assert [part / saved[1] for part in saved] == pytest.approx([31 / 32, 1.0, 23 / 16], rel=1e-3)
     assert plain[0] / 2 < found[1][0] < plain[0]
     assert all(peak <= plain[1] and seconds <= plain[2] for _, peak, seconds in found)
+
+
+def bytes_of_moments(line: str, pairs: list[tuple[torch.dtype, ...]]) -> list[tuple[int, int]]:
+    """Return the bytes of optimizer state, and those that exist during the update alone."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    args = arguments_on(line.split(), 2)
+    found = []
+    for pair in pairs:
+        moments = dict(zip(("exp_avg_dtype", "exp_avg_sq_dtype"), pair))
+        aware = argparse.Namespace(**vars(args) | moments | {"use_precision_aware_optimizer": True})
+        update = simulate_stage(aware, MACHINES["h100"], max_microbatches=None).update
+        found.append((update.state_bytes, update.passing_bytes))
+    return found
+
+
+def test_moments_of_few_bits_are_updated_as_copies_in_fp32() -> None:
+    bf16, fp8, fp32 = torch.bfloat16, torch.uint8, torch.float32
+    pairs = [(bf16, bf16), (fp32, fp8)]
+    found = run_ranks(1, bytes_of_moments, f"{SMALL} {FSDP} --bf16", pairs)[0]
+    whole = found[0][0] / 4
+    assert [(state / whole, passing / whole) for state, passing in found] == [(4, 0), (5, 4)]
