@@ -338,16 +338,16 @@ def unscaled_moments(optimizer: MegatronOptimizer | None, is_load: bool = False)
     In the end, ``is_load`` takes values that were read into the copies.
     """
     scaled = []
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        inner: Any = getattr(part, "optimizer", None)
-        dtypes = inner.name_to_dtype_map if isinstance(inner, _FusedAdamOnShards) else {}
-        names = [name for name, dtype in dtypes.items() if dtype in (torch.float16, torch.uint8)]
-        for parameter, slots in inner.state.items() if names else ():
-            for name in slots.keys() & names:
-                scaled.append((inner, parameter, slots, name, slots[name]))
-                unscaled = inner.get_unscaled_state(parameter, name)
-                slots[name] = sharded_param_of(parameter).over(unscaled)
     try:
+        for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+            inner: Any = getattr(part, "optimizer", None)
+            dtypes = inner.name_to_dtype_map if isinstance(inner, _FusedAdamOnShards) else {}
+            names = [each for each in dtypes if dtypes[each] in (torch.float16, torch.uint8)]
+            for parameter, slots in inner.state.items() if names else ():
+                for name in slots.keys() & names:
+                    unscaled = inner.get_unscaled_state(parameter, name)  # memory may run out
+                    scaled.append((inner, parameter, slots, name, slots[name]))
+                    slots[name] = sharded_param_of(parameter).over(unscaled)
         yield
     finally:
         for inner, parameter, slots, name, moment in scaled:

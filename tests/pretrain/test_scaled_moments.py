@@ -10,8 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.fsdp.engine.collectives import agree
 from megatron.fsdp.engine.tensor_parallel import local_tensor
 from megatron.mcore_adapter.core_optimizers import unscaled_moments
+from megatron.pretrain.checkpoints import checkpointing
+from megatron.pretrain.errors import RunError
+from megatron.pretrain.run_state import Progress
 from tests.pretrain.test_copies_during_a_step import train_with_late_copies
 from tests.pretrain.test_precision_aware import AWARE, FSDP, train_with_ddp
 from tests.support import transformer_engine_on_cpu
@@ -186,3 +190,27 @@ def test_a_save_during_the_next_step_is_that_of_a_blocking_save(run: Run, tmp_pa
     assert found.keys() == wanted.keys()
     for key, value in wanted.items():
         assert value.isnan().sum() == 0 and torch.equal(found[key], value), key
+
+
+def collect_without_memory(command_line: str) -> tuple[str, list[str]]:
+    """Job: the error of a save for which one rank has no memory, and the slots that it changed."""
+    made = training_runs.build(command_line)
+    inner = made.optimizer.optimizer
+    before = [dict(slots) for slots in inner.state.values()]
+    results = [inner.get_unscaled_state(parameter, MOMENTS[0]) for parameter in list(inner.state)]
+    if torch.distributed.get_rank() == 1:
+        results[3:] = [torch.OutOfMemoryError("no memory")]
+    with (
+        patch.object(inner, "get_unscaled_state", side_effect=results),
+        pytest.raises(RunError) as caught,
+    ):
+        checkpointing.collect(made.args, made, Progress())
+    changed = []
+    for old, new in zip(before, inner.state.values()):
+        changed += [name for name in old if new[name] is not old[name]]
+    return str(caught.value), agree(changed)
+
+
+def test_a_save_without_memory_for_copies_is_an_error_on_all_ranks(run: Run) -> None:
+    message, changed = run(moments("fp8", "fp32"), job=collect_without_memory)
+    assert "rank 1: OutOfMemoryError: no memory" in message and changed == []

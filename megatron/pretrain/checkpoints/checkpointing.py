@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -101,8 +102,11 @@ def collect(args: argparse.Namespace, parts: TrainedParts, progress: Progress) -
         parts = TrainedParts(parts.model)
     state = run_state(args, progress, parts.scheduler, with_rng=not args.no_save_rng)
     content: dict[str, Any] = {}
-    with unscaled_moments(parts.optimizer):
-        problems = attempt(lambda: content.update(format_for(args).collect(args, state, parts)))
+    with ExitStack() as stack:
+        copies = unscaled_moments(parts.optimizer)
+        problems = attempt(lambda: stack.enter_context(copies)) or attempt(
+            lambda: content.update(format_for(args).collect(args, state, parts))
+        )
     if problems:
         raise _not_written(progress.iteration, problems)
     return content
