@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -137,8 +138,11 @@ def test_a_shard_without_gradients_keeps_its_weights(run: Run) -> None:
 def quantizers(command_line: str) -> list[tuple[bool, bool]]:
     """Job: whether each moment in fp8 is kept for rows, and for columns, of matrix products."""
     inner = training_runs.build(command_line).optimizer.optimizer
-    kept = [local_tensor(slots[name]) for slots in inner.state.values() for name in MOMENTS]
-    return [(each._quantizer.rowwise_usage, each._quantizer.columnwise_usage) for each in kept]
+    usages = []
+    for parameter, name in itertools.product(inner.state, MOMENTS):
+        quantizer = local_tensor(inner.state[parameter][name])._quantizer
+        usages.append((quantizer.rowwise_usage, quantizer.columnwise_usage))
+    return usages
 
 
 def test_moments_have_no_transposed_copy_on_hopper(run: Run) -> None:
