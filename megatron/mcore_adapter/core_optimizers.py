@@ -324,7 +324,7 @@ class _FusedAdamOnShards(torch.optim.Optimizer):
             super()._apply_scale(name, unscaled, scaled, scale)  # type: ignore[misc]
             # It has multiplied zeros by the inverse of their scale, which is infinite.
             codes = getattr(scaled, "_data", scaled)
-            codes.masked_fill_(scale.reciprocal().isinf(), 0)
+            codes.masked_fill_(scale[0].reciprocal().isinf(), 0)
 
     def state_dict(self) -> dict[str, Any]:
         """Return torch's state dict; FusedAdam's has DTensors of equal shards."""
