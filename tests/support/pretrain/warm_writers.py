@@ -31,7 +31,7 @@ def warm_writers() -> Iterator[None]:
 
 
 class ForkedWriter:
-    """What `checkpoint_writer` uses of `subprocess.Popen`, for its own command alone."""
+    """The part of `subprocess.Popen` that `checkpoint_writer` uses, for its own command alone."""
 
     def __init__(
         self,
