@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from tests.support import rank_pool, stand_ins
+from tests.support import costs, rank_pool, stand_ins
 from tests.support.rank_process import OUR_MODULES
 from tests.support.selection import long_files_first, mark_cases
 from tests.support.warm_programs import ROOT, free_port, warm_programs
@@ -29,6 +29,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("filterwarnings", f"error:::{OUR_MODULES}")
     if not config.option.collectonly:
         rank_pool.start_server()
+        costs.count_processes_and_steps()
+        config.pluginmanager.register(costs.CostPlugin(costs.read_table()), "costs")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -135,6 +136,19 @@ def shut_down() -> None:
         _groups.popitem()[1].kill()
 
 
+@dataclass
+class Counts:
+    """Processes that were started for ranks, calls on ranks, and optimizer steps in these."""
+
+    processes: int = 0
+    calls: int = 0
+    steps: int = 0
+
+
+counts = Counts()
+"""Of all groups since this process began."""
+
+
 class RankGroup:
     """The warm ranks of one world size. After `run` has raised, only `kill` may be called."""
 
@@ -177,6 +191,7 @@ class RankGroup:
             target=rank_process.serve, args=(place, there), name=f"rank {rank} of {world_size}"
         )
         process.start()
+        counts.processes += 1
         there.close()  # so that `here` reads end-of-file when the rank dies
         self._connections.append(here)
         self._processes.append(process)
@@ -212,7 +227,9 @@ class RankGroup:
             # A rank that died since the last job refuses; `_collect` finds and reports it.
             with contextlib.suppress(BrokenPipeError):
                 connection.send(job)
+        counts.calls += len(self._connections)
         reports = self._collect(timeout)
+        counts.steps += sum(report.num_steps for report in reports)
         self._fresh_world = _is_worn({report.num_groups for report in reports})
         self.is_spent = max(report.num_threads for report in reports) > MAX_THREADS
         return [pickle.loads(report.result or b"") for report in reports]

@@ -65,12 +65,20 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class RankReport:
-    """Answer of a rank: pickled result or traceback, and its numbers of groups and threads."""
+    """Answer of a rank: pickled result or traceback, and its numbers of groups and threads.
+
+    `num_steps` is how many steps of torch's optimizers the job took.
+    """
 
     result: bytes | None = None
     failure: str | None = None
     num_groups: int = 1
     num_threads: int = 1
+    num_steps: int = 0
+
+
+_num_steps = 0
+"""Steps of torch's optimizers in this process."""
 
 
 def serve(place: RankPlace, connection: Connection) -> None:
@@ -147,12 +155,19 @@ def _receive_jobs(connection: Connection, jobs: "queue.SimpleQueue[Job]") -> Non
 
 def _prepare_torch() -> None:
     import torch
+    from torch.optim.optimizer import register_optimizer_step_post_hook
 
     torch.set_num_threads(1)
     _share_one_device()
+    register_optimizer_step_post_hook(_count_step)
     gc.collect()
     # What was imported so far stays for good: `gc.collect` between jobs need not walk it
     gc.freeze()
+
+
+def _count_step(*_arguments: object) -> None:
+    global _num_steps
+    _num_steps += 1
 
 
 def _share_one_device() -> None:
@@ -204,6 +219,7 @@ def _join_world(place: RankPlace, number: int) -> None:
 
 def _run_job(job: Job, place: RankPlace, number: int) -> RankReport:
     snapshot = (dict(os.environ), os.getcwd(), list(sys.argv))
+    steps_before = _num_steps
     os.truncate(place.output_file, 0)
     try:
         _reset(place, number, job.fresh_world)
@@ -214,7 +230,10 @@ def _run_job(job: Job, place: RankPlace, number: int) -> RankReport:
             function, args, kwargs = pickle.loads(job.call)
             result = pickle.dumps(_call(function, args, kwargs))
         return RankReport(
-            result=result, num_groups=_count_groups(), num_threads=psutil.Process().num_threads()
+            result=result,
+            num_groups=_count_groups(),
+            num_threads=psutil.Process().num_threads(),
+            num_steps=_num_steps - steps_before,
         )
     except (
         BaseException

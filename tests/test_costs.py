@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Costs of test files are measured, kept in a table, and held to a budget."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.costs import (
+    MARGIN,
+    ROOT,
+    SHARED,
+    FileCost,
+    over_budget,
+    read_table,
+    reference_seconds,
+    table_of,
+    with_figures,
+)
+
+COST = FileCost(cases=3, default_cases=2, seconds=1.5, processor_seconds=2.0, references=40.0)
+
+
+def test_the_table_has_the_files_that_are_here() -> None:
+    assert [file for file in read_table() if not (ROOT / file).is_file()] == []
+
+
+def test_a_table_is_read_as_it_was_written(tmp_path: Path) -> None:
+    rows = {"tests/test_a.py": vars(COST), "tests/fsdp/test_b.py": {**vars(COST), "references": 7}}
+    path = tmp_path / "costs.md"
+    path.write_text(table_of({"date": "2026-11-28", "seconds": 60.0, "files": rows}))
+    assert read_table(path) == {"tests/test_a.py": 40.0, "tests/fsdp/test_b.py": 7.0}
+
+
+@pytest.mark.parametrize("in_table", [None, 40.0])
+def test_a_file_over_its_budget_is_told(in_table: float | None) -> None:
+    budget = MARGIN * (in_table or 0.0) + SHARED
+    assert over_budget("tests/test_a.py", budget, in_table) is None
+    problem = over_budget("tests/test_a.py", budget + 1, in_table)
+    assert problem is not None and f"its budget is {budget:.0f}" in problem
+
+
+def test_the_reference_costs_processor_time() -> None:
+    assert reference_seconds() > 0.005
+
+
+def test_figures_are_written_with_their_dates() -> None:
+    text = "`make test` takes 9.0 minutes on two idle cores (2026-01-01); "
+    text += "`.ci/run` takes 71.0 minutes on two idle cores (2026-01-01)."
+    written = with_figures(text, {"seconds": 345.0, "date": "2026-11-28"}, 1770.0, "2026-11-29")
+    assert "`make test` takes 5.8 minutes on two idle cores (2026-11-28)" in written
+    assert "`.ci/run` takes 29.5 minutes on two idle cores (2026-11-29)" in written
+    with pytest.raises(ValueError, match="expects one line with '`make test` takes', not 0"):
+        with_figures("", {"seconds": 345.0, "date": "2026-11-28"}, 1770.0, "2026-11-29")
+
+
+def test_the_figures_have_their_place_in_contributing() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    with_figures(text, {"seconds": 1.0, "date": "2026-11-28"}, 1.0, "2026-11-28")
