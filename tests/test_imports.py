@@ -67,6 +67,7 @@ MAY_IMPORT = {
     ),
     "megatron_fsdp": ("megatron_fsdp", "megatron.fsdp", "megatron.huggingface"),
     "tools": OURS[:-1],
+    "tools/transformer_engine_on_cpu": ("tools",),  # for any project
     "examples": OURS[:-2],
     "benchmarks": OURS[:-1],
 }

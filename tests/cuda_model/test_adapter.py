@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import transformer_engine_on_cpu
 from tests.support.cuda_model.adapter_runs import (
     RUNS,
     WITH_ENGINE,
@@ -18,7 +17,7 @@ from tests.support.cuda_model.defects import Defect
 from tests.support.cuda_model.defects_of_streams import DEFECTS
 from tests.support.fsdp.reference import Ranks
 from tests.support.pretrain.training_runs import write_counting_corpus
-from tests.support.transformer_engine_on_cpu.ranks import ranks as ranks_with_engine
+from tests.support.transformer_engine.ranks import ranks as ranks_with_engine
 
 
 @pytest.mark.always("pp2")
@@ -35,7 +34,6 @@ def test_no_use_of_memory_is_out_of_order_under_megatron_cores_schedules(
 def test_no_use_of_memory_is_out_of_order_with_layers_of_transformer_engine(
     name: str, tmp_path: Path
 ) -> None:
-    transformer_engine_on_cpu.require()
     write_counting_corpus()
     run = ranks_with_engine(WITH_ENGINE[name].ranks)
     for reports in run(reports_of_run, name, str(tmp_path)):

@@ -7,13 +7,13 @@ from unittest.mock import patch
 
 import pytest
 
-from tests.support import transformer_engine_on_cpu
 from tests.support.mcore_adapter.fused_training import train_fused
 from tests.support.pretrain.parity import ALLTOALL, LEVELS, Combination
 from tests.support.pretrain.training_runs import build, write_counting_corpus
 from tests.support.rank_pool import run_ranks
-from tests.support.transformer_engine_on_cpu.ranks import ranks
-from tests.support.transformer_engine_on_cpu.training import LAYERS, train
+from tests.support.transformer_engine.ranks import ranks
+from tests.support.transformer_engine.training import LAYERS, train
+from tools import transformer_engine_on_cpu
 
 NUM_LAYERS, NUM_MICROBATCHES, NUM_STEPS = 3, 3, 2
 MODEL = (
@@ -46,7 +46,6 @@ def results(*command_lines: str, fused: bool = False) -> list[Results]:
 @pytest.fixture(scope="module", params=[2])
 def run(request: pytest.FixtureRequest) -> Run:
     """Return a function that trains with each of some flags; it returns a rank's results."""
-    transformer_engine_on_cpu.require()
     write_counting_corpus()
     run_on_ranks = ranks(request.param)
 

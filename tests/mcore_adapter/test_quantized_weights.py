@@ -9,14 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support import transformer_engine_on_cpu
-from tests.support.transformer_engine_on_cpu.core_gpt import make_gpt
-from tests.support.transformer_engine_on_cpu.ranks import RunOnRanks, ranks
+from tests.support.transformer_engine.core_gpt import make_gpt
+from tests.support.transformer_engine.ranks import RunOnRanks, ranks
+from tools import transformer_engine_on_cpu
 
 
 @pytest.fixture(scope="module")
 def engine_ranks() -> RunOnRanks:
-    transformer_engine_on_cpu.require()
     return ranks(2)
 
 

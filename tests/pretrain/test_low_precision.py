@@ -13,12 +13,11 @@ from typing import Any
 
 import pytest
 
-from tests.support import transformer_engine_on_cpu
 from tests.support.mcore_adapter.fused_training import train_fused
 from tests.support.pretrain.training_runs import Record, write_counting_corpus
-from tests.support.transformer_engine_on_cpu.ranks import ranks
-from tests.support.transformer_engine_on_cpu.release_run import losses_on
-from tests.support.transformer_engine_on_cpu.training import FP8, LAYERS, STORED, train
+from tests.support.transformer_engine.ranks import ranks
+from tests.support.transformer_engine.release_run import losses_on
+from tests.support.transformer_engine.training import FP8, LAYERS, STORED, train
 
 FSDP = "--use-megatron-fsdp"
 DDP = "--use-distributed-optimizer"
@@ -34,7 +33,6 @@ Run = Callable[..., Any]
 @pytest.fixture(scope="module", params=[2])
 def run(request: pytest.FixtureRequest) -> Run:
     """Return a function that trains on ranks with Transformer Engine; it returns the records."""
-    transformer_engine_on_cpu.require()
     write_counting_corpus()
     run_on_ranks = ranks(request.param)
 

@@ -20,12 +20,11 @@ from megatron.pretrain.dry_run import memory_plan
 from megatron.pretrain.memory_estimate import estimate_memory
 from megatron.pretrain.model import gpt_optimizer
 from megatron.pretrain.model.gpt_model import build_chunk
-from tests.support import transformer_engine_on_cpu
 from tests.support.pretrain import training_runs
 from tests.support.pretrain.training_runs import Record, State, write_counting_corpus
-from tests.support.transformer_engine_on_cpu.optimizer_bytes import FP8_MOMENTS, bytes_of_run
-from tests.support.transformer_engine_on_cpu.ranks import ranks
-from tests.support.transformer_engine_on_cpu.training import LAYERS, STORED, train
+from tests.support.transformer_engine.optimizer_bytes import FP8_MOMENTS, bytes_of_run
+from tests.support.transformer_engine.ranks import ranks
+from tests.support.transformer_engine.training import LAYERS, STORED, train
 
 FSDP = "--use-megatron-fsdp"
 AWARE = f"{FSDP} --use-precision-aware-optimizer"
@@ -39,7 +38,6 @@ Run = Callable[..., Any]
 @pytest.fixture(scope="module", params=[2])
 def run(request: pytest.FixtureRequest) -> Run:
     """Return a function that runs a job on ranks with Transformer Engine, with command lines."""
-    transformer_engine_on_cpu.require()
     write_counting_corpus()
     run_on_ranks = ranks(request.param)
 

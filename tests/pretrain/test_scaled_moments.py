@@ -20,12 +20,12 @@ from megatron.pretrain.errors import RunError
 from megatron.pretrain.run_state import Progress
 from tests.pretrain.test_copies_during_a_step import train_with_late_copies
 from tests.pretrain.test_precision_aware import AWARE, FSDP, train_with_ddp
-from tests.support import transformer_engine_on_cpu
 from tests.support.pretrain import training_runs
 from tests.support.pretrain.saved_runs import read
 from tests.support.pretrain.training_runs import State, write_counting_corpus
-from tests.support.transformer_engine_on_cpu.ranks import ranks
-from tests.support.transformer_engine_on_cpu.training import LAYERS, train
+from tests.support.transformer_engine.ranks import ranks
+from tests.support.transformer_engine.training import LAYERS, train
+from tools import transformer_engine_on_cpu
 
 DTYPES = {"fp16": torch.float16, "fp8": torch.uint8}
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -38,7 +38,6 @@ Run = Callable[..., Any]
 @pytest.fixture(scope="module")
 def run() -> Run:
     """Return a function that runs a job on two ranks with Transformer Engine."""
-    transformer_engine_on_cpu.require()
     write_counting_corpus()
     run_on_ranks = ranks(2)
 

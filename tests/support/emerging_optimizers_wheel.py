@@ -16,7 +16,7 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from tests.support import wheels
+from tools import wheels
 
 TYPING_OVERRIDE = Path(__file__).parent / "typing_override"
 """Has the module that Python runs when it starts, which adds the name."""

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import wheels
+from tools import wheels
 
 ROOT = Path(__file__).parents[2]
 UNPACKED = ROOT / "build" / "megatron_core"

@@ -17,8 +17,8 @@ from tests.fsdp.quantized.test_transformer_engine_weights import (
     loss_of,
     recipe_of,
 )
-from tests.support import transformer_engine_on_cpu
-from tests.support.transformer_engine_on_cpu.ranks import RunOnRanks
+from tests.support.transformer_engine.ranks import RunOnRanks
+from tools import transformer_engine_on_cpu
 
 NUMEL = WIDTH * WIDTH
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from tests.support import transformer_engine_on_cpu
 from tests.support.examples.blocks import python_of
 from tests.support.fsdp.reference import Ranks
-from tests.support.transformer_engine_on_cpu.ranks import RunOnRanks
+from tests.support.transformer_engine.ranks import RunOnRanks
+from tools import transformer_engine_on_cpu
 
 PAGE = "docs/weights_of_fewer_bits.md"
 

@@ -12,8 +12,8 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 from tests.fsdp.quantized.test_transformer_engine_weights import build, loss_of, recipe_of
-from tests.support import transformer_engine_on_cpu
-from tests.support.transformer_engine_on_cpu.ranks import RunOnRanks
+from tests.support.transformer_engine.ranks import RunOnRanks
+from tools import transformer_engine_on_cpu
 
 
 def shard(recipe_name: str, level: int) -> tuple[Any, Any, Any, dict[str, Tensor]]:

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.fsdp.quantized.test_transformer_engine_weights import WIDTH, recipe_of
-from tests.support import transformer_engine_on_cpu
-from tests.support.transformer_engine_on_cpu.ranks import RunOnRanks
+from tests.support.transformer_engine.ranks import RunOnRanks
+from tools import transformer_engine_on_cpu
 
 RECIPES = ["current", "block", "mxfp8", "nvfp4"]
 SIZE: dict[str, Any] = {"params_dtype": torch.bfloat16, "device": "cpu"}

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.fsdp.quantized.test_transformer_engine_weights import recipe_of
-from tests.support import transformer_engine_on_cpu
-from tests.support.transformer_engine_on_cpu.ranks import RunOnRanks
+from tests.support.transformer_engine.ranks import RunOnRanks
+from tools import transformer_engine_on_cpu
 
 DRAWS_PER_JOB = 4
 WIDTHS = (32, 64, 96, 160)

@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.transformer_engine_on_cpu import use
-from tests.support.transformer_engine_on_cpu.core_gpt import make_gpt
-from tests.support.transformer_engine_on_cpu.ranks import RunOnRanks
+from tests.support.transformer_engine.core_gpt import make_gpt
+from tests.support.transformer_engine.ranks import RunOnRanks
+from tools.transformer_engine_on_cpu import use
 
 ERRORS = {
     "DelayedScaling": 0.15,

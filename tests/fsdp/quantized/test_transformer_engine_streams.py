@@ -20,7 +20,7 @@ from tests.fsdp.quantized.test_transformer_engine_weights import (
 from tests.support.cuda_model.defects import Defect
 from tests.support.cuda_model.defects_of_streams import GROUP, LAUNCH, SIDE, STARTS, defect
 from tests.support.cuda_model.machine import cuda_model
-from tests.support.transformer_engine_on_cpu.ranks import RunOnRanks
+from tests.support.transformer_engine.ranks import RunOnRanks
 
 
 def trained(recipe_name: str, level: int, variant: str) -> list[torch.Tensor]:

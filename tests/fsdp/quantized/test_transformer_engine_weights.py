@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.support import transformer_engine_on_cpu
 from tests.support.fsdp.wrong_calls import message_of
-from tests.support.transformer_engine_on_cpu.ranks import RunOnRanks
+from tests.support.transformer_engine.ranks import RunOnRanks
+from tools import transformer_engine_on_cpu
 
 WIDTH, INNER = 128, 256
 RECIPES = ["delayed", "current", "block", "mxfp8", "nvfp4"]

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 
 from megatron.checkpoint.dcp.stored_checkpoint import StoredCheckpoint
-from tests.support import transformer_engine_on_cpu
 from tests.support.checkpoint.command_runs import run_json
-from tests.support.transformer_engine_on_cpu.core_gpt import make_gpt
-from tests.support.transformer_engine_on_cpu.ranks import RunOnRanks, ranks
+from tests.support.transformer_engine.core_gpt import make_gpt
+from tests.support.transformer_engine.ranks import RunOnRanks, ranks
+from tools import transformer_engine_on_cpu
 
 pytestmark = pytest.mark.exhaustive
 
@@ -26,7 +26,6 @@ LAYERS = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear
 
 @pytest.fixture(scope="module")
 def engine_ranks() -> RunOnRanks:
-    transformer_engine_on_cpu.require()
     return ranks(2)
 
 

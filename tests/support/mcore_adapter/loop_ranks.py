@@ -29,7 +29,7 @@ from unittest.mock import patch
 
 import typing_extensions
 
-from tests.support import transformer_engine_on_cpu
+from tools import transformer_engine_on_cpu
 
 WORDS = sys.argv[4:]
 WITH_ENGINE, ON_MODEL = "with-engine" in WORDS, "on-model" in WORDS
@@ -41,7 +41,7 @@ from megatron.mcore_adapter import FullyShardedDataParallel  # noqa: E402
 from tests.support.cuda_model.core_graphs import core_graphs  # noqa: E402
 from tests.support.cuda_model.defects_of_streams import DEFECTS  # noqa: E402
 from tests.support.cuda_model.machine import cuda_model  # noqa: E402
-from tests.support.transformer_engine_on_cpu.collectives import join_no_collectives  # noqa: E402
+from tests.support.transformer_engine.collectives import join_no_collectives  # noqa: E402
 from tests.support.warm_programs import free_port  # noqa: E402
 
 build, run_path = FullyShardedDataParallel.__init__, runpy.run_path

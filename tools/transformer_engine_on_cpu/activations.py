@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Activations, gated ones, and their gradients, with the result quantized where it is wanted."""
+"""Activations, gated ones, and their gradients, with the result quantized where it is wanted.
+
+They are computed in float32 and cast to the dtype of their input, whose shape they keep; gated ones
+return half of the columns.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from tests.support.transformer_engine_on_cpu.quantization import bgrad_quantize, quantize
+from tools.transformer_engine_on_cpu.quantization import bgrad_quantize, quantize
 
 Function = Callable[[torch.Tensor], torch.Tensor]
 Kernel = Callable[..., Any]
@@ -39,13 +43,19 @@ GATED: dict[str, Function] = {
 
 
 def derivative(function: Function, at: torch.Tensor) -> torch.Tensor:
-    """Return the derivative of a function of single values."""
+    """Return the derivative of a function of single values at these, float32 in their shape."""
     x = at.detach().float()
     return gradient(function, x, torch.ones_like(x))
 
 
 def gradient(function: Function, x: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-    """Return the gradient of the function's input, from that of its output."""
+    """Return the gradient of the function's input, float32, from that of its output.
+
+    Args:
+        function: differentiable function of a tensor.
+        x: its input, of any floating dtype.
+        grad: gradient of its output, in the output's shape.
+    """
     with torch.enable_grad():
         x = x.detach().float().requires_grad_()
         (result,) = torch.autograd.grad(function(x), x, grad.detach().float())
@@ -53,7 +63,7 @@ def gradient(function: Function, x: torch.Tensor, grad: torch.Tensor) -> torch.T
 
 
 def gated(function: Function) -> Function:
-    """Return the function of a row whose halves are the gate's and the linear one's."""
+    """Return the function of rows whose left half goes through `function` and scales the other."""
 
     def of_row(row: torch.Tensor) -> torch.Tensor:
         first, second = row.chunk(2, dim=-1)

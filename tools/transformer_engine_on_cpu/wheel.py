@@ -3,8 +3,8 @@
 
 `transformer-engine` is Python alone: tensor classes, quantizers, recipes and modules. The compiled
 kernels are in other wheels, which need CUDA to be built. pip downloads it from the index that it
-is configured for, and it is unpacked into `build/transformer_engine`. Nothing goes into the
-environment: Megatron-Core and transformers would find it there and use it.
+is configured for, and it is unpacked into `build/transformer_engine` of this repository. Nothing
+goes into the environment: Megatron-Core and transformers would find it there and use it.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ import functools
 from importlib.util import find_spec
 from pathlib import Path
 
-import pytest
-
-from tests.support import wheels
-from tests.support.megatron_release import ROOT
+from tools import wheels
 
 RELEASE = "2.20.2"
-UNPACKED = ROOT / "build" / "transformer_engine"
+"""Release whose kernels are emulated."""
+
+UNPACKED = Path(__file__).parents[2] / "build" / "transformer_engine"
 NEEDED = ("pydantic", "einops")
 """Packages that its modules import. Others that they name are replaced in `loading`."""
 
 
 @functools.cache  # a failed download takes a while
 def obstacle() -> str | None:
-    """Return the reason for which Transformer Engine cannot run here, or None."""
-    if find_spec("transformer_engine"):
+    """Return the reason for which Transformer Engine cannot run here, or None if it can."""
+    installed = find_spec("transformer_engine")
+    if installed and not str(installed.origin).startswith(str(UNPACKED)):  # it is after `use`
         return "Transformer Engine is installed: its kernels are only emulated where it is not"
     missing = [name for name in NEEDED if not find_spec(name)]
     if missing:
@@ -37,13 +37,6 @@ def obstacle() -> str | None:
     except wheels.DownloadError as error:
         return str(error)
     return None
-
-
-def require() -> None:
-    """Skip the test, with the reason, where Transformer Engine cannot run."""
-    reason = obstacle()
-    if reason is not None:
-        pytest.skip(reason)
 
 
 def unpack() -> Path:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs with Transformer Engine's layers on another release of Megatron-Core, in its own process.
 
-    python -m tests.support.transformer_engine_on_cpu.release_run RANKS RESULT LINE...
+    python -m tests.support.transformer_engine.release_run RANKS RESULT LINE...
 
 writes the first rank's losses.
 """
@@ -15,8 +15,7 @@ import sys
 from pathlib import Path
 
 from tests.support import megatron_release
-from tests.support.transformer_engine_on_cpu.ranks import ranks
-from tests.support.transformer_engine_on_cpu.wheel import require
+from tests.support.transformer_engine.ranks import ranks, require
 
 TIMEOUT = 600.0
 
@@ -46,7 +45,7 @@ def main(num_ranks: str, result: str, *command_lines: str) -> None:
     import megatron.core
 
     from tests.support.pretrain.training_runs import write_counting_corpus
-    from tests.support.transformer_engine_on_cpu.training import LAYERS, train
+    from tests.support.transformer_engine.training import LAYERS, train
 
     write_counting_corpus()
     records = ranks(int(num_ranks))(train, *(f"{LAYERS} {line}" for line in command_lines))[0]

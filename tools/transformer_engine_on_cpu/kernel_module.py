@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from tests.support.transformer_engine_on_cpu import (
+from tools.transformer_engine_on_cpu import (
     activations,
     attention,
     matrix_products,

@@ -50,6 +50,7 @@ class Device(metaclass=DeviceMeta):
     """The constructor of devices."""
 
     def __new__(cls, *args: Any, **settings: Any) -> Any:
+        """Return a device as torch does, and the CPU in place of a CUDA device."""
         if on_cpu(args[0] if args else settings.get("type")) == torch.device("cpu"):
             return torch.device("cpu")
         return torch.device(*args, **settings)

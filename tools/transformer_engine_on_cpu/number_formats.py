@@ -30,19 +30,26 @@ def largest(dtype: torch.dtype) -> float:
 
 
 def to_float8(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Round float32 values to FP8, too large ones to the largest, and return the bytes."""
+    """Round float32 values of any shape to FP8, ties to even, and return the bytes as uint8.
+
+    Values that are too large for the type become its largest one.
+    """
     # torch turns what is too large into NaN
     limit = largest(dtype)
     return values.clamp(-limit, limit).to(dtype).view(torch.uint8)
 
 
 def from_float8(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the float32 values of FP8 bytes."""
+    """Return the float32 values of FP8 bytes, which have the dtype uint8, in the same shape."""
     return data.view(dtype).float()
 
 
 def to_e8m0(values: torch.Tensor) -> torch.Tensor:
-    """Round positive float32 values up to powers of two, and return the biased exponents."""
+    """Round positive float32 values up to powers of two, and return their exponents.
+
+    Returns:
+        The exponents plus 127 as uint8, in the same shape; 254 for infinity, 255 for NaN.
+    """
     bits = values.contiguous().view(torch.int32)
     exponent, mantissa = bits >> 23, bits & 0x7FFFFF
     # The smallest power, 2**-127, is denormal in float32: its mantissa is 0x400000.
@@ -54,27 +61,37 @@ def to_e8m0(values: torch.Tensor) -> torch.Tensor:
 
 
 def from_e8m0(exponents: torch.Tensor) -> torch.Tensor:
-    """Return the float32 powers of two that biased exponents stand for."""
+    """Return the float32 powers of two that biased exponents, uint8, stand for."""
     return _power_of_two(exponents.int() - 127)
 
 
 def inverse_of_e8m0(exponents: torch.Tensor) -> torch.Tensor:
-    """Return the float32 factors by which values are multiplied before they are cast."""
+    """Return the float32 factors by which values are multiplied before they are cast.
+
+    Args:
+        exponents: biased exponents as uint8. 0 stands for a block of zeros, whose factor is 1.
+    """
     factor = _power_of_two(127 - exponents.int())
-    return torch.where(exponents == 0, 1.0, factor)  # a block of zeros
+    return torch.where(exponents == 0, 1.0, factor)
 
 
 def _power_of_two(exponent: torch.Tensor) -> torch.Tensor:
     # In two factors: the smallest powers are denormal, the largest ones leave float32 otherwise.
     half = exponent // 2
-    one = torch.ones((), dtype=torch.float32)
-    return torch.ldexp(one, half) * torch.ldexp(one, exponent - half)
+    ones = torch.ones_like(exponent, dtype=torch.float32)
+    return torch.ldexp(ones, half) * torch.ldexp(ones, exponent - half)
 
 
 def to_float4(values: torch.Tensor, stochastic: bool = False) -> torch.Tensor:
     """Round float32 values to FP4, ties to even, and return the bytes of pairs of columns.
 
-    A `stochastic` rounding goes to either neighbor, the nearer one with the higher probability.
+    Args:
+        values: shape (..., columns), with an even number of columns.
+        stochastic: round to either neighbor, to the nearer one with the higher probability, by
+            the random numbers of torch.
+
+    Returns:
+        uint8 of shape (..., columns / 2). Values larger than 6 become 6.
     """
     size = values.abs().clamp(max=FP4_LARGEST)
     if stochastic:
@@ -91,7 +108,7 @@ def to_float4(values: torch.Tensor, stochastic: bool = False) -> torch.Tensor:
 
 
 def from_float4(data: torch.Tensor) -> torch.Tensor:
-    """Return the float32 values of FP4 bytes: twice as many columns."""
+    """Return the float32 values of FP4 bytes, uint8: twice as many columns."""
     codes = torch.stack((data & 0xF, data >> 4), dim=-1).flatten(-2).long()
     size = torch.tensor(FP4_VALUES)[codes & 7]
     return torch.where(codes >= 8, -size, size)

@@ -2,7 +2,7 @@
 """Import of Transformer Engine into this process, with its kernels emulated.
 
 The import cannot be taken back, and Megatron-Core and transformers look for the package: call
-`use` in processes that nobody else's tests run in.
+`use` before they are imported, and in a process of its own where others are to do without it.
 """
 
 from __future__ import annotations
@@ -19,12 +19,15 @@ from typing import Any
 
 import torch
 
-from tests.support.transformer_engine_on_cpu import kernel_module
-from tests.support.transformer_engine_on_cpu.torch_on_cpu import TorchOnCpu
-from tests.support.transformer_engine_on_cpu.wheel import unpack
+from tools.transformer_engine_on_cpu import kernel_module
+from tools.transformer_engine_on_cpu.torch_on_cpu import TorchOnCpu
+from tools.transformer_engine_on_cpu.wheel import unpack
 
 HOPPER = (9, 0)
+"""Compute capability of an H100: FP8 with delayed, current and blockwise scaling."""
+
 BLACKWELL = (10, 0)
+"""Compute capability of a B200: MXFP8 and NVFP4 besides."""
 
 ENVIRONMENT = {
     "NVTE_PROJECT_BUILDING": "1",  # loads no CUDA libraries
@@ -44,15 +47,19 @@ _loaded: list[tuple[int, int]] = []
 def use(capability: tuple[int, int] | None = None) -> types.ModuleType:
     """Import `transformer_engine.pytorch` for an emulated device, and return it.
 
-    The capability decides what tensors there are: with `HOPPER`, FP8 weights have a transposed
-    copy, and MXFP8 and NVFP4 are refused. Without one it is `BLACKWELL`, or that of an earlier
-    call.
+    Further calls return the same module. They cost nothing, and restore the environment variables
+    and the entry of `sys.path` where something has taken them away.
+
+    Args:
+        capability: compute capability of the device, which decides what tensors there are: with
+            `HOPPER`, FP8 weights have a transposed copy, and MXFP8 and NVFP4 are refused. None
+            stands for that of an earlier call, or `BLACKWELL`.
 
     Raises:
         RuntimeError: it is there already, for another capability.
+        tools.wheels.DownloadError: pip cannot download the wheel.
     """
-    # Each time: ranks put both back after a job. Last, as what the folder has besides is nobody's
-    # first choice.
+    # Last, as what the folder has besides is nobody's first choice.
     os.environ.update(ENVIRONMENT)
     folder = str(unpack())
     if folder not in sys.path:
@@ -80,8 +87,8 @@ def _load(capability: tuple[int, int]) -> None:
             elif name in REPLACED:
                 setattr(module, name, REPLACED[name])
     for function in _constructors_on_cuda():
-        defaults = ("cpu" if default == "cuda" else default for default in function.__defaults__)
-        function.__defaults__ = tuple(defaults)
+        defaults = function.__defaults__ or ()
+        function.__defaults__ = tuple("cpu" if value == "cuda" else value for value in defaults)
     for function in _ask_for_the_device():
         code = function.__code__
         function.__code__ = code.replace(
@@ -138,9 +145,13 @@ def _modules() -> list[types.ModuleType]:
 
 
 class Placeholder(types.ModuleType):
-    """A module that has every name; each is a placeholder, which may be called and indexed."""
+    """A module that has every name; each is a placeholder, which may be indexed.
+
+    While the package is imported it may be called too: decorators make kernels of functions.
+    """
 
     __version__ = "0"
+    may_be_called = False
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -148,6 +159,9 @@ class Placeholder(types.ModuleType):
         return Placeholder(name)
 
     def __call__(self, *args: object, **settings: object) -> Any:
+        """Return another placeholder during the import; raise NotImplementedError after it."""
+        if not Placeholder.may_be_called:
+            raise NotImplementedError("kernels in triton and the export to ONNX are not emulated")
         return Placeholder("result")
 
     def __getitem__(self, key: object) -> Any:
@@ -163,9 +177,11 @@ def _placeholders() -> Iterator[None]:
     kept = {name: sys.modules.get(name) for name in NOT_NEEDED}
     for name in NOT_NEEDED:
         sys.modules[name] = Placeholder(name)
+    Placeholder.may_be_called = True
     try:
         yield
     finally:
+        Placeholder.may_be_called = False
         for name, module in kept.items():
             del sys.modules[name]
             if module is not None:
@@ -185,7 +201,7 @@ def _without_compiled_libraries() -> Iterator[None]:
 
         def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
             if name == "transformer_engine.pytorch":
-                common = sys.modules["transformer_engine.common"]
+                common: Any = sys.modules["transformer_engine.common"]
                 common.load_framework_extension = lambda framework: None
 
     finder: Any = Finder()

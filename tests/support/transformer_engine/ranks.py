@@ -16,8 +16,10 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 from tests.support import rank_pool
-from tests.support.transformer_engine_on_cpu.loading import BLACKWELL, use
+from tools.transformer_engine_on_cpu import BLACKWELL, obstacle, use
 
 RunOnRanks = Callable[..., list[Any]]
 TIMEOUT = 120.0
@@ -29,8 +31,10 @@ def ranks(
     """Return a function that calls another one on each rank of a gloo world.
 
     It returns the results in rank order. The first call for a world size and capability starts the
-    ranks, and so does the first one after a failure, which ends them.
+    ranks, and so does the first one after a failure, which ends them. Where Transformer Engine
+    cannot run, the test is skipped with the reason.
     """
+    require()
 
     def run(function: Callable[..., Any], *args: Any, **settings: Any) -> list[Any]:
         # Twice: the modules of a function and of its arguments are imported after the package.
@@ -39,6 +43,13 @@ def ranks(
         return rank_pool.run_call(call, (world_size, capability), timeout)
 
     return run
+
+
+def require() -> None:
+    """Skip the test, with the reason, where Transformer Engine cannot run."""
+    reason = obstacle()
+    if reason is not None:
+        pytest.skip(reason)
 
 
 def _call(capability: tuple[int, int], call: bytes) -> Any:

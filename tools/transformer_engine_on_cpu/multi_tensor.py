@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kernels on lists of tensors: scales, norms, Adam, and the history of delayed scaling.
 
-Each takes the size of its chunks, a flag that says whether values overflowed, and the lists.
+Each takes the size of its chunks, a flag (int32, one element) that is set where values overflowed,
+and the lists, whose tensors at one index belong together. Sums and updates are float32.
 """
 
 from __future__ import annotations
@@ -11,17 +12,17 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tests.support.transformer_engine_on_cpu.block_scales import (
+from tools.transformer_engine_on_cpu.block_scales import (
     FLOAT32_LARGEST,
     quotient,
     scale_of,
 )
-from tests.support.transformer_engine_on_cpu.number_formats import (
+from tools.transformer_engine_on_cpu.number_formats import (
     TORCH_DTYPES,
     largest,
     to_float8,
 )
-from tests.support.transformer_engine_on_cpu.quantization import mx_exponents
+from tools.transformer_engine_on_cpu.quantization import mx_exponents
 
 Lists = Sequence[Sequence[torch.Tensor]]
 

@@ -4,6 +4,10 @@
 A part is a range of the flattened matrix. First each rank writes the largest values of the blocks
 that its part touches (0 for others), then the largest of all ranks are found, then each casts its
 part with the scales that follow from them.
+
+Functions have the arguments of the compiled ones of the same names: `start` is the index of a
+part's first value in the matrix of `rows` times `columns`. Parts have any floating dtype, largest
+values are float32, and what is written is uint8.
 """
 
 from __future__ import annotations
@@ -12,15 +16,15 @@ from collections.abc import Sequence
 
 import torch
 
-from tests.support.transformer_engine_on_cpu import nvfp4
-from tests.support.transformer_engine_on_cpu.block_scales import amax_of_blocks, put, spread
-from tests.support.transformer_engine_on_cpu.number_formats import (
+from tools.transformer_engine_on_cpu import nvfp4
+from tools.transformer_engine_on_cpu.block_scales import amax_of_blocks, put, spread
+from tools.transformer_engine_on_cpu.number_formats import (
     TORCH_DTYPES,
     inverse_of_e8m0,
     to_float4,
     to_float8,
 )
-from tests.support.transformer_engine_on_cpu.quantization import MX_LEN
+from tools.transformer_engine_on_cpu.quantization import MX_LEN
 
 FP8 = torch.float8_e4m3fn
 

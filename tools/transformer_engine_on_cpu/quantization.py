@@ -2,7 +2,8 @@
 """Kernels that fill quantized tensors from plain ones, and read them.
 
 The quantizers of Transformer Engine say which tensors a quantized one consists of. A kernel works
-on a matrix: all dimensions but the last one are its rows.
+on a matrix: all dimensions but the last one are its rows. Functions that the package calls have the
+arguments of the compiled ones of the same names.
 """
 
 from __future__ import annotations
@@ -13,14 +14,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.support.transformer_engine_on_cpu import nvfp4
-from tests.support.transformer_engine_on_cpu.block_scales import (
+from tools.transformer_engine_on_cpu import nvfp4
+from tools.transformer_engine_on_cpu.block_scales import (
     amax_of_blocks,
     put,
     scale_of,
     spread,
 )
-from tests.support.transformer_engine_on_cpu.number_formats import (
+from tools.transformer_engine_on_cpu.number_formats import (
     TORCH_DTYPES,
     from_e8m0,
     from_float8,
@@ -37,7 +38,7 @@ MX_LEN = 32
 
 
 def as_matrix(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a plain tensor as a float32 matrix."""
+    """Return a plain tensor of any shape and dtype as a float32 matrix without a gradient."""
     tensor = tensor.detach()
     return tensor.reshape(-1, tensor.shape[-1] if tensor.dim() else 1).float()
 
@@ -45,7 +46,14 @@ def as_matrix(tensor: torch.Tensor) -> torch.Tensor:
 def quantize(
     source: torch.Tensor, quantizer: Any, output: Any = None, noop: torch.Tensor | None = None
 ) -> Any:
-    """Quantize a plain tensor into `output`, or into a new tensor, and return that."""
+    """Quantize a plain tensor, and return the quantized one.
+
+    Args:
+        source: values of any shape and floating dtype.
+        quantizer: one of Transformer Engine's, which names the format.
+        output: quantized tensor that is written; None makes a new one.
+        noop: one element; where it is not 0, `output` stays as it is.
+    """
     if output is None:
         output = create_empty_quantized_tensor(quantizer, source.shape, source.dtype)
     elif noop is not None and noop.item() != 0:
@@ -64,7 +72,15 @@ def create_empty_quantized_tensor(
     device: torch.device | None = None,
     pin_memory: bool = False,
 ) -> Any:
-    """Allocate the tensors of a quantized one, on the CPU or on the meta device."""
+    """Allocate the tensors of a quantized one, on the CPU or on the meta device.
+
+    Args:
+        quantizer: one of Transformer Engine's, which names the format.
+        shape: shape of the values.
+        dtype: dtype that the quantized tensor reports.
+        device: the meta device, or any other one, which stands for the CPU.
+        pin_memory: without effect.
+    """
     shape = tuple(shape)
     kind = getattr(device, "type", "cpu")
     tensors = {
@@ -270,8 +286,13 @@ def _fill_of(quantizer: Any) -> Callable[[torch.Tensor, Any, Any], None]:
 def values(tensor: Any, columnwise: bool = False) -> torch.Tensor:
     """Return the float32 matrix that a tensor, quantized or plain, stands for.
 
-    With `columnwise`, that which its columnwise data stands for, as matrix products read it. NVFP4
-    may have rotated the rows of that one; it cancels out in the product of two.
+    Args:
+        tensor: of any shape; all dimensions but the last one are rows of the matrix.
+        columnwise: read the columnwise data, as matrix products do that contract over rows. NVFP4
+            may have rotated the rows of that one; it cancels out in the product of two.
+
+    Raises:
+        RuntimeError: the tensor has no data for that direction.
     """
     if not hasattr(tensor, "_quantizer"):
         return as_matrix(tensor)
@@ -325,7 +346,7 @@ def dequantize(tensor: Any, dtype: int) -> torch.Tensor:
 def split_quantize(
     tensor: torch.Tensor, splits: Sequence[int], quantizers: Sequence[Any], **settings: object
 ) -> list[Any]:
-    """Quantize parts of the first dimension, each with a quantizer of its own."""
+    """Quantize parts of the first dimension, which have `splits` rows, by a quantizer each."""
     return [quantize(part, by) for part, by in zip(tensor.split(list(splits)), quantizers)]
 
 

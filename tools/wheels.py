@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wheels that tests import without installing them: pip downloads each once."""
+"""Wheels that are imported without being installed: pip downloads each once."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def unpack(package: str, release: str, folder: Path, options: str = "") -> Path:
     target = folder / release
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # two test processes may need it at once
+        fcntl.flock(lock, fcntl.LOCK_EX)  # two processes may need it at once
         if not target.is_dir():
             with tempfile.TemporaryDirectory(dir=folder) as place:
                 with zipfile.ZipFile(download(f"{package}=={release}", place, options)) as wheel:

@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LayerNorm and RMSNorm, and their gradients, with the result quantized where it is wanted."""
+"""LayerNorm and RMSNorm, and their gradients, with the result quantized where it is wanted.
+
+Functions have the arguments of the compiled ones of the same names. Rows are normalized in float32;
+means and inverse deviations are float32 with one entry a row, and gradients have the dtypes of
+their tensors.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +12,8 @@ from typing import Any
 
 import torch
 
-from tests.support.transformer_engine_on_cpu.number_formats import TORCH_DTYPES
-from tests.support.transformer_engine_on_cpu.quantization import as_matrix, quantize
+from tools.transformer_engine_on_cpu.number_formats import TORCH_DTYPES
+from tools.transformer_engine_on_cpu.quantization import as_matrix, quantize
 
 
 def layernorm_fwd(

@@ -6,18 +6,36 @@ Where the package has numerics in Python, the kernels agree with them bit by bit
 
 from __future__ import annotations
 
+import contextlib
+import io
+import re
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
-from tests.support.transformer_engine_on_cpu import use, wheel
-from tests.support.transformer_engine_on_cpu.quantization import values
-from tests.support.transformer_engine_on_cpu.ranks import RunOnRanks
-from tests.support.wheels import DownloadError
+from tests.support.transformer_engine.ranks import RunOnRanks, ranks
+from tools import transformer_engine_on_cpu as tool
+from tools.transformer_engine_on_cpu import BLACKWELL, HOPPER, number_formats, use, wheel
+from tools.transformer_engine_on_cpu.__main__ import main
+from tools.transformer_engine_on_cpu.quantization import values
+from tools.wheels import DownloadError
+
+README = Path(tool.__file__).parent / "README.md"
+
+
+@pytest.fixture(scope="module")
+def blackwell() -> RunOnRanks:
+    return ranks(2, BLACKWELL)
+
+
+@pytest.fixture(scope="module")
+def hopper() -> RunOnRanks:
+    return ranks(2, HOPPER)
 
 
 def matrix(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -44,6 +62,36 @@ def test_a_wheel_that_pip_does_not_find_is_an_obstacle(
     assert [*tmp_path.iterdir()] == [tmp_path / "lock"]
 
 
+def printed_by(*words: str) -> str:
+    """Return what the tool prints for a command line, in a process that has the package already."""
+    with (
+        patch.object(sys, "argv", [tool.__name__, *words]),
+        patch.object(sys, "path", [*sys.path]),
+        contextlib.redirect_stdout(io.StringIO()) as printed,
+    ):
+        main()
+    return printed.getvalue()
+
+
+def test_the_program_of_the_readme_trains(blackwell: RunOnRanks, tmp_path: Path) -> None:
+    page = README.read_text()
+    (program,) = re.findall(r'```python title="train.py"\n(.*?)```', page, re.DOTALL)
+    (words,) = re.findall(rf"```bash\npython -m {tool.__name__} train.py (.*)\n```", page)
+    (expected,) = re.findall(r"```text\n(.*?)```", page, re.DOTALL)
+    path = tmp_path / "train.py"
+    path.write_text(program)
+    assert blackwell(printed_by, str(path), *words.split()) == [expected] * 2
+
+
+def test_a_program_that_is_not_there_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["tool", "no_program.py"])
+    with pytest.raises(SystemExit):
+        main()
+    assert capsys.readouterr().err.endswith("error: there is no file no_program.py\n")
+
+
 def what_is_there() -> tuple[bool, ...]:
     use()
     names = ("transformer_engine.pytorch", "triton", "onnxscript", "onnx")
@@ -57,17 +105,63 @@ def test_only_ranks_that_use_it_see_the_package(blackwell: RunOnRanks) -> None:
     assert wheel.RELEASE not in "".join(sys.path) and not find_spec("transformer_engine")
 
 
-def call_what_is_missing() -> str:
+def call_what_is_missing() -> list[str]:
     use()
     import transformer_engine_torch
+    from transformer_engine.common.triton.cross_entropy import cross_entropy_forward_kernel
 
-    with pytest.raises(NotImplementedError) as caught:
+    with pytest.raises(NotImplementedError) as compiled:
         transformer_engine_torch.fused_rope_forward(1, 2)
-    return str(caught.value)
+    with pytest.raises(NotImplementedError) as in_triton:
+        cross_entropy_forward_kernel[(1,)](torch.randn(4, 8))
+    return [str(compiled.value), str(in_triton.value)]
 
 
 def test_a_kernel_that_is_not_emulated_says_so(blackwell: RunOnRanks) -> None:
-    assert blackwell(call_what_is_missing)[0] == "the kernel fused_rope_forward is not emulated"
+    assert blackwell(call_what_is_missing)[0] == [
+        "the kernel fused_rope_forward is not emulated",
+        "kernels in triton and the export to ONNX are not emulated",
+    ]
+
+
+# ---- number formats
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=["e4m3", "e5m2"])
+def test_every_code_of_fp8_is_its_own_value(dtype: torch.dtype) -> None:
+    codes = torch.arange(256, dtype=torch.uint8)
+    values = number_formats.from_float8(codes, dtype)
+    finite = values.isfinite()
+    assert torch.equal(number_formats.to_float8(values[finite], dtype), codes[finite])
+    largest = number_formats.largest(dtype)
+    too_large = torch.tensor([2 * largest, -torch.inf])
+    clamped = number_formats.from_float8(number_formats.to_float8(too_large, dtype), dtype)
+    assert clamped.tolist() == [largest, -largest]
+
+
+def test_every_power_of_two_has_its_exponent_and_others_are_rounded_up() -> None:
+    exponents = torch.arange(255, dtype=torch.uint8)
+    powers = number_formats.from_e8m0(exponents)
+    assert powers.tolist() == [2.0 ** (number - 127) for number in range(255)]
+    assert torch.equal(number_formats.to_e8m0(powers), exponents)
+    above = torch.nextafter(powers, torch.tensor(torch.inf))
+    assert torch.equal(number_formats.to_e8m0(above[:-1]), exponents[1:])
+    assert torch.equal(number_formats.inverse_of_e8m0(exponents[1:]) * powers[1:], torch.ones(254))
+
+
+def test_fp4_rounds_to_the_nearest_value_and_ties_to_even_codes() -> None:
+    table = torch.tensor(number_formats.FP4_VALUES)
+    codes = torch.arange(16, dtype=torch.uint8)
+    both = torch.cat((table, -table))
+    pairs = number_formats.to_float4(both[1:8].repeat_interleave(2))
+    assert torch.equal(pairs, codes[1:8] * 17)  # the same value in both halves of a byte
+    ties = (table[:-1] + table[1:]) / 2
+    rounded = number_formats.from_float4(number_formats.to_float4(torch.cat((ties, -ties))))
+    even = torch.tensor([0.0, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0])
+    assert torch.equal(rounded, torch.cat((even, -even)))
+    data = torch.randint(256, (6, 4), dtype=torch.uint8)
+    swapped = number_formats.from_float4(number_formats.swap_float4(data))
+    assert torch.equal(swapped, number_formats.from_float4(data).T)
 
 
 # ---- numerics that the package has in Python

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from tests.support.transformer_engine_on_cpu.activations import derivative, gelu_of
-from tests.support.transformer_engine_on_cpu.number_formats import TORCH_DTYPES
-from tests.support.transformer_engine_on_cpu.quantization import quantize, values
+from tools.transformer_engine_on_cpu.activations import derivative, gelu_of
+from tools.transformer_engine_on_cpu.number_formats import TORCH_DTYPES
+from tools.transformer_engine_on_cpu.quantization import quantize, values
 
 
 def generic_gemm(
@@ -57,10 +57,11 @@ def generic_gemm(
         else:
             product += bias.float()
     dtype = TORCH_DTYPES[out_dtype] if out_dtype is not None else a.dtype
-    if gelu:
-        before = product.to(dtype) if not grad else gelu_in.reshape(product.shape)
-        product = product * derivative(gelu_of, before) if grad else gelu_of(before.float())
-        gelu_in = gelu_in if grad else before
+    if gelu and grad and gelu_in is not None:
+        product = product * derivative(gelu_of, gelu_in.reshape(product.shape))
+    elif gelu:
+        gelu_in = product.to(dtype)
+        product = gelu_of(gelu_in.float())
     shape = product.shape if transb else (*b.size()[:-1], product.shape[-1])
     if out is not None:
         product = product.reshape(out.shape)

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Softmax with a scale and a mask, and the answer that no fused attention is there."""
+"""Softmax with a scale and a mask, and the answer that no fused attention is there.
+
+Scores have the shape (batch, heads, queries, keys). They are computed in float32, and results have
+the dtype of the input.
+"""
 
 from __future__ import annotations
 

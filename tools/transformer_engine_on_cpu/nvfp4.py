@@ -2,6 +2,9 @@
 """The two scales of NVFP4: one of a tensor in float32, one of 16 values or of a tile in FP8.
 
 value = FP4 value * scale of its block / scale of its tensor
+
+Matrices are float32. FP4 data is uint8 with half as many columns. Scales of blocks are FP8 (E4M3),
+stored as uint8, the scale and the largest value of a tensor float32 with one element.
 """
 
 from __future__ import annotations
@@ -10,13 +13,13 @@ from typing import Any
 
 import torch
 
-from tests.support.transformer_engine_on_cpu.block_scales import (
+from tools.transformer_engine_on_cpu.block_scales import (
     FLOAT32_LARGEST,
     amax_of_blocks,
     quotient,
     spread,
 )
-from tests.support.transformer_engine_on_cpu.number_formats import (
+from tools.transformer_engine_on_cpu.number_formats import (
     FP4_LARGEST,
     from_float4,
     largest,
@@ -52,7 +55,14 @@ def encode(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the FP4 bytes and the scale of every 16 values of a row.
 
-    The scales of `square` tiles are repeated in each of their rows.
+    Args:
+        matrix: float32 of shape (rows, columns).
+        amax: largest absolute value of the tensor.
+        square: scale tiles of 16 times 16 values, whose scales are repeated in each of their rows.
+        stochastic: round at random, see `to_float4`.
+
+    Returns:
+        uint8 of shape (rows, columns / 2), and FP8 of shape (rows, columns / 16).
     """
     tensor_scale = scale_of_tensor(amax)
     block = (1, BLOCK_LEN)

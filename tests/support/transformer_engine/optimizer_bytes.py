@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bytes a parameter of main weights, gradients and moments with the precision-aware optimizer.
 
-    python -m tests.support.transformer_engine_on_cpu.optimizer_bytes
+    python -m tests.support.transformer_engine.optimizer_bytes
 
 Two CPU ranks at level 3, with Transformer Engine's kernels emulated in torch. Prints a table.
 """
@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from itertools import chain
 from typing import Any
 
-from tests.support.transformer_engine_on_cpu.ranks import ranks
+from tests.support.transformer_engine.ranks import ranks
 
 FSDP = "--use-megatron-fsdp"
 AWARE = f"{FSDP} --use-precision-aware-optimizer"
@@ -76,7 +76,7 @@ def measure(command_line: str) -> list[float]:
 def main() -> None:
     # Later: ranks import Transformer Engine before Megatron-Core.
     from tests.support.pretrain.training_runs import write_counting_corpus
-    from tests.support.transformer_engine_on_cpu.training import LAYERS
+    from tests.support.transformer_engine.training import LAYERS
 
     write_counting_corpus()
     print("| flags | main weights | gradients | moments | together |\n|---|---|---|---|---|")

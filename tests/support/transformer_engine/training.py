@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from tests.support.pretrain import training_runs
 from tests.support.pretrain.training_runs import SMALL, Record
-from tests.support.transformer_engine_on_cpu.collectives import join_no_collectives
+from tests.support.transformer_engine.collectives import join_no_collectives
 
 LAYERS = (
     f"{SMALL} --hidden-size 64 --bf16 --transformer-impl transformer_engine --train-iters 4"

@@ -15,7 +15,15 @@ FLOAT32_LARGEST = torch.finfo(torch.float32).max
 
 
 def amax_of_blocks(matrix: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
-    """Return the largest absolute value of each block; blocks at the edges may be smaller."""
+    """Return the largest absolute value of each block.
+
+    Args:
+        matrix: shape (rows, columns), of any dtype.
+        block: rows and columns of a block; those at the edges may be smaller.
+
+    Returns:
+        float32 of shape (rows / block[0], columns / block[1]), rounded up.
+    """
     rows, columns = (math.ceil(size / step) for size, step in zip(matrix.shape, block))
     missing = (0, columns * block[1] - matrix.shape[1], 0, rows * block[0] - matrix.shape[0])
     padded = torch.nn.functional.pad(matrix.float().abs(), missing)
@@ -23,13 +31,19 @@ def amax_of_blocks(matrix: torch.Tensor, block: tuple[int, int]) -> torch.Tensor
 
 
 def spread(scales: torch.Tensor, block: tuple[int, int], shape: tuple[int, ...]) -> torch.Tensor:
-    """Return the scale of every element of a matrix of this shape."""
+    """Return the scale of every element of a matrix.
+
+    Args:
+        scales: one entry for each block.
+        block: rows and columns of a block.
+        shape: rows and columns of the matrix, which is the shape of the result.
+    """
     rows = scales.repeat_interleave(block[0], dim=0)[: shape[0]]
     return rows.repeat_interleave(block[1], dim=1)[:, : shape[1]]
 
 
 def put(scales: torch.Tensor, into: torch.Tensor) -> None:
-    """Write scales into the corner of a buffer whose sides are rounded up; fill it with zeros."""
+    """Write scales into the corner of a matrix whose sides are rounded up, and zeros elsewhere."""
     into.zero_()
     into[: scales.shape[0], : scales.shape[1]].copy_(scales)
 
@@ -42,7 +56,17 @@ def quotient(number: float, by: torch.Tensor) -> torch.Tensor:
 def scale_of(
     amax: torch.Tensor, largest: float, power_of_two: bool = False, epsilon: float = 0.0
 ) -> torch.Tensor:
-    """Return the factors with which values up to `amax` fill the range up to `largest`."""
+    """Return the factors with which values up to `amax` fill the range up to `largest`.
+
+    Args:
+        amax: largest absolute values, in any shape.
+        largest: largest value of the type that values are cast to.
+        power_of_two: round factors down to powers of two.
+        epsilon: smallest value that is taken for `amax`.
+
+    Returns:
+        float32 in the shape of `amax`; 1 where that is 0 or infinite.
+    """
     amax = amax.float().clamp(min=epsilon)
     scale = quotient(largest, amax)
     scale = torch.where(torch.isinf(scale), FLOAT32_LARGEST, scale)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Losses of the training program in FP8 beside bf16, on the data of the README.
 
-    python -m tests.support.transformer_engine_on_cpu.loss_curves [--iterations 100]
+    python -m tests.support.transformer_engine.loss_curves [--iterations 100]
 
 Two CPU ranks, fully sharded, with Transformer Engine's layers and kernels emulated in torch: the
 numbers are those of the formats, the time says nothing. Prints a table.
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 
-from tests.support.transformer_engine_on_cpu.ranks import ranks
+from tests.support.transformer_engine.ranks import ranks
 
 MODEL = (
     "--use-megatron-fsdp --bf16 --transformer-impl transformer_engine --num-layers 2"
