@@ -5,8 +5,7 @@ import os
 import tempfile
 
 if "PYTEST_XDIST_WORKER" not in os.environ:  # workers and ranks inherit it
-    CACHES = tempfile.TemporaryDirectory(prefix="megatron_fsdp_caches_")
-    os.environ["XDG_CACHE_HOME"] = CACHES.name
+    os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="megatron_fsdp_caches_")
 # Read when numpy and torch are loaded, so they come before every other import; ranks inherit them.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault(
@@ -18,15 +17,31 @@ from typing import Any
 
 import pytest
 
-from tests.support import costs, rank_pool, stand_ins
+from tests.support import costs, end_of_run, rank_pool, stand_ins
 from tests.support.rank_process import OUR_MODULES
-from tests.support.selection import long_files_first, mark_cases
+from tests.support.selection import long_files_first, mark_cases, shuffle, what_selects_nothing
 from tests.support.warm_programs import ROOT, free_port, warm_programs
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--random-order",
+        type=int,
+        metavar="SEED",
+        help="run files, and the tests of each, in an order that this number draws",
+    )
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    seed = config.option.random_order
+    return None if seed is None else f"order of tests: --random-order {seed}"
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """No warning of ours may reach the user: here, as in the ranks, it is an error."""
     config.addinivalue_line("filterwarnings", f"error:::{OUR_MODULES}")
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        end_of_run.watch(os.environ[end_of_run.VARIABLE])
     if not config.option.collectonly:
         rank_pool.start_server()
         costs.count_processes_and_steps()
@@ -36,9 +51,19 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave most cases of long tables to `make test-all`, as their marks say; order files."""
     long_files_first(items)
+    if config.option.random_order is not None:
+        shuffle(items, config.option.random_order)
     unknown = mark_cases(items)
     if unknown and not any("[" in argument for argument in config.args):
         raise pytest.UsageError(f"marks name no cases: {', '.join(unknown)}")
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, exitstatus: int, config: pytest.Config
+) -> None:
+    """Say what selected nothing."""
+    if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
+        terminalreporter.write_line(what_selects_nothing(config), red=True)
 
 
 def pytest_unconfigure() -> None:

@@ -3,10 +3,17 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from tests.support.selection import LONG_FILES, long_files_first, mark_cases
+from tests.support.selection import (
+    LONG_FILES,
+    long_files_first,
+    mark_cases,
+    shuffle,
+    what_selects_nothing,
+)
 
 CASES = ("zero1-fp32", "zero3-fp32", "zero3-bf16", "[[2], []]")
 
@@ -54,3 +61,27 @@ def test_long_files_come_first_and_others_keep_their_order() -> None:
     items = [StubItem("a", file=file) for file in ("tests/y.py", "tests/x.py", long)]
     long_files_first(items)
     assert [item.nodeid.partition("::")[0] for item in items] == [long, "tests/y.py", "tests/x.py"]
+
+
+def test_a_seed_draws_the_order_of_files_and_of_the_tests_of_each() -> None:
+    files, orders = [f"tests/test_{name}.py" for name in "abcdef"], []
+    for seed in (1, 1, 2):
+        items = [StubItem(str(number), file=file) for file in files for number in range(6)]
+        shuffle(items, seed)
+        orders.append([item.nodeid for item in items])
+    first, same, other = orders
+    assert first == same and first != other and sorted(first) == sorted(other)
+    together = [first[number].partition("::")[0] for number in range(0, 36, 6)]
+    assert sorted(together) == files != together
+    assert [node.partition("::")[0] for node in first] == [
+        each for each in together for _ in range(6)
+    ]
+    assert [node for node in first if files[0] in node] != sorted(first)[:6]
+
+
+def test_what_selects_nothing_is_named() -> None:
+    option = SimpleNamespace(keyword="nothing", markexpr="not exhaustive")
+    line = what_selects_nothing(SimpleNamespace(option=option, args=["tests"]))
+    assert line == (
+        'nothing was selected: no test in tests fits -k "nothing" and -m "not exhaustive"'
+    )

@@ -9,6 +9,7 @@ Cases are named by the ids that pytest prints in brackets; `*` stands for anythi
 is left out by `pytest.mark.exhaustive`.
 """
 
+import random
 import re
 from collections.abc import Iterable
 
@@ -47,6 +48,23 @@ def mark_cases(items: Iterable[pytest.Item]) -> list[str]:
 def long_files_first(items: list[pytest.Item]) -> None:
     """Let `LONG_FILES` come first; others keep their order, in which a folder shares fixtures."""
     items.sort(key=lambda item: item.nodeid.partition("::")[0] not in LONG_FILES)
+
+
+def shuffle(items: list[pytest.Item], seed: int) -> None:
+    """Put files, and the tests of each, in an order that the seed draws."""
+    by_file: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        by_file.setdefault(item.nodeid.partition("::")[0], []).append(item)
+    draw = random.Random(seed)
+    files = draw.sample(list(by_file.values()), len(by_file))
+    items[:] = [item for tests in files for item in draw.sample(tests, len(tests))]
+
+
+def what_selects_nothing(config: pytest.Config) -> str:
+    """Return a line that names what was asked for, of which there is no test."""
+    flags = {"-k": config.option.keyword, "-m": config.option.markexpr}
+    asked = " and ".join(f'{flag} "{text}"' for flag, text in flags.items() if text)
+    return f"nothing was selected: no test in {' '.join(config.args)} fits {asked or 'this call'}"
 
 
 def _fits(case: str, pattern: str) -> bool:
