@@ -31,7 +31,7 @@ SLOTS = {"fsdp_double_buffer": True}
 NUM_LAYERS = 6
 
 
-@pytest.mark.always(
+AT_LEVEL_1_TOO = (
     "several_units",
     "nested_units",
     "tied_across_units",
@@ -40,10 +40,16 @@ NUM_LAYERS = 6
     "view_edited_in_place",
     "checkpoint_reentrant",
 )
+
+
+@pytest.mark.always(*AT_LEVEL_1_TOO)
 @pytest.mark.parametrize("name", MODELS)
 def test_models_train_as_the_unsharded_ones(ranks: Ranks, name: str) -> None:
     case = Case(model=name, steps=4, settings=SLOTS)
-    ranks(2, compare_all, [case, replace(case, settings=SLOTS | {"zero_dp_strategy": 1})])
+    cases = [case]
+    if name in AT_LEVEL_1_TOO:
+        cases.append(replace(case, settings=SLOTS | {"zero_dp_strategy": 1}))
+    ranks(2, compare_all, cases)
 
 
 @pytest.mark.seldom("{'fsdp_double_buffer': True, 'enable_fine_grained_param_gather': True}")

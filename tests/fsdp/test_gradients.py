@@ -2,7 +2,7 @@
 """Gradients, weights and outputs are those of the unsharded model, in any combination."""
 
 from dataclasses import replace
-from itertools import product
+from itertools import cycle, product
 from math import inf
 from typing import Any
 
@@ -18,11 +18,11 @@ from tests.support.fsdp.meshes import Meshes, shard_mesh
 from tests.support.fsdp.models import MODELS, ResidualBlock
 from tests.support.fsdp.random_models import Drawn, DrawnLayer
 from tests.support.fsdp.reference import LEVELS, Case, Ranks, batch, compare, compare_all, loss_of
+from tests.support.pairwise import each_value
 
-LEVELS_OF_WORLD = {1: (0, 3), 2: LEVELS, 3: (3,), 4: (1,)}
-"""What every model runs at: every level in one world, and every world.
-
-Two of them run at every level of every world."""
+EVERYWHERE = ("several_units", "nested_units")
+BESIDE_LEVEL_3 = dict(zip(MODELS, cycle((0, 1, 2))))
+"""The other level of each model, but for those that train everywhere."""
 
 
 def at_levels(case: Case, levels: tuple[int, ...] = LEVELS) -> list[Case]:
@@ -31,15 +31,30 @@ def at_levels(case: Case, levels: tuple[int, ...] = LEVELS) -> list[Case]:
     ]
 
 
-@pytest.mark.always("*-2", "view_edited_in_place-4")
-@pytest.mark.parametrize(("model", "world_size"), product(MODELS, LEVELS_OF_WORLD))
-def test_training_matches_the_unsharded_model(ranks: Ranks, model: str, world_size: int) -> None:
-    everywhere = model in ("several_units", "nested_units")
-    ranks(
-        world_size,
-        compare_all,
-        at_levels(Case(model=model), LEVELS if everywhere else LEVELS_OF_WORLD[world_size]),
-    )
+@pytest.mark.parametrize("model", MODELS)
+def test_training_matches_the_unsharded_model(ranks: Ranks, model: str) -> None:
+    levels = LEVELS if model in EVERYWHERE else (3, BESIDE_LEVEL_3[model])
+    ranks(2, compare_all, at_levels(Case(model=model), levels))
+
+
+@pytest.mark.always("view_edited_in_place-world_size=4-*", "scalars-world_size=1-*")
+@pytest.mark.parametrize(
+    ("model", "world_size", "level"),
+    each_value(
+        always=[
+            ("view_edited_in_place", 4, 1),
+            ("scalars", 1, 0),
+            *product(EVERYWHERE, (1, 3, 4), (1, 3)),
+        ],
+        model=MODELS,
+        world_size=(1, 3, 4),
+        level=LEVELS,
+    ),
+)
+def test_training_on_other_numbers_of_ranks_matches(
+    ranks: Ranks, model: str, world_size: int, level: int
+) -> None:
+    ranks(world_size, compare_all, at_levels(Case(model=model), (level,)))
 
 
 SETTINGS: dict[str, Case] = {
@@ -86,11 +101,19 @@ SETTINGS: dict[str, Case] = {
 }
 
 
-@pytest.mark.always("finish_grad_sync-1", "average_in_collective-1")
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.always("*-1")
+@pytest.mark.parametrize(
+    ("settings", "world_size"),
+    [
+        *product(SETTINGS, [2]),
+        ("finish_grad_sync", 1),
+        ("average_in_collective", 1),
+        ("per_token_loss", 1),
+    ],
+)
 def test_settings_do_not_change_the_numbers(ranks: Ranks, settings: str, world_size: int) -> None:
-    ranks(world_size, compare_all, at_levels(SETTINGS[settings]))
+    levels = (3, list(SETTINGS).index(settings) % 3) if world_size == 2 else LEVELS
+    ranks(world_size, compare_all, at_levels(SETTINGS[settings], levels))
 
 
 WITHOUT_OVERLAP = {"overlap_grad_reduce": False, "overlap_param_gather": False}

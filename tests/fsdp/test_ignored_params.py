@@ -22,6 +22,7 @@ from tests.support.fsdp.optimizers import OPTIMIZERS
 from tests.support.fsdp.reference import Ranks, batch, close, evaluate, loss_of
 from tests.support.fsdp.state_dicts import assert_equal, whole
 from tests.support.fsdp.wrong_calls import message_of
+from tests.support.pairwise import pairwise
 
 IGNORED = ("embed.weight", "embed.bias", "blocks.1.up.weight")
 """All of a module outside of units, and one parameter inside of a unit."""
@@ -103,10 +104,10 @@ def train(door: str, level: int, optimizer_name: str) -> None:
     assert all(each.grad is None for each in model.parameters())
 
 
-@pytest.mark.always("3-*", "1-settings-adamw_foreach", "0-keywords-adamw_fused")
-@pytest.mark.parametrize("optimizer", ["adamw_foreach", "adamw_fused", "asgd"])
-@pytest.mark.parametrize("door", DOORS)
-@pytest.mark.parametrize("level", range(4))
+@pytest.mark.parametrize(
+    ("level", "door", "optimizer"),
+    pairwise(level=range(4), door=DOORS, optimizer=["adamw_foreach", "adamw_fused", "asgd"]),
+)
 def test_training_with_ignored_parameters_matches_the_unsharded_model(
     ranks: Ranks, level: int, door: str, optimizer: str
 ) -> None:

@@ -13,6 +13,7 @@ from tests.support.fsdp.meshes import Meshes
 from tests.support.fsdp.models import TanhLayer
 from tests.support.fsdp.reference import Ranks
 from tests.support.fsdp.watched_memory import stored
+from tests.support.pairwise import pairwise
 
 KINDS = {
     "local": lambda gradient: gradient.to_local(),
@@ -60,18 +61,21 @@ def keep_gradients(mesh: str, way: str, kind: str, **settings: Any) -> bool:
     return all(torch.equal(values(each), copy) for each, copy in zip(kept, copies, strict=True))
 
 
-@pytest.mark.seldom("model-*", "by_hand-*")
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("way", ["optimizer", "model", "torch", "by_hand"])
-def test_kept_gradients_do_not_change(ranks: Ranks, way: str, kind: str) -> None:
-    for settings in (
-        {},
-        {"zero_dp_strategy": 1},
-        {"zero_dp_strategy": 0},
-        {"fsdp_double_buffer": True},
-        {"dtype": torch.bfloat16},
-    ):
-        assert ranks(2, keep_gradients, "flat", way, kind, **settings) == [True] * 2
+SETTINGS: dict[str, dict[str, Any]] = {
+    "zero3": {},
+    "zero1": {"zero_dp_strategy": 1},
+    "zero0": {"zero_dp_strategy": 0},
+    "slots": {"fsdp_double_buffer": True},
+    "bf16": {"dtype": torch.bfloat16},
+}
+
+
+@pytest.mark.parametrize(
+    ("way", "kind", "settings"),
+    pairwise(way=["optimizer", "model", "torch", "by_hand"], kind=KINDS, settings=SETTINGS),
+)
+def test_kept_gradients_do_not_change(ranks: Ranks, way: str, kind: str, settings: str) -> None:
+    assert ranks(2, keep_gradients, "flat", way, kind, **SETTINGS[settings]) == [True] * 2
 
 
 def test_kept_gradients_do_not_change_in_hybrid_sharding(ranks: Ranks) -> None:

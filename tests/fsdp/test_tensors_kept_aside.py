@@ -5,6 +5,7 @@ At level 3 its backward may come when the weights of the unit are freed, or not 
 """
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -90,10 +91,21 @@ def outcome(level: int, when: str, backward: Callable[..., None], is_frozen: boo
     return result
 
 
-@pytest.mark.seldom("1-*", "2-*")
-@pytest.mark.parametrize("is_frozen", [False, True], ids=["trained", "frozen"])
-@pytest.mark.parametrize("when", ["before", "inside", "after", "hook"])
-@pytest.mark.parametrize("level", LEVELS)
+WAYS = ("before", "inside", "after", "hook")
+
+
+@pytest.mark.parametrize(
+    ("level", "when", "is_frozen"),
+    [
+        *product([3], WAYS, [False, True]),
+        (0, "before", False),
+        (0, "after", True),
+        (1, "inside", True),
+        (1, "after", False),
+        (2, "before", True),
+        (2, "hook", False),
+    ],
+)
 def test_a_kept_tensor_in_the_loss_is_right_or_refused(
     ranks: Ranks, level: int, when: str, is_frozen: bool
 ) -> None:

@@ -19,6 +19,7 @@ from tests.support.fsdp.reference import Ranks, batch, close, evaluate, loss_of
 from tests.support.fsdp.state_dicts import whole
 from tests.support.fsdp.watched_communication import watching_collectives
 from tests.support.fsdp.wrong_calls import message_of
+from tests.support.pairwise import pairwise
 
 
 def sharded(
@@ -122,10 +123,15 @@ def train(level: int, name: str, settings: dict[str, Any]) -> None:
 SETTINGS: dict[str, dict[str, Any]] = {"plain": {}, "slots": {"fsdp_double_buffer": True}}
 
 
-@pytest.mark.always("several_units-plain-*", "tied_across_units-slots-3")
-@pytest.mark.parametrize("level", range(4))
-@pytest.mark.parametrize("settings", SETTINGS)
-@pytest.mark.parametrize("name", ["several_units", "tied_across_units"])
+@pytest.mark.parametrize(
+    ("name", "settings", "level"),
+    pairwise(
+        always=[("several_units", "plain", 3), ("tied_across_units", "slots", 3)],
+        name=["several_units", "tied_across_units"],
+        settings=SETTINGS,
+        level=range(4),
+    ),
+)
 def test_training_with_units_unsharded_by_hand_matches_the_unsharded_model(
     ranks: Ranks, name: str, settings: str, level: int
 ) -> None:

@@ -175,8 +175,21 @@ def hybrid_with_one_rank(outer: int, inner: int, sharded: int, level: int) -> No
         pair.zero_grad()
 
 
-@pytest.mark.parametrize("outer, inner", [(2, 1), (1, 2), (1, 1), (2, 2)])
-@pytest.mark.parametrize("sharded, level", [*((0, level) for level in LEVELS), (1, 3)])
+@pytest.mark.parametrize(
+    "outer, inner, sharded, level",
+    [
+        *((2, 1, 0, level) for level in LEVELS),
+        (2, 1, 1, 3),
+        (1, 2, 0, 0),
+        (1, 2, 0, 2),
+        (1, 2, 1, 3),
+        (1, 1, 0, 1),
+        (1, 1, 0, 3),
+        (1, 1, 1, 3),
+        (2, 2, 0, 2),
+        (2, 2, 1, 3),
+    ],
+)
 def test_hybrid_sharding_with_axes_of_one_rank_is_right(
     ranks: Ranks, outer: int, inner: int, sharded: int, level: int
 ) -> None:

@@ -26,6 +26,7 @@ from tests.support.fsdp.optimizers import (
     weights,
 )
 from tests.support.fsdp.reference import TOLERANCE, Ranks, batch, compare_shards, loss_of
+from tests.support.pairwise import each_value
 
 Make = Callable[..., torch.optim.Optimizer]
 
@@ -52,7 +53,17 @@ PLACES: dict[str, tuple[int, str, dict[str, Any]]] = {
 }
 """Number of ranks, mesh and settings."""
 
-OFTEN = ("level3",)
+PLACES_OF_OPTIMIZERS = each_value(
+    always=[
+        ("newton_schulz", "level3"),
+        ("trust_ratio", "level1"),
+        ("shampoo", "hybrid_optim"),
+        ("row_means", "more_ranks_than_rows"),
+        ("adafactor", "level3"),
+    ],
+    name=OPTIMIZERS,
+    place=PLACES,
+)
 
 
 class OddStack(nn.Module):
@@ -90,14 +101,7 @@ def train(make: Make, mesh: str, settings: dict[str, Any], steps: int = 4) -> No
         compare_shards(model, weights(model), weights(reference), what, TOLERANCE)
 
 
-@pytest.mark.parametrize(
-    "place",
-    [
-        pytest.param(place, marks=() if place in OFTEN else pytest.mark.exhaustive)
-        for place in PLACES
-    ],
-)
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(("name", "place"), PLACES_OF_OPTIMIZERS)
 def test_updates_match_the_unsharded_optimizer(ranks: Ranks, name: str, place: str) -> None:
     size, mesh, settings = PLACES[place]
     ranks(size, train, OPTIMIZERS[name], mesh, settings)
@@ -132,9 +136,14 @@ def test_muon_of_torch_steps_beside_adamw(ranks: Ranks, level: int) -> None:
     ranks(3, train_muon_and_adamw, level)
 
 
-@pytest.mark.seldom("0-*", "1-*")
-@pytest.mark.parametrize("how", ["tensor", "data", "foreach", "redistribute"])
-@pytest.mark.parametrize("level", [0, 1, 3])
+@pytest.mark.parametrize(
+    ("level", "how"),
+    [
+        *((3, how) for how in ("tensor", "data", "foreach", "redistribute")),
+        (0, "tensor"),
+        (1, "redistribute"),
+    ],
+)
 def test_muon_for_dtensors_steps_as_on_one_rank(ranks: Ranks, level: int, how: str) -> None:
     make = partial(written.GatheringMuon, how=how)
     ranks(3, train, make, "flat", {"zero_dp_strategy": level})
