@@ -4,13 +4,13 @@
 import argparse
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Literal
+from typing import Any, Literal
 from unittest.mock import patch
 
 import pytest
 import torch
 
-from megatron.pretrain.arguments import config_flags
+from megatron.pretrain.arguments import CommandLineError, config_flags
 from megatron.pretrain.arguments.config_flags import absent_flags, field_flags, matches
 from megatron.pretrain.arguments.configs import ddp_config, optimizer_config, transformer_config
 from megatron.pretrain.arguments.flags import row
@@ -24,6 +24,7 @@ from tests.support.pretrain.arguments.command_lines import (
     other_value,
     parse,
     problems,
+    rows_not_refused,
 )
 
 GROUPS = field_flags([*chain.from_iterable(PROGRAM_GROUPS.values())])
@@ -241,11 +242,9 @@ NEEDS_ENGINE = """memory_efficient_layer_norm fused_single_qkv_rope use_te_activ
 NEEDS_ENGINE += " ".join(["", *(name for name in GROUPS["model parallelism"] if "tp_comm" in name)])
 
 
-@pytest.mark.parametrize(("name", "flag"), config_parts(), ids=[name for name, _ in config_parts()])
-def test_every_generated_flag_reaches_its_config(
-    name: str, flag: str, known: dict[str, argparse.Action]
-) -> None:
-    action = known[flag]
+def values_of_configs(name: str, action: argparse.Action) -> tuple[Any, list[Any]]:
+    """Return the value that the words of a flag mean, and those of the configs that have it."""
+    flag = action.option_strings[0]
     value = NUMBERS.get(name) or other_value(action)
     expected = action.const if action.nargs == 0 else action.type(value)
     if isinstance(action.nargs, str) and name not in (
@@ -261,11 +260,21 @@ def test_every_generated_flag_reaches_its_config(
     # Without a GPU the machine's rules switch fusions off, whether the flag was read or not.
     gpu = name in NEEDS_GPU or (action.nargs == 0 and action.const is False)
     args, _ = parse(line, world_size=8, cuda=gpu, transformer_engine=gpu, fused_weight_gradient=gpu)
-    made = [transformer_config(args), optimizer_config(args), ddp_config(args)]
-    holders = [config for config in made if hasattr(config, name)]
-    assert holders
-    for config in holders:
-        assert getattr(config, name) == expected
+    made = (transformer_config(args), optimizer_config(args), ddp_config(args))
+    return expected, [getattr(config, name) for config in made if hasattr(config, name)]
+
+
+def test_every_generated_flag_reaches_its_config(known: dict[str, argparse.Action]) -> None:
+    wrong = {}
+    for name, flag in config_parts():
+        try:
+            expected, found = values_of_configs(name, known[flag])
+        except CommandLineError as error:
+            wrong[flag] = error.problems
+            continue
+        if not found or any(value != expected for value in found):
+            wrong[flag] = [f"{found} instead of {expected}"]
+    assert not wrong
 
 
 def test_fields_with_other_names_are_filled_by_rule() -> None:
@@ -301,13 +310,15 @@ def test_gelu_keeps_its_numbers_where_the_fused_kernel_is_switched_off() -> None
     assert not torch.equal(without_flag, exact)
 
 
-@pytest.mark.parametrize("name", [name for name in NEEDS_ENGINE.split() if name in GROUPS["model"]])
 def test_a_field_of_transformer_engine_is_refused_without_it(
-    name: str, known: dict[str, argparse.Action]
+    known: dict[str, argparse.Action],
 ) -> None:
-    flag = GROUPS["model"][name].names[0]
-    found = problems(f"{MOCK} {flag} {other_value(known[flag])}")
-    assert any(p.startswith(f"{flag} needs Transformer Engine") for p in found)
+    names = [name for name in NEEDS_ENGINE.split() if name in GROUPS["model"]]
+    flags = [GROUPS["model"][name].names[0] for name in names]
+    rows = [
+        (f"{flag} {other_value(known[flag])}", f"{flag} needs Transformer Engine") for flag in flags
+    ]
+    assert rows and not rows_not_refused(MOCK, rows)
 
 
 @dataclass

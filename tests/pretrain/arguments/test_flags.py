@@ -4,10 +4,10 @@
 import argparse
 import ast
 import dataclasses
-import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
+from functools import cache
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,14 +35,7 @@ from tests.support.pretrain.arguments.flag_tables import ROWS
 ROOT = Path(__file__).parents[3]
 
 
-def rows(kind: str) -> pytest.MarkDecorator:
-    found = [row for row in ROWS if getattr(row, kind)]
-    return pytest.mark.parametrize(
-        "row", found, ids=[f"{row.name} {row.beside}".strip() for row in found]
-    )
-
-
-@functools.cache
+@cache
 def parse(line: str, gpu: bool = False) -> tuple[argparse.Namespace, list[str]]:
     return parse_arguments(
         line.split(),
@@ -133,49 +126,69 @@ PLACES: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
 }
 
 
-@rows("changes")
-def test_a_flag_changes_what_it_says(row: FlagRow) -> None:
-    without, _ = parse(f"{row.base} {row.beside}", row.gpu)
-    args, notes = parse(f"{row.base} {row.beside} {row.flag}", row.gpu)
+def unchanged(row: FlagRow) -> list[str]:
+    """Return what a flag should change and does not, each as one line."""
+    try:
+        without, _ = parse(f"{row.base} {row.beside}", row.gpu)
+        args, notes = parse(f"{row.base} {row.beside} {row.flag}", row.gpu)
+    except CommandLineError as error:
+        return [f"{row.flag} {row.beside}: {error}"]
+    wrong = []
     for name, value in row.changes.items():
         if name == "notes":
-            assert value in notes
+            wrong += [] if value in notes else [f"{row.flag}: {value!r} is not in {notes}"]
             continue
         place, _, key = name.partition(".")
         before, after = (PLACES[place](given).get(key) for given in (without, args))
         if isinstance(value, str) and not isinstance(after, str):
             after = str(after)  # a pipeline layout
-        assert after == value
-        assert before != after
+        if after != value or before == after:
+            wrong.append(f"{row.flag} {row.beside}: {name} is {after!r} and was {before!r}")
+    return wrong
 
 
-@pytest.fixture(scope="module")
-def refusals() -> list[str]:
-    """Every refused flag on one command line: all are named at once."""
-    by_name = {row.name: row.flag for row in ROWS if row.refused}
+def test_a_flag_changes_what_it_says() -> None:
+    wrong = [*chain.from_iterable(unchanged(row) for row in ROWS if row.changes)]
+    assert not wrong, "\n".join(wrong)
+
+
+def refusals(flags: Iterable[str]) -> list[str]:
+    """Return the problems of a command line: all are named at once."""
     with pytest.raises(CommandLineError) as caught:
-        parse(f"{TRAIN} {' '.join(by_name.values())}")
+        parse(f"{TRAIN} {' '.join(flags)}")
     return caught.value.problems
 
 
-@rows("refused")
-def test_a_flag_is_refused_with_its_reason(row: FlagRow, refusals: list[str]) -> None:
-    if row.name == "--ckpt-format":
-        with pytest.raises(CommandLineError) as caught:
-            parse(f"{TRAIN} {row.flag}")
-        refusals = caught.value.problems
-    assert any(text.startswith(row.flag + ":") and row.refused in text for text in refusals)
+def test_a_flag_is_refused_with_its_reason() -> None:
+    rows = [row for row in ROWS if row.refused]
+    together = refusals({row.name: row.flag for row in rows}.values())
+    others = []
+    for row in rows:
+        # A value takes the place of another one of its flag.
+        found = refusals([row.flag]) if row.name == "--ckpt-format" else together
+        if not any(text.startswith(row.flag + ":") and row.refused in text for text in found):
+            others.append(row.flag)
+    assert not others, together
 
 
-@rows("shown_by")
-def test_a_flag_of_the_loop_is_shown_by_a_test_that_exists(row: FlagRow) -> None:
-    path, _, name = row.shown_by.partition("::")
+@cache
+def functions_of(path: str) -> tuple[str, set[str]]:
+    """Return the text of a file below tests/pretrain, and the names of its functions."""
     (file,) = (ROOT / "tests" / "pretrain").rglob(path)
     text = file.read_text()
-    assert name in {
-        node.name for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)
-    }
-    assert re.search(rf"{row.name}\b", text)
+    nodes = ast.walk(ast.parse(text))
+    return text, {node.name for node in nodes if isinstance(node, ast.FunctionDef)}
+
+
+def test_a_flag_of_the_loop_is_shown_by_a_test_that_exists() -> None:
+    missing = []
+    for row in ROWS:
+        if row.shown_by:
+            path, _, name = row.shown_by.partition("::")
+            text, names = functions_of(path)
+            if name not in names or not re.search(rf"{row.name}\b", text):
+                missing.append(f"{row.name}: {row.shown_by}")
+    assert not missing, "\n".join(missing)
 
 
 @pytest.mark.parametrize(
@@ -256,10 +269,14 @@ def sources(name: str) -> str:
     return "\n".join(path.read_text() for path in files if path.name not in TABLES)
 
 
-@pytest.mark.parametrize("module", READ_BY)
-def test_other_flags_are_read_where_they_are_said_to_be(module: str) -> None:
-    text = sources(module)
-    assert not [dest for dest in READ_BY[module].split() if not re.search(rf"args\.{dest}\b", text)]
+def test_other_flags_are_read_where_they_are_said_to_be() -> None:
+    unread = []
+    for module, names in READ_BY.items():
+        text = sources(module)
+        unread += [
+            f"{module}: {dest}" for dest in names.split() if not re.search(rf"args\.{dest}\b", text)
+        ]
+    assert not unread
 
 
 def test_no_flag_is_accepted_and_ignored() -> None:

@@ -3,6 +3,7 @@
 
 import argparse
 import json
+from collections.abc import Iterable
 from itertools import chain
 from pathlib import Path
 
@@ -48,6 +49,28 @@ def problems(line: str, **machine: object) -> list[str]:
         parse(line, **machine)
     assert all(problem in str(caught.value) for problem in caught.value.problems)
     return caught.value.problems
+
+
+def rows_not_refused(
+    line: str, rows: Iterable[tuple[str, str]], **machine: object
+) -> dict[str, list[str]]:
+    """Return the flags of rows (flags, problem) whose problem is not found; what is, beside them.
+
+    Args:
+        line: goes before the flags of every row.
+        rows: flags, and a part of the problem that they bring.
+        **machine: as for `parse`.
+    """
+    others = {}
+    for flags, problem in rows:
+        found = []
+        try:
+            parse(f"{line} {flags}", **machine)
+        except CommandLineError as error:
+            found = error.problems
+        if not any(problem in text for text in found):
+            others[f"{flags} -> {problem}"] = found
+    return others
 
 
 def other_value(action: argparse.Action) -> str | None:
