@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""pretrain_gpt.py with a fault on one rank, for tests: a program for torchrun.
+"""pretrain_gpt.py with a fault on one rank: a program for torchrun.
 
     export FAULT="hang 1 3" TIMEOUT=6
-    torchrun --nproc_per_node 2 tests/support/pretrain/faulty_run.py FLAGS
+    torchrun --nproc_per_node 2 benchmarks/soak/faulty_run.py FLAGS
 
 FAULT names what happens, on which rank, and after how many iterations; TIMEOUT is that of
 collectives, in seconds. Both may be left out.
@@ -19,7 +19,7 @@ from typing import Any
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-sys.path.insert(0, str(Path(__file__).parents[3]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import pretrain_gpt
 from megatron.pretrain.errors import RunError

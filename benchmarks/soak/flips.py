@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Single flipped bits in the files of checkpoints: none is loaded, and `verify` finds each.
 
-    OMP_NUM_THREADS=1 python -m tests.support.pretrain.flips --flips 500 --seed 1
+    OMP_NUM_THREADS=1 python -m benchmarks.soak.flips --flips 500 --seed 1
 
 A run on two ranks writes a checkpoint in each format. A flip is a file, chosen at random, and a bit
 in it. The checkpoint is then verified and loaded into the run, whose whole state is compared with

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The gradient contract under random combinations of model, mesh, strategy, dtypes and schedule.
 
-    python -m tests.support.fsdp.fuzz --draws 5000 --seed 1
+    python -m benchmarks.soak.fuzz --draws 5000 --seed 1
 
 Each draw trains for a few steps and compares gradients, their norm, weights and outputs with an
 unsharded float64 reference. A failing draw is printed as a `Case`, to be kept as a named test.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs in which a rank dies, hangs or falls behind, or that are interrupted, under real torchrun.
 
-    python -m tests.support.pretrain.hangs [NAME ...] [--verbose]
+    python -m benchmarks.soak.hangs [NAME ...] [--verbose]
 
 Each must end in time, with one message that names the rank and the unit, with the right exit code,
 without a traceback of this program, and with no process left.
@@ -28,7 +28,7 @@ import torch
 from tests.support.pretrain.training_runs import DATA, NO_DROPOUT, write_counting_corpus
 from tests.support.warm_programs import ROOT, free_port
 
-PROGRAM = str(ROOT / "tests" / "support" / "pretrain" / "faulty_run.py")
+PROGRAM = str(ROOT / "benchmarks" / "soak" / "faulty_run.py")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 LINE = (
     "--use-megatron-fsdp --num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32"

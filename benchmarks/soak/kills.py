@@ -2,7 +2,7 @@
 """Runs that are killed, or whose disk is full, at any change of a file; and two runs at once.
 
     export OMP_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1
-    python -m tests.support.pretrain.kills --kills 500 --seed 1
+    python -m benchmarks.soak.kills --kills 500 --seed 1
 
 A run of one rank trains two steps, saves and ends, or is struck before it does: killed before a
 change of a file (the creation, renaming or removal of one, or an fsync), killed at any moment, or
@@ -35,6 +35,7 @@ from typing import Any, NoReturn
 import click
 import torch.distributed as dist
 
+from benchmarks.soak.flips import LINES
 from megatron.checkpoint.commands.formats import open_checkpoint
 from megatron.checkpoint.commands.verification import find_problems
 from megatron.checkpoint.core.parts import progress_of
@@ -44,7 +45,6 @@ from megatron.pretrain.checkpoints import save_directory
 from megatron.pretrain.errors import RunError
 from megatron.pretrain.report import report
 from megatron.pretrain.report.report import Report
-from tests.support.pretrain.flips import LINES
 from tests.support.pretrain.training_runs import pretrain, write_counting_corpus
 from tests.support.warm_programs import PRELOAD
 

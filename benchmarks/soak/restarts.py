@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranks killed by SIGKILL at random moments: torchrun starts them again, and no loss changes.
 
-    OMP_NUM_THREADS=1 python -m tests.support.pretrain.restarts --restarts 20 --seed 1
+    OMP_NUM_THREADS=1 python -m benchmarks.soak.restarts --restarts 20 --seed 1
 
 Jobs of two ranks run under torchrun with --max-restarts, as one or two agents (nodes), with c10d
 and static rendezvous. Random ranks are killed while they start, step or save. In the end all losses

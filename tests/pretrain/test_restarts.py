@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A rank killed by SIGKILL under the real torchrun, with ranks that are quick to start.
 
-`restarts.py` kills more of them, at random moments.
+`python -m benchmarks.soak.restarts` kills more of them, at random moments.
 """
 
 import os
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch.distributed.run
 
-from tests.support.pretrain.restarts import LINE, PROGRAM, SETTINGS, RestartedJob
+from benchmarks.soak.restarts import LINE, PROGRAM, RestartedJob
 from tests.support.pretrain.training_runs import train
 from tests.support.rank_pool import run_ranks
 
@@ -19,7 +19,7 @@ SHORT = f"{LINE} --train-iters 15 --save-interval 7"
 
 
 @pytest.mark.always("c10d-1")
-@pytest.mark.parametrize(("rendezvous", "num_agents"), SETTINGS)
+@pytest.mark.parametrize(("rendezvous", "num_agents"), [("c10d", 1), ("static", 2)])
 def test_a_killed_rank_is_started_again_and_no_loss_changes(
     rendezvous: str, num_agents: int, commands: dict[str, str], tmp_path: Path
 ) -> None:

@@ -17,7 +17,6 @@ import pytest
 
 LONG_FILES = {
     "tests/examples/test_readme.py",
-    "tests/fsdp/test_fuzz.py",
     "tests/fsdp/test_inductor.py",
     "tests/mcore_adapter/test_real_loop.py",
     "tests/pretrain/test_checkpoint_layouts.py",

@@ -2,7 +2,6 @@
 """tools/launch.py starts ranks as torchrun does, and tells of a failure in one line."""
 
 import importlib.util
-import os
 import re
 import subprocess
 import sys
@@ -44,10 +43,12 @@ def test_a_failure_is_one_line(launch: ModuleType, codes: dict[int, int], line: 
     assert launch.one_line(ChildFailedError("train.py", failures)) == line
 
 
-@pytest.mark.exhaustive  # two ranks start from nothing
-def test_a_defect_is_one_line_on_the_terminal_and_a_traceback_in_a_file(tmp_path: Path) -> None:
+@pytest.mark.exhaustive  # torchrun's own launcher starts from nothing
+def test_a_defect_is_one_line_on_the_terminal_and_a_traceback_in_a_file(
+    tmp_path: Path, commands: dict[str, str]
+) -> None:
     line = f"{SMALL} --use-megatron-fsdp --num-workers 0"
-    program = ROOT / "tests" / "support" / "pretrain" / "faulty_run.py"
+    program = ROOT / "benchmarks" / "soak" / "faulty_run.py"
     words = [
         "--standalone",
         "--nproc_per_node",
@@ -56,18 +57,20 @@ def test_a_defect_is_one_line_on_the_terminal_and_a_traceback_in_a_file(tmp_path
         str(tmp_path),
         "--redirects",
         "3",
+        "--no-python",
+        "python",
     ]
     done = subprocess.run(
         [sys.executable, str(SCRIPT), *words, str(program), *line.split()],
         cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "FAULT": "defect 1 2"},
+        env={**commands, "FAULT": "defect 1 2"},
         timeout=180,
         text=True,
         capture_output=True,
     )
     assert done.returncode == 1 and not done.stdout
     (ended,) = done.stderr.strip().splitlines()
-    assert re.fullmatch(r"\S*faulty_run.py: rank \d \(process \d+\) ended .*", ended)
+    assert re.fullmatch(r"\S*python: rank \d \(process \d+\) ended .*", ended)
     (first,) = tmp_path.glob("*/attempt_0/0/stdout.log")
     (second,) = tmp_path.glob("*/attempt_0/1/stderr.log")
     assert "iteration  1/20" in first.read_text()

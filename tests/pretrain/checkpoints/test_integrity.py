@@ -7,12 +7,7 @@ from random import Random
 
 import pytest
 
-from megatron.checkpoint.dcp.stored_checkpoint import StoredCheckpoint
-from megatron.checkpoint.integrity.manifest import MANIFEST
-from megatron.checkpoint.store.directory import TRACKER
-from tests.support.checkpoint.changed_checkpoints import without_manifest
-from tests.support.checkpoint.command_runs import run, run_json
-from tests.support.pretrain.flips import (
+from benchmarks.soak.flips import (
     ITERATION,
     LINES,
     Flip,
@@ -21,6 +16,11 @@ from tests.support.pretrain.flips import (
     save,
     toggle,
 )
+from megatron.checkpoint.dcp.stored_checkpoint import StoredCheckpoint
+from megatron.checkpoint.integrity.manifest import MANIFEST
+from megatron.checkpoint.store.directory import TRACKER
+from tests.support.checkpoint.changed_checkpoints import without_manifest
+from tests.support.checkpoint.command_runs import run, run_json
 from tests.support.pretrain.training_runs import refuse, train
 from tests.support.rank_pool import run_ranks
 
@@ -59,7 +59,7 @@ def bit_of_a_weight(source: Path) -> tuple[str, Flip]:
 
 @FORMATS
 def test_no_flipped_bit_is_loaded_or_called_sound(form: str, saved: dict[str, Path]) -> None:
-    """`python -m tests.support.pretrain.flips` makes any number."""
+    """`python -m benchmarks.soak.flips` makes any number."""
     source = saved[form] / ITERATION
     flips = draw_flips(source, Random(form), 8)
     flips += [Flip(path.name, 0, 0) for path in sorted(source.iterdir())]

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.soak.kills import KINDS, Strike, Striker
 from megatron.checkpoint.store import directory
 from megatron.pretrain.report.loss_history import HISTORY, LossHistory, draw_loss_curves
-from tests.support.pretrain.kills import KINDS, Strike, Striker
 
 
 def extended(folder: Path, begin: int, end: int, loss: float = 1.0) -> LossHistory:
@@ -74,7 +74,7 @@ def killed_at(folder: Path, change: int, action: Callable[[], None]) -> bool:
 
 
 def test_a_kill_at_any_change_of_a_save_costs_no_checkpoint_and_no_loss(tmp_path: Path) -> None:
-    """`python -m tests.support.pretrain.kills` kills whole runs."""
+    """`python -m benchmarks.soak.kills` kills whole runs."""
     change, is_killed = 0, True
     while is_killed:
         change += 1

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ends of runs in which a rank dies or hangs, or that are interrupted.
 
-`python -m tests.support.pretrain.hangs` has many more of them, under the real torchrun.
+`python -m benchmarks.soak.hangs` has many more of them, under the real torchrun.
 """
 
 import signal
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.pretrain.hangs import TORCHRUN, VARIANTS, run
+from benchmarks.soak.hangs import TORCHRUN, VARIANTS, run
 
 WARM = ("torchrun",)
 
