@@ -46,6 +46,17 @@ def repository_in(folder: Path) -> Path:
     return folder
 
 
+def with_inspector(shell: Shell) -> Shell:
+    """Return the shell with a `checkpoint-inspector` in its path, which a warm process runs."""
+    folder = shell.directory / "commands"
+    folder.mkdir()
+    program = ROOT / "tools" / "checkpoint" / "checkpoint_inspector.py"
+    (folder / "checkpoint-inspector").write_text(f'#!/bin/sh\nexec python "{program}" "$@"\n')
+    (folder / "checkpoint-inspector").chmod(0o755)
+    path = f"{folder}:{shell.environment['PATH']}"
+    return Shell(shell.directory, {**shell.environment, "PATH": path})
+
+
 @pytest.fixture
 def shell(commands: dict[str, str], tmp_path: Path) -> Shell:
     return Shell(repository_in(tmp_path), commands)

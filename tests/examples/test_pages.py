@@ -3,7 +3,6 @@
 
 import ast
 import re
-import sys
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.util import find_spec
@@ -21,7 +20,7 @@ from tests.examples import (
     test_readme,
     test_site,
 )
-from tests.examples.conftest import Shell
+from tests.examples.conftest import Shell, with_inspector
 from tests.support.examples.blocks import DOCS, Block, blocks_of, inline_commands, python_of
 from tests.support.examples.documents import check_block, command_blocks, run_document
 from tests.support.examples.operations_table import rows_of, wrong_rows
@@ -119,10 +118,7 @@ def test_the_commands_of_a_page_print_what_is_quoted(page: str, shell: Shell) ->
         assert any(old in block.commands for block in blocks), f"{page} has no {old}"
         new = new.replace("{folder}", str(shell.directory))
         blocks = [replace(each, commands=each.commands.replace(old, new)) for each in blocks]
-    path = f"{shell.environment['PATH']}:{Path(sys.executable).parent}"  # checkpoint-inspector
-    run = run_document(
-        blocks, Shell(shell.directory, {**shell.environment, "PATH": path}), timeout=300
-    )
+    run = run_document(blocks, with_inspector(shell), timeout=300)
     for block, output, code in zip(blocks, run.outputs, run.codes):
         check_block(block, output, code, settings.tolerance)
     steps = [set(re.findall("^step .*", output, re.MULTILINE)) for output in run.outputs]
