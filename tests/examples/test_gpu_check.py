@@ -3,6 +3,7 @@
 
 import re
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from click.testing import CliRunner
 
 from tests.gpu import check
 from tests.gpu.profiled_step import covered_share
-from tests.gpu.steps import STEPS, Step
+from tests.gpu.steps import STEPS, TORCHRUN, Step
 from tests.gpu.training import ON_EVERY_STREAM, TRAININGS, suits
 from tests.support.cuda_model.scenarios import SCENARIOS
 
@@ -100,8 +101,24 @@ def test_the_covered_share_of_communication_counts_no_time_twice() -> None:
     assert covered_share(compute) is None
 
 
+def with_warm_ranks(step: Step) -> Step:
+    """Return a step that starts the ranks of a script by the torchrun in the path.
+
+    A step that starts a module stays as it is, with the real one.
+    """
+    words = step.command.removeprefix(f"{TORCHRUN} ")
+    if words == step.command or words.startswith("-m "):
+        return step
+    return replace(step, command=f"torchrun --standalone --nproc_per_node {{ranks}} {words}")
+
+
 @pytest.mark.exhaustive
-def test_every_step_is_rehearsed_on_the_cpu(tmp_path: Path) -> None:
+def test_every_step_is_rehearsed_on_the_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, commands: dict[str, str]
+) -> None:
+    monkeypatch.setattr(check, "STEPS", [*map(with_warm_ranks, STEPS)])
+    for name, value in commands.items():
+        monkeypatch.setenv(name, value)
     result = CliRunner().invoke(check.main, ["--rehearse", "--folder", str(tmp_path)])
     report = (tmp_path / "report.md").read_text()
     assert result.exit_code == 0, report
