@@ -81,14 +81,13 @@ def test_the_plain_loop_continues_as_if_nothing_had_happened(shell: Shell) -> No
 
 
 @pytest.mark.exhaustive
-def test_the_recipe_of_bridge_trains_as_with_ddp_and_saves(shell: Shell) -> None:
+def test_the_recipe_of_bridge_learns_and_saves(shell: Shell) -> None:
+    """That it trains as with DDP is shown by docs/examples.md, whose commands run in test_pages."""
     program = ("torchrun", "--standalone", "--nproc_per_node", "2")
-    recipe = (*program, "examples/megatron_bridge_recipe.py")
-    sharded, ddp = shell.run(*recipe), shell.run(*recipe, "--ddp")
-    assert sharded.returncode == ddp.returncode == 0, sharded.stdout + ddp.stdout
-    losses = [re.findall(r"^step .*", run.stdout, re.MULTILINE) for run in (sharded, ddp)]
-    assert len(losses[0]) == 2 and losses[0] == losses[1]
-    assert float(losses[0][1].split()[-1]) < float(losses[0][0].split()[-1]) - 0.5
+    done = shell.run(*program, "examples/megatron_bridge_recipe.py")
+    assert done.returncode == 0, done.stdout
+    first, second = re.findall(r"^step .* (\S+)$", done.stdout, re.MULTILINE)
+    assert float(second) < float(first) - 0.5
     metadata = FileSystemReader(shell.directory / "checkpoints" / "bridge").read_metadata()
     keys = metadata.state_dict_metadata
     weight = "module.decoder.layers.1.mlp.linear_fc1.weight"
