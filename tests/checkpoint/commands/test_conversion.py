@@ -2,10 +2,10 @@
 """Conversions resume after interruptions, are divided among ranks, and are whole or not there."""
 
 import errno
+import json
 import os
+import resource
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from click.testing import CliRunner
 
 from megatron.checkpoint.commands import conversion
 from megatron.checkpoint.commands.command_line import main
@@ -27,8 +28,6 @@ from megatron.checkpoint.fsdp_dtensor import dtensor_writer as fsdp_dtensor
 from megatron.checkpoint.store.directory import OutputDirectory, new_checkpoint
 from tests.support.checkpoint import samples, small_models
 from tests.support.checkpoint.changed_checkpoints import without_manifest
-
-REPOSITORY = Path(__file__).parents[3]
 
 
 class Lines:
@@ -395,15 +394,19 @@ def test_a_process_that_is_killed_is_taken_up(
 def test_a_full_disk_leaves_no_half_output(tmp_path: Path) -> None:
     sample = samples.writable_copy(samples.torch_dist(samples.DENSE), tmp_path / "in")
     before = {path: path.read_bytes() for path in sample.rglob("*") if path.is_file()}
-    script = REPOSITORY / "tools" / "checkpoint" / "checkpoint_inspector.py"
-    command = (
-        f"{sys.executable} {script} convert-torch-dist-to-fsdp-dtensor --json {sample}"
-        f" {tmp_path / 'out'}"
-    )
-    limited = f"ulimit -f 200; trap '' XFSZ; exec {command}"
-    result = subprocess.run(["bash", "-c", limited], capture_output=True, text=True, timeout=120)
-    assert result.returncode == 1, result.stderr
-    assert "Traceback" not in result.stderr and "File too large" in result.stderr
-    assert result.stdout.count("\n") == 1 and '"error"' in result.stdout
+    printed = tmp_path / "printed"
+
+    def convert_with_small_files() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (200 << 10, 200 << 10))
+        words = ["convert-torch-dist-to-fsdp-dtensor", "--json", str(sample), f"{tmp_path}/out"]
+        result = CliRunner().invoke(main, words)
+        printed.write_text(json.dumps([result.exit_code, result.stdout, result.stderr]))
+
+    in_a_child(convert_with_small_files)
+    code, output, errors = json.loads(printed.read_text())
+    assert code == 1, errors
+    assert "Traceback" not in errors and "File too large" in errors
+    assert output.count("\n") == 1 and '"error"' in output
     assert not list(tmp_path.glob("out/**/*"))
     assert {path: path.read_bytes() for path in sample.rglob("*") if path.is_file()} == before

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Outputs of conversions: they overwrite nothing, and continue what the same command began."""
 
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -77,17 +78,24 @@ def finished(*words: str | Path) -> list[str]:
     return parts
 
 
-@pytest.fixture
-def inputs(tmp_path: Path) -> dict[str, Path]:
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Write the dense sample in every format."""
-    sample = samples.torch_dist(samples.DENSE)
-    run_json("convert-to-hf", sample, tmp_path / "model")
-    run_json(TO_FSDP, sample, tmp_path / "fsdp_dtensor")
+    sample, folder = samples.torch_dist(samples.DENSE), tmp_path_factory.mktemp("converted")
+    run_json("convert-to-hf", sample, folder / "model")
+    run_json(TO_FSDP, sample, folder / "fsdp_dtensor")
     return {
         "torch_dist": sample,
-        "fsdp_dtensor": tmp_path / "fsdp_dtensor",
-        "huggingface": tmp_path / "model",
+        "fsdp_dtensor": folder / "fsdp_dtensor",
+        "huggingface": folder / "model",
     }
+
+
+@pytest.fixture
+def inputs(converted: dict[str, Path], tmp_path: Path) -> dict[str, Path]:
+    """Copy the model of Hugging Face, which a test may change."""
+    model = shutil.copytree(converted["huggingface"], tmp_path / "model")
+    return {**converted, "huggingface": model}
 
 
 @pytest.mark.parametrize(

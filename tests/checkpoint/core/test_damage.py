@@ -63,7 +63,7 @@ def test_every_flipped_bit_is_told_or_harmless(
     random_numbers = random.Random(f"bits of {form}")
     copy = shutil.copytree(small[form], tmp_path / "copy")
     told = 0
-    for file, count in zip(FILES[form], (30, 25, 20, 4)):
+    for file, count in zip(FILES[form], (15, 12, 10, 4)):
         data = (copy / file).read_bytes()
         for _ in range(count):
             changed = bytearray(data)
@@ -72,7 +72,7 @@ def test_every_flipped_bit_is_told_or_harmless(
             (copy / file).write_bytes(changed)
             told += not says_the_same(copy, small[form])
         (copy / file).write_bytes(data)
-    assert told > 25  # the rest is padding
+    assert told > 12  # the rest is padding
     assert says_the_same(copy, small[form])
 
 

@@ -23,6 +23,7 @@ from tests.support.checkpoint.hugging_face_models import (
     config_of,
     random_state,
 )
+from tests.support.pairwise import each_value
 from tests.support.rank_pool import run_ranks
 
 TOLERANCE = 1e-5
@@ -66,21 +67,9 @@ def test_layers_that_predict_further_tokens_compute_the_same_in_both(
     assert max(errors) < TOLERANCE
 
 
-@pytest.mark.always(
-    "llama-fp32",
-    "llama_stretched_and_tied-bf16",
-    "qwen2-fp32",
-    "qwen2_tied-bf16",
-    "qwen3_tied-fp32",
-    "mixtral-bf16",
-    "qwen3_moe_scores_as_they_are-fp32",
-    "deepseek_v3-bf16",
-    "deepseek_v3_yarn_without_mscale-fp32",
-    "deepseek_v3_whole_queries_tied-bf16",
-    "gpt2_exact_gelu_untied-fp32",
+@pytest.mark.parametrize(
+    ("kind", "dtype"), each_value(kind=KINDS, dtype=[torch.float32, torch.bfloat16])
 )
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("kind", KINDS)
 def test_a_model_in_several_files_is_the_same_after_reading_and_writing(
     kind: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:

@@ -2,8 +2,10 @@
 """Optimizer state of torch_dist checkpoints: in every layout bitwise that of the saving run."""
 
 import copy
+import functools
 import itertools
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -24,6 +26,7 @@ from tests.support.checkpoint.torch_dist.stored_optimizers import (
     assert_is,
     written,
 )
+from tests.support.checkpoint.written_by_megatron_core import State
 from tests.support.pretrain.parity import LLAMA, Combination
 
 SAMPLES = {
@@ -91,6 +94,22 @@ def test_a_common_state_without_anything_gives_tensors_and_no_groups() -> None:
     assert file.read().param_groups == []
 
 
+Files = Callable[[str], tuple[Path, State]]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
+    """Write the checkpoint of one of `RUNS`; return its folder and what the optimizer had."""
+
+    @functools.cache
+    def write(name: str) -> tuple[Path, State]:
+        folder = tmp_path_factory.mktemp("written")
+        run, layout = RUNS[name]
+        return folder, written(run, folder, layout)
+
+    return write
+
+
 LAYOUTS = {
     "buckets": "dp_reshardable",
     "objects": ZERO,
@@ -99,12 +118,11 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.always("not distributed, bf16, tp2")
+@pytest.mark.always("not distributed, bf16, ep2")
 @pytest.mark.parametrize("name", RUNS)
-def test_a_written_file_has_the_state_that_the_ranks_had(name: str, tmp_path: Path) -> None:
-    run, layout = RUNS[name]
-    expected = written(run, tmp_path, layout)
-    file = File(tmp_path)
+def test_a_written_file_has_the_state_that_the_ranks_had(name: str, files: Files) -> None:
+    folder, expected = files(name)
+    file = File(folder)
     found = file.read()
     assert file.boxes == [], "tensors are read before they are asked for"
     assert found.layout == LAYOUTS[name.partition(" ")[0]]
@@ -124,9 +142,11 @@ def test_a_written_file_has_the_state_that_the_ranks_had(name: str, tmp_path: Pa
 
 
 @pytest.mark.exhaustive
-def test_rows_of_a_parameter_are_read_and_nothing_else(tmp_path: Path) -> None:
-    written(RUNS["buckets of tp2 dp2"][0], tmp_path)
-    for file in (File(tmp_path), File(samples.torch_dist("v015_dense_tp2_dp2_model_space"))):
+def test_rows_of_a_parameter_are_read_and_nothing_else(files: Files) -> None:
+    for file in (
+        File(files("buckets of tp2 dp2")[0]),
+        File(samples.torch_dist("v015_dense_tp2_dp2_model_space")),
+    ):
         found = file.read()
         for name, tensor in found.main.items():
             file.boxes.clear()

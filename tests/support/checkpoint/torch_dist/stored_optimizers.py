@@ -100,12 +100,10 @@ RUNS = {
         None,
     ),
     "buckets of tp2 ep2 etp2": (Combination(4, "tp2 sp ep2 etp2", 0, MOE, DISTRIBUTED), None),
-    "buckets of experts without an optimizer of their own": (
-        Combination(2, "", 0, GATED_SHARED, DISTRIBUTED),
-        None,
-    ),
-    "buckets of pp2 vpp2 with tied embeddings": (
-        Combination(2, "pp2 vpp2", 0, GPT2, DISTRIBUTED, layers=4),
+    "buckets of fp16 and experts without an optimizer of their own": (
+        Combination(
+            2, "", 0, GATED_SHARED, "--fp16 --use-distributed-optimizer --initial-loss-scale 4096"
+        ),
         None,
     ),
     "buckets of an uneven pipeline": (
@@ -137,12 +135,6 @@ RUNS = {
         Combination(4, "pp2 ep2", 0, DEEPSEEK, DISTRIBUTED, layers=4),
         None,
     ),
-    "buckets of fp16": (
-        Combination(
-            2, "", 0, LLAMA, "--fp16 --use-distributed-optimizer --initial-loss-scale 4096"
-        ),
-        None,
-    ),
     "objects of tp2 dp2": (Combination(4, "tp2", 0, LLAMA, BUCKETS), ZERO),
     # Buckets that end with biases or with 101 rows of embeddings, which are no multiples of the
     # alignment.
@@ -157,7 +149,6 @@ RUNS = {
         Combination(4, "tp2 pp2", 0, LLAMA, f"{DISTRIBUTED} --dist-ckpt-optim-fully-reshardable"),
         None,
     ),
-    "not distributed, bf16, tp2": (Combination(2, "tp2", 0, LLAMA, "--bf16"), None),
     "not distributed, fp32": (Combination(2, "", 0, GPT2), None),
     "not distributed, bf16, ep2": (Combination(2, "ep2", 0, ALLTOALL, "--bf16"), None),
 }
