@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models built on the meta device get the weights of models built on the CPU, seed by seed."""
 
-import itertools
 from contextlib import nullcontext
 from typing import Any
 
@@ -28,6 +27,7 @@ from megatron.mcore_adapter.data_parallel import (
 from megatron.pretrain.arguments.configs import ddp_config, transformer_config
 from megatron.pretrain.model.layer_specs import layer_spec
 from megatron_fsdp import FSDPDistributedIndex, MixedPrecisionPolicy
+from tests.support.pairwise import each_value
 from tests.support.pretrain.parity import DEEPSEEK, LLAMA, MTP, TIED, Combination
 from tests.support.pretrain.training_runs import NO_DROPOUT, SMALL, prepare, refuse, train
 from tests.support.rank_pool import run_ranks
@@ -46,7 +46,7 @@ INITIALISED = {
 @pytest.mark.always("mtp_tied-cpu")
 @pytest.mark.parametrize(
     ("model", "device"),
-    [*itertools.product(INITIALISED, ("gpu", "cpu"))],
+    each_value(always=[("mtp_tied", "cpu")], model=INITIALISED, device=("gpu", "cpu")),
 )
 def test_a_model_from_the_meta_device_trains_like_one_that_had_values_at_once(
     model: str, device: str
@@ -146,9 +146,10 @@ def compare_losses(model: nn.Module, reference: nn.Module) -> None:
     losses[0].sum().backward()
 
 
-@pytest.mark.always("tied-cpu_initialization")
-@pytest.mark.parametrize("on_cpu", [True, False], ids=["cpu_initialization", "gpu_initialization"])
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.always("tied-on_cpu=True")
+@pytest.mark.parametrize(
+    ("model", "on_cpu"), each_value(always=[("tied", True)], model=MODELS, on_cpu=[False, True])
+)
 def test_weights_are_those_of_the_model_built_on_the_cpu(model: str, on_cpu: bool) -> None:
     run_ranks(2, compare_with_the_cpu, MODELS[model], on_cpu)
 

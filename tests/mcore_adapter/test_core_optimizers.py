@@ -16,6 +16,7 @@ from megatron.fsdp.dtensor.tensor_part import full_tensor
 from megatron.mcore_adapter import FullyShardedDataParallel, core_optimizers
 from megatron.pretrain.arguments.configs import ddp_config
 from tests.support.mcore_adapter.wrapped_models import assert_same, backward, make_module
+from tests.support.pairwise import each_value
 from tests.support.rank_pool import run_ranks
 
 STRATEGIES = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
@@ -98,9 +99,14 @@ def train_in_a_way(strategy: str, way: str) -> list[dict[str, torch.Tensor]]:
     ]
 
 
-@pytest.mark.seldom("no_shard-*", "optim_grads-*")
-@pytest.mark.parametrize("way", ["clipped", "closure", "accumulated"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    ("strategy", "way"),
+    each_value(
+        always=[("optim_grads_params", "accumulated"), ("optim", "clipped")],
+        strategy=STRATEGIES,
+        way=["clipped", "closure", "accumulated"],
+    ),
+)
 def test_gradients_are_final_after_backward_as_with_an_unsharded_model(
     strategy: str, way: str
 ) -> None:
