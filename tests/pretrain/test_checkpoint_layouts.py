@@ -49,35 +49,22 @@ def runs(model: str, *layouts: tuple, layers: int = 2) -> list[Combination]:
     ]
 
 
-# Every run takes over from the one before it.
+# Every run takes over from the one before it. Each axis and each level is written by one run and
+# read by another, and so are tied embeddings by stages that share them.
 CHANGES = {
-    "tensor_context_pipeline": runs(
-        LLAMA, (2, "tp2"), (2, "dp"), (4, "tp2 sp"), (2, "cp2"), (2, "pp2"), (1, "dp")
-    ),
-    "tied_pipeline": runs(
-        GPT2, (2, "pp2"), (2, "pp2 vpp2"), (2, "pp2"), (2, "dp"), (4, "pp2"), layers=4
-    ),
+    "dense": runs(LLAMA, (2, "tp2"), (2, "pp2"), (4, "tp2 sp", 1), (2, "cp2", 0), (2, "tp2")),
+    "tied": runs(GPT2, (2, "pp2 vpp2"), (2, "cp2", 1), (4, "pp2"), (2, "pp2 vpp2"), layers=4),
     "experts": runs(
-        ALLTOALL,
-        (4, "ep2"),
-        (2, "dp"),
-        (4, "ep4"),
-        (4, "tp2 sp ep2 etp1"),
-        (2, "ep2"),
-        (4, "inst2 ep2", 3, OPTIM_OUTSIDE),
-    ),
-    "levels_and_hybrid": runs(
-        LLAMA, (4, "dp"), (4, "dp", 0), (4, "dp", 1), (4, "inst2", 3, OPTIM_OUTSIDE), (2, "dp")
-    ),
-    "tied_mtp": runs(f"{LLAMA.replace(UNTIED, '')} {MTP}", (2, "dp"), (2, "pp2"), (2, "dp")),
-    "mla": runs(MLA, (4, "tp2"), (2, "dp")),
-    "expert_axes": runs(
         ALLTOALL,
         (4, "tp2 sp ep2 etp1"),
         (2, "pp2"),
+        (4, "ep4"),
         (4, "inst2 ep2", 3, OPTIM_OUTSIDE),
+        (1, "dp"),
     ),
-    "stages_and_contexts": runs(GPT2, (2, "pp2 vpp2"), (2, "cp2", 1), layers=4),
+    "replicas": runs(LLAMA, (2, "dp", 0), (4, "inst2", 3, OPTIM_OUTSIDE), (2, "dp", 2)),
+    "tied_mtp": runs(f"{LLAMA.replace(UNTIED, '')} {MTP}", (2, "pp2"), (2, "dp"), (2, "pp2")),
+    "mla": runs(MLA, (2, "tp2"), (2, "dp")),
 }
 
 

@@ -39,16 +39,14 @@ def run(ranks: int, axes: str, model: str, layers: int = 2) -> Combination:
 
 # What runs without FSDP, and what goes on with it.
 CHANGES = {
-    "tp2_pp2": (run(4, "tp2 pp2", LLAMA), run(2, "dp", LLAMA)),
-    "tied_pp2_vpp2": (run(2, "pp2 vpp2", GPT2, 4), run(2, "tp2", GPT2, 4)),
-    "experts_ep2": (run(4, "ep2", ALLTOALL), run(2, "ep2", ALLTOALL)),
-    "layers_that_differ": (run(4, "tp2 sp ep2 etp1", MIXED), run(4, "ep2", MIXED)),
-    "qk_norm_biases": (
-        run(2, "tp2", f"{LLAMA} --qk-layernorm --add-qkv-bias"),
+    "tp2_pp2_qk_norm_biases": (
+        run(4, "tp2 pp2", f"{LLAMA} --qk-layernorm --add-qkv-bias"),
         run(2, "dp", f"{LLAMA} --qk-layernorm --add-qkv-bias"),
     ),
+    "tied_pp2_vpp2": (run(2, "pp2 vpp2", GPT2, 4), run(2, "tp2", GPT2, 4)),
+    "layers_that_differ": (run(4, "tp2 sp ep2 etp1", MIXED), run(2, "ep2", MIXED)),
     "deepseek": (run(4, "pp2 ep2", f"{DEEPSEEK} {MTP}", 4), run(2, "ep2", f"{DEEPSEEK} {MTP}", 4)),
-    "bf16": (run(2, "tp2", f"{LLAMA} --bf16"), run(2, "dp", f"{LLAMA} --bf16")),
+    "experts_bf16": (run(2, "ep2", f"{ALLTOALL} --bf16"), run(2, "dp", f"{ALLTOALL} --bf16")),
 }
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Saves in the background whose tensors are copied while the next step computes."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -112,32 +112,21 @@ MOE = (
 )
 IN_BACKGROUND = "--async-save --use-persistent-ckpt-worker"
 LINES = {
-    "level_3": f"{SIX} {GATED} {FSDP}",
-    "level_1_hybrid_bf16": f"{DROPOUT} {GATED} {FSDP} --data-parallel-sharding-strategy optim"
-    " --bf16 --outer-dp-sharding-strategy no_shard",
-    "level_1": f"{SIX} {GATED} {FSDP} --data-parallel-sharding-strategy optim",
+    "level_1_bf16": f"{DROPOUT} {GATED} {FSDP} --data-parallel-sharding-strategy optim --bf16",
     "level_2_torch_dist": f"{SIX} {FSDP} --data-parallel-sharding-strategy optim_grads --bf16"
     " --ckpt-format torch_dist",
-    "expert_bias": f"{SIX} {GATED} {FSDP} {MOE}",
+    "level_3_expert_bias": f"{SIX} {GATED} {FSDP} {MOE}",
     "offload": f"{SIX} {GATED} {FSDP} --optimizer-cpu-offload",
     "offload_level_1": f"{DROPOUT} {FSDP} --data-parallel-sharding-strategy optim --bf16"
     " --optimizer-cpu-offload --overlap-cpu-optimizer-d2h-h2d --ckpt-format torch_dist",
-    "ddp": f"{SIX} {GATED} --bf16 --use-distributed-optimizer --overlap-grad-reduce"
+    "ddp_bf16": f"{SIX} {GATED} --bf16 --use-distributed-optimizer --overlap-grad-reduce"
     " --overlap-param-gather",
     "ddp_expert_bias": f"{SIX} {GATED} {MOE} --use-distributed-optimizer",
 }
 
 
-def cases(*by_default: str, of: Iterable[str]) -> pytest.MarkDecorator:
-    """Parametrize with the name of a line; those not named belong to the exhaustive part."""
-    values = [
-        pytest.param(name, marks=[] if name in by_default else pytest.mark.exhaustive)
-        for name in of
-    ]
-    return pytest.mark.parametrize("name", values)
-
-
-@cases(of=LINES)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", LINES)
 def test_a_checkpoint_copied_during_the_next_step_is_that_of_a_blocking_save(
     name: str, tmp_path: Path
 ) -> None:
@@ -183,8 +172,10 @@ def with_writing_forwards(action: Callable[[str], Any], first_step: int, command
         return action(command_line)
 
 
-@pytest.mark.parametrize("first_step", [1, 5])
-@cases(of=["level_3", "level_1", "ddp"])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("name", "first_step"), [("level_3_expert_bias", 5), ("level_1_bf16", 1), ("ddp_bf16", 5)]
+)
 def test_a_copy_while_a_forward_writes_to_weights_is_an_error(
     name: str, first_step: int, tmp_path: Path
 ) -> None:

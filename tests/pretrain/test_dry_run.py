@@ -2,9 +2,7 @@
 """A dry run says what follows from a command line, and agrees with a run about parameters."""
 
 import argparse
-import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -53,14 +51,15 @@ def test_experts_and_outer_ranks_are_divided_as_the_run_does() -> None:
     assert "ranks of experts: 1 tensor x 2 expert x 1 pipeline x 4 data" in lines
 
 
-def test_the_program_stops_after_a_dry_run_without_torchrun_or_gpu() -> None:
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    environment.pop("WORLD_SIZE", None)
-    command = [sys.executable, "pretrain_gpt.py", *LINE.split(), "--dry-run"]
+def test_the_program_stops_after_a_dry_run_without_torchrun_or_gpu(
+    commands: dict[str, str],
+) -> None:
+    assert "WORLD_SIZE" not in commands
+    command = ["python", "pretrain_gpt.py", *LINE.split(), "--dry-run"]
     done = subprocess.run(
         [*command, "--dry-run-ranks", "4"],
         cwd=ROOT,
-        env=environment,
+        env=commands,
         capture_output=True,
         text=True,
         timeout=300,

@@ -11,6 +11,7 @@ from megatron.pretrain.data import dataset_files
 from megatron.pretrain.data.dataset_files import check_samples
 from megatron.pretrain.data.gpt_datasets import build_datasets
 from tests.pretrain.data.test_gpt_datasets import NUMBERS, namespace, write_numbers
+from tests.support.pairwise import pairwise
 
 
 def test_index_caches_of_other_data_of_the_same_name_are_refused(tmp_path: Path) -> None:
@@ -28,9 +29,10 @@ def test_index_caches_of_other_data_of_the_same_name_are_refused(tmp_path: Path)
             build_datasets(arguments, NUMBERS)
 
 
-@pytest.mark.parametrize("folder", ["cache", None], ids=["own", "beside_the_data"])
-@pytest.mark.parametrize("keep", [0, 100, -8])
-@pytest.mark.parametrize("name", ["document", "sample", "shuffle"])
+@pytest.mark.parametrize(
+    ("name", "keep", "folder"),
+    pairwise(name=["document", "sample", "shuffle"], keep=[0, 100, -8], folder=["cache", None]),
+)
 def test_an_index_cache_that_is_cut_off_is_named(
     name: str, keep: int, folder: str | None, tmp_path: Path
 ) -> None:

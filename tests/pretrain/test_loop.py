@@ -105,23 +105,19 @@ def compare(
     return fsdp
 
 
-@pytest.mark.always("use-distributed-optimizer", "clip-grad")
+@pytest.mark.always("distributed_optimizer", "clip")
 @pytest.mark.parametrize(
     "flags",
     [
-        "--use-distributed-optimizer",
-        LLAMA,
-        "--untie-embeddings-and-output-weights",
-        "--position-embedding-type rope --overlap-grad-reduce",
-        "--overlap-grad-reduce --overlap-param-gather --use-distributed-optimizer",
-        "--global-batch-size 4 --no-check-for-nan-in-loss-and-grad",
-        "--clip-grad 0.1 --weight-decay 0.3",
-        "--calculate-per-token-loss",
-        "--ddp-average-in-collective",
-        "--untie-embeddings-and-output-weights --decoupled-lr 2e-2 --decoupled-min-lr 1e-3",
-        "--data-parallel-random-init",
+        "--use-distributed-optimizer --data-parallel-random-init",
+        f"--overlap-grad-reduce --ddp-average-in-collective {LLAMA}",
+        "--overlap-grad-reduce --overlap-param-gather --use-distributed-optimizer"
+        " --calculate-per-token-loss",
+        "--global-batch-size 4 --no-check-for-nan-in-loss-and-grad --position-embedding-type rope",
+        "--clip-grad 0.1 --weight-decay 0.3 --untie-embeddings-and-output-weights"
+        " --decoupled-lr 2e-2 --decoupled-min-lr 1e-3",
     ],
-    ids=lambda flags: "llama" if flags == LLAMA else flags.removeprefix("--").split()[0],
+    ids=["distributed_optimizer", "llama", "overlap", "batch", "clip"],
 )
 def test_flags_change_fsdp_as_they_change_ddp(flags: str) -> None:
     fsdp = compare(flags, loss=1e-5, norm=1e-4)

@@ -109,20 +109,18 @@ def bytes_of_parts(
     }
 
 
-@pytest.mark.seldom("*-bf16_grads")
-@pytest.mark.parametrize("main_grads", [FP32, BF16], ids=["fp32_grads", "bf16_grads"])
 @pytest.mark.parametrize(
-    ("level", "outer", "sharded"),
+    ("level", "outer", "sharded", "main_grads"),
     [
-        (0, 1, 0),
-        (1, 1, 0),
-        (2, 1, 0),
-        (3, 1, 0),
-        (0, 2, 0),
-        (1, 2, 0),
-        (3, 2, 0),
-        (3, 4, 0),
-        (3, 4, 1),
+        (0, 1, 0, FP32),
+        (1, 1, 0, BF16),
+        (2, 1, 0, FP32),
+        (3, 1, 0, BF16),
+        (0, 2, 0, BF16),
+        (1, 2, 0, FP32),
+        (3, 2, 0, FP32),
+        (3, 4, 0, BF16),
+        (3, 4, 1, FP32),
     ],
 )
 def test_a_rank_s_memory_is_estimated_within_two_percent(
@@ -139,11 +137,9 @@ def test_a_rank_s_memory_is_estimated_within_two_percent(
             assert 0.5 * local <= measured_local <= 1.02 * local
 
 
-@pytest.mark.always("1-1-0-fp32_grads", "3-1-0-bf16_grads")
-@pytest.mark.parametrize("main_grads", [FP32, BF16], ids=["fp32_grads", "bf16_grads"])
 @pytest.mark.parametrize(
-    ("level", "outer", "sharded"),
-    [(0, 1, 0), (1, 1, 0), (2, 1, 0), (3, 1, 0), (3, 2, 0), (3, 4, 1)],
+    ("level", "outer", "sharded", "main_grads"),
+    [(0, 1, 0, BF16), (1, 1, 0, FP32), (2, 1, 0, BF16), (3, 2, 0, FP32), (3, 4, 1, BF16)],
 )
 def test_what_is_offloaded_is_on_the_host_and_not_on_the_device(
     level: int, outer: int, sharded: int, main_grads: torch.dtype

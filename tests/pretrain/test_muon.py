@@ -12,7 +12,6 @@ from tests.fsdp.optimizer.test_matrix_axes import assert_owned
 from tests.support import emerging_optimizers_wheel, megatron_release
 from tests.support.megatron_release import RELEASES
 from tests.support.pretrain.parity import (
-    BF16,
     GPT2,
     LLAMA,
     MOE,
@@ -34,22 +33,18 @@ DIST = "--optimizer dist_muon"
 EXACT = {
     "level0": Combination(2, "dp", 0, GPT2, FLAGS),
     "tp2_blockwise": Combination(2, "tp2", 3, LLAMA, FLAGS),
-    "tp2_duplicated": Combination(2, "tp2", 3, GPT2, DUPLICATED),
-    "tp2_whole_qkv": Combination(2, "tp2", 1, LLAMA, f"{DUPLICATED} --muon-no-split-qkv"),
-    "pp2": Combination(2, "pp2", 2, LLAMA, FLAGS),
+    "tp2_duplicated": Combination(2, "tp2", 1, GPT2, f"{DUPLICATED} --muon-no-split-qkv"),
     "vpp2": Combination(2, "pp2 vpp2", 3, LLAMA, WHOLE_QKV, layers=4),
 }
 
 CLOSE = {
-    **{f"level{level}": Combination(2, "dp", level, LLAMA, FP32) for level in range(1, 4)},
+    "level2": Combination(2, "dp", 2, LLAMA, FP32),
     "dist_muon": Combination(2, "dp", 3, GPT2, f"{FP32} --muon-scale-mode shape_scaling", DIST),
     "tp2_distributed": Combination(2, "tp2", 3, LLAMA, f"{FP32} --muon-tp-mode distributed"),
-    "tp2_sp": Combination(4, "tp2 sp", 3, GPT2, f"{FP32} --muon-num-ns-steps 3"),
-    "tp2_pp2": Combination(4, "tp2 pp2", 3, LLAMA, f"{FP32} --muon-tp-mode duplicated"),
+    "tp2_sp_pp2": Combination(4, "tp2 sp pp2", 3, GPT2, f"{FP32} --muon-num-ns-steps 3"),
     "ep2": Combination(2, "ep2", 3, MOE, FP32),
     "tp2_ep2": Combination(4, "tp2 ep2", 1, MOE, f"{FP32} --sequence-parallel"),
     "etp1": Combination(4, "tp2 ep2 etp1", 3, MOE, f"{FP32} --sequence-parallel"),
-    "hybrid": Combination(4, "inst2", 3, LLAMA, FP32),
     "hybrid_optim": Combination(4, "inst2", 3, LLAMA, FP32, OPTIM_OUTSIDE),
 }
 
@@ -85,12 +80,6 @@ def test_losses_are_those_of_megatron_core_to_the_bit(name: str) -> None:
 def test_losses_and_norms_are_those_of_megatron_core(name: str) -> None:
     ddp, fsdp = runs_of(CLOSE[name])
     assert_same_run(fsdp, ddp, loss=1e-5, norm=1e-5)
-
-
-@pytest.mark.exhaustive
-def test_losses_in_bf16_are_close() -> None:
-    ddp, fsdp = runs_of(Combination(2, "dp", 3, LLAMA, f"{FLAGS} {BF16}"))
-    assert_same_run(fsdp, ddp, loss=1e-2, norm=1e-1)
 
 
 def optimizer_of(command_line: str) -> None:
@@ -129,13 +118,12 @@ SIX = f"{LINE} {FP32} --train-iters 6"
 
 LAYOUTS = {
     "same": (2, ""),
-    "level0": (2, "--data-parallel-sharding-strategy no_shard"),
     "four_level1": (4, "--data-parallel-sharding-strategy optim"),
     "hybrid": (4, "--num-distributed-optimizer-instances 2"),
     "tp2": (2, "--tensor-model-parallel-size 2 --muon-tp-mode duplicated"),
     "pp2": (2, "--pipeline-model-parallel-size 2"),
 }
-SAME_SUMS = ("same", "level0", "pp2")
+SAME_SUMS = ("same", "pp2")
 
 
 @pytest.fixture(scope="module")

@@ -136,13 +136,12 @@ CHANGES = {
 @pytest.mark.parametrize("name", CHANGES)
 def test_runs_of_megatron_core_go_on_with_fsdp_and_back(name: str, tmp_path: Path) -> None:
     core, fsdp = (f"{each} {MODE}" for each in (CHANGES[name][0].line, CHANGES[name][1].ours))
-    unbroken = run(2, core, 6, tmp_path / "unbroken")
-    run(2, core, 2, tmp_path / "core")
-    convert("convert-torch-dist-to-fsdp-dtensor", tmp_path / "core", tmp_path / "there")
+    source = tmp_path / "unbroken" / "iter_0000002"
+    unbroken = run(2, f"{core} --save-interval 2", 6, source.parent)
+    convert("convert-torch-dist-to-fsdp-dtensor", source, tmp_path / "there")
     there = run(2, fsdp, 4, tmp_path / "fsdp", tmp_path / "there")
-    directly = run(
-        2, f"{fsdp} --ckpt-format torch_dist", 4, tmp_path / "directly", tmp_path / "core"
-    )
+    from_second = f"{fsdp} --ckpt-format torch_dist --ckpt-step 2"
+    directly = run(2, from_second, 4, tmp_path / "directly", source.parent)
     assert there.losses == directly.losses
     convert("convert-fsdp-dtensor-to-torch-dist", tmp_path / "fsdp", tmp_path / "back")
     assert_same(read(tmp_path / "back", 4), read(tmp_path / "directly", 4))

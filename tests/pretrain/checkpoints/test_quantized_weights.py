@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import argparse
-from functools import partial
+import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,7 @@ class Run:
         """The weights that the last forward read, by module: the values of their codes."""
         for name, layer in self.model.named_modules():
             if name.endswith(LAYERS):
-                layer.register_forward_pre_hook(partial(self._keep, name))
+                layer.register_forward_pre_hook(functools.partial(self._keep, name))
 
     def _keep(self, name: str, layer: Any, _: Any) -> None:
         self.read[name] = layer.weight.detach().dequantize().clone()
@@ -189,20 +190,42 @@ def load_and_go_on(folder: str, recipe: str | None, strategy: str) -> dict[str, 
         return go_on(run)
 
 
-@pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "blockwise"])
+Saved = Callable[[str], tuple[Path, list[dict[str, Any]]]]
+
+
+@pytest.fixture(scope="module")
+def run_with(engine_ranks: RunOnRanks, tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    """Return the folder that a run of a recipe has saved in both formats, and how it went on."""
+
+    @functools.cache
+    def save(recipe: str) -> tuple[Path, list[dict[str, Any]]]:
+        folder = tmp_path_factory.mktemp(recipe)
+        return folder, engine_ranks(save_and_go_on, str(folder), recipe, "optim_grads_params")
+
+    return save
+
+
+@pytest.mark.parametrize(
+    ("recipe", "name"),
+    [
+        ("delayed", "fsdp_dtensor"),
+        ("delayed", "torch_dist"),
+        ("tensorwise", "fsdp_dtensor"),
+        ("blockwise", "torch_dist"),
+    ],
+)
 def test_training_goes_on_bitwise(
-    engine_ranks: RunOnRanks, recipe: str, name: str, tmp_path: Path
+    engine_ranks: RunOnRanks, recipe: str, name: str, run_with: Saved
 ) -> None:
-    saved = engine_ranks(save_and_go_on, str(tmp_path), recipe, "optim_grads_params")
-    loaded = engine_ranks(load_and_go_on, str(tmp_path / name), recipe, "optim")
+    folder, saved = run_with(recipe)
+    loaded = engine_ranks(load_and_go_on, str(folder / name), recipe, "optim")
     assert all(map(same, saved, loaded))
 
 
-def test_conversions_keep_scales(engine_ranks: RunOnRanks, tmp_path: Path) -> None:
-    saved = engine_ranks(save_and_go_on, str(tmp_path), "delayed", "optim")
-    own, converted, back = tmp_path / "torch_dist", tmp_path / "converted", tmp_path / "back"
-    run_json("convert-fsdp-dtensor-to-torch-dist", tmp_path / "fsdp_dtensor", converted)
+def test_conversions_keep_scales(engine_ranks: RunOnRanks, run_with: Saved, tmp_path: Path) -> None:
+    folder, saved = run_with("delayed")
+    own, converted, back = folder / "torch_dist", tmp_path / "converted", tmp_path / "back"
+    run_json("convert-fsdp-dtensor-to-torch-dist", folder / "fsdp_dtensor", converted)
     converted /= "iter_0000003"
     for folder in (own, converted):
         found = {key: value[0] is not None for key, value in scales_in(folder).items()}
@@ -210,11 +233,11 @@ def test_conversions_keep_scales(engine_ranks: RunOnRanks, tmp_path: Path) -> No
         assert list(found.values()) == [True] * 8
     run_json("convert-torch-dist-to-fsdp-dtensor", converted, back)
     back /= "iter_0000003"
-    first = scales_in(tmp_path / "fsdp_dtensor")
+    first = scales_in(folder / "fsdp_dtensor")
     # Megatron-Core does not write those of attention.
     assert same(scales_in(back), {key: first[key] for key in first if "attention._" not in key})
     for folder in (converted, back):
-        loaded = engine_ranks(load_and_go_on, str(folder), "delayed", "optim_grads_params")
+        loaded = engine_ranks(load_and_go_on, str(folder), "delayed", "no_shard")
         assert all(map(same, saved, loaded))
 
 
@@ -232,12 +255,12 @@ def save_in(folder: str, source: str, recipe: str | None) -> None:
 
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
 def test_runs_in_bf16_load_and_save_the_same_main_weights(
-    engine_ranks: RunOnRanks, recipe: str, tmp_path: Path
+    engine_ranks: RunOnRanks, recipe: str, run_with: Saved, tmp_path: Path
 ) -> None:
-    saved = engine_ranks(save_and_go_on, str(tmp_path), recipe, "optim_grads_params")
+    folder, saved = run_with(recipe)
     in_bf16 = tmp_path / "bf16"
     for name in FORMATS:
-        engine_ranks(save_in, str(in_bf16 / name), str(tmp_path / name), None)
+        engine_ranks(save_in, str(in_bf16 / name), str(folder / name), None)
         loaded = engine_ranks(load_and_go_on, str(in_bf16 / name), recipe, "optim")
         for before, after in zip(saved, loaded):
             assert same(before["weights"], after["weights"])
@@ -265,9 +288,9 @@ def load_with_megatron_core(folder: str, recipe: str | None) -> tuple[Any, Any]:
     return weights if recipe is None else None, scales
 
 
-def test_megatron_core_loads_weights_and_scales(engine_ranks: RunOnRanks, tmp_path: Path) -> None:
-    saved = engine_ranks(save_and_go_on, str(tmp_path), "delayed", "optim_grads_params")[0]
-    folder = str(tmp_path / "torch_dist")
+def test_megatron_core_loads_weights_and_scales(engine_ranks: RunOnRanks, run_with: Saved) -> None:
+    saved_in, (saved, _) = run_with("delayed")
+    folder = str(saved_in / "torch_dist")
     weights, _ = engine_ranks(load_with_megatron_core, folder, None)[0]
     wanted = {name: value.bfloat16() for name, value in saved["weights"].items()}
     assert same({f"module.module.{name}": value for name, value in weights.items()}, wanted)

@@ -165,7 +165,7 @@ def killed_at(number: int) -> Iterator[list[str]]:
 
 
 def go_on_after_kills(line: str, step: int) -> tuple[int, list[tuple[int, list[float], list[int]]]]:
-    """Job: kill a run before every ``step``-th change of a store, and start it again.
+    """Job: kill a run before each ``step``-th change of a store and the last; start it again.
 
     Returns:
         The number of changes, and of every second start the iteration that it began from, its
@@ -177,7 +177,7 @@ def go_on_after_kills(line: str, step: int) -> tuple[int, list[tuple[int, list[f
     with killed_at(0) as changes:
         pretrain(f"{line} --exit-interval 4")
     found = []
-    for number in range(1, len(changes) + 1, step):
+    for number in sorted({*range(1, len(changes), step), len(changes)}):
         set_memory(before)
         with killed_at(number), suppress(Killed):
             pretrain(f"{line} --exit-interval 4")
@@ -188,19 +188,18 @@ def go_on_after_kills(line: str, step: int) -> tuple[int, list[tuple[int, list[f
     return len(changes), found
 
 
-@pytest.mark.parametrize("step", [8, pytest.param(1, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("step", [8, pytest.param(3, marks=pytest.mark.exhaustive)])
 def test_a_run_that_is_killed_before_any_change_goes_on_from_a_whole_checkpoint(step: int) -> None:
     line = f"{LINE} --save memory://run --load memory://run --save-interval 2"
     line += " --save-retain-interval 4"
     (whole,) = run_ranks(1, train, LINE)[0]
     number, found = run_ranks(1, go_on_after_kills, line, step)[0]
     begins = [begin for begin, _, _ in found]
-    assert begins == sorted(begins) and begins[0] == 2 and begins[-1] in (2, 4), begins
-    assert step > 1 or begins[-1] == 4
+    assert begins == sorted(begins) and begins[0] == 2 and begins[-1] == 4, begins
     for begin, losses, history in found:
         assert losses == whole.losses[begin:]
         assert history == list(range(1, 7))
-    assert number > 10 and len(found) == len(range(0, number, step))
+    assert number > 10 and len(found) > number // step
 
 
 @pytest.mark.exhaustive  # starts writer processes
