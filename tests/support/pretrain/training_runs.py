@@ -37,6 +37,7 @@ from megatron.pretrain.data.tokenizer_choice import TokenizerChoice
 from megatron.pretrain.data.tokenizers import Tokenizer, build_tokenizer, embedding_rows
 from megatron.pretrain.model.gpt_model import build_model
 from megatron.pretrain.model.gpt_optimizer import build_optimizer
+from megatron.pretrain.report import report as report_module
 from megatron.pretrain.report.logging_setup import set_up_logging
 from megatron.pretrain.report.report import Report
 from megatron.pretrain.run_state import Progress
@@ -141,6 +142,12 @@ def prepare(command_line: str) -> tuple[Any, torch.device]:
     return args, torch.device("cpu")
 
 
+def draw_nothing(path: Path, *curves: object) -> bool:
+    """Write a file as `draw_loss_curves` does, without the plot: drawing is half of a short run."""
+    path.write_bytes(b"")
+    return True
+
+
 def pretrain(command_line: str) -> Record:
     """One run from start to end on this rank."""
     args, device = prepare(command_line)
@@ -148,7 +155,10 @@ def pretrain(command_line: str) -> Record:
     arguments = dict(vars(args))
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        with patch.object(loop, "Report", report):
+        with (
+            patch.object(loop, "Report", report),
+            patch.object(report_module, "draw_loss_curves", draw_nothing),
+        ):
             progress = loop.pretrain(args, device)
     finally:
         for number, handler in before.items():
