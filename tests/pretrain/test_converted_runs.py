@@ -10,11 +10,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
-from megatron.checkpoint.commands.command_line import main
 from megatron.checkpoint.commands.formats import open_checkpoint
 from tests.support.checkpoint import samples
+from tests.support.checkpoint.command_runs import TO_FSDP, TO_TORCH_DIST, run
 from tests.support.pretrain.parity import (
     ALLTOALL,
     BIAS,
@@ -33,20 +32,23 @@ STEPS = 2
 MIXED = f"{ALLTOALL} {SHARED} {BIAS} --moe-layer-freq ([0]*1+[1]*1)"
 
 
-def run(ranks: int, axes: str, model: str, layers: int = 2) -> Combination:
+def layout(ranks: int, axes: str, model: str, layers: int = 2) -> Combination:
     return Combination(ranks, axes, 3, model, layers=layers)
 
 
 # What runs without FSDP, and what goes on with it.
 CHANGES = {
     "tp2_pp2_qk_norm_biases": (
-        run(4, "tp2 pp2", f"{LLAMA} --qk-layernorm --add-qkv-bias"),
-        run(2, "dp", f"{LLAMA} --qk-layernorm --add-qkv-bias"),
+        layout(4, "tp2 pp2", f"{LLAMA} --qk-layernorm --add-qkv-bias"),
+        layout(2, "dp", f"{LLAMA} --qk-layernorm --add-qkv-bias"),
     ),
-    "tied_pp2_vpp2": (run(2, "pp2 vpp2", GPT2, 4), run(2, "tp2", GPT2, 4)),
-    "layers_that_differ": (run(4, "tp2 sp ep2 etp1", MIXED), run(2, "ep2", MIXED)),
-    "deepseek": (run(4, "pp2 ep2", f"{DEEPSEEK} {MTP}", 4), run(2, "ep2", f"{DEEPSEEK} {MTP}", 4)),
-    "experts_bf16": (run(2, "ep2", f"{ALLTOALL} --bf16"), run(2, "dp", f"{ALLTOALL} --bf16")),
+    "tied_pp2_vpp2": (layout(2, "pp2 vpp2", GPT2, 4), layout(2, "tp2", GPT2, 4)),
+    "layers_that_differ": (layout(4, "tp2 sp ep2 etp1", MIXED), layout(2, "ep2", MIXED)),
+    "deepseek": (
+        layout(4, "pp2 ep2", f"{DEEPSEEK} {MTP}", 4),
+        layout(2, "ep2", f"{DEEPSEEK} {MTP}", 4),
+    ),
+    "experts_bf16": (layout(2, "ep2", f"{ALLTOALL} --bf16"), layout(2, "dp", f"{ALLTOALL} --bf16")),
 }
 
 
@@ -61,11 +63,6 @@ def go_on(
     )
     (record,) = run_ranks(ranks, train, line)[0]
     return record
-
-
-def convert(command: str, source: Path, target: Path) -> None:
-    result = CliRunner().invoke(main, [command, str(source), str(target), "--quiet"])
-    assert result.exit_code == 0, result.output
 
 
 def assert_same_state(directory: Path, expected: Path) -> None:
@@ -92,11 +89,7 @@ def test_a_run_goes_on_with_fsdp_and_back(name: str, tmp_path: Path) -> None:
         f"{before.line} --use-distributed-optimizer --dist-ckpt-strictness raise_unexpected"
     )
     unbroken = go_on(without_fsdp, before.ranks, None, 1, 3 * STEPS, tmp_path / "unbroken")
-    convert(
-        "convert-torch-dist-to-fsdp-dtensor",
-        tmp_path / "unbroken" / f"iter_{STEPS:07d}",
-        tmp_path / "there",
-    )
+    run(TO_FSDP, tmp_path / "unbroken" / f"iter_{STEPS:07d}", tmp_path / "there")
     with_fsdp = go_on(
         after.ours, after.ranks, tmp_path / "there", STEPS + 1, 2 * STEPS, tmp_path / "fsdp"
     )
@@ -109,7 +102,7 @@ def test_a_run_goes_on_with_fsdp_and_back(name: str, tmp_path: Path) -> None:
         tmp_path / "directly",
     )
     assert directly.losses == with_fsdp.losses
-    convert("convert-fsdp-dtensor-to-torch-dist", tmp_path / "fsdp", tmp_path / "back")
+    run(TO_TORCH_DIST, tmp_path / "fsdp", tmp_path / "back")
     assert_same_state(tmp_path / "directly", tmp_path / "back")
     without = go_on(
         without_fsdp,
@@ -134,7 +127,7 @@ def test_a_run_goes_on_with_fsdp_and_back(name: str, tmp_path: Path) -> None:
 def test_a_model_that_megatron_core_cannot_save_ends_the_run_on_all_ranks_alike(
     tmp_path: Path,
 ) -> None:
-    tied = run(
+    tied = layout(
         2, "pp2", f"{LLAMA.replace(UNTIED, '')} {MTP}"
     )  # its last stage fails, the first one would wait
     line = (

@@ -10,15 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from click.testing import CliRunner
 from megatron.core import parallel_state
 from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
 
-from megatron.checkpoint.commands.command_line import main
 from megatron.checkpoint.commands.formats import open_checkpoint
 from megatron.pretrain import loop
 from tests.pretrain.test_sample_checkpoint import LOSS_TOLERANCE, NORM_TOLERANCE, batches_of
 from tests.support.checkpoint import samples
+from tests.support.checkpoint.command_runs import TO_FSDP, TO_TORCH_DIST, run
 from tests.support.pretrain.training_runs import build, load_checkpoint, save_checkpoint
 from tests.support.rank_pool import run_ranks
 
@@ -57,18 +56,18 @@ class ConvertedContinued:
 
 def continue_run(flags: str, batch_file: str, save: str) -> ConvertedContinued:
     """Job: load, evaluate, train one step, evaluate, save."""
-    run = build(f"{flags} --save {save} --save-interval 1", bias_swiglu_fusion=True)
-    load_checkpoint(run)
+    resumed = build(f"{flags} --save {save} --save-interval 1", bias_swiglu_fusion=True)
+    load_checkpoint(resumed)
     init_num_microbatches_calculator(
-        dist.get_rank(), None, 8, run.args.micro_batch_size, run.args.data_parallel_size
+        dist.get_rank(), None, 8, resumed.args.micro_batch_size, resumed.args.data_parallel_size
     )
-    loop.connect(run)
+    loop.connect(resumed)
     batch = torch.load(batch_file, weights_only=True)
-    before = loop.evaluate(run, own_microbatches(run, batch["eval_tokens"]))
-    loop.train_step(run, own_microbatches(run, batch["train_tokens"]))
-    after = loop.evaluate(run, own_microbatches(run, batch["eval_tokens"]))
-    save_checkpoint(run)
-    step = run.report.record.steps[0]
+    before = loop.evaluate(resumed, own_microbatches(resumed, batch["eval_tokens"]))
+    loop.train_step(resumed, own_microbatches(resumed, batch["train_tokens"]))
+    after = loop.evaluate(resumed, own_microbatches(resumed, batch["eval_tokens"]))
+    save_checkpoint(resumed)
+    step = resumed.report.record.steps[0]
     return ConvertedContinued(before, step["lm loss"], step["grad-norm"], after)
 
 
@@ -80,12 +79,6 @@ def own_microbatches(
         parallel_state.get_data_parallel_world_size(),
     )
     return batches_of(tokens.long().split(run.args.micro_batch_size)[place::size])
-
-
-def convert(command: str, source: Path, target: Path) -> Path:
-    result = CliRunner().invoke(main, [command, str(source), str(target), "--quiet"])
-    assert result.exit_code == 0, result.output
-    return target
 
 
 CONTINUED = (
@@ -103,8 +96,9 @@ def test_the_next_step_from_a_converted_sample_is_that_of_the_original(
 ) -> None:
     sample = samples.torch_dist(name)
     info = json.loads((sample / "info.json").read_text())
-    there = convert("convert-torch-dist-to-fsdp-dtensor", sample, tmp_path / "fsdp_dtensor")
-    back = convert("convert-fsdp-dtensor-to-torch-dist", there, tmp_path / "torch_dist")
+    there, back = tmp_path / "fsdp_dtensor", tmp_path / "torch_dist"
+    run(TO_FSDP, sample, there)
+    run(TO_TORCH_DIST, there, back)
 
     def continued(checkpoint: Path, with_fsdp: bool, save: str) -> ConvertedContinued:
         flags = command_line(info, checkpoint, with_fsdp)

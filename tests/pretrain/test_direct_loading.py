@@ -10,13 +10,12 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from click.testing import CliRunner
 
-from megatron.checkpoint.commands.command_line import main
 from megatron.checkpoint.dcp.stored_checkpoint import StoredCheckpoint
 from megatron.checkpoint.hugging_face import model_reader as hugging_face
 from megatron.checkpoint.hugging_face.model_arguments import model_flags
 from tests.support.checkpoint.changed_checkpoints import rewritten
+from tests.support.checkpoint.command_runs import TO_FSDP, run
 from tests.support.checkpoint.hugging_face_models import RUN, saved_model
 from tests.support.pretrain.saved_runs import DROPOUT, FSDP, GATED, LINE, SIX, assert_same_state
 from tests.support.pretrain.training_runs import (
@@ -40,13 +39,6 @@ def torch_dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     line = f"{WITHOUT} --bf16 --exit-interval 2 --save {folder} --save-interval 2"
     run_ranks(2, train, line)
     return folder
-
-
-def converted(source: Path, target: Path) -> Path:
-    words = ["convert-torch-dist-to-fsdp-dtensor", str(source), str(target), "--quiet"]
-    result = CliRunner().invoke(main, words)
-    assert result.exit_code == 0, result.output
-    return target
 
 
 def test_a_run_with_fsdp_saves_what_runs_with_and_without_it_load(tmp_path: Path) -> None:
@@ -87,9 +79,9 @@ def test_main_weights_that_contradict_the_model_are_found_on_all_ranks(
         content["optimizer.state.param.decoder.layers.mlp.linear_fc2.weight"][1] += 1
 
     source = rewritten(torch_dist / "iter_0000002", tmp_path / "spoiled", change)
-    there = converted(source, tmp_path / "converted")
+    run(TO_FSDP, source, tmp_path / "converted")
     line = f"{LINE} --bf16 --no-load-rng"
-    expected = run_ranks(2, load_state, f"{line} --load {there}")[0]
+    expected = run_ranks(2, load_state, f"{line} --load {tmp_path}/converted")[0]
     state = run_ranks(2, load_state, f"{line} --load {tmp_path}/spoiled")[0]
     assert_same_state(state, expected)
     name = "decoder.layers.1.mlp.linear_fc2.weight"
@@ -98,7 +90,7 @@ def test_main_weights_that_contradict_the_model_are_found_on_all_ranks(
 
 def elements_read(line: str) -> tuple[int, int]:
     """Job: return how many elements this rank reads for a load, and how many the file has."""
-    run = build(line)
+    loading = build(line)
     read = StoredCheckpoint.read_chunk
     sizes: list[int] = []
 
@@ -108,8 +100,8 @@ def elements_read(line: str) -> tuple[int, int]:
         return chunk
 
     with patch.object(StoredCheckpoint, "read_chunk", counted):
-        load_checkpoint(run)
-    stored = StoredCheckpoint(Path(run.args.load) / "iter_0000002", verify=False)
+        load_checkpoint(loading)
+    stored = StoredCheckpoint(Path(loading.args.load) / "iter_0000002", verify=False)
     return sum(sizes), sum(torch.Size(stored.shape(key)).numel() for key in stored.tensors)
 
 

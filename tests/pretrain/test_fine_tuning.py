@@ -3,16 +3,14 @@
 
 from __future__ import annotations
 
-import itertools
-import json
 import shlex
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
-from megatron.checkpoint.commands.command_line import main
+from tests.support.checkpoint.command_runs import run_json
 from tests.support.checkpoint.hugging_face_models import RUN, saved_model
+from tests.support.pairwise import each_value
 from tests.support.pretrain.training_runs import train
 from tests.support.rank_pool import run_ranks
 
@@ -27,17 +25,14 @@ def save_model(family: str, directory: Path) -> None:
     saved_model(family, directory)
 
 
-def inspector(*words: str | Path) -> dict:
-    """Run a command with --json and return the object that it prints."""
-    result = CliRunner().invoke(main, [*map(str, words), "--json"])
-    assert result.exit_code == 0, result.output
-    return json.loads(result.stdout)
-
-
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("family", "to"),
-    [*itertools.product(("llama", "qwen3_moe", "gpt2"), ("fsdp_dtensor", "torch_dist"))],
+    each_value(
+        always=[("gpt2", "fsdp_dtensor"), ("qwen3_moe", "torch_dist")],
+        family=("llama", "qwen3_moe", "gpt2"),
+        to=("fsdp_dtensor", "torch_dist"),
+    ),
 )
 def test_a_model_is_fine_tuned_and_exported_again(family: str, to: str, tmp_path: Path) -> None:
     original = tmp_path / "original"
@@ -45,9 +40,7 @@ def test_a_model_is_fine_tuned_and_exported_again(family: str, to: str, tmp_path
     # Megatron-Core reads torch_dist files of its own kind of layers only; ours reads fsdp_dtensor
     # files of both kinds.
     kind = ("--transformer-impl", "local") if to == "torch_dist" else ()
-    converted = inspector(
-        "convert-from-hf", original, tmp_path / "converted", "--format", to, *kind
-    )
+    converted = run_json("convert-from-hf", original, tmp_path / "converted", "--format", to, *kind)
     flags = f"{shlex.join(converted['model_flags'])} {SETTINGS}"
     flags += (
         " --use-megatron-fsdp"
@@ -66,12 +59,10 @@ def test_a_model_is_fine_tuned_and_exported_again(family: str, to: str, tmp_path
                 2, train, line.replace(f"{tmp_path}/converted --finetune", str(original))
             )[0]
             assert directly.losses == record.losses
-        inspector(
-            "convert-to-hf", tmp_path / name, tmp_path / f"{name}_exported", "--template", original
+        exported = tmp_path / f"{name}_exported"
+        run_json("convert-to-hf", tmp_path / name, exported, "--template", original)
+        assert run_json("diff", original, exported, code=int(name == "tuned"))["same"] == (
+            name == "untouched"
         )
-        difference = CliRunner().invoke(
-            main, ["diff", str(original), str(tmp_path / f"{name}_exported"), "--json"]
-        )
-        assert json.loads(difference.stdout)["same"] == (name == "untouched")
-        inspector("diff", tmp_path / name, tmp_path / f"{name}_exported")
+        run_json("diff", tmp_path / name, exported)
     assert record.losses[1] != record.losses[0]

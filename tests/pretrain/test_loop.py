@@ -16,6 +16,7 @@ from tests.support.pretrain.training_runs import (
     SMALL,
     Record,
     assert_close,
+    assert_same_run,
     pretrain,
     train,
 )
@@ -87,21 +88,10 @@ def test_every_strategy_trains_as_ddp_does(strategy: str, reference: Record) -> 
     assert run.column("learning-rate") == reference.column("learning-rate")[:BEGINNING]
 
 
-def compare(
-    flags: str, loss: float, norm: float, *, base: str = SHORT, fsdp_only: str = ""
-) -> Record:
+def compare(flags: str, loss: float, norm: float, *, base: str = SHORT) -> Record:
     """Compare all numbers that runs with DDP and with FSDP report, by relative tolerances."""
-    ddp, fsdp = run_ranks(2, train, f"{base} {flags}", f"{base} {flags} {FSDP} {fsdp_only}")[0]
-    assert fsdp.column("skipped") == ddp.column("skipped")
-    assert fsdp.column("loss-scale") == ddp.column("loss-scale")
-    assert_close(fsdp.losses, ddp.losses, loss)
-    assert_close(fsdp.column("params-norm"), ddp.column("params-norm"), loss)
-    done = [number for number, skipped in enumerate(ddp.column("skipped")) if not skipped]
-    assert_close(
-        [fsdp.column("grad-norm")[n] for n in done],
-        [ddp.column("grad-norm")[n] for n in done],
-        norm,
-    )
+    ddp, fsdp = run_ranks(2, train, f"{base} {flags}", f"{base} {flags} {FSDP}")[0]
+    assert_same_run(fsdp, ddp, loss, norm)
     return fsdp
 
 

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.pretrain.test_converted_runs import convert
 from tests.pretrain.test_copies_during_a_step import train_with_late_copies
 from tests.support import emerging_optimizers_wheel
+from tests.support.checkpoint import command_runs
+from tests.support.checkpoint.command_runs import TO_FSDP, TO_TORCH_DIST
 from tests.support.pretrain.parity import LLAMA, MOE, Combination
 from tests.support.pretrain.saved_runs import read, whole
 from tests.support.pretrain.training_runs import (
@@ -138,12 +139,12 @@ def test_runs_of_megatron_core_go_on_with_fsdp_and_back(name: str, tmp_path: Pat
     core, fsdp = (f"{each} {MODE}" for each in (CHANGES[name][0].line, CHANGES[name][1].ours))
     source = tmp_path / "unbroken" / "iter_0000002"
     unbroken = run(2, f"{core} --save-interval 2", 6, source.parent)
-    convert("convert-torch-dist-to-fsdp-dtensor", source, tmp_path / "there")
+    command_runs.run(TO_FSDP, source, tmp_path / "there")
     there = run(2, fsdp, 4, tmp_path / "fsdp", tmp_path / "there")
     from_second = f"{fsdp} --ckpt-format torch_dist --ckpt-step 2"
     directly = run(2, from_second, 4, tmp_path / "directly", source.parent)
     assert there.losses == directly.losses
-    convert("convert-fsdp-dtensor-to-torch-dist", tmp_path / "fsdp", tmp_path / "back")
+    command_runs.run(TO_TORCH_DIST, tmp_path / "fsdp", tmp_path / "back")
     assert_same(read(tmp_path / "back", 4), read(tmp_path / "directly", 4))
     strict = f"{core} --dist-ckpt-strictness raise_unexpected"
     back = run(2, strict, 6, tmp_path / "end", tmp_path / "back")
