@@ -8,7 +8,13 @@ import pytest
 import torch.distributed as dist
 
 from tests.support.pretrain.saved_runs import LINE
-from tests.support.pretrain.training_runs import Record, train, write_counting_corpus
+from tests.support.pretrain.training_runs import (
+    Record,
+    State,
+    load_state,
+    train,
+    write_counting_corpus,
+)
 from tests.support.rank_pool import run_ranks
 
 
@@ -30,3 +36,10 @@ def fp32(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Record]:
     """Six steps at level 3 on two ranks, saved at three and six, without dropout."""
     folder = tmp_path_factory.mktemp("fp32")
     return folder, run_ranks(2, train, f"{LINE} --save {folder} --save-interval 3")[0][0]
+
+
+@pytest.fixture(scope="session")
+def fp32_state(fp32: tuple[Path, Record]) -> State:
+    """Load its sixth step."""
+    state: State = run_ranks(2, load_state, f"{LINE} --load {fp32[0]}")[0]
+    return state

@@ -15,7 +15,7 @@ from tests.support.pretrain.saved_runs import (
     read,
     whole,
 )
-from tests.support.pretrain.training_runs import Record, load_state, train
+from tests.support.pretrain.training_runs import Record, State, load_state, train
 from tests.support.rank_pool import run_ranks
 
 
@@ -35,10 +35,10 @@ def test_the_keys_are_those_of_the_format(fp32: tuple[Path, Record], tmp_path: P
     ]
 
 
-def test_the_gate_is_the_first_half_and_the_rest_is_plain(fp32: tuple[Path, Record]) -> None:
-    folder, _ = fp32
-    state = run_ranks(2, load_state, f"{LINE} --load {folder}")[1]
-    tensors = read(folder, 6)
+def test_the_gate_is_the_first_half_and_the_rest_is_plain(
+    fp32: tuple[Path, Record], fp32_state: State
+) -> None:
+    state, tensors = fp32_state, read(fp32[0], 6)
     assert_equal(state.weights, whole(tensors, "model.module."))
     for slot in ("exp_avg", "exp_avg_sq"):
         assert_equal(
@@ -49,10 +49,11 @@ def test_the_gate_is_the_first_half_and_the_rest_is_plain(fp32: tuple[Path, Reco
 
 
 @pytest.mark.exhaustive
-def test_a_file_of_another_wrapper_depth_loads(fp32: tuple[Path, Record], tmp_path: Path) -> None:
+def test_a_file_of_another_wrapper_depth_loads(
+    fp32: tuple[Path, Record], fp32_state: State, tmp_path: Path
+) -> None:
     folder, _ = fp32
-    expected = run_ranks(2, load_state, f"{LINE} --load {folder}")[0]
-    assert_same_state(run_ranks(2, load_state, f"{LINE} --bf16 --load {folder}")[0], expected)
+    assert_same_state(run_ranks(2, load_state, f"{LINE} --bf16 --load {folder}")[0], fp32_state)
     run_ranks(
         2,
         train,

@@ -26,6 +26,7 @@ from tests.support.pretrain.saved_runs import (
 )
 from tests.support.pretrain.training_runs import (
     Record,
+    State,
     assert_close,
     build,
     load_checkpoint,
@@ -97,14 +98,13 @@ def test_an_fp16_run_resumes_with_its_loss_scale(tmp_path: Path) -> None:
 
 
 def test_the_optimizer_or_the_random_state_can_be_left_out_of_a_load(
-    fp32: tuple[Path, Record],
+    fp32: tuple[Path, Record], fp32_state: State
 ) -> None:
-    folder, _ = fp32
-    fresh, full, no_optim, finetune = (
+    folder, full = fp32[0], fp32_state
+    fresh, no_optim, finetune = (
         run_ranks(2, load_state, f"{LINE} {flags}")[0]
         for flags in (
             "",
-            f"--load {folder}",
             f"--load {folder} --no-load-optim",
             f"--load {folder} --finetune",
         )
@@ -158,10 +158,9 @@ def test_what_was_not_saved_is_missed_by_name_and_can_be_done_without(tmp_path: 
 
 
 def test_a_pretrained_checkpoint_gives_the_weights_where_there_is_no_checkpoint_yet(
-    fp32: tuple[Path, Record], tmp_path: Path
+    fp32: tuple[Path, Record], fp32_state: State, tmp_path: Path
 ) -> None:
-    folder, _ = fp32
-    expected = run_ranks(2, load_state, f"{LINE} --load {folder}")[0]
+    folder, expected = fp32[0], fp32_state
     state = run_ranks(
         2, load_state, f"{LINE} --load {tmp_path / 'none'} --pretrained-checkpoint {folder}"
     )[0]
@@ -252,15 +251,14 @@ def test_old_checkpoints_are_dropped_but_for_multiples_and_the_newest(tmp_path: 
 
 
 def test_a_partial_load_takes_what_there_is_and_a_strict_one_says_what_is_missing(
-    fp32: tuple[Path, Record],
+    fp32: tuple[Path, Record], fp32_state: State
 ) -> None:
-    folder, _ = fp32
+    folder, expected = fp32[0], fp32_state
     line = f"{LINE} --num-layers 3"
     refusal = run_ranks(2, refuse, f"{line} --load {folder}")[0]
     assert "not in the file" in refusal and "decoder.layers.2." in refusal
     fresh = run_ranks(2, load_state, line)[0]
     state = run_ranks(2, load_state, f"{line} --load {folder} --no-strict-fsdp-dtensor-load")[0]
-    expected = run_ranks(2, load_state, f"{LINE} --load {folder}")[0]
     third = {name: value for name, value in fresh.weights.items() if ".layers.2." in name}
     assert len(third) == 6
     assert_equal(state.weights, expected.weights | third)

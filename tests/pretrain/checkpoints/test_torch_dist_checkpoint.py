@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints of Megatron-Core's own data parallelism in torch_dist."""
 
-import itertools
+import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -13,6 +14,7 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
 from torch.distributed.checkpoint import FileSystemReader
 
 from tests.support.model_parallel import forget_groups
+from tests.support.pairwise import each_value
 from tests.support.pretrain.saved_runs import DROPOUT, GATED, SIX, assert_equal, read, saved_at
 from tests.support.pretrain.training_runs import Record, build, load_checkpoint, refuse, train
 from tests.support.rank_pool import run_ranks
@@ -27,7 +29,7 @@ LAYOUTS = {
 @pytest.mark.always("fp32-fully_reshardable")
 @pytest.mark.parametrize(
     ("precision", "layout"),
-    [*itertools.product(("fp32", "bf16"), LAYOUTS)],
+    each_value(always=[("fp32", "fully_reshardable")], precision=("fp32", "bf16"), layout=LAYOUTS),
 )
 def test_without_fsdp_a_run_resumes_bitwise(precision: str, layout: str, tmp_path: Path) -> None:
     flags = LAYOUTS[layout]
@@ -71,17 +73,29 @@ def test_the_first_rank_alone_gathers_the_optimizer_to_write_it(tmp_path: Path) 
     assert len(resumed[0].steps) == 4 and resumed[0].steps == resumed[1].steps
 
 
-def test_without_fsdp_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
-    line = f"{SIX} {GATED}"
-    run_ranks(2, train, f"{line} --train-iters 1 --save {tmp_path} --save-interval 1")
-    for flags, words in (("--hidden-size 64", "mismatch"), ("--num-layers 3", "mismatch")):
-        refusals = run_ranks(2, refuse, f"{line} {flags} --load {tmp_path}")
-        assert refusals[0] == refusals[1]
-        assert (
-            refusals[0].startswith("ValueError")
-            and str(tmp_path) in refusals[0]
-            and words in refusals[0]
-        )
+OneStep = Callable[[str], Path]
+
+
+@pytest.fixture(scope="module")
+def one_step(tmp_path_factory: pytest.TempPathFactory) -> OneStep:
+    """Train one step with some flags; return the folder of its checkpoint."""
+
+    @functools.cache
+    def save(flags: str) -> Path:
+        folder = tmp_path_factory.mktemp("one_step")
+        line = f"{SIX} {flags} --train-iters 1 --save {folder} --save-interval 1"
+        run_ranks(2, train, line)
+        return folder
+
+    return save
+
+
+def test_without_fsdp_a_checkpoint_of_another_model_is_refused(one_step: OneStep) -> None:
+    folder = one_step(GATED)
+    for flags in ("--hidden-size 64", "--num-layers 3"):
+        first, second = run_ranks(2, refuse, f"{SIX} {GATED} {flags} --load {folder}")
+        assert first == second and first.startswith("ValueError")
+        assert str(folder) in first and "mismatch" in first
 
 
 def lines_of_load(command_line: str) -> list[str] | str:
@@ -96,12 +110,10 @@ def lines_of_load(command_line: str) -> list[str] | str:
 
 @pytest.mark.parametrize("strictness", ["log_unexpected", "log_all"])
 def test_a_lenient_load_counts_and_names_what_it_leaves_out(
-    strictness: str, tmp_path: Path
+    strictness: str, one_step: OneStep
 ) -> None:
-    line = f"{SIX} --no-load-optim --no-load-rng"
-    save = f"--train-iters 1 --save {tmp_path} --save-interval 1"
-    run_ranks(2, train, f"{line} {save}")
-    line += f" --load {tmp_path} --no-check-checkpoint-args --dist-ckpt-strictness"
+    line = f"{SIX} --no-load-optim --no-load-rng --load {one_step('')}"
+    line += " --no-check-checkpoint-args --dist-ckpt-strictness"
     run = f"{line} {strictness}"
     (unused,) = run_ranks(2, lines_of_load, f"{run} --disable-bias-linear")[0]
     assert "4 entries of the file are not in the model" in unused and "linear_qkv.bias" in unused
@@ -119,15 +131,13 @@ def test_a_lenient_load_counts_and_names_what_it_leaves_out(
     ],
 )
 def test_the_state_of_the_other_kind_of_optimizer_is_refused_with_the_way(
-    saved: str, own: str, remedy: str, tmp_path: Path
+    saved: str, own: str, remedy: str, one_step: OneStep
 ) -> None:
-    line = f"{SIX} {GATED}"
-    save = f"--train-iters 1 --save {tmp_path} --save-interval 1"
-    run_ranks(2, train, f"{line} {LAYOUTS[saved]} {save}")
-    load = f"{line} {LAYOUTS[own]} --load {tmp_path}"
+    folder = one_step(f"{GATED} {LAYOUTS[saved]}".rstrip())
+    load = f"{SIX} {GATED} {LAYOUTS[own]} --load {folder}"
     first, second = run_ranks(2, refuse, load)
     assert first == second and first.startswith("ValueError: ")
-    assert str(tmp_path) in first and remedy in first and "--no-load-optim" in first
+    assert str(folder) in first and remedy in first and "--no-load-optim" in first
     line = f"{load} --train-iters 2 --no-load-optim --override-opt-param-scheduler"
     weights = run_ranks(2, train, line)[0][0]
     assert weights.column("iteration") == [2]
@@ -148,10 +158,9 @@ def read_a_part(command_line: str) -> tuple[list[Record], int, int]:
         return train(command_line), counts[0], counts[1]
 
 
-def test_ranks_read_parts_and_exchange_them(tmp_path: Path) -> None:
-    line = f"{SIX} {GATED}"
-    run_ranks(2, train, f"{line} --train-iters 2 --save {tmp_path} --save-interval 2")
-    resume = f"{line} --train-iters 4 --override-opt-param-scheduler --load {tmp_path}"
+def test_ranks_read_parts_and_exchange_them(one_step: OneStep) -> None:
+    load = f"--override-opt-param-scheduler --load {one_step(GATED)}"
+    resume = f"{SIX} {GATED} --train-iters 3 {load}"
     alone = run_ranks(2, train, resume)
     shared = run_ranks(2, read_a_part, f"{resume} --ckpt-fully-parallel-load")
     for ([record], own, received), [expected] in zip(shared, alone):
