@@ -293,20 +293,6 @@ def checkpoint(saved: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(saved, tmp_path / "checkpoint"))
 
 
-@pytest.mark.always("layers")
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        ("--hidden-size 64", "(32,) in the file, (64,) in the model"),
-        ("--num-layers 3", "decoder.layers.2."),
-    ],
-    ids=["hidden_size", "layers"],
-)
-def test_a_checkpoint_of_another_model_is_refused(flags: str, words: str, checkpoint: Path) -> None:
-    line = f"{LINE} {flags} --load {checkpoint} --save {checkpoint} --save-interval 1"
-    assert_refused(line, checkpoint, "another model", "iter_0000002", words)
-
-
 def cut(path: Path, share: float) -> None:
     path.write_bytes(path.read_bytes()[: int(path.stat().st_size * share)])
 
@@ -316,20 +302,10 @@ def cut(path: Path, share: float) -> None:
     "damage",
     [
         lambda source: cut(source / "__1_0.distcp", 0.5),
-        lambda source: cut(source / "__0_0.distcp", 0.0),
         lambda source: (source / "__0_0.distcp").unlink(),
-        lambda source: (source / ".metadata").unlink(),
         lambda source: cut(source / ".metadata", 0.5),
-        lambda source: cut(source / ".metadata", 0.0),
     ],
-    ids=[
-        "data_cut",
-        "data_empty",
-        "data_missing",
-        "metadata_missing",
-        "metadata_cut",
-        "metadata_empty",
-    ],
+    ids=["data_cut", "data_missing", "metadata_cut"],
 )
 def test_a_damaged_checkpoint_is_refused(
     damage: Callable[[Path], object], checkpoint: Path
@@ -343,30 +319,12 @@ def test_a_damaged_checkpoint_is_refused(
 
 
 @pytest.mark.always(".metadata")
-@pytest.mark.parametrize("file", [".metadata", "common.pt", "__1_0.distcp"])
+@pytest.mark.parametrize("file", [".metadata", "common.pt"])
 def test_a_damaged_checkpoint_without_fsdp_is_refused(file: str, tmp_path: Path) -> None:
     line = LINE.replace("--use-megatron-fsdp", "--use-distributed-optimizer")
     run_ranks(2, train, f"{line} --train-iters 1 --save {tmp_path} --save-interval 1")
     cut(tmp_path / "iter_0000001" / file, 0.5)
     assert_refused(f"{line} --load {tmp_path}", tmp_path, "iter_0000001")
-
-
-@pytest.mark.always("seven-words1")
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [("7", ["iter_0000007", "iter_0000001, iter_0000002"]), ("seven", [TRACKER, "'seven'"])],
-)
-def test_a_tracker_that_points_nowhere_is_refused(
-    text: str, words: list[str], checkpoint: Path
-) -> None:
-    (checkpoint / TRACKER).write_text(text)
-    assert_refused(f"{LINE} --load {checkpoint} --no-load-fallback", checkpoint, *words)
-
-
-def test_without_fsdp_a_checkpoint_of_fsdp_is_refused(checkpoint: Path) -> None:
-    line = f"{SMALL} --train-iters 3 --lr-decay-iters 20 --load {checkpoint}"
-    words = ("in the format fsdp_dtensor", "reads torch_dist", "give --use-megatron-fsdp")
-    assert_refused(line, checkpoint, *words)
 
 
 def test_under_torchrun_an_error_is_told_once_and_ends_all_ranks(
