@@ -68,6 +68,7 @@ def bytes_before_saves(command_line: str) -> list[int]:
         end(self)
 
     with (
+        warm_writers(),
         patch.object(BackgroundSaves, "save", look_and_save),
         patch.object(BackgroundSaves, "end", look_and_end),
     ):
@@ -122,7 +123,7 @@ def refuse_with_killed_writer(command_line: str, rank: int) -> str:
         if dist.get_rank() == rank:
             os.kill(self._writer._process.pid, signal.SIGKILL)
 
-    with patch.object(BackgroundSaves, "save", save_and_kill):
+    with warm_writers(), patch.object(BackgroundSaves, "save", save_and_kill):
         return refuse(command_line)
 
 
@@ -167,7 +168,7 @@ def refuse_on_full_disk(command_line: str) -> str:
             (staging / "__1_0.distcp").symlink_to("/dev/full")
         return staging
 
-    with patch.object(directory, "prepare", prepare_full):
+    with warm_writers(), patch.object(directory, "prepare", prepare_full):
         return refuse(command_line)
 
 

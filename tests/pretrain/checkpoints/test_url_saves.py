@@ -17,6 +17,7 @@ from megatron.checkpoint.commands.verification import find_problems
 from megatron.checkpoint.store.directory import TRACKER
 from megatron.checkpoint.store.stores import Store
 from megatron.checkpoint.store.url_staging import BASE_VARIABLE
+from tests.pretrain.checkpoints.test_background_save import train_with_warm_writers
 from tests.pretrain.test_pretrain_gpt import tree
 from tests.support.pretrain.saved_runs import LINE, saved_at
 from tests.support.pretrain.training_runs import Record, pretrain, refuse, train
@@ -202,12 +203,17 @@ def test_a_run_that_is_killed_before_any_change_goes_on_from_a_whole_checkpoint(
     assert number > 10 and len(found) > number // step
 
 
-@pytest.mark.exhaustive  # starts writer processes
+@pytest.mark.exhaustive  # the ranks start processes that fork writers
 def test_saves_in_the_background_are_uploaded_in_the_background(tmp_path: Path) -> None:
     store = tmp_path / "store"
     line = f"{LINE} --save local://{store} --load local://{store} --save-interval 3"
     whole, first, second = run_ranks(
-        2, train, LINE, f"{line} --async-save --exit-interval 3", line, timeout=300
+        2,
+        train_with_warm_writers,
+        LINE,
+        f"{line} --async-save --exit-interval 3",
+        line,
+        timeout=300,
     )[0]
     assert first.losses + second.losses == whole.losses
     saved_at(store, 3, 6)

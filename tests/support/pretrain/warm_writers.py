@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writers of checkpoints that a rank forks from a process which has imported what they need.
 
-A writer that is started, as runs do it, imports for eight seconds: `test_background_save.py` does.
+A writer that is started, as runs do it, imports for eight seconds: one of the tests in
+`test_background_save.py` does.
 """
 
 import multiprocessing
