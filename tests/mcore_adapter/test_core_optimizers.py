@@ -17,9 +17,8 @@ from megatron.mcore_adapter import FullyShardedDataParallel, core_optimizers
 from megatron.pretrain.arguments.configs import ddp_config
 from tests.support.mcore_adapter.wrapped_models import assert_same, backward, make_module
 from tests.support.pairwise import each_value
+from tests.support.pretrain.parity import LEVELS
 from tests.support.rank_pool import run_ranks
-
-STRATEGIES = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
 
 
 def wrapped(strategy: str) -> tuple[FullyShardedDataParallel, torch.nn.Module]:
@@ -53,7 +52,7 @@ def train_with_torch(strategy: str) -> list[dict[str, torch.Tensor]]:
     ]
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", LEVELS)
 def test_an_optimizer_of_torch_trains_like_an_unsharded_model(strategy: str) -> None:
     for found, expected in run_ranks(2, train_with_torch, strategy):
         # Adam divides by the root of small squares, so differences of gradients grow.
@@ -103,7 +102,7 @@ def train_in_a_way(strategy: str, way: str) -> list[dict[str, torch.Tensor]]:
     ("strategy", "way"),
     each_value(
         always=[("optim_grads_params", "accumulated"), ("optim", "clipped")],
-        strategy=STRATEGIES,
+        strategy=LEVELS,
         way=["clipped", "closure", "accumulated"],
     ),
 )

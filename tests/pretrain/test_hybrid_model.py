@@ -9,7 +9,7 @@ import pytest
 from megatron.pretrain.model.flops import training_flops
 from tests.support.megatron_release import RELEASES, require
 from tests.support.pretrain.arguments.command_lines import EXPERTS, MOCK, parse
-from tests.support.pretrain.parity import LLAMA, MOE
+from tests.support.pretrain.parity import LEVELS, LLAMA, MOE
 from tests.support.pretrain.release_runs import Convert, Task, Train, do_on, train_on
 from tests.support.pretrain.training_runs import SMALL, assert_same_run
 
@@ -17,7 +17,6 @@ SIZES = SMALL.replace("--num-layers 2", "")
 RUN = f"{SIZES} --train-iters 3 --log-params-norm --hybrid-layer-pattern"
 DENSE, SPARSE = f"{RUN} *-*- {LLAMA}", f"{RUN} *-*E {MOE}"
 FSDP = "--use-megatron-fsdp"
-LEVELS = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 TWO_STEPS = "--exit-interval 2 --save-interval 2"
 NEWEST = RELEASES[-1]
 

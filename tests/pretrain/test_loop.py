@@ -10,7 +10,8 @@ from unittest.mock import patch
 import pytest
 
 from megatron.pretrain import loop
-from tests.support.pretrain.saved_runs import FSDP, STRATEGIES
+from tests.support.pretrain.parity import LEVELS, LLAMA
+from tests.support.pretrain.saved_runs import FSDP
 from tests.support.pretrain.training_runs import (
     NO_DROPOUT,
     SMALL,
@@ -24,9 +25,6 @@ from tests.support.rank_pool import run_ranks
 
 SHORT = f"{SMALL} --train-iters 3 --lr-decay-iters 20 --log-params-norm --log-num-zeros-in-grad"
 WITH_DROPOUT = SHORT.replace(NO_DROPOUT, "--attention-dropout 0.1 --hidden-dropout 0.1")
-
-LLAMA = """--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear
-    --untie-embeddings-and-output-weights --group-query-attention --num-query-groups 2"""
 
 BEGINNING = 6
 """Steps that every strategy repeats: warm-up, the first of the decay, and some more for Adam."""
@@ -76,7 +74,7 @@ def test_a_run_with_memory_slots_tells_their_number_and_bytes(reference: Record)
 
 
 @pytest.mark.always("no_shard")
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", LEVELS)
 def test_every_strategy_trains_as_ddp_does(strategy: str, reference: Record) -> None:
     line = (
         f"{SMALL} {FSDP} --data-parallel-sharding-strategy {strategy} --exit-interval {BEGINNING}"

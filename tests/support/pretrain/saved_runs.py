@@ -12,7 +12,6 @@ from megatron.checkpoint.store.directory import TRACKER
 from tests.support.pretrain.training_runs import NO_DROPOUT, SMALL, State
 
 FSDP = "--use-megatron-fsdp"
-STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 SIX = f"{SMALL} --train-iters 6 --lr-decay-iters 20"
 DROPOUT = SIX.replace(NO_DROPOUT, "--attention-dropout 0.1 --hidden-dropout 0.1")
 GATED = "--swiglu --disable-bias-linear --normalization RMSNorm --position-embedding-type rope"
