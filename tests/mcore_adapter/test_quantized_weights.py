@@ -66,13 +66,17 @@ def train(recipe: str | None, strategy: str, num_steps: int = 4) -> dict[str, An
     return result
 
 
+STRATEGIES = {
+    "tensorwise": ("optim", "optim_grads", "optim_grads_params"),
+    "delayed": ("optim", "optim_grads_params"),
+    "blockwise": ("optim_grads", "optim_grads_params"),
+}
+
+
 @pytest.mark.always("tensorwise")
-@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "blockwise"])
+@pytest.mark.parametrize("recipe", STRATEGIES)
 def test_strategies_train_alike_and_begin_as_ddp(engine_ranks: RunOnRanks, recipe: str) -> None:
-    first, *others = (
-        engine_ranks(train, recipe, strategy)
-        for strategy in ("optim", "optim_grads", "optim_grads_params")
-    )
+    first, *others = (engine_ranks(train, recipe, strategy) for strategy in STRATEGIES[recipe])
     assert all(other == first for other in others)
     plain = engine_ranks(train, None, "optim_grads_params")
     ddp = engine_ranks(train, recipe, "ddp", 1)

@@ -80,8 +80,9 @@ def same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
 
 
 @pytest.mark.always("current-3-1")
-@pytest.mark.parametrize(("level", "other"), [(3, 1), (1, 3)], ids=["3-1", "1-3"])
-@pytest.mark.parametrize("recipe", ["current", "block", "nvfp4"])
+@pytest.mark.parametrize(
+    ("recipe", "level", "other"), [("current", 3, 1), ("block", 1, 3), ("nvfp4", 3, 1)]
+)
 def test_main_weights_and_codes_come_back_at_another_level(
     blackwell: RunOnRanks, recipe: str, level: int, other: int, tmp_path: Path
 ) -> None:
@@ -165,8 +166,9 @@ def documented_program(recipe_name: str, num_layers: int) -> list[float]:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("num_layers", [1, 2])
-@pytest.mark.parametrize("recipe", ["delayed", "current", "block"])
+@pytest.mark.parametrize(
+    ("recipe", "num_layers"), [("delayed", 1), ("delayed", 2), ("current", 1), ("block", 2)]
+)
 def test_the_documented_program_runs(blackwell: RunOnRanks, recipe: str, num_layers: int) -> None:
     first, second = blackwell(documented_program, recipe, num_layers)
     assert first == second and first[-1] < first[0]

@@ -130,7 +130,7 @@ def compare_drawn(random: Random, recipes: list[str]) -> None:
         with te.autocast(enabled=True, recipe=recipe):
             return each(x).float().pow(2).mean()
 
-    for step in range(3):
+    for step in range(2):
         install(reference, model)
         if evaluates:
             with torch.no_grad():
@@ -160,12 +160,11 @@ def run_draws(first: int, recipes: list[str]) -> None:
 
 
 @pytest.mark.always("0")
-@pytest.mark.parametrize("first", range(0, 6 * DRAWS_PER_JOB, DRAWS_PER_JOB))
+@pytest.mark.parametrize("first", range(0, 3 * DRAWS_PER_JOB, DRAWS_PER_JOB))
 def test_random_models_train_as_unsharded_ones(blackwell: RunOnRanks, first: int) -> None:
     blackwell(run_draws, first, ["current", "block", "mxfp8", "nvfp4"])
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("first", [1000, 1004])
-def test_random_models_train_with_transposed_copies(hopper: RunOnRanks, first: int) -> None:
-    hopper(run_draws, first, ["current", "block"])
+def test_random_models_train_with_transposed_copies(hopper: RunOnRanks) -> None:
+    hopper(run_draws, 1000, ["current", "block"])

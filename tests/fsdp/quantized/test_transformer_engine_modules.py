@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.transformer_engine.core_gpt import make_gpt
+from tests.support.pairwise import each_value, pairwise
 from tests.support.transformer_engine.ranks import RunOnRanks
 from tools.transformer_engine_on_cpu import use
 
@@ -97,16 +97,11 @@ def errors_of_module(name: str, recipe_name: str, quantized: bool) -> list[float
     return [((b - a).norm() / a.norm()).item() for a, b in zip(expected, found)]
 
 
-@pytest.mark.always(
-    "linear-*",
-    "layernorm_linear-Float8CurrentScaling-*",
-    "layernorm_mlp-*-quantized",
-    "grouped_linear-MXFP8BlockScaling-*",
-    "transformer_layer-*-quantized",
+@pytest.mark.always("linear-*", "transformer_layer-*")
+@pytest.mark.parametrize(
+    ("name", "recipe", "quantized"),
+    pairwise(name=MODULES, recipe=RECIPES, quantized=[False, True]),
 )
-@pytest.mark.parametrize("quantized", [False, True], ids=["cast", "quantized"])
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("name", MODULES)
 def test_modules_compute_within_the_error_of_the_format(
     blackwell: RunOnRanks, name: str, recipe: str, quantized: bool
 ) -> None:
@@ -116,10 +111,16 @@ def test_modules_compute_within_the_error_of_the_format(
         assert first == second
 
 
-@pytest.mark.always("linear-Float8CurrentScaling-*", "transformer_layer-DelayedScaling-quantized")
-@pytest.mark.parametrize("quantized", [False, True], ids=["cast", "quantized"])
-@pytest.mark.parametrize("recipe", RECIPES[:3])
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.always("linear-*", "transformer_layer-*")
+@pytest.mark.parametrize(
+    ("name", "recipe", "quantized"),
+    each_value(
+        [("linear", "Float8CurrentScaling", True), ("transformer_layer", "DelayedScaling", True)],
+        name=MODULES,
+        recipe=RECIPES[:3],
+        quantized=[False, True],
+    ),
+)
 def test_modules_compute_the_same_with_transposed_weights(
     hopper: RunOnRanks, name: str, recipe: str, quantized: bool
 ) -> None:
@@ -233,33 +234,6 @@ def test_quantized_weights_are_sharded_by_torch(
     assert blackwell(shard_by_torch, recipe, meta) == [(local, True)] * 2
 
 
-def loss_of_gpt(recipe_name: str | None) -> tuple[list[str], float]:
-    """Return the types of parameters of a GPT of Megatron-Core, and its loss."""
-    _, model = make_gpt(recipe_name, use_cpu_initialization=True)
-    tokens = torch.randint(64, (4, 32))
-    loss = model(tokens, torch.arange(32)[None], None, labels=tokens).float().mean()
-    loss.backward()
-    assert all(param.grad is not None for param in model.parameters())
-    return sorted({type(param).__name__ for param in model.parameters()}), loss.item()
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    ("recipe", "kind"),
-    [
-        ("delayed", "Float8Tensor"),
-        ("tensorwise", "Float8Tensor"),
-        ("blockwise", "Float8BlockwiseQTensor"),
-        ("mxfp8", "MXFP8Tensor"),
-    ],
-)
-def test_megatron_core_uses_it(blackwell: RunOnRanks, recipe: str, kind: str) -> None:
-    _, plain = blackwell(loss_of_gpt, None)[0]
-    kinds, loss = blackwell(loss_of_gpt, recipe)[0]
-    assert kinds == sorted([kind, "Parameter"])
-    assert loss != plain and abs(loss - plain) < 0.02 * plain
-
-
 # ---- training with master weights
 
 
@@ -327,9 +301,10 @@ def quantize_parts(recipe_name: str, cut: int, sharded: bool) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("sharded", [False, True], ids=["replicated", "sharded"])
-@pytest.mark.parametrize("cut", [160 * 96, 5002], ids=["whole", "parts"])
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    ("recipe", "cut", "sharded"),
+    pairwise(recipe=RECIPES, cut=[160 * 96, 5002], sharded=[False, True]),
+)
 def test_parts_of_master_weights_are_quantized_as_the_whole(
     blackwell: RunOnRanks, recipe: str, cut: int, sharded: bool
 ) -> None:

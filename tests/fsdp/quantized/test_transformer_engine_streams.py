@@ -20,6 +20,7 @@ from tests.fsdp.quantized.test_transformer_engine_weights import (
 from tests.support.cuda_model.defects import Defect
 from tests.support.cuda_model.defects_of_streams import GROUP, LAUNCH, SIDE, STARTS, defect
 from tests.support.cuda_model.machine import cuda_model
+from tests.support.pairwise import each_value
 from tests.support.transformer_engine.ranks import RunOnRanks
 
 
@@ -52,25 +53,36 @@ def compare(recipe: str, level: int, variant: str = "flat") -> list[str]:
     return [str(report) for report in model.reports]
 
 
-@pytest.mark.always("current-1", "mxfp8-3")
-@pytest.mark.parametrize("level", [1, 2, 3])
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.always("current-level=1", "mxfp8-level=3")
+@pytest.mark.parametrize(
+    ("recipe", "level"),
+    each_value([("current", 1), ("mxfp8", 3), ("nvfp4", 3)], recipe=RECIPES, level=[1, 2, 3]),
+)
 def test_no_use_of_memory_is_out_of_order(blackwell: RunOnRanks, recipe: str, level: int) -> None:
     for reports in blackwell(compare, recipe, level):
         assert not reports, "\n".join(reports)
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("variant", ["slots", "fine grained", "hybrid_optim"])
-@pytest.mark.parametrize("recipe", ["current", "mxfp8"])
+@pytest.mark.parametrize(
+    ("recipe", "variant"),
+    [
+        ("current", "slots"),
+        ("mxfp8", "slots"),
+        ("mxfp8", "fine grained"),
+        ("mxfp8", "hybrid_optim"),
+    ],
+)
 def test_nor_with_other_settings(blackwell: RunOnRanks, recipe: str, variant: str) -> None:
     for reports in blackwell(compare, recipe, 3, variant):
         assert not reports, "\n".join(reports)
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("variant", ["flat", "copies kept"])
-@pytest.mark.parametrize("recipe", ["delayed", "current", "block"])
+@pytest.mark.parametrize(
+    ("recipe", "variant"),
+    each_value(recipe=["delayed", "current", "block"], variant=["flat", "copies kept"]),
+)
 def test_nor_with_transposed_copies(hopper: RunOnRanks, recipe: str, variant: str) -> None:
     for reports in hopper(compare, recipe, 3, variant):
         assert not reports, "\n".join(reports)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.support.fsdp.wrong_calls import message_of
+from tests.support.pairwise import pairwise
 from tests.support.transformer_engine.ranks import RunOnRanks
 from tools import transformer_engine_on_cpu
 
@@ -145,7 +146,7 @@ def compare(recipe_name: str, level: int, variant: str = "flat") -> None:
         layer.register_forward_pre_hook(
             lambda layer, _, name=name: read.append((name, layer.weight.dequantize()))
         )
-    for step in range(5):
+    for step in range(3):
         read.clear()
         codes = [layer.weight.dequantize() for layer in reference.replicas[0]]
         losses = reference.step(step)
@@ -160,36 +161,42 @@ def compare(recipe_name: str, level: int, variant: str = "flat") -> None:
     assert bool(model.memory_slots) == (variant == "slots")
 
 
-@pytest.mark.seldom("*-2-flat")
-@pytest.mark.parametrize("variant", ["flat"])
-@pytest.mark.parametrize("level", [1, 2, 3])
-@pytest.mark.parametrize("recipe", RECIPES)
+# Level 3 has every recipe, since it alone gathers for each pass.
+FLAT = [("delayed", 1), ("current", 2), ("block", 2), ("mxfp8", 1), ("nvfp4", 1)]
+
+
+@pytest.mark.seldom("delayed-1", "block-2", "nvfp4-1")
+@pytest.mark.parametrize(
+    ("recipe", "level"),
+    [*FLAT, *((recipe, 3) for recipe in RECIPES)],
+)
 def test_weights_and_losses_have_the_bits_of_the_unsharded_model(
-    blackwell: RunOnRanks, recipe: str, level: int, variant: str
+    blackwell: RunOnRanks, recipe: str, level: int
 ) -> None:
-    blackwell(compare, recipe, level, variant)
+    blackwell(compare, recipe, level)
 
 
-@pytest.mark.seldom("*-fine grained", "nvfp4-*", "delayed-*", "block-*")
-@pytest.mark.parametrize("variant", ["slots", "fine grained"])
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_memory_slots_and_fine_grained_gathers_change_nothing(
-    blackwell: RunOnRanks, recipe: str, variant: str
-) -> None:
+@pytest.mark.parametrize(
+    ("recipe", "variant"),
+    [
+        ("current", "slots"),
+        ("mxfp8", "slots"),
+        ("nvfp4", "slots"),
+        ("block", "fine grained"),
+        ("mxfp8", "fine grained"),
+        ("current", "hybrid_no_shard"),
+        ("block", "hybrid_optim"),
+        ("mxfp8", "hybrid_optim"),
+    ],
+)
+def test_other_settings_have_them_too(blackwell: RunOnRanks, recipe: str, variant: str) -> None:
     blackwell(compare, recipe, 3, variant)
 
 
-@pytest.mark.seldom("block-*")
-@pytest.mark.parametrize("variant", ["hybrid_no_shard", "hybrid_optim"])
-@pytest.mark.parametrize("recipe", ["current", "block", "mxfp8"])
-def test_hybrid_sharding_has_them_too(blackwell: RunOnRanks, recipe: str, variant: str) -> None:
-    blackwell(compare, recipe, 3, variant)
-
-
-@pytest.mark.seldom("*-1-*", "delayed-*")
-@pytest.mark.parametrize("variant", ["flat", "copies kept"])
-@pytest.mark.parametrize("level", [1, 3])
-@pytest.mark.parametrize("recipe", ["delayed", "current", "block"])
+@pytest.mark.parametrize(
+    ("recipe", "level", "variant"),
+    pairwise(recipe=["delayed", "current", "block"], level=[3, 1], variant=["flat", "copies kept"]),
+)
 def test_transposed_copies_are_made_anew(
     hopper: RunOnRanks, recipe: str, level: int, variant: str
 ) -> None:
