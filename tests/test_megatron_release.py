@@ -7,7 +7,8 @@ from unittest.mock import patch
 
 import pytest
 
-from tests.support import megatron_release, wheels
+from tests.support import megatron_release
+from tools import wheels
 
 WHEEL = "megatron_core-9.8.7-cp312-cp312-manylinux_2_28_x86_64.whl"
 METADATA = "Metadata-Version: 2.1\nName: megatron-core\nVersion: 9.8.7\n"
