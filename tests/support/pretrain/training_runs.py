@@ -144,6 +144,9 @@ def prepare(command_line: str) -> tuple[Any, torch.device]:
 
 def draw_nothing(path: Path, *curves: object) -> bool:
     """Write a file as `draw_loss_curves` does, without the plot: drawing is half of a short run."""
+    if not any(curves):
+        return False
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(b"")
     return True
 
