@@ -4,41 +4,26 @@
 The compiler that generates code is left out here: `test_inductor.py` has it.
 """
 
-import os
-import subprocess
-import sys
-from itertools import product
-from pathlib import Path
-
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.support.fsdp.compiled_training import train
+from tests.support.fsdp.reference import Ranks
 
-WAYS = ["block.compile", "torch.compile(block)", "block_in_unit", "model", "model.compile"]
-AT_BOTH_LEVELS = [f"aot_eager {level} {way}" for level, way in product((2, 3), WAYS)]
+RUNS = [
+    ("aot_eager", 3, "block.compile"),
+    ("aot_eager", 2, "torch.compile(block)"),
+    ("aot_eager", 3, "torch.compile(block)"),
+    ("aot_eager", 3, "block_in_unit"),
+    ("aot_eager", 2, "model"),
+    ("aot_eager", 3, "model.compile"),
+    ("eager", 2, "block.compile"),
+]
 """Backend, level and way; "aot_eager" also traces the backward pass."""
 
 
-@pytest.mark.exhaustive
-def test_compiled_models_match_plain_ones_and_are_compiled_once() -> None:
-    runs = [*AT_BOTH_LEVELS, "eager 2 block.compile", "eager 3 block.compile"]
-    launcher = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node",
-        "2",
-    ]
-    environment = {key: value for key, value in os.environ.items() if key != "TORCHDYNAMO_DISABLE"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
-    result = subprocess.run(
-        [*launcher, "-m", "tests.support.fsdp.compiled_training", *runs],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
-    assert result.returncode == 0, result.stderr[-6000:]
-    assert result.stdout.split("\n")[:-1] == [f"equal: {run}" for run in runs], result.stdout
+@pytest.mark.always("aot_eager-3-block.compile")
+@pytest.mark.parametrize(("backend", "level", "way"), RUNS)
+def test_compiled_models_match_plain_ones_and_are_compiled_once(
+    ranks: Ranks, backend: str, level: int, way: str
+) -> None:
+    ranks(2, train, backend, level, way, timeout=300)

@@ -1,11 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train compiled models, sharded, and compare them with plain ones: a program for `torchrun`.
+"""Train compiled models, sharded, and compare them with plain ones."""
 
-`test_compile.py` runs it. It needs processes of its own, because the ranks of other tests were
-started with compilation switched off.
-"""
-
-import sys
 from collections.abc import Callable
 
 import torch
@@ -13,10 +8,9 @@ import torch._dynamo
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
-from torch.distributed.device_mesh import DeviceMesh
 
 from tests.support.fsdp import models
-from tests.support.fsdp.meshes import shard_mesh
+from tests.support.fsdp.inductor_training import compiling
 from tests.support.fsdp.reference import batch, close, loss_of, optimizer_over
 from tests.support.fsdp.side_by_side import inner, mean_gradients, shard
 
@@ -66,14 +60,18 @@ def backward(model: nn.Module, step: int, rank: int) -> None:
     loss_of(model(batch(step, rank, 0))).backward()
 
 
-def train(way: str, level: int, backend: str, mesh: DeviceMesh) -> None:
-    torch._dynamo.reset()
+def train(backend: str, level: int, way: str) -> None:
+    with compiling():
+        train_compiled(backend, level, way)
+
+
+def train_compiled(backend: str, level: int, way: str) -> None:
     counters.clear()
     reference, module = models.build("several_units"), models.build("several_units")
     prepare, units = WAYS[way]
     prepare(module, backend)
     expected_optimizer = optimizer_over(reference, "fused_adamw")
-    model, optimizer = shard(module, level, mesh, fsdp_unit_modules=units)
+    model, optimizer = shard(module, level, fsdp_unit_modules=units)
     called = torch.compile(model, backend=backend) if way == "model" else model
     if way == "model.compile":
         model.compile(backend=backend)
@@ -130,22 +128,3 @@ def check(
         shard = actual[name].to_local().detach().reshape(-1)
         wanted = whole.detach().reshape(-1)[run.start : run.stop]
         close(shard, wanted, f"{what}: {name}")
-
-
-def main() -> None:
-    dist.init_process_group("gloo")
-    mesh = shard_mesh()
-    for run in sys.argv[1:]:
-        backend, level, way = run.split(maxsplit=2)
-        try:
-            train(way, int(level), backend, mesh)
-        except Exception as error:
-            error.add_note(f"{way} at level {level} with {backend}")
-            raise
-        if dist.get_rank() == 0:
-            print("equal:", run, flush=True)
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

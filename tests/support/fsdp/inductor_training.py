@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train models that Inductor has compiled, sharded, beside eager ones: a program for `torchrun`.
+"""Train models that Inductor has compiled, sharded, beside eager ones.
 
-`tests/fsdp/test_inductor.py` runs it. For each way to compile, FSDP2 trains the same modules in the
-same processes; its graphs and graph breaks are what this project's are compared with.
+For each way to compile, FSDP2 trains the same modules in the same processes; its graphs and graph
+breaks are what this project's are compared with.
 """
 
-import json
-import sys
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 import torch._dynamo
+import torch._inductor.config
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
@@ -64,7 +64,6 @@ WAYS = {
     "model": CompiledWay("model"),
     "blocks_recomputed": CompiledWay("blocks", recomputes=True),
     "blocks_dynamic": CompiledWay("blocks", change=True),
-    "model_dynamic": CompiledWay("model", change=True),
 }
 
 
@@ -129,30 +128,32 @@ def sharded_by_fsdp2(way: CompiledWay) -> list[float]:
     return losses_of(way.whole(module), optimizer, way.change)
 
 
-def compare(name: str) -> dict[str, object]:
-    """Compare a way at every level with eager training; return the graphs of each and of FSDP2."""
+@contextmanager
+def compiling() -> Iterator[None]:
+    """Compile inside, in this process, on a rank that was started with compilation off."""
+    os.environ.pop("TORCHDYNAMO_DISABLE", None)  # the pool puts it back after the job
+    plain_code = {"compile_threads": 1, "cpp.vec_isa_ok": False, "cpp.threads": 1}
+    plain_code["cpp_cache_precompile_headers"] = False
+    with torch._dynamo.config.patch(disable=False), torch._inductor.config.patch(plain_code):
+        try:
+            yield
+        finally:
+            torch._dynamo.reset()
+
+
+def compare(name: str, levels: tuple[int, ...], cache: str) -> dict[str, CompiledGraphs]:
+    """Compare a way at some levels with eager training; return the graphs of each and of FSDP2."""
     way = WAYS[name]
-    graphs: dict[str, list[int]] = {}
-    eager = sharded(way, 3, compiled=False)
+    graphs: dict[str, CompiledGraphs] = {}
     runs: dict[str, Callable[[], list[float]]] = {"fsdp2": lambda: sharded_by_fsdp2(way)}
-    for level in range(4):
+    for level in levels:
         runs[str(level)] = lambda level=level: sharded(way, level, compiled=True)
-    for key, run in runs.items():
-        with counted() as counts:
-            losses = run()
-        torch.testing.assert_close(losses, eager, rtol=1e-11, atol=1e-11, msg=f"{name} {key}")
-        graphs[key] = [counts[0].compiled, counts[0].breaks]
-    return {"way": name, "graphs": graphs}
-
-
-def main() -> None:
-    dist.init_process_group("gloo")
-    for name in sys.argv[1:]:
-        result = compare(name)
-        if dist.get_rank() == 0:
-            print(json.dumps(result), flush=True)
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
+    eager = sharded(way, 3, compiled=False)
+    with compiling():
+        for key, run in runs.items():
+            with counted() as counts:
+                losses = run()
+            torch.testing.assert_close(losses, eager, rtol=1e-11, atol=1e-11, msg=f"{name} {key}")
+            (graphs[key],) = counts
+    return graphs
