@@ -30,7 +30,7 @@ from tests.support.fsdp.reference import Ranks
 from tests.support.fsdp.wrong_calls import (
     Scene,
     WrongCall,
-    check_refusal,
+    check_refusals,
     message_of,
     on_mesh,
     sharded_linear,
@@ -392,9 +392,8 @@ DEVICES = {
 WRONG_CALLS = {**DEVICES, **STRATEGIES, **OPTIONS, **MODELS}
 
 
-@pytest.mark.parametrize("name", WRONG_CALLS)
-def test_a_wrong_call_is_refused_alike_on_every_rank(ranks: Ranks, name: str) -> None:
-    check_refusal(ranks, __name__, name)
+def test_wrong_calls_are_refused_alike_on_every_rank(ranks: Ranks) -> None:
+    check_refusals(ranks, __name__)
 
 
 def test_nccl_is_refused_by_a_build_for_gpus_on_a_machine_without(

@@ -35,7 +35,7 @@ from tests.support.fsdp.side_by_side import (
 from tests.support.fsdp.wrong_calls import (
     Scene,
     WrongCall,
-    check_refusal,
+    check_refusals,
     message_of,
     sharded_linear,
 )
@@ -367,6 +367,5 @@ WRONG_CALLS: dict[str, WrongCall] = {
 }
 
 
-@pytest.mark.parametrize("name", WRONG_CALLS)
-def test_a_wrong_call_is_refused_alike_on_every_rank(ranks: Ranks, name: str) -> None:
-    check_refusal(ranks, __name__, name)
+def test_wrong_calls_are_refused_alike_on_every_rank(ranks: Ranks) -> None:
+    check_refusals(ranks, __name__)

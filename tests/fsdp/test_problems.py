@@ -15,7 +15,7 @@ from tests.support.fsdp.meshes import mesh_of
 from tests.support.fsdp.models import ResidualBlock
 from tests.support.fsdp.reference import Ranks, optimizer_over
 from tests.support.fsdp.subclasses import Frozen4Bit
-from tests.support.fsdp.wrong_calls import Scene, WrongCall, check_refusal, message_of
+from tests.support.fsdp.wrong_calls import Scene, WrongCall, check_refusals, message_of
 
 
 def everything_wrong() -> str:
@@ -210,6 +210,5 @@ WRONG_CALLS: dict[str, WrongCall] = {
 }
 
 
-@pytest.mark.parametrize("name", WRONG_CALLS)
-def test_a_wrong_call_is_refused_alike_on_every_rank(ranks: Ranks, name: str) -> None:
-    check_refusal(ranks, __name__, name)
+def test_wrong_calls_are_refused_alike_on_every_rank(ranks: Ranks) -> None:
+    check_refusals(ranks, __name__)

@@ -12,7 +12,7 @@ from megatron_fsdp import fully_shard, fully_shard_model
 from tests.support.fsdp.meshes import mesh_of
 from tests.support.fsdp.reference import LEVELS, Ranks
 from tests.support.fsdp.subclasses import Frozen4Bit
-from tests.support.fsdp.wrong_calls import Scene, WrongCall, check_refusal, message_of
+from tests.support.fsdp.wrong_calls import Scene, WrongCall, check_refusals, message_of
 
 
 class KeepsItsMemory(nn.Parameter):
@@ -60,9 +60,8 @@ WRONG_CALLS = {
 }
 
 
-@pytest.mark.parametrize("name", WRONG_CALLS)
-def test_trained_weights_without_main_weights_are_refused_alike(ranks: Ranks, name: str) -> None:
-    check_refusal(ranks, __name__, name)
+def test_trained_weights_without_main_weights_are_refused_alike(ranks: Ranks) -> None:
+    check_refusals(ranks, __name__)
 
 
 def shard_subclasses(level: int) -> str:

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Wrong meshes, axes and process groups are refused alike on every rank."""
 
-import pytest
-
 from tests.support.fsdp.meshes import mesh_of
 from tests.support.fsdp.reference import Ranks
-from tests.support.fsdp.wrong_calls import WrongCall, check_refusal, on_mesh, with_arguments
+from tests.support.fsdp.wrong_calls import WrongCall, check_refusals, on_mesh, with_arguments
 
 HYBRID = {
     "names": ("dp_outer", "dp_shard"),
@@ -128,6 +126,5 @@ WRONG_CALLS: dict[str, WrongCall] = {
 }
 
 
-@pytest.mark.parametrize("name", WRONG_CALLS)
-def test_a_wrong_call_is_refused_alike_on_every_rank(ranks: Ranks, name: str) -> None:
-    check_refusal(ranks, __name__, name)
+def test_wrong_calls_are_refused_alike_on_every_rank(ranks: Ranks) -> None:
+    check_refusals(ranks, __name__)

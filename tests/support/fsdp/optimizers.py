@@ -67,6 +67,26 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "rprop_foreach": partial(torch.optim.Rprop, lr=0.01, foreach=True),
 }
 
+ONE_OF_EACH = (
+    "adamw",
+    "adamw_fused",
+    "adamw_tensor_rate",
+    "adam_amsgrad",
+    "sgd",
+    "sgd_dampening",
+    "sgd_fused_nesterov",
+    "rmsprop",
+    "rmsprop_foreach",
+    "adagrad",
+    "adagrad_fused",
+    "adadelta",
+    "adamax",
+    "nadam",
+    "radam",
+    "asgd",
+    "rprop",
+)
+"""Every class, and every kind of implementation and state; the others differ in a setting."""
 
 FLOAT64 = MixedPrecisionPolicy(main_params_dtype=None)
 

@@ -27,7 +27,7 @@ def message_of(
 
 
 TIMEOUT = 30.0
-"""Seconds a call may take; a hang is a failure of its own test and not of the whole run."""
+"""Seconds that the calls of a table may take, and one more each, where one of them hangs."""
 
 
 class Scene:
@@ -131,21 +131,39 @@ FOLLOWED_BY_THE_RIGHT_CALL = {
 }
 
 
-def call_wrongly(module: str, name: str) -> str:
-    """Make the call `name` of the table `WRONG_CALLS` of a test module, and return its message."""
-    scene = Scene()
+def call_wrongly(module: str, names: list[str]) -> list[str]:
+    """Make calls of the table `WRONG_CALLS` of a test module, and return their messages."""
+    return [message_of_call(module, name) for name in names]
+
+
+def message_of_call(module: str, name: str) -> str:
     wrong = importlib.import_module(module).WRONG_CALLS[name]
-    message = message_of(wrong.kind, wrong.call, scene)
-    scene.check_that_nothing_has_happened()
-    if name in FOLLOWED_BY_THE_RIGHT_CALL:
-        scene.check_that_the_right_call_works()
+    scene = Scene()
+    try:
+        message = message_of(wrong.kind, wrong.call, scene)
+        scene.check_that_nothing_has_happened()
+        if name in FOLLOWED_BY_THE_RIGHT_CALL:
+            scene.check_that_the_right_call_works()
+    except BaseException as error:
+        error.add_note(f"in the wrong call {name!r}")
+        raise
     return message
 
 
-def check_refusal(ranks: Ranks, module: str, name: str) -> None:
-    """Raise AssertionError unless every rank refuses a wrong call with the same, right message."""
-    wrong = importlib.import_module(module).WRONG_CALLS[name]
-    messages = ranks(wrong.world_size, call_wrongly, module, name, timeout=TIMEOUT)
-    assert len(set(messages)) == 1, messages
-    for part in wrong.parts:
-        assert part in messages[0], f"{part!r} is not in: {messages[0]}"
+def check_refusals(ranks: Ranks, module: str) -> None:
+    """Raise AssertionError unless every rank refuses all wrong calls with the same, right messages.
+
+    The error has all differences.
+    """
+    table = importlib.import_module(module).WRONG_CALLS
+    problems = []
+    for world_size in sorted({wrong.world_size for wrong in table.values()}):
+        names = [name for name, wrong in table.items() if wrong.world_size == world_size]
+        of_ranks = ranks(world_size, call_wrongly, module, names, timeout=TIMEOUT + len(names))
+        for name, *messages in zip(names, *of_ranks, strict=True):
+            if len(set(messages)) > 1:
+                problems.append(f"{name}: ranks differ: {messages}")
+            absent = [part for part in table[name].parts if part not in messages[0]]
+            if absent:
+                problems.append(f"{name}: {absent} are not in: {messages[0]}")
+    assert not problems, "\n".join(problems)
