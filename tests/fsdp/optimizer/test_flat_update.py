@@ -16,7 +16,7 @@ from megatron.fsdp.optimizer import flat_segments
 from megatron_fsdp import MixedPrecisionPolicy, fully_shard, fully_shard_optimizer
 from tests.fsdp.test_host_time import shard_layers, train
 from tests.support.fsdp.meshes import shard_mesh
-from tests.support.fsdp.optimizers import OPTIMIZERS, two_groups
+from tests.support.fsdp.optimizers import ONE_OF_EACH, OPTIMIZERS, two_groups
 from tests.support.fsdp.reference import Ranks
 
 Optimizer = torch.optim.Optimizer
@@ -122,8 +122,12 @@ def compare_with_single_updates(name: str, dtype: torch.dtype) -> None:
         assert max(len(segment.members) for segment in segments.all()) > 1
 
 
-@pytest.mark.seldom("*_foreach", "*_tensor_rate", "*_single", "r*", "*_maximize", "nadam")
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.always(
+    *("adamw", "adamw_fused", "adam_amsgrad", "sgd_dampening", "adagrad", "nadam", "asgd"),
+)
+@pytest.mark.parametrize(
+    "name", [*ONE_OF_EACH, "adamw_single", "adam_maximize", "nadam_decoupled", "rprop_foreach"]
+)
 def test_updates_have_the_bits_of_single_updates(ranks: Ranks, name: str) -> None:
     ranks(2, compare_with_single_updates, name, torch.float32)
 

@@ -26,7 +26,7 @@ from tests.support.fsdp.reference import Ranks, batch, compare_shards, loss_of
 
 Make = Callable[[nn.Module], list[torch.optim.Optimizer]]
 
-STEPS = 10
+STEPS = 4
 EXACT = 1e-9
 """For float64: Muon iterates in bfloat16, to which a difference of 1e-16 is nothing."""
 
@@ -148,14 +148,13 @@ def train(
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_ten_steps_are_those_of_the_unsharded_optimizers(ranks: Ranks, place: str) -> None:
+def test_steps_are_those_of_the_unsharded_optimizers(ranks: Ranks, place: str) -> None:
     size, mesh, settings = PLACES[place]
     ranks(size, train, mesh, settings)
 
 
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("level", range(4))
-def test_ten_steps_in_float32_differ_by_a_millionth(ranks: Ranks, level: int, size: int) -> None:
+@pytest.mark.parametrize(("level", "size"), [(0, 2), (1, 4), (2, 4), (3, 2)])
+def test_steps_in_float32_differ_by_a_millionth(ranks: Ranks, level: int, size: int) -> None:
     # Gradients are summed in the order of ranks, as here; bfloat16 would show another order.
     ranks(size, train, "flat", {"zero_dp_strategy": level}, dtype=torch.float32)
 

@@ -22,6 +22,7 @@ from tests.support.fsdp.matrix_optimizers import Simple
 from tests.support.fsdp.meshes import shard_mesh
 from tests.support.fsdp.optimizers import (
     IN_ONE_GROUP,
+    ONE_OF_EACH,
     OPTIMIZERS,
     sharded_pair,
     sharded_step,
@@ -33,25 +34,11 @@ from tests.support.fsdp.optimizers import (
 from tests.support.fsdp.reference import Ranks, batch, close, compare_shards, loss_of
 from tests.support.fsdp.state_dicts import whole_state
 
-FRESH = (
-    *(
-        "adamw",
-        "adamw_fused",
-        "adam_amsgrad",
-        "sgd",
-        "sgd_momentum",
-        "sgd_dampening",
-        "rmsprop",
-        "rmsprop_foreach",
-    ),
-    *("adagrad", "adagrad_fused", "adadelta", "adamax", "nadam", "radam", "asgd", "rprop"),
-)
-
 
 def look_at_fresh_states() -> None:
     mesh = shard_mesh()
     after = fully_shard_model(models.build("scalars"), mesh, **IN_ONE_GROUP)
-    for make in (OPTIMIZERS[name] for name in FRESH):
+    for make in (OPTIMIZERS[name] for name in ONE_OF_EACH):
         module = models.build("scalars")
         model, optimizer = fully_shard(module, make(module.parameters()), mesh, **IN_ONE_GROUP)
         compare_fresh_states(
