@@ -74,7 +74,7 @@ def reductions_as_gloo(shard_size: int) -> None:
             assert torch.equal(shard, in_rank_order)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3, 4, 5])
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
 def test_a_reduction_is_that_of_gloo_in_the_order_of_ranks(ranks: Ranks, num_ranks: int) -> None:
     ranks(num_ranks, reductions_as_gloo, 1003)
 
@@ -98,7 +98,7 @@ def gathers_as_gloo(shard_size: int) -> None:
         assert torch.equal(in_place, plain)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3, 5])
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
 def test_a_gather_is_that_of_gloo(ranks: Ranks, num_ranks: int) -> None:
     ranks(num_ranks, gathers_as_gloo, 1003)
 
@@ -121,7 +121,7 @@ def gathers_of_several(shard_sizes: list[int], is_in_place: bool) -> int:
     return len(sent)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3, 5])
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
 def test_several_buffers_are_gathered_together(ranks: Ranks, num_ranks: int) -> None:
     """Small ones by gloo's own collective; as messages if they are large, or one is in place."""
     messages = len(DTYPES) * 3 * (num_ranks - 1)
@@ -269,7 +269,7 @@ def random_interleaving(seed: int) -> None:
     groups = [dist.group.WORLD, *map(dist.new_group, members[1:])]
     under_way: list[tuple[Pending, Tensor, Tensor]] = []
     for number in range(40):
-        choice, shard_size = same.randrange(len(groups)), same.choice([1, 1000, 300_000])
+        choice, shard_size = same.randrange(len(groups)), same.choice([1, 1000, 100_000])
         operation, dtype = same.choice([SUM, AVG]), same.choice(DTYPES)
         is_gather, is_blocking = same.random() < 0.5, same.random() < 0.2
         if rank in members[choice]:
@@ -327,9 +327,7 @@ def started_reduction(
     return pending, shard, expected
 
 
-@pytest.mark.seldom("1-4")
-@pytest.mark.parametrize("num_ranks", [3, 4])
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize(("seed", "num_ranks"), [(0, 4), (1, 3)])
 def test_ranks_wait_in_any_order(ranks: Ranks, num_ranks: int, seed: int) -> None:
     ranks(num_ranks, random_interleaving, seed)
 

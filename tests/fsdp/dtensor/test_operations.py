@@ -121,8 +121,7 @@ def compare(level: int) -> tuple[list[str], set[str]]:
     return found, kinds
 
 
-@pytest.mark.seldom("1")
-@pytest.mark.parametrize("level", [0, 1, 3])
+@pytest.mark.parametrize("level", [0, 3])
 def test_operations_give_what_the_whole_tensor_gives(ranks: Ranks, level: int) -> None:
     assert len(ELEMENTWISE) + len(WHOLE) + len(IN_PLACE) >= 60
     kinds = set()
@@ -134,11 +133,8 @@ def test_operations_give_what_the_whole_tensor_gives(ranks: Ranks, level: int) -
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("level", [1, 2, 3])
-def test_operations_of_three_ranks_give_what_the_whole_tensor_gives(
-    ranks: Ranks, level: int
-) -> None:
-    for found, _ in ranks(3, compare, level):
+def test_operations_of_three_ranks_give_what_the_whole_tensor_gives(ranks: Ranks) -> None:
+    for found, _ in ranks(3, compare, 1):
         assert not found, "\n".join(found)
 
 

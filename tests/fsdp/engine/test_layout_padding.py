@@ -15,7 +15,6 @@ from tests.support.fsdp.engine.layouts import (
     ELEMENTS,
     Shape,
     bound,
-    few_or_many,
     padding_of,
     plan_module,
     preferences_only,
@@ -23,9 +22,8 @@ from tests.support.fsdp.engine.layouts import (
 )
 
 
-@few_or_many(1000, 4000)
-def test_padding_is_bounded_in_random_modules(count: int) -> None:
-    for module, world_size in random_modules(seed=4, count=count, requirement_share=0.0):
+def test_padding_is_bounded_in_random_modules() -> None:
+    for module, world_size in random_modules(seed=4, count=1000, requirement_share=0.0):
         layout = plan_module(module, world_size)
         assert layout.shard_size % MIN_ALIGNMENT == 0
         assert 0 <= padding_of(layout) <= bound(module, world_size)
@@ -40,10 +38,9 @@ def test_element_runs_cost_alignment_only() -> None:
         )
 
 
-@few_or_many(500, 2000)
-def test_preferences_add_no_padding_to_that_of_requirements(count: int) -> None:
+def test_preferences_add_no_padding_to_that_of_requirements() -> None:
     mixed = 0
-    for module, world_size in random_modules(seed=6, count=count, requirement_share=0.4):
+    for module, world_size in random_modules(seed=6, count=500, requirement_share=0.4):
         required = [
             (shape, granularity if granularity.is_required else ELEMENTS)
             for shape, granularity in module
@@ -56,7 +53,7 @@ def test_preferences_add_no_padding_to_that_of_requirements(count: int) -> None:
         mixed += not preferences_only(module) and any(
             not granularity.is_required for _, granularity in module
         )
-    assert mixed > count / 4
+    assert mixed > 125
 
 
 def test_required_rows_cost_no_more_than_the_usual_rule() -> None:

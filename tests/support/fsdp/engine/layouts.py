@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator
 from math import prod
 from random import Random
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -66,11 +65,6 @@ modules = st.lists(st.tuples(shapes, granularities), min_size=1, max_size=8)
 
 
 world_sizes = st.one_of(st.integers(1, 5), st.integers(1, 33))
-
-
-def few_or_many(few: int, many: int) -> pytest.MarkDecorator:
-    """Run a test with `few` examples, and with `many` in the long suite."""
-    return pytest.mark.parametrize("count", [few, pytest.param(many, marks=pytest.mark.exhaustive)])
 
 
 def run_examples(check: Callable[..., None], count: int, *strategies: st.SearchStrategy) -> None:
