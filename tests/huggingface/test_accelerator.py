@@ -97,7 +97,7 @@ LOOPS: dict[str, tuple[dict[str, Any], str, bool]] = {
 }
 """Arguments of the accelerator, the kind of clipping, and whether the model is prepared last."""
 
-LOOPS_AT_LEVELS = [*((loop, 3) for loop in LOOPS), *(("plain", level) for level in (0, 1, 2))]
+LOOPS_AT_LEVELS = [("plain", 0), ("plain", 3), ("accumulated", 3), ("by_value", 1), ("bf16", 2)]
 
 
 @pytest.mark.always("accumulated-3")
