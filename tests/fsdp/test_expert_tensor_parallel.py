@@ -126,8 +126,15 @@ def train(kind: str, level: int) -> None:
 
 
 @pytest.mark.always("*-3", "over_four-1")
-@pytest.mark.parametrize("level", range(4))
-@pytest.mark.parametrize("kind", ["plain", "over_one", "over_four"])
+@pytest.mark.parametrize(
+    ("kind", "level"),
+    [
+        *((kind, 3) for kind in ("plain", "over_one", "over_four")),
+        ("over_four", 1),
+        ("plain", 0),
+        ("over_one", 2),
+    ],
+)
 def test_experts_of_another_size_match_the_unsharded_model(
     ranks: Ranks, kind: str, level: int
 ) -> None:

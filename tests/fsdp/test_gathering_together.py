@@ -29,6 +29,7 @@ from tests.support.fsdp.meshes import Meshes, shard_mesh
 from tests.support.fsdp.models import WIDTH
 from tests.support.fsdp.reference import LEVELS, Ranks
 from tests.support.fsdp.side_by_side import plain_backward, shard, train_side_by_side
+from tests.support.pairwise import pairwise
 
 
 class AdaptedLayer(nn.Module):
@@ -53,8 +54,9 @@ class AdaptedModel(LanguageModel):
         self.layers = nn.ModuleList(AdaptedLayer(8, dtype) for _ in range(NUM_LAYERS))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("num_microbatches", [1, 4])
+@pytest.mark.parametrize(
+    ("num_microbatches", "dtype"), [(1, torch.float32), (2, torch.bfloat16)], ids=str
+)
 def test_partly_frozen_layers_have_fewer_collectives_than_in_fsdp2(
     ranks: Ranks, num_microbatches: int, dtype: torch.dtype
 ) -> None:
@@ -91,29 +93,27 @@ def train_adapted(level: int, mesh: str, dtype: torch.dtype, **settings: Any) ->
     )
 
 
-DTYPES = pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-
-
-@DTYPES
-@pytest.mark.parametrize("mesh", ["flat", "outer2"])
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(
+    ("level", "mesh", "dtype"),
+    pairwise(level=LEVELS, mesh=["flat", "outer2"], dtype=[torch.bfloat16, torch.float64]),
+)
 def test_partly_frozen_layers_train_as_without_sharding(
     ranks: Ranks, level: int, mesh: str, dtype: torch.dtype
 ) -> None:
     ranks(4 if mesh == "outer2" else 2, train_adapted, level, mesh, dtype)
 
 
-@DTYPES
 @pytest.mark.parametrize(
-    ("mesh", "settings"),
+    ("mesh", "settings", "dtype"),
     [
-        ("outer2", {"outer_dp_sharding_strategy": 1}),
-        ("gather_group", {}),
-        ("flat", {"fsdp_double_buffer": True}),
-        ("flat", {"overlap_param_gather": False}),
-        ("flat", {"suggested_communication_unit_size": 2000}),
+        ("outer2", {"outer_dp_sharding_strategy": 1}, torch.bfloat16),
+        ("outer2", {"outer_dp_sharding_strategy": 1}, torch.float64),
+        ("gather_group", {}, torch.bfloat16),
+        ("flat", {"fsdp_double_buffer": True}, torch.bfloat16),
+        ("flat", {"overlap_param_gather": False}, torch.float64),
+        ("flat", {"suggested_communication_unit_size": 2000}, torch.bfloat16),
     ],
-    ids=["hsdp_optim", "gather_group", "slots", "no_overlap", "bytes_ahead"],
+    ids=["hsdp_optim", "hsdp_optim_alike", "gather_group", "slots", "no_overlap", "bytes_ahead"],
 )
 def test_partly_frozen_layers_train_with_other_settings(
     ranks: Ranks, mesh: str, settings: dict[str, Any], dtype: torch.dtype

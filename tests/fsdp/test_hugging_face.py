@@ -133,11 +133,19 @@ def import_class(path: str) -> type:
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    "recompute", ["", "reentrant", "non_reentrant"], ids=["plain", "reentrant", "non_reentrant"]
+    ("model", "recompute", "levels"),
+    [
+        ("llama", "", (0, 2, 3)),
+        ("tied_llama", "", (1, 3)),
+        ("gpt2", "", (2, 3)),
+        ("llama", "reentrant", (3,)),
+        ("tied_llama", "reentrant", (3,)),
+        ("gpt2", "non_reentrant", (3,)),
+    ],
 )
-@pytest.mark.parametrize("model", MODELS)
-def test_training_matches_the_unsharded_model(ranks: Ranks, model: str, recompute: str) -> None:
-    levels = (3,) if recompute else (0, 1, 2, 3)
+def test_training_matches_the_unsharded_model(
+    ranks: Ranks, model: str, recompute: str, levels: tuple[int, ...]
+) -> None:
     ranks(2, train_at_levels, model, recompute, levels, by_path=model == "llama")
 
 

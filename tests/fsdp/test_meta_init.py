@@ -20,6 +20,7 @@ from tests.support.fsdp.meshes import Meshes
 from tests.support.fsdp.models import WIDTH, ResidualBlock, Stack
 from tests.support.fsdp.reference import LEVELS, Ranks, batch, close, loss_of
 from tests.support.fsdp.side_by_side import train_side_by_side
+from tests.support.pairwise import each_value
 
 HEADS, HIDDEN = 2, 6
 
@@ -143,9 +144,18 @@ def initialise(case: str, freeze: bool, own_seeds: bool = False) -> dict[str, Te
     }
 
 
-@pytest.mark.always("zero3-trainable", "fine_grained-trainable")
-@pytest.mark.parametrize("freeze", [False, True], ids=["trainable", "frozen_parts"])
-@pytest.mark.parametrize("case", CASES)
+CASES_AND_FROZEN_PARTS = pytest.mark.parametrize(
+    ("case", "freeze"),
+    each_value(
+        always=[("zero3", False), ("fine_grained", False), ("hybrid_outer_optim", True)],
+        case=CASES,
+        freeze=[False, True],
+    ),
+)
+
+
+@pytest.mark.always("zero3-*", "fine_grained-*")
+@CASES_AND_FROZEN_PARTS
 def test_weights_are_those_of_the_model_built_on_the_cpu_for_every_world(
     ranks: Ranks, case: str, freeze: bool
 ) -> None:
@@ -156,7 +166,8 @@ def test_weights_are_those_of_the_model_built_on_the_cpu_for_every_world(
     expected |= {
         name: buffer for name, buffer in reference.named_buffers() if "running" not in name
     }
-    for world_size in (2, 4) if case.startswith("hybrid") else (1, 2, 4):
+    world_sizes = {"zero3": (1, 2, 4), "hybrid": (2, 4)}
+    for world_size in world_sizes.get(case, (4,) if case.startswith("hybrid") else (2,)):
         for values in ranks(world_size, initialise, case, freeze):
             assert values.keys() == expected.keys()
             for name, value in expected.items():
@@ -193,9 +204,8 @@ def train(case: str, freeze: bool) -> None:
     )
 
 
-@pytest.mark.always("zero3-trainable", "fine_grained-trainable")
-@pytest.mark.parametrize("freeze", [False, True], ids=["trainable", "frozen_parts"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.always("zero3-*", "fine_grained-*")
+@CASES_AND_FROZEN_PARTS
 def test_training_goes_on_as_without_sharding(ranks: Ranks, case: str, freeze: bool) -> None:
     ranks(2 if CASES[case][0] == "flat" else 4, train, case, freeze)
 

@@ -57,9 +57,21 @@ def clip_norms(name: str, level: int, max_norm: float, norms: list[float]) -> No
         compare_shards(model, actual, trainable, "clipped gradient", 1e-6)
 
 
-@pytest.mark.always("scalars-0")
-@pytest.mark.parametrize("level", [0, 1, 2, 3])
-@pytest.mark.parametrize("name", ["scalars", "frozen_in_part", "unused_parameters"])
+MODELS_AT_LEVELS = pytest.mark.parametrize(
+    ("name", "level"),
+    [
+        ("scalars", 0),
+        ("scalars", 3),
+        ("frozen_in_part", 1),
+        ("frozen_in_part", 3),
+        ("unused_parameters", 0),
+        ("unused_parameters", 2),
+    ],
+)
+
+
+@pytest.mark.always("scalars-*")
+@MODELS_AT_LEVELS
 def test_clip_grad_norm_is_torchs_own(ranks: Ranks, name: str, level: int) -> None:
     """Some of the four ranks own nothing of a parameter."""
     ranks(4, clip_norms, name, level, max_norm=0.05, norms=[2.0, 1.0, 3.0])
@@ -194,9 +206,8 @@ def test_grad_scaler_skips_a_step_on_all_ranks(ranks: Ranks, fused: bool) -> Non
 
 
 # Torch cannot take the largest element of an empty shard: gradients must do so themselves.
-@pytest.mark.always("*-0")
-@pytest.mark.parametrize("level", [0, 1, 2, 3])
-@pytest.mark.parametrize("name", ["scalars", "frozen_in_part", "unused_parameters"])
+@pytest.mark.always("*-0", "scalars-3")
+@MODELS_AT_LEVELS
 def test_clip_grad_norm_by_the_largest_element(ranks: Ranks, name: str, level: int) -> None:
     """Some of the four ranks own nothing of a parameter."""
     ranks(4, clip_norms, name, level, max_norm=0.05, norms=[torch.inf])
