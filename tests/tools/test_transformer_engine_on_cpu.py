@@ -18,24 +18,14 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from tests.support.transformer_engine.ranks import RunOnRanks, ranks
+from tests.support.transformer_engine.ranks import RunOnRanks
 from tools import transformer_engine_on_cpu as tool
-from tools.transformer_engine_on_cpu import BLACKWELL, HOPPER, number_formats, use, wheel
+from tools.transformer_engine_on_cpu import number_formats, use, wheel
 from tools.transformer_engine_on_cpu.__main__ import main
 from tools.transformer_engine_on_cpu.quantization import values
 from tools.wheels import DownloadError
 
 README = Path(tool.__file__).parent / "README.md"
-
-
-@pytest.fixture(scope="module")
-def blackwell() -> RunOnRanks:
-    return ranks(2, BLACKWELL)
-
-
-@pytest.fixture(scope="module")
-def hopper() -> RunOnRanks:
-    return ranks(2, HOPPER)
 
 
 def matrix(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
