@@ -70,6 +70,7 @@ MAY_IMPORT = {
     "tools/transformer_engine_on_cpu": ("tools",),  # for any project
     "examples": OURS[:-2],
     "benchmarks": OURS[:-1],
+    "benchmarks/parity": OURS,
     "benchmarks/soak": OURS,
 }
 """Which of our packages the files under a folder may import."""

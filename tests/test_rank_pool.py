@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The pool of warm ranks: ordered results, failures named at once, no leaks between tests."""
 
+import importlib
 import os
 import signal
 import subprocess
@@ -17,8 +18,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.support import megatron_release
+from tests.support.fork_servers import Packages
 from tests.support.model_parallel import ONE_AXIS, initialize
-from tests.support.rank_pool import MAX_GROUPS, RankFailure, run_ranks, shut_down
+from tests.support.rank_pool import MAX_GROUPS, RankFailure, run_apart, run_ranks, shut_down
 from tests.support.rank_process import JOBS_BETWEEN_FULL_COLLECTIONS
 
 REPOSITORY = Path(__file__).parents[1]
@@ -331,3 +334,32 @@ if __name__ == "__main__":
     process.send_signal(ending)
     assert process.wait(timeout=300) != 0  # it may take a while beside other work
     assert len(family) >= 3 and all(is_gone(pid) for pid in family)
+
+
+# ---- other packages, and processes without a world
+
+
+def release_of_megatron_core() -> str:
+    return importlib.import_module("megatron.core.package_info").__version__
+
+
+@pytest.mark.exhaustive
+def test_ranks_of_a_release_have_it_beside_those_of_the_installed_one() -> None:
+    newest = megatron_release.RELEASES[-1]
+    megatron_release.require(newest)
+    installed = run_ranks(2, release_of_megatron_core)
+    found = run_ranks(2, release_of_megatron_core, packages=Packages(newest))
+    assert found == [newest] * 2 != installed
+    assert run_ranks(2, release_of_megatron_core) == installed
+    assert newest not in os.environ.get("PYTHONPATH", "")
+
+
+def forks_a_process() -> tuple[bool, int]:
+    child = os.fork()
+    if child == 0:
+        os._exit(3)
+    return dist.is_initialized(), os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def test_a_process_apart_has_no_world_and_may_fork() -> None:
+    assert run_apart(forks_a_process) == (False, 3)

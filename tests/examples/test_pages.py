@@ -91,7 +91,7 @@ ELSEWHERE = {
     "docs/checkpoints_at_urls.md: pip install s3fs  # gcsfs for gs://, adlfs for abfs://: a message"
     " names the package that is missing": "would change the environment; below fsspec is asked",
     "docs/megatron_lm_loop.md: cd Megatron-LM": "needs a checkout of Megatron-LM;"
-    " tests/support/mcore_adapter/real_loop.py starts the loops of three releases in this way",
+    " benchmarks/parity/real_loop.py starts the loops of three releases in this way",
     "docs/observing_runs.md: python tools/launch.py --nproc_per_node 8 --log-dir logs --tee 3"
     " --local-ranks-filter 0 \\": "shows a defect; tests/tools/test_launch.py causes one",
     "docs/weights_of_fewer_bits.md: torchrun --nproc_per_node 8 pretrain_gpt.py --use-megatron-fsdp"

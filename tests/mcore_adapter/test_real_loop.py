@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Megatron-LM's own loop of newer releases trains with the drop-in as with its DDP.
+"""The program that starts Megatron-LM's own loop, and the table of its results.
 
-The table of `real_loop.py` has further rows.
+`tests/pretrain/test_releases.py` has rows of the table.
 """
 
 import os
@@ -11,84 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.mcore_adapter.releases.test_tested import checkout
-from tests.support import megatron_release
-from tests.support.mcore_adapter.real_loop import (
+from benchmarks.parity.real_loop import (
     MODEL,
     RESULTS,
     ROOT,
-    compare,
-    is_equal,
     with_cells,
 )
-
-NEWEST = megatron_release.RELEASES[-1]
-
-
-Results = dict[str, tuple[float, float] | str]
-ROWS = [
-    *("default", "zero0", "zero1", "double-buffer", "evaluation", "vpp", "cp", "hybrid-model"),
-    *("resume", "resume-ep", "resume-vpp-bf16", "resume-hybrid-model", "fp8", "fp8-ep", "fp4"),
-    "resume-precision-aware",
-]
-ROWS_ON_MODEL = ["evaluation", "zero1", "resume", "fp8", "vpp", "ep"]
-CAPTURED = ["captured", "captured-zero1"]
-
-
-@pytest.fixture(scope="module")
-def newest() -> Results:
-    """Rows on the newest release, in one process: importing its loop takes as long as a row."""
-    megatron_release.require(NEWEST)
-    return compare(ROWS, NEWEST)
-
-
-@pytest.fixture(scope="module")
-def on_model() -> Results:
-    """Rows of the newest release on the model of a CUDA device, in one process too."""
-    megatron_release.require(NEWEST)
-    return compare([*ROWS_ON_MODEL, *CAPTURED], NEWEST, "on-model")
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("row", ROWS)
-def test_the_newest_release_trains_and_resumes_like_its_ddp(newest: Results, row: str) -> None:
-    assert is_equal(newest[row]), newest[row]
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    "release, rows",
-    [
-        ("0.17.1", ["zero0", "resume-vpp", "ep", "resume-tp-pp"]),
-        ("0.18.2", ["zero0", "hybrid-optim", "cp", "bf16", "resume"]),
-    ],
-)
-def test_older_releases_train_and_resume_like_their_ddp(release: str, rows: list[str]) -> None:
-    megatron_release.require(release)
-    results = compare(rows, release)
-    assert all(map(is_equal, results.values())), results
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("row", ROWS_ON_MODEL)
-def test_no_use_of_memory_is_out_of_order_on_the_model_of_a_cuda_device(
-    on_model: Results, newest: Results, row: str
-) -> None:
-    assert is_equal(on_model[row]), on_model[row]
-    if row in ROWS:
-        assert on_model[row] == newest[row]  # bit by bit
-
-
-@pytest.mark.exhaustive
-def test_captured_iterations_have_the_bits_of_a_run_without_graphs(on_model: Results) -> None:
-    assert {row: on_model[row] for row in CAPTURED} == dict.fromkeys(CAPTURED, (0, 0))
-
-
-@pytest.mark.exhaustive
-def test_a_wait_that_is_left_out_is_reported() -> None:
-    megatron_release.require(NEWEST)
-    results = compare(["default"], NEWEST, "on-model", "compute never waits")
-    assert "used on two streams that nothing orders" in str(results["default"])
+from tests.mcore_adapter.releases.test_tested import checkout
 
 
 def start(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:

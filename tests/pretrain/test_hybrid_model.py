@@ -25,7 +25,7 @@ NEWEST = RELEASES[-1]
 def test_attention_mlp_and_experts_train_and_resume_like_ddp(tmp_path: Path) -> None:
     saved = f"--save {tmp_path} {TWO_STEPS}"
     modes = ["", FSDP, f"{FSDP} {saved}", f"{FSDP} --load {tmp_path}"]
-    ddp, fsdp, _, resumed = train_on(NEWEST, tmp_path, 2, *(f"{SPARSE} {mode}" for mode in modes))
+    ddp, fsdp, _, resumed = train_on(NEWEST, 2, *(f"{SPARSE} {mode}" for mode in modes))
     assert_same_run(fsdp, ddp, loss=1e-6, norm=1e-5)
     balance = "load_balancing_loss"
     assert fsdp.steps[0][balance] == pytest.approx(ddp.steps[0][balance], rel=1e-6)
@@ -35,25 +35,25 @@ def test_attention_mlp_and_experts_train_and_resume_like_ddp(tmp_path: Path) -> 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("release", "levels"), [(RELEASES[1], LEVELS[3:]), (NEWEST, LEVELS)])
 def test_every_level_trains_attention_and_mlp_like_ddp(
-    release: str, levels: tuple[str, ...], tmp_path: Path
+    release: str, levels: tuple[str, ...]
 ) -> None:
     modes = [f"{FSDP} --data-parallel-sharding-strategy {level}" for level in levels]
     modes.append(f"{FSDP} --init-model-with-meta-device --recompute-granularity full")
     modes[-1] += " --recompute-method uniform --recompute-num-layers 1"
     lines = [f"{DENSE} {mode}" for mode in ("", *modes)]
-    ddp, *others = train_on(release, tmp_path, 2, *lines)
+    ddp, *others = train_on(release, 2, *lines)
     for record in others:
         assert_same_run(record, ddp, loss=1e-6, norm=1e-5)
 
 
 @pytest.mark.exhaustive
-def test_other_axes_train_like_ddp(tmp_path: Path) -> None:
+def test_other_axes_train_like_ddp() -> None:
     layouts = (
         "--tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 2",
         "--context-parallel-size 2",
     )
     lines = (f"{SPARSE} {layout} {mode}" for layout in layouts for mode in ("", FSDP))
-    records = train_on(NEWEST, tmp_path, 4, *lines)
+    records = train_on(NEWEST, 4, *lines)
     for ddp, fsdp in zip(records[::2], records[1::2], strict=True):
         assert_same_run(fsdp, ddp, loss=1e-5, norm=1e-5)
 
@@ -64,7 +64,7 @@ def test_checkpoints_load_at_another_level_and_by_their_own_arguments(tmp_path: 
     own = f"{SPARSE.replace('*-*E', '*-')} {load} --use-checkpoint-args"
     lines = [f"{SPARSE} {FSDP}", f"{SPARSE} {FSDP} {TWO_STEPS} --save {tmp_path}", own]
     lines += [f"{SPARSE} {load} --data-parallel-sharding-strategy {level}" for level in LEVELS[:3]]
-    whole, _, *others = train_on(NEWEST, tmp_path, 2, *lines)
+    whole, _, *others = train_on(NEWEST, 2, *lines)
     for record in others:
         assert record.losses == pytest.approx(whole.losses[2:], rel=1e-6)
 
@@ -83,7 +83,7 @@ def test_ddp_resumes_from_torch_dist_and_nothing_converts_a_hybrid_model(tmp_pat
     tasks: list[Task] = [Train(2, line) for line in lines]
     for command, source in conversions:
         tasks.append(Convert(command, source / "iter_0000002", tmp_path / command))
-    whole, _, resumed, _, *refused = do_on(NEWEST, tasks, tmp_path)
+    whole, _, resumed, _, *refused = do_on(NEWEST, tasks)
     assert not isinstance(whole, str) and not isinstance(resumed, str)
     assert resumed.steps == whole.steps[2:]
     assert [each for each in refused if not isinstance(each, str)] == []

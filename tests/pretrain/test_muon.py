@@ -10,6 +10,7 @@ from megatron.fsdp.optimizer.optimizer_state import parameters_of
 from megatron.mcore_adapter.core_optimizers import MuonAndAdam
 from tests.fsdp.optimizer.test_matrix_axes import assert_owned
 from tests.support import emerging_optimizers_wheel, megatron_release
+from tests.support.fork_servers import INSTALLED, Packages
 from tests.support.megatron_release import RELEASES
 from tests.support.pretrain.parity import (
     GPT2,
@@ -18,7 +19,6 @@ from tests.support.pretrain.parity import (
     OPTIM_OUTSIDE,
     Combination,
 )
-from tests.support.pretrain.release_runs import train_on
 from tests.support.pretrain.saved_runs import LINE
 from tests.support.pretrain.training_runs import Record, assert_close, assert_same_run, build, train
 from tests.support.rank_pool import run_ranks
@@ -60,11 +60,12 @@ def train_by_muon(*command_lines: str) -> list[Record]:
     return train(*command_lines)
 
 
-def runs_of(combination: Combination) -> list[Record]:
+def runs_of(combination: Combination, packages: Packages = INSTALLED) -> list[Record]:
     """Return a run with Megatron-Core's own data parallelism, and ours."""
     # Several instances are a matter of sharding.
     plain = replace(combination, layout=combination.layout.replace("inst2", "dp"))
-    return run_ranks(combination.ranks, train_by_muon, plain.line, combination.ours)[0]
+    lines = (plain.line, combination.ours)
+    return run_ranks(combination.ranks, train_by_muon, *lines, packages=packages)[0]
 
 
 @pytest.mark.always("tp2_blockwise", "tp2_duplicated", "vpp2")
@@ -98,17 +99,12 @@ def test_each_matrix_has_one_owner_and_adam_has_all_else() -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("release", RELEASES[-1:])
-def test_numbers_are_those_of_the_newest_release(
-    release: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    megatron_release.require(release)
+def test_numbers_are_those_of_the_newest_release() -> None:
+    megatron_release.require(RELEASES[-1])
     combination = CLOSE["tp2_distributed"]
+    packages = Packages(RELEASES[-1], emerging_optimizers=True)
     expected = runs_of(combination)
-    variables = emerging_optimizers_wheel.environment_with(megatron_release.environment(release))
-    monkeypatch.setattr(megatron_release, "environment", lambda _: variables)
-    lines = [combination.line, combination.ours]
-    for record, mine in zip(train_on(release, tmp_path, combination.ranks, *lines), expected):
+    for record, mine in zip(runs_of(combination, packages), expected, strict=True):
         assert_same_run(record, mine, loss=1e-6, norm=1e-5)
 
 

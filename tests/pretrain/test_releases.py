@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The program trains, saves and loads on every release of Megatron-Core, with the same numbers."""
 
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from benchmarks.parity import real_loop
+from benchmarks.parity.files_by_release import WAYS, Way, compare
 from tests.support import megatron_release
 from tests.support.megatron_release import RELEASES
-from tests.support.pretrain.files_by_release import WAYS, Way, compare
 from tests.support.pretrain.release_runs import INSTALLED, train_on
 from tests.support.pretrain.training_runs import (
     DATA,
@@ -19,6 +21,9 @@ from tests.support.pretrain.training_runs import (
     train,
 )
 from tests.support.rank_pool import run_ranks
+from tests.support.transformer_engine.ranks import ranks, require
+from tests.support.transformer_engine.training import LAYERS
+from tests.support.transformer_engine.training import train as train_with_engine
 
 RUN = f"{SMALL} --train-iters 3 --log-params-norm"
 LEVELS = ("no_shard", "optim", "optim_grads", "optim_grads_params")
@@ -44,11 +49,11 @@ def test_losses_norms_and_checkpoints_are_those_of_the_installed_release(
     mine, theirs = tmp_path / "installed", tmp_path / release
     first = f"{RUN} {FSDP} --exit-interval 2 --save-interval 2"
     installed = run_ranks(2, train, f"{first} --save {mine}", RUN, GROWING)[0]
-    # It goes on from the file of the installed release, and writes one for it. All in one process.
+    # It goes on from the file of the installed release, and writes one for it.
     resume, tune = (f"{RUN} {FSDP} --load {mine} {flag}" for flag in ("", "--finetune"))
     lines = [f"{RUN} {flags}" for flags in MODES.values()]
     lines += [GROWING, resume, tune, f"{first} --save {theirs}"]
-    *records, grown, resumed, tuned, saved = train_on(release, tmp_path, 2, *lines)
+    *records, grown, resumed, tuned, saved = train_on(release, 2, *lines)
     _, reference, growing = installed
     for record in records:
         assert_same_run(record, reference, loss=1e-6, norm=1e-5)
@@ -62,22 +67,100 @@ def test_losses_norms_and_checkpoints_are_those_of_the_installed_release(
     assert_same_run(grown, growing, loss=1e-6, norm=1e-5)
 
 
-def goes_on_with_files_of(release: str, model: str, ways: Sequence[Way], folder: Path) -> None:
-    """Load and convert files of a release under the installed one, and the other way round."""
+NOT_CONVERTED = [way for way in WAYS if not way.convert]
+CONVERTED = [way for way in WAYS if way.convert]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    "release, ways",
+    [
+        (RELEASES[0], [*NOT_CONVERTED[::2], CONVERTED[0]]),
+        (RELEASES[1], [*NOT_CONVERTED[1::2], CONVERTED[1]]),
+        (NEWEST, [NOT_CONVERTED[0], *CONVERTED]),
+    ],
+    ids=RELEASES,
+)
+def test_files_load_and_convert_both_ways(
+    release: str, ways: Sequence[Way], tmp_path: Path
+) -> None:
     megatron_release.require(release)
-    outcomes = [*compare([INSTALLED, release], [model], folder, ways)]
+    outcomes = [*compare([INSTALLED, release], ["deepseek"], tmp_path, ways)]
     assert len(outcomes) == 2 * len(ways)
     assert [str(each) for each in outcomes if not each.is_equal] == []
 
 
-@pytest.mark.exhaustive
-def test_files_of_the_newest_release_load_and_convert_both_ways(tmp_path: Path) -> None:
-    loaded_by_megatron_core = WAYS[:1]
-    converted = [way for way in WAYS if way.convert]
-    goes_on_with_files_of(NEWEST, "llama", [*loaded_by_megatron_core, *converted], tmp_path)
+# ---- Megatron-LM's own loop with the drop-in, against the same loop with its DDP
+
+LOOP = {
+    "0.17.1": ["zero0", "ep-zero2", "resume-vpp", "resume-tp-pp"],
+    "0.18.2": ["cp", "hybrid-optim", "per-token", "resume-bf16"],
+    "0.19.2": [
+        *("zero1", "evaluation", "resume", "resume-double-buffer", "resume-ep", "resume-vpp-bf16"),
+        *("resume-hybrid-model", "resume-precision-aware", "fp8", "fp8-ep", "fp4"),
+    ],
+}
+"""Rows of `real_loop.py`: every axis, level and precision on one release; it has all on each."""
+LOOP_CASES: list[tuple[str, str]] = []
+for each, rows in LOOP.items():
+    LOOP_CASES += [(each, row) for row in rows]
+ROWS_ON_MODEL = ["evaluation", "zero1", "resume", "fp8", "vpp", "ep"]
+CAPTURED = ["captured", "captured-zero1"]
+
+
+@functools.cache
+def measured(row: str, release: str, on_model: str | None = None) -> tuple[float, float] | str:
+    """Return the result of a row; skip where the release or its layers cannot run."""
+    megatron_release.require(release)
+    if real_loop.ROWS[row].with_engine:
+        require()
+    return real_loop.compare(row, release, on_model)
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("release", RELEASES)
-def test_files_of_experts_load_and_convert_both_ways(release: str, tmp_path: Path) -> None:
-    goes_on_with_files_of(release, "deepseek", WAYS, tmp_path)
+@pytest.mark.parametrize("release, row", LOOP_CASES)
+def test_the_loop_trains_and_resumes_like_its_ddp(release: str, row: str) -> None:
+    result = measured(row, release)
+    assert real_loop.is_equal(result), result
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("row", ROWS_ON_MODEL)
+def test_no_use_of_memory_is_out_of_order_on_the_model_of_a_cuda_device(row: str) -> None:
+    on_model = measured(row, NEWEST, "")
+    assert real_loop.is_equal(on_model), on_model
+    if row in LOOP[NEWEST]:
+        assert on_model == measured(row, NEWEST)  # bit by bit
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("row", CAPTURED)
+def test_captured_iterations_have_the_bits_of_a_run_without_graphs(row: str) -> None:
+    assert measured(row, NEWEST, "") == (0, 0)
+
+
+@pytest.mark.exhaustive
+def test_a_wait_that_is_left_out_is_reported() -> None:
+    result = measured("default", NEWEST, "compute never waits")
+    assert "used on two streams that nothing orders" in str(result)
+
+
+# ---- FP4
+
+E2M1 = "--fp4-format e2m1"
+
+
+@pytest.mark.exhaustive
+def test_weights_in_fp4_train_like_ddp() -> None:
+    """Needs a release that keeps the values before quantization."""
+    megatron_release.require(NEWEST)
+    lines = (
+        f"{FSDP} {E2M1}",
+        f"--use-distributed-optimizer {E2M1} --fp4-param-gather",
+        f"{FSDP} {E2M1} --fp4-param-gather --data-parallel-sharding-strategy optim",
+        f"{FSDP} {E2M1} --fp4-param-gather",
+    )
+    run = ranks(2, release=NEWEST)
+    computed, *others = run(train_with_engine, *(f"{LAYERS} {line}" for line in lines))[0]
+    assert len(computed.losses) == 4
+    assert all(record.losses == computed.losses for record in others)

@@ -20,14 +20,14 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
 from tests.support import rank_process
+from tests.support.fork_servers import FORKSERVER, INSTALLED, Packages, forks_from, stop_servers
 from tests.support.rank_process import Job, RankPlace, RankReport
 
 MAX_WORLD_SIZE = 8
@@ -49,14 +49,6 @@ MAX_THREADS = 1000
 """Threads of a rank at which the next job gets new processes.
 
 Gloo's threads stay behind when something in torch still refers to a destroyed group."""
-PRELOAD = [
-    "torch.distributed.tensor",
-    "megatron.core.distributed",
-    "megatron.core.optimizer",
-    "pytest",
-    rank_process.__name__,
-]
-"""Imported once, by the server that ranks are forked from."""
 
 
 class RankFailure(AssertionError):  # noqa: N818 (the failure of a test, not an error)
@@ -67,30 +59,51 @@ class RankFailure(AssertionError):  # noqa: N818 (the failure of a test, not an 
 
 
 def run_ranks(
-    world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 120, **kwargs: Any
+    world_size: int,
+    function: Callable[..., Any],
+    *args: Any,
+    timeout: float = 120,
+    packages: Packages = INSTALLED,
+    **kwargs: Any,
 ) -> list[Any]:
     """Call the function on `world_size` ranks of one gloo world; return results in rank order.
 
     The default process group exists already. `function` must be at module level; arguments and
     results travel by pickle, tensors by value (a DTensor does not travel: return its local tensor).
-    `timeout` is in seconds.
+    `timeout` is in seconds. `packages` says which release of Megatron-Core ranks have, and whether
+    Transformer Engine.
 
     Raises ValueError for a world size outside 1..8 or something that cannot be pickled, RankFailure
     (a test failure) when a rank raises, dies, or has not finished in time.
     """
     if not 1 <= world_size <= MAX_WORLD_SIZE:
         raise ValueError(f"expects a world size of 1 to {MAX_WORLD_SIZE} but got {world_size}")
-    return run_call(pickled_call(function, args, kwargs), (world_size,), timeout)
+    return _run(pickled_call(function, args, kwargs), packages, world_size, timeout)
 
 
-def run_call(call: bytes, key: tuple[Any, ...], timeout: float) -> list[Any]:
-    """Run a call on the group of a key, a world size and what else sets its processes apart."""
-    for other, idle in _groups.items():
-        if other != key:
+def run_apart(
+    function: Callable[..., Any], *args: Any, packages: Packages = INSTALLED, timeout: float = 120
+) -> Any:
+    """Call the function in a process without a world, which stays warm too, and return its result.
+
+    It may fork others: it has one thread beside the main one, which waits for the next call.
+    """
+    return _run(pickled_call(function, args, {}), packages, 0, timeout)[0]
+
+
+def _run(call: bytes, packages: Packages, world_size: int, timeout: float) -> list[Any]:
+    """Run a call on the group of some packages and a world size, 0 for a process apart."""
+    key = (packages, world_size)
+    for other, idle in list(_groups.items()):
+        if other == key:
+            continue
+        if other[0].release in (None, packages.release):
             idle.pause()
+        else:  # Memory is dear, and a group soon forked again.
+            _groups.pop(other).kill()
     group = _groups.get(key)
     if group is None:
-        group = _groups[key] = RankGroup(key[0])
+        group = _groups[key] = RankGroup(world_size, packages)
     group.resume()
     try:
         results = group.run(call, timeout)
@@ -111,23 +124,8 @@ def start_server() -> None:
 
     It takes seconds.
     """
-    with _silent():
-        forkserver.ensure_running()
-
-
-@contextlib.contextmanager
-def _silent() -> Iterator[None]:
-    """Start processes without a terminal: Megatron-Core warns of missing packages on import."""
-    kept = [os.dup(1), os.dup(2)]
-    with open(os.devnull, "w") as nowhere:
-        os.dup2(nowhere.fileno(), 1)
-        os.dup2(nowhere.fileno(), 2)
-    try:
-        yield
-    finally:
-        for number, descriptor in enumerate(kept, 1):
-            os.dup2(descriptor, number)
-            os.close(descriptor)
+    with forks_from(INSTALLED):
+        pass
 
 
 def shut_down() -> None:
@@ -150,16 +148,19 @@ counts = Counts()
 
 
 class RankGroup:
-    """The warm ranks of one world size. After `run` has raised, only `kill` may be called."""
+    """The warm ranks of one world size, or with 0 a process that has no world.
 
-    def __init__(self, world_size: int) -> None:
+    After `run` has raised, only `kill` may be called.
+    """
+
+    def __init__(self, world_size: int, packages: Packages) -> None:
         import torch.distributed as dist
 
         self._directory = tempfile.TemporaryDirectory(
             prefix="rank_pool_", ignore_cleanup_errors=True
         )
         self._stack_files = [
-            Path(self._directory.name, f"rank_{rank}") for rank in range(world_size)
+            Path(self._directory.name, f"rank_{rank}") for rank in range(world_size or 1)
         ]
         self._output_files = [path.with_suffix(".output") for path in self._stack_files]
         # Hosted here and not by rank 0: the system picks a free port, so two test runs never
@@ -167,12 +168,15 @@ class RankGroup:
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._connections: list[Connection] = []
         self._processes: list[multiprocessing.process.BaseProcess] = []
+        self._packages = packages
+        self._has_world = world_size > 0
         self._fresh_world = False
         self.is_spent = False
         self._paused = False
         try:
-            for rank in range(world_size):
-                self._start_rank(rank, world_size)
+            with forks_from(packages):
+                for rank in range(world_size or 1):
+                    self._start_rank(rank, world_size)
             self._collect(START_TIMEOUT)
         except BaseException:
             self.kill()
@@ -186,8 +190,8 @@ class RankGroup:
             stack_file=str(self._stack_files[rank]),
             output_file=str(self._output_files[rank]),
         )
-        here, there = _context.Pipe()
-        process = _context.Process(
+        here, there = multiprocessing.Pipe()
+        process = FORKSERVER.Process(
             target=rank_process.serve, args=(place, there), name=f"rank {rank} of {world_size}"
         )
         process.start()
@@ -222,7 +226,8 @@ class RankGroup:
 
         Raises RankFailure.
         """
-        job = Job(call=call, sys_path=tuple(sys.path), fresh_world=self._fresh_world)
+        sys_path = self._packages.sys_path
+        job = Job(call=call, sys_path=sys_path, fresh_world=self._fresh_world)
         for connection in self._connections:
             # A rank that died since the last job refuses; `_collect` finds and reports it.
             with contextlib.suppress(BrokenPipeError):
@@ -230,7 +235,8 @@ class RankGroup:
         counts.calls += len(self._connections)
         reports = self._collect(timeout)
         counts.steps += sum(report.num_steps for report in reports)
-        self._fresh_world = _is_worn({report.num_groups for report in reports})
+        group_counts = {report.num_groups for report in reports}
+        self._fresh_world = self._has_world and _is_worn(group_counts)
         self.is_spent = max(report.num_threads for report in reports) > MAX_THREADS
         return [pickle.loads(report.result or b"") for report in reports]
 
@@ -355,11 +361,7 @@ def _name(ranks: Iterable[int]) -> str:
     return ("rank " if len(numbers) == 1 else "ranks ") + ", ".join(map(str, numbers))
 
 
-# Forked from a server that has imported everything and runs one thread: a rank is there in
-# milliseconds, without the hazards of forking the test process itself.
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(PRELOAD)
-_groups: dict[tuple[Any, ...], RankGroup] = {}
-atexit.register(
-    shut_down
-)  # after multiprocessing's own registration, so it runs before that one joins the ranks
+_groups: dict[tuple[Packages, int], RankGroup] = {}
+# After multiprocessing's own registration, so it runs before that one joins the ranks.
+atexit.register(stop_servers)
+atexit.register(shut_down)

@@ -42,7 +42,10 @@ SEED = 1234
 
 @dataclass(frozen=True, kw_only=True)
 class RankPlace:
-    """Number of a rank, size of its world, port of the test process' store, and its files."""
+    """Number of a rank, size of its world, port of the test process' store, and its files.
+
+    A size of 0 says that there is no world.
+    """
 
     rank: int
     world_size: int
@@ -59,7 +62,7 @@ class Job:
     """
 
     call: bytes
-    sys_path: tuple[str, ...]
+    sys_path: list[str]
     fresh_world: bool
 
 
@@ -98,7 +101,9 @@ def serve(place: RankPlace, connection: Connection) -> None:
     with open(place.stack_file, "w") as stack_file:
         faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=True)
         _prepare_torch()
-        _join_world(place, number=0)
+        if place.world_size > 0:
+            _share_one_device()
+            _join_world(place, number=0)
         connection.send(RankReport())
         for number in range(1, sys.maxsize):
             connection.send(_run_job(jobs.get(), place, number))
@@ -133,14 +138,15 @@ def _allow_many_sockets() -> None:
 
 def _set_environment(place: RankPlace) -> None:
     """Set torchrun's variables, and loopback for gloo: some machines fail to resolve their name."""
-    os.environ.update(
-        RANK=str(place.rank),
-        LOCAL_RANK=str(place.rank),
-        WORLD_SIZE=str(place.world_size),
-        LOCAL_WORLD_SIZE=str(place.world_size),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(place.store_port),
-    )
+    if place.world_size > 0:
+        os.environ.update(
+            RANK=str(place.rank),
+            LOCAL_RANK=str(place.rank),
+            WORLD_SIZE=str(place.world_size),
+            LOCAL_WORLD_SIZE=str(place.world_size),
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(place.store_port),
+        )
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
@@ -158,7 +164,6 @@ def _prepare_torch() -> None:
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
     torch.set_num_threads(1)
-    _share_one_device()
     register_optimizer_step_post_hook(_count_step)
     gc.collect()
     # What was imported so far stays for good: `gc.collect` between jobs need not walk it

@@ -18,7 +18,6 @@ import pytest
 LONG_FILES = {
     "tests/examples/test_readme.py",
     "tests/fsdp/test_inductor.py",
-    "tests/mcore_adapter/test_real_loop.py",
     "tests/pretrain/test_checkpoint_layouts.py",
     "tests/pretrain/test_copies_during_a_step.py",
     "tests/pretrain/test_low_precision.py",

@@ -10,27 +10,28 @@ import atexit
 import contextlib
 import importlib
 import json
+import multiprocessing
 import os
 import secrets
 import select
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron.pretrain.report.logging_setup import set_up_logging
+from tests.support.fork_servers import FORKSERVER, INSTALLED, forks_from
 
 ROOT = Path(__file__).parents[2]
 PRELOAD = [
     "torch.distributed.run",
     "torch.distributed.checkpoint",
-    "torch.distributed.tensor",
     "matplotlib.figure",
     "matplotlib.backends.backend_agg",
     "megatron.pretrain.loop",
@@ -42,23 +43,19 @@ PRELOAD = [
 @contextmanager
 def warm_programs(socket_path: Path) -> Iterator[None]:
     """Run the process, listening at `socket_path`, as long as the context lasts."""
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(ROOT),
-        "CUDA_VISIBLE_DEVICES": "",
-        "GLOO_SOCKET_IFNAME": "lo",
-    }
-    command = [sys.executable, "-m", __spec__.name, str(socket_path)]
-    with subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as process:
-        assert process.stdout is not None and process.stdout.readline() == b"ready\n"
-        yield
-        process.communicate()  # closes its stdin, which ends it
+    here, there = multiprocessing.Pipe()
+    with forks_from(INSTALLED):
+        process = FORKSERVER.Process(target=serve, args=(str(socket_path), there))
+        process.start()
+    there.close()
+    assert here.recv() == "ready"
+    yield
+    here.close()  # which ends it
+    process.join()
 
 
-def serve(path: str) -> None:
-    """Fork a launcher for each request until stdin ends."""
+def serve(path: str, requester: Connection) -> None:
+    """Fork a launcher for each request until the requester closes its end."""
     set_up_logging()
     for name in PRELOAD:
         importlib.import_module(name)
@@ -66,11 +63,12 @@ def serve(path: str) -> None:
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(path)
         listener.listen()
-        print("ready", flush=True)
-        while sys.stdin not in select.select([listener, sys.stdin], [], [])[0]:
+        requester.send("ready")
+        while requester not in select.select([listener, requester], [], [])[0]:
             connection, _ = listener.accept()
             if os.fork() == 0:
                 listener.close()
+                requester.close()
                 launch(connection)
             connection.close()
     os._exit(0)
@@ -83,6 +81,8 @@ def launch(connection: socket.socket) -> NoReturn:
     _, descriptors, _, _ = socket.recv_fds(connection, 1, 3)
     for number, descriptor in enumerate(descriptors):
         os.dup2(descriptor, number)
+    # multiprocessing has closed the one of this process
+    sys.stdin = os.fdopen(0, closefd=False)
     stream = connection.makefile("rw")
     request = json.loads(stream.readline())
     os.chdir(request["directory"])
@@ -192,7 +192,3 @@ def become_rank(script: str, words: list[str], environment: dict[str, str]) -> N
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
-
-
-if __name__ == "__main__":
-    serve(sys.argv[1])

@@ -1,13 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks of Megatron-LM's own training loop, forked from one process that has imported the rest.
+"""Ranks of Megatron-LM's own training loop, for `tests.support.rank_pool.run_apart`.
 
-    python -m tests.support.mcore_adapter.loop_ranks PROGRAM RUNS.json RESULTS.json [WORDS...]
-
-with the release first on PYTHONPATH. Every run is a fresh set of processes in which
-`python -m megatron.mcore_adapter PROGRAM FLAGS...` runs; importing torch and Megatron-Core, which
-takes longer than a run, is done once. `with-engine` imports Transformer Engine first. `on-model`
-runs the drop-in on the model of a CUDA device, and what that reports is the run's error. The name
-of a deliberate defect (`cuda_model/defects_of_streams.py`) makes it.
+Every run is a fresh set of processes in which `python -m megatron.mcore_adapter PROGRAM FLAGS...`
+runs, forked from one that has imported the rest: that takes longer than a run. It may run the
+drop-in on the model of a CUDA device, and what that reports is the run's error.
 """
 
 import argparse
@@ -20,7 +16,8 @@ import sys
 import time
 import traceback
 import typing
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from importlib import import_module
 from pathlib import Path
@@ -29,49 +26,51 @@ from unittest.mock import patch
 
 import typing_extensions
 
-from tools import transformer_engine_on_cpu
+import megatron.mcore_adapter.__main__ as program
+from megatron.mcore_adapter import FullyShardedDataParallel
+from tests.support.cuda_model.core_graphs import core_graphs
+from tests.support.cuda_model.defects_of_streams import DEFECTS
+from tests.support.cuda_model.machine import cuda_model
+from tests.support.transformer_engine.collectives import join_no_collectives
+from tests.support.warm_programs import free_port
 
-WORDS = sys.argv[4:]
-WITH_ENGINE, ON_MODEL = "with-engine" in WORDS, "on-model" in WORDS
-if WITH_ENGINE:  # before Megatron-Core, which looks for it
-    transformer_engine_on_cpu.use()
-
-import megatron.mcore_adapter.__main__ as program  # noqa: E402
-from megatron.mcore_adapter import FullyShardedDataParallel  # noqa: E402
-from tests.support.cuda_model.core_graphs import core_graphs  # noqa: E402
-from tests.support.cuda_model.defects_of_streams import DEFECTS  # noqa: E402
-from tests.support.cuda_model.machine import cuda_model  # noqa: E402
-from tests.support.transformer_engine.collectives import join_no_collectives  # noqa: E402
-from tests.support.warm_programs import free_port  # noqa: E402
-
+PROGRAM = Path(__file__).with_name("loop_pretrain_gpt.py")
 build, run_path = FullyShardedDataParallel.__init__, runpy.run_path
-LIMIT = 120
+LIMIT = 240
 """Seconds that a run may take."""
 
 
-def run(script: str, name: str, ranks: int, flags: list[str], folder: Path) -> dict[str, Any]:
+def run(ranks: int, flags: Sequence[str], folder: Path, on_model: str | None) -> dict[str, Any]:
     """Run the loop and return what the last rank has logged, by iteration.
+
+    Args:
+        ranks: number of ranks.
+        flags: of the program.
+        folder: an empty one for logs.
+        on_model: None without the model of a CUDA device; otherwise the name of a deliberate defect
+            of `cuda_model/defects_of_streams.py`, or "".
 
     Returns:
         ``steps``, a list of (iteration, loss, gradient norm), ``evaluations``, a list of losses,
         ``replays``, the number of those of CUDA graphs, if the run was on the model, and ``error``,
         the end of the output of a rank that failed, or None.
     """
+    warm_up()
     port = str(free_port())
     children = {}
     for rank in range(ranks):
         child = os.fork()
         if child == 0:
-            run_rank(script, rank, ranks, port, flags, folder / f"{name}.{rank}")
+            run_rank(rank, ranks, port, flags, folder / str(rank), on_model)
         children[child] = rank
     failed = wait_for(children)
-    log = folder / f"{name}.{ranks - 1}.json"
+    log = folder / f"{ranks - 1}.json"
     found: dict[str, Any] = {"steps": [], "evaluations": [], "replays": [], "error": None}
     for line in log.read_text().splitlines() if log.exists() else []:
         kind, value = json.loads(line)
         found[kind].append(value)
     if failed is not None:
-        found["error"] = (folder / f"{name}.{failed}.log").read_text()[-3000:]
+        found["error"] = (folder / f"{failed}.log").read_text()[-3000:]
     return found
 
 
@@ -98,9 +97,13 @@ def wait_for(children: dict[int, int]) -> int | None:
     return failed
 
 
-def run_rank(script: str, rank: int, ranks: int, port: str, flags: list[str], output: Path) -> None:
+def run_rank(
+    rank: int, ranks: int, port: str, flags: Sequence[str], output: Path, on_model: str | None
+) -> None:
     """Become one rank of a run; never returns."""
     status = 1
+    warnings.resetwarnings()
+    warnings.simplefilter("ignore")
     log = os.open(f"{output}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -111,12 +114,16 @@ def run_rank(script: str, rank: int, ranks: int, port: str, flags: list[str], ou
         "LOCAL_WORLD_SIZE": str(ranks),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": port,
+        # The loop demands it with tensor parallelism and DDP, and refuses it with FSDP.
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
     }
     is_ours, values = "--use-megatron-fsdp" in flags, Path(f"{output}.json")
-    execute = functools.partial(run_on_model, values) if is_ours and ON_MODEL else run_path
+    execute = run_path
+    if is_ours and on_model is not None:
+        execute = functools.partial(run_on_model, values, on_model)
     runpy.run_path = lambda *args, **kwargs: (record_run(values), execute(*args, **kwargs))
-    sys.argv[:] = ["-m", script, *flags]
-    apart = join_no_collectives() if WITH_ENGINE else nullcontext()
+    sys.argv[:] = ["-m", str(PROGRAM), *flags]
+    apart = join_no_collectives() if "transformer_engine" in sys.modules else nullcontext()
     wrappers = patch.object(FullyShardedDataParallel, "__init__", autospec=True, side_effect=build)
     try:
         with apart, wrappers as built:
@@ -133,10 +140,10 @@ def run_rank(script: str, rank: int, ranks: int, port: str, flags: list[str], ou
         os._exit(status)
 
 
-def run_on_model(path: Path, *args: Any, **kwargs: Any) -> None:
+def run_on_model(path: Path, defect: str, *args: Any, **kwargs: Any) -> None:
     """Run a program on the model of a CUDA device, which must have nothing to report."""
     with ExitStack() as defects, cuda_model() as model, core_graphs(model):
-        for each in [each for each in DEFECTS if each.name in WORDS]:
+        for each in [each for each in DEFECTS if each.name == defect]:
             defects.enter_context(each.made())
         run_path(*args, **kwargs)
     write(path, "replays", model.detector.graphs.num_replays)
@@ -181,7 +188,8 @@ def write(path: Path, kind: str, value: Any) -> None:
         file.write(json.dumps([kind, value]) + "\n")
 
 
-def warm_up(script: str) -> None:
+@functools.cache
+def warm_up() -> None:
     """Import what every rank imports; the drop-in replaces names that were imported before."""
     if not hasattr(typing, "override"):
         vars(typing)["override"] = typing_extensions.override
@@ -201,18 +209,3 @@ def read_settings_once() -> None:
     factory._get_field_docstrings = staticmethod(functools.cache(read))
     add_arguments = import_module("megatron.training.arguments").add_megatron_arguments
     add_arguments(argparse.ArgumentParser())
-
-
-def main() -> None:
-    script, runs, results = sys.argv[1:4]
-    warm_up(script)
-    folder = Path(results).parent
-    found = {
-        each["name"]: run(script, each["name"], each["ranks"], each["flags"], folder)
-        for each in json.loads(Path(runs).read_text())
-    }
-    Path(results).write_text(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main()

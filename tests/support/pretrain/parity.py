@@ -1,28 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Megatron-Core's data parallelism and ours under the same flags, in a table of combinations.
+"""Megatron-Core's data parallelism and ours under the same flags.
 
-    python -m tests.support.pretrain.parity                  every row
-        "tp2 pp2" cp                                         rows whose names have one of the words
-        --exactly "2 ranks, pp2, level 3, llama"             rows by their names
-        --write FILE                                         and the table as Markdown
-
-Both train ten steps on the same data. Losses and gradient norms agree within 1e-5 in fp32; in bf16
-losses within 1e-2 and the first gradient norm within 1e-3.
+Both train on the same data. Losses and gradient norms agree within 1e-5 in fp32; in bf16 losses
+within 1e-2 and the first gradient norm within 1e-3. `python -m benchmarks.parity.table` measures a
+table of combinations.
 """
 
 from __future__ import annotations
 
-import sys
-import time
+import functools
 from dataclasses import dataclass
 
-from tests.support.pretrain.training_runs import (
-    DATA,
-    NO_DROPOUT,
-    Record,
-    train,
-    write_counting_corpus,
-)
+from tests.support.fork_servers import INSTALLED, Packages
+from tests.support.pretrain.training_runs import DATA, NO_DROPOUT, Record, train
 from tests.support.rank_pool import run_ranks
 
 STEPS = 10
@@ -45,6 +35,7 @@ LLAMA = (
 )
 
 UNTIED = "--untie-embeddings-and-output-weights"
+TIED = LLAMA.replace(UNTIED, "")
 
 MOE = (
     f"{LLAMA} --num-experts 4 --moe-ffn-hidden-size 32 --moe-router-topk 2 --moe-aux-loss-coeff"
@@ -165,106 +156,7 @@ OF_EXPERTS = "--expert-data-parallel-sharding-strategy"
 OPTIM_OF_EXPERTS = "--expert-outer-dp-sharding-strategy optim"
 GPT2, MOE_SHARED, MOE_BIAS = "", f"{ALLTOALL} {SHARED}", f"{ALLTOALL} {BIAS}"
 BF16 = "--bf16"
-
-TABLE = [
-    # tensor and sequence parallelism
-    Combination(2, "tp2", 3),
-    Combination(4, "tp2", 0),
-    Combination(4, "tp2", 1),
-    Combination(4, "tp2", 2, GPT2),
-    Combination(4, "tp2", 3),
-    Combination(4, "tp2 sp", 3),
-    Combination(4, "tp2 sp", 0, GPT2),
-    Combination(4, "tp2 sp", 3, GPT2, "--qk-layernorm"),
-    Combination(8, "tp4 sp", 3, GPT2),
-    # pipelines
-    Combination(2, "pp2", 3),
-    Combination(2, "pp2", 3, GPT2),
-    Combination(4, "pp2", 0, GPT2),
-    Combination(4, "pp2", 1),
-    Combination(4, "pp2", 2, GPT2),
-    Combination(4, "pp2", 3, GPT2),
-    Combination(4, "pp2", 3, LLAMA, "--overlap-grad-reduce"),
-    Combination(4, "pp2 pp-first", 3, GPT2),
-    Combination(4, "pp4", 3, GPT2, layers=4),
-    Combination(2, "pp2 vpp2", 3, LLAMA, layers=4),
-    Combination(4, "pp2 vpp2", 3, GPT2, layers=4),
-    Combination(4, "pp2 vpp2", 1, LLAMA, "--overlap-grad-reduce", layers=4),
-    Combination(
-        4, "pp2 vpp2", 3, LLAMA, "--overlap-grad-reduce", fsdp="--overlap-param-gather", layers=4
-    ),
-    # context parallelism
-    Combination(2, "cp2", 3),
-    Combination(4, "cp2", 1, GPT2),
-    Combination(4, "cp2", 3),
-    Combination(4, "cp4", 3),
-    # experts
-    Combination(2, "ep2", 3, MOE),
-    Combination(2, "ep2", 3, ALLTOALL),
-    Combination(4, "ep2", 0, MOE),
-    Combination(4, "ep2", 1, ALLTOALL),
-    Combination(4, "ep2", 2, MOE_SHARED),
-    Combination(4, "ep2", 3, MOE_SHARED),
-    Combination(4, "ep2", 3, MOE_BIAS),
-    Combination(4, "ep4", 3, ALLTOALL),
-    Combination(4, "dp", 3, MOE_SHARED),
-    Combination(4, "tp2 sp ep2 etp1", 3, ALLTOALL),
-    Combination(4, "tp2 sp ep2 etp2", 3, MOE),
-    Combination(8, "tp2 sp ep2 etp1", 0, ALLTOALL),
-    Combination(8, "tp2 sp ep2 etp2", 3, ALLTOALL),
-    # hybrid sharding
-    Combination(4, "inst2", 1),
-    Combination(4, "inst2", 2),
-    Combination(4, "inst2", 3),
-    Combination(4, "inst2", 3, fsdp=OPTIM_OUTSIDE),
-    Combination(4, "inst2 ep2", 3, ALLTOALL, fsdp=OPTIM_OUTSIDE),
-    Combination(8, "tp2 inst2", 3, fsdp=OPTIM_OUTSIDE),
-    # experts with another strategy
-    Combination(4, "ep2", 3, ALLTOALL, fsdp=f"{OF_EXPERTS} optim"),
-    Combination(4, "ep2", 0, MOE, fsdp=f"{OF_EXPERTS} optim_grads_params"),
-    Combination(4, "ep2", 3, MOE, fsdp=f"{OF_EXPERTS} no_shard"),
-    Combination(4, "inst2 ep2", 3, ALLTOALL, fsdp=f"{OPTIM_OUTSIDE} {OF_EXPERTS} optim"),
-    Combination(4, "inst2 ep2", 1, MOE, fsdp=f"{OF_EXPERTS} optim_grads_params {OPTIM_OF_EXPERTS}"),
-    Combination(
-        4,
-        "pp2 ep2",
-        3,
-        ALLTOALL,
-        "--moe-layer-freq ([0]*1+[1]*1)",
-        f"{OF_EXPERTS} no_shard",
-    ),
-    # products
-    Combination(8, "tp2 pp2", 3, GPT2),
-    Combination(8, "tp2 sp pp2", 1),
-    Combination(8, "tp2 cp2", 3),
-    Combination(8, "pp2 cp2", 3),
-    Combination(8, "tp2 sp pp2 pp-first", 2, GPT2),
-    Combination(8, "pp2 ep2", 3, ALLTOALL),
-    Combination(8, "tp2 pp2 vpp2", 3, layers=4),
-    # other models
-    Combination(2, "dp", 3, MLA),
-    Combination(4, "tp2", 3, f"{MLA} --qk-layernorm"),
-    Combination(4, "tp2 sp", 3, MLA),
-    Combination(2, "dp", 3, f"{LLAMA} {MTP}"),
-    Combination(4, "pp2", 3, f"{LLAMA} {MTP}"),
-    Combination(8, "tp2 sp pp2 ep2 etp1", 3, DEEPSEEK, layers=4),
-    Combination(8, "tp2 sp pp2 ep2 etp1", 3, f"{DEEPSEEK} {MTP}", layers=4),
-    # precision and what the loss is divided by
-    Combination(4, "tp2", 3, LLAMA, BF16),
-    Combination(4, "pp2", 3, GPT2, BF16),
-    Combination(4, "ep2", 3, ALLTOALL, BF16),
-    Combination(4, "tp2 sp", 1, LLAMA, BF16),
-    Combination(4, "inst2", 3, LLAMA, BF16, OPTIM_OUTSIDE),
-    Combination(4, "pp2", 3, LLAMA, "--calculate-per-token-loss"),
-    Combination(4, "ep2", 3, ALLTOALL, "--calculate-per-token-loss"),
-    Combination(
-        4,
-        "tp2 sp",
-        3,
-        LLAMA,
-        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
-    ),
-]
+SHORT = "--train-iters 3"
 
 
 @dataclass(frozen=True)
@@ -297,10 +189,11 @@ class Difference:
         )
 
 
-def measure(combination: Combination, steps: int = STEPS) -> Difference:
-    """Run both."""
-    lines = (f"{line} --train-iters {steps}" for line in (combination.reference, combination.ours))
-    theirs, ours = run_ranks(combination.ranks, train, *lines, timeout=900)[0]
+def measure(
+    combination: Combination, steps: int = STEPS, packages: Packages = INSTALLED
+) -> Difference:
+    """Run both, and the reference once for all combinations that have it."""
+    theirs, ours = runs_of(combination, f"--train-iters {steps}", packages)
     assert len(theirs.losses) == len(ours.losses) == steps
     norms = 1 if BF16 in combination.flags else steps
     return Difference(
@@ -311,54 +204,22 @@ def measure(combination: Combination, steps: int = STEPS) -> Difference:
     )
 
 
+def runs_of(
+    combination: Combination, flags: str = "", packages: Packages = INSTALLED
+) -> tuple[Record, Record]:
+    """Return the first rank's records of both, further flags added."""
+    theirs = _reference(combination.ranks, f"{combination.reference} {flags}", packages)
+    line = f"{combination.ours} {flags}"
+    [ours] = run_ranks(combination.ranks, train, line, timeout=900, packages=packages)[0]
+    return theirs, ours
+
+
+@functools.cache
+def _reference(ranks: int, line: str, packages: Packages) -> Record:
+    [record] = run_ranks(ranks, train, line, timeout=900, packages=packages)[0]
+    return record
+
+
 def _largest(ours: Record, theirs: Record, name: str, steps: int) -> float:
     pairs = zip(ours.column(name)[:steps], theirs.column(name)[:steps])
     return max(abs(own - other) / abs(other) for own, other in pairs)
-
-
-def main(words: list[str]) -> int:
-    """Print every row with its differences; 1 if any of them is too large."""
-    target = words.pop() if "--write" in words else None
-    names = {word for word in words if not word.startswith("--")}
-    if "--exactly" in words:
-        rows = [row for row in TABLE if row.name in names]
-        assert len(rows) == len(names), names - {row.name for row in rows}
-    else:
-        rows = [row for row in TABLE if not names or any(word in row.name for word in names)]
-    write_counting_corpus()
-    lines, failures = (
-        ["| combination | loss | gradient norm | weight norm |", "|---|---|---|---|"],
-        0,
-    )
-    for row in rows:
-        began = time.perf_counter()
-        try:
-            difference = measure(row)
-        except Exception as error:
-            failures += 1
-            print(f"FAILED {row.name}\n{error}", flush=True)
-            continue
-        problems = difference.problems(row)
-        failures += bool(problems)
-        seconds = time.perf_counter() - began
-        print(
-            f"{'BAD ' if problems else 'ok  '} {row.name}: {difference} {'; '.join(problems)}"
-            f" ({seconds:.0f} s)",
-            flush=True,
-        )
-        lines.append(
-            f"| {row.name} | {difference.loss:.1e} | {difference.norm:.1e} |"
-            f" {difference.params_norm:.1e} |"
-        )
-    print(f"{len(rows) - failures} of {len(rows)} combinations agree")
-    if target:
-        with open(target, "w") as file:
-            file.write("\n".join(lines) + "\n")
-    return 1 if failures else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
-
-SHORT = "--train-iters 3"
-TIED = LLAMA.replace(UNTIED, "")

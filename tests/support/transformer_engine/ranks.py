@@ -11,36 +11,32 @@ not read others. Like other ranks they are kept for the whole pytest run, as a s
 
 from __future__ import annotations
 
-import pickle
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from tests.support import rank_pool
+from tests.support.fork_servers import Packages
+from tests.support.rank_pool import run_ranks
 from tools.transformer_engine_on_cpu import BLACKWELL, obstacle, use
 
 RunOnRanks = Callable[..., list[Any]]
-TIMEOUT = 120.0
 
 
 def ranks(
-    world_size: int, capability: tuple[int, int] = BLACKWELL, timeout: float = TIMEOUT
+    world_size: int, capability: tuple[int, int] = BLACKWELL, release: str | None = None
 ) -> RunOnRanks:
     """Return a function that calls another one on each rank of a gloo world.
 
-    It returns the results in rank order. The first call for a world size and capability starts the
-    ranks, and so does the first one after a failure, which ends them. Where Transformer Engine
-    cannot run, the test is skipped with the reason.
+    It returns the results in rank order. The first call for a world size, a capability and a
+    release of Megatron-Core starts the ranks, and so does the first one after a failure, which ends
+    them. Where Transformer Engine cannot run, the test is skipped with the reason.
     """
     require()
+    packages = Packages(release, capability)
 
     def run(function: Callable[..., Any], *args: Any, **settings: Any) -> list[Any]:
-        # Twice: the modules of a function and of its arguments are imported after the package.
-        inner = rank_pool.pickled_call(function, args, settings)
-        call = rank_pool.pickled_call(_call, (capability, inner), {})
-        return rank_pool.run_call(call, (world_size, capability), timeout)
+        return run_ranks(world_size, _call, function, args, settings, packages=packages)
 
     return run
 
@@ -52,18 +48,7 @@ def require() -> None:
         pytest.skip(reason)
 
 
-def _call(capability: tuple[int, int], call: bytes) -> Any:
-    if "transformer_engine" not in sys.modules:
-        _forget_megatron()
-    te = use(capability)
+def _call(function: Callable[..., Any], args: tuple[Any, ...], settings: dict[str, Any]) -> Any:
     # What an earlier test has left: amax histories, recipes, whether it was within an autocast
-    te.quantization.FP8GlobalStateManager.reset()
-    function, args, settings = pickle.loads(call)
+    use().quantization.FP8GlobalStateManager.reset()
     return function(*args, **settings)
-
-
-def _forget_megatron() -> None:
-    """Let Megatron-Core be imported again: the server of ranks has done so without the package."""
-    for name in list(sys.modules):
-        if name.split(".")[0] == "megatron":
-            del sys.modules[name]

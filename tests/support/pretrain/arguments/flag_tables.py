@@ -195,7 +195,7 @@ DATA_PARALLELISM = (
         "test_low_precision.py::test_strategies_train_as_the_ddp_of_megatron_core",
     ),
     changes("--fp4-format e2m1", gpu=True, model__fp4="e2m1"),
-    shown("--fp4-param-gather", "test_low_precision.py::test_weights_in_fp4_train_alike"),
+    shown("--fp4-param-gather", "test_releases.py::test_weights_in_fp4_train_like_ddp"),
     *(
         shown(
             flag,

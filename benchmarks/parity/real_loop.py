@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Megatron-LM's own training loop with this project, against the same loop with its DDP.
 
-    python -m tests.support.mcore_adapter.real_loop --release 0.19.2 [--rows zero2 ep] [--write]
+    python -m benchmarks.parity.real_loop --release 0.19.2 [--rows zero2 ep] [--write]
 
 Every row of `ROWS` runs `loop_pretrain_gpt.py` on CPU ranks, twice: with the flags of the
 layout, and with those and `--use-megatron-fsdp`. Losses, also of evaluations, and gradient norms of
@@ -10,25 +10,26 @@ all steps have to agree to 1e-5. `--write` puts the differences into the table o
 """
 
 import argparse
-import json
+import functools
 import math
 import os
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from tests.support.megatron_release import RELEASES, environment
+from tests.support.fork_servers import Packages
+from tests.support.megatron_release import RELEASES
+from tests.support.rank_pool import run_apart
+from tools.transformer_engine_on_cpu import BLACKWELL
 
-ROOT = Path(__file__).parents[3]
-PROGRAM = Path(__file__).with_name("loop_pretrain_gpt.py")
+ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "real_loop.md"
 TOLERANCE = 1e-5
+TIMEOUT = 300.0
 
 MODEL = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32"
@@ -161,86 +162,63 @@ ROWS = {
 }
 
 
-def runs_of(name: str, row: Row, folder: Path) -> list[dict[str, Any]]:
-    """Return the runs of a row: the reference, and those with the drop-in, the last to compare."""
-    flags = [*MODEL.split(), *row.layout.split()]
-    ours = [*flags, "--use-megatron-fsdp", *row.fsdp.split()]
-    digest = sha256(row.layout.encode()).hexdigest()
-    runs = [{"name": f"ddp.{row.ranks}.{digest[:16]}", "flags": flags}]
-    if row.graphs:
-        runs = [{"name": f"{name}.plain", "flags": ours}]
-        ours = [*ours, *row.graphs.split()]
-    if row.resumed_at is None:
-        runs.append({"name": name, "flags": ours})
-    else:
-        ours += ["--save", str(folder / name), "--save-interval", str(row.resumed_at)]
-        runs += [
-            {"name": f"{name}.before", "flags": [*ours, "--exit-interval", str(row.resumed_at)]},
-            {"name": name, "flags": [*ours, "--load", str(folder / name)]},
-        ]
-    return [{**run, "ranks": row.ranks} for run in runs]
-
-
-def compare(
-    names: Sequence[str], release: str, *words: str
-) -> dict[str, tuple[float, float] | str]:
-    """Run rows on a release.
+def compare(name: str, release: str, on_model: str | None = None) -> tuple[float, float] | str:
+    """Run a row of `ROWS` on a release.
 
     Args:
-        names: of the rows.
+        name: of the row.
         release: of Megatron-Core.
-        words: further ones of `loop_ranks`.
+        on_model: see `loop_ranks.run`.
 
     Returns:
-        By row, the largest relative differences of losses and of gradient norms, or what failed.
+        The largest relative differences of losses and of gradient norms, or what failed.
     """
-    results: dict[str, tuple[float, float] | str] = {}
-    for with_engine in (False, True):  # whose import changes a process
-        found = [name for name in names if ROWS[name].with_engine == with_engine]
-        if found:
-            engine = ["with-engine"] if with_engine else []
-            results |= compare_in_a_process(found, release, [*engine, *words])
-    return results
+    row = ROWS[name]
+    loop = Loop(release, row.with_engine, row.ranks)
+    ours = (*MODEL.split(), *row.layout.split(), "--use-megatron-fsdp", *row.fsdp.split())
+    if row.graphs:
+        results = [loop.run(ours, on_model)]
+        ours = (*ours, *row.graphs.split())
+    else:
+        results = [reference(loop, row.layout)]
+    if row.resumed_at is None:
+        results.append(loop.run(ours, on_model))
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            step = str(row.resumed_at)
+            ours = (*ours, "--save", folder, "--save-interval", step)
+            results.append(loop.run((*ours, "--exit-interval", step), on_model))
+            results.append(loop.run((*ours, "--load", folder), on_model))
+    return differences(results, row)
 
 
-def compare_in_a_process(
-    names: Iterable[str], release: str, words: Iterable[str]
-) -> dict[str, tuple[float, float] | str]:
-    """Run rows on a release, all with Transformer Engine or all without."""
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary)
-        runs: dict[str, dict[str, Any]] = {}
-        last: dict[str, list[str]] = {}
-        for name in names:
-            own = runs_of(name, ROWS[name], folder)
-            runs |= {run["name"]: run for run in own if run["name"] not in runs}
-            last[name] = [run["name"] for run in own]
-        (folder / "runs.json").write_text(json.dumps([*runs.values()]))
-        command = [sys.executable, "-m", "tests.support.mcore_adapter.loop_ranks"]
-        paths = [PROGRAM, folder / "runs.json", folder / "results.json"]
-        subprocess.run(
-            [*command, *map(str, paths), *words],
-            check=True,
-            cwd=ROOT,
-            env=loop_environment(release),
-        )
-        results = json.loads((folder / "results.json").read_text())
-    return {
-        name: differences([results[run] for run in own], ROWS[name]) for name, own in last.items()
-    }
+@dataclass(frozen=True)
+class Loop:
+    """Megatron-LM's loop of a release, with layers of Transformer Engine or without."""
+
+    release: str
+    with_engine: bool
+    ranks: int
+
+    def run(self, flags: Sequence[str], on_model: str | None = None) -> dict[str, Any]:
+        """Return what `loop_ranks.run` does."""
+        packages = Packages(self.release, BLACKWELL if self.with_engine else None)
+        with tempfile.TemporaryDirectory() as folder:
+            arguments = (self.ranks, flags, Path(folder), on_model)
+            return run_apart(_run, *arguments, packages=packages, timeout=TIMEOUT)
 
 
-def loop_environment(release: str) -> dict[str, str]:
-    """Return the environment of a run, as scripts for GPUs of the loop set it."""
-    return {
-        **os.environ,
-        **environment(release),
-        "OMP_NUM_THREADS": "1",
-        "PYTHONWARNINGS": "ignore",
-        "TORCHDYNAMO_DISABLE": "1",
-        # The loop demands it with tensor parallelism and DDP, and refuses it with FSDP.
-        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-    }
+@functools.cache
+def reference(loop: Loop, layout: str) -> dict[str, Any]:
+    """Return the run with DDP, once for all rows that have it."""
+    return loop.run((*MODEL.split(), *layout.split()))
+
+
+def _run(*arguments: Any) -> dict[str, Any]:
+    """Job: import the loop, which no test process may do, and run it."""
+    from tests.support.mcore_adapter import loop_ranks
+
+    return loop_ranks.run(*arguments)
 
 
 def differences(results: Sequence[dict[str, Any]], row: Row) -> tuple[float, float] | str:
@@ -302,10 +280,11 @@ def main() -> None:
     parser.add_argument("--on-model", action="store_true", help="of a CUDA device")
     parser.add_argument("--write", action="store_true", help=f"into {RESULTS.relative_to(ROOT)}")
     args = parser.parse_args()
+    os.environ |= {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
     start = time.monotonic()
     found = [name for name, row in ROWS.items() if row.since <= args.release]
     rows = args.rows or [name for name in found if args.on_model or not ROWS[name].graphs]
-    results = compare(rows, args.release, *(["on-model"] if args.on_model else []))
+    results = {name: compare(name, args.release, "" if args.on_model else None) for name in rows}
     print(f"megatron-core {args.release}, {time.monotonic() - start:.0f} s")
     print("| row | loss | gradient norm |\n|---|---|---|")
     for name, result in results.items():

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints of every release of Megatron-Core, loaded and converted under every other one.
 
-    python -m tests.support.pretrain.files_by_release                  every pair of releases
+    python -m benchmarks.parity.files_by_release                  every pair of releases
         --releases installed 0.19.2                                    pairs of these
         --models llama --write FILE                                    and as Markdown
 
@@ -178,10 +178,10 @@ def compare(
     references: dict[tuple[str, str], Result] = {}
     files = [name for name in FILES if name == REFERENCE or name in {way.file for way in ways}]
     for number, release in enumerate(releases):
-        # In the same process as the files of those before it are read: a process takes seconds.
+        # Beside reads of files of those before it: ranks of a release are kept until the next one.
         tasks = [*writes(root, release, models, files)]
         plans = [*reads(root, release, releases[:number], models, ways)]
-        results = do_on(release, [*tasks, *itertools.chain(*(own for _, own in plans))], root)
+        results = do_on(release, [*tasks, *itertools.chain(*(own for _, own in plans))])
         for position, model in enumerate(models):
             own = results[position * len(files) : (position + 1) * len(files)]
             failures = [result for result in own if isinstance(result, str)]
@@ -189,7 +189,7 @@ def compare(
         yield from outcomes_of(release, plans, results[len(tasks) :], references)
     for number, release in enumerate(releases[:-1]):
         plans = [*reads(root, release, releases[number + 1 :], models, ways)]
-        results = do_on(release, [*itertools.chain(*(own for _, own in plans))], root)
+        results = do_on(release, [*itertools.chain(*(own for _, own in plans))])
         yield from outcomes_of(release, plans, results, references)
 
 
