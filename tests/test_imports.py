@@ -68,6 +68,7 @@ MAY_IMPORT = {
     "megatron_fsdp": ("megatron_fsdp", "megatron.fsdp", "megatron.huggingface"),
     "tools": OURS[:-1],
     "tools/transformer_engine_on_cpu": ("tools",),  # for any project
+    "tools/cuda_model": ("tools.cuda_model",),  # for any library, so it knows none
     "examples": OURS[:-2],
     "benchmarks": OURS[:-1],
     "benchmarks/parity": OURS,

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from tests.support.cuda_model.machine import CudaModel
+from tools.cuda_model.machine import CudaModel
 
 REPOSITORY = Path(__file__).parents[2]
 SOURCES = ("megatron", "megatron_fsdp", "pretrain_gpt.py")

@@ -15,10 +15,10 @@ from megatron.mcore_adapter import cpu
 from megatron.pretrain.checkpoints import staging
 from megatron.pretrain.checkpoints.background_save import BackgroundSaves
 from tests.support.cuda_model.machine import cuda_model
-from tests.support.cuda_model.streams import ModelStream
 from tests.support.mcore_adapter.dropped_in import LoopRun, dropped_in
 from tests.support.pretrain.parity import ALLTOALL, LLAMA, MOE, Combination
 from tests.support.pretrain.training_runs import pretrain_with
+from tools.cuda_model.streams import ModelStream
 
 OVERLAP = "--overlap-grad-reduce --train-iters 2 --lr-decay-iters 20"
 GATHERS = f"{OVERLAP} --overlap-param-gather"

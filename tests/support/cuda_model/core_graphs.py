@@ -13,7 +13,7 @@ from megatron.core.full_cuda_graph import FullCudaGraphWrapper, StaticBufferLoad
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 from megatron.core.transformer.cuda_graphs import CudaGraphManager
 
-from tests.support.cuda_model.machine import CudaModel
+from tools.cuda_model.machine import CudaModel
 
 
 @contextmanager

@@ -18,9 +18,9 @@ from typing import Any
 from unittest.mock import patch
 
 from tests.support.cuda_model.machine import cuda_model
-from tests.support.cuda_model.reports import ORDER
 from tests.support.cuda_model.scenarios import SCENARIOS
 from tests.support.fsdp.meshes import Meshes
+from tools.cuda_model.reports import ORDER
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from tests.support.cuda_model.defects import Defect, Edit
-from tests.support.cuda_model.reports import (
+from tools.cuda_model.reports import (
     EARLY_RELEASE,
     HOST_READ,
     NCCL_RULE,

@@ -24,8 +24,7 @@ from megatron.fsdp import Offload
 from megatron.fsdp.backends import memory_slots
 from megatron.fsdp.dtensor.tensor_part import full_tensor
 from megatron_fsdp import MixedPrecisionPolicy, fully_shard, fully_shard_model
-from tests.support.cuda_model.machine import CudaModel, cuda_model
-from tests.support.cuda_model.pools import ModelBackend
+from tests.support.cuda_model.machine import cuda_model
 from tests.support.fsdp.meshes import Meshes
 from tests.support.fsdp.models import ResidualBlock, build_stack
 from tests.support.fsdp.random_models import Drawn, DrawnLayer
@@ -41,6 +40,8 @@ from tests.support.fsdp.reference import (
     unsharded_training,
 )
 from tests.support.fsdp.subclasses import Master, RoundedLayer, RowScaled
+from tools.cuda_model.machine import CudaModel
+from tools.cuda_model.pools import ModelBackend
 
 Program = Callable[[Meshes], "Callable[[], None] | None"]
 """Runs on the model; returns what compares results when the model is left."""

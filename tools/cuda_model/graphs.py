@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tests.support.cuda_model.memory import storage_of
-from tests.support.cuda_model.reports import CAPTURE, RELEASED, CallStack
-from tests.support.cuda_model.streams import DEFAULT, ModelStream, StreamContext
+from tools.cuda_model.memory import storage_of
+from tools.cuda_model.reports import CAPTURE, RELEASED, CallStack
+from tools.cuda_model.streams import DEFAULT, ModelStream, StreamContext
 
 if TYPE_CHECKING:
-    from tests.support.cuda_model.detector import Detector
+    from tools.cuda_model.detector import Detector
 
 UNDEFINED = ("aten::empty", "aten::new_empty")
 """Operators whose results have no values."""
@@ -111,15 +111,11 @@ class Graphs:
     def replacements(self) -> dict[str, Any]:
         """Return what takes the place of functions and classes of `torch.cuda`."""
         streams = self.detector.streams
-
-        def is_capturing() -> bool:
-            return self.current is not None and streams.current.cuda_stream in self.current.streams
-
         return {
             "CUDAGraph": lambda keep_graph=False: ModelGraph(self),
             "graph": GraphContext,
             "graph_pool_handle": lambda: (0, next(self.pools)),
-            "is_current_stream_capturing": is_capturing,
+            "is_current_stream_capturing": lambda: streams.current.is_capturing(),
         }
 
 

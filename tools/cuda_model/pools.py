@@ -17,10 +17,10 @@ from typing import Any
 
 from torch.distributed.distributed_c10d import ProcessGroup
 
-from tests.support.cuda_model.detector import Detector
-from tests.support.cuda_model.memory import MemoryBlock
-from tests.support.cuda_model.nccl import Nccl
-from tests.support.cuda_model.reports import POOL, CallStack
+from tools.cuda_model.detector import Detector
+from tools.cuda_model.memory import MemoryBlock
+from tools.cuda_model.nccl import Nccl
+from tools.cuda_model.reports import POOL, CallStack
 
 
 class ModelPool:

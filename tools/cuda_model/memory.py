@@ -3,8 +3,8 @@
 
 The rules are those of torch's caching allocator ("Memory management" in torch's notes on CUDA, and
 `torch.Tensor.record_stream`): a block belongs to the stream that was current when it was allocated.
-When it is freed, work that this stream launches later may use it at once. Work on other streams
-must have been ordered before, or the streams must have been recorded on the block.
+When it is freed, the next allocation on this stream may get it at once. Work on other streams must
+have been ordered before that, or the streams must have been recorded on the block.
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ from typing import Protocol
 import torch
 
 Released = Callable[["MemoryBlock"], None]
+Reused = Callable[[int], None]
+real_device: Callable[[torch.Tensor], torch.device] = vars(torch._C.TensorBase)["device"].__get__
+"""Returns where torch has the values of a tensor, whatever a program is told."""
 
 
 class MemoryBlock:
@@ -46,26 +49,60 @@ class Pool(Protocol):
 
 
 class Blocks:
-    """The blocks that are allocated, by storage; ``released`` is called when a storage dies."""
+    """The blocks that are allocated, by storage.
 
-    def __init__(self, released: Released):
-        self._released = released
+    ``released`` is called with a block that is freed, ``reused`` with a stream that allocates one.
+    With ``has_host`` storage is the host's unless :meth:`adopt` gives it to the device.
+    """
+
+    def __init__(self, released: Released, reused: Reused, has_host: bool = False):
+        self._released, self._reused = released, reused
+        self.has_host = has_host
         self._blocks: dict[int, MemoryBlock] = {}  # by the address of the storage's implementation
-        self._names: dict[int, str] = {}  # what the engine calls a flat buffer's storage
+        self._names: dict[int, str] = {}  # by the address, too: what the program calls it
         self._watched: dict[int, weakref.finalize] = {}
         self._numbers = count(1)
         self.allocated = self.peak = 0  # bytes
         self.pool: Pool | None = None  # in use now
 
     def of(self, tensor: torch.Tensor, stream: int) -> tuple[MemoryBlock, bool] | None:
-        """Return the block of ``tensor`` and True if it is new; None if it has no memory."""
+        """Return the block of ``tensor`` and True if it is new; None if it has no memory there."""
         storage = storage_of(tensor)
-        if storage is None or not storage.nbytes():
+        if storage is None or not storage.nbytes() or not self.has(storage):
             return None
         block = self._blocks.get(storage._cdata)
         if block is not None:
             return block, False
         return self.allocate(storage, stream), True
+
+    def has(self, storage: torch.UntypedStorage) -> bool:
+        """Return True for storage of the device, with memory or without."""
+        is_cpu = storage.device.type == "cpu"
+        return is_cpu and (not self.has_host or storage._cdata in self._watched)
+
+    def is_on_device(self, tensor: torch.Tensor) -> bool:
+        """Return True for a tensor of the device, or a subclass around one."""
+        if real_device(tensor).type != "cpu":
+            return False
+        if not self.has_host:
+            return True
+        if hasattr(tensor, "__tensor_flatten__"):
+            names = tensor.__tensor_flatten__()[0]
+            return any(self.is_on_device(getattr(tensor, name)) for name in names)
+        storage = storage_of(tensor)
+        return storage is not None and self.has(storage)
+
+    def adopt(self, tensor: torch.Tensor) -> None:
+        """Let the storage of ``tensor`` be the device's."""
+        storage = storage_of(tensor)
+        if storage is not None:
+            self._watch(storage)
+
+    def _watch(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key not in self._watched:
+            self._watched[key] = weakref.finalize(storage, self._die, key)
+            self._watched[key].atexit = False
 
     def known(self, tensor: torch.Tensor) -> MemoryBlock | None:
         """Return the block of ``tensor`` if it has one."""
@@ -74,15 +111,14 @@ class Blocks:
 
     def allocate(self, storage: torch.UntypedStorage, stream: int) -> MemoryBlock:
         """Return a new block for ``storage``, which belongs to ``stream``."""
+        self._reused(stream)
         key = storage._cdata
         name = self._names.get(key, "a tensor")
         block = self._blocks[key] = MemoryBlock(next(self._numbers), stream, storage.nbytes(), name)
         if self.pool is not None:
             block.pool = self.pool
             self.pool.blocks.append(block)
-        if key not in self._watched:
-            self._watched[key] = weakref.finalize(storage, self._die, key)
-            self._watched[key].atexit = False
+        self._watch(storage)
         self.allocated += block.num_bytes
         self.peak = max(self.peak, self.allocated)
         return block
@@ -128,7 +164,7 @@ class Blocks:
 
 def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
     """Return the storage of a plain tensor on the CPU, which stands for the device."""
-    if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+    if real_device(tensor).type != "cpu" or tensor.layout is not torch.strided:
         return None
     try:
         return tensor.untyped_storage()

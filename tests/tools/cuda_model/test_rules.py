@@ -9,9 +9,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from tests.support.cuda_model.detector import ReleasedMemoryError
-from tests.support.cuda_model.machine import cuda_model
-from tests.support.cuda_model.reports import EARLY_RELEASE, HOST_READ, RACE, RELEASED, Finding
+from tools.cuda_model import cuda_model
+from tools.cuda_model.detector import ReleasedMemoryError
+from tools.cuda_model.reports import EARLY_RELEASE, HOST_READ, RACE, RELEASED, Finding
 
 Streams = tuple[torch.cuda.Stream, torch.cuda.Stream]
 
@@ -133,6 +133,7 @@ def use_on_another_stream(before_free: Callable[[torch.Tensor, torch.cuda.Stream
         result = x * 2
     before_free(x, side)
     del x
+    torch.empty(4)  # may get the memory of x
     torch.cuda.synchronize()
     del result
 
@@ -146,6 +147,20 @@ def test_freed_memory_serves_its_own_stream_at_once() -> None:
     ]
     for before_free in safe:
         assert kinds_of(lambda before_free=before_free: use_on_another_stream(before_free)) == []
+
+
+def test_memory_that_is_freed_too_early_is_safe_until_its_stream_allocates() -> None:
+    def program() -> None:
+        x, side = torch.zeros(4), torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            result = x * 2
+        del x
+        torch.cuda.current_stream().wait_stream(side)
+        torch.empty(4)
+        del result
+
+    assert kinds_of(program) == []
 
 
 def test_another_stream_may_still_use_what_memory_had_before() -> None:
@@ -169,6 +184,8 @@ def test_memory_belongs_to_the_stream_that_allocates_it() -> None:
         torch.cuda.current_stream().wait_stream(side)
         x.add_(1)
         del x  # the side stream may use it at once, and has not waited for the addition
+        with torch.cuda.stream(side):
+            torch.empty(4)
 
     assert kinds_of(program) == [EARLY_RELEASE]
 
@@ -182,6 +199,7 @@ def test_storage_that_is_resized_is_freed_and_allocated() -> None:
         if waits:
             torch.cuda.current_stream().wait_stream(side)
         x.untyped_storage().resize_(0)
+        torch.empty(4)
         torch.cuda.synchronize()
         del result
 

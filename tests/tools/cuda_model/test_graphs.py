@@ -6,9 +6,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from tests.support.cuda_model.graphs import CaptureError
-from tests.support.cuda_model.machine import cuda_model
-from tests.support.cuda_model.reports import CAPTURE, RELEASED
+from tools.cuda_model import cuda_model
+from tools.cuda_model.graphs import CaptureError
+from tools.cuda_model.reports import CAPTURE, RELEASED
 
 
 def kinds_of(program: Callable[[], object]) -> list[str]:

@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.support.cuda_model.detector import Detector
-from tests.support.cuda_model.graphs import UNDEFINED, RunAgain
-from tests.support.cuda_model.nccl import FunctionalCollectives
+from tools.cuda_model.detector import Detector
+from tools.cuda_model.graphs import UNDEFINED, RunAgain
+from tools.cuda_model.memory import storage_of
+from tools.cuda_model.nccl import FunctionalCollectives
 
 NO_KERNELS = {"aten::set_", "aten::record_stream", "aten::resize_", "aten::_unsafe_view"}
 """Operators that change what a tensor refers to, not the values that it has."""
@@ -20,6 +21,10 @@ SYNCHRONISES = {"aten::_local_scalar_dense", "aten::equal", "aten::nonzero", "at
 """Operators that let the host wait for the current stream, because they return values to it."""
 NOT_OURS = {"c10d", "_c10d_functional", "profiler", "prim"}
 """Collectives are events where they are called; see `nccl.py`."""
+COPIES = {"aten::copy_"}
+"""Operators that copy between host and device, and by default let the host wait."""
+UNDECLARED_WRITES = {"fsdp::all_gather_copy_in": {"all_gather_output"}}
+"""Arguments that are written to though the schema of the operator does not say so."""
 
 
 class Roles(NamedTuple):
@@ -39,7 +44,8 @@ def roles_of(operator: Any) -> Roles:
     reads, writes = [], []
     for argument in schema.arguments:
         alias = argument.alias_info
-        is_write = alias is not None and alias.is_write
+        is_declared = alias is not None and alias.is_write
+        is_write = is_declared or argument.name in UNDECLARED_WRITES.get(schema.name, ())
         runs = schema.name not in NO_KERNELS
         writes.append(runs and is_write)
         # An alias that is not written to is a view: nothing reads the values.
@@ -55,6 +61,12 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, (list, tuple)):
         for each in value:
             yield from tensors_in(each)
+
+
+def id_of_storage(tensor: torch.Tensor) -> int | None:
+    """Return what identifies the storage of ``tensor``, None if it has none."""
+    storage = storage_of(tensor)
+    return None if storage is None else storage._cdata
 
 
 def run_again(func: Any) -> RunAgain:
@@ -77,6 +89,7 @@ class OperatorEvents(TorchDispatchMode):
     def __init__(self, detector: Detector):
         super().__init__()
         self._detector = detector
+        self._blocks = detector.blocks
         self._functional = FunctionalCollectives(detector)
 
     def __torch_dispatch__(
@@ -91,6 +104,9 @@ class OperatorEvents(TorchDispatchMode):
             if func.namespace == "_c10d_functional":
                 return self._functional.call(func, args, kwargs)
             return func(*args, **kwargs)
+        every = [*tensors_in([*args, *kwargs.values()])]
+        if self._blocks.has_host and self._is_of_host(every):
+            return func(*args, **kwargs)
         roles = roles_of(func)
         reads: list[torch.Tensor] = []
         writes: list[torch.Tensor] = []
@@ -104,21 +120,43 @@ class OperatorEvents(TorchDispatchMode):
         name = str(func)
         self._detector.check(name, reads + writes)
         self._detector.graphs.keep(writes)
-        new: list[torch.Tensor] = []
         try:
             result = func(*args, **kwargs)
         except RuntimeError as error:
             if "out of bounds for storage of size 0" not in str(error):
                 raise
             raise self._detector.use_of_released(name, args[0]) from error  # by a view of it
-        for tensor in tensors_in(result):
-            if self._detector.blocks.known(tensor) is None:
-                new.append(tensor)
+        new = self._new_in(result, every)
         if reads or writes or new:
             self._detector.kernel(name, reads, writes + new)
             graph = self._detector.graphs.current
             if graph is not None:
                 graph.record(name, run_again(func), (args, kwargs), reads, writes + new, new)
-        if roles.synchronises:
+        if roles.synchronises or self._waits_for_copy(func, args, kwargs):
             self._detector.synchronize(self._detector.streams.current.cuda_stream)
         return result
+
+    def _is_of_host(self, tensors: list[torch.Tensor]) -> bool:
+        """Return True for an operator on tensors of the host only, or one that makes them."""
+        if tensors:
+            return not any(map(self._blocks.is_on_device, tensors))
+        return self._detector.makes_on_host()  # autograd's own zeros are the device's
+
+    def _new_in(self, result: Any, given: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the results that have memory of their own, which the device gets."""
+        blocks = self._blocks
+        new = [tensor for tensor in tensors_in(result) if blocks.known(tensor) is None]
+        if blocks.has_host:
+            storages = {id_of_storage(tensor) for tensor in given}
+            new = [tensor for tensor in new if id_of_storage(tensor) not in storages]
+            for tensor in new:
+                blocks.adopt(tensor)
+        return new
+
+    def _waits_for_copy(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Return True for a copy between host and device that is not asked to go on."""
+        if not self._blocks.has_host or func._schema.name not in COPIES:
+            return False
+        is_non_blocking = kwargs.get("non_blocking", args[2] if len(args) > 2 else False)
+        sides = {self._blocks.is_on_device(tensor) for tensor in args[:2]}
+        return len(sides) == 2 and not is_non_blocking

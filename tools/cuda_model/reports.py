@@ -11,6 +11,7 @@ from pathlib import Path
 from types import CodeType, FrameType, SimpleNamespace
 from unittest.mock import patch
 
+import torch
 from torch.cuda import _sanitizer
 from torch.cuda._sanitizer import Access
 
@@ -26,7 +27,9 @@ POOL = "rule of memory pools"
 
 SHOWN_FRAMES = 6
 MODEL = f"{Path(__file__).parent}/"
-_HIDDEN = ("/torch/", "/contextlib.py", "/multiprocessing/", "/rank_process.py", MODEL)
+_COMMAND_LINE = f"{MODEL}__main__.py"
+_TORCH = f"{Path(torch.__file__).parent}/"
+_HIDDEN = (_TORCH, "/contextlib.py", "/multiprocessing/", "<frozen runpy>", MODEL)
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,11 @@ class Finding:
 
     def __str__(self) -> str:
         return f"{self.kind}: {self.text}"
+
+
+def name_of(code: CodeType) -> str:
+    """Return the name of a function, with its class since Python 3.11."""
+    return str(getattr(code, "co_qualname", code.co_name))
 
 
 class CallStack:
@@ -62,15 +70,17 @@ class CallStack:
 
     def format(self) -> str:
         """Return the last places that are neither torch's nor the model's, outermost first."""
-        shown = [
-            (code, line)
-            for code, line in self.places
-            if not any(part in code.co_filename for part in _HIDDEN)
-        ]
+        shown = []
+        for code, line in self.places:
+            if code.co_filename == _COMMAND_LINE:
+                break  # who has called it is none of the program's
+            if not any(part in code.co_filename for part in _HIDDEN):
+                shown.append((code, line))
         lines = []
         for code, line in reversed(shown[:SHOWN_FRAMES]):
             text = linecache.getline(code.co_filename, line).strip()
-            lines.append(f"  {Path(code.co_filename).name}:{line} in {code.co_qualname}: {text}\n")
+            place = f"{Path(code.co_filename).name}:{line} in {name_of(code)}"
+            lines.append(f"  {place}: {text}\n")
         return "".join(lines)
 
 
@@ -82,7 +92,7 @@ def cheap_stacks() -> AbstractContextManager[object]:
 
 
 def told(access: Access, streams: dict[int, str]) -> str:
-    """Return one access in words: operator, unit, stream, stack."""
+    """Return one access in words: operator, stream, stack."""
     stream = streams.get(access.stream, f"stream {access.stream}")
     return f"{access.operator} on {stream}, {access.type}\n{access.stack_trace.format()}"
 

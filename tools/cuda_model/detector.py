@@ -5,15 +5,17 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 from torch.cuda._sanitizer import Access, EventHandler, UnsynchronizedAccessError
 
-from tests.support.cuda_model.graphs import Graphs
-from tests.support.cuda_model.memory import Blocks, MemoryBlock, has_memory
-from tests.support.cuda_model.reports import (
+from tools.cuda_model.graphs import Graphs
+from tools.cuda_model.memory import Blocks, MemoryBlock, has_memory
+from tools.cuda_model.reports import (
     EARLY_RELEASE,
     HOST_READ,
     RACE,
@@ -22,11 +24,19 @@ from tests.support.cuda_model.reports import (
     Finding,
     told_together,
 )
-from tests.support.cuda_model.streams import Streams
+from tools.cuda_model.streams import Streams
 
 
 class ReleasedMemoryError(RuntimeError):
     """A kernel would use memory that was released: it is reported, and not run."""
+
+
+class FreedBlock(NamedTuple):
+    """A block that is freed while other streams than its own may still use it."""
+
+    block: MemoryBlock
+    uses: list[Access]
+    during: str
 
 
 class Detector:
@@ -34,20 +44,22 @@ class Detector:
 
     Attributes:
         reports: what was reported so far, each pair of places once.
-        work: what the engine does at the moment, for reports.
+        work: what the program does at the moment, the innermost last, for reports.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, has_host: bool = False) -> None:
         self.lock = threading.RLock()
         self._handler = EventHandler()
         self.syncs = self._handler.syncs
         self.reports: list[Finding] = []
         self.work: list[str] = []
-        self.blocks = Blocks(self._released)
+        self.blocks = Blocks(self._released, self._reused, has_host)
+        self._freed: dict[int, list[FreedBlock]] = defaultdict(list)  # by the stream that owns them
         self.streams = Streams(self)
         self.graphs = Graphs(self)
         self.num_events = 0
         self.is_unseen = False  # gloo's own operators are none of the program's
+        self._calls = threading.local()
         self._told: set[tuple[object, ...]] = set()
 
     @contextmanager
@@ -58,6 +70,19 @@ class Detector:
             yield
         finally:
             self.is_unseen = before
+
+    @contextmanager
+    def making_on_host(self) -> Iterator[None]:
+        """Let tensors that are made of nothing be the host's while the context lasts."""
+        before, self._calls.makes_on_host = self.makes_on_host(), True
+        try:
+            yield
+        finally:
+            self._calls.makes_on_host = before
+
+    def makes_on_host(self) -> bool:
+        """Return True if this thread makes tensors on the host."""
+        return getattr(self._calls, "makes_on_host", False)
 
     # ---- events
 
@@ -82,7 +107,7 @@ class Detector:
 
     def use_of_released(self, name: str, tensor: torch.Tensor) -> ReleasedMemoryError:
         """Report a use of memory that was released; return the error to raise."""
-        text = f"{name} uses {self.blocks.name_of(tensor)}, {self._during()}"
+        text = f"{name} uses {self.blocks.name_of(tensor)}, which was released{self._during()}"
         stack = CallStack(sys._getframe()).format()
         self.report(RELEASED, f"{text}\n{stack}", (name, stack))
         return ReleasedMemoryError(text)
@@ -91,6 +116,7 @@ class Detector:
         """Note that ``tensor`` has new memory, which the current stream owns."""
         with self.lock:
             current = self.streams.current.cuda_stream
+            self.blocks.adopt(tensor)
             block = self.blocks.of(tensor, current)
             if block is not None:
                 self._launch(name, {}, {block[0].number: block[0]}, current)
@@ -135,7 +161,7 @@ class Detector:
             if write is None or block is None:
                 return
             if write.seq_num > self.syncs.host_sync_state.get(write.stream, 0):
-                what = f"{how} of {block}, {self._during()}"
+                what = f"{how} of {block}{self._during()}"
                 self._report_accesses(HOST_READ, what, [write])
 
     # ---- rules
@@ -156,7 +182,7 @@ class Detector:
             read.keys() - written.keys(),
             set(written),
             set(),
-            f"{name}, {self._during()}",
+            f"{name}{self._during()}",
             {number: [] for number in blocks},
         )
         for number in read.keys() - written.keys():
@@ -170,18 +196,28 @@ class Detector:
             self._report_accesses(RACE, what, both)
 
     def _released(self, block: MemoryBlock) -> None:
-        """Report uses of a freed block that later work of its own stream may overtake."""
+        """Note uses of a freed block that later work of its own stream may overtake."""
         with self.lock:
             info = self._handler.tensors_accessed.accesses.pop(block.number, None)
             uses = [] if info is None else [*info.reads, *filter(None, [info.write])]
+            uses = [use for use in uses if not self._is_ordered(block, use)]
+            if uses:
+                self._freed[block.stream].append(FreedBlock(block, uses, self._during()))
+
+    def _reused(self, stream: int) -> None:
+        """Report uses of freed blocks whose memory ``stream`` may get by an allocation now."""
+        for block, uses, during in self._freed.pop(stream, ()):
+            owner = self.streams.names[block.stream]
+            what = f"{block}, which {owner} has allocated, is freed{during}"
             for use in uses:
-                is_safe = use.stream == block.stream or use.stream in block.recorded
-                if not is_safe and not self.syncs.is_ordered_after(
-                    block.stream, use.seq_num, use.stream
-                ):
-                    owner = self.streams.names[block.stream]
-                    what = f"{block}, which {owner} has allocated, is freed {self._during()}"
+                if not self._is_ordered(block, use):
                     self._report_accesses(EARLY_RELEASE, what, [use])
+
+    def _is_ordered(self, block: MemoryBlock, use: Access) -> bool:
+        """Return True if the next work of the stream that owns a block comes after a use of it."""
+        if use.stream == block.stream or use.stream in block.recorded:
+            return True
+        return self.syncs.is_ordered_after(block.stream, use.seq_num, use.stream)
 
     # ---- reports
 
@@ -190,7 +226,7 @@ class Detector:
         return {each[0].number: each[0] for each in found if each is not None}
 
     def _during(self) -> str:
-        return f"during {self.work[-1]}" if self.work else "outside of units"
+        return f" during {self.work[-1]}" if self.work else ""
 
     def _report_accesses(self, kind: str, what: str, accesses: list[Access]) -> None:
         places = [

@@ -7,9 +7,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.cuda_model.machine import cuda_model
-from tests.support.cuda_model.reports import EARLY_RELEASE, NCCL_RULE, ORDER, RACE, UNAWAITED
 from tests.support.fsdp.reference import Ranks
+from tools.cuda_model import cuda_model
+from tools.cuda_model.reports import EARLY_RELEASE, NCCL_RULE, ORDER, RACE, UNAWAITED
 
 gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -79,6 +79,7 @@ def freed_while_another_stream_reduces() -> None:
     with torch.cuda.stream(side):
         dist.all_reduce(x)
     del x
+    torch.empty(4)
     torch.cuda.synchronize()
 
 

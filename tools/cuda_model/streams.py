@@ -9,10 +9,10 @@ from itertools import count
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from tests.support.cuda_model.reports import MODEL
+from tools.cuda_model.reports import MODEL, name_of
 
 if TYPE_CHECKING:
-    from tests.support.cuda_model.detector import Detector
+    from tools.cuda_model.detector import Detector
 
 DEFAULT = 0
 
@@ -39,15 +39,13 @@ class Streams:
         self._current.stream = stream
 
     def make(self, name: str = "") -> ModelStream:
-        """Return a new stream."""
+        """Return a new stream, named after the function that makes it by default."""
         number = next(self._numbers)
         if not name:
             frame: Any = sys._getframe(1)
             while frame.f_code.co_filename.startswith(MODEL):
                 frame = frame.f_back
-            made_by = (frame, frame.f_back)  # a function, or what fills a dict for it
-            names = [each.f_locals.get("stream_name") for each in made_by]
-            name = next(filter(None, names), frame.f_code.co_qualname)
+            name = name_of(frame.f_code)
         self.names[number] = f"stream {number} ({name})"
         self.detector.syncs.create_stream(number)
         return ModelStream(self, number)
@@ -95,6 +93,11 @@ class ModelStream:
     def synchronize(self) -> None:
         """Let the host wait for everything that was launched."""
         self._streams.detector.synchronize(self.cuda_stream)
+
+    def is_capturing(self) -> bool:
+        """Return True if a graph is captured from the stream."""
+        graph = self._streams.detector.graphs.current
+        return graph is not None and self.cuda_stream in graph.streams
 
     def query(self) -> bool:
         """Return False: work that nobody waits for may not have finished."""
