@@ -49,8 +49,11 @@ def test_a_copy_that_the_optimizer_does_not_wait_for_is_reported(
 
 
 @pytest.mark.always("optim_grads_params-bf16")
-@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("level", ["optim", "optim_grads", "optim_grads_params"])
+@pytest.mark.parametrize(
+    ("level", "bf16"),
+    [("optim", True), ("optim_grads", False), ("optim_grads_params", True)],
+    ids=["optim-bf16", "optim_grads-fp32", "optim_grads_params-bf16"],
+)
 def test_nor_with_the_drop_in_in_the_stand_in_for_megatron_lms_loop(
     ranks: Ranks, level: str, bf16: bool, tmp_path: Path
 ) -> None:

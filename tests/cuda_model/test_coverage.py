@@ -41,13 +41,18 @@ NOT_MODELLED = {
 
 
 @cache
-def trees() -> list[tuple[Path, ast.Module]]:
-    """Parse all sources."""
-    found = []
+def dotted_names() -> dict[str, Path]:
+    """Return all dotted names in the sources, each with a file, without those that go on."""
+    found = {}
     for name in SOURCES:
         path = REPOSITORY / name
         for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
-            found.append((file, ast.parse(file.read_text())))
+            nodes = ast.walk(ast.parse(file.read_text()))
+            attributes = [node for node in nodes if isinstance(node, ast.Attribute)]
+            inner = {id(node.value) for node in attributes}
+            for node in attributes:
+                if id(node) not in inner:
+                    found[dotted(node)] = file
     return found
 
 
@@ -59,17 +64,9 @@ def dotted(node: ast.expr) -> str:
 
 
 def names_below(prefix: str) -> dict[str, Path]:
-    """Return the names below a module that the sources use, without those that go on."""
-    found = {}
-    for file, tree in trees():
-        nodes = list(ast.walk(tree))
-        inner = {id(node.value) for node in nodes if isinstance(node, ast.Attribute)}
-        for node in nodes:
-            if isinstance(node, ast.Attribute) and id(node) not in inner:
-                name = dotted(node)
-                if name.startswith(prefix):
-                    found[name.removeprefix(prefix)] = file
-    return found
+    """Return the names below a module that the sources use."""
+    names = dotted_names().items()
+    return {name.removeprefix(prefix): file for name, file in names if name.startswith(prefix)}
 
 
 def test_every_name_of_torch_cuda_is_modelled_or_left_out_with_a_reason() -> None:
@@ -96,10 +93,7 @@ def test_every_collective_of_the_project_is_carried_by_the_model() -> None:
 
 def test_methods_of_streams_are_those_of_the_model() -> None:
     stream = CudaModel().streams.default
-    used = set()
-    for _, tree in trees():
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Attribute) and node.attr.endswith(("_stream", "_event")):
-                used.add(node.attr)
+    last = {name.rpartition(".")[2] for name in dotted_names()}
+    used = {name for name in last if name.endswith(("_stream", "_event"))}
     known = {name for name in used if hasattr(torch.cuda.Stream, name)}
     assert known and all(hasattr(stream, name) for name in known)

@@ -6,16 +6,21 @@ import torch
 
 from tests.support.cuda_model.graph_runs import trained
 from tests.support.fsdp.reference import Ranks
+from tests.support.pairwise import pairwise
 
-CASES = [("units", 3 * 3 * 2), ("iteration", 3)]  # with the replays of three steps
+REPLAYS = {"units": 3 * 3 * 2, "iteration": 3}
+"""Of three steps."""
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("level", [0, 1, 2, 3])
-@pytest.mark.parametrize(("captures", "num_replays"), CASES, ids=["units", "iteration"])
+@pytest.mark.parametrize(
+    ("level", "captures", "dtype_name"),
+    pairwise(level=[0, 1, 2, 3], captures=REPLAYS, dtype_name=DTYPES),
+)
 def test_graphs_have_the_bits_of_a_training_without(
-    ranks: Ranks, captures: str, num_replays: int, level: int, dtype: torch.dtype
+    ranks: Ranks, captures: str, level: int, dtype_name: str
 ) -> None:
+    dtype = DTYPES[dtype_name]
     settings = {"zero_dp_strategy": level, "cuda_graph_mode": True}
     plain = ranks(2, trained, "", "flat", dtype, **settings)
     graphed = ranks(2, trained, captures, "flat", dtype, **settings)
@@ -23,7 +28,7 @@ def test_graphs_have_the_bits_of_a_training_without(
         plain, graphed, strict=True
     ):
         assert not reports, "\n".join(reports)
-        assert (none, replays) == (0, num_replays)
+        assert (none, replays) == (0, REPLAYS[captures])
         assert all(map(torch.equal, losses, others))
         assert all(map(torch.equal, weights, other_weights))
 

@@ -11,7 +11,7 @@ import torch
 from megatron.mcore_adapter import cpu
 from megatron.pretrain import ranks as program
 from megatron.pretrain.arguments import parse_arguments
-from tests.support.cuda_model.adapter_runs import RUNS
+from tests.support.cuda_model.adapter_runs import PLAIN
 from tests.support.cuda_model.machine import cuda_model
 from tests.support.cuda_model.scenarios import stack_on, step
 from tests.support.fsdp.meshes import Meshes
@@ -45,18 +45,25 @@ def trained(level: int, has_windows: bool, settings: dict[str, bool]) -> list[to
     return [parameter.to_local().clone() for parameter in model.parameters()]
 
 
-def train_in_all_ways(level: int) -> None:
+WAYS = {
+    1: [(True, REGISTERED), (False, BY_HAND)],
+    2: [(True, BY_HAND), (True, LOCAL)],
+    3: [(True, REGISTERED), (False, REGISTERED)],
+}
+"""By level: whether NCCL has windows, and the settings."""
+
+
+def train_in_ways(level: int) -> None:
     """Compare the weights of training with registered slots with those of training without."""
     expected = trained(level, True, {})
-    ways = [(True, REGISTERED), (True, BY_HAND), (True, LOCAL), (False, REGISTERED)]
-    for has_windows, settings in [*ways, (False, BY_HAND)]:
+    for has_windows, settings in WAYS[level]:
         weights = trained(level, has_windows, settings)
         assert all(map(torch.equal, weights, expected)) and len(weights) == len(expected)
 
 
-@pytest.mark.parametrize("level", [1, 2, 3])
+@pytest.mark.parametrize("level", WAYS)
 def test_registered_slots_train_with_the_bits_of_a_run_without(ranks: Ranks, level: int) -> None:
-    ranks(2, train_in_all_ways, level)
+    ranks(2, train_in_ways, level)
 
 
 def pretrain_registered(is_registered: bool) -> tuple[list[float], int, list[str]]:
@@ -70,12 +77,13 @@ def pretrain_registered(is_registered: bool) -> tuple[list[float], int, list[str
     cpu.install()
     parser = parse if is_registered else parse_arguments
     with cuda_model() as model, patch.object(training_runs, "parse_arguments", parser):
-        record, _ = training_runs.pretrain_with(RUNS["level3"].ours)
+        record, _ = training_runs.pretrain_with(PLAIN.ours)
     calls = chain.from_iterable(model.nccl.calls.values())
     num_windows = sum(each.startswith("windows of") for each in calls)
     return [each["lm loss"] for each in record.steps], num_windows, list(map(str, model.reports))
 
 
+@pytest.mark.exhaustive
 def test_pretrain_registers_slots_after_the_first_step(ranks: Ranks) -> None:
     losses, *_ = ranks(2, pretrain_registered, False)[0]
     for registered, num_windows, reports in ranks(2, pretrain_registered, True):

@@ -26,8 +26,9 @@ RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recomput
 
 OVERLAPPED = f"{GATHERS} --bf16 --overlap-moe-expert-parallel-comm"
 
+PLAIN = Combination(2, "", 3, LLAMA, GATHERS)
+
 RUNS = {
-    "level3": Combination(2, "", 3, LLAMA, GATHERS),
     "level1 bf16": Combination(2, "", 1, LLAMA, f"{OVERLAP} --bf16"),
     "tp2 sp": Combination(2, "tp2 sp", 3, LLAMA, GATHERS),
     "pp2": Combination(2, "pp2", 3, LLAMA, OVERLAP),
@@ -36,10 +37,9 @@ RUNS = {
     "ep2": Combination(2, "ep2", 3, ALLTOALL, OVERLAP),
     "overlapped": Combination(2, "ep2", 3, ALLTOALL, OVERLAPPED),
     "pp2 vpp2": Combination(2, "pp2 vpp2", 3, LLAMA, OVERLAP, layers=4),
-    "recomputed": Combination(2, "", 3, LLAMA, f"{GATHERS} {RECOMPUTED}"),
     "background saves": Combination(
         *(2, "", 3, LLAMA),
-        f"{GATHERS} --async-save --use-persistent-ckpt-worker --save-interval 1",
+        f"{GATHERS} {RECOMPUTED} --async-save --use-persistent-ckpt-worker --save-interval 1",
     ),
 }
 """By name."""
