@@ -109,6 +109,7 @@ def freeze_one_expert(level: int) -> list[bool]:
     return [parameter.grad is not None for parameter in model.parameters()]
 
 
+@pytest.mark.seldom("2")
 @pytest.mark.parametrize("level", LEVELS)
 def test_an_expert_may_be_frozen_on_the_ranks_that_have_it(ranks: Ranks, level: int) -> None:
     frozen, trained = [True, True, False, False], [True] * 4

@@ -99,6 +99,7 @@ def bytes_of_a_step(level: int, microbatches: int) -> tuple[float, float, int]:
     return counts["wire MB"] * 1e6, counts["copied MB"] * 1e6, gathered
 
 
+@pytest.mark.seldom("4-*")
 @pytest.mark.parametrize(
     ("world_size", "level", "microbatches"),
     [

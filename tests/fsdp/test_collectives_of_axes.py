@@ -127,6 +127,7 @@ def train_idle_experts(level: int, sharded: int, idle: int | None) -> list[tuple
     return [(entry.name, len(entry.ranks)) for entry in recorder.collectives]
 
 
+@pytest.mark.seldom("*-None")
 @pytest.mark.parametrize(
     "level, sharded, idle",
     [*((*strategy, 1) for strategy in STRATEGIES), (0, 0, None), (3, 1, None)],

@@ -52,7 +52,7 @@ def test_models_train_as_the_unsharded_ones(ranks: Ranks, name: str) -> None:
     ranks(2, compare_all, cases)
 
 
-@pytest.mark.seldom("{'fsdp_double_buffer': True, 'enable_fine_grained_param_gather': True}")
+@pytest.mark.always("*cuda_graph_mode*", "*overlap*", "*disable_bucketing*")
 @pytest.mark.parametrize(
     "settings",
     [

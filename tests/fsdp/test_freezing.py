@@ -53,6 +53,7 @@ def freeze_afterwards(level: int) -> None:
     compare_plain_gradients(model, reference, 5, "thawed")
 
 
+@pytest.mark.seldom("2")
 @pytest.mark.parametrize("level", LEVELS)
 def test_parameters_frozen_after_sharding_are_not_updated_and_thaw_again(
     ranks: Ranks, level: int
@@ -85,6 +86,7 @@ def train_partly_frozen_blocks(level: int) -> None:
     train_side_by_side(build_frozen, pass_twice, level, mesh=mesh)
 
 
+@pytest.mark.seldom("2")
 @pytest.mark.parametrize("level", LEVELS)
 def test_partly_frozen_units_stay_unsharded_in_a_second_backward_over_one_graph(
     ranks: Ranks, level: int
@@ -102,6 +104,7 @@ def thaw_what_was_frozen(level: int) -> str:
     return str(error.value)
 
 
+@pytest.mark.seldom("2")
 @pytest.mark.parametrize("level", LEVELS)
 def test_parameters_frozen_when_sharded_cannot_be_thawed(ranks: Ranks, level: int) -> None:
     for message in ranks(2, thaw_what_was_frozen, level):
@@ -125,6 +128,7 @@ def freeze_inside(level: int) -> None:
     ]
 
 
+@pytest.mark.seldom("2")
 @pytest.mark.parametrize("level", [0, 1, 2, 3])
 def test_freezing_the_modules_own_parameters_counts(ranks: Ranks, level: int) -> None:
     ranks(2, freeze_inside, level)
@@ -172,6 +176,7 @@ def freeze_and_thaw_in_every_way(level: int) -> None:
             assert all(parameter.grad is None for parameter in frozen), what
 
 
+@pytest.mark.seldom("2")
 @pytest.mark.parametrize("level", LEVELS)
 def test_freezing_in_one_way_and_thawing_in_another_ends_and_begins_reductions(
     ranks: Ranks, level: int
@@ -207,6 +212,7 @@ def set_flags_one_after_the_other(level: int) -> None:
             compare_plain_gradients(model, reference, step, f"{set_flags.__name__} in step {step}")
 
 
+@pytest.mark.seldom("2")
 @pytest.mark.parametrize("level", LEVELS)
 def test_the_last_of_several_flags_counts_however_the_parameter_was_read(
     ranks: Ranks, level: int

@@ -306,6 +306,7 @@ def inside_of_another(level: int) -> None:
         fully_shard(around, optimizer_over(around), mesh)
 
 
+@pytest.mark.seldom("2")
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_sharded_model_works_inside_an_unsharded_module(ranks: Ranks, level: int) -> None:
     ranks(2, inside_of_another, level)

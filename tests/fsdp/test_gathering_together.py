@@ -54,6 +54,7 @@ class AdaptedModel(LanguageModel):
         self.layers = nn.ModuleList(AdaptedLayer(8, dtype) for _ in range(NUM_LAYERS))
 
 
+@pytest.mark.always("2-*")
 @pytest.mark.parametrize(
     ("num_microbatches", "dtype"), [(1, torch.float32), (2, torch.bfloat16)], ids=str
 )

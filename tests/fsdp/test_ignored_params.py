@@ -104,6 +104,7 @@ def train(door: str, level: int, optimizer_name: str) -> None:
     assert all(each.grad is None for each in model.parameters())
 
 
+@pytest.mark.always("level=3-*", "level=0-*")
 @pytest.mark.parametrize(
     ("level", "door", "optimizer"),
     pairwise(level=range(4), door=DOORS, optimizer=["adamw_foreach", "adamw_fused", "asgd"]),

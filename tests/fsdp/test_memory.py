@@ -287,6 +287,7 @@ def drop_a_model(level: int) -> bool:
     return all(each() is None for each in left)
 
 
+@pytest.mark.seldom("2")
 @pytest.mark.parametrize("level", range(4))
 def test_a_model_that_is_dropped_is_freed(ranks: Ranks, level: int) -> None:
     assert ranks(2, drop_a_model, level) == [True, True]

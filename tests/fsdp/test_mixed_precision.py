@@ -75,6 +75,7 @@ def test_gradients_accumulate_in_main_grads_dtype(ranks: Ranks, level: int, mode
         assert gradient.tolist() == [1.0] * 5
 
 
+@pytest.mark.seldom("2")
 @pytest.mark.parametrize("level", LEVELS)
 def test_gradients_travel_in_grad_comm_dtype(ranks: Ranks, level: int) -> None:
     """A rank's addend is lost in a bf16 sum and kept in an fp32 one; halving is exact in both."""

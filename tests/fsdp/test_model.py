@@ -134,6 +134,7 @@ def read_parameters(level: int) -> None:
         assert model.module.blocks[0].up.weight is weight
 
 
+@pytest.mark.seldom("2")
 @pytest.mark.parametrize("level", LEVELS)
 def test_weights_are_whole_inside_of_a_forward_and_sharded_outside_at_level_3(
     ranks: Ranks, level: int
@@ -162,6 +163,7 @@ def try_to_copy(level: int) -> list[str]:
     return messages
 
 
+@pytest.mark.seldom("2")
 @pytest.mark.parametrize("level", LEVELS)
 def test_shallow_copies_of_the_model_are_refused_and_of_its_state_dict_work(
     ranks: Ranks, level: int
@@ -192,6 +194,7 @@ def convert(level: int) -> None:
     compare_outputs(model, build_stack(), batch(0, 0, 0), "after refused conversions")
 
 
+@pytest.mark.seldom("2")
 @pytest.mark.parametrize("level", LEVELS)
 def test_conversions_that_change_nothing_work_and_others_are_refused(
     ranks: Ranks, level: int

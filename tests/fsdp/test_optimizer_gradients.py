@@ -227,6 +227,7 @@ def scale_early(level: int) -> None:
         torch.testing.assert_close(half, whole / 2)
 
 
+@pytest.mark.seldom("2")
 @pytest.mark.parametrize("level", [0, 1, 2, 3])
 def test_gradients_are_scaled_whether_reduced_or_not(ranks: Ranks, level: int) -> None:
     ranks(2, scale_early, level)
@@ -246,6 +247,7 @@ def attach_too_early(level: int) -> None:
         torch.testing.assert_close(actual, expected)
 
 
+@pytest.mark.seldom("2")
 @pytest.mark.parametrize("level", [0, 1, 2, 3])
 def test_gradients_that_are_attached_too_early_are_not_lost(ranks: Ranks, level: int) -> None:
     ranks(2, attach_too_early, level)

@@ -216,6 +216,7 @@ def test_gradients_match_the_unsharded_model(ranks: Ranks, level: int, overlaps:
             assert not any(seen[-1])
 
 
+@pytest.mark.seldom("2")
 @pytest.mark.parametrize("level", LEVELS)
 def test_weight_gradients_may_come_after_a_backward(ranks: Ranks, level: int) -> None:
     for error, seen in ranks(2, train, level, False, LateLinear):

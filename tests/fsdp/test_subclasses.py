@@ -79,6 +79,7 @@ def shard_subclasses(level: int) -> str:
     return message_of(NotImplementedError, fully_shard_model, module, zero_dp_strategy=level)
 
 
+@pytest.mark.seldom("2")
 @pytest.mark.parametrize("level", LEVELS)
 def test_subclasses_of_parameters_take_the_memory_of_the_buffer_or_are_refused(
     ranks: Ranks, level: int

@@ -123,6 +123,7 @@ def train(level: int, name: str, settings: dict[str, Any]) -> None:
 SETTINGS: dict[str, dict[str, Any]] = {"plain": {}, "slots": {"fsdp_double_buffer": True}}
 
 
+@pytest.mark.always("*level=3", "*level=1")
 @pytest.mark.parametrize(
     ("name", "settings", "level"),
     pairwise(

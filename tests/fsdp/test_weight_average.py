@@ -56,6 +56,7 @@ def follow(level: int, path: str) -> None:
         assert_equal(whole(fresh.state_dict()), expected, 1e-12)
 
 
+@pytest.mark.seldom("2")
 @pytest.mark.parametrize("level", LEVELS)
 def test_an_average_follows_the_weights_and_is_saved(
     ranks: Ranks, level: int, tmp_path: Path
@@ -80,6 +81,7 @@ def write_before_updates(level: int) -> None:
     assert torch.equal(found, torch.full_like(found, 2.0)), found
 
 
+@pytest.mark.seldom("2")
 @pytest.mark.parametrize("level", LEVELS)
 def test_an_average_has_what_code_has_just_written_to_weights(ranks: Ranks, level: int) -> None:
     ranks(2, write_before_updates, level)

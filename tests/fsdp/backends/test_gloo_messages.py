@@ -74,6 +74,7 @@ def reductions_as_gloo(shard_size: int) -> None:
             assert torch.equal(shard, in_rank_order)
 
 
+@pytest.mark.seldom("4")
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 def test_a_reduction_is_that_of_gloo_in_the_order_of_ranks(ranks: Ranks, num_ranks: int) -> None:
     ranks(num_ranks, reductions_as_gloo, 1003)
@@ -327,6 +328,7 @@ def started_reduction(
     return pending, shard, expected
 
 
+@pytest.mark.always("1-3")
 @pytest.mark.parametrize(("seed", "num_ranks"), [(0, 4), (1, 3)])
 def test_ranks_wait_in_any_order(ranks: Ranks, num_ranks: int, seed: int) -> None:
     ranks(num_ranks, random_interleaving, seed)

@@ -121,6 +121,7 @@ def compare(level: int) -> tuple[list[str], set[str]]:
     return found, kinds
 
 
+@pytest.mark.always("3")
 @pytest.mark.parametrize("level", [0, 3])
 def test_operations_give_what_the_whole_tensor_gives(ranks: Ranks, level: int) -> None:
     assert len(ELEMENTWISE) + len(WHOLE) + len(IN_PLACE) >= 60
@@ -264,6 +265,7 @@ def edit_weights(level: int) -> list[float]:
     return outputs
 
 
+@pytest.mark.seldom("2")
 @pytest.mark.parametrize("level", range(4))
 def test_the_next_forward_uses_edited_weights(ranks: Ranks, level: int) -> None:
     first, twice, again, cut = ranks(2, edit_weights, level)[0]

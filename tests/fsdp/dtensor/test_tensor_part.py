@@ -70,6 +70,7 @@ def at(whole: Tensor, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Tenso
     ].reshape(-1)
 
 
+@pytest.mark.always("level3", "hybrid_optim", "tensor", "users_own")
 @pytest.mark.parametrize("kind", [*KINDS, "users_own"])
 def test_chunks_have_the_offsets_of_the_local_elements(ranks: Ranks, kind: str) -> None:
     ranks(4, compare_chunks, kind)

@@ -254,6 +254,7 @@ def gradient_of_parameters(level: int) -> None:
     compare_plain_gradients(model, build_stack(), 0, "afterwards")
 
 
+@pytest.mark.seldom("2")
 @pytest.mark.parametrize("level", LEVELS)
 def test_autograd_grad_of_sharded_parameters_says_how_to_get_their_gradients(
     ranks: Ranks, level: int
@@ -270,6 +271,7 @@ def backward_after_freeing(level: int) -> None:
     compare_plain_gradients(model, build_stack(), 0, "afterwards")
 
 
+@pytest.mark.seldom("2")
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_second_backward_without_a_graph_is_refused_by_torch_and_does_no_harm(
     ranks: Ranks, level: int
@@ -284,6 +286,7 @@ def jacobian_rows(level: int) -> None:
     close(torch.autograd.functional.jacobian(model, x), expected, "jacobian")
 
 
+@pytest.mark.seldom("2")
 @pytest.mark.parametrize("level", LEVELS)
 def test_the_jacobian_over_inputs_is_that_of_the_unsharded_model(ranks: Ranks, level: int) -> None:
     ranks(2, jacobian_rows, level)
@@ -334,6 +337,7 @@ def gradients_after_a_failed_backward(level: int) -> bool:
     ) and bool(dist.get_world_size())
 
 
+@pytest.mark.seldom("2")
 @pytest.mark.parametrize("level", range(4))
 def test_a_step_after_a_failed_backward_begins_with_fresh_gradients(
     ranks: Ranks, level: int

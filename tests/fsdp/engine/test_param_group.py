@@ -39,6 +39,7 @@ def main_weights_around_a_broadcast(level: int) -> bool:
     )
 
 
+@pytest.mark.seldom("2")
 @pytest.mark.parametrize("level", range(4))
 def test_a_broadcast_keeps_fp32_main_weights(ranks: Ranks, level: int) -> None:
     assert ranks(2, main_weights_around_a_broadcast, level) == [True, True]
@@ -55,6 +56,7 @@ def outputs_without_install(level: int) -> list[float]:
     return model(x).tolist()[0]
 
 
+@pytest.mark.seldom("2")
 @pytest.mark.parametrize("level", range(4))
 def test_ranks_agree_on_the_weights_after_a_step_that_installs_none(
     ranks: Ranks, level: int
@@ -177,6 +179,7 @@ def step_without_install_after_an_edit(level: int) -> None:
     outputs_are_those_of_the_main_weights(model, "several_units")
 
 
+@pytest.mark.seldom("2")
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_step_that_installs_nothing_keeps_weights_that_no_forward_has_used(
     ranks: Ranks, level: int
@@ -195,6 +198,7 @@ def look_inside_after_a_step(level: int) -> None:
         optimizer.zero_grad()
 
 
+@pytest.mark.seldom("2")
 @pytest.mark.parametrize("level", [0, 1, 2, 3])
 def test_the_module_inside_shows_the_weights_of_the_last_step(ranks: Ranks, level: int) -> None:
     ranks(2, look_inside_after_a_step, level)
@@ -210,6 +214,7 @@ def move_a_target(level: int) -> None:
     assert model(torch.ones(1, 8)).abs().max() == 0
 
 
+@pytest.mark.seldom("2")
 @pytest.mark.parametrize("level", [0, 1, 2, 3])
 def test_weights_of_frozen_parameters_can_be_installed(ranks: Ranks, level: int) -> None:
     ranks(2, move_a_target, level)

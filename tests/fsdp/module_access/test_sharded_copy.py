@@ -31,6 +31,7 @@ def copy_and_train(name: str, level: int) -> bool:
     return all(each.grad is not None for each in copied.parameters() if each.requires_grad)
 
 
+@pytest.mark.always("tied_across_units-3", "frozen_in_part-1")
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("name", ["tied_across_units", "frozen_in_part"])
 def test_a_deep_copy_is_a_sharded_model_of_its_own(ranks: Ranks, name: str, level: int) -> None:
@@ -132,6 +133,7 @@ def average(level: int) -> list[float]:
     return results
 
 
+@pytest.mark.seldom("2")
 @pytest.mark.parametrize("level", LEVELS)
 def test_averaged_model_of_torch_averages_a_sharded_model(ranks: Ranks, level: int) -> None:
     for ours, theirs in ranks(2, average, level):

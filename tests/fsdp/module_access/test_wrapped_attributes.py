@@ -84,6 +84,7 @@ def call_methods(level: int) -> None:
         assert {group.state.name for group in model.groups} == {"SHARDED"}
 
 
+@pytest.mark.seldom("2")
 @pytest.mark.parametrize("level", LEVELS)
 def test_methods_of_the_module_compute_as_its_forward_does(ranks: Ranks, level: int) -> None:
     ranks(2, call_methods, level)

@@ -76,6 +76,7 @@ def train_divided(mesh: str, level: int, hidden: int, style: str, outer: int) ->
         assert_owned(optimizers[0])
 
 
+@pytest.mark.always("1-sequence", "3-tensor")
 @pytest.mark.parametrize(
     ("level", "style"), [(0, "tensor"), (1, "sequence"), (3, "tensor"), (3, "sequence")]
 )
@@ -119,6 +120,7 @@ def train_experts(kind: str, level: int) -> None:
     assert_owned(optimizers[0])
 
 
+@pytest.mark.always("over_four-1")
 @pytest.mark.parametrize(("kind", "level"), [("plain", 3), ("over_four", 1), ("over_one", 0)])
 def test_matrices_of_experts_have_owners_on_their_own_mesh(
     ranks: Ranks, kind: str, level: int

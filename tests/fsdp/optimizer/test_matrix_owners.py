@@ -147,12 +147,16 @@ def train(
     assert_owned(optimizers[0])
 
 
+@pytest.mark.always(
+    "level1", "level3", "four_level2", "whole_rows", "one_unit", "hybrid_*l1", "hybrid_optim"
+)
 @pytest.mark.parametrize("place", PLACES)
 def test_steps_are_those_of_the_unsharded_optimizers(ranks: Ranks, place: str) -> None:
     size, mesh, settings = PLACES[place]
     ranks(size, train, mesh, settings)
 
 
+@pytest.mark.always("3-2")
 @pytest.mark.parametrize(("level", "size"), [(0, 2), (1, 4), (2, 4), (3, 2)])
 def test_steps_in_float32_differ_by_a_millionth(ranks: Ranks, level: int, size: int) -> None:
     # Gradients are summed in the order of ranks, as here; bfloat16 would show another order.
@@ -222,6 +226,7 @@ def load(path: str, mesh: str, settings: dict[str, Any], make: Make) -> None:
         compare_shards(model, weights(model), weights(reference), "weight", EXACT)
 
 
+@pytest.mark.always("level0-muon", "hybrid_level3-kronecker")
 @pytest.mark.parametrize("make", [optimizers_of, kronecker_and_adamw], ids=["muon", "kronecker"])
 @pytest.mark.parametrize("other", ["level0", "four_level1", "hybrid_level3"])
 def test_state_loads_into_another_layout(

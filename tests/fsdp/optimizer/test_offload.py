@@ -126,6 +126,9 @@ PLACES: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.always(
+    "level1", "level3", "hybrid optim", "bfloat16 gradients", "slots", "no_sync", "torch*"
+)
 @pytest.mark.parametrize("place", PLACES)
 def test_training_has_the_bits_of_one_on_the_device(
     ranks: Ranks, tmp_path: Path, place: str

@@ -221,6 +221,7 @@ def step_with_keywords(level: int) -> None:
     assert not torch.equal(model(x), output)
 
 
+@pytest.mark.seldom("2")
 @pytest.mark.parametrize("level", [0, 1, 2, 3])
 def test_step_can_leave_out_reductions_and_installing(ranks: Ranks, level: int) -> None:
     ranks(2, step_with_keywords, level)

@@ -101,6 +101,7 @@ def train(make: Make, mesh: str, settings: dict[str, Any], steps: int = 4) -> No
         compare_shards(model, weights(model), weights(reference), what, TOLERANCE)
 
 
+@pytest.mark.always("newton*", "trust*", "shampoo-*", "row_means-*", "adafactor-*")
 @pytest.mark.parametrize(("name", "place"), PLACES_OF_OPTIMIZERS)
 def test_updates_match_the_unsharded_optimizer(ranks: Ranks, name: str, place: str) -> None:
     size, mesh, settings = PLACES[place]
@@ -131,11 +132,13 @@ def train_muon_and_adamw(level: int) -> None:
         compare_shards(model, weights(model), weights(reference), what, 1e-9)
 
 
+@pytest.mark.always("1", "3")
 @pytest.mark.parametrize("level", range(4))
 def test_muon_of_torch_steps_beside_adamw(ranks: Ranks, level: int) -> None:
     ranks(3, train_muon_and_adamw, level)
 
 
+@pytest.mark.always("3-foreach", "3-redistribute")
 @pytest.mark.parametrize(
     ("level", "how"),
     [
@@ -173,6 +176,7 @@ def minimise(level: int) -> None:
         compare_shards(model, weights(model), weights(reference), "weight", 1e-8)
 
 
+@pytest.mark.always("3")
 @pytest.mark.parametrize("level", [1, 3])
 def test_lbfgs_steps_with_losses_that_all_ranks_share(ranks: Ranks, level: int) -> None:
     ranks(2, minimise, level)
@@ -244,6 +248,7 @@ def step_on_the_same_data(model: nn.Module, optimizer: torch.optim.Optimizer, st
     optimizer.step()
 
 
+@pytest.mark.always("row_means", "shampoo")
 @pytest.mark.parametrize("name", ["row_means", "newton_schulz", "shampoo", "lion"])
 def test_state_is_saved_and_loaded_for_another_number_of_ranks(
     ranks: Ranks, name: str, tmp_path: Path
