@@ -5,7 +5,7 @@ import pytest
 from torch import Tensor, nn
 
 from tests.support.fsdp.models import WIDTH, ResidualBlock
-from tests.support.fsdp.reference import LEVELS, Ranks, batch
+from tests.support.fsdp.reference import Ranks, batch
 from tests.support.fsdp.side_by_side import plain_backward, train_side_by_side
 
 
@@ -57,8 +57,9 @@ def switch_adapters(level: int, frozen_first: bool) -> None:
         plain_backward(model, 0, 0)
 
 
-@pytest.mark.parametrize("frozen_first", [True, False], ids=["frozen", "trained"])
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(
+    ("level", "frozen_first"), [(0, True), (1, False), (2, True), (3, True), (3, False)]
+)
 def test_adapters_are_switched_through_the_wrapper(
     ranks: Ranks, level: int, frozen_first: bool
 ) -> None:

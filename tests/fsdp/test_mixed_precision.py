@@ -99,8 +99,10 @@ def fp16_gradients(level: int, average_in_collective: bool) -> list[float]:
     return gradient_of_numbers(torch.float32, policy, level, inputs, "auto", **settings).tolist()
 
 
-@pytest.mark.parametrize("average_in_collective", [False, True])
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(
+    ("level", "average_in_collective"),
+    [(0, True), (1, False), (2, True), (3, False), (3, True)],
+)
 def test_fp16_gradients_do_not_overflow_where_their_mean_fits(
     ranks: Ranks, level: int, average_in_collective: bool
 ) -> None:

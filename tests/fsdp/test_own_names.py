@@ -230,10 +230,13 @@ def set_what_does_not_fit(way: str, case: str, strict: bool) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize("way", ["plain", "recomputed", "compiled"])
 @pytest.mark.parametrize(
-    ("case", "strict"),
-    [("a key is missing", True), ("other names", True), ("other names", False)],
+    ("way", "case", "strict"),
+    [
+        ("plain", "a key is missing", True),
+        ("recomputed", "other names", True),
+        ("compiled", "other names", False),
+    ],
 )
 def test_what_torch_broadcasts_in_part_is_an_error_on_all_ranks(
     ranks: Ranks, way: str, case: str, strict: bool
