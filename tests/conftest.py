@@ -12,15 +12,19 @@ os.environ.setdefault(
     "TORCHDYNAMO_DISABLE", "1"
 )  # compiling takes minutes on two cores; tests of it turn it on
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import pytest
 
 from tests.support import costs, end_of_run, rank_pool, stand_ins
+from tests.support.process_state import ProcessState
 from tests.support.rank_process import OUR_MODULES
 from tests.support.selection import long_files_first, mark_cases, shuffle, what_selects_nothing
 from tests.support.warm_programs import ROOT, free_port, warm_programs
+
+STATE = pytest.StashKey[ProcessState]()
+"""What the process of the tests was like before the first of them."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -56,6 +60,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     unknown = mark_cases(items)
     if unknown and not any("[" in argument for argument in config.args):
         raise pytest.UsageError(f"marks name no cases: {', '.join(unknown)}")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(
+    item: pytest.Item, nextitem: pytest.Item | None
+) -> Generator[None, object, object]:
+    """Put the settings of this process back after each file."""
+    if STATE not in item.config.stash:
+        item.config.stash[STATE] = ProcessState()
+    result = yield
+    if nextitem is None or nextitem.path != item.path:
+        item.config.stash[STATE].put_back()
+    return result
 
 
 def pytest_terminal_summary(

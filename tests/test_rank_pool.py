@@ -2,6 +2,7 @@
 """The pool of warm ranks: ordered results, failures named at once, no leaks between tests."""
 
 import importlib
+import logging
 import os
 import signal
 import subprocess
@@ -10,6 +11,7 @@ import time
 import warnings
 import weakref
 from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
 from typing import ClassVar
 
@@ -17,7 +19,10 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
+from megatron.fsdp.engine import collectives
+from megatron.mcore_adapter import cpu
 from tests.support import megatron_release
 from tests.support.fork_servers import Packages
 from tests.support.model_parallel import ONE_AXIS, initialize
@@ -79,9 +84,13 @@ def leave_a_mess() -> None:
     torch.rand(3)
     os.environ["LEFT_BEHIND"] = "1"
     os.chdir("/")
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    logging.disable()
+    logging.getLogger("megatron.fsdp").setLevel(logging.ERROR)
+    sys.path.append("/left/behind")
 
 
-def look_for_a_mess() -> tuple[bool, torch.dtype, float, bool, str]:
+def look_for_a_mess() -> tuple[object, ...]:
     from megatron.core import parallel_state
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
@@ -95,7 +104,23 @@ def look_for_a_mess() -> tuple[bool, torch.dtype, float, bool, str]:
         torch.rand(1).item(),
         "LEFT_BEHIND" in os.environ,
         os.getcwd(),
+        signal.getsignal(signal.SIGTERM),
+        logging.root.manager.disable,
+        logging.getLogger("megatron.fsdp").level,
+        "/left/behind" in sys.path,
     )
+
+
+def patch_torch() -> None:
+    torch.relu = torch.tanh
+
+
+def patch_the_engine() -> None:
+    collectives.agree = print
+
+
+def hook_all_modules() -> None:
+    nn.modules.module.register_module_forward_hook(print)
 
 
 def make_groups(count: int, members: list[int]) -> None:
@@ -235,7 +260,15 @@ def test_job_does_not_leak_into_the_next_one() -> None:
     clean = run_ranks(2, look_for_a_mess)
     run_ranks(2, leave_a_mess)
     assert run_ranks(2, look_for_a_mess) == clean
-    assert clean[0] == clean[1] == (False, torch.float32, clean[0][2], False, os.getcwd())
+    defaults = (signal.SIG_DFL, 0, logging.NOTSET, False)
+    assert clean == [(False, torch.float32, clean[0][2], False, os.getcwd(), *defaults)] * 2
+
+
+@pytest.mark.parametrize("job", [patch_torch, patch_the_engine, hook_all_modules, cpu.install])
+def test_ranks_that_a_job_has_changed_for_good_are_replaced(job: Callable[[], object]) -> None:
+    before = run_ranks(1, process_id)
+    run_ranks(1, job)
+    assert run_ranks(1, process_id) != before
 
 
 @pytest.mark.always("on some ranks only")

@@ -2,6 +2,7 @@
 """Marks choose the cases of long tables that `make test` runs."""
 
 from collections.abc import Iterator
+from itertools import groupby, product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -64,19 +65,18 @@ def test_long_files_come_first_and_others_keep_their_order() -> None:
 
 
 def test_a_seed_draws_the_order_of_files_and_of_the_tests_of_each() -> None:
-    files, orders = [f"tests/test_{name}.py" for name in "abcdef"], []
+    names = [(f"tests/test_{file}.py", number) for file, number in product("abcdef", range(6))]
+    orders = []
     for seed in (1, 1, 2):
-        items = [StubItem(str(number), file=file) for file in files for number in range(6)]
+        items = [StubItem(str(number), file=file) for file, number in names]
         shuffle(items, seed)
         orders.append([item.nodeid for item in items])
     first, same, other = orders
     assert first == same and first != other and sorted(first) == sorted(other)
-    together = [first[number].partition("::")[0] for number in range(0, 36, 6)]
-    assert sorted(together) == files != together
-    assert [node.partition("::")[0] for node in first] == [
-        each for each in together for _ in range(6)
-    ]
-    assert [node for node in first if files[0] in node] != sorted(first)[:6]
+    files = [name.partition("::")[0] for name in first]
+    assert len(list(groupby(files))) == 6 and files != sorted(files)
+    one = [name for name in first if name.startswith(files[0])]
+    assert one != sorted(one)
 
 
 def test_what_selects_nothing_is_named() -> None:

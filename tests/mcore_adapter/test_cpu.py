@@ -56,6 +56,11 @@ def found() -> list[int]:
     return [id(eval(name)) for name in REPLACED]
 
 
+def is_installed() -> bool:
+    """Job: whether torch's functions are those of the module, for which no job has asked."""
+    return torch.cuda.current_device.__module__ == cpu.__name__
+
+
 def install_twice() -> tuple[bool, bool, bool]:
     """Job: install twice; return both results and whether the second changed nothing."""
     first = cpu.install()
@@ -105,3 +110,7 @@ def use_replacements() -> None:
 
 def test_calls_that_name_cuda_work_on_the_cpu() -> None:
     run_ranks(1, use_replacements)
+
+
+def test_ranks_that_run_functions_of_the_adapter_have_it_from_the_start() -> None:
+    assert run_ranks(1, is_installed) == [True]

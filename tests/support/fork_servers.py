@@ -27,6 +27,7 @@ PRELOAD = [
     "pytest",
     "tests.support.rank_process",
     "tests.support.pretrain.training_runs",
+    "tests.support.imports_done",
 ]
 """Modules that a server imports. Eight ranks would need seconds each for those of training."""
 ENGINE = "tests.support.transformer_engine.preload"

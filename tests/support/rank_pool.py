@@ -16,6 +16,7 @@ import contextlib
 import multiprocessing
 import os
 import pickle
+import re
 import signal
 import sys
 import tempfile
@@ -51,6 +52,15 @@ MAX_THREADS = 1000
 Gloo's threads stay behind when something in torch still refers to a destroyed group."""
 
 
+ON_CPU = re.compile(r"tests\.(support\.)?(mcore_adapter|pretrain)\b")
+"""Modules whose functions run on ranks where `cpu.install()` has been called: nearly all call it.
+
+It changes a process for good. Without this, each job that calls it would need new processes."""
+
+
+Key = tuple[Packages, int, bool]
+
+
 class RankFailure(AssertionError):  # noqa: N818 (the failure of a test, not an error)
     """A rank raised, died or took too long.
 
@@ -78,7 +88,8 @@ def run_ranks(
     """
     if not 1 <= world_size <= MAX_WORLD_SIZE:
         raise ValueError(f"expects a world size of 1 to {MAX_WORLD_SIZE} but got {world_size}")
-    return _run(pickled_call(function, args, kwargs), packages, world_size, timeout)
+    key = (packages, world_size, _is_on_cpu(function, args))
+    return _run(pickled_call(function, args, kwargs), key, timeout)
 
 
 def run_apart(
@@ -88,22 +99,27 @@ def run_apart(
 
     It may fork others: it has one thread beside the main one, which waits for the next call.
     """
-    return _run(pickled_call(function, args, {}), packages, 0, timeout)[0]
+    return _run(pickled_call(function, args, {}), (packages, 0, False), timeout)[0]
 
 
-def _run(call: bytes, packages: Packages, world_size: int, timeout: float) -> list[Any]:
-    """Run a call on the group of some packages and a world size, 0 for a process apart."""
-    key = (packages, world_size)
+def _is_on_cpu(function: Callable[..., Any], args: tuple[Any, ...]) -> bool:
+    """Return whether a function, or one that it is given to call, is of the modules `ON_CPU`."""
+    functions = [function, *(each for each in args if callable(each))]
+    return any(ON_CPU.match(getattr(each, "__module__", "")) for each in functions)
+
+
+def _run(call: bytes, key: Key, timeout: float) -> list[Any]:
+    """Run a call on the group of a key: packages, a world size, and whether it is on CPU ranks."""
     for other, idle in list(_groups.items()):
         if other == key:
             continue
-        if other[0].release in (None, packages.release):
+        if other[0].release in (None, key[0].release):
             idle.pause()
         else:  # Memory is dear, and a group soon forked again.
             _groups.pop(other).kill()
     group = _groups.get(key)
     if group is None:
-        group = _groups[key] = RankGroup(world_size, packages)
+        group = _groups[key] = RankGroup(*key)
     group.resume()
     try:
         results = group.run(call, timeout)
@@ -153,7 +169,7 @@ class RankGroup:
     After `run` has raised, only `kill` may be called.
     """
 
-    def __init__(self, world_size: int, packages: Packages) -> None:
+    def __init__(self, packages: Packages, world_size: int, on_cpu: bool) -> None:
         import torch.distributed as dist
 
         self._directory = tempfile.TemporaryDirectory(
@@ -169,6 +185,7 @@ class RankGroup:
         self._connections: list[Connection] = []
         self._processes: list[multiprocessing.process.BaseProcess] = []
         self._packages = packages
+        self._on_cpu = on_cpu
         self._has_world = world_size > 0
         self._fresh_world = False
         self.is_spent = False
@@ -189,6 +206,7 @@ class RankGroup:
             store_port=self._store.port,
             stack_file=str(self._stack_files[rank]),
             output_file=str(self._output_files[rank]),
+            on_cpu=self._on_cpu,
         )
         here, there = multiprocessing.Pipe()
         process = FORKSERVER.Process(
@@ -237,7 +255,8 @@ class RankGroup:
         counts.steps += sum(report.num_steps for report in reports)
         group_counts = {report.num_groups for report in reports}
         self._fresh_world = self._has_world and _is_worn(group_counts)
-        self.is_spent = max(report.num_threads for report in reports) > MAX_THREADS
+        has_threads = max(report.num_threads for report in reports) > MAX_THREADS
+        self.is_spent = has_threads or any(report.changes for report in reports)
         return [pickle.loads(report.result or b"") for report in reports]
 
     def _collect(self, timeout: float) -> list[RankReport]:
@@ -361,7 +380,7 @@ def _name(ranks: Iterable[int]) -> str:
     return ("rank " if len(numbers) == 1 else "ranks ") + ", ".join(map(str, numbers))
 
 
-_groups: dict[tuple[Packages, int], RankGroup] = {}
+_groups: dict[Key, RankGroup] = {}
 # After multiprocessing's own registration, so it runs before that one joins the ranks.
 atexit.register(stop_servers)
 atexit.register(shut_down)

@@ -28,6 +28,8 @@ from multiprocessing.connection import Connection
 
 import psutil
 
+from tests.support.process_state import ProcessState
+
 OUR_MODULES = (
     r"(megatron\.(fsdp|huggingface|mcore_adapter|checkpoint|pretrain)|megatron_fsdp)(\.|$)"
 )
@@ -44,7 +46,7 @@ SEED = 1234
 class RankPlace:
     """Number of a rank, size of its world, port of the test process' store, and its files.
 
-    A size of 0 says that there is no world.
+    A size of 0 says that there is no world, `on_cpu` that `cpu.install()` is called first.
     """
 
     rank: int
@@ -52,6 +54,7 @@ class RankPlace:
     store_port: int
     stack_file: str
     output_file: str
+    on_cpu: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +73,8 @@ class Job:
 class RankReport:
     """Answer of a rank: pickled result or traceback, and its numbers of groups and threads.
 
-    `num_steps` is how many steps of torch's optimizers the job took.
+    `num_steps` is how many steps of torch's optimizers the job took, `changes` names what it has
+    left changed in the process for good.
     """
 
     result: bytes | None = None
@@ -78,6 +82,7 @@ class RankReport:
     num_groups: int = 1
     num_threads: int = 1
     num_steps: int = 0
+    changes: tuple[str, ...] = ()
 
 
 _num_steps = 0
@@ -104,9 +109,12 @@ def serve(place: RankPlace, connection: Connection) -> None:
         if place.world_size > 0:
             _share_one_device()
             _join_world(place, number=0)
+        if place.on_cpu:
+            _install_on_cpu()
+        state = ProcessState()
         connection.send(RankReport())
         for number in range(1, sys.maxsize):
-            connection.send(_run_job(jobs.get(), place, number))
+            connection.send(_run_job(jobs.get(), place, number, state))
 
 
 def _die_with_parent() -> None:
@@ -165,14 +173,18 @@ def _prepare_torch() -> None:
 
     torch.set_num_threads(1)
     register_optimizer_step_post_hook(_count_step)
-    gc.collect()
-    # What was imported so far stays for good: `gc.collect` between jobs need not walk it
-    gc.freeze()
 
 
 def _count_step(*_arguments: object) -> None:
     global _num_steps
     _num_steps += 1
+
+
+def _install_on_cpu() -> None:
+    """Let Megatron-Core run without CUDA, as the programs do that are tested on these ranks."""
+    from megatron.mcore_adapter import cpu
+
+    cpu.install()
 
 
 def _share_one_device() -> None:
@@ -222,35 +234,33 @@ def _join_world(place: RankPlace, number: int) -> None:
     dist.init_process_group("gloo", store=world_store, rank=place.rank, world_size=place.world_size)
 
 
-def _run_job(job: Job, place: RankPlace, number: int) -> RankReport:
-    snapshot = (dict(os.environ), os.getcwd(), list(sys.argv))
-    steps_before = _num_steps
+def _run_job(job: Job, place: RankPlace, number: int, state: ProcessState) -> RankReport:
+    steps_before, collections_before = _num_steps, _full_collections()
     os.truncate(place.output_file, 0)
     try:
-        _reset(place, number, job.fresh_world)
+        _prepare(place, number, job.fresh_world)
         with warnings.catch_warnings():
             warnings.filterwarnings("error", module=OUR_MODULES)
             sys.path[:] = job.sys_path
             importlib.invalidate_caches()
             function, args, kwargs = pickle.loads(job.call)
             result = pickle.dumps(_call(function, args, kwargs))
+        num_groups, num_steps = _count_groups(), _num_steps - steps_before
+        _destroy_megatron_core_globals()
+        is_due = number % JOBS_BETWEEN_FULL_COLLECTIONS == 0
+        _collect_garbage(everything=is_due or _full_collections() > collections_before)
+        state.put_back()
         return RankReport(
             result=result,
-            num_groups=_count_groups(),
+            num_groups=num_groups,
             num_threads=psutil.Process().num_threads(),
-            num_steps=_num_steps - steps_before,
+            num_steps=num_steps,
+            changes=tuple(state.changes()),
         )
     except (
         BaseException
     ) as error:  # SystemExit and pytest's outcomes too: a rank must always answer
         return RankReport(failure=_format(error))
-    finally:
-        environment, directory, arguments = snapshot
-        if dict(os.environ) != environment:
-            os.environ.clear()
-            os.environ.update(environment)
-        os.chdir(directory)
-        sys.argv[:] = arguments
 
 
 def _call(
@@ -276,23 +286,17 @@ def _count_groups() -> int:
     return len(dist.distributed_c10d._world.pg_map)
 
 
-def _reset(place: RankPlace, number: int, fresh_world: bool) -> None:
-    """Reset what a job may have changed: Megatron-Core's globals, groups, settings, generators."""
+def _prepare(place: RankPlace, number: int, fresh_world: bool) -> None:
+    """Seed the generators for a job, and build the world anew if it is worn."""
     import torch
     import torch.distributed as dist
 
-    _destroy_megatron_core_globals()
     if fresh_world:
         if dist.is_initialized():
             dist.destroy_process_group()
         _forget_meshes()
         _join_world(place, number)
-    torch.set_default_dtype(torch.float32)
-    torch.set_default_device(None)
-    torch.set_grad_enabled(True)
-    torch.use_deterministic_algorithms(False)
-    torch.set_num_threads(1)
-    _collect_garbage(everything=fresh_world or number % JOBS_BETWEEN_FULL_COLLECTIONS == 0)
+        _collect_garbage(everything=True)
     random.seed(SEED)
     torch.manual_seed(SEED)
     if (numpy := sys.modules.get("numpy")) is not None:
@@ -300,11 +304,15 @@ def _reset(place: RankPlace, number: int, fresh_world: bool) -> None:
 
 
 def _collect_garbage(everything: bool) -> None:
-    """Collect the garbage of the last job, or with `everything` that of all earlier jobs."""
-    if everything:
-        gc.unfreeze()
-    gc.collect()
-    gc.freeze()
+    """Collect the garbage of the last job, or with `everything` that of all earlier jobs.
+
+    What a job leaves is young, unless a full collection during the job has walked it.
+    """
+    gc.collect(2 if everything else 1)
+
+
+def _full_collections() -> int:
+    return gc.get_stats()[2]["collections"]
 
 
 def _forget_meshes() -> None:

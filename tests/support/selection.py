@@ -12,6 +12,7 @@ is left out by `pytest.mark.exhaustive`.
 import random
 import re
 from collections.abc import Iterable
+from itertools import chain
 
 import pytest
 
@@ -54,8 +55,11 @@ def shuffle(items: list[pytest.Item], seed: int) -> None:
     for item in items:
         by_file.setdefault(item.nodeid.partition("::")[0], []).append(item)
     draw = random.Random(seed)
-    files = draw.sample(list(by_file.values()), len(by_file))
-    items[:] = [item for tests in files for item in draw.sample(tests, len(tests))]
+    files = list(by_file.values())
+    draw.shuffle(files)
+    for tests in files:
+        draw.shuffle(tests)
+    items[:] = chain.from_iterable(files)
 
 
 def what_selects_nothing(config: pytest.Config) -> str:
