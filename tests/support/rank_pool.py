@@ -105,7 +105,7 @@ def run_apart(
 def _is_on_cpu(function: Callable[..., Any], args: tuple[Any, ...]) -> bool:
     """Return whether a function, or one that it is given to call, is of the modules `ON_CPU`."""
     functions = [function, *(each for each in args if callable(each))]
-    return any(ON_CPU.match(getattr(each, "__module__", "")) for each in functions)
+    return any(ON_CPU.match(getattr(each, "__module__", None) or "") for each in functions)
 
 
 def _run(call: bytes, key: Key, timeout: float) -> list[Any]:
