@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
+from megatron.fsdp.backends.messages import Messages
 from megatron.fsdp.engine.collectives import Transport
 from megatron.fsdp.engine.device import Collective, Pending, Work
 
@@ -56,21 +57,18 @@ class GlooMessages(Transport):
             rank, num_ranks = group.rank(), group.size()
             others = _other_ranks(rank, num_ranks)
             slices = [full.chunk(num_ranks) for full in fulls]
-            receives, sends = [], []
+            messages = Messages(group, _GATHER_TAG)
             for other in reversed(others):
-                receives += [group.recv([parts[other]], other, _GATHER_TAG) for parts in slices]
+                for parts in slices:
+                    messages.receive(parts[other], other)
             for other in others:
-                sends += [group.send([shard], other, _GATHER_TAG) for shard in shards]
+                for shard in shards:
+                    messages.send(shard, other)
             for parts, shard in zip(slices, shards, strict=True):
                 if parts[rank].data_ptr() != shard.data_ptr():
                     with torch.no_grad():  # autograd rejects copies into a buffer with many views
                         parts[rank].copy_(shard)
-
-            def finish() -> None:
-                for message in receives + sends:
-                    message.wait()
-
-            return Pending(finish)
+            return Pending(messages.wait)
 
         return _collective(start)
 
@@ -98,24 +96,24 @@ class GlooMessages(Transport):
                 order[:2] = 1, 0
             temporaries = [torch.empty_like(shard) for _ in others[1:]]
             targets = dict(zip(sorted(others), [shard, *temporaries]))
+            messages = Messages(group, _REDUCE_TAG)
             receives = {
-                other: group.recv([targets[other]], other, _REDUCE_TAG)
-                for other in reversed(others)
+                other: messages.receive(targets[other], other) for other in reversed(others)
             }
-            sends = [group.send([slices[other]], other, _REDUCE_TAG) for other in others]
+            for other in others:
+                messages.send(slices[other], other)
 
             def finish() -> None:
-                receives[order[0]].wait()
+                messages.wait_for(receives[order[0]])
                 for other in order[1:]:
                     if other == rank:
                         shard.add_(slices[rank])
                     else:
-                        receives[other].wait()
+                        messages.wait_for(receives[other])
                         shard.add_(targets[other])
                 if operation == dist.ReduceOp.AVG:
                     shard.div_(num_ranks)
-                for send in sends:
-                    send.wait()
+                messages.wait()
 
             return Pending(finish)
 

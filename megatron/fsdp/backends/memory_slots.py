@@ -163,6 +163,12 @@ class MemorySlots(Storage):
             super().free(buffer)
         self.vacate(buffer)
 
+    def abandon(self, buffer: FlatBuffer) -> None:
+        """Give up storage of its own; the memory of slots is never freed."""
+        if self._has_own_storage(buffer):
+            super().abandon(buffer)
+        self.vacate(buffer)
+
     def blocker(self, buffer: FlatBuffer) -> FlatBuffer | None:
         """Return the other buffer that occupies the slot of this one."""
         slot = self._slot_of.get(buffer)

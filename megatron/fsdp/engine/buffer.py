@@ -37,6 +37,11 @@ class Storage:
         buffer.flat.untyped_storage().resize_(0)
         observe.storage("release", buffer.flat)
 
+    def abandon(self, buffer: FlatBuffer) -> None:
+        """Leave the memory of an allocated buffer to a failed collective, and then to nobody."""
+        observe.storage("release", buffer.flat)
+        buffer.move(None)
+
     def discard(self, buffer: FlatBuffer) -> None:
         """Forget a freed buffer that is not used any more, and all uses of it."""
 
@@ -74,6 +79,8 @@ class FlatBuffer:
         self.padding = padding_of(self.flat, layout)
         self._slices: list[torch.Tensor] = []
         self.is_allocated = True
+        # A collective has failed, of which other ranks may still send to this memory, or read it.
+        self.is_in_failed_collective = False
         self.num_moves = 0  # to other addresses: graphs of autograd refer to the old one
         self.storage = storage
         self._on_move = on_move
@@ -88,8 +95,11 @@ class FlatBuffer:
     def free(self) -> None:
         """Free the storage if it is allocated."""
         if self.is_allocated:
-            self.storage.free(self)
-            self.is_allocated = False
+            if self.is_in_failed_collective:
+                self.storage.abandon(self)
+            else:
+                self.storage.free(self)
+            self.is_allocated = self.is_in_failed_collective = False
 
     def discard(self) -> None:
         """Free the storage, and forget all uses of the buffer."""
@@ -104,7 +114,7 @@ class FlatBuffer:
     def move(self, memory: torch.Tensor | None) -> None:
         """Use other memory, ``uint8`` and at least ``num_bytes``; None: storage of its own.
 
-        The buffer must be freed.
+        Nobody may use the buffer.
         """
         if memory is None:
             storage = torch.UntypedStorage(self.num_bytes, device=self.flat.device)

@@ -288,7 +288,13 @@ class GroupGradients(StateOwner[GradientState]):
 
     def _go_on(self, reduction: Iterator[None]) -> None:
         self._reduction = None  # a reduction that fails is over, and raises its error once
-        if next(reduction, "over") is None:
+        try:
+            is_under_way = next(reduction, "over") is None
+        except BaseException:
+            if self._buffer is not None:
+                self._buffer.is_in_failed_collective = True
+            raise
+        if is_under_way:
             self._reduction = reduction
 
     def wait_for_reduce(self) -> None:

@@ -243,6 +243,7 @@ class ParamGroup:
             # warns of a second one.
             if self._all_gather is not None and self._all_gather.has_failed:
                 self._all_gather = None
+                self.compute.is_in_failed_collective = True
             else:
                 self.wait_for_unshard()
             if self._versions is None:
@@ -314,6 +315,11 @@ def unshard(groups: Sequence[ParamGroup]) -> None:
         for (is_whole, _), together in by_ranks.items():
             gathers = list(chain.from_iterable(group.prepare_unshard() for group in together))
             communicator = together[0].communicator
-            all_gather = Pending() if is_whole else communicator.all_gather(gathers)
+            try:
+                all_gather = Pending() if is_whole else communicator.all_gather(gathers)
+            except BaseException:  # some of its messages may be under way
+                for group in together:
+                    group.compute.is_in_failed_collective = True
+                raise
             for group in together:
                 group.begin_unshard(all_gather)

@@ -80,9 +80,9 @@ class UnitCall(StateOwner[CallState]):
         """Raise an error if the graph refers to addresses where the weights are no more."""
         if self._num_moves != self._count_moves():
             raise RuntimeError(
-                f"{self.unit}: its forward came before the optimizer's step that assigned memory"
-                " slots, its backward comes after, and the graph refers to the old addresses. Run"
-                " the backward before the step, or train without slots"
+                f"{self.unit}: its forward came before an all-gather that failed, or the step that"
+                " assigned memory slots, its backward comes after, and the graph refers to the old"
+                " addresses. Run the backward before that step, or train without slots"
             )
 
     def _count_moves(self) -> int:

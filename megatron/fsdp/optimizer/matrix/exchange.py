@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _coalescing_manager
 
+from megatron.fsdp.backends.messages import Messages
 from megatron.fsdp.engine.device import Pending, Work
 from megatron.fsdp.engine.observe import OTHER, observed
 
@@ -51,16 +52,19 @@ class Exchange:
         return Pending(wait)
 
     def _launch(self, asynchronous: bool) -> Work:
-        messages = self._receives + self._sends
-        if not any(tensor.is_cuda for tensor, _ in messages):
-            works = self._issue()
-            return Pending(lambda: [work.wait() for work in works])
+        tensors = [tensor for tensor, _ in self._receives + self._sends]
+        if not any(tensor.is_cuda for tensor in tensors):
+            messages = Messages(self._group, _TAG)
+            for tensor, rank in self._receives:
+                messages.receive(tensor, rank)
+            for tensor, rank in self._sends:
+                messages.send(tensor, rank)
+            return messages
         # NCCL runs the messages of one launch side by side, and those of two one after the other.
-        with _coalescing_manager(self._group, messages[0][0].device, async_ops=True) as coalesced:
-            self._issue()
+        with _coalescing_manager(self._group, tensors[0].device, async_ops=True) as coalesced:
+            for tensor, rank in self._receives:
+                self._group.recv([tensor], rank, _TAG)
+            for tensor, rank in self._sends:
+                self._group.send([tensor], rank, _TAG)
             work: Work = coalesced
         return work
-
-    def _issue(self) -> Sequence[Work]:
-        receives = [self._group.recv([each], rank, _TAG) for each, rank in self._receives]
-        return receives + [self._group.send([each], rank, _TAG) for each, rank in self._sends]
