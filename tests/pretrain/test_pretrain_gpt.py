@@ -170,6 +170,52 @@ def test_sigterm_to_torchrun_saves_a_checkpoint_that_resumes(corpus: str, tmp_pa
     assert [step["iteration"] for step in resumed.steps] == [stopped + 1]
 
 
+TERMINATED_WITH_AN_UPLOAD = """
+import os, signal, sys, time
+import pretrain_gpt
+from megatron.pretrain import loop
+
+train, train_step = loop.train, loop.train_step
+
+def terminated_step(run, data):
+    if run.progress.iteration == 1:
+        os.kill(os.getpid(), signal.SIGTERM)
+    train_step(run, data)
+
+def train_and_upload(*args):
+    train(*args)
+    time.sleep(1)  # the watch looks several times
+    print("uploaded", flush=True)
+
+loop.train, loop.train_step = train_and_upload, terminated_step
+code = pretrain_gpt.main()
+os.kill(os.getpid(), signal.SIGTERM)  # a launcher and a batch system may both send it
+print("ended", flush=True)
+sys.exit(code)
+"""
+
+
+def test_what_follows_the_loop_is_not_cut_by_the_sigterm_that_has_ended_it(
+    corpus: str, tmp_path: Path, commands: dict[str, str]
+) -> None:
+    (tmp_path / "program.py").write_text(TERMINATED_WITH_AN_UPLOAD)
+    line = (
+        f"--use-megatron-fsdp {MODEL} --num-workers 0 --data-path {corpus} --train-iters 100000"
+        f" --eval-iters 0 --split 1,0,0 --save {tmp_path / 'saved'}"
+    )
+    ended = subprocess.run(
+        ["torchrun", "--standalone", "--nproc_per_node", "2", "program.py", *shlex.split(line)],
+        cwd=tmp_path,
+        env=commands,
+        text=True,
+        capture_output=True,
+        timeout=120,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("uploaded") == ended.stdout.count("ended") == 2, ended.stdout
+    assert (tmp_path / "saved" / TRACKER).read_text() == "2"
+
+
 def interrupted(command_line: str, rank: int, number: int = signal.SIGTERM) -> Record | None:
     """Job: a run of which one rank is sent a signal in its second step; None if that raises."""
     original = loop.train_step

@@ -47,7 +47,13 @@ class StopRequest:
         self._before.setdefault(number, signal.signal(number, request))
 
     def forget_signals(self) -> None:
-        """Give signals back to the handlers of before: nothing reads the requests any more."""
+        """Give signals back to the handlers of before: nothing reads the requests any more.
+
+        SIGTERM is kept until the program ends where the run stops because of a request: ranks hear
+        of the signal at different times, and it may not cut what comes after the loop.
+        """
+        if self.terminated or self.agreed:
+            self._before.pop(signal.SIGTERM, None)
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before.clear()

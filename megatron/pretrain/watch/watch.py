@@ -10,8 +10,9 @@ also while the main thread waits in a collective that never ends. Nothing here i
                            rank writes torch's traceback to a file, and exits with 1
     a rank has an error    the first rank that has one prints it, the others are silent
     SIGTERM                if a peer has failed, as above: torchrun sends it to the ranks that are
-                           left. Otherwise the loop stops after its step, if it was told to; without
-                           that the process exits with 143
+                           left. Otherwise the loop stops after its step, if it was told to, and
+                           has the signal until the program ends; without that the process exits
+                           with 143
     SIGINT                 the loop stops after its step, without saving. Elsewhere
                            KeyboardInterrupt ends the program. A second SIGINT, or a main thread
                            that is not over after some seconds, ends the process. Exit code 130
@@ -36,7 +37,7 @@ import traceback
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
@@ -91,7 +92,7 @@ class Watch:
 
     def __enter__(self) -> Watch:
         for number, handler in ((signal.SIGTERM, _ignore), (signal.SIGINT, _interrupt)):
-            self._restore.callback(signal.signal, number, signal.signal(number, handler))
+            self._restore.callback(_restore, number, signal.signal(number, handler))
         # Python writes the numbers of signals there at once, whatever the main thread does.
         self._mouth.setblocking(False)
         before = signal.set_wakeup_fd(self._mouth.fileno(), warn_on_full_buffer=False)
@@ -344,6 +345,12 @@ def _is_of_collective(error: BaseException | None) -> bool:
             return True
         error = error.__cause__
     return False
+
+
+def _restore(number: int, handler: Any) -> None:
+    """Give a signal back to the handler of before, unless a run that stops has taken it."""
+    if signal.getsignal(number) in (_ignore, _interrupt):
+        signal.signal(number, handler)
 
 
 def _ignore(number: int, frame: FrameType | None) -> None:
