@@ -49,6 +49,20 @@ BROKEN_LINES = [
         "tests/fsdp/backends/test_gloo_messages.py",
     ),
     BrokenLine(
+        "messages: those that nobody waits for are lost",
+        "megatron/fsdp/backends/messages.py",
+        "if self._under_way and not sys.is_finalizing():",
+        "if False:",
+        "tests/fsdp/backends/test_messages.py",
+    ),
+    BrokenLine(
+        "buffers: memory of a collective that has failed is freed",
+        "megatron/fsdp/engine/buffer.py",
+        "if self.is_in_failed_collective:",
+        "if False:",
+        "tests/fsdp/backends/test_messages.py",
+    ),
+    BrokenLine(
         "collectives: buffers of several dtypes are gathered as they are",
         "megatron/fsdp/engine/collectives.py",
         "_all_gather_single(full.view(torch.uint8), shard.view(torch.uint8), group=group)",
