@@ -63,6 +63,17 @@ def raise_everywhere() -> None:
     raise ValueError("the same everywhere")
 
 
+def print_a_line(line: str) -> None:
+    print(line)
+
+
+def abort_on_rank_one() -> None:
+    print_a_line("a warning of this job")
+    if dist.get_rank() == 1:
+        os.abort()
+    dist.barrier()
+
+
 def die_on_rank_one() -> None:
     if dist.get_rank() == 1:
         os._exit(7)
@@ -236,6 +247,16 @@ def test_rank_that_dies_is_named_with_its_exit_code() -> None:
     ):
         run_ranks(2, die_on_rank_one, timeout=60)
     assert run_ranks(2, rank_and_world_size) == [(0, 2), (1, 2)]
+
+
+def test_rank_that_aborts_shows_where_and_what_it_printed_in_this_job_and_the_one_before() -> None:
+    run_ranks(2, print_a_line, "a warning of the job before")
+    with pytest.raises(RankFailure, match="exit code -6") as failure:
+        run_ranks(2, abort_on_rank_one, timeout=60)
+    message = str(failure.value)
+    assert "a warning of this job" in message
+    assert "Fatal Python error: Aborted" in message and "in abort_on_rank_one" in message
+    assert "rank 1 had printed in the job before:\na warning of the job before" in message
 
 
 def test_rank_killed_between_jobs_is_reported_and_replaced() -> None:

@@ -44,7 +44,7 @@ MAX_GROUPS = 200
 Each has two threads and its sockets. What torch and `tests.support.model_parallel` remember of
 meshes and layouts is lost then, which costs as much as ten jobs.
 """
-SHOWN_LINES = 20
+SHOWN_LINES = 40
 """Lines of a rank's output that a failure shows."""
 MAX_THREADS = 1000
 """Threads of a rank at which the next job gets new processes.
@@ -301,17 +301,24 @@ class RankGroup:
                 by_text.setdefault(report.failure, []).append(rank)
         for text, ranks in by_text.items():
             parts.append(f"{_name(sorted(ranks))} of {world_size} failed:\n{text}")
-        for text, ranks in self._printed().items():
+        for text, ranks in self._printed(self._output_files).items():
             parts.append(f"{_name(ranks)} printed:\n{text}")
+        dead = [
+            rank for rank, process in enumerate(self._processes) if process.exitcode is not None
+        ]
+        files = [Path(f"{self._output_files[rank]}.before") for rank in dead]
+        for text, ranks in self._printed(files).items():
+            named = _name(dead[rank] for rank in ranks)
+            parts.append(f"{named} had printed in the job before:\n{text}")
         stacks = self._dump_stacks(waiting)
         for rank in waiting:
             parts.append(f"rank {rank} was still running:\n{stacks[rank]}")
         return "\n".join(parts)
 
-    def _printed(self) -> dict[str, list[int]]:
-        """Return the last lines that ranks printed in this job -> the ranks that did."""
+    def _printed(self, files: list[Path]) -> dict[str, list[int]]:
+        """Return the last lines of files -> the indices of the files that have them."""
         ranks_by_text: dict[str, list[int]] = {}
-        for rank, path in enumerate(self._output_files):
+        for rank, path in enumerate(files):
             lines = path.read_text(errors="replace").splitlines() if path.exists() else []
             if lines:
                 ranks_by_text.setdefault("\n".join(lines[-SHOWN_LINES:]), []).append(rank)

@@ -11,11 +11,13 @@ import faulthandler
 import functools
 import gc
 import importlib
+import multiprocessing
 import os
 import pickle
 import queue
 import random
 import resource
+import shutil
 import signal
 import sys
 import threading
@@ -101,6 +103,8 @@ def serve(place: RankPlace, connection: Connection) -> None:
     _allow_many_sockets()
     _set_environment(place)
     _write_output_to(place.output_file)
+    faulthandler.enable()  # a rank that aborts says where
+    multiprocessing.set_start_method("fork", force=True)  # of data loaders, as in other programs
     jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
     threading.Thread(target=_receive_jobs, args=(connection, jobs), daemon=True).start()
     with open(place.stack_file, "w") as stack_file:
@@ -134,6 +138,12 @@ def _write_output_to(path: str) -> None:
         os.dup2(file, stream.fileno())
         stream.reconfigure(line_buffering=True)
     os.close(file)
+
+
+def _begin_output(path: str) -> None:
+    """Begin the output of a job; keep that of the job before, of which the process may yet die."""
+    shutil.copyfile(path, f"{path}.before")
+    os.truncate(path, 0)
 
 
 def _allow_many_sockets() -> None:
@@ -236,7 +246,7 @@ def _join_world(place: RankPlace, number: int) -> None:
 
 def _run_job(job: Job, place: RankPlace, number: int, state: ProcessState) -> RankReport:
     steps_before, collections_before = _num_steps, _full_collections()
-    os.truncate(place.output_file, 0)
+    _begin_output(place.output_file)
     try:
         _prepare(place, number, job.fresh_world)
         with warnings.catch_warnings():
