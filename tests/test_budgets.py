@@ -31,7 +31,7 @@ ROOMS = [
     # folder                                lines  files
     Room("megatron_fsdp",                   1_900, 14),
     Room("megatron/fsdp/engine",            3_820, 17),  # memory of collectives that have failed
-    Room("megatron/fsdp",                  10_600, 56),
+    Room("megatron/fsdp",                  10_720, 56),  # messages that nobody waits for
     Room("megatron/mcore_adapter",          3_800, 30),
     Room("megatron/checkpoint",            12_200, 64),
     Room("megatron/pretrain",              14_500, 80),
@@ -46,7 +46,7 @@ ADDED_ROOMS = [
 
 # The engine: the algorithm, which one reads in an afternoon.
 ENGINE = "megatron/fsdp/engine"
-ENGINE_CODE_LINES = 2_400
+ENGINE_CODE_LINES = 2_410
 ENGINE_DOCSTRINGS = 0.20  # of all lines, at most: accessors need one line
 ENGINE_COMMENTS = 0.05  # of all lines, at least: decisions need reasons
 ENGINE_IGNORES = re.compile(

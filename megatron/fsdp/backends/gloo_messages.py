@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from megatron.fsdp.backends.messages import Messages
+from megatron.fsdp.backends.messages import PeerMessages
 from megatron.fsdp.engine.collectives import Transport
 from megatron.fsdp.engine.device import Collective, Pending, Work
 
@@ -57,7 +57,7 @@ class GlooMessages(Transport):
             rank, num_ranks = group.rank(), group.size()
             others = _other_ranks(rank, num_ranks)
             slices = [full.chunk(num_ranks) for full in fulls]
-            messages = Messages(group, _GATHER_TAG)
+            messages = PeerMessages(group, _GATHER_TAG)
             for other in reversed(others):
                 for parts in slices:
                     messages.receive(parts[other], other)
@@ -96,7 +96,7 @@ class GlooMessages(Transport):
                 order[:2] = 1, 0
             temporaries = [torch.empty_like(shard) for _ in others[1:]]
             targets = dict(zip(sorted(others), [shard, *temporaries]))
-            messages = Messages(group, _REDUCE_TAG)
+            messages = PeerMessages(group, _REDUCE_TAG)
             receives = {
                 other: messages.receive(targets[other], other) for other in reversed(others)
             }

@@ -23,7 +23,7 @@ dropped: WeakKeyDictionary[dist.ProcessGroup, dict[int, deque[UnderWay]]] = Weak
 """By group and by tag the messages that nobody waits for, in the order of their issue."""
 
 
-class Messages:
+class PeerMessages:
     """The messages of one collective of a group, which match those of other ranks by their tag."""
 
     __slots__ = ("_group", "_tag", "_under_way")

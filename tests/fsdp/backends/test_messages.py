@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages that nobody waits for: they arrive all the same, and their memory stays as long."""
+"""PeerMessages that nobody waits for: they arrive all the same, and their memory stays as long."""
 
 import gc
 from typing import Any
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from megatron.fsdp.backends import messages
-from megatron.fsdp.backends.messages import Messages
+from megatron.fsdp.backends.messages import PeerMessages
 from megatron.fsdp.optimizer.matrix.exchange import Exchange
 from megatron_fsdp import fully_shard_model
 from tests.support.fsdp.reference import Ranks
@@ -27,8 +27,11 @@ def store() -> Any:
 
 def kept(group: dist.ProcessGroup) -> list[Tensor]:
     """Return the tensors of messages that nobody waits for."""
-    collectives = [each for waiting in messages.dropped.get(group, {}).values() for each in waiting]
-    return [tensor for under_way in collectives for tensor in under_way.values()]
+    tensors: list[Tensor] = []
+    for waiting in messages.dropped.get(group, {}).values():
+        for under_way in waiting:
+            tensors += under_way.values()
+    return tensors
 
 
 # ---- a model that is dropped in the middle of a step
@@ -160,7 +163,7 @@ def test_what_has_failed_uses_no_freed_memory_and_goes_with_its_group(
 
 def interrupt_and_wait_again() -> float:
     rank, group = dist.get_rank(), dist.group.WORLD
-    under_way = Messages(group, tag=7)
+    under_way = PeerMessages(group, tag=7)
     received = torch.empty(2)
     works = [
         under_way.receive(received, 1 - rank),

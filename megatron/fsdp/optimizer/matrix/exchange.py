@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _coalescing_manager
 
-from megatron.fsdp.backends.messages import Messages
+from megatron.fsdp.backends.messages import PeerMessages
 from megatron.fsdp.engine.device import Pending, Work
 from megatron.fsdp.engine.observe import OTHER, observed
 
@@ -54,7 +54,7 @@ class Exchange:
     def _launch(self, asynchronous: bool) -> Work:
         tensors = [tensor for tensor, _ in self._receives + self._sends]
         if not any(tensor.is_cuda for tensor in tensors):
-            messages = Messages(self._group, _TAG)
+            messages = PeerMessages(self._group, _TAG)
             for tensor, rank in self._receives:
                 messages.receive(tensor, rank)
             for tensor, rank in self._sends:
