@@ -230,7 +230,7 @@ def load_different_checkpoints(folder: Path) -> str:
 
 
 def test_ranks_that_would_load_different_checkpoints_are_told(ranks: Ranks, tmp_path: Path) -> None:
-    for message in ranks(2, load_different_checkpoints, tmp_path, timeout=60):
+    for message in ranks(2, load_different_checkpoints, tmp_path):
         assert message.endswith(f"different checkpoints: {tmp_path}/0, {tmp_path}/1")
 
 

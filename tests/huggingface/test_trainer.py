@@ -270,7 +270,7 @@ def resume_where_ranks_find_different_checkpoints(folder: Path) -> tuple[int, st
 def test_ranks_that_see_different_files_resume_the_same_checkpoint_or_none(
     ranks: Ranks, tmp_path: Path
 ) -> None:
-    first, second = ranks(2, resume_where_ranks_find_different_checkpoints, tmp_path, timeout=60)
+    first, second = ranks(2, resume_where_ranks_find_different_checkpoints, tmp_path)
     assert first == second
     assert first[0] == 6 and "checkpoint-3/sharded_state is not seen by rank 1" in first[1]
 

@@ -12,7 +12,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -379,8 +378,7 @@ def test_under_torchrun_an_error_is_told_once_and_ends_all_ranks(
     process = start(
         f"{LINE} --num-layers 3 --load {checkpoint}", checkpoint, ("torchrun",), commands
     )
-    began = time.monotonic()
     _, errors = process.communicate(timeout=300)
-    assert process.returncode != 0 and time.monotonic() - began < 150
+    assert process.returncode != 0
     assert errors.count("is a checkpoint of another model") == 1
     assert 'pretrain_gpt.py", line' not in errors  # torchrun adds its own report, we no traceback

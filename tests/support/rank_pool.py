@@ -36,8 +36,8 @@ START_TIMEOUT = 120.0
 """Seconds a new group may take to answer; the first one imports torch and Megatron-Core."""
 GRACE = 0.5
 """Seconds that other ranks have to report after a failure: often all fail, with telling stacks."""
-STACK_TIMEOUT = 5.0
-"""Seconds that ranks have to write their stacks."""
+STACK_TIMEOUT = 30.0
+"""Seconds that ranks have to write their stacks, and that one that dies has to be gone."""
 MAX_GROUPS = 200
 """Process groups that may pile up in a world before it is built anew.
 
@@ -284,7 +284,7 @@ class RankGroup:
             return self._connections[rank].recv()
         except (EOFError, ConnectionResetError):
             process = self._processes[rank]
-            process.join(GRACE)
+            process.join(STACK_TIMEOUT)
             return RankReport(failure=f"the process died with exit code {process.exitcode}\n")
 
     def _describe(
@@ -337,7 +337,8 @@ class RankGroup:
             path.stat().st_size == size for path, size in sizes.items()
         ):
             time.sleep(0.02)
-        time.sleep(0.1 if ranks else 0.0)  # the rest of the stacks
+        while sizes and sizes != (sizes := {path: path.stat().st_size for path in sizes}):
+            time.sleep(0.1)  # the rest of the stacks
         return {
             rank: (
                 path.read_text()

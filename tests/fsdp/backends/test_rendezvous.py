@@ -86,8 +86,12 @@ def test_calls_of_a_first_rank_that_died_are_forgotten(launcher: Launcher) -> No
 
 def test_missing_ranks_are_named(launcher: Launcher) -> None:
     second = launcher.start(1, 3)
-    with pytest.raises(TimeoutError, match="start: 2 of 3"):
-        launcher.start(0, 3, timedelta(seconds=1)).result()
+    for seconds in (1, 60):  # a machine under load may take longer than a second to answer
+        with pytest.raises(TimeoutError) as error:
+            launcher.start(0, 3, timedelta(seconds=seconds)).result()
+        if "start: 2 of 3" in str(error.value):
+            break
+    assert "start: 2 of 3" in str(error.value)
     rest = [launcher.start(rank, 3) for rank in (0, 2)]
     assert len({rank.result() for rank in [second, *rest]}) == 1
     with pytest.raises(TimeoutError, match="rank 1 has waited"):

@@ -122,7 +122,7 @@ def generate_different_lengths(level: int) -> None:
 
 @pytest.mark.parametrize("level", [1, 3])
 def test_generation_of_different_lengths_ends(ranks: Ranks, level: int) -> None:
-    ranks(2, generate_different_lengths, level, timeout=60)
+    ranks(2, generate_different_lengths, level)
 
 
 def save_pretrained(path: str, is_tied: bool) -> list[str]:

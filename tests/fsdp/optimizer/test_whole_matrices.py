@@ -288,4 +288,4 @@ def use_states_alone() -> None:
 
 
 def test_a_rank_of_level_0_needs_no_other_for_its_states(ranks: Ranks) -> None:
-    ranks(2, use_states_alone, timeout=30)
+    ranks(2, use_states_alone)

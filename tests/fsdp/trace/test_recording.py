@@ -20,7 +20,6 @@ from megatron.fsdp.engine.collectives import agree
 from megatron.fsdp.trace.divergence import PublishedCollective, first_difference
 from megatron.fsdp.trace.recorder import STORAGE, CollectiveError
 from megatron.fsdp.trace.recording import COLUMNS, lane_for
-from megatron_fsdp import MegatronFSDP
 from tests.support.fsdp.models import BATCH, WIDTH
 from tests.support.fsdp.recorded_steps import build_recorded, record_step, train_step
 from tests.support.fsdp.reference import Ranks, loss_of
@@ -182,21 +181,25 @@ def test_ranges_of_torch_profiler_name_unit_and_phase(ranks: Ranks) -> None:
         } <= names
 
 
-def build_for_timeouts(seconds: float) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
-    """Shard a model over two ranks whose collectives may take so long."""
-    group = dist.new_group([0, 1], timeout=timedelta(seconds=seconds))
-    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("dp_shard",))
-    return build_recorded(3, mesh)
+def mesh_of_a_new_group() -> DeviceMesh:
+    return DeviceMesh.from_group(dist.new_group([0, 1]), "cpu", mesh_dim_names=("dp_shard",))
+
+
+def end_patience(mesh: DeviceMesh) -> None:
+    """Let collectives that a rank begins from now on fail soon, when all earlier ones are over."""
+    dist.barrier()  # of another group
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1), mesh.get_group())
 
 
 def leave_one_rank_behind(directory: Path) -> str:
     """Train on two ranks, of which one runs no backward; return what each of them tells."""
-    model, optimizer = build_for_timeouts(5)
+    mesh = mesh_of_a_new_group()
+    model, optimizer = build_recorded(3, mesh)
     train_step(model, optimizer)
-    dist.barrier()  # of another group: from here on ranks have the time of this one
     printed = io.StringIO()
     with contextlib.redirect_stderr(printed), trace.record(directory):
         loss = loss_of(model(torch.randn(BATCH, WIDTH)))
+        end_patience(mesh)
         if dist.get_rank() == 0:
             with pytest.raises(CollectiveError) as caught:
                 loss.backward()
@@ -228,12 +231,13 @@ def test_a_timeout_names_the_first_rank_that_differs(ranks: Ranks, tmp_path: Pat
 
 def end_one_rank_early(fails: bool) -> str:
     """Train on two ranks, of which one has no more data, or fails; return what the other tells."""
-    model, optimizer = build_for_timeouts(2)
+    mesh = mesh_of_a_new_group()
+    model, optimizer = build_recorded(3, mesh)
     train_step(model, optimizer)
-    dist.barrier()
     try:
         with trace.record():
             train_step(model, optimizer)
+            end_patience(mesh)
             if dist.get_rank() == 0:
                 train_step(model, optimizer)
             elif fails:

@@ -155,6 +155,11 @@ def test_a_heartbeat_survives_the_store() -> None:
     assert Heartbeat(**json.loads(json.dumps(asdict(sent)))) == sent
 
 
+def instruction_of_main_thread() -> tuple[str, int]:
+    frame = sys._current_frames()[threading.main_thread().ident]
+    return frame.f_code.co_name, frame.f_lasti
+
+
 class Watcher:
     """Another thread that finds the position of the main one, which waits for it."""
 
@@ -174,7 +179,10 @@ class Watcher:
 
         def look() -> None:
             self.arrived.wait()
-            time.sleep(0.3)  # until it waits in `acquire`
+            seen = [instruction_of_main_thread()]
+            while len(seen) < 10 or len(set(seen[-10:])) > 1:  # until it waits in `acquire`
+                time.sleep(0.03)
+                seen.append(instruction_of_main_thread())
             found.append(position.current())
             self.looked.release()
 

@@ -26,7 +26,7 @@ def message_of(
     return str(error.value)
 
 
-TIMEOUT = 30.0
+TIMEOUT = 120.0
 """Seconds that the calls of a table may take, and one more each, where one of them hangs."""
 
 
