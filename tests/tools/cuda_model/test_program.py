@@ -124,13 +124,13 @@ def trained_with_fsdp2(device_type: str) -> list[float]:
     for layer in model:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=True)
     losses = []
     for number in range(3):
         x = torch.full((2, 6), number + dist.get_rank() + 1.0, device=device_type)
         loss = model(x).square().mean()
         loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.detach())
