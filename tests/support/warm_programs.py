@@ -57,6 +57,7 @@ def warm_programs(socket_path: Path) -> Iterator[None]:
 def serve(path: str, requester: Connection) -> None:
     """Fork a launcher for each request until the requester closes its end."""
     set_up_logging()
+    multiprocessing.set_start_method("fork", force=True)  # of data loaders, as in other programs
     for name in PRELOAD:
         importlib.import_module(name)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
@@ -174,7 +175,7 @@ def end_with(connection: socket.socket, ranks: set[int], terminated: threading.E
 def become_rank(script: str, words: list[str], environment: dict[str, str]) -> NoReturn:
     """Run the script as a program.
 
-    Python's main module stays this one: Megatron-Core's first save imports it once more.
+    Python's main module stays that of the server: Megatron-Core's first save imports it once more.
     """
     os.environ.clear()
     os.environ.update(environment)
