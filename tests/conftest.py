@@ -54,7 +54,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave most cases of long tables to `make test-all`, as their marks say; order files."""
-    long_files_first(items)
+    long_files_first(items, costs.read_table())
     if config.option.random_order is not None:
         shuffle(items, config.option.random_order)
     unknown = mark_cases(items)

@@ -3,13 +3,12 @@
 
 from collections.abc import Iterator
 from itertools import groupby, product
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from tests.support.selection import (
-    LONG_FILES,
+    LONG,
     long_files_first,
     mark_cases,
     shuffle,
@@ -57,11 +56,12 @@ def test_a_mark_that_names_no_case_is_told() -> None:
 
 
 def test_long_files_come_first_and_others_keep_their_order() -> None:
-    root, (*_, long) = Path(__file__).parents[1], sorted(LONG_FILES)
-    assert [file for file in LONG_FILES if not (root / file).is_file()] == []
-    items = [StubItem("a", file=file) for file in ("tests/y.py", "tests/x.py", long)]
-    long_files_first(items)
-    assert [item.nodeid.partition("::")[0] for item in items] == [long, "tests/y.py", "tests/x.py"]
+    costs = {"tests/x.py": 10.0, "tests/long.py": LONG, "tests/longer.py": 2 * LONG}
+    files = ["tests/y.py", "tests/long.py", "tests/x.py", "tests/longer.py"]
+    items = [StubItem("a", file=file) for file in files]
+    long_files_first(items, costs)
+    sorted_files = [item.nodeid.partition("::")[0] for item in items]
+    assert sorted_files == ["tests/longer.py", "tests/long.py", "tests/y.py", "tests/x.py"]
 
 
 def test_a_seed_draws_the_order_of_files_and_of_the_tests_of_each() -> None:

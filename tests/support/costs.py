@@ -117,9 +117,10 @@ class CostPlugin:
         cost.steps += now.steps - self._before.steps
         self._before = now
         cost.references = cost.processor_seconds / statistics.median(self.references)
-        problem = over_budget(file, cost.references, self._budgets.get(file))
-        if problem is not None:
-            pytest.fail(problem, pytrace=False)
+        if self._budgets:
+            problem = over_budget(file, cost.references, self._budgets.get(file))
+            if problem is not None:
+                pytest.fail(problem, pytrace=False)
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         if hasattr(session.config, "workeroutput"):

@@ -16,17 +16,8 @@ from itertools import chain
 
 import pytest
 
-LONG_FILES = {
-    "tests/examples/test_readme.py",
-    "tests/fsdp/test_inductor.py",
-    "tests/pretrain/test_checkpoint_layouts.py",
-    "tests/pretrain/test_copies_during_a_step.py",
-    "tests/pretrain/test_low_precision.py",
-    "tests/pretrain/test_parity.py",
-    "tests/pretrain/test_pretrain_gpt.py",
-    "tests/pretrain/test_releases.py",
-}
-"""Files that take minutes. They come first, so that no worker waits for another's at the end."""
+LONG = 300.0
+"""Cost in `tests/costs.md` from which a file comes first, so that no worker waits for another's."""
 
 
 def mark_cases(items: Iterable[pytest.Item]) -> list[str]:
@@ -44,9 +35,14 @@ def mark_cases(items: Iterable[pytest.Item]) -> list[str]:
     return [f"{function}[{pattern}]" for function, pattern in sorted(unused - used)]
 
 
-def long_files_first(items: list[pytest.Item]) -> None:
-    """Let `LONG_FILES` come first; others keep their order, in which a folder shares fixtures."""
-    items.sort(key=lambda item: item.nodeid.partition("::")[0] not in LONG_FILES)
+def long_files_first(items: list[pytest.Item], costs: dict[str, float]) -> None:
+    """Let long files come first, the costliest one at the start; others keep their order."""
+
+    def position(item: pytest.Item) -> float:
+        cost = costs.get(item.nodeid.partition("::")[0], 0.0)
+        return -cost if cost >= LONG else 0.0
+
+    items.sort(key=position)
 
 
 def shuffle(items: list[pytest.Item], seed: int) -> None:
