@@ -6,6 +6,7 @@ format` decides how long lines are. Where a budget proves wrong, change it here,
 """
 
 import ast
+import functools
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -115,9 +116,17 @@ def sources(*folders: str) -> list[Source]:
         for file in [path] if path.is_file() else sorted(path.rglob("*.py")):
             name = file.relative_to(REPOSITORY)
             if name.parts[:2] != ("tests", "data"):
-                text = file.read_text()
-                found.append(Source(name, text, ast.parse(text)))
+                found.append(read(name))
     return found
+
+
+parse = functools.cache(ast.parse)
+
+
+@functools.cache
+def read(name: Path) -> Source:
+    text = (REPOSITORY / name).read_text()
+    return Source(name, text, parse(text))
 
 
 @pytest.fixture(scope="module")
@@ -282,7 +291,7 @@ def problems_of_size(source: str) -> Iterator[str]:
     lines = len(source.splitlines())
     if lines > MODULE_LINES:
         yield f"{lines} lines, more than {MODULE_LINES}"
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parse(source)):
         if isinstance(node, Function) and number_of_lines(node) > FUNCTION_LINES:
             yield f"{node.name} has {number_of_lines(node)} lines, more than {FUNCTION_LINES}"
         if isinstance(node, COMPREHENSIONS) and len(node.generators) > 1:
@@ -291,7 +300,7 @@ def problems_of_size(source: str) -> Iterator[str]:
 
 def problems_of_language(source: str) -> Iterator[str]:
     """Name every docstring that begins with a question word instead of a verb or a noun."""
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parse(source)):
         if isinstance(node, Function | ast.ClassDef | ast.Module):
             text = ast.get_docstring(node) or ""
             if text.startswith(QUESTION_WORDS):

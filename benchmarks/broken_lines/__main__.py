@@ -33,11 +33,10 @@ def selections(line: BrokenLine, root: Path) -> list[tuple[str, list[str]]]:
     """Return (who notices, arguments of pytest), the cheapest first."""
     stem = Path(line.file).stem
     folders = [name for name in line.tests.split() if (root / name).exists()]
-    own = [
-        file.relative_to(root).as_posix()
-        for name in folders
-        for file in sorted((root / name).rglob(f"test_*{stem}*.py"))
-    ]
+    own: list[str] = []
+    for name in folders:
+        files = sorted((root / name).rglob(f"test_*{stem}*.py"))
+        own += [file.relative_to(root).as_posix() for file in files]
     default = ["-m", "not exhaustive"]
     chosen = [
         ("make test", [*dict.fromkeys(own), *default]),

@@ -77,7 +77,9 @@ def drawn_lines(number: int, seed: int) -> list[BrokenLine]:
     lines: list[BrokenLine] = []
     for index, part in enumerate(PARTS):
         wanted = number * (index + 1) // len(PARTS) - number * index // len(PARTS)
-        candidates = [line for file in files_of(part) for line in changes(part, file)]
+        candidates: list[BrokenLine] = []
+        for file in files_of(part):
+            candidates += changes(part, file)
         valid = filter(is_valid, sorted(candidates, key=position))
         lines += itertools.islice(valid, wanted)
     return lines

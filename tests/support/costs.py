@@ -75,7 +75,7 @@ class CostPlugin:
         self.references: list[float] = []
         self._budgets = budgets
         self._file: str | None = None
-        self._before = Counts()
+        self._before = Usage()
         self._is_exhaustive = False
 
     @pytest.hookimpl(wrapper=True)
@@ -85,7 +85,7 @@ class CostPlugin:
             if len(self.files) % FILES_BETWEEN_REFERENCES == 0:
                 self.references.append(reference_seconds())
             self._file = file
-            self._before = Counts.now()
+            self._before = Usage.now()
         cost = self.files.setdefault(file, FileCost())
         self._is_exhaustive = item.get_closest_marker("exhaustive") is not None
         cost.cases += 1
@@ -110,7 +110,7 @@ class CostPlugin:
         if nextitem is not None and file_of(nextitem) == file:
             return
         cost = self.files[file]
-        now = Counts.now()
+        now = Usage.now()
         cost.processor_seconds += max(0.0, now.processor_seconds - self._before.processor_seconds)
         cost.processes += now.processes - self._before.processes
         cost.ranks += now.ranks - self._before.ranks
@@ -155,8 +155,8 @@ class CostPlugin:
 
 
 @dataclass
-class Counts:
-    """What the test process and all that works for it has used since its start."""
+class Usage:
+    """Processor time, processes, calls of ranks and steps of the test process since its start."""
 
     processor_seconds: float = 0.0
     processes: int = 0
@@ -164,7 +164,7 @@ class Counts:
     steps: int = 0
 
     @classmethod
-    def now(cls) -> Counts:
+    def now(cls) -> Usage:
         """Read the counts of this moment."""
         return cls(
             processor_seconds=processor_seconds(),

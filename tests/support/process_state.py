@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a test may leave changed in a process for the tests after it.
+"""State of a process that a test may leave changed for the tests after it.
 
     state = ProcessState()
     ...
@@ -39,7 +39,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2, signal.SIGALRM)
 
 
 class ProcessState:
-    """What stands at the watched names now, and the settings of the process."""
+    """Functions and classes at the watched names now, and the settings of the process."""
 
     def __init__(self) -> None:
         self._names = [
