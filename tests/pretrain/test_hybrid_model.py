@@ -2,6 +2,7 @@
 """--hybrid-layer-pattern trains a HybridModel, where Megatron-Core has one, as DDP does."""
 
 import argparse
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -52,7 +53,7 @@ def test_other_axes_train_like_ddp() -> None:
         "--tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 2",
         "--context-parallel-size 2",
     )
-    lines = (f"{SPARSE} {layout} {mode}" for layout in layouts for mode in ("", FSDP))
+    lines = (f"{SPARSE} {layout} {mode}" for layout, mode in product(layouts, ("", FSDP)))
     records = train_on(NEWEST, 4, *lines)
     for ddp, fsdp in zip(records[::2], records[1::2], strict=True):
         assert_same_run(fsdp, ddp, loss=1e-5, norm=1e-5)

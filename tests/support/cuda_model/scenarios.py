@@ -367,21 +367,19 @@ WAYS: list[tuple[str, Callable[[int, Meshes], Callable[[], None] | None], tuple[
     ("registered locally", registered_locally, (3,)),
     ("whole tensors", whole_tensors, (3,)),
     ("generation", generation, (3,)),
-    # These two have found faults of the library.
+    # These two have found faults.
     ("edited while gathered", edited_while_gathered, (1, 3)),
     ("wrapped on another stream", wrapped_on_another_stream, (1, 3)),
 ]
-"""Other ways through the library, with the levels at which they run."""
-OTHER_WAYS = {
-    f"{name} level{level}": Scenario(2, partial(program, level))
-    for name, program, levels in WAYS
-    for level in levels
-}
+"""Other ways, with the levels at which they run."""
+OTHER_WAYS: dict[str, Scenario] = {}
+for name, program, levels in WAYS:
+    for level in levels:
+        OTHER_WAYS[f"{name} level{level}"] = Scenario(2, partial(program, level))
 BF16 = {"dtype": torch.bfloat16}
-
 OFFLOADED = {"offload_policy": Offload(pins=False)}
 
-SCENARIOS: dict[str, Scenario] = {
+SCENARIOS: dict[str, Scenario] = {  # by name
     **{f"level{n}": case(zero_dp_strategy=n, microbatches=2, clip=2.0) for n in LEVELS},
     **{f"level{n} bf16": case(zero_dp_strategy=n, **BF16) for n in (1, 3)},
     **{
@@ -450,4 +448,3 @@ SCENARIOS: dict[str, Scenario] = {
     **{f"owners level{n}": Scenario(3, partial(owners_of_matrices, n)) for n in (1, 3)},
     **OTHER_WAYS,
 }
-"""By name."""
