@@ -33,7 +33,7 @@ FIGURES = re.findall(r"^\|.*\| `([^`|]+)`[^|]*\|$", README.read_text(), re.MULTI
 
 SMALLER = {
     "compare.py": "--rounds 1 --layers 2 --hidden 64 --length 32 --steps 1",
-    "convert_checkpoint.py": "--gigabytes 0.1 --hidden-size 256",
+    "convert_checkpoint.py": "--gigabytes 0.1 --hidden-size 256 --ranks 1",
     "parity_with_ddp.py": "--iterations 2",
     "padding_table.py": "",
 }
