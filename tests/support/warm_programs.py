@@ -13,7 +13,6 @@ import json
 import multiprocessing
 import os
 import secrets
-import select
 import signal
 import socket
 import sys
@@ -21,7 +20,7 @@ import threading
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -60,12 +59,12 @@ def serve(path: str, requester: Connection) -> None:
     multiprocessing.set_start_method("fork", force=True)  # of data loaders, as in other programs
     for name in PRELOAD:
         importlib.import_module(name)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    signal.signal(signal.SIGCHLD, forget_ended_launchers)
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(path)
         listener.listen()
         requester.send("ready")
-        while requester not in select.select([listener, requester], [], [])[0]:
+        while requester not in wait([listener, requester]):
             connection, _ = listener.accept()
             if os.fork() == 0:
                 listener.close()
@@ -73,6 +72,13 @@ def serve(path: str, requester: Connection) -> None:
                 launch(connection)
             connection.close()
     os._exit(0)
+
+
+def forget_ended_launchers(*_signal: object) -> None:
+    """Let the system forget launchers that have ended; their time counts as this process's."""
+    with contextlib.suppress(ChildProcessError):  # there is none
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
 
 
 def launch(connection: socket.socket) -> NoReturn:
