@@ -94,7 +94,7 @@ PAIRS = [((2, 3), (3, 3)), ((4, 3), (1, 0)), ((1, 2), (4, 1)), ((2, 0), (4, 3)),
 @pytest.mark.always("(3, 1)-(2, 2)-False")
 @pytest.mark.parametrize(
     ("saved", "loaded", "with_torch_functions"),
-    [(*pair, False) for pair in PAIRS] + [(*pair, True) for pair in PAIRS[:2]],
+    [(*pair, number % 2 == 1) for number, pair in enumerate(PAIRS)],
     ids=str,
 )
 def test_checkpoint_loads_into_another_world_and_strategy(
@@ -201,12 +201,8 @@ def load_layout(layout: str, path: str, expected: dict[str, Tensor]) -> None:
             ["hybrid_optim", "hybrid_bf16", "flat_of_three", "one_rank"],
             id="hybrid_optim",
         ),
-        pytest.param("hybrid_bf16", ["more_outer_ranks"], id="hybrid_bf16"),
-        pytest.param("bf16_on_two", ["hybrid_optim"], id="bf16_on_two"),
-        *(
-            pytest.param(saved, list(LAYOUTS), id=f"{saved}-all")
-            for saved in ("hybrid_optim", "hybrid_bf16", "bf16_on_two")
-        ),
+        pytest.param("hybrid_bf16", ["more_outer_ranks", "bf16_on_two"], id="hybrid_bf16"),
+        pytest.param("bf16_on_two", ["hybrid_optim", "one_rank"], id="bf16_on_two"),
     ],
 )
 def test_checkpoint_loads_bitwise_under_every_other_layout(

@@ -11,7 +11,6 @@ from tests.support.fsdp.reference import Ranks
 
 RUNS = [
     ("aot_eager", 3, "block.compile"),
-    ("aot_eager", 2, "torch.compile(block)"),
     ("aot_eager", 3, "torch.compile(block)"),
     ("aot_eager", 3, "block_in_unit"),
     ("aot_eager", 2, "model"),

@@ -67,7 +67,7 @@ def test_models_train_as_the_unsharded_ones(ranks: Ranks, name: str) -> None:
 )
 def test_settings_do_not_change_the_numbers(ranks: Ranks, settings: dict[str, Any]) -> None:
     case = Case(model="several_units", steps=3, microbatches=2, settings=settings, evaluate=True)
-    cases = [replace(case, sync=sync) for sync in ("auto", "no_sync", "step")]
+    cases = [replace(case, sync=sync) for sync in ("no_sync", "step")]
     ranks(2, compare_all, [*cases, replace(case, model="nested_units")])
 
 

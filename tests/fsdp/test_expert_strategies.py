@@ -83,7 +83,7 @@ def test_experts_of_another_hybrid_strategy_train_as_the_unsharded_model(
     ranks: Ranks, pair: str
 ) -> None:
     cases = [case_of(mesh, settings=strategies(*HYBRID[pair])) for mesh in ("hybrid1", "hybrid2")]
-    ranks(4, compare_all, [*cases, replace(cases[0], clip=torch.inf)])
+    ranks(4, compare_all, [cases[0], replace(cases[1], clip=torch.inf)])
 
 
 def sharded(
@@ -161,7 +161,7 @@ def test_gathers_of_the_next_forward_are_started_by_level(ranks: Ranks) -> None:
 def test_settings_do_not_change_the_numbers(ranks: Ranks, settings: dict[str, Any]) -> None:
     cases = [
         Case(model=EXPERTS, mesh="ep2", steps=3, settings={**strategies(*pair), **settings})
-        for pair in LEVELS
+        for pair in LEVELS[:2]
     ]
     ranks(4, compare_all, cases)
 

@@ -413,9 +413,9 @@ def freeze_in_the_middle(when: str, mesh: str) -> None:
                     parameter.grad = None
 
 
-@pytest.mark.seldom("4-outer2-between")
-@pytest.mark.parametrize("when", ["between", "after"])
-@pytest.mark.parametrize(("num_ranks", "mesh"), [(2, "flat"), (4, "outer2")])
+@pytest.mark.parametrize(
+    ("num_ranks", "mesh", "when"), [(2, "flat", "between"), (4, "outer2", "after")]
+)
 def test_gradients_from_before_a_parameter_was_frozen_count(
     ranks: Ranks, num_ranks: int, mesh: str, when: str
 ) -> None:
