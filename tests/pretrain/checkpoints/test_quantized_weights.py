@@ -227,8 +227,8 @@ def test_conversions_keep_scales(engine_ranks: RunOnRanks, run_with: Saved, tmp_
     own, converted, back = folder / "torch_dist", tmp_path / "converted", tmp_path / "back"
     run_json("convert-fsdp-dtensor-to-torch-dist", folder / "fsdp_dtensor", converted)
     converted /= "iter_0000003"
-    for folder in (own, converted):
-        found = {key: value[0] is not None for key, value in scales_in(folder).items()}
+    for checkpoint in (own, converted):
+        found = {key: value[0] is not None for key, value in scales_in(checkpoint).items()}
         assert found.pop("decoder.final_layernorm._extra_state/shard_0_1") is False
         assert list(found.values()) == [True] * 8
     run_json("convert-torch-dist-to-fsdp-dtensor", converted, back)
@@ -236,8 +236,8 @@ def test_conversions_keep_scales(engine_ranks: RunOnRanks, run_with: Saved, tmp_
     first = scales_in(folder / "fsdp_dtensor")
     # Megatron-Core does not write those of attention.
     assert same(scales_in(back), {key: first[key] for key in first if "attention._" not in key})
-    for folder in (converted, back):
-        loaded = engine_ranks(load_and_go_on, str(folder), "delayed", "no_shard")
+    for checkpoint in (converted, back):
+        loaded = engine_ranks(load_and_go_on, str(checkpoint), "delayed", "optim_grads")
         assert all(map(same, saved, loaded))
 
 
