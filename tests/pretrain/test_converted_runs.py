@@ -48,7 +48,8 @@ CHANGES = {
         layout(4, "pp2 ep2", f"{DEEPSEEK} {MTP}", 4),
         layout(2, "ep2", f"{DEEPSEEK} {MTP}", 4),
     ),
-    "experts_bf16": (layout(2, "ep2", f"{ALLTOALL} --bf16"), layout(2, "dp", f"{ALLTOALL} --bf16")),
+    "experts_ep2": (layout(4, "ep2", ALLTOALL), layout(2, "ep2", ALLTOALL)),
+    "bf16": (layout(2, "tp2", f"{LLAMA} --bf16"), layout(2, "dp", f"{LLAMA} --bf16")),
 }
 
 
