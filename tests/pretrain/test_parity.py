@@ -6,19 +6,10 @@
 
 import pytest
 
+from benchmarks.parity.table import COVERING, PER_TOKEN
 from tests.support.pretrain.parity import (
-    ALLTOALL,
-    BF16,
-    DEEPSEEK,
-    GPT2,
     LLAMA,
-    MLA,
     MOE,
-    MOE_BIAS,
-    MOE_SHARED,
-    MTP,
-    OF_EXPERTS,
-    OPTIM_OF_EXPERTS,
     OPTIM_OUTSIDE,
     SHORT,
     TIED,
@@ -32,57 +23,7 @@ from tests.support.rank_pool import run_ranks
 STEPS = 3
 """The second uses weights that the first has changed, the third an optimizer with state."""
 
-OVERLAP = "--overlap-grad-reduce"
-PER_TOKEN = "--calculate-per-token-loss"
-RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
-DENSE_FIRST = "--moe-layer-freq ([0]*1+[1]*1)"
-EVERYTHING = "tp2 sp pp2 ep2 etp1"
-
-TABLE = [
-    Combination(2, "dp", 3, f"{LLAMA} {MTP}"),
-    Combination(4, "tp2", 2, GPT2),
-    Combination(4, "tp2", 3, f"{MLA} --qk-layernorm"),
-    Combination(4, "tp2 sp", 1, LLAMA, BF16),
-    Combination(4, "tp2 sp", 3, LLAMA, RECOMPUTED),
-    Combination(4, "tp2 cp2", 3),
-    Combination(4, "pp2", 0, GPT2),
-    Combination(4, "pp2", 3, GPT2, BF16),
-    Combination(4, "pp2", 3, LLAMA, PER_TOKEN),
-    Combination(4, "pp2 pp-first", 3, GPT2),
-    Combination(4, "pp2 cp2", 2),
-    Combination(4, "pp2 vpp2", 1, LLAMA, OVERLAP, layers=4),
-    Combination(4, "pp2 vpp2", 3, LLAMA, OVERLAP, "--overlap-param-gather", layers=4),
-    Combination(4, "cp2", 1, GPT2),
-    Combination(4, "inst2", 1),
-    Combination(4, "inst2", 2),
-    Combination(4, "inst2", 3),
-    Combination(4, "inst2", 3, LLAMA, BF16, OPTIM_OUTSIDE),
-    Combination(4, "inst2 ep2", 3, ALLTOALL, fsdp=OPTIM_OUTSIDE),
-    Combination(4, "dp", 3, MOE_SHARED),
-    Combination(4, "ep2", 1, ALLTOALL),
-    Combination(4, "ep2", 2, MOE_SHARED),
-    Combination(4, "ep2", 3, MOE_BIAS),
-    Combination(4, "ep2", 3, ALLTOALL, BF16),
-    Combination(4, "ep2", 3, ALLTOALL, PER_TOKEN),
-    # experts with another strategy
-    Combination(4, "ep2", 3, ALLTOALL, fsdp=f"{OF_EXPERTS} optim"),
-    Combination(4, "ep2", 0, MOE, fsdp=f"{OF_EXPERTS} optim_grads_params"),
-    Combination(4, "ep2", 3, MOE, fsdp=f"{OF_EXPERTS} no_shard"),
-    Combination(4, "inst2 ep2", 3, ALLTOALL, fsdp=f"{OPTIM_OUTSIDE} {OF_EXPERTS} optim"),
-    Combination(4, "inst2 ep2", 1, MOE, fsdp=f"{OF_EXPERTS} optim_grads_params {OPTIM_OF_EXPERTS}"),
-    Combination(4, "pp2 ep2", 3, ALLTOALL, DENSE_FIRST, f"{OF_EXPERTS} no_shard"),
-    # layouts that need eight ranks to shard
-    Combination(8, "tp2 inst2", 3, fsdp=OPTIM_OUTSIDE),
-    Combination(8, "tp2 pp2 vpp2", 3, layers=4),
-    Combination(8, "tp2 sp ep2 etp2", 3, ALLTOALL),
-    Combination(8, EVERYTHING, 3, f"{DEEPSEEK} {MTP}", layers=4),
-]
-"""Every axis, level, model, precision and flag, and each pair of them that meets in our code.
-
-Rows that differ in flags of our run alone share the run of DDP.
-"""
-
-ROWS = {row.name: row for row in sorted(TABLE, key=lambda row: (row.ranks, row.layout))}
+ROWS = {row.name: row for row in sorted(COVERING, key=lambda row: (row.ranks, row.layout))}
 """Rows of one layout follow each other and share its process groups."""
 
 
