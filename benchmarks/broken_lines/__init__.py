@@ -9,5 +9,5 @@
 Each line is broken in a copy of the repository. The tests that are likely to notice run first, then
 those of its part of the library that `make test` runs, then all of that part, then everything. A
 run that was interrupted goes on where it was: what is known of a line stands in
-`build/broken_lines.jsonl`.
+`build/broken_lines.jsonl`, which is to be removed to begin anew.
 """

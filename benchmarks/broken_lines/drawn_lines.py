@@ -11,31 +11,37 @@ import ast
 import hashlib
 import itertools
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.broken_lines.broken_line import REPOSITORY, BrokenLine
 
-PARTS = {
-    "engine": ("megatron/fsdp/engine",),
-    "front": ("megatron/fsdp/*.py", "megatron/fsdp/module_access", "megatron/fsdp/backends"),
-    "optimizer": ("megatron/fsdp/optimizer",),
-    "quantized": ("megatron/fsdp/quantized",),
-    "dtensor": ("megatron/fsdp/dtensor",),
-    "adapter": ("megatron/mcore_adapter",),
-    "checkpoint": ("megatron/checkpoint",),
-}
-"""Part of the library -> its folders and files."""
 
-PART_TESTS = {
-    "engine": "tests/fsdp/engine tests/fsdp/test_gradients.py tests/fsdp",
-    "front": "tests/fsdp",
-    "optimizer": "tests/fsdp/optimizer tests/fsdp",
-    "quantized": "tests/fsdp/quantized tests/fsdp",
-    "dtensor": "tests/fsdp/dtensor tests/fsdp",
-    "adapter": "tests/mcore_adapter tests/pretrain",
-    "checkpoint": "tests/checkpoint tests/pretrain/checkpoints",
+@dataclass(frozen=True)
+class Part:
+    """A part of the library.
+
+    Args:
+        places: its folders and files.
+        tests: its tests, the likeliest to notice first, as arguments of pytest.
+    """
+
+    places: tuple[str, ...]
+    tests: str
+
+
+FRONT = ("megatron/fsdp/*.py", "megatron/fsdp/module_access", "megatron/fsdp/backends")
+PARTS = {
+    "engine": Part(
+        ("megatron/fsdp/engine",), "tests/fsdp/engine tests/fsdp/test_gradients.py tests/fsdp"
+    ),
+    "front": Part(FRONT, "tests/fsdp"),
+    "optimizer": Part(("megatron/fsdp/optimizer",), "tests/fsdp/optimizer tests/fsdp"),
+    "quantized": Part(("megatron/fsdp/quantized",), "tests/fsdp/quantized tests/fsdp"),
+    "dtensor": Part(("megatron/fsdp/dtensor",), "tests/fsdp/dtensor tests/fsdp"),
+    "adapter": Part(("megatron/mcore_adapter",), "tests/mcore_adapter tests/pretrain"),
+    "checkpoint": Part(("megatron/checkpoint",), "tests/checkpoint tests/pretrain/checkpoints"),
 }
-"""Part of the library -> its tests, the likeliest to notice first."""
 
 LEFT_OUT = (ast.arguments, ast.Raise, ast.AnnAssign, ast.Assert, ast.JoinedStr)
 COMPARISONS: dict[type[ast.cmpop], tuple[str, str]] = {
@@ -88,7 +94,7 @@ def drawn_lines(number: int, seed: int) -> list[BrokenLine]:
 def files_of(part: str) -> list[str]:
     """Return the source files of a part, as paths in the repository."""
     found: list[Path] = []
-    for place in PARTS[part]:
+    for place in PARTS[part].places:
         path = REPOSITORY / place
         found += sorted(path.rglob("*.py")) if path.is_dir() else sorted(REPOSITORY.glob(place))
     return [file.relative_to(REPOSITORY).as_posix() for file in found]
@@ -110,7 +116,7 @@ def changes(part: str, file: str) -> Iterator[BrokenLine]:
             file=file,
             line="\n" + line + "\n",
             broken="\n" + broken + "\n",
-            tests=PART_TESTS[part],
+            tests=PARTS[part].tests,
         )
 
 
