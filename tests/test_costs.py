@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Costs of test files are measured, kept in a table, and held to a budget."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -37,6 +40,42 @@ def test_a_file_over_its_budget_is_told(in_table: float | None) -> None:
     assert over_budget("tests/test_a.py", budget, in_table) is None
     problem = over_budget("tests/test_a.py", budget + 1, in_table)
     assert problem is not None and f"its budget is {budget:.0f}" in problem
+
+
+CONFTEST = """
+from tests.support import costs
+
+costs.SHARED = 0.0
+
+
+def pytest_configure(config):
+    config.pluginmanager.register(costs.CostPlugin({"test_busy.py": 0.0, "test_idle.py": 1e9}))
+"""
+BUSY = """
+def test_first():
+    sum(range(3_000_000))
+
+
+def test_last():
+    pass
+"""
+
+
+def test_the_last_test_of_a_file_over_its_budget_fails(tmp_path: Path) -> None:
+    (tmp_path / "conftest.py").write_text(CONFTEST)
+    for name in ("busy", "idle"):
+        (tmp_path / f"test_{name}.py").write_text(BUSY)
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", tmp_path],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    errors = [line for line in done.stdout.splitlines() if line.startswith("ERROR ")]
+    assert done.returncode == 1 and "4 passed, 1 error" in done.stdout, done.stdout
+    (error,) = errors
+    assert error.startswith("ERROR test_busy.py::test_last - Failed: test_busy.py costs")
 
 
 def test_the_reference_costs_processor_time() -> None:

@@ -18,7 +18,7 @@ from benchmarks.broken_lines.broken_line import REPOSITORY, BrokenLine
 
 
 @dataclass(frozen=True)
-class Part:
+class LibraryPart:
     """A part of the library.
 
     Args:
@@ -32,15 +32,17 @@ class Part:
 
 FRONT = ("megatron/fsdp/*.py", "megatron/fsdp/module_access", "megatron/fsdp/backends")
 PARTS = {
-    "engine": Part(
+    "engine": LibraryPart(
         ("megatron/fsdp/engine",), "tests/fsdp/engine tests/fsdp/test_gradients.py tests/fsdp"
     ),
-    "front": Part(FRONT, "tests/fsdp"),
-    "optimizer": Part(("megatron/fsdp/optimizer",), "tests/fsdp/optimizer tests/fsdp"),
-    "quantized": Part(("megatron/fsdp/quantized",), "tests/fsdp/quantized tests/fsdp"),
-    "dtensor": Part(("megatron/fsdp/dtensor",), "tests/fsdp/dtensor tests/fsdp"),
-    "adapter": Part(("megatron/mcore_adapter",), "tests/mcore_adapter tests/pretrain"),
-    "checkpoint": Part(("megatron/checkpoint",), "tests/checkpoint tests/pretrain/checkpoints"),
+    "front": LibraryPart(FRONT, "tests/fsdp"),
+    "optimizer": LibraryPart(("megatron/fsdp/optimizer",), "tests/fsdp/optimizer tests/fsdp"),
+    "quantized": LibraryPart(("megatron/fsdp/quantized",), "tests/fsdp/quantized tests/fsdp"),
+    "dtensor": LibraryPart(("megatron/fsdp/dtensor",), "tests/fsdp/dtensor tests/fsdp"),
+    "adapter": LibraryPart(("megatron/mcore_adapter",), "tests/mcore_adapter tests/pretrain"),
+    "checkpoint": LibraryPart(
+        ("megatron/checkpoint",), "tests/checkpoint tests/pretrain/checkpoints"
+    ),
 }
 
 LEFT_OUT = (ast.arguments, ast.Raise, ast.AnnAssign, ast.Assert, ast.JoinedStr)

@@ -138,7 +138,7 @@ class CostPlugin:
             self.files[file] = FileCost(**values)
 
     def pytest_terminal_summary(
-        self, terminalreporter: pytest.TerminalReporter, config: pytest.Config
+        self, terminalreporter: pytest.TerminalReporter, exitstatus: int, config: pytest.Config
     ) -> None:
         if not self.files:
             return
@@ -153,7 +153,8 @@ class CostPlugin:
         terminalreporter.line(
             f"total: {took:.0f} s, {total:.0f} s of processors, {len(self.files)} files"
         )
-        if is_whole_run(config):
+        is_over = exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
+        if is_over and is_whole_run(config):
             keep(WHOLE if config.option.markexpr == "" else DEFAULT, took, self.files)
 
 
@@ -248,9 +249,10 @@ def over_budget(file: str, references: float, in_table: float | None) -> str | N
 
 
 def is_whole_run(config: pytest.Config) -> bool:
-    """Return True for a run of all tests, or of all that `make test` runs."""
-    chooses = config.option.keyword or config.args_source is not pytest.Config.ArgsSource.TESTPATHS
-    return not chooses and config.option.markexpr in ("", "not exhaustive")
+    """Return True for a run of all tests, or of those of `make test`, which no failure ends."""
+    option = config.option
+    chooses = option.keyword or config.args_source is not pytest.Config.ArgsSource.TESTPATHS
+    return not (chooses or option.maxfail) and option.markexpr in ("", "not exhaustive")
 
 
 def keep(target: str, seconds: float, files: dict[str, FileCost]) -> None:
