@@ -9,7 +9,9 @@ table of combinations.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+import math
+import re
+from dataclasses import dataclass, replace
 
 from tests.support.fork_servers import INSTALLED, Packages
 from tests.support.pretrain.training_runs import DATA, NO_DROPOUT, Record, train
@@ -115,6 +117,13 @@ class Combination:
     def reference(self) -> str:
         # Several instances are a matter of the distributed optimizer.
         return f"{self.line} --use-distributed-optimizer" if "inst" in self.layout else self.line
+
+    def with_few_microbatches(self) -> Combination:
+        """Return the row with a smaller batch: two microbatches a step, four for virtual stages."""
+        sizes = re.findall(r"\b(?:tp|pp|cp)(\d)", self.layout)
+        microbatches = 4 if "vpp" in self.layout else 2
+        batch = microbatches * self.ranks // math.prod(map(int, sizes))
+        return replace(self, flags=f"{self.flags} --global-batch-size {batch}")
 
 
 MODELS = {
