@@ -10,15 +10,11 @@ from tests.support.pretrain.arguments.command_lines import MOCK, parse, problems
 @pytest.mark.parametrize(
     ("flags", "problem"),
     [
-        ("--use-persistent-ckpt-worker", "--use-persistent-ckpt-worker needs --async-save"),
-        ("--async-strategy mcore", "--async-strategy needs --async-save"),
         ("--async-save --async-strategy nvrx", "--async-strategy nvrx: nvidia-resiliency-ext"),
         (
             "--non-persistent-ckpt-type global --non-persistent-save-interval 20",
             "--non-persistent-save-interval 20 must be no multiple of --save-interval 10",
         ),
-        ("--non-persistent-save-interval 3", "needs --non-persistent-ckpt-type global"),
-        ("--non-persistent-ckpt-type local", "type local: not built; use --async-save, or global"),
         (
             "--non-persistent-ckpt-type global --non-persistent-save-interval 3"
             " --non-persistent-global-ckpt-dir s3://x",

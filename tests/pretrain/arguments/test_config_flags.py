@@ -37,7 +37,7 @@ def config_parts() -> list[tuple[str, str]]:
         (name, flag.names[0])
         for name, flag in flags
         if not refusal(flag.dest)
-        and name not in {*NOT_SEEN_ALONE, *NEEDS_ENGINE.split()}
+        and name not in {*NOT_SEEN_ALONE.split(), *NEEDS_ENGINE.split()}
         and not matches(name, DISPATCHERS)
     ]
 
@@ -200,37 +200,15 @@ NEEDS_GPU = {
     "fp4",
 } | {name for name, beside in COMPANIONS.items() if beside.startswith((FP8, FP4))}
 
-# These have tests of their own, or go with kernels or rules of Megatron-Core's own only.
-NOT_SEEN_ALONE = {
-    "optimizer_cpu_offload",  # for the wrapper, not for Megatron-Core's optimizer
-    "cuda_graph_impl",
-    "cuda_graph_scope",
-    "attention_backend",
-    "transformer_impl",
-    "align_param_gather",
-    "overlap_p2p_comm",
-    "pipeline_model_parallel_layout",
-    "cp_comm_type",
-    "moe_permute_fusion",
-    "moe_enable_deepep",
-    "moe_flex_dispatcher_backend",
-    "hierarchical_context_parallel_sizes",
-    "config_logger_dir",
-    "moe_layer_recompute",
-    "moe_expert_rank_capacity_factor",
-    "moe_apply_probs_on_input",
-    "async_tensor_model_parallel_allreduce",
-    # See test_precision_aware.py.
-    "use_precision_aware_optimizer",
-    "main_params_dtype",
-    "main_grads_dtype",
-    "exp_avg_dtype",
-    "exp_avg_sq_dtype",
-    # See test_low_precision.py.
-    "moe_router_padding_for_fp8",
-    "moe_router_padding_for_quantization",
-    "fp4_param",
-}
+NOT_SEEN_ALONE = """optimizer_cpu_offload cuda_graph_impl cuda_graph_scope attention_backend
+    transformer_impl align_param_gather overlap_p2p_comm pipeline_model_parallel_layout
+    cp_comm_type moe_permute_fusion moe_enable_deepep moe_flex_dispatcher_backend
+    hierarchical_context_parallel_sizes config_logger_dir moe_layer_recompute
+    moe_expert_rank_capacity_factor moe_apply_probs_on_input async_tensor_model_parallel_allreduce
+    use_precision_aware_optimizer main_params_dtype main_grads_dtype exp_avg_dtype exp_avg_sq_dtype
+    moe_router_padding_for_fp8 moe_router_padding_for_quantization fp4_param"""
+"""Fields with tests of their own (test_precision_aware.py, test_low_precision.py, others), or with
+kernels or rules of Megatron-Core's own only."""
 
 DISPATCHERS = "moe_deepep_* moe_hybridep_* moe_ncclep_* moe_flex_* moe_permute_fusion_*"
 """Settings of --moe-token-dispatcher-type flex, which needs its kernels."""

@@ -109,7 +109,6 @@ def test_vocabulary_and_merges_alone_choose_gpt2(prefixes: list[str], tmp_path: 
         ("--tokenizer-type TikTokenizer", "TikTokenizer needs --tokenizer-model"),
         ("--tokenizer-type GPT2BPETokenizer --merge-file x", "GPT2BPETokenizer needs --vocab-file"),
         ("--tiktoken-pattern v1", "--tiktoken-pattern is for TikTokenizer, not for NullTokenizer"),
-        ("--tokenizer-type BertWordPieceCase", "BertWordPieceCase: is for BERT"),
         ("--num-dataset-builder-threads 0", "--num-dataset-builder-threads: at least 1"),
         ("--mid-level-dataset-surplus -1", "--mid-level-dataset-surplus: at least 0"),
         (
@@ -124,7 +123,6 @@ def test_vocabulary_and_merges_alone_choose_gpt2(prefixes: list[str], tmp_path: 
             "--tokenizer-type TikTokenizer --tokenizer-model x --legacy-tokenizer",
             "reads special tokens in a text as plain text",
         ),
-        ("--fim-data --fim-rate 0.5", "rearrange documents before they are tokenized"),
     ],
 )
 def test_settings_of_a_tokenizer_that_do_not_fit_are_refused(flags: str, problem: str) -> None:

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Flags of the tables change what they say, or are refused; no flag is accepted and ignored."""
+"""Flags of the tables change what they say; no flag is accepted and ignored."""
 
 import argparse
 import ast
 import dataclasses
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache
 from itertools import chain
@@ -130,14 +130,11 @@ def unchanged(row: FlagRow) -> list[str]:
     """Return what a flag should change and does not, each as one line."""
     try:
         without, _ = parse(f"{row.base} {row.beside}", row.gpu)
-        args, notes = parse(f"{row.base} {row.beside} {row.flag}", row.gpu)
+        args, _ = parse(f"{row.base} {row.beside} {row.flag}", row.gpu)
     except CommandLineError as error:
         return [f"{row.flag} {row.beside}: {error}"]
     wrong = []
     for name, value in row.changes.items():
-        if name == "notes":
-            wrong += [] if value in notes else [f"{row.flag}: {value!r} is not in {notes}"]
-            continue
         place, _, key = name.partition(".")
         before, after = (PLACES[place](given).get(key) for given in (without, args))
         if isinstance(value, str) and not isinstance(after, str):
@@ -150,25 +147,6 @@ def unchanged(row: FlagRow) -> list[str]:
 def test_a_flag_changes_what_it_says() -> None:
     wrong = [*chain.from_iterable(unchanged(row) for row in ROWS if row.changes)]
     assert not wrong, "\n".join(wrong)
-
-
-def refusals(flags: Iterable[str]) -> list[str]:
-    """Return the problems of a command line: all are named at once."""
-    with pytest.raises(CommandLineError) as caught:
-        parse(f"{TRAIN} {' '.join(flags)}")
-    return caught.value.problems
-
-
-def test_a_flag_is_refused_with_its_reason() -> None:
-    rows = [row for row in ROWS if row.refused]
-    together = refusals({row.name: row.flag for row in rows}.values())
-    others = []
-    for row in rows:
-        # A value takes the place of another one of its flag.
-        found = refusals([row.flag]) if row.name == "--ckpt-format" else together
-        if not any(text.startswith(row.flag + ":") and row.refused in text for text in found):
-            others.append(row.flag)
-    assert not others, together
 
 
 @cache
@@ -302,4 +280,4 @@ def test_no_flag_is_accepted_and_ignored() -> None:
 def test_every_row_names_a_flag_and_is_of_one_kind() -> None:
     names = set(chain.from_iterable(each.option_strings for each in build_parser()._actions))
     assert {row.name for row in ROWS} <= names
-    assert all(sum(map(bool, (row.changes, row.shown_by, row.refused))) == 1 for row in ROWS)
+    assert all(bool(row.changes) != bool(row.shown_by) for row in ROWS)

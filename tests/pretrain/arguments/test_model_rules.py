@@ -48,7 +48,6 @@ def test_all_unknown_flags_are_listed_each_with_the_nearest() -> None:
             f"{SPEC} block_of_two --pipeline-model-parallel-size 2",
             "is not divided between pipeline stages",
         ),
-        ("--rotary-seq-len-interpolation-factor 2", "needs --position-embedding-type rope"),
         (f"{VALIDATE} --result-rejected-tracker-filename /nowhere/x", "/nowhere is no directory"),
         (f"{VIRTUAL} --microbatch-group-size-per-virtual-pipeline-stage 1", "must be from 2"),
         (f"{VIRTUAL} --microbatch-group-size-per-virtual-pipeline-stage 7", "leaves a group of 1"),
@@ -65,7 +64,6 @@ def test_all_unknown_flags_are_listed_each_with_the_nearest() -> None:
             "needs --pipeline-model-parallel-size of at least",
         ),
         ("--moe-token-dispatcher-type flex --num-experts 4", "the package deep_ep, which is not"),
-        ("--moe-enable-deepep --num-experts 4", "needs --moe-token-dispatcher-type flex"),
         (
             "--context-parallel-size 4 --cp-comm-type a2a+p2p",
             "--cp-comm-type a2a+p2p and --hierarchical-context-parallel-sizes need each other",
@@ -80,7 +78,6 @@ def test_all_unknown_flags_are_listed_each_with_the_nearest() -> None:
             " --hierarchical-context-parallel-sizes 2 2",
             "--cp-comm-type a2a+p2p needs Transformer Engine",
         ),
-        ("--tp-comm-overlap-cfg x.yaml", "needs --tp-comm-overlap"),
         ("--test-mode --qk-layernorm --normalization RMSNorm", "needs --normalization LayerNorm"),
         ("--use-megatron-fsdp --dist-ckpt-strictness log_unexpected", "give one of raise_all"),
     ],

@@ -175,7 +175,6 @@ CONFLICTS = [
         "--bf16 --use-megatron-fsdp --grad-reduce-in-bf16 --megatron-fsdp-grad-comm-dtype fp32",
         "contradicts",
     ),
-    ("--decoupled-min-lr 0.1", "needs --decoupled-lr"),
     ("--tokenizer-type HuggingFaceTokenizer", "needs --tokenizer-model, a local folder"),
     ("--apply-layernorm-1p", "needs Transformer Engine layers"),
     ("--moe-layer-freq __import__('os')", "list expression"),

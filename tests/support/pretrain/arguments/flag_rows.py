@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of the flag tables: a flag, and a change, a test or an error that shows its effect."""
+"""Rows of the flag tables: a flag, and a change or a test that shows its effect."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,14 +18,12 @@ class FlagRow:
     `changes`: what the flag makes of a value that is another one without it, as "place.name" ->
     value.
     `shown_by`: a test below tests/pretrain whose runs show it, where it lies in the training loop.
-    `refused`: what the error says.
     """
 
     flag: str
     beside: str = ""
     changes: dict[str, Any] = field(default_factory=dict)
     shown_by: str = ""
-    refused: str = ""
     base: str = TRAIN
     gpu: bool = False
 
@@ -40,10 +38,6 @@ def changes(
     """`place__name=value`: the flag changes the value at the place to this one."""
     named = {name.replace("__", ".", 1): value for name, value in values.items()}
     return FlagRow(flag, beside, changes=named, base=base, gpu=gpu)
-
-
-def refused(flag: str, reason: str) -> FlagRow:
-    return FlagRow(flag, refused=reason)
 
 
 def shown(flag: str, test: str) -> FlagRow:

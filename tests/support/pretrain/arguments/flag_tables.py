@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Flag tables: every flag of data parallelism, optimizer, checkpoints and model parallelism."""
 
-import itertools
 from datetime import timedelta
 
 import torch
 
 from megatron.fsdp import Offload
-from tests.support.pretrain.arguments.checkpoint_flag_table import CHECKPOINTS
 from tests.support.pretrain.arguments.flag_rows import (
     FSDP,
     LINE,
@@ -17,7 +15,6 @@ from tests.support.pretrain.arguments.flag_rows import (
     SHARDED,
     TRAIN,
     changes,
-    refused,
     shown,
 )
 
@@ -29,23 +26,23 @@ BF16_LAYERS = f"{FP8} --fp8-recipe tensorwise --first-last-layers-bf16"
 OFFLOAD = f"{FSDP} --optimizer-cpu-offload"
 bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
 
+SAVES_IN_BACKGROUND = "--save s --save-interval 1 --async-save"
+IN_BACKGROUND = "test_background_save.py::test_a_save_in_the_background_is_a_blocking_one"
+NON_PERSISTENT = "test_non_persistent_saves.py::test_the_newer_checkpoint_of_both_kinds_is_loaded"
+CHECKPOINTING = "test_checkpointing.py::"
+LEFT_OUT_OF_SAVE = (
+    f"{CHECKPOINTING}test_what_was_not_saved_is_missed_by_name_and_can_be_done_without"
+)
+LEFT_OUT_OF_LOAD = (
+    f"{CHECKPOINTING}test_the_optimizer_or_the_random_state_can_be_left_out_of_a_load"
+)
+
 DATA_PARALLELISM = (
     changes(
         FSDP,
         ddp__use_megatron_fsdp=True,
         optimizer__use_distributed_optimizer=True,
         args__ckpt_format="fsdp_dtensor",
-    ),
-    refused("--megatron-fsdp-version 2", "second generation"),
-    changes(
-        "--data-parallel-sharding-strategy optim",
-        FSDP,
-        ddp__data_parallel_sharding_strategy="optim",
-    ),
-    changes(
-        "--outer-dp-sharding-strategy optim",
-        f"{FSDP} --num-distributed-optimizer-instances 2",
-        ddp__outer_dp_sharding_strategy="optim",
     ),
     changes(
         "--expert-data-parallel-sharding-strategy optim",
@@ -64,17 +61,6 @@ DATA_PARALLELISM = (
         groups__num_distributed_optimizer_instances=4,
     ),
     changes(
-        SHARDED, ddp__use_distributed_optimizer=True, optimizer__use_distributed_optimizer=True
-    ),
-    changes("--overlap-grad-reduce", ddp__overlap_grad_reduce=True),
-    changes(
-        "--overlap-param-gather",
-        f"{SHARDED} --overlap-grad-reduce",
-        ddp__overlap_param_gather=True,
-        optimizer__overlap_param_gather=True,
-    ),
-    refused("--overlap-param-gather-with-optimizer-step", "use --overlap-param-gather"),
-    changes(
         "--use-nccl-ub",
         FSDP,
         ddp__nccl_ub=True,
@@ -82,17 +68,10 @@ DATA_PARALLELISM = (
         ddp__fsdp_manual_registration=True,
         gpu=True,
     ),
-    changes(
-        "--disable-symmetric-registration",
-        f"{FSDP} --use-nccl-ub",
-        ddp__disable_symmetric_registration=True,
-        gpu=True,
-    ),
     shown(
         "--fsdp-manual-registration",
         "test_rules.py::test_user_buffers_are_registered_after_the_first_step_with_fsdp_only",
     ),
-    changes("--fsdp-double-buffer", FSDP, ddp__fsdp_double_buffer=True),
     changes(
         "--megatron-fsdp-max-pool-double-buffer",
         FSDP,
@@ -102,9 +81,6 @@ DATA_PARALLELISM = (
         "--fsdp-db-use-persist-buf-on-alloc-fail",
         FSDP,
         ddp__fsdp_db_use_persist_buf_on_alloc_fail=True,
-    ),
-    changes(
-        "--suggested-communication-unit-size 7", FSDP, ddp__suggested_communication_unit_size=7
     ),
     changes(
         "--megatron-fsdp-main-params-dtype bf16", FSDP, ddp__megatron_fsdp_main_params_dtype=bf16
@@ -119,58 +95,19 @@ DATA_PARALLELISM = (
         ddp__megatron_fsdp_enable_fine_grained_param_gather=True,
     ),
     changes(
-        "--keep-fp8-transpose-cache",
-        f"{FP8} --fp8-param-gather {FSDP}",
-        gpu=True,
-        ddp__keep_fp8_transpose_cache=True,
-    ),
-    changes(
         "--create-all-gather-group",
         FSDP,
         ddp__create_all_gather_group=True,
         groups__create_all_gather_group=True,
     ),
-    refused("--enable-full-sharding-in-hsdp", "use --outer-dp-sharding-strategy optim"),
-    changes("--init-model-with-meta-device", FSDP, model__init_model_with_meta_device=True),
-    changes("--calculate-per-token-loss", model__calculate_per_token_loss=True),
-    changes(
-        "--no-gradient-accumulation-fusion", model__gradient_accumulation_fusion=False, gpu=True
-    ),
-    refused("--no-gradient-reduce-div-fusion", "gradients are always scaled in one place"),
-    changes("--ddp-average-in-collective", ddp__average_in_collective=True),
     changes("--ddp-average-in-collective", FSDP, ddp__average_in_collective=True),
-    changes("--ddp-bucket-size 77", "--overlap-grad-reduce", ddp__bucket_size=77),
     changes("--ddp-num-buckets 4", "--overlap-grad-reduce", ddp__bucket_size=250),
-    changes(
-        "--ddp-pad-buckets-for-high-nccl-busbw", SHARDED, ddp__pad_buckets_for_high_nccl_busbw=True
-    ),
-    changes(
-        "--ddp-reduce-scatter-with-fp32-accumulation",
-        SHARDED,
-        ddp__reduce_scatter_with_fp32_accumulation=True,
-    ),
     changes("--grad-reduce-in-bf16", "--bf16", ddp__grad_reduce_in_fp32=False),
     changes("--grad-reduce-in-bf16", f"--bf16 {FSDP}", ddp__megatron_fsdp_grad_comm_dtype=bf16),
-    changes("--accumulate-allreduce-grads-in-fp32", "--fp16", ddp__grad_reduce_in_fp32=True),
     changes(
         "--accumulate-allreduce-grads-in-fp32",
         f"--fp16 {FSDP}",
         ddp__megatron_fsdp_main_grads_dtype=fp32,
-    ),
-    changes(
-        "--first-last-layers-bf16",
-        f"{FP8} --fp8-recipe tensorwise",
-        gpu=True,
-        model__first_last_layers_bf16=True,
-    ),
-    changes(
-        "--num-layers-at-start-in-bf16 2",
-        BF16_LAYERS,
-        gpu=True,
-        model__num_layers_at_start_in_bf16=2,
-    ),
-    changes(
-        "--num-layers-at-end-in-bf16 2", BF16_LAYERS, gpu=True, model__num_layers_at_end_in_bf16=2
     ),
     changes(
         "--fp8-param-gather",
@@ -179,22 +116,10 @@ DATA_PARALLELISM = (
         model__fp8_param=True,
         ddp__fp8_param_gather=True,
     ),
-    changes("--fp8-format e4m3", gpu=True, model__fp8="e4m3"),
-    changes(
-        "--fp8-recipe mxfp8",
-        FP8,
-        gpu=True,
-        model__fp8_recipe="mxfp8",
-        optimizer__fp8_recipe="mxfp8",
-    ),
-    changes("--fp8-margin 1", FP8, gpu=True, model__fp8_margin=1),
-    changes("--fp8-amax-history-len 2", FP8, gpu=True, model__fp8_amax_history_len=2),
-    changes("--fp8-amax-compute-algo max", FP8, gpu=True, model__fp8_amax_compute_algo="max"),
     shown(
         "--reuse-grad-buf-for-mxfp8-param-ag",
         "test_low_precision.py::test_strategies_train_as_the_ddp_of_megatron_core",
     ),
-    changes("--fp4-format e2m1", gpu=True, model__fp4="e2m1"),
     shown("--fp4-param-gather", "test_releases.py::test_weights_in_fp4_train_like_ddp"),
     *(
         shown(
@@ -220,15 +145,11 @@ DATA_PARALLELISM = (
         "--cuda-graph-impl",
         "test_captured_iterations.py::test_iterations_have_the_bits_of_a_run_without_graphs",
     ),
-    refused("--use-torch-fsdp2", "use --use-megatron-fsdp"),
-    refused("--torch-fsdp2-no-reshard-after-forward", "use --use-megatron-fsdp"),
     shown(
         "--no-align-grad-reduce",
         "test_flags.py::test_gradients_of_stages_are_reduced_together_unless_told_otherwise",
     ),
     changes("--no-align-param-gather", f"{OVERLAP} {VIRTUAL}", ddp__align_param_gather=False),
-    refused("--defer-embedding-wgrad-compute", "late weight gradients are not built yet"),
-    refused("--wgrad-deferral-limit 3", "late weight gradients are not built yet"),
     changes("--use-sharp", gpu=True, groups__use_sharp=True),
     changes(
         "--sharp-enabled-group dp_replica",
@@ -237,14 +158,9 @@ DATA_PARALLELISM = (
         groups__sharp_enabled_group="dp_replica",
     ),
     shown("--nccl-communicator-config-path", "test_nccl_settings.py::test_settings_reach_core"),
-    changes("--check-for-large-grads", ddp__check_for_large_grads=True),
-    changes("--no-check-for-nan-in-loss-and-grad", ddp__check_for_nan_in_grad=False),
 )
 
 OPTIMIZER = (
-    changes("--optimizer sgd", optimizer__optimizer="sgd"),
-    changes("--optimizer muon", optimizer__optimizer="muon"),
-    refused("--optimizer soap", "not built yet"),
     changes(
         "--lr 0.01",
         base=f"{LINE} --train-iters 20 --lr 0.02",
@@ -300,14 +216,6 @@ OPTIMIZER = (
         base=f"{TRAIN} --weight-decay-incr-style linear",
         schedule__wd_incr_style="cosine",
     ),
-    changes(
-        "--apply-wd-to-qk-layernorm", "--qk-layernorm", optimizer__apply_wd_to_qk_layernorm=True
-    ),
-    changes("--adam-beta1 0.8", optimizer__adam_beta1=0.8),
-    changes("--adam-beta2 0.95", optimizer__adam_beta2=0.95),
-    changes("--adam-eps 1e-6", optimizer__adam_eps=1e-6),
-    changes("--sgd-momentum 0.5", "--optimizer sgd", optimizer__sgd_momentum=0.5),
-    changes("--clip-grad 0.1", optimizer__clip_grad=0.1),
     changes("--decoupled-lr 0.05", optimizer__decoupled_lr=0.05, overrides__max_lr=0.05),
     changes(
         "--decoupled-min-lr 0.003",
@@ -315,15 +223,104 @@ OPTIMIZER = (
         optimizer__decoupled_min_lr=0.003,
         overrides__min_lr=0.003,
     ),
-    changes("--loss-scale 8", "--fp16", optimizer__loss_scale=8.0),
-    changes("--initial-loss-scale 64", "--fp16", optimizer__initial_loss_scale=64.0),
-    changes("--min-loss-scale 2", "--fp16", optimizer__min_loss_scale=2.0),
-    changes("--loss-scale-window 5", "--fp16", optimizer__loss_scale_window=5.0),
-    changes("--hysteresis 1", "--fp16", optimizer__hysteresis=1),
     changes(
         "--use-checkpoint-opt_param-scheduler", schedule__use_checkpoint_opt_param_scheduler=True
     ),
     changes("--override-opt_param-scheduler", schedule__override_opt_param_scheduler=True),
+)
+
+CHECKPOINTS = (
+    shown(
+        "--save",
+        f"{CHECKPOINTING}test_a_resumed_run_has_bitwise_the_losses_of_one_that_never_stopped",
+    ),
+    shown(
+        "--load",
+        f"{CHECKPOINTING}test_a_resumed_run_has_bitwise_the_losses_of_one_that_never_stopped",
+    ),
+    shown(
+        "--save-interval", "test_torch_dist_checkpoint.py::test_without_fsdp_a_run_resumes_bitwise"
+    ),
+    shown(
+        "--save-retain-interval",
+        f"{CHECKPOINTING}test_old_checkpoints_are_dropped_but_for_multiples_and_the_newest",
+    ),
+    shown(
+        "--ckpt-format",
+        "test_direct_loading.py::test_a_run_with_fsdp_saves_what_runs_with_and_without_it_load",
+    ),
+    shown(
+        "--no-strict-fsdp-dtensor-load",
+        f"{CHECKPOINTING}test_a_partial_load_takes_what_there_is_and_a_strict_one_says_what_is_missing",
+    ),
+    changes("--dist-ckpt-strictness raise_all", torch_dist__strict="raise_all"),
+    changes(
+        "--dist-ckpt-optim-fully-reshardable",
+        SHARDED,
+        torch_dist__distrib_optim_sharding_type="fully_reshardable",
+    ),
+    shown(
+        "--distrib-optim-fully-reshardable-mem-efficient",
+        "test_torch_dist_checkpoint.py::test_the_first_rank_alone_gathers_the_optimizer_to_write_it",
+    ),
+    shown("--async-save", IN_BACKGROUND),
+    shown(
+        "--ckpt-assume-constant-structure",
+        "test_constant_structure.py::test_saves_with_fsdp_are_planned_once_and_are_the_same",
+    ),
+    shown("--use-persistent-ckpt-worker", IN_BACKGROUND),
+    changes("--async-strategy mcore", SAVES_IN_BACKGROUND, args__async_strategy="mcore"),
+    shown("--non-persistent-save-interval", NON_PERSISTENT),
+    shown("--non-persistent-ckpt-type", NON_PERSISTENT),
+    shown("--non-persistent-global-ckpt-dir", NON_PERSISTENT),
+    shown(
+        "--no-ckpt-fully-parallel-save",
+        "test_constant_structure.py::test_without_shared_work_the_first_rank_writes_what_all_have",
+    ),
+    shown(
+        "--ckpt-fully-parallel-load",
+        "test_torch_dist_checkpoint.py::test_ranks_read_parts_and_exchange_them",
+    ),
+    shown("--no-save-optim", LEFT_OUT_OF_SAVE),
+    shown("--no-save-rng", LEFT_OUT_OF_SAVE),
+    shown("--no-load-optim", LEFT_OUT_OF_LOAD),
+    shown(
+        "--no-load-rng", f"{CHECKPOINTING}test_without_the_random_state_dropout_goes_another_way"
+    ),
+    shown("--finetune", LEFT_OUT_OF_LOAD),
+    shown(
+        "--no-load-fallback",
+        "test_newest_checkpoint.py::test_the_newest_itself_can_be_insisted_on",
+    ),
+    shown(
+        "--overwrite",
+        "test_save_directory.py::test_a_run_overwrites_nothing_that_it_does_not_continue",
+    ),
+    shown(
+        "--ckpt-step",
+        f"{CHECKPOINTING}test_a_step_that_is_not_there_is_refused_with_those_that_are",
+    ),
+    shown(
+        "--exit-on-missing-checkpoint",
+        f"{CHECKPOINTING}test_a_run_starts_from_scratch_without_a_checkpoint_unless_told_to_stop",
+    ),
+    shown(
+        "--use-checkpoint-args",
+        "test_checkpoint_arguments.py::test_the_model_of_the_checkpoint_takes_the_place_of_the_flags",
+    ),
+    shown(
+        "--no-check-checkpoint-args",
+        "test_checkpoint_arguments.py::test_a_model_that_means_something_else_is_refused_on_all_ranks_alike",
+    ),
+    shown(
+        "--pretrained-checkpoint",
+        f"{CHECKPOINTING}test_a_pretrained_checkpoint_gives_the_weights_where_there_is_no_checkpoint_yet",
+    ),
+    shown(
+        "--dump-param-to-param-group-map",
+        "test_gpt_optimizer.py::test_the_map_of_parameters_to_groups_is_a_checkpoint_that_torch_reads",
+    ),
+    shown("--no-verify-integrity", "test_integrity.py::test_damage_is_loaded_without_verification"),
 )
 
 PARALLELISM = (
@@ -346,14 +343,6 @@ PARALLELISM = (
         "--num-virtual-stages-per-pipeline-rank 4",
         PIPELINE,
         model__virtual_pipeline_model_parallel_size=4,
-    ),
-    changes(
-        "--decoder-first-pipeline-num-layers 3",
-        PIPELINE,
-        model__num_layers_in_first_pipeline_stage=3,
-    ),
-    changes(
-        "--decoder-last-pipeline-num-layers 3", PIPELINE, model__num_layers_in_last_pipeline_stage=3
     ),
     changes(
         "--pipeline-model-parallel-layout Ettt|tttttL",
@@ -382,7 +371,6 @@ PARALLELISM = (
         model__expert_tensor_parallel_size=2,
         groups__expert_tensor_parallel_size=2,
     ),
-    changes("--sequence-parallel", "--tensor-model-parallel-size 2", model__sequence_parallel=True),
     changes("--use-tp-pp-dp-mapping", groups__order="tp-cp-ep-pp-dp"),
     changes("--use-tp-pp-dp-mapping", FSDP, groups__order="tp-cp-ep-pp-dp"),
     changes("--distributed-backend gloo", start__backend="gloo", gpu=True),
@@ -391,20 +379,12 @@ PARALLELISM = (
         start__timeout=timedelta(minutes=7),
         groups__distributed_timeout_minutes=7,
     ),
-    changes("--use-cpu-initialization", model__use_cpu_initialization=True),
     shown("--data-parallel-random-init", "test_loop.py::test_flags_change_fsdp_as_they_change_ddp"),
     changes("--disable-gloo-process-groups", groups__create_gloo_process_groups=False),
     changes(
         "--high-priority-stream-groups dp_cp",
         gpu=True,
         groups__high_priority_stream_groups=["dp_cp"],
-    ),
-    refused("--local-rank 1", "sets LOCAL_RANK"),
-    refused("--lazy-mpu-init", "process groups are always built at the start"),
-    changes(
-        "--overlap-moe-expert-parallel-comm",
-        f"{EXPERTS} --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall --bf16",
-        model__overlap_moe_expert_parallel_comm=True,
     ),
     changes(
         "--delay-wgrad-compute",
@@ -416,11 +396,4 @@ PARALLELISM = (
     ),
 )
 
-TABLES = {
-    "data parallelism": DATA_PARALLELISM,
-    "optimizer": OPTIMIZER,
-    "checkpoints": CHECKPOINTS,
-    "parallelism": PARALLELISM,
-}
-
-ROWS = [*itertools.chain.from_iterable(TABLES.values())]
+ROWS = [*DATA_PARALLELISM, *OPTIMIZER, *CHECKPOINTS, *PARALLELISM]
