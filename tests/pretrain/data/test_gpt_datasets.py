@@ -5,6 +5,7 @@ import argparse
 import json
 import logging
 from collections.abc import Iterator
+from functools import cache
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -19,44 +20,24 @@ from megatron.pretrain.data.samplers import MicrobatchSampler, build_iterator
 from megatron.pretrain.data.splits import parse_blend
 from megatron.pretrain.data.tokenizers import ByteTokenizer, NullTokenizer
 from megatron.pretrain.errors import RunError
+from tests.support.pretrain.arguments.command_lines import MOCK, parse
 from tests.support.rank_pool import run_ranks
 
 BYTES = ByteTokenizer()
 NUMBERS = NullTokenizer(100)
 
 
+@cache
+def arguments() -> dict[str, Any]:
+    """Return the arguments of a command line, without its data."""
+    return vars(parse(MOCK)[0]) | {"mock_data": False, "num_workers": 0}
+
+
 def namespace(**given: Any) -> argparse.Namespace:
-    defaults = dict(
-        train_iters=10,
-        train_samples=None,
-        micro_batch_size=2,
-        global_batch_size=8,
-        eval_iters=2,
-        eval_interval=5,
-        mock_data=False,
-        data_path=None,
-        train_data_path=None,
-        valid_data_path=None,
-        test_data_path=None,
-        split=None,
-        data_cache_path=None,
-        num_dataset_builder_threads=1,
-        mid_level_dataset_surplus=0.005,
-        allow_ambiguous_pad_tokens=False,
-        full_validation=False,
-        multiple_validation_sets=False,
-        skip_train=False,
-        mmap_bin_files=True,
-        seed=1234,
-        seq_length=16,
-        reset_position_ids=False,
-        reset_attention_mask=False,
-        eod_mask_loss=False,
-        create_attention_mask_in_dataloader=False,
-        dataloader_type=None,
-        num_workers=0,
-    )
-    return argparse.Namespace(**{**defaults, **given})
+    """Return arguments for ten steps of eight samples, but for what is given."""
+    run = {"train_iters": 10, "micro_batch_size": 2, "global_batch_size": 8, "seq_length": 16}
+    run |= {"eval_iters": 2, "eval_interval": 5, "create_attention_mask_in_dataloader": False}
+    return argparse.Namespace(**{**arguments(), **run, **given})
 
 
 def write_numbers(prefix: Path, documents: list[list[int]]) -> str:

@@ -4,11 +4,11 @@
 import argparse
 import json
 import re
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron.checkpoint.hugging_face.model_directory import CONFIG
@@ -18,6 +18,7 @@ from megatron.pretrain.report.run_files import write_config
 from megatron.pretrain.run_state import Progress
 from megatron.pretrain.training_step import TrainingRun
 from megatron.pretrain.watch.stopping import StopRequest
+from tests.support.pretrain.arguments.command_lines import MOCK, parse
 
 VALUES = {
     "lm loss": 2.5,
@@ -30,39 +31,17 @@ VALUES = {
 }
 
 
+@cache
+def arguments() -> dict[str, Any]:
+    """Return the arguments of a command line."""
+    return vars(parse(MOCK)[0])
+
+
 def namespace(**given: Any) -> argparse.Namespace:
-    defaults = dict(
-        save=None,
-        log_progress=False,
-        tensorboard_dir=None,
-        tensorboard_queue_size=10,
-        tensorboard_log_interval=1,
-        log_memory_to_tensorboard=False,
-        log_validation_ppl_to_tensorboard=False,
-        log_interval=1,
-        device_peak_tflops=1.0,
-        params_dtype=torch.float32,
-        log_memory_interval=None,
-        log_timers_to_tensorboard=False,
-        log_loss_scale_to_tensorboard=True,
-        log_world_size_to_tensorboard=False,
-        timing_log_level=0,
-        timing_log_option="minmax",
-        barrier_with_L1_time=True,
-        use_megatron_fsdp=False,
-        record_memory_history=False,
-        memory_snapshot_path=None,
-        wandb_project=None,
-        wandb_exp_name=None,
-        wandb_entity=None,
-        wandb_save_dir=None,
-        train_iters=10,
-        global_batch_size=4,
-        rampup_batch_size=None,
-        seq_length=8,
-        world_size=1,
-    )
-    return argparse.Namespace(**{"load": given.get("save"), **defaults, **given})
+    """Return arguments for ten steps of four samples, but for what is given."""
+    run = {"log_interval": 1, "device_peak_tflops": 1.0, "train_iters": 10}
+    run |= {"global_batch_size": 4, "seq_length": 8, "load": given.get("save")}
+    return argparse.Namespace(**{**arguments(), **run, **given})
 
 
 def steps(
@@ -207,38 +186,16 @@ def test_tensorboard_has_every_number_by_iteration_and_losses_by_samples(tmp_pat
     report.end()
     events = EventAccumulator(str(tmp_path))
     events.Reload()
-    assert set(events.Tags()["scalars"]) == {
-        "lm loss",
-        "learning-rate",
-        "grad-norm",
-        "params-norm",
-        "batch-size",
-        "mem-allocated-bytes",
-        "memory-bytes",
-        "iteration-time",
-        "tokens-per-second",
-        "throughput",
-        "mfu",
-        "lm loss vs samples",
-        "learning-rate vs samples",
-        "grad-norm vs samples",
-        "params-norm vs samples",
-        "batch-size vs samples",
-        "lm loss validation",
-        "lm loss validation vs samples",
-        "lm loss validation ppl",
-        "lm loss test",
-        "lm loss test vs samples",
-        "lm loss test ppl",
-    }
-    assert [(event.step, event.value) for event in events.Scalars("lm loss")] == [
-        (1, 5.0),
-        (2, 4.0),
-    ]
-    assert [(event.step, event.value) for event in events.Scalars("lm loss vs samples")] == [
-        (4, 5.0),
-        (8, 4.0),
-    ]
+    by_samples = {"lm loss", "learning-rate", "grad-norm", "params-norm", "batch-size"}
+    by_samples |= {"lm loss validation", "lm loss test"}
+    others = {"mem-allocated-bytes", "memory-bytes", "iteration-time", "tokens-per-second"}
+    others |= {"throughput", "mfu", "lm loss validation ppl", "lm loss test ppl"}
+    assert set(events.Tags()["scalars"]) == (
+        by_samples | others | {f"{name} vs samples" for name in by_samples}
+    )
+    curves = {"lm loss": [(1, 5.0), (2, 4.0)], "lm loss vs samples": [(4, 5.0), (8, 4.0)]}
+    for name, points in curves.items():
+        assert [(event.step, event.value) for event in events.Scalars(name)] == points
     assert events.Scalars("lm loss validation ppl")[0].value == pytest.approx(7.389056)
 
 
