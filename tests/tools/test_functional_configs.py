@@ -5,6 +5,7 @@ The flags are those of the public tag core_v0.16.1.
 """
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -13,102 +14,54 @@ from click.testing import CliRunner
 
 from tools.functional_configs import CASES, main, num_ranks, ranks_of_a_node, words_of
 
-COMMON = {
-    "--num-layers": 12,
-    "--hidden-size": 512,
-    "--num-attention-heads": 8,
-    "--log-params-norm": True,
-    "--tensorboard-dir": "${TENSORBOARD_PATH}",
-    "--micro-batch-size": 4,
-    "--global-batch-size": 32,
-    "--seq-length": 1024,
-    "--max-position-embeddings": 1024,
-    "--train-iters": 50,
-    "--lr-decay-iters": 320000,
-    "--save": "${CHECKPOINT_SAVE_PATH}",
-    "--load": "${CHECKPOINT_LOAD_PATH}",
-    "--data-path": "${DATA_PATH}/text/my-gpt3_00_text_document",
-    "--split": "949,50,1",
-    "--distributed-backend": "nccl",
-    "--lr": 0.00015,
-    "--lr-decay-style": "cosine",
-    "--min-lr": 1.0e-5,
-    "--weight-decay": "1e-2",
-    "--lr-warmup-fraction": 0.01,
-    "--save-interval": 10000,
-    "--transformer-impl": "transformer_engine",
-    "--deterministic-mode": True,
-    "--no-gradient-accumulation-fusion": True,
-    "--attention-softmax-in-fp32": True,
-    "--use-mcore-models": True,
-    "--ckpt-format": "torch_dist",
-    "--dist-ckpt-strictness": "log_all",
-    "--data-cache-path": "${DATA_CACHE_PATH}",
-    "--bf16": True,
-    "--attention-backend": "unfused",
-}
-EXPERTS = {
-    "--tensor-model-parallel-size": 2,
-    "--expert-model-parallel-size": 2,
-    "--disable-bias-linear": True,
-    "--sequence-parallel": True,
-    "--num-experts": 8,
-    "--moe-router-load-balancing-type": "aux_loss",
-    "--moe-router-topk": 2,
-    "--moe-aux-loss-coeff": "1e-2",
-    "--moe-grouped-gemm": True,
-}
+
+def model_args(line: str) -> dict[str, object]:
+    """Return the section MODEL_ARGS of these flags; one without a value is true."""
+    found = re.findall(r"(--\S+)((?: (?!--)\S+)*)", " ".join(line.split()))
+    return {flag: value.strip() or True for flag, value in found}
+
+
+COMMON = model_args(
+    r"""--num-layers 12 --hidden-size 512 --num-attention-heads 8 --log-params-norm
+    --tensorboard-dir ${TENSORBOARD_PATH} --micro-batch-size 4 --global-batch-size 32
+    --seq-length 1024 --max-position-embeddings 1024 --train-iters 50 --lr-decay-iters 320000
+    --save ${CHECKPOINT_SAVE_PATH} --load ${CHECKPOINT_LOAD_PATH}
+    --data-path ${DATA_PATH}/text/my-gpt3_00_text_document --split 949,50,1
+    --distributed-backend nccl --lr 0.00015 --lr-decay-style cosine --min-lr 1e-05
+    --weight-decay 1e-2 --lr-warmup-fraction 0.01 --save-interval 10000
+    --transformer-impl transformer_engine --deterministic-mode --no-gradient-accumulation-fusion
+    --attention-softmax-in-fp32 --use-mcore-models --ckpt-format torch_dist
+    --dist-ckpt-strictness log_all --data-cache-path ${DATA_CACHE_PATH} --bf16
+    --attention-backend unfused"""
+)
+EXPERTS = """--tensor-model-parallel-size 2 --expert-model-parallel-size 2 --disable-bias-linear
+    --sequence-parallel --num-experts 8 --moe-router-load-balancing-type aux_loss
+    --moe-router-topk 2 --moe-aux-loss-coeff 1e-2 --moe-grouped-gemm"""
 PARTS = {
-    "gpt/plain": {},
-    "gpt/split_pipeline": {
-        "--num-layers": 14,
-        "--pipeline-model-parallel-size": 4,
-        "--num-virtual-stages-per-pipeline-rank": 2,
-        "--account-for-embedding-in-pipeline-split": True,
-        "--account-for-loss-in-pipeline-split": True,
-    },
-    "gpt/tuned_overlap": {
-        "--pipeline-model-parallel-size": 4,
-        "--num-layers-per-virtual-pipeline-stage": 1,
-        "--microbatch-group-size-per-virtual-pipeline-stage": 4,
-        "--overlap-p2p-communication-warmup-flush": True,
-    },
-    "gpt/test_mode": {
-        "--tensor-model-parallel-size": 4,
-        "--qk-layernorm": True,
-        "--test-mode": True,
-    },
-    "gpt/expert_tensor_without_experts": {"--expert-tensor-parallel-size": 4},
+    "gpt/plain": "",
+    "gpt/split_pipeline": """--num-layers 14 --pipeline-model-parallel-size 4
+        --num-virtual-stages-per-pipeline-rank 2 --account-for-embedding-in-pipeline-split
+        --account-for-loss-in-pipeline-split""",
+    "gpt/tuned_overlap": """--pipeline-model-parallel-size 4
+        --num-layers-per-virtual-pipeline-stage 1
+        --microbatch-group-size-per-virtual-pipeline-stage 4
+        --overlap-p2p-communication-warmup-flush""",
+    "gpt/test_mode": "--tensor-model-parallel-size 4 --qk-layernorm --test-mode",
+    "gpt/expert_tensor_without_experts": "--expert-tensor-parallel-size 4",
     "moe/experts": EXPERTS,
-    "moe/sharded": {
-        **EXPERTS,
-        "--use-megatron-fsdp": True,
-        "--data-parallel-sharding-strategy": "optim_grads_params",
-        "--calculate-per-token-loss": True,
-        "--use-distributed-optimizer": True,
-        "--ckpt-format": "fsdp_dtensor",
-    },
-    "moe/layers": {
-        **EXPERTS,
-        "--pipeline-model-parallel-size": 2,
-        "--num-layers": 15,
-        "--pipeline-model-parallel-layout": r"Et*3\\|\\(tt\\|\\)*6L",
-        "--moe-layer-freq": "([0]*3+[1]*12)",
-        "--swiglu": True,
-        "--recompute-granularity": "selective",
-        "--recompute-modules": "[layernorm mlp moe_act]",
-    },
-    "moe/kernels_of_transformer_engine": {
-        **EXPERTS,
-        "--position-embedding-type": "rope",
-        "--moe-permute-fusion": True,
-        "--moe-token-dispatcher-type": "alltoall",
-    },
-    "gpt/deterministic_flash_attention": {"--attention-backend": "flash"},
-    "gpt/repeated": {"--seed": "${REPEAT}"},
-    "gpt/half_a_node": {"--micro-batch-size": 8},
-    "gpt/low_precision": {"--fp8-format": "hybrid"},
-    "gpt/unknown": {"--zz-qq": 9},
+    "moe/sharded": f"""{EXPERTS} --use-megatron-fsdp --data-parallel-sharding-strategy
+        optim_grads_params --calculate-per-token-loss --use-distributed-optimizer
+        --ckpt-format fsdp_dtensor""",
+    "moe/layers": rf"""{EXPERTS} --pipeline-model-parallel-size 2 --num-layers 15
+        --pipeline-model-parallel-layout Et*3\\|\\(tt\\|\\)*6L --moe-layer-freq ([0]*3+[1]*12)
+        --swiglu --recompute-granularity selective --recompute-modules [layernorm mlp moe_act]""",
+    "moe/kernels_of_transformer_engine": f"""{EXPERTS} --position-embedding-type rope
+        --moe-permute-fusion --moe-token-dispatcher-type alltoall""",
+    "gpt/deterministic_flash_attention": "--attention-backend flash",
+    "gpt/repeated": "--seed ${REPEAT}",
+    "gpt/half_a_node": "--micro-batch-size 8",
+    "gpt/low_precision": "--fp8-format hybrid",
+    "gpt/unknown": "--zz-qq 9",
 }
 
 
@@ -117,7 +70,7 @@ def checkout(tmp_path: Path) -> Path:
     for name, part in PARTS.items():
         folder = tmp_path / CASES / name
         folder.mkdir(parents=True)
-        arguments = COMMON | part
+        arguments = COMMON | model_args(part)
         variables = {"NCCL_ALGO": "Ring", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
         if "--use-megatron-fsdp" not in arguments:
             variables["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
