@@ -23,11 +23,10 @@ from megatron.checkpoint.commands.formats import open_checkpoint
 from megatron.checkpoint.core.parts import Part, Progress
 from megatron.checkpoint.core.spelling import choose_spelling
 from megatron.checkpoint.dcp import dcp_target
-from megatron.checkpoint.dcp.stored_checkpoint import StoredCheckpoint
 from megatron.checkpoint.fsdp_dtensor import dtensor_writer as fsdp_dtensor
 from megatron.checkpoint.store.directory import OutputDirectory, new_checkpoint
 from tests.support.checkpoint import samples, small_models
-from tests.support.checkpoint.changed_checkpoints import without_manifest
+from tests.support.checkpoint.changed_checkpoints import flip_a_bit, without_manifest
 
 
 class Lines:
@@ -59,6 +58,12 @@ class Lines:
         (staging / "end").write_text("all")
 
 
+def convert_in(root: Path, identity: str | None = "a", **settings: Any) -> list[str]:
+    """Convert to `out` in a folder, and return the notes."""
+    target = Lines(root / "log", **settings)
+    return convert(target, OutputDirectory(root / "out"), identity, show_progress=False)
+
+
 def written(log: Path) -> list[str]:
     return sorted(line.split()[0] for line in log.read_text().splitlines()) if log.exists() else []
 
@@ -71,9 +76,7 @@ COMPLETE = {"end": "all", **{f"part{number}": f"content of part{number}" for num
 
 
 def test_the_output_appears_when_it_is_complete(tmp_path: Path) -> None:
-    notes = convert(
-        Lines(tmp_path / "log"), OutputDirectory(tmp_path / "out"), "a", show_progress=False
-    )
+    notes = convert_in(tmp_path)
     assert content(tmp_path / "out") == COMPLETE
     assert notes == [f"note of part{number}" for number in range(6)]
     assert {path.name for path in tmp_path.iterdir()} == {"log", "out"}
@@ -112,21 +115,17 @@ def in_a_child(action: Callable[[], Any]) -> int:
 
 def interrupted(tmp_path: Path, identity: str | None = "a") -> OutputDirectory:
     """Two parts are done, the third was begun."""
-    output = OutputDirectory(tmp_path / "out")
-
-    def work() -> None:
-        target = Lines(tmp_path / "log", fails=killed_after(2))
-        convert(target, output, identity, show_progress=False)
-
-    assert os.WTERMSIG(in_a_child(work)) == signal.SIGKILL
+    status = in_a_child(lambda: convert_in(tmp_path, identity, fails=killed_after(2)))
+    assert os.WTERMSIG(status) == signal.SIGKILL
     assert written(tmp_path / "log") == ["part0", "part1"]
+    output = OutputDirectory(tmp_path / "out")
     assert not output.final.exists()
     return output
 
 
 def test_a_killed_conversion_goes_on_and_does_nothing_twice(tmp_path: Path) -> None:
     output = interrupted(tmp_path)
-    notes = convert(Lines(tmp_path / "log"), output, "a", show_progress=False)
+    notes = convert_in(tmp_path)
     assert written(tmp_path / "log") == [f"part{number}" for number in range(6)]
     assert content(output.final) == COMPLETE
     assert len(notes) == 6  # those of the first run too
@@ -135,23 +134,19 @@ def test_a_killed_conversion_goes_on_and_does_nothing_twice(tmp_path: Path) -> N
 def test_an_error_of_a_continued_conversion_leaves_nothing(tmp_path: Path) -> None:
     output = interrupted(tmp_path)
     with pytest.raises(ConversionError, match="No space left"):
-        convert(Lines(tmp_path / "log", fails=lambda name: name == "part5"), output, "a", False)
+        convert_in(tmp_path, fails=lambda name: name == "part5")
     assert {path.name for path in tmp_path.iterdir()} == {"log"}
-    convert(Lines(tmp_path / "log"), output, "a", show_progress=False)
+    convert_in(tmp_path)
     assert content(output.final) == COMPLETE
 
 
-def test_a_conversion_without_an_identity_begins_anew(tmp_path: Path) -> None:
-    output = interrupted(tmp_path, None)
-    convert(Lines(tmp_path / "log"), output, None, show_progress=False)
-    assert written(tmp_path / "log").count("part0") == 2
-    assert content(output.final) == COMPLETE
-
-
-def test_another_conversion_begins_anew(tmp_path: Path) -> None:
-    output = interrupted(tmp_path)
+@pytest.mark.parametrize(("first", "second"), [(None, None), ("a", "b")], ids=["none", "another"])
+def test_a_conversion_with_another_identity_or_none_begins_anew(
+    first: str | None, second: str | None, tmp_path: Path
+) -> None:
+    output = interrupted(tmp_path, first)
     (output.staging / "left over").write_text("x")
-    convert(Lines(tmp_path / "log"), output, "b", show_progress=False)
+    convert_in(tmp_path, second)
     assert written(tmp_path / "log").count("part0") == 2
     assert content(output.final) == COMPLETE
 
@@ -159,30 +154,21 @@ def test_another_conversion_begins_anew(tmp_path: Path) -> None:
 def test_a_conversion_killed_while_it_is_published_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    output = OutputDirectory(tmp_path / "out")
-
-    def work() -> None:
-        monkeypatch.setattr(
+    with monkeypatch.context() as patches:
+        patches.setattr(
             OutputDirectory, "publish", lambda self: os.kill(os.getpid(), signal.SIGKILL)
         )
-        convert(Lines(tmp_path / "log"), output, "a", show_progress=False)
-
-    in_a_child(work)
-    monkeypatch.undo()
-    assert not output.final.exists()
-    convert(Lines(tmp_path / "log"), output, "a", show_progress=False)
-    assert content(output.final) == COMPLETE
+        in_a_child(lambda: convert_in(tmp_path))
+    assert not (tmp_path / "out").exists()
+    convert_in(tmp_path)
+    assert content(tmp_path / "out") == COMPLETE
 
 
 def test_a_failure_leaves_nothing(tmp_path: Path) -> None:
     output = new_checkpoint(tmp_path / "new" / "out", 3)
     with pytest.raises(ConversionError, match="No space left"):
-        convert(
-            Lines(tmp_path / "log", fails=lambda name: name == "part3"),
-            output,
-            "a",
-            show_progress=False,
-        )
+        target = Lines(tmp_path / "log", fails=lambda name: name == "part3")
+        convert(target, output, "a", show_progress=False)
     assert not output.final.exists() and not output.staging.exists()
     assert not list(tmp_path.rglob("*.txt")) and not list(tmp_path.rglob("part*"))
 
@@ -195,33 +181,20 @@ def test_a_failure_at_the_end_leaves_nothing(
 
     monkeypatch.setattr(Lines, "finish", finish)
     with pytest.raises(ConversionError, match="No space left"):
-        convert(
-            Lines(tmp_path / "log"), OutputDirectory(tmp_path / "out"), "a", show_progress=False
-        )
+        convert_in(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"log"}
 
 
 def test_fingerprints_tell_conversions_apart() -> None:
     assert fingerprint("a", 1, {"x": 1, "y": 2}) == fingerprint("a", 1, {"y": 2, "x": 1})
-    assert (
-        len(
-            {
-                fingerprint("a", 1),
-                fingerprint("a", 2),
-                fingerprint("b", 1),
-                fingerprint("a", {"x": None}),
-            }
-        )
-        == 4
-    )
+    others = [("a", 1), ("a", 2), ("b", 1), ("a", {"x": None})]
+    assert len({fingerprint(*each) for each in others}) == 4
 
 
 def convert_lines(root: str, fails_on: int | None = None) -> tuple[list[str], str]:
     """Job: notes and error."""
-    path = Path(root)
-    target = Lines(path / "log", fails=lambda name: fails_on == dist.get_rank())
     try:
-        return convert(target, OutputDirectory(path / "out"), "a", show_progress=False), ""
+        return convert_in(Path(root), fails=lambda name: fails_on == dist.get_rank()), ""
     except ConversionError as error:
         return [], str(error)
 
@@ -250,11 +223,14 @@ def test_ranks_take_up_what_one_process_began(ranks: Any, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_a_rank_that_fails_before_its_parts_leaves_those_of_the_interrupted_conversion(
+def test_a_rank_that_fails_before_its_parts_leaves_nothing_and_those_of_an_interrupted_conversion(
     ranks: Any, failing: int, tmp_path: Path
 ) -> None:
+    error = ["this rank cannot read the source"] * 2
+    assert ranks(2, fail_before, str(tmp_path), failing) == error
+    assert list(tmp_path.iterdir()) == []
     interrupted(tmp_path)
-    assert ranks(2, fail_before, str(tmp_path), failing) == ["this rank cannot read the source"] * 2
+    assert ranks(2, fail_before, str(tmp_path), failing) == error
     assert ranks(3, convert_lines, str(tmp_path)) == on_first(3)
     assert written(tmp_path / "log") == [f"part{number}" for number in range(6)]
 
@@ -276,9 +252,7 @@ def fail_before(root: str, failing: int) -> str:
     def action() -> None:
         if dist.get_rank() == failing:
             raise OSError("this rank cannot read the source")
-        convert(
-            Lines(Path(root) / "log"), OutputDirectory(Path(root) / "out"), "a", show_progress=False
-        )
+        convert_in(Path(root))
 
     try:
         conversion.agreed(action, str)
@@ -287,23 +261,11 @@ def fail_before(root: str, failing: int) -> str:
     return ""
 
 
-@pytest.mark.parametrize("failing", [0, 1])
-def test_a_rank_that_fails_before_the_conversion_ends_all_with_its_message(
-    ranks: Any, failing: int, tmp_path: Path
-) -> None:
-    assert ranks(2, fail_before, str(tmp_path), failing) == ["this rank cannot read the source"] * 2
-    assert list(tmp_path.iterdir()) == []
-
-
 def convert_sample(source: str, target: str) -> None:
     """Job."""
     state = open_checkpoint(source).state()
-    convert(
-        fsdp_dtensor.target(state, choose_spelling(state)),
-        new_checkpoint(target, 3),
-        "a",
-        show_progress=False,
-    )
+    parts = fsdp_dtensor.target(state, choose_spelling(state))
+    convert(parts, new_checkpoint(target, 3), "a", show_progress=False)
 
 
 def test_two_ranks_write_what_one_writes(
@@ -330,24 +292,11 @@ def convert_with_small_parts(source: str, target: str) -> None:
 
 def test_a_damaged_source_leaves_no_output(tmp_path: Path) -> None:
     path = small_models.write(small_models.state_of(small_models.shapes_of()), tmp_path / "in")
-    stored = StoredCheckpoint(without_manifest(path))
-    payload = stored._payload(
-        "output_layer.weight", stored.tensors["output_layer.weight"].chunks[0]
-    )
-    data = bytearray(payload.file.read_bytes())
-    data[payload.offset] ^= 1
-    payload.file.write_bytes(data)
-    state = open_checkpoint(path).state()
+    flip_a_bit(without_manifest(path), "output_layer.weight")
     with pytest.raises(ConversionError, match="checksum"):
-        convert(
-            fsdp_dtensor.target(state, choose_spelling(state)),
-            new_checkpoint(tmp_path / "out", 3),
-            "a",
-            show_progress=False,
-        )
-    assert (
-        not list(tmp_path.rglob(".writing*")) and not (tmp_path / "out" / "iter_0000003").exists()
-    )
+        convert_sample(str(path), str(tmp_path / "out"))
+    assert not list(tmp_path.rglob(".writing*"))
+    assert not (tmp_path / "out" / "iter_0000003").exists()
 
 
 def test_a_process_that_is_killed_is_taken_up(

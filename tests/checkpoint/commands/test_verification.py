@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command that verifies checkpoints: sound ones pass, each defect is found."""
 
-import json
 import re
 import shutil
 from pathlib import Path
@@ -13,11 +12,11 @@ import torch
 from megatron.checkpoint.commands.formats import open_checkpoint
 from megatron.checkpoint.commands.verification import find_problems
 from megatron.checkpoint.core.lazy_tensor import in_memory
-from megatron.checkpoint.dcp.stored_checkpoint import StoredCheckpoint
 from tests.support.checkpoint import small_models
 from tests.support.checkpoint.changed_checkpoints import (
     TENSOR,
     contradicting,
+    flip_a_bit,
     rewritten,
     with_another_momentum,
     without_manifest,
@@ -27,22 +26,13 @@ from tests.support.checkpoint.small_models import shapes_of, state_of
 
 
 @pytest.mark.parametrize("form", ["torch_dist", "fsdp_dtensor"])
-def test_a_good_checkpoint_is_sound(form: str, small: dict[str, Path]) -> None:
-    assert run_json("verify", small[form]) == {
-        "directory": str(small[form] / "iter_0000003"),
-        "format": form,
-        "sound": True,
-        "problems": [],
-        "notes": [],
-    }
-
-
-@pytest.mark.parametrize("form", ["torch_dist", "fsdp_dtensor"])
-def test_a_folder_with_the_name_of_another_iteration_is_told(
+def test_a_good_checkpoint_is_sound_and_the_name_of_another_iteration_is_told(
     form: str, small: dict[str, Path], tmp_path: Path
 ) -> None:
-    renamed = shutil.copytree(small[form] / "iter_0000003", tmp_path / "iter_0000004")
-    found = run_json("verify", renamed)
+    path = small[form] / "iter_0000003"
+    sound = {"format": form, "sound": True, "problems": []}
+    assert run_json("verify", small[form]) == {"directory": str(path), **sound, "notes": []}
+    found = run_json("verify", shutil.copytree(path, tmp_path / "iter_0000004"))
     assert found["sound"] and len(found["notes"]) == 1
     assert "iter_0000004 holds iteration 3" in found["notes"][0]
 
@@ -91,13 +81,7 @@ def test_verify_finds_changed_bytes_and_main_weights_that_contradict(
     small: dict[str, Path], tmp_path: Path
 ) -> None:
     copy = without_manifest(shutil.copytree(small["torch_dist"], tmp_path / "copy"))
-    stored = StoredCheckpoint(copy / "iter_0000003")
-    payload = stored._payload(
-        "output_layer.weight", stored.tensors["output_layer.weight"].chunks[0]
-    )
-    data = bytearray(payload.file.read_bytes())
-    data[payload.offset] ^= 1
-    payload.file.write_bytes(data)
+    flip_a_bit(copy / "iter_0000003", "output_layer.weight")
     assert "in output_layer.weight" in str(run_json("verify", copy, code=1)["problems"])
     assert "- " in run("verify", copy, code=1).stdout
 
@@ -173,11 +157,7 @@ def test_changed_files_are_used_only_without_verification(
 ) -> None:
     copy = shutil.copytree(small["fsdp_dtensor"], tmp_path / "copy")
     key = "model.module.output_layer.weight"
-    stored = StoredCheckpoint(copy / "iter_0000003")
-    payload = stored._payload(key, stored.tensors[key].chunks[0])
-    data = bytearray(payload.file.read_bytes())
-    data[payload.offset + 3] ^= 1
-    payload.file.write_bytes(data)
+    file = flip_a_bit(copy / "iter_0000003", key, at=3)
     commands: list[list[Any]] = [
         ["print-tensor", copy, key],
         ["diff", copy, copy],
@@ -187,7 +167,7 @@ def test_changed_files_are_used_only_without_verification(
     ]
     for words in commands:
         error = run_json(*words, code=1)["error"]
-        assert f"{payload.file.name} has changed since it was written, in {key}" in error
+        assert f"{file.name} has changed since it was written, in {key}" in error
     assert not {"torch_dist", "modified"} & {path.name for path in tmp_path.iterdir()}
     for words in commands:
         assert "error" not in run_json(*words, "--no-verify-integrity")
@@ -195,14 +175,3 @@ def test_changed_files_are_used_only_without_verification(
     (copy / "iter_0000003" / "manifest.json").write_text("{}")
     assert "manifest.json has changed" in run_json("inspect", copy, code=1)["error"]
     run_json("inspect", copy, "--no-verify-integrity")
-
-
-def test_converted_checkpoints_have_a_manifest_of_all_files(
-    small: dict[str, Path], tmp_path: Path
-) -> None:
-    run_json(TO_TORCH_DIST, small["fsdp_dtensor"], tmp_path / "out")
-    source = tmp_path / "out" / "iter_0000003"
-    files = {path.name for path in source.iterdir()}
-    assert set(json.loads((source / "manifest.json").read_text())["files"]) == files - {
-        "manifest.json"
-    }

@@ -253,7 +253,8 @@ def test_names_are_ordered_as_modules_register_them() -> None:
         ("decoder.layers.0.mlp.linear_fc2.weight", 1, False),
         ("decoder.layers.0.mlp.linear_fc2.bias", None, False),
         ("decoder.layers.0.mlp.experts.local_experts.3.linear_fc1.weight", 0, True),
-        ("decoder.layers.0.mlp.shared_experts.linear_fc1.weight", 0, True),
+        ("decoder.layers.2.mlp.experts.local_experts.0.linear_fc1.bias", 0, True),
+        ("decoder.layers.11.mlp.shared_experts.linear_fc1.weight", 0, True),
         ("mtp.layers.0.transformer_layer.mlp.linear_fc1.weight", 0, True),
         ("decoder.layers.0.mlp.router.weight", None, False),
         ("decoder.layers.0.mlp.router.expert_bias", None, False),
@@ -265,6 +266,7 @@ def test_facts_about_parameters(name: str, dim: int | None, gated: bool) -> None
     assert key_rules.split_dim(name) == dim
     assert key_rules.is_gated(name) == gated and not key_rules.is_gated(name, False)
     assert key_rules.entry_names(name, True) == ([f"{name}_w", f"{name}_v"] if gated else [name])
+    assert key_rules.entry_names(name, False) == [name]
     assert key_rules.is_buffer(name) == name.endswith("expert_bias")
 
 
@@ -279,10 +281,11 @@ def test_shapes_follow_from_the_arguments(sample: str) -> None:
 
 
 def test_sizes_that_the_arguments_do_not_say_are_none() -> None:
-    assert expected_shape("output_layer.weight", argparse.Namespace(hidden_size=4)) == (
-        None,
-        4,
-    )
+    sizes = argparse.Namespace(hidden_size=4)
+    assert expected_shape("output_layer.weight", sizes) == (None, 4)
+    types = "embedding.tokentype_embeddings.weight"
+    assert expected_shape(types, sizes) == (None, 4)
+    assert expected_shape(types, argparse.Namespace(hidden_size=8, num_tokentypes=2)) == (2, 8)
     assert expected_shape(
         "decoder.layers.0.mlp.linear_fc1.weight",
         argparse.Namespace(swiglu=True, ffn_hidden_size=None),
@@ -290,18 +293,17 @@ def test_sizes_that_the_arguments_do_not_say_are_none() -> None:
     assert expected_shape("strange", argparse.Namespace()) is None
 
 
+@pytest.mark.parametrize("number", [7, 12])
+def test_grouped_experts_are_gated_by_their_numbers(number: int) -> None:
+    module = "decoder.layers.2.mlp.experts"
+    for name in (f"{module}.linear_fc1.weight{number}", f"{module}.linear_fc1.bias{number}"):
+        assert key_rules.entry_names(name, True) == [f"{name}_w", f"{name}_v"]
+    for name in (f"{module}.linear_fc2.weight{number}", "mlp.linear_fc1.layer_norm_weight"):
+        assert key_rules.entry_names(name, True) == [name]
+
+
 def test_every_dim_of_every_rule_has_a_size() -> None:
     dims = set()
     for _, rules in MODEL:
         dims.update(*(rule.dims for rule in rules))
     assert dims and dims <= set(_SIZES)
-
-
-def test_a_size_that_the_arguments_lack_is_none() -> None:
-    sizes = argparse.Namespace(hidden_size=8)
-    name = "embedding.tokentype_embeddings.weight"
-    assert expected_shape(name, sizes) == (None, 8)
-    assert expected_shape(name, argparse.Namespace(hidden_size=8, num_tokentypes=2)) == (
-        2,
-        8,
-    )

@@ -25,7 +25,7 @@ from megatron.checkpoint.dcp.dcp_target import DcpTarget, ObjectEntry, TensorEnt
 from megatron.checkpoint.dcp.safe_pickle import RefusedPickleError
 from megatron.checkpoint.dcp.stored_checkpoint import StoredCheckpoint
 from megatron.checkpoint.integrity.manifest import DamagedCheckpointError
-from megatron.checkpoint.store.directory import OutputDirectory, locate
+from megatron.checkpoint.store.directory import TRACKER, OutputDirectory, locate
 from tests.support.checkpoint import samples, small_models
 from tests.support.checkpoint.changed_checkpoints import without_manifest, write_entries
 from tests.support.checkpoint.command_runs import run_json
@@ -209,25 +209,27 @@ def set_field(name: str, value: Any) -> Callable[[Any], None]:
     return lambda metadata: setattr(metadata, name, value)
 
 
+def set_size(size: Any) -> Callable[[Any], None]:
+    return lambda metadata: setattr(metadata.state_dict_metadata["tensor"], "size", size)
+
+
+def name_a_dtype(metadata: Any) -> None:
+    object.__setattr__(metadata.state_dict_metadata["tensor"].properties, "dtype", "float")
+
+
+def number_a_key(metadata: Any) -> None:
+    metadata.state_dict_metadata[4] = metadata.state_dict_metadata["tensor"]
+
+
 MALFORMED = {
     "no dict of entries": set_field("state_dict_metadata", [1]),
     "no dict of places": set_field("storage_data", None),
     "an entry of another kind": lambda metadata: metadata.state_dict_metadata.update(tensor=3),
-    "a key that is no text": lambda metadata: metadata.state_dict_metadata.update(
-        {4: metadata.state_dict_metadata["tensor"]}
-    ),
-    "a size that is text": lambda metadata: setattr(
-        metadata.state_dict_metadata["tensor"], "size", "64"
-    ),
-    "a negative size": lambda metadata: setattr(
-        metadata.state_dict_metadata["tensor"], "size", (-6, 4)
-    ),
-    "sizes of other lengths": lambda metadata: setattr(
-        metadata.state_dict_metadata["tensor"], "size", (6, 4, 1)
-    ),
-    "no dtype": lambda metadata: object.__setattr__(
-        metadata.state_dict_metadata["tensor"].properties, "dtype", "float"
-    ),
+    "a key that is no text": number_a_key,
+    "a size that is text": set_size("64"),
+    "a negative size": set_size((-6, 4)),
+    "sizes of other lengths": set_size((6, 4, 1)),
+    "no dtype": name_a_dtype,
     "a place of another kind": lambda metadata: metadata.storage_data.update(
         dict.fromkeys(metadata.storage_data, "x")
     ),
@@ -296,60 +298,41 @@ def test_all_missing_and_short_files_are_listed(tmp_path: Path) -> None:
     assert StoredCheckpoint(path).tensors
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda path: None, "not there"),
-        (lambda path: path.write_text("x"), "a file"),
-        (lambda path: path.mkdir(), "no checkpoint"),
-        (
-            lambda path: (
-                path.mkdir(),
-                (path / "latest_checkpointed_iteration.txt").write_text("seven"),
-            ),
-            "should hold an iteration",
-        ),
-        (
-            lambda path: (
-                path.mkdir(),
-                (path / "latest_checkpointed_iteration.txt").write_text("7"),
-            ),
-            "not there",
-        ),
-        (
-            lambda path: (
-                path.mkdir(),
-                (path / "latest_checkpointed_iteration.txt").write_bytes(b"\xff\xfe"),
-            ),
-            "should hold an iteration",
-        ),
-        (lambda path: (path / "iter_0000004").mkdir(parents=True), "name one of iter_0000004"),
-        (lambda path: (path / ".metadata").mkdir(parents=True), "no checkpoint"),
-        (lambda path: (path.mkdir(), (path / ".metadata").write_bytes(b"")), "damaged"),
-        (lambda path: (path.mkdir(), (path / ".metadata").write_bytes(b"not a pickle")), "damaged"),
-    ],
-    ids=[
-        "absent",
-        "file",
-        "empty directory",
-        "tracker of words",
-        "tracker of nothing",
-        "tracker of bytes",
-        "no tracker",
-        "metadata a directory",
-        "empty metadata",
-        "metadata of text",
-    ],
-)
-def test_what_is_no_checkpoint_is_said_to_be_none(
-    make: Callable[[Path], Any], message: str, tmp_path: Path
-) -> None:
-    make(tmp_path / "path")
+NO_CHECKPOINTS: dict[str, tuple[dict[str, bytes], str]] = {
+    "empty directory": ({}, "no checkpoint"),
+    "tracker of words": ({TRACKER: b"seven"}, "should hold an iteration"),
+    "tracker of nothing": ({TRACKER: b"7"}, "not there"),
+    "tracker of bytes": ({TRACKER: b"\xff\xfe"}, "should hold an iteration"),
+    "no tracker": ({"iter_0000004/file": b""}, "name one of iter_0000004"),
+    "metadata a directory": ({".metadata/file": b""}, "no checkpoint"),
+    "empty metadata": ({".metadata": b""}, "damaged"),
+    "metadata of text": ({".metadata": b"not a pickle"}, "damaged"),
+}
+"""The files of a directory, and a part of what is said of it."""
+
+
+def assert_is_none(path: Path, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        open_checkpoint(tmp_path / "path")
-    if "damaged" not in message:
+        open_checkpoint(path)
+    if message != "damaged":
         with pytest.raises(ValueError, match=message):
-            locate(tmp_path / "path")
+            locate(path)
+
+
+@pytest.mark.parametrize(("files", "message"), NO_CHECKPOINTS.values(), ids=NO_CHECKPOINTS)
+def test_what_is_no_checkpoint_is_said_to_be_none(
+    files: dict[str, bytes], message: str, tmp_path: Path
+) -> None:
+    for name, content in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(content)
+    assert_is_none(tmp_path, message)
+
+
+def test_no_directory_is_no_checkpoint(tmp_path: Path) -> None:
+    assert_is_none(tmp_path / "absent", "not there")
+    (tmp_path / "file").touch()
+    assert_is_none(tmp_path / "file", "a file")
 
 
 @pytest.mark.parametrize("place", [".metadata", "object", "tensor"])
@@ -405,10 +388,6 @@ def test_a_tensor_that_repeats_few_bytes_is_refused(tmp_path: Path) -> None:
     edit(path, change)
     with pytest.raises(DamagedCheckpointError, match="not enough"):
         StoredCheckpoint(path).lazy("tensor").read()
-
-
-def lose_key(old: str, new: str) -> Callable[[bytes], bytes]:
-    return lambda data: data.replace(old.encode(), new.encode())
 
 
 def test_overlap_is_found_as_a_count_of_elements_finds_it() -> None:

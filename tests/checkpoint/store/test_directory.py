@@ -14,8 +14,6 @@ from megatron.checkpoint.store.directory import (
     find,
     iteration_directory,
     locate,
-    new_checkpoint,
-    new_directory,
     prepare,
     publish,
     read_tracker,
@@ -131,21 +129,6 @@ def test_where_no_checkpoint_is_the_error_says_what_there_is(tmp_path: Path) -> 
     (tmp_path / TRACKER).write_text("9")
     with pytest.raises(ValueError, match="names iter_0000009, which is not there"):
         locate(tmp_path)
-
-
-def test_a_new_checkpoint_overwrites_nothing(tmp_path: Path) -> None:
-    write(tmp_path / "old", 3)
-    with pytest.raises(ValueError, match="exists"):
-        new_checkpoint(tmp_path / "old", 3)
-    with pytest.raises(ValueError, match="exists"):
-        new_directory(tmp_path / "old")
-    with pytest.raises(ValueError, match="of iter_0000003, not iter_0000004"):
-        new_checkpoint(tmp_path / "iter_0000004", 3)
-    assert new_checkpoint(tmp_path / "new", 3).final == tmp_path / "new" / "iter_0000003"
-    assert (
-        new_checkpoint(tmp_path / "new" / "iter_0000003", 3).final
-        == tmp_path / "new" / "iter_0000003"
-    )
 
 
 def test_a_tracker_may_end_with_a_line_break(tmp_path: Path) -> None:

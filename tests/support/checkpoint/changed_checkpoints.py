@@ -55,6 +55,16 @@ def without_manifest(folder: Path) -> Path:
     return folder
 
 
+def flip_a_bit(iteration: Path, key: str, at: int = 0) -> Path:
+    """Change a bit of the values of a tensor, and return the file that has them."""
+    stored = StoredCheckpoint(iteration)
+    payload = stored._payload(key, stored.tensors[key].chunks[0])
+    data = bytearray(payload.file.read_bytes())
+    data[payload.offset + at] ^= 1
+    payload.file.write_bytes(data)
+    return payload.file
+
+
 def change_common(iteration: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     without_manifest(iteration)
     path = iteration / torch_dist.COMMON_FILE
