@@ -69,8 +69,10 @@ MAY_IMPORT = {
     "tools/cuda_model": ("tools.cuda_model",),  # for any library, so it knows none
     "examples": OURS[:-2],
     "benchmarks": OURS[:-1],
+    "benchmarks/low_precision": OURS,
     "benchmarks/parity": OURS,
     "benchmarks/soak": OURS,
+    "benchmarks/stream_defects": OURS,
 }
 """Which of our packages the files under a folder may import."""
 

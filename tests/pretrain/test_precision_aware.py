@@ -15,6 +15,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from benchmarks.low_precision.optimizer_bytes import FP8_MOMENTS, bytes_of_run
 from megatron.pretrain.arguments.configs import transformer_config
 from megatron.pretrain.dry_run import memory_plan
 from megatron.pretrain.memory_estimate import estimate_memory
@@ -22,7 +23,6 @@ from megatron.pretrain.model import gpt_optimizer
 from megatron.pretrain.model.gpt_model import build_chunk
 from tests.support.pretrain import training_runs
 from tests.support.pretrain.training_runs import Record, State, write_counting_corpus
-from tests.support.transformer_engine.optimizer_bytes import FP8_MOMENTS, bytes_of_run
 from tests.support.transformer_engine.ranks import ranks
 from tests.support.transformer_engine.training import LAYERS, STORED, train
 
@@ -97,11 +97,11 @@ BF16_MOMENTS = {"exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.bfloa
 ONE_MICROBATCH = "--micro-batch-size 4"
 
 
-@pytest.mark.always("*-bf16_gradients")
+@pytest.mark.always("*-one_moment")
 @pytest.mark.parametrize(
     ("flags", "of_ddp", "dtypes", "strategies"),
     [
-        ("", "", {}, STRATEGIES),
+        ("", "", {}, ("no_shard", "optim_grads_params")),
         (MOMENTS, "", BF16_MOMENTS, ("optim", "optim_grads_params")),
         ("--exp-avg-dtype bf16", "", {"exp_avg_dtype": torch.bfloat16}, ("no_shard",)),
         # Levels 2 and 3 round the sum of each microbatch, the others that of both on each rank.
@@ -141,6 +141,7 @@ MODELS = {
 STATISTICS = "--clip-grad 0.5 --log-num-zeros-in-grad --log-params-norm --check-for-large-grads"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("model", MODELS)
 def test_gradients_beside_the_parameters_are_summed_counted_and_clipped(
     run: Run, model: str
@@ -151,6 +152,7 @@ def test_gradients_beside_the_parameters_are_summed_counted_and_clipped(
     assert aware.steps == plain.steps
 
 
+@pytest.mark.exhaustive
 def test_a_resumed_run_has_the_bits_of_one_that_was_not_stopped(run: Run, tmp_path: Path) -> None:
     aware = f"{AWARE} {MOMENTS} {GRADIENTS} {ONE_MICROBATCH}"
     whole, _, resumed, of_another_level = run(
@@ -205,6 +207,7 @@ def assert_converted(state: State, original: State, dtype: torch.dtype) -> None:
             assert torch.equal(moment, original.slots[slot][name].to(dtype))
 
 
+@pytest.mark.exhaustive
 def test_main_weights_in_fp16_resume_and_are_converted(run: Run, tmp_path: Path) -> None:
     aware = f"{AWARE} --main-params-dtype fp16"
     dtypes = {"main_params_dtype": torch.float16}
@@ -248,6 +251,7 @@ def test_what_would_train_wrongly_is_refused(
     assert reason in run(flags, job=refusal, **changes)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("format_", ["fsdp_dtensor", "torch_dist"])
 def test_state_is_converted_when_another_run_loads_it(
     run: Run, tmp_path: Path, format_: str

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bytes a parameter of main weights, gradients and moments with the precision-aware optimizer.
 
-    python -m tests.support.transformer_engine.optimizer_bytes
+    python -m benchmarks.low_precision.optimizer_bytes
 
 Two CPU ranks at level 3, with Transformer Engine's kernels emulated in torch. Prints a table.
 """

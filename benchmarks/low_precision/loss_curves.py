@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Losses of the training program in FP8 beside bf16, on the data of the README.
 
-    python -m tests.support.transformer_engine.loss_curves [--iterations 100]
+    python -m benchmarks.low_precision.loss_curves [--iterations 100]
 
 Two CPU ranks, fully sharded, with Transformer Engine's layers and kernels emulated in torch: the
 numbers are those of the formats, the time says nothing. Prints a table.
