@@ -33,7 +33,7 @@ TIMEOUT = 300.0
 
 MODEL = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32"
-    " --max-position-embeddings 32 --micro-batch-size 2 --global-batch-size 16 --lr 5e-3"
+    " --max-position-embeddings 32 --micro-batch-size 2 --global-batch-size 8 --lr 5e-3"
     " --min-lr 5e-4 --lr-decay-style cosine --lr-decay-iters 4 --train-iters 4 --mock-data"
     " --tokenizer-type NullTokenizer --vocab-size 127 --eval-iters 0 --eval-interval 1000"
     " --log-interval 1 --swiglu --disable-bias-linear --normalization RMSNorm"
@@ -216,7 +216,7 @@ def reference(loop: Loop, layout: str) -> dict[str, Any]:
 
 def _run(*arguments: Any) -> dict[str, Any]:
     """Job: import the loop, which no test process may do, and run it."""
-    from tests.support.mcore_adapter import loop_ranks
+    from benchmarks.parity import loop_ranks
 
     return loop_ranks.run(*arguments)
 

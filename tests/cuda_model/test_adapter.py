@@ -1,21 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training Megatron-Core models through the adapter on the model: nothing of ours is reported."""
 
-from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
 
-from tests.support.cuda_model.adapter_runs import (
+from benchmarks.stream_defects.table import DEFECTS
+from tests.support.fsdp.reference import Ranks
+from tests.support.mcore_adapter.runs_on_cuda_model import (
     RUNS,
     WITH_ENGINE,
     reports_of_run,
     reports_of_unawaited_copies,
+    reports_with,
     run_with_the_drop_in,
 )
-from tests.support.cuda_model.defects import Defect
-from tests.support.cuda_model.defects_of_streams import DEFECTS
-from tests.support.fsdp.reference import Ranks
 from tests.support.pretrain.training_runs import write_counting_corpus
 from tests.support.transformer_engine.ranks import ranks as ranks_with_engine
 
@@ -48,30 +47,19 @@ def test_a_copy_that_the_optimizer_does_not_wait_for_is_reported(
         assert any("staging.py" in report for report in reports)
 
 
-@pytest.mark.always("optim_grads_params-bf16")
-@pytest.mark.parametrize(
-    ("level", "bf16"),
-    [("optim", True), ("optim_grads", False), ("optim_grads_params", True)],
-    ids=["optim-bf16", "optim_grads-fp32", "optim_grads_params-bf16"],
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("level", ["optim", "optim_grads_params"])
 def test_nor_with_the_drop_in_in_the_stand_in_for_megatron_lms_loop(
-    ranks: Ranks, level: str, bf16: bool, tmp_path: Path
+    ranks: Ranks, level: str, tmp_path: Path
 ) -> None:
-    settings = {"data_parallel_sharding_strategy": level, "bf16": bf16}
+    settings = {"data_parallel_sharding_strategy": level, "bf16": True}
     for reports, losses, plain in ranks(2, run_with_the_drop_in, str(tmp_path), **settings):
         assert not reports, "\n".join(reports)
         assert losses == plain
 
 
-def reports_with(defect: Defect, folder: str) -> list[str]:
-    """Run the stand-in with a defect at level 1; return what was reported."""
-    with defect.made():
-        return run_with_the_drop_in(folder, data_parallel_sharding_strategy="optim", bf16=True)[0]
-
-
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("name", ["compute never waits", "gathers overtake the step*"])
-def test_a_defect_is_reported_there(ranks: Ranks, name: str, tmp_path: Path) -> None:
-    (defect,) = (each for each in DEFECTS if fnmatch(each.name, name))
+def test_a_defect_is_reported_there(ranks: Ranks, tmp_path: Path) -> None:
+    (defect,) = (each for each in DEFECTS if each.name.startswith("gathers overtake the step"))
     for reports in ranks(2, reports_with, defect, str(tmp_path)):
         assert any("on two streams that nothing orders" in report for report in reports)

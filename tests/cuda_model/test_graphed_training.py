@@ -13,6 +13,7 @@ REPLAYS = {"units": 3 * 3 * 2, "iteration": 3}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
+@pytest.mark.always("level=3-units-*", "level=0-iteration-*")
 @pytest.mark.parametrize(
     ("level", "captures", "dtype_name"),
     pairwise(level=[0, 1, 2, 3], captures=REPLAYS, dtype_name=DTYPES),

@@ -11,11 +11,11 @@ import torch
 from megatron.mcore_adapter import cpu
 from megatron.pretrain import ranks as program
 from megatron.pretrain.arguments import parse_arguments
-from tests.support.cuda_model.adapter_runs import PLAIN
 from tests.support.cuda_model.machine import cuda_model
 from tests.support.cuda_model.scenarios import stack_on, step
 from tests.support.fsdp.meshes import Meshes
 from tests.support.fsdp.reference import Ranks
+from tests.support.mcore_adapter.runs_on_cuda_model import PLAIN
 from tests.support.pretrain import training_runs
 from tools.cuda_model.pools import ModelBackend
 
@@ -61,6 +61,7 @@ def train_in_ways(level: int) -> None:
         assert all(map(torch.equal, weights, expected)) and len(weights) == len(expected)
 
 
+@pytest.mark.always("2")
 @pytest.mark.parametrize("level", WAYS)
 def test_registered_slots_train_with_the_bits_of_a_run_without(ranks: Ranks, level: int) -> None:
     ranks(2, train_in_ways, level)

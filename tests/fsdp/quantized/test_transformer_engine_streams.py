@@ -10,6 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from benchmarks.stream_defects.defect import Defect
+from benchmarks.stream_defects.table import GROUP, LAUNCH, SIDE, STARTS, defect
 from tests.fsdp.quantized.test_transformer_engine_weights import (
     RECIPES,
     build,
@@ -17,8 +19,6 @@ from tests.fsdp.quantized.test_transformer_engine_weights import (
     recipe_of,
     settings_of,
 )
-from tests.support.cuda_model.defects import Defect
-from tests.support.cuda_model.defects_of_streams import GROUP, LAUNCH, SIDE, STARTS, defect
 from tests.support.cuda_model.machine import cuda_model
 from tests.support.pairwise import each_value
 from tests.support.transformer_engine.ranks import RunOnRanks

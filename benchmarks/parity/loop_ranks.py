@@ -27,9 +27,9 @@ from unittest.mock import patch
 import typing_extensions
 
 import megatron.mcore_adapter.__main__ as program
+from benchmarks.stream_defects.table import DEFECTS
 from megatron.mcore_adapter import FullyShardedDataParallel
 from tests.support.cuda_model.core_graphs import core_graphs
-from tests.support.cuda_model.defects_of_streams import DEFECTS
 from tests.support.cuda_model.machine import cuda_model
 from tests.support.transformer_engine.collectives import join_no_collectives
 from tests.support.warm_programs import free_port
@@ -48,7 +48,7 @@ def run(ranks: int, flags: Sequence[str], folder: Path, on_model: str | None) ->
         flags: of the program.
         folder: an empty one for logs.
         on_model: None without the model of a CUDA device; otherwise the name of a deliberate defect
-            of `cuda_model/defects_of_streams.py`, or "".
+            of `benchmarks/stream_defects/table.py`, or "".
 
     Returns:
         ``steps``, a list of (iteration, loss, gradient norm), ``evaluations``, a list of losses,

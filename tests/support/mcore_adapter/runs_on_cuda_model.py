@@ -11,6 +11,7 @@ from unittest.mock import patch
 
 from megatron.core.pipeline_parallel import utils
 
+from benchmarks.stream_defects.defect import Defect
 from megatron.mcore_adapter import cpu
 from megatron.pretrain.checkpoints import staging
 from megatron.pretrain.checkpoints.background_save import BackgroundSaves
@@ -18,30 +19,34 @@ from tests.support.cuda_model.machine import cuda_model
 from tests.support.mcore_adapter.dropped_in import LoopRun, dropped_in
 from tests.support.pretrain.parity import ALLTOALL, LLAMA, MOE, Combination
 from tests.support.pretrain.training_runs import pretrain_with
+from tests.support.pretrain.warm_writers import warm_writers
 from tools.cuda_model.streams import ModelStream
 
 OVERLAP = "--overlap-grad-reduce --train-iters 2 --lr-decay-iters 20"
 GATHERS = f"{OVERLAP} --overlap-param-gather"
 RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 
-OVERLAPPED = f"{GATHERS} --bf16 --overlap-moe-expert-parallel-comm"
+THREE_MICROBATCHES = "--global-batch-size 6"
+OVERLAPPED = f"{GATHERS} --bf16 --overlap-moe-expert-parallel-comm {THREE_MICROBATCHES}"
+"""The combined schedule, in which the second of three microbatches meets both of the others."""
 
-PLAIN = Combination(2, "", 3, LLAMA, GATHERS)
+PLAIN = Combination(2, "", 3, LLAMA, GATHERS).with_few_microbatches()
 
-RUNS = {
+ROWS = {
     "level1 bf16": Combination(2, "", 1, LLAMA, f"{OVERLAP} --bf16"),
     "tp2 sp": Combination(2, "tp2 sp", 3, LLAMA, GATHERS),
     "pp2": Combination(2, "pp2", 3, LLAMA, OVERLAP),
     "cp2": Combination(2, "cp2", 3, LLAMA, OVERLAP),
     "experts": Combination(2, "", 3, MOE, OVERLAP),
     "ep2": Combination(2, "ep2", 3, ALLTOALL, OVERLAP),
-    "overlapped": Combination(2, "ep2", 3, ALLTOALL, OVERLAPPED),
     "pp2 vpp2": Combination(2, "pp2 vpp2", 3, LLAMA, OVERLAP, layers=4),
     "background saves": Combination(
         *(2, "", 3, LLAMA),
         f"{GATHERS} {RECOMPUTED} --async-save --use-persistent-ckpt-worker --save-interval 1",
     ),
 }
+RUNS = {name: row.with_few_microbatches() for name, row in ROWS.items()}
+RUNS["overlapped"] = Combination(2, "ep2", 3, ALLTOALL, OVERLAPPED)
 """By name."""
 
 WITH_ENGINE = {
@@ -95,7 +100,7 @@ def reports_of_run(name: str, folder: str) -> list[str]:
     save = f" --save {folder}" if "--async-save" in run.flags else ""
     # Megatron-Core keeps the streams of its first schedule, which may not have been the model's.
     streams = patch.multiple(utils, _COMP_STREAM=None, _COMM_STREAM=None)
-    with threads, streams, cuda_model() as model:
+    with warm_writers(), threads, streams, cuda_model() as model:
         pretrain_with(run.ours + save)
     reports = [str(report) for report in model.reports]
     known = OF_MEGATRON_CORE.get(name)
@@ -118,6 +123,12 @@ def run_with_the_drop_in(folder: str, **changes: Any) -> tuple[list[str], list[f
             run.load(Path(folder))
             losses += run.train(1)
     return [str(report) for report in model.reports], losses, plain
+
+
+def reports_with(defect: Defect, folder: str) -> list[str]:
+    """Run the stand-in with a defect at level 1; return what was reported."""
+    with defect.made():
+        return run_with_the_drop_in(folder, data_parallel_sharding_strategy="optim", bf16=True)[0]
 
 
 def reports_of_unawaited_copies(folder: str) -> list[str]:

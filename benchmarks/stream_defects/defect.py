@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Deliberate defects in the handling of streams: the model must report each of them.
+"""A deliberate defect in the handling of streams, and what the model of CUDA reports of it.
 
 A defect is a replacement of text in the source of one function or more. It is made in the process
 that runs the scenario, and undone afterwards.
@@ -20,6 +20,7 @@ from unittest.mock import patch
 from tests.support.cuda_model.machine import cuda_model
 from tests.support.cuda_model.scenarios import SCENARIOS
 from tests.support.fsdp.meshes import Meshes
+from tests.support.rank_pool import run_ranks
 from tools.cuda_model.reports import ORDER
 
 
@@ -97,3 +98,11 @@ def findings_with(defect: Defect) -> list[tuple[str, str]]:
             if not model.reports:  # otherwise memory that is gone was not read, for example
                 raise
     return [(report.kind, str(report)) for report in model.reports]
+
+
+def missing_kinds(defect: Defect) -> set[str]:
+    """Run a defect's scenario on its ranks; return the kinds that not all of them report."""
+    missing: set[str] = set()
+    for findings in run_ranks(SCENARIOS[defect.scenario].num_ranks, findings_with, defect):
+        missing |= set(defect.kinds) - {kind for kind, _ in findings}
+    return missing

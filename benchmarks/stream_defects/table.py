@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from tests.support.cuda_model.defects import Defect, Edit
+from benchmarks.stream_defects.defect import Defect, Edit
 from tools.cuda_model.reports import (
     EARLY_RELEASE,
     HOST_READ,
