@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Settings and fixtures for all tests."""
 
+import gc
 import os
 import tempfile
 
@@ -20,7 +21,13 @@ import pytest
 from tests.support import costs, end_of_run, rank_pool, stand_ins
 from tests.support.process_state import ProcessState
 from tests.support.rank_process import OUR_MODULES
-from tests.support.selection import long_files_first, mark_cases, shuffle, what_selects_nothing
+from tests.support.selection import (
+    leave_out_other_turns,
+    long_files_first,
+    mark_cases,
+    shuffle,
+    what_selects_nothing,
+)
 from tests.support.warm_programs import ROOT, free_port, warm_programs
 
 STATE = pytest.StashKey[ProcessState]()
@@ -34,11 +41,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="SEED",
         help="run files, and the tests of each, in an order that this number draws",
     )
+    parser.addoption(
+        "--turn",
+        type=int,
+        metavar="NUMBER",
+        help="of the exhaustive cases of long files, run the third whose turn it is",
+    )
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:
-    seed = config.option.random_order
-    return None if seed is None else f"order of tests: --random-order {seed}"
+    options = {"--random-order": config.option.random_order, "--turn": config.option.turn}
+    given = [f"{name} {value}" for name, value in options.items() if value is not None]
+    return f"tests: {' '.join(given)}" if given else None
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -52,14 +66,28 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(costs.CostPlugin(costs.read_table()), "costs")
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collect no garbage while tests are imported, which all stay: it takes a third of the time."""
+    gc.disable()
+    result = yield
+    gc.freeze()
+    gc.enable()
+    return result
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave most cases of long tables to `make test-all`, as their marks say; order files."""
-    long_files_first(items, costs.read_table())
-    if config.option.random_order is not None:
-        shuffle(items, config.option.random_order)
+    """Leave most cases of long tables to `make test-all`, as marks and turns say; order files."""
     unknown = mark_cases(items)
     if unknown and not any("[" in argument for argument in config.args):
         raise pytest.UsageError(f"marks name no cases: {', '.join(unknown)}")
+    table = costs.read_table()
+    if config.option.turn is not None:
+        left_out = leave_out_other_turns(items, table, config.option.turn)
+        config.hook.pytest_deselected(items=left_out)
+    long_files_first(items, table)
+    if config.option.random_order is not None:
+        shuffle(items, config.option.random_order)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -9,6 +9,8 @@ import pytest
 
 from tests.support.selection import (
     LONG,
+    TURNS,
+    leave_out_other_turns,
     long_files_first,
     mark_cases,
     shuffle,
@@ -62,6 +64,21 @@ def test_long_files_come_first_and_others_keep_their_order() -> None:
     long_files_first(items, costs)
     sorted_files = [item.nodeid.partition("::")[0] for item in items]
     assert sorted_files == ["tests/longer.py", "tests/long.py", "tests/y.py", "tests/x.py"]
+
+
+def test_exhaustive_cases_of_long_files_take_turns() -> None:
+    costs = {"tests/long.py": LONG, "tests/short.py": LONG - 1}
+    exhaustive = pytest.mark.exhaustive.mark
+    always = [StubItem("a", exhaustive, file="tests/short.py"), StubItem("a", file="tests/long.py")]
+    in_turns = [StubItem(str(case), exhaustive, file="tests/long.py") for case in range(7)]
+    ran: list[StubItem] = []
+    for turn in range(4, 4 + TURNS):
+        items = [*always, *in_turns]
+        left_out = leave_out_other_turns(items, costs, turn)
+        assert items[:2] == always and len(items[2:]) in (2, 3)
+        assert sorted(items[2:] + left_out, key=in_turns.index) == in_turns
+        ran += items[2:]
+    assert sorted(ran, key=in_turns.index) == in_turns
 
 
 def test_a_seed_draws_the_order_of_files_and_of_the_tests_of_each() -> None:

@@ -2,7 +2,7 @@
 """Broken lines of the product, each of which a test must notice.
 
     python -m benchmarks.broken_lines                     the table, and lines drawn at random
-    python -m benchmarks.broken_lines layout divisor      those whose names contain one of the words
+    python -m benchmarks.broken_lines engine divisor      those of a part, or with such a name
     python -m benchmarks.broken_lines --tests-of COMMIT   with the tests of another commit
     python -m benchmarks.broken_lines --report            what the last runs have found
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import click
 
 from benchmarks.broken_lines.broken_line import REPOSITORY, BrokenLine
-from benchmarks.broken_lines.drawn_lines import PARTS, drawn_lines
+from benchmarks.broken_lines.drawn_lines import PARTS, drawn_lines, files_of
 from benchmarks.broken_lines.table import BROKEN_LINES
 
 RESULTS = REPOSITORY / "build" / "broken_lines.jsonl"
@@ -24,6 +24,7 @@ LEFT_OUT = shutil.ignore_patterns(
 )
 NUMBER, SEED = 120, 20261128
 """Lines in all, and the seed of those that are drawn."""
+ELSEWHERE = "elsewhere"
 PYTEST = ("-x", "-q", "-p", "no:cacheprovider")
 TIMEOUT = 3600
 """Seconds; a run of tests that takes longer has noticed the line."""
@@ -90,7 +91,7 @@ def report(lines: list[BrokenLine], tests: str) -> None:
     rows = known(tests)
     print("| part | lines | noticed | by `make test` |\n|---|---|---|---|")
     total = [0, 0, 0]
-    for part in [*PARTS, "of the table"]:
+    for part in [*PARTS, ELSEWHERE]:
         inside = [rows[line.name] for line in lines if line.name in rows and part_of(line) == part]
         by_default = sum(row["by"] == "make test" for row in inside)
         counts = [len(inside), sum(row["by"] is not None for row in inside), by_default]
@@ -103,8 +104,8 @@ def report(lines: list[BrokenLine], tests: str) -> None:
 
 
 def part_of(line: BrokenLine) -> str:
-    """Return the part of the library that a line was drawn from."""
-    return "of the table" if line in BROKEN_LINES else line.name.partition(":")[0]
+    """Return the part of the library that a line is in."""
+    return next((part for part in PARTS if line.file in files_of(part)), ELSEWHERE)
 
 
 @click.command()
@@ -115,7 +116,11 @@ def part_of(line: BrokenLine) -> str:
 def main(words: tuple[str, ...], tests_of: str | None, deep: bool, only_report: bool) -> None:
     """Break lines, one at a time, and say which test notices."""
     lines = [*BROKEN_LINES, *drawn_lines(NUMBER - len(BROKEN_LINES), SEED)]
-    chosen = [line for line in lines if not words or any(word in line.name for word in words)]
+    chosen = [
+        line
+        for line in lines
+        if not words or part_of(line) in words or any(word in line.name for word in words)
+    ]
     tests = tests_of or "here"
     if not only_report:
         done = known(tests)

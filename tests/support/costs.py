@@ -2,9 +2,9 @@
 """Costs of test files: measured in every run, held to a budget, kept in `tests/costs.md`.
 
     make test-all                              prints the ten slowest files; fails over a budget
-    .ci/run && make test                       leave what they measured in `build/test_costs`
+    make test-all && make test && .ci/run      leave what they measured in `build/test_costs`
     python -m tests.support.costs              write `tests/costs.md` and the figures of
-                                               CONTRIBUTING.md from these two
+                                               CONTRIBUTING.md from these three
 
 A cost is the processor time of a file with all processes that work for it, so that other work on
 the machine matters little. It is counted in references, the processor time of a small training
@@ -30,14 +30,15 @@ import psutil
 import pytest
 
 from tests.support import rank_pool
+from tests.support.selection import file_of
 
 ROOT = Path(__file__).parents[2]
 TABLE = ROOT / "tests" / "costs.md"
 MEASURED = ROOT / "build" / "test_costs"
 CONTRIBUTING = ROOT / "CONTRIBUTING.md"
 DEFAULT, WHOLE = "test", "test-all"
-CI_SECONDS = "ci_seconds"
-"""File that `.ci/run` writes its duration to."""
+CI_RUN = "ci_run"
+"""File that `.ci/run` writes its duration in seconds and its date to."""
 
 SHARED = 600.0
 """References that a file may cost beyond its budget: it may be the first that starts the servers.
@@ -231,11 +232,6 @@ def reference_seconds() -> float:
     return time.process_time() - begin
 
 
-def file_of(item: pytest.Item) -> str:
-    """Return the path of a test's file in the repository."""
-    return item.nodeid.partition("::")[0]
-
-
 def over_budget(file: str, references: float, in_table: float | None) -> str | None:
     """Return what is wrong with a file that costs more than its budget, None for any other."""
     budget = MARGIN * (in_table or 0.0) + SHARED
@@ -252,6 +248,7 @@ def is_whole_run(config: pytest.Config) -> bool:
     """Return True for a run of all tests, or of those of `make test`, which no failure ends."""
     option = config.option
     chooses = option.keyword or config.args_source is not pytest.Config.ArgsSource.TESTPATHS
+    chooses = chooses or config.getoption("turn", None) is not None
     return not (chooses or option.maxfail) and option.markexpr in ("", "not exhaustive")
 
 
@@ -315,19 +312,19 @@ def main() -> int:
     """Write the table and the figures from the last whole runs."""
     needed = {
         MEASURED / f"{DEFAULT}.json": "make test",
-        MEASURED / f"{WHOLE}.json": ".ci/run",
-        MEASURED / CI_SECONDS: ".ci/run",
+        MEASURED / f"{WHOLE}.json": "make test-all",
+        MEASURED / CI_RUN: ".ci/run",
     }
     missing = [command for path, command in needed.items() if not path.exists()]
     if missing:
-        print(f"run first: {', '.join(dict.fromkeys(missing))}", file=sys.stderr)
+        print(f"run first: {', '.join(missing)}", file=sys.stderr)
         return 1
     default, whole = (
         json.loads((MEASURED / f"{name}.json").read_text()) for name in (DEFAULT, WHOLE)
     )
-    ci_seconds = float((MEASURED / CI_SECONDS).read_text())
+    ci_seconds, ci_date = (MEASURED / CI_RUN).read_text().split()
     TABLE.write_text(table_of(whole))
-    text = with_figures(CONTRIBUTING.read_text(), default, ci_seconds, whole["date"])
+    text = with_figures(CONTRIBUTING.read_text(), default, float(ci_seconds), ci_date)
     CONTRIBUTING.write_text(text)
     print(f"{os.path.relpath(TABLE)} and {os.path.relpath(CONTRIBUTING)} are written")
     return 0
