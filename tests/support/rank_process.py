@@ -308,7 +308,7 @@ def _prepare(place: RankPlace, number: int, fresh_world: bool) -> None:
         _join_world(place, number)
         _collect_garbage(everything=True)
     random.seed(SEED)
-    torch.manual_seed(SEED)
+    torch.default_generator.manual_seed(SEED)  # `torch.manual_seed` keeps a stack for each device
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed(SEED)
 

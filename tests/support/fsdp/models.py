@@ -405,8 +405,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 
 def build(name: str, dtype: torch.dtype = torch.float64) -> nn.Module:
-    """Build the model `name`, with the same weights at every call."""
-    torch.manual_seed(7)
+    """Build the model `name` on the CPU, with the same weights at every call."""
+    torch.default_generator.manual_seed(7)
     return MODELS[name]().to(dtype)
 
 

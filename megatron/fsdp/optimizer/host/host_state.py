@@ -20,12 +20,14 @@ from megatron.fsdp.optimizer.host.host_memory import FileMemory, HostMemory
 
 def new_moment(parameter: torch.Tensor, value: float) -> torch.Tensor:
     """Return a tensor like ``parameter`` whose elements are ``value``."""
-    memory = sharded_param_of(parameter).group.memory if is_linked(parameter) else None
-    if not isinstance(memory, FileMemory):
+    if not is_linked(parameter):
         return torch.full_like(parameter, value, memory_format=torch.preserve_format)
-    local = local_tensor(parameter)
-    filled = torch.full((), value, dtype=local.dtype, device=local.device).expand(local.shape)
-    return sharded_param_of(parameter).over(filled)
+    sharded_param, local = sharded_param_of(parameter), local_tensor(parameter)
+    if isinstance(sharded_param.group.memory, FileMemory):
+        filled = torch.full((), value, dtype=local.dtype, device=local.device).expand(local.shape)
+    else:
+        filled = torch.full_like(local, value, memory_format=torch.preserve_format)
+    return sharded_param.over(filled)
 
 
 def moved(moment: UnevenDTensor, parameter: torch.Tensor) -> UnevenDTensor:
