@@ -52,6 +52,7 @@ def train_with_torch(strategy: str) -> list[dict[str, torch.Tensor]]:
     ]
 
 
+@pytest.mark.always("optim_grads_params")
 @pytest.mark.parametrize("strategy", LEVELS)
 def test_an_optimizer_of_torch_trains_like_an_unsharded_model(strategy: str) -> None:
     for found, expected in run_ranks(2, train_with_torch, strategy):
@@ -98,6 +99,7 @@ def train_in_a_way(strategy: str, way: str) -> list[dict[str, torch.Tensor]]:
     ]
 
 
+@pytest.mark.always("optim-clipped")
 @pytest.mark.parametrize(
     ("strategy", "way"),
     each_value(

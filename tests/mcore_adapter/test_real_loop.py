@@ -31,6 +31,7 @@ def start(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.exhaustive
 def test_contradictions_end_the_program_with_one_line(tmp_path: Path) -> None:
     program = tmp_path / "pretrain_gpt.py"
     program.touch()

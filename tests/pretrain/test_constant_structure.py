@@ -51,6 +51,7 @@ def train_and_count(command_line: str) -> tuple[int, int]:
     return len(even), len(others)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("form", ["fsdp_dtensor", "torch_dist"])
 def test_saves_with_fsdp_are_planned_once_and_are_the_same(form: str, tmp_path: Path) -> None:
     line = f"{SIX} {GATED} {FSDP} --bf16 --train-iters 3 --save-interval 1 --ckpt-format {form}"
@@ -168,7 +169,7 @@ def test_a_strategy_is_kept_while_no_rank_has_another_structure() -> None:
     assert never == [[False] * 5]
 
 
-@pytest.mark.seldom("torch_dist with fsdp")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "flags",
     [

@@ -14,6 +14,7 @@ import torch
 from megatron.checkpoint.dcp.stored_checkpoint import StoredCheckpoint
 from megatron.checkpoint.hugging_face import model_reader as hugging_face
 from megatron.checkpoint.hugging_face.model_arguments import model_flags
+from tests.pretrain.checkpoints.test_background_save import train_with_warm_writers
 from tests.support.checkpoint.changed_checkpoints import rewritten
 from tests.support.checkpoint.command_runs import TO_FSDP, run
 from tests.support.checkpoint.hugging_face_models import RUN, saved_model
@@ -41,6 +42,7 @@ def torch_dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.exhaustive
 def test_a_run_with_fsdp_saves_what_runs_with_and_without_it_load(tmp_path: Path) -> None:
     line = f"{DROPOUT} {GATED}"
     save = f"--ckpt-format torch_dist --save {tmp_path} --save-interval 3"
@@ -63,7 +65,7 @@ def test_a_run_with_fsdp_saves_the_same_torch_dist_files_in_the_background(tmp_p
     line = f"{SIX} {GATED} {FSDP} --bf16 --ckpt-format torch_dist --train-iters 3"
     line += " --save-interval 2"
     run_ranks(2, train, f"{line} --save {tmp_path}/blocking")
-    run_ranks(2, train, f"{line} --save {tmp_path}/background --async-save")
+    run_ranks(2, train_with_warm_writers, f"{line} --save {tmp_path}/background --async-save")
     blocking, background = (tmp_path / name / "iter_0000002" for name in ("blocking", "background"))
     names = sorted(path.name for path in blocking.iterdir())
     assert names == sorted(path.name for path in background.iterdir())
@@ -72,6 +74,7 @@ def test_a_run_with_fsdp_saves_the_same_torch_dist_files_in_the_background(tmp_p
             assert (background / name).read_bytes() == (blocking / name).read_bytes()
 
 
+@pytest.mark.exhaustive
 def test_main_weights_that_contradict_the_model_are_found_on_all_ranks(
     torch_dist: Path, tmp_path: Path
 ) -> None:

@@ -93,7 +93,7 @@ def compare(flags: str, loss: float, norm: float, *, base: str = SHORT) -> Recor
     return fsdp
 
 
-@pytest.mark.always("distributed_optimizer", "clip")
+@pytest.mark.always("clip")
 @pytest.mark.parametrize(
     "flags",
     [
@@ -112,6 +112,7 @@ def test_flags_change_fsdp_as_they_change_ddp(flags: str) -> None:
     assert all(number is not None for number in fsdp.column("num-zeros"))
 
 
+@pytest.mark.exhaustive
 def test_zeros_in_the_gradient_are_counted_as_ddp_counts_them() -> None:
     # Tokens that do not occur have a gradient of exactly zero, unless the embedding is tied to the
     # output.
@@ -121,7 +122,7 @@ def test_zeros_in_the_gradient_are_counted_as_ddp_counts_them() -> None:
     assert all(number > 32 for number in fsdp.column("num-zeros"))
 
 
-@pytest.mark.always("optim")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
 def test_overlap_does_not_change_the_numbers(strategy: str) -> None:
     line = f"{SHORT} {FSDP} --data-parallel-sharding-strategy {strategy}"
@@ -138,6 +139,7 @@ def test_overlap_does_not_change_the_numbers(strategy: str) -> None:
         )
 
 
+@pytest.mark.exhaustive
 def test_fp16_skips_the_same_iterations_as_ddp() -> None:
     # Both sum gradients in float32: DDP's sums in float16 overflow where those of FSDP do not.
     flags = (
@@ -153,6 +155,7 @@ def test_fp16_skips_the_same_iterations_as_ddp() -> None:
     )
 
 
+@pytest.mark.exhaustive
 def test_recomputed_activations_do_not_change_a_number() -> None:
     line = f"{WITH_DROPOUT} {FSDP} --data-parallel-sharding-strategy optim_grads_params"
     full = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
@@ -164,6 +167,7 @@ def test_recomputed_activations_do_not_change_a_number() -> None:
         assert record.column("grad-norm") == plain.column("grad-norm")
 
 
+@pytest.mark.exhaustive
 def test_evaluation_neither_disturbs_training_nor_depends_on_the_kind_of_data_parallelism() -> None:
     evaluated = SHORT.replace("--eval-iters 0", "--eval-iters 1 --eval-interval 1")
     plain, ddp, fsdp = run_ranks(2, train, f"{SHORT} {FSDP}", evaluated, f"{evaluated} {FSDP}")[0]
@@ -177,6 +181,7 @@ def test_evaluation_neither_disturbs_training_nor_depends_on_the_kind_of_data_pa
         )
 
 
+@pytest.mark.exhaustive
 def test_without_validation_data_training_goes_on() -> None:
     (record,) = run_ranks(
         2,
@@ -188,6 +193,7 @@ def test_without_validation_data_training_goes_on() -> None:
     assert record.iteration == 3 and not record.evaluations
 
 
+@pytest.mark.exhaustive
 def test_a_run_that_was_told_to_stop_does_not_evaluate_first() -> None:
     line = f"{SHORT} {FSDP}".replace("--eval-iters 0", "--eval-iters 1")
     stopped, whole = run_ranks(2, train, f"{line} --exit-interval 2", line)[0]
@@ -208,11 +214,13 @@ def validation_after(command_line: str, consumed: int) -> list[float]:
         return [loss for _, loss in pretrain(command_line).evaluations["validation"]]
 
 
+@pytest.mark.exhaustive
 def test_validation_begins_again_where_the_data_ends() -> None:
     line = f"{SHORT} {FSDP}".replace("--eval-iters 0", "--eval-iters 1 --eval-interval 1")
     assert len(run_ranks(2, validation_after, line, 10_000)[0]) == 3
 
 
+@pytest.mark.exhaustive
 def test_validation_after_other_evaluations_begins_at_a_whole_part() -> None:
     line = f"{SHORT} {FSDP}".replace("--eval-iters 0", "--eval-iters 1 --eval-interval 1")
     whole = run_ranks(2, validation_after, line, 16)[0]

@@ -60,7 +60,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 }
 
 
-@pytest.mark.seldom("incomplete")
+@pytest.mark.always("flipped_bit")
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_newest_checkpoint_is_named_and_replaced_in_time(
     damage: str, folder: Path, saved: tuple[Path, Record]
@@ -78,6 +78,7 @@ def test_a_damaged_newest_checkpoint_is_named_and_replaced_in_time(
     assert sound.column("iteration") == [3]
 
 
+@pytest.mark.always("{}")
 @pytest.mark.parametrize("content", [b"", b"\xff", b"{}", b'{"sharded_backend": "zarr"}'])
 def test_a_damaged_marker_of_torch_dist_is_found_without_a_manifest(
     content: bytes, folder: Path
@@ -97,6 +98,7 @@ def common_object(tmp_path: Path) -> Path:
     return samples.iteration(samples.writable_copy(sample, tmp_path / "sample"))
 
 
+@pytest.mark.exhaustive
 def test_files_of_tensors_are_left_to_all_ranks(common_object: Path) -> None:
     Manifest(common_object, digests_of_rank(common_object, 0, 1)).write()
     flip(common_object / "__0_0.distcp")
@@ -112,6 +114,7 @@ def test_an_unfinished_checkpoint_is_no_other_format(common_object: Path) -> Non
             newest(common_object.parent, **given)
 
 
+@pytest.mark.exhaustive
 def test_a_checkpoint_under_the_name_of_another_iteration_is_told(folder: Path) -> None:
     shutil.rmtree(folder / "iter_0000002")
     shutil.copytree(folder / "iter_0000001", folder / "iter_0000002")
@@ -120,6 +123,7 @@ def test_a_checkpoint_under_the_name_of_another_iteration_is_told(folder: Path) 
     assert f"{folder / 'iter_0000002'}, iteration 1, which is not that of its name: " in line
 
 
+@pytest.mark.exhaustive
 def test_a_load_writes_nothing(folder: Path) -> None:
     flip(folder / "iter_0000002" / "__1_0.distcp")
     before = tree(folder)
@@ -129,6 +133,7 @@ def test_a_load_writes_nothing(folder: Path) -> None:
     assert tree(folder) == {name: text for name, text in before.items() if name != TRACKER}
 
 
+@pytest.mark.exhaustive
 def test_the_newest_itself_can_be_insisted_on(folder: Path) -> None:
     flip(folder / "iter_0000002" / "__1_0.distcp")
     before = tree(folder)
@@ -198,6 +203,7 @@ def test_a_run_goes_on_from_a_non_persistent_checkpoint_if_the_newest_is_damaged
         refuse_overwriting(args, source)
 
 
+@pytest.mark.exhaustive
 def test_an_older_non_persistent_checkpoint_may_be_damaged(folder: Path) -> None:
     (with_extra(folder, 1) / ".metadata").unlink()
     given = dict(non_persistent_ckpt_type="global", no_load_fallback=True)

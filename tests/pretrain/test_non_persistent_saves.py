@@ -57,6 +57,7 @@ def test_the_newer_checkpoint_of_both_kinds_is_loaded(
     assert again.iteration == 6 and not again.steps
 
 
+@pytest.mark.exhaustive
 def test_a_run_that_went_back_goes_on_from_its_own_checkpoint(tmp_path: Path) -> None:
     line = f"{LINE} --save {tmp_path} --load {tmp_path} {LOADED} --non-persistent-save-interval 1"
     assert "broken off" in run_ranks(2, broken_off, f"{line} --save-interval 2", 5)[0]

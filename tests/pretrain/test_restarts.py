@@ -18,7 +18,7 @@ from tests.support.rank_pool import run_ranks
 SHORT = f"{LINE} --train-iters 15 --save-interval 7"
 
 
-@pytest.mark.always("c10d-1")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("rendezvous", "num_agents"), [("c10d", 1), ("static", 2)])
 def test_a_killed_rank_is_started_again_and_no_loss_changes(
     rendezvous: str, num_agents: int, commands: dict[str, str], tmp_path: Path

@@ -155,6 +155,7 @@ def test_the_next_step_is_the_one_that_the_run_would_have_made(num_ranks: int) -
         )
 
 
+@pytest.mark.exhaustive
 def test_a_checkpoint_written_here_has_the_keys_and_chunks_of_the_published_one(
     tmp_path: Path,
 ) -> None:
@@ -175,6 +176,7 @@ def test_a_checkpoint_written_here_has_the_keys_and_chunks_of_the_published_one(
     assert ours.planner_data == theirs.planner_data
 
 
+@pytest.mark.exhaustive
 def test_a_state_saved_again_is_the_same_state(tmp_path: Path) -> None:
     first, second = run_ranks(2, save_again, command_line(), str(tmp_path))[0]
     assert first.weights.keys() == second.weights.keys()

@@ -38,7 +38,7 @@ from tests.support.pretrain.training_runs import (
 from tests.support.rank_pool import run_ranks
 
 
-@pytest.mark.always("no_shard")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
 def test_a_resumed_run_has_bitwise_the_losses_of_one_that_never_stopped(
     strategy: str, tmp_path: Path
@@ -71,7 +71,7 @@ def test_a_run_resumes_at_another_strategy(fp32: tuple[Path, Record]) -> None:
         assert_close(resumed.losses, unbroken.losses[3:], 1e-6)
 
 
-@pytest.mark.always("1")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("num_ranks", [1, 4])
 def test_a_run_resumes_on_another_number_of_ranks(
     num_ranks: int, fp32: tuple[Path, Record]
@@ -82,6 +82,7 @@ def test_a_run_resumes_on_another_number_of_ranks(
     assert_close(resumed.column("grad-norm"), unbroken.column("grad-norm")[3:], 1e-4)
 
 
+@pytest.mark.exhaustive
 def test_an_fp16_run_resumes_with_its_loss_scale(tmp_path: Path) -> None:
     line = (
         f"{LINE} --fp16 --initial-loss-scale 4194304 --hysteresis 1 --loss-scale-window 2"
@@ -97,6 +98,7 @@ def test_an_fp16_run_resumes_with_its_loss_scale(tmp_path: Path) -> None:
     assert resumed.losses == unbroken.losses[5:]
 
 
+@pytest.mark.exhaustive
 def test_the_optimizer_or_the_random_state_can_be_left_out_of_a_load(
     fp32: tuple[Path, Record], fp32_state: State
 ) -> None:
@@ -121,6 +123,7 @@ def test_the_optimizer_or_the_random_state_can_be_left_out_of_a_load(
     assert any(value.any() for value in full.slots["exp_avg"].values())
 
 
+@pytest.mark.exhaustive
 def test_without_the_random_state_dropout_goes_another_way(tmp_path: Path) -> None:
     line = f"{DROPOUT} {GATED} {FSDP} --train-iters 3"
     first, same, other = run_ranks(
@@ -134,6 +137,7 @@ def test_without_the_random_state_dropout_goes_another_way(tmp_path: Path) -> No
     assert_close(other.losses, first.losses[2:], 0.1)
 
 
+@pytest.mark.exhaustive
 def test_what_was_not_saved_is_missed_by_name_and_can_be_done_without(tmp_path: Path) -> None:
     line = f"{LINE} --train-iters 2"
     run_ranks(2, train, f"{line} --save {tmp_path} --save-interval 2 --no-save-optim --no-save-rng")
@@ -157,6 +161,7 @@ def test_what_was_not_saved_is_missed_by_name_and_can_be_done_without(tmp_path: 
     assert [step["iteration"] for step in resumed.steps] == [3]
 
 
+@pytest.mark.exhaustive
 def test_a_pretrained_checkpoint_gives_the_weights_where_there_is_no_checkpoint_yet(
     fp32: tuple[Path, Record], fp32_state: State, tmp_path: Path
 ) -> None:
@@ -211,6 +216,7 @@ def test_no_run_begins_from_scratch_beside_checkpoints_or_from_a_file(
     assert run.iteration == 1
 
 
+@pytest.mark.exhaustive
 def test_weights_that_are_not_there_are_not_replaced_by_random_ones(tmp_path: Path) -> None:
     for flags in (f"--pretrained-checkpoint {tmp_path}", f"--load {tmp_path} --finetune"):
         for refusal in run_ranks(2, refuse, f"{LINE} {flags}"):
@@ -225,6 +231,7 @@ def train_with_members_pickled_by_getattr(line: str) -> None:
         train(line)
 
 
+@pytest.mark.exhaustive
 def test_a_checkpoint_of_an_early_python_3_11_loads(tmp_path: Path) -> None:
     line = f"{SIX} --train-iters 2 --lr-decay-iters 6"
     run_ranks(
@@ -241,6 +248,7 @@ def test_a_step_that_is_not_there_is_refused_with_those_that_are(fp32: tuple[Pat
         assert "iter_0000004" in refusal and "iter_0000003, iter_0000006" in refusal
 
 
+@pytest.mark.exhaustive
 def test_old_checkpoints_are_dropped_but_for_multiples_and_the_newest(tmp_path: Path) -> None:
     run_ranks(
         2,
@@ -282,6 +290,7 @@ def lines_of_load(command_line: str, model_prefix: str = "module.") -> list[str]
     return [line for line in run.report.record.lines if "note: " in line]
 
 
+@pytest.mark.exhaustive
 def test_a_partial_load_counts_and_names_what_it_leaves_out(fp32: tuple[Path, Record]) -> None:
     folder, _ = fp32
     load = f"--load {folder} --no-load-optim --no-load-rng"
@@ -367,6 +376,7 @@ def test_a_checkpoint_of_another_model_is_refused_and_nothing_is_overwritten(
         assert untouched
 
 
+@pytest.mark.exhaustive
 def test_a_schedule_that_contradicts_the_checkpoint_is_refused_with_the_flags_that_settle_it(
     fp32: tuple[Path, Record],
 ) -> None:

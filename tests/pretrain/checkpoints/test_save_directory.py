@@ -4,13 +4,15 @@
 import errno
 import fcntl
 import json
+import multiprocessing
 import os
 import shutil
 import signal
 import socket
-import subprocess
-import sys
+import time
 from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from unittest.mock import patch
 
@@ -25,7 +27,8 @@ from megatron.pretrain.report.loss_history import HISTORY
 from tests.pretrain.report.test_loss_history import killed_at
 from tests.pretrain.test_newest_checkpoint import arguments
 from tests.pretrain.test_non_persistent_saves import broken_off
-from tests.pretrain.test_pretrain_gpt import ROOT, tree
+from tests.pretrain.test_pretrain_gpt import tree
+from tests.support.fork_servers import FORKSERVER, INSTALLED, forks_from
 from tests.support.pretrain.saved_runs import LINE, saved_at
 from tests.support.pretrain.training_runs import refuse, train
 from tests.support.rank_pool import run_ranks
@@ -89,6 +92,7 @@ def test_later_checkpoints_than_those_that_a_run_goes_on_from_are_kept(
     refuse_overwriting(args, source)
 
 
+@pytest.mark.exhaustive
 def test_what_a_run_replaces_is_moved_aside_and_can_be_loaded_from_there(tmp_path: Path) -> None:
     """Also the non-persistent one, and the history of losses."""
     kind = "--non-persistent-ckpt-type global --non-persistent-save-interval"
@@ -155,30 +159,28 @@ def test_the_directory_of_the_non_persistent_checkpoint_is_no_other_one(
     assert not list(tmp_path.iterdir())
 
 
-HOLDER = f"""
-import os, sys, time
-from pathlib import Path
-sys.path.insert(0, {str(ROOT)!r})
-from megatron.pretrain.checkpoints.save_directory import locked
-with locked(Path(sys.argv[1]), print):
-    child = os.fork()
-    if child == 0:
+def hold(folder: Path, holding: Connection) -> None:
+    """Be another run in a directory; send the process that it has forked, and stay."""
+    with locked(folder, print):
+        child = os.fork()
+        if child:
+            holding.send(child)
         time.sleep(600)
-    print(child, flush=True)
-    time.sleep(600)
-"""
 
 
 @pytest.fixture
-def holder(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], int]]:
-    """Start another run in the directory `run`; return it and the child that it has forked."""
-    command = [sys.executable, "-c", HOLDER, str(tmp_path / "run")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        child = int(process.stdout.readline())
-        yield process, child
-        process.kill()
-        os.kill(child, signal.SIGKILL)
+def holder(tmp_path: Path) -> Iterator[BaseProcess]:
+    """Start another run in the directory `run`, which has forked a process."""
+    here, there = multiprocessing.Pipe()
+    with forks_from(INSTALLED):
+        process = FORKSERVER.Process(target=hold, args=(tmp_path / "run", there))
+        process.start()
+    there.close()
+    child = here.recv()
+    yield process
+    process.kill()
+    process.join()
+    os.kill(child, signal.SIGKILL)
 
 
 def refuse_without_waiting(line: str) -> str:
@@ -188,29 +190,26 @@ def refuse_without_waiting(line: str) -> str:
 
 
 def test_a_second_run_is_refused_until_the_first_is_dead(
-    holder: tuple[subprocess.Popen[str], int], tmp_path: Path
+    holder: BaseProcess, tmp_path: Path
 ) -> None:
-    process, _ = holder
     folder = tmp_path / "run"
     errors = run_ranks(2, refuse_without_waiting, f"{SHORT} --save {folder}")
     assert errors[0] == errors[1]
-    assert f"in use by process {process.pid} on {socket.gethostname()}, started 2" in errors[0]
-    process.kill()
-    process.wait()
+    assert f"in use by process {holder.pid} on {socket.gethostname()}, started 2" in errors[0]
+    holder.kill()
+    holder.join()
     # The child that it has forked lives, and has inherited the open file.
     with patch.object(save_directory, "WAIT_SECONDS", 0.0), locked(folder, print):
         assert str(os.getpid()) in (folder / LOCK).read_text()
     assert not (folder / LOCK).exists()
 
 
-def test_a_run_waits_for_one_that_is_ending(
-    holder: tuple[subprocess.Popen[str], int], tmp_path: Path
-) -> None:
+def test_a_run_waits_for_one_that_is_ending(holder: BaseProcess, tmp_path: Path) -> None:
     lines: list[str] = []
 
     def say(line: str) -> None:
         lines.append(line)
-        holder[0].kill()
+        holder.kill()
 
     with locked(tmp_path / "run", say):
         assert len(lines) == 1 and "waiting 30 s" in lines[0]

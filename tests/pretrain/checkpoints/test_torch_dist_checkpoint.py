@@ -52,6 +52,7 @@ def train_over_gloo(command_line: str) -> list[Record]:
     return train(command_line)
 
 
+@pytest.mark.exhaustive
 def test_the_first_rank_alone_gathers_the_optimizer_to_write_it(tmp_path: Path) -> None:
     line = f"{SIX} {GATED} {LAYOUTS['fully_reshardable']}"
     gathered = "--distrib-optim-fully-reshardable-mem-efficient"
@@ -108,6 +109,7 @@ def lines_of_load(command_line: str) -> list[str] | str:
     return [line for line in run.report.record.lines if "note: " in line]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("strictness", ["log_unexpected", "log_all"])
 def test_a_lenient_load_counts_and_names_what_it_leaves_out(
     strictness: str, one_step: OneStep
@@ -122,6 +124,7 @@ def test_a_lenient_load_counts_and_names_what_it_leaves_out(
     assert run_ranks(2, lines_of_load, run)[0] == []
 
 
+@pytest.mark.always("dp_reshardable-whole-*")
 @pytest.mark.parametrize(
     ("saved", "own", "remedy"),
     [
@@ -158,6 +161,7 @@ def read_a_part(command_line: str) -> tuple[list[Record], int, int]:
         return train(command_line), counts[0], counts[1]
 
 
+@pytest.mark.exhaustive
 def test_ranks_read_parts_and_exchange_them(one_step: OneStep) -> None:
     load = f"--override-opt-param-scheduler --load {one_step(GATED)}"
     resume = f"{SIX} {GATED} --train-iters 3 {load}"

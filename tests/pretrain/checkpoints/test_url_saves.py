@@ -41,6 +41,7 @@ def train_in_memory(*command_lines: str) -> tuple[list[Record], list[str]]:
     return [pretrain(line) for line in command_lines], sorted(MemoryFileSystem.store)
 
 
+@pytest.mark.exhaustive
 def test_a_run_in_memory_goes_on_bitwise() -> None:
     there = "--save memory://run --load memory://run"
     (whole, first, second), names = run_ranks(
@@ -87,6 +88,7 @@ def test_ranks_on_several_nodes_save_and_load_one_checkpoint(form: str, tmp_path
     assert set(left) <= {".downloading", ".token"}
 
 
+@pytest.mark.exhaustive
 def test_a_damaged_checkpoint_at_a_url_is_passed_over(tmp_path: Path) -> None:
     line = f"{LINE} --train-iters 4 --load local://{tmp_path} --save local://{tmp_path}"
     run_ranks(2, train, f"{line} --save-interval 1 --exit-interval 3")
@@ -101,6 +103,7 @@ def test_a_damaged_checkpoint_at_a_url_is_passed_over(tmp_path: Path) -> None:
     assert not find_problems(open_checkpoint(tmp_path))
 
 
+@pytest.mark.exhaustive
 def test_checkpoints_at_a_url_are_not_overwritten_unasked(tmp_path: Path) -> None:
     url = f"local://{tmp_path}"
     run_ranks(2, train, f"{SHORT} --save {url} --exit-interval 2")
@@ -189,8 +192,9 @@ def go_on_after_kills(line: str, step: int) -> tuple[int, list[tuple[int, list[f
     return len(changes), found
 
 
-@pytest.mark.parametrize("step", [8, pytest.param(3, marks=pytest.mark.exhaustive)])
-def test_a_run_that_is_killed_before_any_change_goes_on_from_a_whole_checkpoint(step: int) -> None:
+@pytest.mark.exhaustive  # benchmarks/soak/kills.py strikes before every change
+def test_a_run_that_is_killed_before_a_change_goes_on_from_a_whole_checkpoint() -> None:
+    step = 8
     line = f"{LINE} --save memory://run --load memory://run --save-interval 2"
     line += " --save-retain-interval 4"
     (whole,) = run_ranks(1, train, LINE)[0]

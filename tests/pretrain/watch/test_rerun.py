@@ -47,7 +47,7 @@ def train_counted(command_line: str) -> tuple[Record, int]:
         return pretrain(command_line), count
 
 
-@pytest.mark.always("zero3", "experts")
+@pytest.mark.always("zero3")
 @pytest.mark.parametrize(
     "flags",
     [
@@ -90,7 +90,7 @@ def test_an_error_that_is_gone_ends_the_run_with_17(flags: str, tmp_path: Path) 
         assert list(tmp_path.glob("iter_*")) == []
 
 
-@pytest.mark.always("fsdp_dtensor")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("kind", "flags"),
     [
@@ -132,7 +132,7 @@ def train_with_low_limits(command_line: str, name: str) -> tuple[Record, int]:
         return train_counted(command_line)
 
 
-@pytest.mark.always("loss")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("flag", "name", "flags"),
     [
@@ -165,6 +165,7 @@ def train_with_nan(command_line: str, rank: int) -> int:
         return stopped(command_line)[0]
 
 
+@pytest.mark.exhaustive
 def test_a_nan_in_sharded_gradients_is_repeated_before_the_run_ends(tmp_path: Path) -> None:
     line = f"{SHORT} {SHARDED} optim_grads --rerun-mode validate_results --save {tmp_path}"
     log = tmp_path / "rejected.txt"
