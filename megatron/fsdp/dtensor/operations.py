@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn, SupportsIndex
 
 import torch
@@ -111,30 +111,31 @@ class OnLocalTensors(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if not any(isinstance(value, self._class) for value in tree_leaves((args, kwargs))):
+        if not any(isinstance(value, self._class) for value in _leaves(args, kwargs)):
             return func(*args, **kwargs)
         if func in FACTORIES and tuple(args[1]) != tuple(args[0].shape):
-            return func(*self._local(args), **kwargs)
+            return func(*map(self._local, args), **kwargs)
         if func is aten.index_put_.default and _fills_by_mask(*args):
             func, args = aten.masked_fill_.Tensor, (args[0], *args[1], args[2])
         is_list = func._schema.name.startswith(LISTS)
         if func._schema.is_mutable:
             args = self._own_parts_of_operands(func, args, is_list)
-        tensors = [own for own in tree_leaves((args, kwargs)) if isinstance(own, torch.Tensor)]
+        tensors = [value for value in _leaves(args, kwargs) if isinstance(value, torch.Tensor)]
         operands = [tensor for tensor in tensors if isinstance(tensor, self._class)]
         patterns: Sequence[DTensor] = operands[:1]
-        local_args = self._local(args)
+        local_args = [self._local(value) for value in args]
         if is_list:
             patterns = self._check_lists(func, (*args, *kwargs.values()))
         elif func in RESHAPES or func in FACTORIES:
             if tuple(args[1]) != tuple(operands[0].shape):
                 raise NeedsWholeTensor
-            local_args = (local_args[0], local_args[0].shape, *local_args[2:])
+            local_args[1] = local_args[0].shape
         elif func not in ALIASES and not (_is_pointwise(func) and _can_meet(operands, tensors)):
             raise NeedsWholeTensor
         if func._schema.is_mutable:  # before, so that a gather of the weights waits or is over
             _report_writes(func, args, kwargs)
-        result = func(*local_args, **self._local(kwargs))
+        local_kwargs = {name: self._local(value) for name, value in kwargs.items()}
+        result = func(*local_args, **local_kwargs)
         of_local = {id(operand._local_tensor): operand for operand in operands}
 
         def wrap(local: torch.Tensor, pattern: DTensor) -> DTensor:
@@ -144,6 +145,8 @@ class OnLocalTensors(TorchDispatchMode):
 
         if is_list:
             return None if result is None else list(map(wrap, result, patterns))
+        if isinstance(result, torch.Tensor):
+            return wrap(result, patterns[0])
         return tree_map_only(torch.Tensor, lambda local: wrap(local, patterns[0]), result)
 
     def _divided_like(self, pattern: DTensor, local: torch.Tensor, shares: bool) -> DTensor:
@@ -194,7 +197,22 @@ class OnLocalTensors(TorchDispatchMode):
         return list(lists[0])
 
     def _local(self, value: Any) -> Any:
-        return tree_map_only(self._class, lambda dtensor: dtensor._local_tensor, value)
+        """Return the local tensor of a DTensor, those of a list, and any other value itself."""
+        if isinstance(value, (list, tuple)):
+            return [self._local(each) for each in value]
+        return value._local_tensor if isinstance(value, self._class) else value
+
+
+def _leaves(args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Any]:
+    """Yield the arguments of an operation, and in place of lists what they contain.
+
+    Its schema nests no deeper, and this is far cheaper than a walk of any tree.
+    """
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, (list, tuple)):
+            yield from value
+        else:
+            yield value
 
 
 def _fills_by_mask(
@@ -238,7 +256,7 @@ def _report_writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     for argument, value in zip(func._schema.arguments, args):
         if argument.alias_info is not None and argument.alias_info.is_write:
             values.append(value)
-    for dtensor in tree_leaves(values):
+    for dtensor in _leaves(values, {}):
         if isinstance(dtensor, DTensor):
             if not dtensor._local_tensor.is_inference():
                 # Below autograd, where modes run, no versions are counted.
