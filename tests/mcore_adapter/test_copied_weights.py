@@ -28,9 +28,8 @@ def final_weights(command_line: str) -> dict[str, tuple[bool, torch.Tensor]]:
 @pytest.mark.parametrize("level", [0, 3], ids=["no_shard", "optim_grads_params"])
 def test_both_copies_of_a_tied_embedding_stay_equal(level: int) -> None:
     name = "embedding.word_embeddings.weight"
-    first, second, *last_stage = run_ranks(
-        4, final_weights, Combination(4, "pp2", level, TIED, "--train-iters 3").ours
-    )
+    combination = Combination(4, "pp2", level, TIED, "--train-iters 3").with_few_microbatches()
+    first, second, *last_stage = run_ranks(4, final_weights, combination.ours)
     for on_first, on_last in zip((first, second), last_stage):
         assert on_first.keys() & on_last.keys() == {name}
         assert on_first[name][1].numel() and torch.equal(on_first[name][1], on_last[name][1])
@@ -39,9 +38,8 @@ def test_both_copies_of_a_tied_embedding_stay_equal(level: int) -> None:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("layout", ["tp2", "tp2 sp"])
 def test_what_tensor_ranks_have_copies_of_stays_equal(layout: str) -> None:
-    first, second = run_ranks(
-        2, final_weights, Combination(2, layout, 3, GPT2, "--train-iters 3").ours
-    )
+    combination = Combination(2, layout, 3, GPT2, "--train-iters 3").with_few_microbatches()
+    first, second = run_ranks(2, final_weights, combination.ours)
     copies = {name for name, (is_divided, _) in first.items() if not is_divided}
     assert {"decoder.final_layernorm.weight", "decoder.layers.0.mlp.linear_fc2.bias"} <= copies
     for name, (is_divided, weight) in first.items():
@@ -60,8 +58,9 @@ def final_expert_bias(*command_lines: str) -> list[dict[str, torch.Tensor]]:
     return [expert_bias_of(model) for model in models]
 
 
+@pytest.mark.exhaustive
 def test_the_routers_bias_is_the_same_on_all_ranks_and_with_ddp() -> None:
-    combination = Combination(2, "ep2", 3, MOE_BIAS, "--train-iters 3")
+    combination = Combination(2, "ep2", 3, MOE_BIAS, "--train-iters 3").with_few_microbatches()
     (theirs, ours), (_, of_other_rank) = run_ranks(
         2, final_expert_bias, combination.reference, combination.ours
     )

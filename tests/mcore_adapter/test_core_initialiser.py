@@ -52,9 +52,8 @@ def test_a_model_from_the_meta_device_trains_like_one_that_had_values_at_once(
     model: str, device: str
 ) -> None:
     # With dropout, so that one number drawn too many or too few shows.
-    line = INITIALISED[model].ours.replace(
-        NO_DROPOUT, "--hidden-dropout 0.1 --attention-dropout 0.1"
-    )
+    combination = INITIALISED[model].with_few_microbatches()
+    line = combination.ours.replace(NO_DROPOUT, "--hidden-dropout 0.1 --attention-dropout 0.1")
     line = f"{line} --train-iters 1" + (" --use-cpu-initialization" if device == "cpu" else "")
     at_once, later = run_ranks(2, train, line, f"{line} {ON_META}")[0]
     assert later.losses == at_once.losses

@@ -43,7 +43,7 @@ FUSED = {
 @pytest.mark.always("recomputed_zero1")
 @pytest.mark.parametrize("run", FUSED)
 def test_fused_gradient_accumulation_gives_the_numbers_of_autograd(run: str) -> None:
-    combination = FUSED[run]
+    combination = FUSED[run].with_few_microbatches()
     low = BF16 in combination.flags
     lines = combination.reference, combination.ours
     ddp, plain = run_ranks(2, train, *lines)[0]

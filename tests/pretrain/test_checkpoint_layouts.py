@@ -38,13 +38,15 @@ from tests.support.rank_pool import run_ranks
 
 STEPS = 2
 """Under every layout. The second one shows the optimizer's state, which the first has used."""
+BATCH = "--global-batch-size 4"
+"""One microbatch a step for each of four data ranks."""
 
 
 def runs(model: str, *layouts: tuple, layers: int = 2) -> list[Combination]:
     """Each layout is: ranks, axes, level of sharding (3 unless told), flags."""
     rows = [(*layout, 3)[: max(3, len(layout))] for layout in layouts]
     return [
-        Combination(ranks, axes, level, model, fsdp=" ".join(flags), layers=layers)
+        Combination(ranks, axes, level, model, BATCH, " ".join(flags), layers)
         for ranks, axes, level, *flags in rows
     ]
 

@@ -33,7 +33,7 @@ MIXED = f"{ALLTOALL} {SHARED} {BIAS} --moe-layer-freq ([0]*1+[1]*1)"
 
 
 def layout(ranks: int, axes: str, model: str, layers: int = 2) -> Combination:
-    return Combination(ranks, axes, 3, model, layers=layers)
+    return Combination(ranks, axes, 3, model, "--global-batch-size 4", layers=layers)
 
 
 # What runs without FSDP, and what goes on with it.

@@ -40,7 +40,7 @@ def losses_of_filled(*command_lines: str) -> list[Record]:
 @pytest.mark.exhaustive
 def test_virtual_stages_on_two_ranks_do_not_mix_up_their_messages() -> None:
     # A batch of messages between the same two ranks confuses forward and backward.
-    flags = "--train-iters 3 --overlap-grad-reduce"
+    flags = "--train-iters 3 --overlap-grad-reduce --global-batch-size 4"
     lines = [
         Combination(2, layout, 3, LLAMA, flags, layers=4).ours for layout in ("pp2", "pp2 vpp2")
     ]

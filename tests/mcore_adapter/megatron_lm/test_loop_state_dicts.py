@@ -23,7 +23,7 @@ def train_save_train(path: Path, changes: dict[str, Any]) -> tuple[list[float], 
         run.train(3)
         run.save(path)
         scaler = run.scaler
-        return run.train(3), scaler
+        return run.train(2), scaler
 
 
 def load_train(path: Path, changes: dict[str, Any]) -> tuple[list[float], dict[str, float]]:
@@ -33,7 +33,7 @@ def load_train(path: Path, changes: dict[str, Any]) -> tuple[list[float], dict[s
         run.evaluate()  # with weights that the load has to replace wherever they are
         run.load(path)
         scaler = run.scaler
-        return run.train(3), scaler
+        return run.train(2), scaler
 
 
 VIRTUAL = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}

@@ -28,6 +28,8 @@ from tests.support.pretrain.training_runs import (
 from tests.support.rank_pool import run_ranks
 
 MODULE = "megatron.core.optimizer.muon"
+BATCH = "--global-batch-size 4"
+"""Two microbatches on two data ranks, four without."""
 
 
 @pytest.fixture(autouse=True)
@@ -48,13 +50,14 @@ def with_muon(job: Any, *arguments: Any) -> Any:
 def run(ranks: int, line: str, last: int, target: Path, source: Path | None = None) -> Record:
     """Train until iteration ``last`` of six, from a checkpoint and to a checkpoint."""
     load = f"--load {source} --no-load-rng" if source is not None else ""
-    line = f"{line} --train-iters 6 --exit-interval {last} {load} --save {target}"
+    line = f"{line} {BATCH} --train-iters 6 --exit-interval {last} {load} --save {target}"
     records: list[list[Record]] = run_ranks(ranks, with_muon, train, line)
     return records[0][0]
 
 
 def loaded(ranks: int, line: str, source: Path) -> State:
-    states: list[State] = run_ranks(ranks, with_muon, load_state, f"{line} --load {source}")
+    line = f"{line} {BATCH} --load {source}"
+    states: list[State] = run_ranks(ranks, with_muon, load_state, line)
     return states[0]
 
 
@@ -76,6 +79,7 @@ ADAM = Combination(2, "", 3, LLAMA)
 MUON = Combination(2, "", 1, LLAMA, "--optimizer muon")
 
 
+@pytest.mark.exhaustive
 def test_muon_takes_the_momentum_of_adam_and_adam_that_of_muon(tmp_path: Path) -> None:
     adam, muon = tmp_path / "adam", tmp_path / "muon"
     run(2, ADAM.ours, 2, adam)
@@ -123,7 +127,10 @@ FP32 = "--muon-fp32-matmul-prec highest"
 """bfloat16 shows the order in which layouts add up gradients, in Megatron-Core's own runs too."""
 
 CHANGES = {
-    "tp2": (Combination(2, "tp2", 3, LLAMA), Combination(2, "", 3, LLAMA)),
+    "tp2": (
+        Combination(2, "tp2", 3, f"{LLAMA} {FP32}"),
+        Combination(2, "", 3, f"{LLAMA} {FP32}"),
+    ),
     "experts": (Combination(2, "ep2", 3, MOE), Combination(2, "ep2", 1, MOE)),
     "bf16": (Combination(2, "", 3, f"{LLAMA} --bf16"), Combination(2, "tp2", 1, f"{LLAMA} --bf16")),
     "embedding_alone": (
@@ -133,7 +140,7 @@ CHANGES = {
 }
 
 
-@pytest.mark.always("tp2")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", CHANGES)
 def test_runs_of_megatron_core_go_on_with_fsdp_and_back(name: str, tmp_path: Path) -> None:
     core, fsdp = (f"{each} {MODE}" for each in (CHANGES[name][0].line, CHANGES[name][1].ours))
@@ -154,7 +161,7 @@ def test_runs_of_megatron_core_go_on_with_fsdp_and_back(name: str, tmp_path: Pat
         assert_close(found, unbroken.column(column)[2:], close)
 
 
-@pytest.mark.always("fsdp_dtensor")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("form", ["fsdp_dtensor", "torch_dist"])
 def test_a_save_during_the_next_step_is_that_of_a_blocking_save(form: str, tmp_path: Path) -> None:
     # The step after the save takes the momentum back to the owners, and changes it.
