@@ -17,13 +17,12 @@ OFFLOAD = "--optimizer-cpu-offload --overlap-cpu-optimizer-d2h-h2d"
 PART = f"{OFFLOAD} --optimizer-offload-fraction 0.5 --use-torch-optimizer-for-cpu-offload"
 ZERO3 = Combination(2, "", 3, LLAMA, OVERLAPPED)
 RUNS = {
-    "zero3": (ZERO3, OFFLOAD),
     "zero3 in part": (ZERO3, PART),
     "zero0": (Combination(2, "", 0, LLAMA, RUN), f"{OFFLOAD} --no-pin-cpu-grads"),
     "zero1 bf16": (Combination(2, "", 1, LLAMA, f"{OVERLAPPED} --bf16"), OFFLOAD),
     "zero2 fp16": (Combination(2, "", 2, LLAMA, f"{RUN} --fp16"), PART),
     "per token": (Combination(2, "", 3, LLAMA, f"{RUN} --calculate-per-token-loss"), OFFLOAD),
-    "experts": (Combination(4, "ep2", 2, MOE, RUN), PART),
+    "experts": (Combination(2, "ep2", 2, MOE, RUN), PART),
     "hybrid": (Combination(4, "inst2", 3, LLAMA, RUN, OPTIM_OUTSIDE), OFFLOAD),
     "tp2": (Combination(2, "tp2", 3, LLAMA, RUN), OFFLOAD),
 }
