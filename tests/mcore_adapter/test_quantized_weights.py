@@ -73,7 +73,7 @@ STRATEGIES = {
 }
 
 
-@pytest.mark.always("tensorwise")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("recipe", STRATEGIES)
 def test_strategies_train_alike_and_begin_as_ddp(engine_ranks: RunOnRanks, recipe: str) -> None:
     first, *others = (engine_ranks(train, recipe, strategy) for strategy in STRATEGIES[recipe])

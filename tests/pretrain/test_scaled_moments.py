@@ -54,18 +54,19 @@ def moments(first: str, second: str) -> str:
 MIXED = moments("fp8", "fp16")
 
 
-@pytest.mark.always("fp8-fp16")
-@pytest.mark.parametrize(("first", "second"), [("fp8", "fp16"), ("fp16", "fp8")])
-def test_with_whole_parameters_losses_are_those_of_ddp(run: Run, first: str, second: str) -> None:
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("first", "second", "level"),
+    [("fp8", "fp16", "optim"), ("fp16", "fp8", "optim_grads_params")],
+)
+def test_with_whole_parameters_losses_are_those_of_ddp(
+    run: Run, first: str, second: str, level: str
+) -> None:
     dtypes = {"exp_avg_dtype": DTYPES[first], "exp_avg_sq_dtype": DTYPES[second]}
     ddp = run(f"{WHOLE} --use-distributed-optimizer", job=train_with_ddp, **dtypes)
-    for record in run(
-        *(
-            f"{WHOLE} {moments(first, second)} --data-parallel-sharding-strategy {level}"
-            for level in ("optim", "optim_grads_params")
-        )
-    ):
-        assert record.losses == ddp.losses
+    flags = f"{moments(first, second)} --data-parallel-sharding-strategy {level}"
+    (record,) = run(f"{WHOLE} {flags}")
+    assert record.losses == ddp.losses
 
 
 def largest_differences(command_line: str) -> list[float]:
@@ -129,6 +130,7 @@ def weights_without_gradients(command_line: str) -> list[bool]:
     return [torch.equal(local_tensor(each), old) for each, old in zip(own, before)]
 
 
+@pytest.mark.exhaustive
 def test_a_shard_without_gradients_keeps_its_weights(run: Run) -> None:
     for first, second in (("fp8", "fp16"), ("fp16", "fp8")):
         flags = f"{moments(first, second)} --weight-decay 0"
@@ -167,7 +169,7 @@ def assert_same_moments(state: State, other: State, relative: float) -> None:
             assert (found - wanted).abs().max() <= relative * wanted.abs().max(), (slot, name)
 
 
-@pytest.mark.always("fsdp_dtensor")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("form", ["fsdp_dtensor", "torch_dist"])
 def test_checkpoints_have_moments_without_scales(run: Run, tmp_path: Path, form: str) -> None:
     save = f"--exit-interval 2 --ckpt-format {form} --save {tmp_path}"
@@ -184,6 +186,7 @@ def test_checkpoints_have_moments_without_scales(run: Run, tmp_path: Path, form:
     assert_same_moments(own, fp32, 1e-6)
 
 
+@pytest.mark.exhaustive
 def test_a_save_during_the_next_step_is_that_of_a_blocking_save(run: Run, tmp_path: Path) -> None:
     line = f"{MIXED} --save-interval 2 --exit-interval 3"
     expected = run(f"{line} --save {tmp_path / 'blocking'}")[0]
