@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._subclasses import FakeTensor, FakeTensorMode
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from megatron.fsdp.backends.memory_slots import problems_of_nccl
@@ -21,7 +20,6 @@ from megatron_fsdp import (
     MixedPrecisionPolicy,
     fully_shard,
     fully_shard_model,
-    fully_shard_optimizer,
 )
 from tests.fsdp.engine.test_mesh import HYBRID
 from tests.support.fsdp.meshes import mesh_of
@@ -36,58 +34,6 @@ from tests.support.fsdp.wrong_calls import (
     sharded_linear,
     with_arguments,
 )
-
-
-def bad_arguments() -> dict[str, str]:
-    linear = nn.Linear(3, 3)
-    sharded = fully_shard_model(nn.Linear(3, 3))
-    unnamed = init_device_mesh("cpu", (dist.get_world_size(),))
-    two_axes = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("dp", "cp"))
-    return {
-        "no module": message_of(ValueError, fully_shard_model, "linear"),
-        "sharded twice": message_of(ValueError, fully_shard_model, sharded),
-        "meta": message_of(ValueError, fully_shard_model, nn.Linear(3, 3, device="meta")),
-        "unnamed mesh": message_of(ValueError, fully_shard_model, linear, unnamed),
-        "axis missing": message_of(ValueError, fully_shard_model, linear, two_axes),
-        "no optimizer": message_of(ValueError, fully_shard, linear, "adam"),
-        "unsharded parameters": message_of(
-            ValueError, fully_shard_optimizer, torch.optim.SGD(linear.parameters())
-        ),
-        "optimizer sharded twice": message_of(
-            ValueError,
-            fully_shard_optimizer,
-            fully_shard_optimizer(torch.optim.SGD(sharded.parameters())),
-        ),
-    }
-
-
-def test_bad_arguments_are_named(ranks: Ranks) -> None:
-    (messages,) = ranks(1, bad_arguments)
-    expected = {
-        "no module": "module expects a torch.nn.Module but got str",
-        "sharded twice": "sharded already",
-        "meta": "weight, bias",
-        "unnamed mesh": "mesh_dim_names",
-        "axis missing": "dp_shard_dim is required",
-        "no optimizer": "optimizer expects a torch.optim.Optimizer but got str",
-        "unsharded parameters": "after fully_shard_model",
-        "optimizer sharded twice": "sharded already",
-    }
-    assert messages.keys() == expected.keys()
-    for name, part in expected.items():
-        assert part in messages[name]
-
-
-def without_distributed() -> str:
-    dist.destroy_process_group()
-    del os.environ["RANK"]
-    return message_of(RuntimeError, fully_shard_model, nn.Linear(2, 2))
-
-
-def test_outside_torch_distributed_the_message_says_what_to_do(ranks: Ranks) -> None:
-    (message,) = ranks(1, without_distributed)
-    assert "torchrun" in message
-
 
 STRATEGY_NAMES = ("zero_dp_strategy expects", "no_shard/0", "optim_grads_params/3")
 
@@ -205,6 +151,11 @@ OPTIONS: dict[str, WrongCall] = {
         )
         for value in (0, -1, 1.5, True, "1M")
     },
+    "function is text": with_arguments("param_init_fn", "'zeros'", param_init_fn="zeros"),
+    "offload policy is a number": with_arguments("offload_policy", offload_policy=3),
+    "copies sometimes": with_arguments(
+        "keep_fp8_transpose_cache expects True or False", keep_fp8_transpose_cache="sometimes"
+    ),
     "nccl_ub without NCCL": with_arguments(
         "nccl_ub registers memory with NCCL", "on cpu", "fsdp_double_buffer", nccl_ub=True
     ),

@@ -1,72 +1,85 @@
 # SPDX-License-Identifier: Apache-2.0
 """A walk through the published interface.
 
-Every argument, field, keyword and member does what its page says, which is seen from outside, or is
-refused by name. A new one without an entry in the table fails.
+Every argument, field and member does what its page says, which is seen from outside, or is refused
+by name: by an entry of the table, or by a test of its own. A new one without either fails.
 """
 
 import inspect
+import re
+from collections.abc import Callable
 from dataclasses import fields
+from itertools import chain
+from pathlib import Path
 
 import pytest
-import torch
 
-from megatron_fsdp import (
-    DistributedDataParallelConfig,
-    MegatronFSDP,
-    fully_shard,
-    fully_shard_model,
-)
-from tests.support.fsdp.interface import config_fields, members, mesh_arguments, model_arguments
-from tests.support.fsdp.interface.members import with_optimizer
-from tests.support.fsdp.interface.walk import OWNERS, WALK, wrapped
-from tests.support.fsdp.meshes import mesh_of
-from tests.support.fsdp.models import ResidualBlock, build_stack
+from megatron_fsdp import DistributedDataParallelConfig, MegatronFSDP
+from tests.support.fsdp.interface import members, mesh_arguments, model_arguments, wrapper
+from tests.support.fsdp.interface.elsewhere import TESTS
+from tests.support.fsdp.interface.walk import OWNERS, WALK
 from tests.support.fsdp.reference import Ranks
 
-ENTRIES = (mesh_arguments, model_arguments, config_fields, members)
+ENTRIES = (mesh_arguments, model_arguments, members, wrapper)
 """The modules whose functions enter themselves in the table when they are imported."""
 
 
-def walk(owner: str, name: str) -> None:
-    _, function = WALK[owner][name]
-    function(wrapped if owner == "MegatronFSDP" else fully_shard_model)
+def run_entries(world_size: int, module: str) -> None:
+    """Run the functions of a module of entries that are for so many ranks."""
+    found: dict[str, Callable[[], None]] = {}
+    for names in WALK.values():
+        for size, function in names.values():
+            if size == world_size and function.__module__ == module:
+                found.setdefault(function.__name__, function)
+    for name, function in found.items():
+        try:
+            function()
+        except BaseException as error:
+            error.add_note(f"in {name}")
+            raise
 
 
-STEPS: list[tuple[str, str]] = []
-for _owner, _names in WALK.items():
-    STEPS += [(_owner, name) for name in _names]
+RUNS = [
+    *((2, module.__name__) for module in ENTRIES),
+    (4, mesh_arguments.__name__),
+]
+"""Numbers of ranks, and the modules with entries for them."""
 
 
-def _shared(owner: str, name: str) -> bool:
-    """Return True if an earlier step runs the same function the same way."""
-    _, function = WALK[owner][name]
-    makes_wrapped = owner == "MegatronFSDP"
-    earlier = STEPS[: STEPS.index((owner, name))]
-    return any(
-        WALK[one][two][1] is function and (one == "MegatronFSDP") == makes_wrapped
-        for one, two in earlier
-    )
+@pytest.mark.parametrize(("world_size", "module"), RUNS)
+def test_every_entry_has_its_documented_effect(ranks: Ranks, world_size: int, module: str) -> None:
+    ranks(world_size, run_entries, world_size, module)
 
 
-RUNS = [step for step in STEPS if not _shared(*step)]
+def test_every_entry_is_run() -> None:
+    for names in WALK.values():
+        for size, function in names.values():
+            assert (size, function.__module__) in RUNS
 
 
-@pytest.mark.parametrize(("owner", "name"), RUNS, ids=[".".join(step) for step in RUNS])
-def test_every_entry_has_its_documented_effect(ranks: Ranks, owner: str, name: str) -> None:
-    world_size, _ = WALK[owner][name]
-    ranks(world_size, walk, owner, name)
+def test_the_tests_that_show_other_names_use_them() -> None:
+    for test, owners in TESTS.items():
+        file, _, function = test.partition("::")
+        text = (Path(__file__).parent / file).read_text()
+        assert f"def {function}(" in text, test
+        for name in chain.from_iterable(owners.values()):
+            assert re.search(rf"\b{name}\b", text), f"{test}: {name}"
 
 
-def names_of(owner: str) -> set[str]:
+def shown(owner: str) -> list[str]:
+    """Return the names of an owner with an entry, or a test of their own."""
+    return [*WALK[owner], *chain.from_iterable(each.get(owner, ()) for each in TESTS.values())]
+
+
+def names_of(owner: str) -> list[str]:
     if owner == "DistributedDataParallelConfig":
-        return {field.name for field in fields(DistributedDataParallelConfig)}
-    return set(inspect.signature(OWNERS[owner]).parameters)
+        return [field.name for field in fields(DistributedDataParallelConfig)]
+    return list(inspect.signature(OWNERS[owner]).parameters)
 
 
-@pytest.mark.parametrize("owner", [owner for owner, value in OWNERS.items() if value is not None])
+@pytest.mark.parametrize("owner", OWNERS)
 def test_the_walk_leaves_no_argument_out(owner: str) -> None:
-    assert set(WALK[owner]) == names_of(owner)
+    assert sorted(shown(owner)) == sorted(names_of(owner))
 
 
 def test_the_walk_leaves_no_member_out() -> None:
@@ -74,51 +87,4 @@ def test_the_walk_leaves_no_member_out() -> None:
     for owner in MegatronFSDP.__mro__:
         if owner.__module__.startswith(("megatron.fsdp", "megatron_fsdp")):
             own |= {name for name in vars(owner) if not name.startswith("_")}
-    assert set(WALK["members"]) == own | {"module", "ddp_config"}
-
-
-def keywords_of_a_sharded_optimizer() -> dict[str, list[str]]:
-    _, optimizer = with_optimizer()
-    return {
-        name: list(inspect.signature(getattr(optimizer, name)).parameters)
-        for name in ("step", "zero_grad")
-    }
-
-
-def test_the_walk_leaves_no_keyword_of_the_optimizer_out(ranks: Ranks) -> None:
-    (keywords,) = ranks(1, keywords_of_a_sharded_optimizer)
-    assert {name: set(WALK[name]) for name in keywords} == {
-        name: set(each) for name, each in keywords.items()
-    }
-
-
-def by_position() -> None:
-    mesh = mesh_of("dp", "other", sizes=(2, 1))
-    module = build_stack()
-    model, optimizer = fully_shard(
-        module,
-        torch.optim.SGD(module.parameters(), lr=0.1),
-        mesh,
-        "dp",
-        None,
-        None,
-        None,
-        None,
-        None,
-        None,
-        None,
-        [ResidualBlock],
-        "optim",
-    )
-    assert (
-        isinstance(model, MegatronFSDP)
-        and model.strategy == 1
-        and isinstance(optimizer, torch.optim.SGD)
-    )
-
-
-def test_fully_shard_takes_the_arguments_of_fully_shard_model_in_their_order(ranks: Ranks) -> None:
-    first, second, *others = inspect.signature(fully_shard).parameters
-    assert [first, *others] == list(inspect.signature(fully_shard_model).parameters)
-    assert second == "optimizer"
-    ranks(2, by_position)
+    assert sorted(shown("members")) == sorted(own | {"module", "ddp_config"})

@@ -4,87 +4,15 @@
 from collections.abc import Callable
 from typing import Any
 
-import pytest
-import torch.distributed as dist
+import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
-from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard, fully_shard_model
-from tests.support.fsdp import models
+from megatron_fsdp import MixedPrecisionPolicy, fully_shard, fully_shard_model
 from tests.support.fsdp.meshes import mesh_of
 from tests.support.fsdp.models import ResidualBlock
-from tests.support.fsdp.reference import Ranks, optimizer_over
+from tests.support.fsdp.reference import Ranks
 from tests.support.fsdp.subclasses import Frozen4Bit
-from tests.support.fsdp.wrong_calls import Scene, WrongCall, check_refusals, message_of
-
-
-def everything_wrong() -> str:
-    mesh = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("dp", "cp"))
-    return message_of(
-        ValueError,
-        fully_shard_model,
-        nn.ReLU(),
-        mesh,
-        "dp_shard",
-        zero_dp_strategy="zero3",
-        fsdp_unit_modules=["nowhere.Block", int],
-        calculate_per_token_loss=True,
-        average_in_collective=True,
-    )
-
-
-def test_everything_wrong_is_listed_at_once_on_every_rank(ranks: Ranks) -> None:
-    messages = ranks(2, everything_wrong)
-    assert messages[0] == messages[1]
-    for part in (
-        "no parameters",
-        "zero_dp_strategy",
-        "'zero3'",
-        "nowhere.Block",
-        "int",
-        "average_in_collective",
-        "dp_shard",
-        "('dp', 'cp')",
-    ):
-        assert part in messages[0]
-
-
-def wrong_on_one_rank(wrong: str) -> str:
-    rank = dist.get_rank()
-    module = models.build("several_units")
-    optimizer = optimizer_over(module)
-    if rank == 1 and wrong == "strategy":
-        return message_of(ValueError, fully_shard, module, optimizer, zero_dp_strategy=7)
-    if rank == 1 and wrong == "optimizer":
-        return message_of(
-            ValueError, fully_shard, module, optimizer_over(models.build("several_units"))
-        )
-    message = message_of(ValueError, fully_shard, module, optimizer)
-    assert all(
-        parameter.numel() and not hasattr(parameter, "_fsdp_model")
-        for parameter in module.parameters()
-    )
-    assert isinstance(
-        fully_shard(module, optimizer)[0], MegatronFSDP
-    )  # nothing has happened to them
-    return message
-
-
-def wrong_then_right(wrong: str) -> str:
-    message = wrong_on_one_rank(wrong)
-    if dist.get_rank() == 1:
-        module = models.build("several_units")
-        fully_shard(module, optimizer_over(module))
-    return message
-
-
-@pytest.mark.parametrize(
-    ("wrong", "part"), [("strategy", "but got 7"), ("optimizer", "none of the module's")]
-)
-def test_an_error_of_one_rank_is_raised_on_all(ranks: Ranks, wrong: str, part: str) -> None:
-    messages = ranks(3, wrong_then_right, wrong)
-    assert len(set(messages)) == 1
-    assert part in messages[0]
+from tests.support.fsdp.wrong_calls import Scene, WrongCall, check_refusals
 
 
 def differing(**values: Any) -> Callable[[Scene], Any]:
@@ -112,12 +40,21 @@ def several_things(scene: Scene) -> None:
         fsdp_unit_modules=[int],
         device="abacus",
         nccl_ub=True,
+        calculate_per_token_loss=True,
+        average_in_collective=True,
     )
 
 
 WRONG_CALLS: dict[str, WrongCall] = {
     "strategy wrong on one rank": WrongCall(
         ("zero_dp_strategy expects", "but got 7"), differing(zero_dp_strategy=(3, 7))
+    ),
+    "optimizer of another model on one rank": WrongCall(
+        ("none of the module's",),
+        lambda scene: fully_shard(
+            scene.module,
+            torch.optim.SGD(nn.Linear(2, 2).parameters()) if scene.rank else scene.optimizer,
+        ),
     ),
     "module wrong on one rank": WrongCall(
         ("module expects",), lambda scene: fully_shard_model(scene.module if scene.rank else "text")
@@ -193,6 +130,8 @@ WRONG_CALLS: dict[str, WrongCall] = {
             "int",
             "'abacus'",
             "nccl_ub",
+            "average_in_collective",
+            "('dp', 'cp')",
         ),
         several_things,
     ),

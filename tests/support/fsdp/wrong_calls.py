@@ -125,6 +125,8 @@ FOLLOWED_BY_THE_RIGHT_CALL = {
     "units cannot be imported",
     "optimizer with a step of its own",
     "strategies differ",
+    "strategy wrong on one rank",
+    "optimizer of another model on one rank",
     "LBFGS",
     "optimizer of another model",
     "decoupled gradients with torch's optimizer",

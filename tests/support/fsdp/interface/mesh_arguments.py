@@ -6,7 +6,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import Shard, distribute_tensor
 
 from megatron_fsdp import (
     DistributedDataParallelConfig,
@@ -15,14 +14,11 @@ from megatron_fsdp import (
     fully_shard_model,
 )
 from tests.support.fsdp.interface.walk import (
-    Make,
     backward,
     gradient,
     mean_gradient,
     num_on_all_ranks,
     shows,
-    shows_both,
-    whole,
 )
 from tests.support.fsdp.meshes import mesh_of
 from tests.support.fsdp.models import build_stack
@@ -31,10 +27,10 @@ from tests.support.fsdp.watched_communication import watching_collectives
 from tests.support.fsdp.wrong_calls import message_of
 
 
-@shows_both("module")
-def shows_module(make: Make) -> None:
+@shows("fully_shard_model", "module")
+def shows_module() -> None:
     module = build_stack()
-    model = make(module)
+    model = fully_shard_model(module)
     assert isinstance(model, MegatronFSDP) and model.module is module
     assert [name for name, _ in model.named_parameters()] == [
         "module." + name for name, _ in build_stack().named_parameters()
@@ -43,18 +39,17 @@ def shows_module(make: Make) -> None:
 
 @shows("fully_shard_model", "device_mesh", world_size=4)
 @shows("FSDPDistributedIndex", "device_mesh", world_size=4)
-def shows_device_mesh(make: Make) -> None:
+def shows_device_mesh() -> None:
     mesh = mesh_of("dp", "other", sizes=(2, 2))
-    if make is fully_shard_model:
-        assert fully_shard_model(nn.Linear(4, 4), mesh["dp"]).get_distributed_index().size == 2
-        assert fully_shard_model(nn.Linear(4, 4)).get_distributed_index().size == 4
+    assert fully_shard_model(nn.Linear(4, 4), mesh["dp"]).get_distributed_index().size == 2
+    assert fully_shard_model(nn.Linear(4, 4)).get_distributed_index().size == 4
     assert FSDPDistributedIndex(mesh["dp"]).size == 2
     assert FSDPDistributedIndex().get_root_mesh().size() == 4
 
 
 @shows("fully_shard_model", "dp_shard_dim", world_size=4)
 @shows("FSDPDistributedIndex", "dp_shard_dim", world_size=4)
-def shows_dp_shard_dim(make: Make) -> None:
+def shows_dp_shard_dim() -> None:
     mesh = mesh_of("a", "b", sizes=(1, 4))
     mesh["a", "b"]._flatten("both")
     for name, size in (("a", 1), ("b", 4), ("both", 4)):
@@ -72,7 +67,7 @@ def shows_dp_shard_dim(make: Make) -> None:
 @shows(
     "FSDPDistributedIndex", "dp_outer_dim", "hybrid_fsdp_group", "hsdp_outer_dp_shard", world_size=4
 )
-def shows_hybrid_sharding(make: Make) -> None:
+def shows_hybrid_sharding() -> None:
     mesh = mesh_of("outer", "shard", sizes=(2, 2))
     group = mesh["outer", "shard"]._flatten("whole").get_group()
     arguments: dict[str, Any] = {
@@ -97,20 +92,6 @@ def shows_hybrid_sharding(make: Make) -> None:
         assert "dp_outer_dim" in message_of(
             ValueError, without, *first, mesh, "shard", hybrid_fsdp_group=group
         )
-
-
-@shows("fully_shard_model", "tp_dim", world_size=4)
-@shows("FSDPDistributedIndex", "tp_dim", world_size=4)
-def shows_tp_dim(make: Make) -> None:
-    mesh = mesh_of("dp", "tp", sizes=(2, 2))
-    assert FSDPDistributedIndex(mesh, "dp", tp_dim="tp").dense.tensor.size() == 2
-    torch.manual_seed(0)
-    head_weight = torch.randn(6, 5)
-    module = nn.Linear(5, 6, bias=False)
-    module.weight = nn.Parameter(distribute_tensor(head_weight, mesh["tp"], [Shard(0)]))
-    model = fully_shard_model(module, mesh, "dp", tp_dim="tp")
-    (value,) = model.state_dict().values()
-    assert value.shape == (6, 5) and torch.equal(whole(value), head_weight)
 
 
 class WithExperts(nn.Module):
@@ -139,7 +120,7 @@ class WithExperts(nn.Module):
     "expt_fsdp_group_ag",
     world_size=4,
 )
-def shows_experts_and_gather_groups(make: Make) -> None:
+def shows_experts_and_gather_groups() -> None:
     mesh, expert_mesh = mesh_of("outer", "dp", sizes=(1, 4)), mesh_of("dp", "ep", sizes=(2, 2))
     gather, pairs = dist.new_group([0, 1, 2, 3]), [dist.new_group([0, 2]), dist.new_group([1, 3])]
     expert_gather = pairs[dist.get_rank() % 2]
@@ -203,24 +184,9 @@ def numbers_of_experts(**keywords: Any) -> tuple[int, int]:
 
 @shows("fully_shard_model", *EXPERT_STRATEGIES, world_size=4)
 @shows("DistributedDataParallelConfig", *EXPERT_STRATEGIES.values(), world_size=4)
-def shows_strategies_of_experts(make: Make) -> None:
+def shows_strategies_of_experts() -> None:
     assert numbers_of_experts() == (40, 40)
     assert numbers_of_experts(expert_zero_dp_strategy="no_shard") == (40, 80)
     assert numbers_of_experts(expert_outer_dp_sharding_strategy=1) == (40, 20)
     for name, value in (("expert_zero_dp_strategy", 4), ("expert_outer_dp_sharding_strategy", 2)):
-        assert name in message_of(ValueError, make, build_stack(), **{name: value})
-
-
-@shows("MegatronFSDP", "dist_index", "ddp_config")
-def shows_index_and_config(make: Make) -> None:
-    index, config = (
-        FSDPDistributedIndex(mesh_of("dp")),
-        DistributedDataParallelConfig(data_parallel_sharding_strategy="optim"),
-    )
-    model = MegatronFSDP(build_stack(), index, config)
-    assert (
-        model.get_distributed_index() is index
-        and model.ddp_config is config
-        and model.strategy == 1
-    )
-    assert MegatronFSDP(build_stack(), index).strategy == 3
+        assert name in message_of(ValueError, fully_shard_model, build_stack(), **{name: value})

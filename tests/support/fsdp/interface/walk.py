@@ -24,10 +24,6 @@ from megatron_fsdp.uneven_dtensor import uneven_dtensor_to_full_tensor
 from tests.support.fsdp.meshes import mesh_of
 from tests.support.fsdp.models import BATCH, WIDTH, build_stack
 from tests.support.fsdp.reference import batch, loss_of
-from tests.support.fsdp.wrong_calls import message_of
-
-Make = Callable[..., MegatronFSDP]
-
 
 OWNERS: dict[str, Any] = {
     "fully_shard_model": fully_shard_model,
@@ -36,9 +32,6 @@ OWNERS: dict[str, Any] = {
     "FSDPDistributedIndex": FSDPDistributedIndex,
     "DistributedDataParallelConfig": DistributedDataParallelConfig,
     "MixedPrecisionPolicy": MixedPrecisionPolicy,
-    "step": None,
-    "zero_grad": None,
-    "members": None,
 }
 
 
@@ -57,11 +50,6 @@ def shows(
         return function
 
     return register
-
-
-def shows_both(name: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Enter an argument of both ways in; the function receives one that makes a sharded model."""
-    return lambda function: shows("MegatronFSDP", name)(shows("fully_shard_model", name)(function))
 
 
 def wrapped(module: nn.Module, **arguments: Any) -> MegatronFSDP:
@@ -100,21 +88,7 @@ def names_of_units(model: MegatronFSDP) -> set[str]:
     return {entry.unit for entry in recorder.collectives if entry.track == GATHER}
 
 
-def num_local(model: nn.Module) -> int:
-    return sum(parameter.to_local().numel() for parameter in model.parameters())
-
-
 def num_on_all_ranks(model: nn.Module) -> int:
-    count = torch.tensor(num_local(model))
+    count = torch.tensor(sum(each.to_local().numel() for each in model.parameters()))
     dist.all_reduce(count)
     return int(count)
-
-
-REFUSED = {"nccl_ub": ValueError}
-
-
-def refusal(name: str, kind: type[Exception] = NotImplementedError) -> Callable[[Make], None]:
-    def shows_refusal(make: Make) -> None:
-        assert name in message_of(kind, make, build_stack(), **{name: True})
-
-    return shows_refusal
