@@ -24,7 +24,7 @@ from megatron_fsdp import MixedPrecisionPolicy
 from tests.support import rank_pool
 from tests.support.fsdp.meshes import Meshes
 from tests.support.fsdp.models import MODELS
-from tests.support.fsdp.random_models import Drawn, draw_model
+from tests.support.fsdp.random_models import Drawn, DrawnLayer
 from tests.support.fsdp.reference import Case, compare
 
 WORLD_SIZES = (1, 2, 3, 4)
@@ -88,6 +88,42 @@ def draw_case(random: Random, world_size: int) -> Case:
     if any(layer.num_experts for layer in layers):
         settings["expert_zero_dp_strategy"] = random.choice((None, 0, 1, 2, 3))
     return case
+
+
+def draw_model(random: Random, num_experts: int = 0) -> Drawn:
+    """Draw a model; its layers have `num_experts` experts each or none."""
+    layers = tuple(draw_layer(random, num_experts) for _ in range(random.randint(1, 4)))
+    tied = None
+    if len(layers) > 1 and random.random() < 0.3:
+        tied = tuple(sorted(random.sample(range(len(layers)), 2)))
+        hidden = layers[tied[0]].hidden
+        layers = tuple(
+            DrawnLayer(**{**vars(layer), "hidden": hidden}) if number in tied else layer
+            for number, layer in enumerate(layers)
+        )
+    return Drawn(
+        layers=layers,
+        seed=random.randrange(1000),
+        tied_layers=tied,
+        head=random.choice(["linear", "linear", "tied", "functional"]),
+        frozen_embedding=random.random() < 0.2,
+        skip=random.randrange(len(layers)) if random.random() < 0.2 and not num_experts else None,
+        is_output_a_dict=random.random() < 0.3,
+    )
+
+
+def draw_layer(random: Random, num_experts: int) -> DrawnLayer:
+    return DrawnLayer(
+        hidden=random.choice([1, 2, 3, 7, 8, 16, 33]),
+        bias=random.random() < 0.7,
+        norm=random.random() < 0.5,
+        scale=random.choice(["", "", "vector", "scalar"]),
+        recompute="" if num_experts else random.choice(["", "", "reentrant", "non_reentrant"]),
+        calls=random.choice([1, 1, 1, 2]),
+        unused=random.random() < 0.2,
+        frozen=tuple(name for name in ("up", "down") if random.random() < 0.15),
+        num_experts=num_experts if random.random() < 0.7 else 0,
+    )
 
 
 def draw_mesh(random: Random, world_size: int) -> str:

@@ -87,7 +87,7 @@ def train_on(
     )
 
 
-PAIRS = [((2, 3), (3, 3)), ((4, 3), (1, 0)), ((1, 2), (4, 1)), ((2, 0), (4, 3)), ((3, 1), (2, 2))]
+PAIRS = [((3, 1), (2, 2)), ((4, 3), (1, 0)), ((1, 2), (4, 1)), ((2, 0), (3, 3))]
 """World size and level of saving, and of loading."""
 
 
@@ -198,11 +198,10 @@ def load_layout(layout: str, path: str, expected: dict[str, Tensor]) -> None:
     [
         pytest.param(
             "hybrid_optim",
-            ["hybrid_optim", "hybrid_bf16", "flat_of_three", "one_rank"],
+            ["hybrid_bf16", "flat_of_three", "one_rank"],
             id="hybrid_optim",
         ),
-        pytest.param("hybrid_bf16", ["more_outer_ranks", "bf16_on_two"], id="hybrid_bf16"),
-        pytest.param("bf16_on_two", ["hybrid_optim", "one_rank"], id="bf16_on_two"),
+        pytest.param("bf16_on_two", ["more_outer_ranks"], id="bf16_on_two"),
     ],
 )
 def test_checkpoint_loads_bitwise_under_every_other_layout(

@@ -97,7 +97,7 @@ def documented_mesh(sizes: tuple[int, int, int, int]) -> None:
 @pytest.mark.always("(2, 1, 1, 2)")
 @pytest.mark.parametrize(
     "sizes",
-    [(2, 1, 1, 2), (2, 2, 1, 2), (1, 2, 2, 2)],
+    [(2, 1, 1, 2), (2, 1, 2, 2)],
     ids=str,
 )
 def test_the_documented_mesh(ranks: Ranks, sizes: tuple[int, int, int, int]) -> None:
@@ -134,33 +134,8 @@ def trained_without_sharding(last: int) -> tuple[nn.Module, torch.optim.Optimize
     return module, optimizer
 
 
-def save_as_documented(path: str) -> None:
-    model, optimizer = fresh()
-    train(model, optimizer, 0, 2)
-    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    dcp.save(state, checkpoint_id=path)
-
-
-def load_as_documented(path: str, level: int) -> None:
-    model, optimizer = fresh(scale=-2.0, level=level)
-    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    dcp.load(state, checkpoint_id=path)
-    model.load_state_dict(state["model"], strict=False)
-    optimizer.load_state_dict(state["optimizer"])
-    train(model, optimizer, 2, 4)
-    expected, _ = trained_without_sharding(4)
-    for name, value in model.state_dict().items():
-        close(whole(value), expected.state_dict()[name.removeprefix("module.")], name)
-
-
-def test_the_documented_checkpoint_goes_on_in_another_world(ranks: Ranks, tmp_path: Path) -> None:
-    ranks(4, save_as_documented, str(tmp_path))
-    ranks(2, load_as_documented, str(tmp_path), 3)
-    ranks(1, load_as_documented, str(tmp_path), 0)
-
-
-def torch_functions(path: str, full: bool) -> None:
-    options = StateDictOptions(full_state_dict=full)
+def set_full_states() -> None:
+    options = StateDictOptions(full_state_dict=True)
     model, optimizer = fresh()
     train(model, optimizer, 0, 2)
     weights, state = get_state_dict(model, optimizer, options=options)
@@ -168,15 +143,12 @@ def torch_functions(path: str, full: bool) -> None:
     names = [name for name, _ in expected.named_parameters()]
     for number, name in enumerate(names):
         value = weights["module." + name]
-        assert not full or not isinstance(value, DTensor)
-        close(whole(value), expected.get_parameter(name).detach(), name)
+        assert not isinstance(value, DTensor)
+        close(value, expected.get_parameter(name).detach(), name)
         for slot in ("exp_avg", "exp_avg_sq"):
             moment = expected_optimizer.state_dict()["state"][number][slot]
-            close(
-                whole(state["state"]["module." + name][slot]).view(moment.shape),
-                moment,
-                f"{slot} of {name}",
-            )
+            found = state["state"]["module." + name][slot].view(moment.shape)
+            close(found, moment, f"{slot} of {name}")
 
     other, other_optimizer = fresh(scale=-2.0)
     set_state_dict(
@@ -192,10 +164,9 @@ def torch_functions(path: str, full: bool) -> None:
         close(whole(value), expected.state_dict()[name.removeprefix("module.")], name)
 
 
-@pytest.mark.always("sharded")
-@pytest.mark.parametrize("full", [False, True], ids=["sharded", "full"])
-def test_torchs_state_dict_functions(ranks: Ranks, tmp_path: Path, full: bool) -> None:
-    ranks(3, torch_functions, str(tmp_path), full)
+def test_full_states_of_torchs_functions_are_those_of_the_unsharded_model(ranks: Ranks) -> None:
+    """Sharded ones are in `test_checkpoint.py`."""
+    ranks(3, set_full_states)
 
 
 def save_a_copy(path: str) -> None:
@@ -216,9 +187,9 @@ def load_the_copy(path: str) -> None:
         close(whole(value), expected.state_dict()[name.removeprefix("module.")], name)
 
 
+@pytest.mark.exhaustive
 def test_a_deep_copy_of_a_state_dict_is_saved_and_loaded_elsewhere(
     ranks: Ranks, tmp_path: Path
 ) -> None:
     ranks(2, save_a_copy, str(tmp_path))
-    for world_size in (2, 3):
-        ranks(world_size, load_the_copy, str(tmp_path))
+    ranks(3, load_the_copy, str(tmp_path))

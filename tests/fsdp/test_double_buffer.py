@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +22,7 @@ from megatron_fsdp import (
     fully_shard_model,
     fully_shard_optimizer,
 )
-from tests.support.fsdp.models import MODELS, TanhLayer
+from tests.support.fsdp.models import TanhLayer
 from tests.support.fsdp.random_models import Drawn, DrawnLayer
 from tests.support.fsdp.reference import Case, Ranks, compare_all
 from tests.support.fsdp.wrong_calls import message_of
@@ -31,28 +31,28 @@ SLOTS = {"fsdp_double_buffer": True}
 NUM_LAYERS = 6
 
 
-AT_LEVEL_1_TOO = (
-    "several_units",
-    "nested_units",
-    "tied_across_units",
-    "unit_unused_in_some_steps",
-    "frozen_in_part",
-    "view_edited_in_place",
-    "checkpoint_reentrant",
-)
+AT_LEVEL_1_TOO = ("several_units", "tied_across_units", "unit_unused_in_some_steps", "scalars")
+NAMES = {
+    "some": (*AT_LEVEL_1_TOO, "frozen_in_part", "checkpoint_reentrant"),
+    "others": (
+        *("nested_units", "unit_called_twice", "parallel_branches", "tied_weight_as_argument"),
+        *("unused_parameters", "frozen_at_the_bottom", "view_edited_in_place", "leaf_input"),
+        *("checkpoint_non_reentrant", "checkpoint_inside_reentrant", "called_under_no_grad"),
+    ),
+}
+"""Models whose units come into use in different orders."""
 
 
-@pytest.mark.always(*AT_LEVEL_1_TOO)
-@pytest.mark.parametrize("name", MODELS)
-def test_models_train_as_the_unsharded_ones(ranks: Ranks, name: str) -> None:
-    case = Case(model=name, steps=4, settings=SLOTS)
-    cases = [case]
-    if name in AT_LEVEL_1_TOO:
-        cases.append(replace(case, settings=SLOTS | {"zero_dp_strategy": 1}))
+@pytest.mark.always("some")
+@pytest.mark.parametrize("names", NAMES)
+def test_models_train_as_the_unsharded_ones(ranks: Ranks, names: str) -> None:
+    cases = [Case(model=name, steps=3, settings=SLOTS) for name in NAMES[names]]
+    at_level_1 = SLOTS | {"zero_dp_strategy": 1}
+    cases += [replace(case, settings=at_level_1) for case in cases if case.model in AT_LEVEL_1_TOO]
     ranks(2, compare_all, cases)
 
 
-@pytest.mark.always("*cuda_graph_mode*", "*overlap*", "*disable_bucketing*")
+@pytest.mark.always("*cuda_graph_mode*")
 @pytest.mark.parametrize(
     "settings",
     [
@@ -67,10 +67,10 @@ def test_models_train_as_the_unsharded_ones(ranks: Ranks, name: str) -> None:
 )
 def test_settings_do_not_change_the_numbers(ranks: Ranks, settings: dict[str, Any]) -> None:
     case = Case(model="several_units", steps=3, microbatches=2, settings=settings, evaluate=True)
-    cases = [replace(case, sync=sync) for sync in ("no_sync", "step")]
-    ranks(2, compare_all, [*cases, replace(case, model="nested_units")])
+    ranks(2, compare_all, [replace(case, sync="step"), replace(case, model="nested_units")])
 
 
+@pytest.mark.exhaustive
 def test_experts_and_hybrid_sharding_train_as_the_unsharded_models(ranks: Ranks) -> None:
     experts = Drawn(layers=(DrawnLayer(hidden=7, num_experts=4), DrawnLayer(hidden=3)))
     case = Case(model=experts, mesh="ep2", steps=3, settings=SLOTS)
@@ -137,7 +137,19 @@ def test_weights_are_gathered_to_the_same_two_addresses_in_turn(ranks: Ranks) ->
         assert all(left != right for left, right in itertools.pairwise(addresses))
 
 
-def skip_at_random(**settings: Any) -> tuple[dict[str, list[int]], list[torch.Tensor]]:
+Trained = tuple[dict[str, list[int]], list[torch.Tensor]]
+"""The slots of a model, and its weights after training."""
+
+
+def with_and_without_slots(train: Callable[..., Trained], **settings: Any) -> dict[str, list[int]]:
+    """Train in both ways, whose weights have to be equal, and return the slots."""
+    slots, weights = train(**settings, **SLOTS)
+    _, expected = train(**settings)
+    assert all(map(torch.equal, weights, expected))
+    return slots
+
+
+def skip_at_random(**settings: Any) -> Trained:
     choice = random.Random(3)
     used = [
         sorted(choice.sample(range(NUM_LAYERS), choice.randint(1, NUM_LAYERS))) for _ in range(12)
@@ -147,12 +159,10 @@ def skip_at_random(**settings: Any) -> tuple[dict[str, list[int]], list[torch.Te
     return model.memory_slots, weights_of(model)
 
 
+@pytest.mark.exhaustive
 def test_layers_skipped_at_random_need_no_more_slots(ranks: Ranks) -> None:
-    for (slots, weights), (_, expected) in zip(
-        ranks(2, skip_at_random, **SLOTS), ranks(2, skip_at_random)
-    ):
+    for slots in ranks(2, with_and_without_slots, skip_at_random):
         assert len(slots["weights"]) == 2
-        assert all(map(torch.equal, weights, expected))
 
 
 class Dropping(TanhLayer):
@@ -164,7 +174,7 @@ class Dropping(TanhLayer):
         return x if self.is_dropped else super().forward(x)
 
 
-def drop_at_random(**settings: Any) -> tuple[dict[str, list[int]], list[torch.Tensor]]:
+def drop_at_random(**settings: Any) -> Trained:
     choice = random.Random(3)
     torch.manual_seed(0)
     layers = nn.Sequential(*(Dropping() for _ in range(NUM_LAYERS)))
@@ -180,11 +190,8 @@ def drop_at_random(**settings: Any) -> tuple[dict[str, list[int]], list[torch.Te
 
 
 def test_layers_that_pass_their_input_on_are_not_gathered_in_backward(ranks: Ranks) -> None:
-    for (slots, weights), (_, expected) in zip(
-        ranks(2, drop_at_random, **SLOTS), ranks(2, drop_at_random)
-    ):
+    for slots in ranks(2, with_and_without_slots, drop_at_random):
         assert len(slots["weights"]) == 2
-        assert all(map(torch.equal, weights, expected))
 
 
 class ChainWithRoot(Chain):
@@ -209,6 +216,7 @@ def first_steps_of_parts(chain: type[Chain]) -> bool:
     return all(map(torch.equal, *weights))
 
 
+@pytest.mark.always("ChainWithRoot")
 @pytest.mark.parametrize("chain", [Chain, ChainWithRoot])
 def test_layers_that_first_come_into_use_later_get_slots_then(
     ranks: Ranks, chain: type[Chain]
@@ -251,7 +259,7 @@ def test_units_that_first_come_into_use_together_later_are_named(ranks: Ranks) -
         assert "train without fsdp_double_buffer" in message
 
 
-def accumulate_later(**settings: Any) -> tuple[dict[str, list[int]], list[torch.Tensor]]:
+def accumulate_later(**settings: Any) -> Trained:
     """Train with one microbatch a step, and then with two, at level 1."""
     model, optimizer = sharded_chain(zero_dp_strategy=1, **settings)
     train(model, optimizer, range(NUM_LAYERS), range(NUM_LAYERS))
@@ -262,11 +270,8 @@ def accumulate_later(**settings: Any) -> tuple[dict[str, list[int]], list[torch.
 
 
 def test_gradients_get_more_slots_when_they_accumulate(ranks: Ranks) -> None:
-    for (slots, weights), (_, expected) in zip(
-        ranks(2, accumulate_later, **SLOTS), ranks(2, accumulate_later)
-    ):
+    for slots in ranks(2, with_and_without_slots, accumulate_later):
         assert slots["weights"] == [] and len(slots["gradients"]) == NUM_LAYERS
-        assert all(map(torch.equal, weights, expected))
 
 
 def accumulate_with_held_addresses() -> str:
@@ -348,7 +353,7 @@ class ChainOfTwoGroups(nn.Module):
         return x
 
 
-def leave_a_group_out_on_rank_1(**settings: Any) -> list[torch.Tensor]:
+def leave_a_group_out_on_rank_1(**settings: Any) -> Trained:
     torch.manual_seed(0)
     chain = ChainOfTwoGroups()
     model, optimizer = fully_shard(
@@ -365,22 +370,19 @@ def leave_a_group_out_on_rank_1(**settings: Any) -> list[torch.Tensor]:
         model(torch.randn(3, 8), uses_other).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-    return weights_of(model)
+    return model.memory_slots, weights_of(model)
 
 
+@pytest.mark.always("1")
 @pytest.mark.parametrize("level", [1, 2])
 def test_ranks_that_leave_out_different_groups_assign_the_same_slots(
     ranks: Ranks, level: int
 ) -> None:
     settings = {"zero_dp_strategy": level, "overlap_grad_reduce": False}
-    for weights, expected in zip(
-        ranks(2, leave_a_group_out_on_rank_1, **settings, **SLOTS),
-        ranks(2, leave_a_group_out_on_rank_1, **settings),
-    ):
-        assert all(map(torch.equal, weights, expected))
+    assert all(ranks(2, with_and_without_slots, leave_a_group_out_on_rank_1, **settings))
 
 
-def reduce_in_another_dtype(**settings: Any) -> tuple[dict[str, list[int]], list[torch.Tensor]]:
+def reduce_in_another_dtype(**settings: Any) -> Trained:
     model, optimizer = sharded_chain(**settings)
     train(model, optimizer, range(NUM_LAYERS))
     with model.mixed_precision_context(MixedPrecisionPolicy(None, torch.float32, torch.bfloat16)):
@@ -390,8 +392,5 @@ def reduce_in_another_dtype(**settings: Any) -> tuple[dict[str, list[int]], list
 
 
 def test_slots_serve_gradients_that_are_reduced_in_another_dtype(ranks: Ranks) -> None:
-    for (slots, weights), (_, expected) in zip(
-        ranks(2, reduce_in_another_dtype, **SLOTS), ranks(2, reduce_in_another_dtype)
-    ):
+    for slots in ranks(2, with_and_without_slots, reduce_in_another_dtype):
         assert len(slots["gradients"]) == 1
-        assert all(map(torch.equal, weights, expected))

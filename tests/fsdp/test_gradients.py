@@ -2,7 +2,7 @@
 """Gradients, weights and outputs are those of the unsharded model, in any combination."""
 
 from dataclasses import replace
-from itertools import cycle, product
+from itertools import cycle
 from math import inf
 from typing import Any
 
@@ -13,12 +13,11 @@ from torch import nn
 
 from megatron.fsdp.dtensor.tensor_part import full_tensor
 from megatron_fsdp import MixedPrecisionPolicy, fully_shard_model
-from tests.support.fsdp import models, random_models
-from tests.support.fsdp.meshes import Meshes, shard_mesh
+from tests.support.fsdp import models
+from tests.support.fsdp.meshes import shard_mesh
 from tests.support.fsdp.models import MODELS, ResidualBlock
 from tests.support.fsdp.random_models import Drawn, DrawnLayer
-from tests.support.fsdp.reference import LEVELS, Case, Ranks, batch, compare, compare_all, loss_of
-from tests.support.pairwise import each_value
+from tests.support.fsdp.reference import LEVELS, Case, Ranks, batch, compare_all, loss_of
 
 EVERYWHERE = ("several_units", "nested_units")
 BESIDE_LEVEL_3 = dict(zip(MODELS, cycle((0, 1, 2))))
@@ -31,34 +30,51 @@ def at_levels(case: Case, levels: tuple[int, ...] = LEVELS) -> list[Case]:
     ]
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_training_matches_the_unsharded_model(ranks: Ranks, model: str) -> None:
-    levels = LEVELS if model in EVERYWHERE else (3, BESIDE_LEVEL_3[model])
-    ranks(2, compare_all, at_levels(Case(model=model), levels))
+IN_ONE_CALL = 4
+"""Models, of which one call of the ranks shares the meshes."""
 
 
-@pytest.mark.always("view_edited_in_place-world_size=4-*", "scalars-world_size=1-*")
-@pytest.mark.parametrize(
-    ("model", "world_size", "level"),
-    each_value(
-        always=[
-            ("view_edited_in_place", 4, 1),
-            ("scalars", 1, 0),
-            *product(EVERYWHERE, (1, 3, 4), (1, 3)),
-        ],
-        model=MODELS,
-        world_size=(1, 3, 4),
-        level=LEVELS,
-    ),
-)
-def test_training_on_other_numbers_of_ranks_matches(
-    ranks: Ranks, model: str, world_size: int, level: int
-) -> None:
-    ranks(world_size, compare_all, at_levels(Case(model=model), (level,)))
+@pytest.mark.parametrize("first", range(0, len(MODELS), IN_ONE_CALL))
+def test_training_matches_the_unsharded_model(ranks: Ranks, first: int) -> None:
+    cases = []
+    for model in list(MODELS)[first : first + IN_ONE_CALL]:
+        levels = LEVELS if model in EVERYWHERE else (3, BESIDE_LEVEL_3[model])
+        cases += at_levels(Case(model=model), levels)
+    ranks(2, compare_all, cases)
+
+
+OTHER_WORLDS: dict[int, dict[int, tuple[str, ...]]] = {
+    1: {
+        0: ("scalars", "several_units"),
+        1: ("nested_units", "tied_across_units"),
+        2: ("frozen_in_part", "unit_unused_in_some_steps"),
+        3: ("several_units", "checkpoint_reentrant", "view_edited_in_place"),
+    },
+    3: {
+        0: ("tied_weight_as_argument", "unused_parameters"),
+        1: ("nested_units", "everything_is_a_unit"),
+        2: ("checkpoint_inside_reentrant", "scalars"),
+        3: ("several_units", "called_under_no_grad", "parallel_branches"),
+    },
+    4: {
+        1: ("view_edited_in_place", "several_units"),
+        3: ("nested_units", "scalars", "leaf_input"),
+    },
+}
+"""By number of ranks and level: models, which one call trains."""
+
+
+@pytest.mark.always("1", "4")
+@pytest.mark.parametrize("world_size", OTHER_WORLDS)
+def test_training_on_other_numbers_of_ranks_matches(ranks: Ranks, world_size: int) -> None:
+    cases = []
+    for level, names in OTHER_WORLDS[world_size].items():
+        for name in names:
+            cases += at_levels(Case(model=name), (level,))
+    ranks(world_size, compare_all, cases)
 
 
 SETTINGS: dict[str, Case] = {
-    "microbatches": Case(model="several_units", microbatches=3),
     "no_sync": Case(model="unused_parameters", microbatches=3, sync="no_sync"),
     "finish_grad_sync": Case(model="unit_unused_in_some_steps", microbatches=2, sync="manual"),
     "reduced_by_the_step": Case(model="frozen_in_part", microbatches=2, sync="step"),
@@ -101,19 +117,18 @@ SETTINGS: dict[str, Case] = {
 }
 
 
-@pytest.mark.always("*-1")
-@pytest.mark.parametrize(
-    ("settings", "world_size"),
-    [
-        *product(SETTINGS, [2]),
-        ("finish_grad_sync", 1),
-        ("average_in_collective", 1),
-        ("per_token_loss", 1),
-    ],
-)
-def test_settings_do_not_change_the_numbers(ranks: Ranks, settings: str, world_size: int) -> None:
-    levels = (3, list(SETTINGS).index(settings) % 3) if world_size == 2 else LEVELS
-    ranks(world_size, compare_all, at_levels(SETTINGS[settings], levels))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_settings_do_not_change_the_numbers(ranks: Ranks, settings: str) -> None:
+    levels = (3, list(SETTINGS).index(settings) % 3)
+    ranks(2, compare_all, at_levels(SETTINGS[settings], levels))
+
+
+def test_settings_of_divisors_count_on_one_rank_too(ranks: Ranks) -> None:
+    cases = [*at_levels(SETTINGS["finish_grad_sync"], (1, 3))]
+    cases += at_levels(SETTINGS["average_in_collective"], (0, 2))
+    cases += at_levels(SETTINGS["per_token_loss"], (0, 3))
+    ranks(1, compare_all, cases)
 
 
 WITHOUT_OVERLAP = {"overlap_grad_reduce": False, "overlap_param_gather": False}
@@ -160,21 +175,16 @@ def test_hybrid_sharding_at_level_1_without_overlap_reduces_over_the_outer_axis(
 def test_a_shard_axis_of_one_rank_does_not_double_gradients_at_every_microbatch(
     ranks: Ranks,
 ) -> None:
-    for world_size, mesh in ((1, "flat"), (2, "outer2")):
-        for sync, overlap in (("auto", {}), ("manual", WITHOUT_OVERLAP)):
-            case = gradients_of(
-                "several_units", mesh=mesh, microbatches=3, sync=sync, settings=overlap
-            )
-            ranks(
-                world_size,
-                compare_all,
-                with_settings(case, *({"zero_dp_strategy": level} for level in LEVELS)),
-            )
+    case = gradients_of("several_units", microbatches=3)
+    by_hand = replace(case, sync="manual", settings=WITHOUT_OVERLAP)
+    ranks(1, compare_all, [*at_levels(case), *at_levels(by_hand, (1, 2))])
+    cases = [*at_levels(case, (1, 3)), *at_levels(by_hand, (0, 2))]
+    ranks(2, compare_all, [replace(each, mesh="outer2") for each in cases])
 
 
 def test_only_the_new_contribution_is_divided_at_each_microbatch(ranks: Ranks) -> None:
     case = gradients_of("several_units", microbatches=3)
-    cases = [*at_levels(replace(case, sync="auto")), *at_levels(replace(case, sync="manual"))]
+    cases = [*at_levels(case), *at_levels(replace(case, sync="manual"), (1, 2))]
     ranks(2, compare_all, cases)
 
 
@@ -223,14 +233,15 @@ def gradients_of_nothing(level: int) -> list[int]:
     return [parameter.grad.to_local().numel() for parameter in model.parameters()]
 
 
+@pytest.mark.exhaustive
 def test_ranks_that_own_nothing_of_a_parameter_take_part_in_its_norm(ranks: Ranks) -> None:
-    for level in (1, 2, 3):
+    for level in (1, 3):
         sizes = ranks(4, gradients_of_nothing, level)
         assert any(0 in each for each in sizes)
         assert len({len(each) for each in sizes}) == 1
     cases = [
         gradients_of("scalars", clip=order, settings={"zero_dp_strategy": level})
-        for order, level in ((2.0, 1), (2.0, 3), (inf, 3))
+        for order, level in ((2.0, 1), (inf, 3))
     ]
     ranks(4, compare_all, cases)
 
@@ -260,62 +271,23 @@ def test_a_tied_weight_counts_once_in_the_norm_and_marks_of_copies_reach_the_opt
     )
 
 
-def test_parameters_may_be_unused_and_modules_called_twice(ranks: Ranks) -> None:
-    ranks(
-        2,
-        compare_all,
-        [
-            Case(model=name)
-            for name in ("unused_parameters", "unit_unused_in_some_steps", "unit_called_twice")
-        ],
-    )
-
-
-def test_weights_may_be_tied_across_units_and_have_no_dims(ranks: Ranks) -> None:
-    cases = [
-        Case(model=name) for name in ("tied_across_units", "tied_weight_as_argument", "scalars")
-    ]
+def test_layers_may_be_tied_with_one_another_and_with_the_embedding(ranks: Ranks) -> None:
     drawn = Drawn(
         layers=(DrawnLayer(hidden=3, scale="scalar"), DrawnLayer(hidden=3)),
         tied_layers=(0, 1),
         head="tied",
     )
-    ranks(2, compare_all, [*cases, Case(model=drawn, clip=2.0)])
-
-
-def test_level_3_works_without_unit_modules(ranks: Ranks) -> None:
-    case = Case(model="no_units", microbatches=2)
-    ranks(
-        2,
-        compare_all,
-        with_settings(
-            case,
-            {"fsdp_unit_modules": None},
-            {"fsdp_unit_modules": []},
-            {"disable_bucketing": True},
-        ),
-    )
-
-
-def train_drawn(case: Case) -> None:
-    compare(case, Meshes())
+    ranks(2, compare_all, [Case(model=drawn, clip=2.0)])
 
 
 def test_a_block_called_plainly_and_then_recomputed_keeps_its_weights_to_the_end(
     ranks: Ranks,
 ) -> None:
     """The recomputed call brings all gradients before the plain call's backward runs."""
-    first = random_models.DrawnLayer(
-        3, norm=True, recompute="reentrant", calls=2, frozen=("up", "down")
-    )
-    drawn = random_models.Drawn((first, random_models.DrawnLayer(2)), frozen_embedding=True)
-    for level in (2, 3):
-        settings = {
-            "zero_dp_strategy": level,
-            "disable_bucketing": True,
-            "overlap_grad_reduce": False,
-        }
-        ranks(2, train_drawn, Case(model=drawn, settings=settings))
+    first = DrawnLayer(3, norm=True, recompute="reentrant", calls=2, frozen=("up", "down"))
+    drawn = Drawn((first, DrawnLayer(2)), frozen_embedding=True)
+    settings = {"disable_bucketing": True, "overlap_grad_reduce": False}
+    ranks(2, compare_all, at_levels(Case(model=drawn, settings=settings), (2, 3)))
 
 
 def train_a_sparse_embedding() -> None:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from random import Random
 from typing import Any
 
 import torch
@@ -215,39 +214,3 @@ class DrawnModel(nn.Module):
             first = self.get_submodule(".".join(parts[: place - 1])).first
             parts[place] = str(int(parts[place]) + first)
         return ".".join(parts)
-
-
-def draw_model(random: Random, num_experts: int = 0) -> Drawn:
-    """Draw a model; its layers have `num_experts` experts each or none."""
-    layers = tuple(draw_layer(random, num_experts) for _ in range(random.randint(1, 4)))
-    tied = None
-    if len(layers) > 1 and random.random() < 0.3:
-        tied = tuple(sorted(random.sample(range(len(layers)), 2)))
-        hidden = layers[tied[0]].hidden
-        layers = tuple(
-            DrawnLayer(**{**vars(layer), "hidden": hidden}) if number in tied else layer
-            for number, layer in enumerate(layers)
-        )
-    return Drawn(
-        layers=layers,
-        seed=random.randrange(1000),
-        tied_layers=tied,
-        head=random.choice(["linear", "linear", "tied", "functional"]),
-        frozen_embedding=random.random() < 0.2,
-        skip=random.randrange(len(layers)) if random.random() < 0.2 and not num_experts else None,
-        is_output_a_dict=random.random() < 0.3,
-    )
-
-
-def draw_layer(random: Random, num_experts: int) -> DrawnLayer:
-    return DrawnLayer(
-        hidden=random.choice([1, 2, 3, 7, 8, 16, 33]),
-        bias=random.random() < 0.7,
-        norm=random.random() < 0.5,
-        scale=random.choice(["", "", "vector", "scalar"]),
-        recompute="" if num_experts else random.choice(["", "", "reentrant", "non_reentrant"]),
-        calls=random.choice([1, 1, 1, 2]),
-        unused=random.random() < 0.2,
-        frozen=tuple(name for name in ("up", "down") if random.random() < 0.15),
-        num_experts=num_experts if random.random() < 0.7 else 0,
-    )
