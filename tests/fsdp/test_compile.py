@@ -6,23 +6,22 @@ The compiler that generates code is left out here: `test_inductor.py` has it.
 
 import pytest
 
-from tests.support.fsdp.compiled_training import train
+from tests.support.fsdp.compiled_training import train_all
 from tests.support.fsdp.reference import Ranks
 
-RUNS = [
-    ("aot_eager", 3, "block.compile"),
-    ("aot_eager", 3, "torch.compile(block)"),
-    ("aot_eager", 3, "block_in_unit"),
-    ("aot_eager", 2, "model"),
-    ("aot_eager", 3, "model.compile"),
-    ("eager", 2, "block.compile"),
-]
-"""Backend, level and way; "aot_eager" also traces the backward pass."""
+RUNS = {
+    "blocks in place": [(3, "block.compile")],
+    "others": [
+        (3, "torch.compile(block)"),
+        (3, "block_in_unit"),
+        (2, "model"),
+        (3, "model.compile"),
+    ],
+}
+"""Levels and ways, which one call of the ranks trains."""
 
 
-@pytest.mark.always("aot_eager-3-block.compile")
-@pytest.mark.parametrize(("backend", "level", "way"), RUNS)
-def test_compiled_models_match_plain_ones_and_are_compiled_once(
-    ranks: Ranks, backend: str, level: int, way: str
-) -> None:
-    ranks(2, train, backend, level, way, timeout=300)
+@pytest.mark.always("blocks in place")
+@pytest.mark.parametrize("runs", RUNS)
+def test_compiled_models_match_plain_ones_and_are_compiled_once(ranks: Ranks, runs: str) -> None:
+    ranks(2, train_all, RUNS[runs], timeout=300)

@@ -99,11 +99,14 @@ def all_names(way: str, level: int) -> list[list[str]]:
     ]
 
 
+def names_of_all_ways() -> dict[str, list[list[str]]]:
+    return {way: all_names(way, (3, 1)[number % 2]) for number, way in enumerate(WAYS)}
+
+
 def test_names_are_those_of_the_plain_model(ranks: Ranks) -> None:
-    expected = ranks(2, all_names, "plain", 3)
-    assert "module.1.up.weight" in expected[0][0]
-    for number, way in enumerate(WAYS):
-        assert ranks(2, all_names, way, (1, 3)[number % 2]) == expected, way
+    for names in ranks(2, names_of_all_ways):
+        assert "module.1.up.weight" in names["plain"][0]
+        assert names == dict.fromkeys(WAYS, names["plain"])
 
 
 def save(way: str, level: int, path: str) -> None:
@@ -143,19 +146,22 @@ def own(model: nn.Module) -> dict[str, Tensor]:
     return {name.removeprefix("module."): value for name, value in state}
 
 
+def save_and_load(pairs: list[tuple[str, str]], folder: str) -> None:
+    for number, (saved, loaded) in enumerate(pairs):
+        save(saved, 3, f"{folder}/{number}")
+        load(loaded, 1, f"{folder}/{number}")
+
+
+@pytest.mark.always("recomputed")
 @pytest.mark.parametrize(
-    ("saved", "loaded"),
-    [
-        ("recomputed", "plain"),
-        ("plain", "compiled"),
-        pytest.param(*list(WAYS)[-2:], marks=pytest.mark.exhaustive),
-    ],
+    "pairs",
+    [[("recomputed", "plain")], [("plain", "compiled"), tuple(WAYS)[-2:]]],
+    ids=["recomputed", "compiled"],
 )
 def test_a_checkpoint_loads_with_other_wrappers(
-    ranks: Ranks, saved: str, loaded: str, tmp_path: Path
+    ranks: Ranks, pairs: list[tuple[str, str]], tmp_path: Path
 ) -> None:
-    ranks(2, save, saved, 3, str(tmp_path))
-    ranks(2, load, loaded, 1, str(tmp_path))
+    ranks(2, save_and_load, pairs, str(tmp_path))
 
 
 def load_names_of_wrappers(way: str) -> None:
@@ -176,6 +182,7 @@ def load_names_of_wrappers(way: str) -> None:
         assert slots["step"].item() == 2
 
 
+@pytest.mark.always("recomputed")
 @pytest.mark.parametrize("way", ["recomputed", "compiled"])
 def test_states_with_the_names_of_wrappers_load(ranks: Ranks, way: str) -> None:
     ranks(2, load_names_of_wrappers, way)
@@ -203,56 +210,56 @@ def set_by_torch(way: str, level: int, is_broadcast: bool) -> None:
     assert_equal(own(other), own(model), 1e-11)
 
 
-@pytest.mark.seldom("*_and_*")
+def set_all_by_torch(cases: list[tuple[str, bool]]) -> None:
+    for way, is_broadcast in cases:
+        set_by_torch(way, 3, is_broadcast)
+
+
+@pytest.mark.always("recomputed")
 @pytest.mark.parametrize(
-    ("way", "is_broadcast"),
+    "cases",
     [
-        ("plain", True),
-        ("plain", False),
-        ("recomputed", True),
-        ("compiled", False),
-        ("recomputed_and_compiled", True),
-        ("compiled_and_recomputed", False),
+        [("recomputed", True)],
+        [("compiled", False), ("recomputed_and_compiled", True), ("compiled_and_recomputed", True)],
     ],
+    ids=["recomputed", "compiled"],
 )
-def test_torch_sets_full_states(ranks: Ranks, way: str, is_broadcast: bool) -> None:
-    ranks(2, set_by_torch, way, 3, is_broadcast)
+def test_torch_sets_full_states(ranks: Ranks, cases: list[tuple[str, bool]]) -> None:
+    """The plain model is in `test_other_checkpoints.py`."""
+    ranks(2, set_all_by_torch, cases)
 
 
-def set_what_does_not_fit(way: str, case: str, strict: bool) -> str:
-    model, _ = sharded(way, 3)
-    state = {f"module.{name}": value + 1 for name, value in own(model).items()}
-    if case == "a key is missing":
-        del state["module.1.up.weight"]
-    else:  # which torch neither broadcasts nor leaves out
-        state = own(model)
-    options = torch_state_dict.StateDictOptions(
-        full_state_dict=True, broadcast_from_rank0=True, strict=strict
-    )
-    weights = state if dist.get_rank() == 0 else {}
-    with pytest.raises(RuntimeError, match="does not fit") as error:
-        torch_state_dict.set_model_state_dict(model, weights, options=options)
-    return str(error.value)
+MISFITS = {
+    "missing keys: 1.up.weight": ("plain", True),
+    "ranks load different keys": ("recomputed", True),
+    "1.up.weight and module.1.up.weight are given": ("recomputed", False),
+}
+"""Words of the error, how the model is wrapped, and whether the load is strict."""
 
 
-@pytest.mark.parametrize(
-    ("way", "case", "strict"),
-    [
-        ("plain", "a key is missing", True),
-        ("recomputed", "other names", True),
-        ("compiled", "other names", False),
-    ],
-)
-def test_what_torch_broadcasts_in_part_is_an_error_on_all_ranks(
-    ranks: Ranks, way: str, case: str, strict: bool
-) -> None:
-    first, second = ranks(2, set_what_does_not_fit, way, case, strict)
-    words = {
-        "a key is missing True": "missing keys: 1.up.weight",
-        "other names True": "ranks load different keys",
-        "other names False": "1.up.weight and module.1.up.weight are given",
-    }
-    assert first == second and words[f"{case} {strict}"] in first
+def set_what_does_not_fit() -> list[str]:
+    messages = []
+    for way, strict in MISFITS.values():
+        model, _ = sharded(way, 3)
+        state = own(model)  # other names, which torch neither broadcasts nor leaves out
+        if way == "plain":
+            state = {f"module.{name}": value + 1 for name, value in state.items()}
+            del state["module.1.up.weight"]
+        options = torch_state_dict.StateDictOptions(
+            full_state_dict=True, broadcast_from_rank0=True, strict=strict
+        )
+        weights = state if dist.get_rank() == 0 else {}
+        with pytest.raises(RuntimeError, match="does not fit") as error:
+            torch_state_dict.set_model_state_dict(model, weights, options=options)
+        messages.append(str(error.value))
+    return messages
+
+
+def test_what_torch_broadcasts_in_part_is_an_error_on_all_ranks(ranks: Ranks) -> None:
+    first, second = ranks(2, set_what_does_not_fit)
+    assert first == second
+    for words, message in zip(MISFITS, first, strict=True):
+        assert words in message
 
 
 class Saved(nn.Sequential):
@@ -268,21 +275,26 @@ def save_whole(way: str) -> list[str]:
     return found
 
 
+def save_all_ways() -> dict[str, list[str]]:
+    return {way: save_whole(way) for way in WAYS}
+
+
+@pytest.mark.exhaustive
 def test_save_pretrained_writes_own_names(ranks: Ranks) -> None:
-    expected = ranks(2, save_whole, "plain")
-    assert "1.up.weight" in expected[0]
-    for way in WAYS:
-        assert ranks(2, save_whole, way) == expected
+    first, second = ranks(2, save_all_ways)
+    assert "1.up.weight" in first["plain"]
+    for found in (first, second):
+        assert found == dict.fromkeys(WAYS, found["plain"])
 
 
-def load_compiled(level: int) -> None:
-    model, _ = sharded("plain", level)
-    outer = compiled(model)
-    state = outer.state_dict()
-    assert all(key.startswith("_orig_mod.module.") for key in state)
-    outer.load_state_dict(state)
+def load_compiled() -> None:
+    for level in (0, 3):
+        model, _ = sharded("plain", level)
+        outer = compiled(model)
+        state = outer.state_dict()
+        assert all(key.startswith("_orig_mod.module.") for key in state)
+        outer.load_state_dict(state)
 
 
-@pytest.mark.parametrize("level", [0, 3])
-def test_a_compiled_wrapper_keeps_its_own_prefix(ranks: Ranks, level: int) -> None:
-    ranks(2, load_compiled, level)
+def test_a_compiled_wrapper_keeps_its_own_prefix(ranks: Ranks) -> None:
+    ranks(2, load_compiled)

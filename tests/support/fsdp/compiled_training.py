@@ -14,6 +14,8 @@ from tests.support.fsdp.inductor_training import compiling
 from tests.support.fsdp.reference import batch, close, loss_of, optimizer_over
 from tests.support.fsdp.side_by_side import inner, mean_gradients, shard
 
+BACKEND = "aot_eager"
+"""It also traces the backward pass."""
 STEPS = 3
 WARM = 2
 """Steps after which nothing may be compiled: in the second one gradients are as they stay."""
@@ -22,32 +24,32 @@ WARM = 2
 class CompiledUnit(nn.Module):
     """A unit whose code is a compiled function of its own."""
 
-    def __init__(self, block: nn.Module, backend: str) -> None:
+    def __init__(self, block: nn.Module) -> None:
         super().__init__()
-        self.block = torch.compile(block, backend=backend)
+        self.block = torch.compile(block, backend=BACKEND)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.block(x)
 
 
-def blocks_compiled_in_place(module: models.Stack, backend: str) -> None:
+def blocks_compiled_in_place(module: models.Stack) -> None:
     for block in module.blocks:
-        block.compile(backend=backend)
+        block.compile(backend=BACKEND)
 
 
-def blocks_wrapped(module: models.Stack, backend: str) -> None:
-    module.blocks = nn.ModuleList(torch.compile(block, backend=backend) for block in module.blocks)
+def blocks_wrapped(module: models.Stack) -> None:
+    module.blocks = nn.ModuleList(torch.compile(block, backend=BACKEND) for block in module.blocks)
 
 
-def blocks_in_units(module: models.Stack, backend: str) -> None:
-    module.blocks = nn.ModuleList(CompiledUnit(block, backend) for block in module.blocks)
+def blocks_in_units(module: models.Stack) -> None:
+    module.blocks = nn.ModuleList(CompiledUnit(block) for block in module.blocks)
 
 
-def nothing(module: models.Stack, backend: str) -> None:
+def nothing(module: models.Stack) -> None:
     pass
 
 
-WAYS: dict[str, tuple[Callable[[models.Stack, str], None], list[type]]] = {
+WAYS: dict[str, tuple[Callable[[models.Stack], None], list[type]]] = {
     "block.compile": (blocks_compiled_in_place, [models.ResidualBlock]),
     "torch.compile(block)": (blocks_wrapped, [torch._dynamo.eval_frame.OptimizedModule]),
     "block_in_unit": (blocks_in_units, [CompiledUnit]),
@@ -60,21 +62,23 @@ def backward(model: nn.Module, step: int, rank: int) -> None:
     loss_of(model(batch(step, rank, 0))).backward()
 
 
-def train(backend: str, level: int, way: str) -> None:
+def train_all(runs: list[tuple[int, str]]) -> None:
     with compiling():
-        train_compiled(backend, level, way)
+        for level, way in runs:
+            torch._dynamo.reset()
+            train_compiled(level, way)
 
 
-def train_compiled(backend: str, level: int, way: str) -> None:
+def train_compiled(level: int, way: str) -> None:
     counters.clear()
     reference, module = models.build("several_units"), models.build("several_units")
     prepare, units = WAYS[way]
-    prepare(module, backend)
+    prepare(module)
     expected_optimizer = optimizer_over(reference, "fused_adamw")
     model, optimizer = shard(module, level, fsdp_unit_modules=units)
-    called = torch.compile(model, backend=backend) if way == "model" else model
+    called = torch.compile(model, backend=BACKEND) if way == "model" else model
     if way == "model.compile":
-        model.compile(backend=backend)
+        model.compile(backend=BACKEND)
     for step in range(STEPS):
         expected = mean_gradients(reference, backward, step)
         optimizer.zero_grad()

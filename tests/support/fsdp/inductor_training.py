@@ -60,7 +60,6 @@ class CompiledWay:
 
 
 WAYS = {
-    "blocks": CompiledWay("blocks"),
     "model": CompiledWay("model"),
     "blocks_recomputed": CompiledWay("blocks", recomputes=True),
     "blocks_dynamic": CompiledWay("blocks", change=True),
@@ -141,14 +140,21 @@ def compiling() -> Iterator[None]:
             torch._dynamo.reset()
 
 
-def compare(name: str, levels: tuple[int, ...], cache: str) -> dict[str, CompiledGraphs]:
+def compare_all(
+    levels: dict[str, tuple[int, ...]], cache: str
+) -> dict[str, dict[str, CompiledGraphs]]:
+    """Compare ways, each at its levels, with eager training; return their graphs."""
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
+    return {name: compare(name, levels[name]) for name in WAYS}
+
+
+def compare(name: str, levels: tuple[int, ...]) -> dict[str, CompiledGraphs]:
     """Compare a way at some levels with eager training; return the graphs of each and of FSDP2."""
     way = WAYS[name]
     graphs: dict[str, CompiledGraphs] = {}
     runs: dict[str, Callable[[], list[float]]] = {"fsdp2": lambda: sharded_by_fsdp2(way)}
     for level in levels:
         runs[str(level)] = lambda level=level: sharded(way, level, compiled=True)
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
     eager = sharded(way, 3, compiled=False)
     with compiling():
         for key, run in runs.items():
