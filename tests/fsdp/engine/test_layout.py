@@ -42,24 +42,6 @@ from tests.support.fsdp.engine.layouts import (
 )
 
 
-def check_owners(module: Module, world_size: int) -> None:
-    layout = plan_module(module, world_size)
-    for index, (shape, _) in enumerate(module):
-        position = 0
-        for rank in range(world_size):
-            run = layout.owned(index, rank)
-            assert run.shape == shape
-            if run.numel:
-                assert run.start == position
-                position = run.stop
-            assert prod(run.local_shape) == run.numel
-        assert position == prod(shape)
-
-
-def test_every_element_has_one_owner() -> None:
-    run_examples(check_owners, 60, modules, world_sizes)
-
-
 def check_shard_ranges(module: Module, world_size: int) -> None:
     """Write each element's name into the flat buffer and read every rank's shard back."""
     layout = plan_module(module, world_size)
@@ -75,6 +57,7 @@ def check_shard_ranges(module: Module, world_size: int) -> None:
         assert len(shard) == layout.shard_size
         for index in range(len(module)):
             run, (begin, end) = layout.owned(index, rank), layout.shard_range(index, rank)
+            assert run.shape == module[index][0] and prod(run.local_shape) == run.numel
             assert 0 <= begin <= end <= layout.shard_size
             assert shard[begin:end] == [(index, element) for element in range(run.start, run.stop)]
         assert len(shard) - shard.count(None) == sum(

@@ -211,7 +211,7 @@ def reduce_in_another_dtype(level: int) -> None:
         pair.zero_grad()
 
 
-@pytest.mark.parametrize("world_size, level", WHOLE)
+@pytest.mark.parametrize("world_size, level", [(1, 0), (1, 3), (2, 0)])
 def test_gradients_are_rounded_for_reductions_alone(
     ranks: Ranks, world_size: int, level: int
 ) -> None:

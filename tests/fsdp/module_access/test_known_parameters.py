@@ -10,8 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from megatron.fsdp import Strategy
-from megatron.fsdp import fully_shard as fully_shard_typed
 from megatron_fsdp import fully_shard_model
 from tests.support.fsdp.models import WIDTH, ResidualBlock, build_stack
 from tests.support.fsdp.reference import LEVELS, Ranks, batch, close, loss_of
@@ -20,10 +18,6 @@ from tests.support.fsdp.wrong_calls import message_of
 
 def by_keywords(module: nn.Module, level: int) -> Any:
     return fully_shard_model(module, fsdp_unit_modules=[ResidualBlock], zero_dp_strategy=level)
-
-
-def by_settings(module: nn.Module, level: int) -> Any:
-    return fully_shard_typed(module, units=[ResidualBlock], strategy=Strategy(level=level))
 
 
 class Same(nn.Module):
@@ -88,9 +82,9 @@ CHANGES = {
 }
 
 
-def change_after_sharding(door: Callable[..., Any], level: int) -> None:
+def change_after_sharding(level: int) -> None:
     for name, wanted in CHANGES.items():
-        model = door(build_stack(), level)
+        model = by_keywords(build_stack(), level)
         model(batch(0, 0, 0))
         wanted.change(model)
         looks = [lambda model=model: model(batch(0, 0, 0)), model.state_dict]
@@ -99,12 +93,10 @@ def change_after_sharding(door: Callable[..., Any], level: int) -> None:
             assert all(part in message for part in wanted.parts), f"{name}: {message}"
 
 
-@pytest.mark.parametrize("door", [by_settings, by_keywords])
+@pytest.mark.always("3")
 @pytest.mark.parametrize("level", LEVELS)
-def test_parameters_that_come_or_go_after_sharding_are_named(
-    ranks: Ranks, level: int, door: Callable[..., Any]
-) -> None:
-    ranks(2, change_after_sharding, door, level)
+def test_parameters_that_come_or_go_after_sharding_are_named(ranks: Ranks, level: int) -> None:
+    ranks(2, change_after_sharding, level)
 
 
 class Enclosing(nn.Module):
@@ -118,10 +110,10 @@ class Enclosing(nn.Module):
         return self._orig_mod(x)
 
 
-def change_what_may_change(door: Callable[..., Any], level: int) -> None:
+def change_what_may_change(level: int) -> None:
     reference, module = build_stack(), build_stack()
     parametrize.register_parametrization(module.embed, "weight", Same())
-    model = door(module, level)
+    model = by_keywords(module, level)
     parametrize.remove_parametrizations(module.embed, "weight", leave_parametrized=False)
     model.module.blocks[1] = Enclosing(model.module.blocks[1])
     model.module.register_buffer("cache", torch.zeros(2))
@@ -139,9 +131,9 @@ def change_what_may_change(door: Callable[..., Any], level: int) -> None:
     close(model(x), reference(x), "output with the head that was sharded")
 
 
-@pytest.mark.parametrize("door", [by_settings, by_keywords])
+@pytest.mark.always("3")
 @pytest.mark.parametrize("level", [1, 3])
 def test_buffers_and_modules_around_the_same_parameters_come_and_go(
-    ranks: Ranks, level: int, door: Callable[..., Any]
+    ranks: Ranks, level: int
 ) -> None:
-    ranks(2, change_what_may_change, door, level)
+    ranks(2, change_what_may_change, level)

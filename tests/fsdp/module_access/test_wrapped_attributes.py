@@ -14,7 +14,7 @@ from megatron.fsdp.dtensor.tensor_part import full_tensor
 from megatron_fsdp import fully_shard
 from tests.fsdp.test_hugging_face import LLAMA_LAYER, build_llama, build_tied_llama, tokens
 from tests.support.fsdp.models import WIDTH, ResidualBlock
-from tests.support.fsdp.reference import LEVELS, Ranks, batch, close
+from tests.support.fsdp.reference import Ranks, batch, close
 
 
 class Scorer(nn.Module):
@@ -84,8 +84,8 @@ def call_methods(level: int) -> None:
         assert {group.state.name for group in model.groups} == {"SHARDED"}
 
 
-@pytest.mark.seldom("2")
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.always("3")
+@pytest.mark.parametrize("level", [0, 1, 3])
 def test_methods_of_the_module_compute_as_its_forward_does(ranks: Ranks, level: int) -> None:
     ranks(2, call_methods, level)
 
@@ -120,6 +120,7 @@ def generate_different_lengths(level: int) -> None:
         assert torch.equal(model.module.generate(prompt, **settings), expected)
 
 
+@pytest.mark.always("3")
 @pytest.mark.parametrize("level", [1, 3])
 def test_generation_of_different_lengths_ends(ranks: Ranks, level: int) -> None:
     ranks(2, generate_different_lengths, level)
@@ -206,7 +207,8 @@ def convert_inner_modules(level: int) -> list[bool]:
     return [same, all(each.grad is not None for each in after), bool(optimizer.state_dict())]
 
 
-@pytest.mark.parametrize("level", [0, 2, 3])
+@pytest.mark.always("3")
+@pytest.mark.parametrize("level", [0, 3])
 def test_moving_an_inner_module_leaves_its_weights_in_their_shards(
     ranks: Ranks, level: int
 ) -> None:
