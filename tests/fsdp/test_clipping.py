@@ -71,6 +71,7 @@ def norm_of_experts(level: int) -> list[float]:
     return norms
 
 
+@pytest.mark.always("3")
 @pytest.mark.parametrize("level", [0, 3])
 def test_every_expert_counts_once_in_the_norm(ranks: Ranks, level: int) -> None:
     # Two ranks add up 1 or 2, divided by four data ranks, in each of the 64 elements.

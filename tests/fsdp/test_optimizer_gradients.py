@@ -57,7 +57,8 @@ def clip_norms(name: str, level: int, max_norm: float, norms: list[float]) -> No
         compare_shards(model, actual, trainable, "clipped gradient", 1e-6)
 
 
-MODELS_AT_LEVELS = pytest.mark.parametrize(
+@pytest.mark.always("scalars-3", "unused_parameters-0")
+@pytest.mark.parametrize(
     ("name", "level"),
     [
         ("scalars", 0),
@@ -68,13 +69,12 @@ MODELS_AT_LEVELS = pytest.mark.parametrize(
         ("unused_parameters", 2),
     ],
 )
-
-
-@pytest.mark.always("scalars-*")
-@MODELS_AT_LEVELS
 def test_clip_grad_norm_is_torchs_own(ranks: Ranks, name: str, level: int) -> None:
-    """Some of the four ranks own nothing of a parameter."""
-    ranks(4, clip_norms, name, level, max_norm=0.05, norms=[2.0, 1.0, 3.0])
+    """Some of the four ranks own nothing of a parameter.
+
+    Torch cannot take the largest element of an empty shard: gradients must do so themselves.
+    """
+    ranks(4, clip_norms, name, level, max_norm=0.05, norms=[2.0, 1.0, 3.0, torch.inf])
 
 
 def clear_gradients(model: nn.Module, optimizer: torch.optim.Optimizer, way: str) -> None:
@@ -122,11 +122,15 @@ def backward_after_clearing(level: int, way: str) -> None:
             assert torch.equal(twice[name], 2 * gradient), f"{dtype} {name}"
 
 
-@pytest.mark.always("optimizer")
-@pytest.mark.parametrize("way", ["optimizer", "zeros", "model", "torch", "by_hand"])
-def test_cleared_gradients_do_not_come_back(ranks: Ranks, way: str) -> None:
-    for level in (0, 2, 3):
-        ranks(2, backward_after_clearing, level, way)
+def clear_in_all_ways(level: int) -> None:
+    for way in ("optimizer", "zeros", "model", "torch", "by_hand"):
+        backward_after_clearing(level, way)
+
+
+@pytest.mark.always("0", "3")
+@pytest.mark.parametrize("level", [0, 2, 3])
+def test_cleared_gradients_do_not_come_back(ranks: Ranks, level: int) -> None:
+    ranks(2, clear_in_all_ways, level)
 
 
 def keep_the_buffer(level: int) -> None:
@@ -146,28 +150,12 @@ def keep_the_buffer(level: int) -> None:
     assert not any(parameter.grad.to_local().any() for parameter in model.parameters())
 
 
+@pytest.mark.always("3")
 @pytest.mark.parametrize("level", [1, 3])
 def test_zero_grad_clears_what_has_accumulated_unless_told_otherwise(
     ranks: Ranks, level: int
 ) -> None:
     ranks(2, keep_the_buffer, level)
-
-
-def scale_gradients(level: int) -> None:
-    for sync in (True, False):
-        model, _ = sharded_pair("several_units", level, sync_model_each_microbatch=sync)
-        x = batch(0, dist.get_rank(), 0)
-        loss_of(model(x)).backward()
-        model.finish_grad_sync()
-        once = [parameter.grad.to_local().clone() for parameter in model.parameters()]
-        model.scale_gradients(0.25)
-        for gradient, parameter in zip(once, model.parameters()):
-            assert torch.equal(parameter.grad.to_local(), 0.25 * gradient)
-
-
-@pytest.mark.parametrize("level", [0, 3])
-def test_scale_gradients_multiplies_what_the_optimizer_sees(ranks: Ranks, level: int) -> None:
-    ranks(2, scale_gradients, level)
 
 
 def scale_and_overflow(fused: bool) -> None:
@@ -200,17 +188,10 @@ def scale_and_overflow(fused: bool) -> None:
         )
 
 
-@pytest.mark.parametrize("fused", [False, True], ids=["", "fused"])
+@pytest.mark.always("fused")
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
 def test_grad_scaler_skips_a_step_on_all_ranks(ranks: Ranks, fused: bool) -> None:
     ranks(2, scale_and_overflow, fused)
-
-
-# Torch cannot take the largest element of an empty shard: gradients must do so themselves.
-@pytest.mark.always("*-0", "scalars-3")
-@MODELS_AT_LEVELS
-def test_clip_grad_norm_by_the_largest_element(ranks: Ranks, name: str, level: int) -> None:
-    """Some of the four ranks own nothing of a parameter."""
-    ranks(4, clip_norms, name, level, max_norm=0.05, norms=[torch.inf])
 
 
 def scale_early(level: int) -> None:
@@ -227,7 +208,7 @@ def scale_early(level: int) -> None:
         torch.testing.assert_close(half, whole / 2)
 
 
-@pytest.mark.seldom("2")
+@pytest.mark.always("1")
 @pytest.mark.parametrize("level", [0, 1, 2, 3])
 def test_gradients_are_scaled_whether_reduced_or_not(ranks: Ranks, level: int) -> None:
     ranks(2, scale_early, level)
@@ -247,7 +228,7 @@ def attach_too_early(level: int) -> None:
         torch.testing.assert_close(actual, expected)
 
 
-@pytest.mark.seldom("2")
+@pytest.mark.always("1")
 @pytest.mark.parametrize("level", [0, 1, 2, 3])
 def test_gradients_that_are_attached_too_early_are_not_lost(ranks: Ranks, level: int) -> None:
     ranks(2, attach_too_early, level)

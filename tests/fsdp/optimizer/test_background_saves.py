@@ -43,7 +43,6 @@ class CopyingWriter(HeldWriter):
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "muon": ("muon", {}),
-    "muon_level1": ("muon", {"zero_dp_strategy": 1}),
     "muon_on_host": ("muon", {"offload_policy": "host"}),
     "adamw_on_host": ("adamw", {"offload_policy": "host"}),
     "adamw_in_files": ("adamw", {"offload_policy": "files"}),
@@ -126,7 +125,7 @@ def save_in_background(name: str, settings: dict[str, Any], path: str) -> None:
     assert [key for key in blocking if not torch.equal(background[key], blocking[key])] == []
 
 
-@pytest.mark.always("muon", "adamw_in_files", "torchao", "torchao_on_host")
+@pytest.mark.always("muon", "adamw_in_files", "torchao")
 @pytest.mark.parametrize("case", CASES)
 def test_a_save_has_the_state_before_the_step_that_follows(
     ranks: Ranks, tmp_path: Path, case: str

@@ -5,22 +5,18 @@ Muon of this package takes float32 alone.
 """
 
 import importlib
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
 
 from megatron.fsdp.dtensor.tensor_part import full_tensor
 from megatron_fsdp import fully_shard
-from tests.fsdp.optimizer.test_matrix_owners import PLACES, Matrices
+from tests.fsdp.optimizer.test_matrix_owners import PLACES, Matrices, load, save
 from tests.support import emerging_optimizers_wheel
 from tests.support.fsdp.meshes import Meshes
 from tests.support.fsdp.optimizers import sharding, weights
@@ -79,7 +75,7 @@ def train(name: str, place: str) -> None:
     reference = build()
     expected = optimizers_of(name, reference)
     model, optimizers = sharded(name, place)
-    for step in range(4):
+    for step in range(3):
         loss_of(model(batch(step, dist.get_rank(), 0).float())).backward()
         model.finish_grad_sync()
         # Ranks add up gradients in an order of their own; here the update is compared.
@@ -95,18 +91,15 @@ def train(name: str, place: str) -> None:
 CASES = each_value(
     always=[
         ("muon", "level3"),
-        ("muon", "hybrid_level3"),
-        ("scion", "level1"),
         ("normuon", "hybrid_optim"),
         ("soap", "level0"),
-        ("soap", "four_level3"),
     ],
     name=OPTIMIZERS,
     place=PLACES,
 )
 
 
-@pytest.mark.always("muon-*", "scion-level1", "normuon-hybrid_optim", "soap-level0", "soap-four*")
+@pytest.mark.always("muon-*", "soap-level0")
 @pytest.mark.parametrize(("name", "place"), CASES)
 def test_steps_are_those_of_the_unsharded_optimizers(ranks: Ranks, name: str, place: str) -> None:
     ranks(PLACES[place][0], train, name, place)
@@ -115,52 +108,13 @@ def test_steps_are_those_of_the_unsharded_optimizers(ranks: Ranks, name: str, pl
 # ---- state
 
 
-def step_all(model: nn.Module, optimizers: list[Any], step: int) -> None:
-    loss_of(model(batch(step, 0, 0).float())).backward()
-    for optimizer in optimizers:
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def states_of(model: nn.Module, optimizers: list[Any]) -> dict[str, Any]:
-    return {"model": model.state_dict(), "state": get_optimizer_state_dict(model, optimizers)}
-
-
-def save(path: str, name: str, place: str) -> None:
-    model, optimizers = sharded(name, place)
-    for step in range(2):
-        step_all(model, optimizers, step)
-    dcp.save(states_of(model, optimizers), checkpoint_id=path)
-
-
-def load(path: str, name: str, place: str) -> None:
-    """Load after one step on other data, and go on as the unsharded optimizer does."""
-    model, optimizers = sharded(name, place)
-    step_all(model, optimizers, 9)
-    states = states_of(model, optimizers)
-    dcp.load(states, checkpoint_id=path)
-    model.load_state_dict(states["model"])
-    set_optimizer_state_dict(model, optimizers, states["state"])
-    reference = build()
-    expected = optimizers_of(name, reference)
-    for step in range(4):
-        step_all(reference, expected, step)
-    for step in (2, 3):
-        step_all(model, optimizers, step)
-    compare_shards(model, weights(model), weights(reference), "weight", 0.0)
-
-
-@pytest.mark.always("muon-level0", "soap-hybrid_level3")
+@pytest.mark.always("soap-*")
 @pytest.mark.parametrize(
-    ("name", "place"),
-    each_value(
-        always=[("muon", "level0"), ("soap", "hybrid_level3")],
-        name=["muon", "hyperball", "adamuon", "normuon", "soap"],
-        place=["level0", "level3", "hybrid_level3"],
-    ),
+    ("name", "place"), [("muon", "level0"), ("normuon", "four_level3"), ("soap", "hybrid_level3")]
 )
 def test_state_loads_into_another_layout(
     ranks: Ranks, tmp_path: Path, name: str, place: str
 ) -> None:
-    ranks(2, save, str(tmp_path), name, "level3")
-    ranks(PLACES[place][0], load, str(tmp_path), name, place)
+    make, size = partial(optimizers_of, name), PLACES[place][0]
+    ranks(2, save, str(tmp_path), *PLACES["level3"][1:], make, torch.float32)
+    ranks(size, load, str(tmp_path), *PLACES[place][1:], make, torch.float32)

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron.fsdp.optimizer import flat_segments
-from megatron_fsdp import MixedPrecisionPolicy, fully_shard, fully_shard_optimizer
+from megatron_fsdp import MixedPrecisionPolicy, fully_shard_model, fully_shard_optimizer
 from tests.fsdp.test_host_time import shard_layers, train
 from tests.support.fsdp.meshes import shard_mesh
 from tests.support.fsdp.optimizers import ONE_OF_EACH, OPTIMIZERS, two_groups
@@ -35,9 +35,9 @@ class OddUnit(nn.Module):
         return x + self.scale * self.down(self.norm(self.up(x)))
 
 
-def flat_and_single(make: Callable[..., Optimizer], dtype: torch.dtype = torch.float32) -> Pair:
-    """Shard the same model twice; the second optimizer steps on single parameters only."""
-    pair = []
+def sharded_models(dtype: torch.dtype = torch.float32) -> list[nn.Module]:
+    """Shard the same model twice."""
+    models = []
     for _ in range(2):
         torch.manual_seed(0)
         # The last layer consists of whole blocks, which 16 bits and fused kernels need.
@@ -45,7 +45,16 @@ def flat_and_single(make: Callable[..., Optimizer], dtype: torch.dtype = torch.f
         module = nn.Sequential(*layers).to(dtype)
         precision = MixedPrecisionPolicy(main_params_dtype=None)
         settings = {"fsdp_unit_modules": [OddUnit], "mixed_precision_policy": precision}
-        pair.append(fully_shard(module, make(two_groups(module)), shard_mesh(), **settings))
+        models.append(fully_shard_model(module, shard_mesh(), **settings))
+    return models
+
+
+def flat_and_single(models: list[nn.Module], name: str) -> Pair:
+    """Make an optimizer for each of two models; the second steps on single parameters only."""
+    pair = []
+    for model in models:
+        optimizer = OPTIMIZERS[name](two_groups(model))
+        pair.append((model, fully_shard_optimizer(optimizer)))
     pair[1][1]._fsdp_flat = None
     return pair
 
@@ -107,35 +116,44 @@ EVENTS = [
 ]
 
 
-def compare_with_single_updates(name: str, dtype: torch.dtype) -> None:
-    pair = flat_and_single(OPTIMIZERS[name], dtype)
-    for step, event in enumerate(EVENTS):
-        backward(pair, step, dtype)
-        for _, optimizer in pair:
-            if event is not None:
-                event(optimizer)
-        step_and_compare(pair, f"{name} in {dtype}, step {step}")
-    segments = pair[0][1]._fsdp_flat._segments
-    assert segments.all()
-    if "fused" not in name and dtype != torch.bfloat16:
-        assert not any(segments.others)
-        assert max(len(segment.members) for segment in segments.all()) > 1
+FEW_EVENTS = [None, None, drop_a_gradient, None]
+WITH_ALL_EVENTS = ("adamw", "sgd_dampening", "nadam_decoupled")
 
 
-@pytest.mark.always(
-    *("adamw", "adamw_fused", "adam_amsgrad", "sgd_dampening", "adagrad", "nadam", "asgd"),
-)
-@pytest.mark.parametrize(
-    "name", [*ONE_OF_EACH, "adamw_single", "adam_maximize", "nadam_decoupled", "rprop_foreach"]
-)
-def test_updates_have_the_bits_of_single_updates(ranks: Ranks, name: str) -> None:
-    ranks(2, compare_with_single_updates, name, torch.float32)
+def compare_with_single_updates(names: tuple[str, ...], dtype: torch.dtype) -> None:
+    """Compare optimizers one after the other on the same models."""
+    models = sharded_models(dtype)
+    for name in names:
+        pair = flat_and_single(models, name)
+        for step, event in enumerate(EVENTS if name in WITH_ALL_EVENTS else FEW_EVENTS):
+            backward(pair, step, dtype)
+            for _, optimizer in pair:
+                if event is not None:
+                    event(optimizer)
+            step_and_compare(pair, f"{name} in {dtype}, step {step}")
+        segments = pair[0][1]._fsdp_flat._segments
+        assert segments.all()
+        if "fused" not in name and dtype != torch.bfloat16:
+            assert not any(segments.others)
+            assert max(len(segment.members) for segment in segments.all()) > 1
+
+
+KINDS = ("adamw", "adamw_fused", "adam_amsgrad", "sgd_dampening", "adagrad", "nadam", "asgd")
+"""Those with state of each kind."""
+ALL = [*ONE_OF_EACH, "adamw_single", "adam_maximize", "nadam_decoupled", "rprop_foreach"]
+NAMES = {"kinds": KINDS, "others": tuple(name for name in ALL if name not in KINDS)}
+
+
+@pytest.mark.always("kinds")
+@pytest.mark.parametrize("names", NAMES)
+def test_updates_have_the_bits_of_single_updates(ranks: Ranks, names: str) -> None:
+    ranks(2, compare_with_single_updates, NAMES[names], torch.float32)
 
 
 def compare_small_segments() -> None:
     """Compare with single updates where a unit (65 + 13 + 13 + 65 + 5 elements) is too large."""
     with patch.object(flat_segments, "LARGEST", 40):
-        pair = flat_and_single(OPTIMIZERS["adamw"])
+        pair = flat_and_single(sharded_models(), "adamw")
         for step, event in enumerate(EVENTS):
             backward(pair, step)
             for _, optimizer in pair:
@@ -149,27 +167,28 @@ def compare_small_segments() -> None:
     assert len(segments) > 2 * len(groups)  # more than one for each param group of the optimizer
 
 
+@pytest.mark.exhaustive
 def test_segments_are_bounded(ranks: Ranks) -> None:
     ranks(2, compare_small_segments)
 
 
-IN_16_BITS = ["adamw", "adamw_fused", "sgd_momentum"]
+IN_16_BITS = ("adamw", "adamw_fused", "sgd_momentum")
 """Some of them round the last elements of a tensor in another way."""
 
 
-@pytest.mark.always("adamw", "sgd_momentum")
-@pytest.mark.parametrize("name", IN_16_BITS)
-def test_updates_in_16_bits_have_the_bits_of_single_updates(ranks: Ranks, name: str) -> None:
-    ranks(2, compare_with_single_updates, name, torch.bfloat16)
+def test_updates_in_16_bits_have_the_bits_of_single_updates(ranks: Ranks) -> None:
+    ranks(2, compare_with_single_updates, IN_16_BITS, torch.bfloat16)
 
 
 def exchange_states() -> None:
     """Load the state of either optimizer into the other, after different numbers of steps."""
+    models = sharded_models()
     for name in ("adamw", "sgd_momentum", "nadam", "asgd", "rprop"):
-        pair, other_pair = flat_and_single(OPTIMIZERS[name]), flat_and_single(OPTIMIZERS[name])
+        pair = flat_and_single(models, name)
         for step in range(3):
             backward(pair, step)
             step_and_compare(pair, name)
+        other_pair = flat_and_single(models, name)
         for (_, optimizer), (_, source) in zip(other_pair, reversed(pair)):
             optimizer.load_state_dict(copy.deepcopy(source.state_dict()))
         for step in range(2):
@@ -227,7 +246,7 @@ CHANGES = [
 
 
 def change_between_steps() -> None:
-    pair = flat_and_single(OPTIMIZERS["adamw"])
+    pair = flat_and_single(sharded_models(), "adamw")
     for step, change in enumerate([None, *CHANGES]):
         if change is not None:
             for _, optimizer in pair:
@@ -242,7 +261,7 @@ def test_changes_of_the_optimizer_between_steps_are_noticed(ranks: Ranks) -> Non
 
 
 def begin_momentum() -> None:
-    pair = flat_and_single(OPTIMIZERS["sgd"])
+    pair = flat_and_single(sharded_models(), "sgd")
     for step, momentum in enumerate((0.0, 0.9, 0.9, 0.0, 0.5)):
         for _, optimizer in pair:
             for group in optimizer.param_groups:
@@ -256,7 +275,7 @@ def test_momentum_can_begin_and_end_later(ranks: Ranks) -> None:
 
 
 def write_to_a_counter() -> None:
-    (_, optimizer), _ = pair = flat_and_single(OPTIMIZERS["adamw"])
+    (_, optimizer), _ = pair = flat_and_single(sharded_models(), "adamw")
     backward(pair, 0)
     step_and_compare(pair, "adamw")
     state = optimizer.state_dict()["state"]
@@ -340,9 +359,12 @@ def test_gradient_shards_have_no_storage_after_all_optimizers_cleared_theirs(ran
         assert [any(sizes) for sizes in stored] == [True, False] * 2
 
 
-@pytest.mark.parametrize("kept", KEPT)
+def watch_storage_of_each() -> list[list[int]]:
+    return [watch_storage(kept) for kept in KEPT]
+
+
 def test_gradient_shards_have_no_storage_after_clearing_but_the_one_left_to_the_user(
-    ranks: Ranks, kept: str
+    ranks: Ranks,
 ) -> None:
-    for stored in ranks(2, watch_storage, kept):
-        assert not any(stored)
+    for stored in ranks(2, watch_storage_of_each):
+        assert not any(map(any, stored))

@@ -76,7 +76,7 @@ def train_divided(mesh: str, level: int, hidden: int, style: str, outer: int) ->
         assert_owned(optimizers[0])
 
 
-@pytest.mark.always("1-sequence", "3-tensor")
+@pytest.mark.always("3-tensor")
 @pytest.mark.parametrize(
     ("level", "style"), [(0, "tensor"), (1, "sequence"), (3, "tensor"), (3, "sequence")]
 )
@@ -86,16 +86,14 @@ def test_owners_get_all_slices_of_tensor_parallel_matrices(
     ranks(4, train_divided, "dp2_tp2", level, 10, style, 0)
 
 
+@pytest.mark.exhaustive
 def test_slices_of_unequal_sizes_are_gathered(ranks: Ranks) -> None:
     ranks(4, train_divided, "dp2_tp2", 3, 7, "tensor", 0)
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(("level", "outer"), [(1, 0), (3, 1)])
-def test_hybrid_sharding_with_tensor_parallel_matrices(
-    ranks: Ranks, level: int, outer: int
-) -> None:
-    ranks(8, train_divided, "outer2_dp2_tp2", level, 10, "tensor", outer)
+def test_hybrid_sharding_with_tensor_parallel_matrices(ranks: Ranks) -> None:
+    ranks(8, train_divided, "outer2_dp2_tp2", 3, 10, "tensor", 1)
 
 
 def train_experts(kind: str, level: int) -> None:
@@ -120,7 +118,7 @@ def train_experts(kind: str, level: int) -> None:
     assert_owned(optimizers[0])
 
 
-@pytest.mark.always("over_four-1")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("kind", "level"), [("plain", 3), ("over_four", 1), ("over_one", 0)])
 def test_matrices_of_experts_have_owners_on_their_own_mesh(
     ranks: Ranks, kind: str, level: int
@@ -233,6 +231,7 @@ def data(step: int) -> Tensor:
     return torch.randn(5, 6, generator=generator, dtype=torch.float64)
 
 
+@pytest.mark.always("3")
 @pytest.mark.parametrize("level", [0, 2, 3])
 def test_groups_settings_and_weights_may_change_between_steps(ranks: Ranks, level: int) -> None:
     ranks(3, use_a_subset, level)

@@ -86,6 +86,7 @@ def seeded(*numbers: int) -> torch.Generator:
     return torch.Generator().manual_seed(hash(numbers))
 
 
+@pytest.mark.always("3")
 @pytest.mark.parametrize("level", [1, 3])
 def test_equal_matrices_are_updated_by_the_ranks_that_have_them(ranks: Ranks, level: int) -> None:
     first, *others = ranks(2, train_watched, 4, level, "prefer_rows")

@@ -26,7 +26,7 @@ from tests.support.fsdp.reference import Ranks, batch, compare_shards, loss_of
 
 Make = Callable[[nn.Module], list[torch.optim.Optimizer]]
 
-STEPS = 4
+STEPS = 3
 EXACT = 1e-9
 """For float64: Muon iterates in bfloat16, to which a difference of 1e-16 is nothing."""
 
@@ -103,10 +103,11 @@ def kronecker_and_adamw(model: nn.Module) -> list[torch.optim.Optimizer]:
 
 PLACES: dict[str, tuple[int, str, dict[str, Any]]] = {
     **{f"level{level}": (2, "flat", {"zero_dp_strategy": level}) for level in range(4)},
-    **{f"four_level{level}": (4, "flat", {"zero_dp_strategy": level}) for level in range(4)},
+    "four_level3": (4, "flat", {}),
     "whole_rows": (3, "flat", {"granularity": "rows"}),
     "one_unit": (3, "flat", {"disable_bucketing": True}),
-    **{f"hybrid_level{level}": (4, "outer2", {"zero_dp_strategy": level}) for level in range(4)},
+    "hybrid_level1": (4, "outer2", {"zero_dp_strategy": 1}),
+    "hybrid_level3": (4, "outer2", {}),
     "hybrid_optim": (4, "outer2", {"outer_dp_sharding_strategy": 1}),
 }
 """Number of ranks, mesh and settings."""
@@ -147,9 +148,7 @@ def train(
     assert_owned(optimizers[0])
 
 
-@pytest.mark.always(
-    "level1", "level3", "four_level2", "whole_rows", "one_unit", "hybrid_*l1", "hybrid_optim"
-)
+@pytest.mark.always("level1", "level3", "one_unit", "hybrid_optim")
 @pytest.mark.parametrize("place", PLACES)
 def test_steps_are_those_of_the_unsharded_optimizers(ranks: Ranks, place: str) -> None:
     size, mesh, settings = PLACES[place]
@@ -157,12 +156,13 @@ def test_steps_are_those_of_the_unsharded_optimizers(ranks: Ranks, place: str) -
 
 
 @pytest.mark.always("3-2")
-@pytest.mark.parametrize(("level", "size"), [(0, 2), (1, 4), (2, 4), (3, 2)])
+@pytest.mark.parametrize(("level", "size"), [(1, 4), (3, 2)])
 def test_steps_in_float32_differ_by_a_millionth(ranks: Ranks, level: int, size: int) -> None:
     # Gradients are summed in the order of ranks, as here; bfloat16 would show another order.
     ranks(size, train, "flat", {"zero_dp_strategy": level}, dtype=torch.float32)
 
 
+@pytest.mark.always("3")
 @pytest.mark.parametrize("level", [1, 3])
 def test_accumulated_and_clipped_gradients_reach_the_owners(ranks: Ranks, level: int) -> None:
     ranks(2, train, "flat", {"zero_dp_strategy": level}, 3, True)
@@ -171,32 +171,46 @@ def test_accumulated_and_clipped_gradients_reach_the_owners(ranks: Ranks, level:
 # ---- state
 
 
-def step_on_the_same_data(model: nn.Module, optimizers: list[Any], step: int) -> None:
+def step_on_the_same_data(
+    model: nn.Module, optimizers: list[Any], step: int, dtype: torch.dtype = torch.float64
+) -> None:
     for optimizer in optimizers:
         optimizer.zero_grad()
-    loss_of(model(batch(step, 0, 0))).backward()
+    loss_of(model(batch(step, 0, 0).to(dtype))).backward()
     for optimizer in optimizers:
         optimizer.step()
 
 
-def sharded_pair(mesh: str, settings: dict[str, Any], make: Make) -> tuple[Any, list[Any]]:
-    module = build()
+def sharded_pair(
+    mesh: str, settings: dict[str, Any], make: Make, dtype: torch.dtype
+) -> tuple[Any, list[Any]]:
+    module = build().to(dtype)
     return fully_shard(
         module, make(module), **{**sharding(module), **Meshes().arguments(mesh), **settings}
     )
 
 
-def save(path: str, mesh: str, settings: dict[str, Any], make: Make) -> None:
+def save(
+    path: str, mesh: str, settings: dict[str, Any], make: Make, dtype: torch.dtype = torch.float64
+) -> None:
     """Save after two steps; saving changes nothing in the steps after it."""
-    model, optimizers = sharded_pair(mesh, settings, make)
-    reference = build()
+    model, optimizers = sharded_pair(mesh, settings, make, dtype)
+    for step in range(2):
+        step_on_the_same_data(model, optimizers, step, dtype)
+    dcp.save(states_of(model, optimizers), checkpoint_id=path)
+    train_on(model, optimizers, make, dtype)
+
+
+def train_on(model: Any, optimizers: list[Any], make: Make, dtype: torch.dtype) -> None:
+    """Take the third and fourth step, and compare with an unsharded model that takes all four."""
+    for step in (2, 3):
+        step_on_the_same_data(model, optimizers, step, dtype)
+    reference = build().to(dtype)
     expected = make(reference)
     for step in range(4):
-        if step == 2:
-            dcp.save(states_of(model, optimizers), checkpoint_id=path)
-        step_on_the_same_data(model, optimizers, step)
-        step_on_the_same_data(reference, expected, step)
-    compare_shards(model, weights(model), weights(reference), "weight", EXACT)
+        step_on_the_same_data(reference, expected, step, dtype)
+    tolerance = EXACT if dtype == torch.float64 else 0.0
+    compare_shards(model, weights(model), weights(reference), "weight", tolerance)
 
 
 def states_of(model: nn.Module, optimizers: list[Any]) -> dict[str, Any]:
@@ -205,15 +219,13 @@ def states_of(model: nn.Module, optimizers: list[Any]) -> dict[str, Any]:
     return states | {str(n): each.state_dict() for n, each in enumerate(optimizers)}
 
 
-def load(path: str, mesh: str, settings: dict[str, Any], make: Make) -> None:
+def load(
+    path: str, mesh: str, settings: dict[str, Any], make: Make, dtype: torch.dtype = torch.float64
+) -> None:
     """Load what :func:`save` has saved after one step on other data, and train on."""
-    reference = build()
-    expected = make(reference)
-    for step in range(4):
-        step_on_the_same_data(reference, expected, step)
-    model, optimizers = sharded_pair(mesh, settings, make)
+    model, optimizers = sharded_pair(mesh, settings, make, dtype)
     for by_name in (True, False) if make is optimizers_of else (True,):
-        step_on_the_same_data(model, optimizers, 9)
+        step_on_the_same_data(model, optimizers, 9, dtype)
         states = states_of(model, optimizers)
         dcp.load(states, checkpoint_id=path)
         model.load_state_dict(states["model"])
@@ -221,18 +233,15 @@ def load(path: str, mesh: str, settings: dict[str, Any], make: Make) -> None:
             set_optimizer_state_dict(model, optimizers, states["by name"])
         for number, optimizer in enumerate(() if by_name else optimizers):
             optimizer.load_state_dict(states[str(number)])
-        for step in (2, 3):
-            step_on_the_same_data(model, optimizers, step)
-        compare_shards(model, weights(model), weights(reference), "weight", EXACT)
+        train_on(model, optimizers, make, dtype)
 
 
-@pytest.mark.always("level0-*", "hybrid_level3-*")
+@pytest.mark.always("level0-*")
 @pytest.mark.parametrize(
     ("other", "make"),
     [
         ("level0", optimizers_of),
-        ("four_level1", optimizers_of),
-        ("four_level1", kronecker_and_adamw),
+        ("four_level3", kronecker_and_adamw),
         ("hybrid_level3", kronecker_and_adamw),
     ],
 )

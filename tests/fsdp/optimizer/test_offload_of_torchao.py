@@ -83,6 +83,7 @@ def step_copies(level: int) -> None:
     assert_same(weights_of(model), weights_of(reference))
 
 
+@pytest.mark.always("3")
 @pytest.mark.parametrize("level", [0, 1, 3])
 def test_copies_on_the_host_are_stepped_as_without_sharding(ranks: Ranks, level: int) -> None:
     ranks(2, step_copies, level)
@@ -111,6 +112,7 @@ def keep_state_on_the_host(kind: str) -> None:
     assert_same(values_of(optimizer, model), values_of(expected, reference))
 
 
+@pytest.mark.always("AdamW4bit")
 @pytest.mark.parametrize("kind", ["AdamW8bit", "AdamW4bit"])
 def test_quantized_state_on_the_host_has_the_same_bits(ranks: Ranks, kind: str) -> None:
     ranks(2, keep_state_on_the_host, kind)

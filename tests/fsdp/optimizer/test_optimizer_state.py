@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as torch_state_dict
 from torch.distributed.tensor import DTensor
 
-from megatron.fsdp.dtensor.tensor_part import full_tensor
 from megatron_fsdp import fully_shard, fully_shard_model, fully_shard_optimizer
 from tests.support.fsdp import models
 from tests.support.fsdp.matrix_optimizers import Simple
@@ -29,9 +28,8 @@ from tests.support.fsdp.optimizers import (
     sharding,
     two_groups,
     unsharded_step,
-    weights,
 )
-from tests.support.fsdp.reference import Ranks, batch, close, compare_shards, loss_of
+from tests.support.fsdp.reference import Ranks, batch, close, loss_of
 from tests.support.fsdp.state_dicts import whole_state
 
 
@@ -253,28 +251,6 @@ def test_state_exists_after_loading_none(ranks: Ranks) -> None:
     ranks(1, load_before_the_first_step)
 
 
-def look_at_fresh_state(level: int) -> None:
-    """Check that state exists, is zero and has step 0, and that no weight has moved."""
-    reference = weights(models.build("frozen_in_part"))
-    model, optimizer = sharded_pair("frozen_in_part", level)
-    compare_shards(model, weights(model), reference, "weight", 0.0)
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    assert list(optimizer.state) == trainable
-    for parameter in trainable:
-        slots = optimizer.state[parameter]
-        assert sorted(slots) == ["exp_avg", "exp_avg_sq", "step"]
-        assert slots["step"].item() == 0
-        for name in ("exp_avg", "exp_avg_sq"):
-            assert slots[name].shape == parameter.shape
-            assert slots[name].to_local().shape == parameter.to_local().shape
-            assert not slots[name].to_local().any()
-
-
-@pytest.mark.parametrize("level", [0, 3])
-def test_state_exists_at_once(ranks: Ranks, level: int) -> None:
-    ranks(2, look_at_fresh_state, level)
-
-
 def look_at_a_fresh_optimizer(kind: str, level: int) -> None:
     module, reference = models.build("several_units"), models.build("several_units")
     settings = {"lr": 0.1, "weight_decay": 0.5}
@@ -300,42 +276,12 @@ def look_at_a_fresh_optimizer(kind: str, level: int) -> None:
         close(value, reference.get_parameter(name).detach(), name)
 
 
-@pytest.mark.parametrize("kind", ["Adam", "AdamW"])
-def test_making_state_neither_counts_a_step_nor_decays_weights(ranks: Ranks, kind: str) -> None:
-    for level in (0, 1, 3):
-        ranks(2, look_at_a_fresh_optimizer, kind, level)
-
-
-class ScaledInput(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.tensor(1.5))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.scale * x
-
-
-def nadam_on_a_scalar() -> float:
-    torch.manual_seed(0)
-    net = ScaledInput()
-    optimizer = torch.optim.NAdam(net.parameters(), lr=0.1)
-    net(torch.ones(2)).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    model, optimizer = fully_shard(net, optimizer)
-    model(torch.ones(2)).sum().backward()
-    optimizer.step()
-    return full_tensor(next(model.parameters())).item()
-
-
-def test_counters_of_a_scalar_parameter_are_not_sharded(ranks: Ranks) -> None:
-    net = ScaledInput()
-    optimizer = torch.optim.NAdam(net.parameters(), lr=0.1)
-    for _ in range(2):
-        optimizer.zero_grad()
-        net(torch.ones(2)).sum().backward()
-        optimizer.step()
-    assert ranks(2, nadam_on_a_scalar) == pytest.approx([net.scale.item()] * 2)
+@pytest.mark.always("AdamW-3")
+@pytest.mark.parametrize(("kind", "level"), [("Adam", 0), ("Adam", 3), ("AdamW", 1), ("AdamW", 3)])
+def test_making_state_neither_counts_a_step_nor_decays_weights(
+    ranks: Ranks, kind: str, level: int
+) -> None:
+    ranks(2, look_at_a_fresh_optimizer, kind, level)
 
 
 class RowsOfShard(Simple):
@@ -374,6 +320,7 @@ def local_state(make: Callable[..., torch.optim.Optimizer], level: int) -> str |
     return message
 
 
+@pytest.mark.always("3")
 @pytest.mark.parametrize("level", [1, 3])
 def test_state_of_shards_is_refused_by_name(ranks: Ranks, level: int) -> None:
     first, second = ranks(2, local_state, partial(RowsOfShard, is_local=True), level)

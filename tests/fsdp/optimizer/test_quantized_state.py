@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -115,19 +116,21 @@ def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert not different
 
 
-@pytest.mark.parametrize("before", [0, 2])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.always("AdamW8bit-0")
+@pytest.mark.parametrize(("kind", "before"), zip(KINDS, cycle((0, 2))))
 def test_updates_have_the_bits_of_the_unsharded_optimizer(
     ranks: Ranks, kind: str, before: int
 ) -> None:
     ranks(4, compare_with_unsharded, kind, before, ("shard",))
 
 
+@pytest.mark.always("1")
 @pytest.mark.parametrize("level", [0, 1, 2])
 def test_other_levels_have_the_same_bits(ranks: Ranks, level: int) -> None:
     ranks(2, compare_with_unsharded, "AdamW8bit", 0, ("shard",), zero_dp_strategy=level)
 
 
+@pytest.mark.always("1")
 @pytest.mark.parametrize("outer", [0, 1])
 def test_hybrid_sharding_has_the_same_bits(ranks: Ranks, outer: int) -> None:
     settings = {**HYBRID, "outer_dp_sharding_strategy": outer}
@@ -171,12 +174,12 @@ def load(kind: str, path: str) -> dict[str, Tensor]:
     return values_of(optimizer, model)
 
 
+@pytest.mark.always("AdamW4bit")
 @pytest.mark.parametrize("kind", ["AdamW8bit", "AdamW4bit", "AdamWFp8"])
 def test_checkpoints_are_resharded_bit_by_bit(ranks: Ranks, kind: str, tmp_path: Path) -> None:
     expected = ranks(4, save, kind, str(tmp_path))[0]
-    for size in (1, 2):
-        for actual in ranks(size, load, kind, str(tmp_path)):
-            assert_same(actual, expected)
+    for actual in ranks(2, load, kind, str(tmp_path)):
+        assert_same(actual, expected)
 
 
 def look_at_whole_state() -> None:
@@ -235,4 +238,4 @@ def thaw() -> None:
 
 
 def test_thawed_parameters_get_state_in_blocks(ranks: Ranks) -> None:
-    ranks(4, thaw)
+    ranks(2, thaw)

@@ -33,16 +33,6 @@ class Simple(torch.optim.Optimizer):
         return grad
 
 
-class Lion(Simple):
-    """Element-wise, with state of its own."""
-
-    def direction(self, parameter: Tensor, grad: Tensor, group: dict[str, Any]) -> Tensor:
-        average = self.state[parameter].setdefault("exp_avg", torch.zeros_like(parameter))
-        update = (0.9 * average + 0.1 * grad).sign()
-        average.lerp_(grad, 0.01)
-        return update
-
-
 class TakesNoClosure(Simple):
     def step(self) -> None:
         super().step()

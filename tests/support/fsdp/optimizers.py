@@ -27,7 +27,6 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adam_maximize": partial(torch.optim.Adam, lr=0.02, maximize=True),
     "sgd": partial(torch.optim.SGD, lr=0.05),
     "sgd_momentum": partial(torch.optim.SGD, lr=0.05, momentum=0.9, nesterov=True),
-    "sgd_foreach": partial(torch.optim.SGD, lr=0.05, momentum=0.9, foreach=True),
     "sgd_dampening": partial(
         torch.optim.SGD, lr=0.05, momentum=0.9, dampening=0.5, weight_decay=0.01
     ),
@@ -41,50 +40,22 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "asgd": partial(torch.optim.ASGD, lr=0.01, t0=1),
     "adamw_single": partial(torch.optim.AdamW, lr=0.02, amsgrad=True, foreach=False),
     "adamw_tensor_rate": partial(torch.optim.AdamW, lr=torch.tensor(0.02)),
-    "adamw_fused_tensor_rate": partial(
-        torch.optim.AdamW, lr=torch.tensor(0.02), fused=True, amsgrad=True
-    ),
-    "adam_fused": partial(torch.optim.Adam, lr=0.02, fused=True, maximize=True, weight_decay=0.1),
-    "sgd_fused": partial(torch.optim.SGD, lr=0.05, fused=True),
     "sgd_fused_nesterov": partial(
         torch.optim.SGD, lr=0.05, momentum=0.9, nesterov=True, fused=True
     ),
-    "sgd_single": partial(torch.optim.SGD, lr=0.05, momentum=0.9, maximize=True, foreach=False),
-    "sgd_tensor_rate": partial(torch.optim.SGD, lr=torch.tensor(0.05), momentum=0.9),
     "adagrad_fused": partial(torch.optim.Adagrad, lr=0.05, fused=True),
-    "adagrad_foreach": partial(torch.optim.Adagrad, lr=0.05, lr_decay=0.1, foreach=True),
-    "rmsprop_tensor_rate": partial(
-        torch.optim.RMSprop, lr=torch.tensor(0.01), momentum=0.5, foreach=False
-    ),
     "adadelta_foreach": partial(torch.optim.Adadelta, lr=0.5, foreach=True, maximize=True),
-    "adamax_foreach": partial(torch.optim.Adamax, lr=0.02, foreach=True),
     "nadam_decoupled": partial(
         torch.optim.NAdam, lr=0.02, weight_decay=0.1, decoupled_weight_decay=True, foreach=True
     ),
-    "radam_foreach": partial(torch.optim.RAdam, lr=0.02, foreach=True),
-    "asgd_foreach": partial(torch.optim.ASGD, lr=0.01, foreach=True),
     "rprop": partial(torch.optim.Rprop, lr=0.01),
     "rprop_foreach": partial(torch.optim.Rprop, lr=0.01, foreach=True),
 }
 
 ONE_OF_EACH = (
-    "adamw",
-    "adamw_fused",
-    "adamw_tensor_rate",
-    "adam_amsgrad",
-    "sgd",
-    "sgd_dampening",
-    "sgd_fused_nesterov",
-    "rmsprop",
-    "rmsprop_foreach",
-    "adagrad",
-    "adagrad_fused",
-    "adadelta",
-    "adamax",
-    "nadam",
-    "radam",
-    "asgd",
-    "rprop",
+    *("adamw", "adamw_fused", "adamw_tensor_rate", "adam_amsgrad", "sgd", "sgd_dampening"),
+    *("sgd_fused_nesterov", "rmsprop", "rmsprop_foreach", "adagrad", "adagrad_fused"),
+    *("adadelta", "adamax", "nadam", "radam", "asgd", "rprop"),
 )
 """Every class, and every kind of implementation and state; the others differ in a setting."""
 
