@@ -101,6 +101,7 @@ def train_blocks(recomputed: str, level: int, overlap: bool) -> tuple[list[float
     return losses, gathers
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("recomputed", ["inner", "whole"])
 def test_recomputation_in_a_backward_reads_the_codes_of_the_forward(
     blackwell: RunOnRanks, recomputed: str
@@ -194,6 +195,7 @@ def pass_by_pass(level: int) -> None:
         assert float(loss_of(model, recipe, 0, 0)) > 2 * float(first.detach())
 
 
+@pytest.mark.always("3")
 @pytest.mark.parametrize("level", [2, 3])
 def test_weights_have_the_codes_of_the_pass(blackwell: RunOnRanks, level: int) -> None:
     blackwell(pass_by_pass, level)

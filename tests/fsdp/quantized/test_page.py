@@ -32,6 +32,7 @@ def run_block(number: int) -> list[str]:
     return [type(group.parameters[0]).__name__ for group in names["model"].groups]
 
 
+@pytest.mark.exhaustive
 def test_the_program_with_torchao_runs(ranks: Ranks) -> None:
     pytest.importorskip("torchao", reason="torchao is not installed")
     assert len(python_of(PAGE)) == 2
@@ -39,6 +40,7 @@ def test_the_program_with_torchao_runs(ranks: Ranks) -> None:
         assert classes.count("Float8TrainingTensor") == 2
 
 
+@pytest.mark.exhaustive
 def test_the_program_with_transformer_engine_runs(blackwell: RunOnRanks) -> None:
     for classes in blackwell(run_block, 1):
         assert classes.count("Float8Tensor") == 2

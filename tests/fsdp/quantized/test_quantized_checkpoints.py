@@ -166,9 +166,7 @@ def documented_program(recipe_name: str, num_layers: int) -> list[float]:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    ("recipe", "num_layers"), [("delayed", 1), ("delayed", 2), ("current", 1), ("block", 2)]
-)
+@pytest.mark.parametrize(("recipe", "num_layers"), [("delayed", 2), ("current", 1)])
 def test_the_documented_program_runs(blackwell: RunOnRanks, recipe: str, num_layers: int) -> None:
     first, second = blackwell(documented_program, recipe, num_layers)
     assert first == second and first[-1] < first[0]

@@ -35,7 +35,7 @@ def trained(recipe_name: str, level: int, variant: str) -> list[torch.Tensor]:
         torch.optim.AdamW(module.parameters(), lr=0.01, fused=True),
         **settings_of(level, variant),
     )
-    for step in range(3):
+    for step in range(2):
         loss = loss_of(model, recipe, step, dist.get_rank())
         loss.backward()
         losses.append(loss.detach())
@@ -53,7 +53,7 @@ def compare(recipe: str, level: int, variant: str = "flat") -> list[str]:
     return [str(report) for report in model.reports]
 
 
-@pytest.mark.always("current-level=1", "mxfp8-level=3")
+@pytest.mark.always("mxfp8-level=3")
 @pytest.mark.parametrize(
     ("recipe", "level"),
     each_value([("current", 1), ("mxfp8", 3), ("nvfp4", 3)], recipe=RECIPES, level=[1, 2, 3]),
@@ -66,12 +66,7 @@ def test_no_use_of_memory_is_out_of_order(blackwell: RunOnRanks, recipe: str, le
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("recipe", "variant"),
-    [
-        ("current", "slots"),
-        ("mxfp8", "slots"),
-        ("mxfp8", "fine grained"),
-        ("mxfp8", "hybrid_optim"),
-    ],
+    [("current", "slots"), ("mxfp8", "fine grained"), ("mxfp8", "hybrid_optim")],
 )
 def test_nor_with_other_settings(blackwell: RunOnRanks, recipe: str, variant: str) -> None:
     for reports in blackwell(compare, recipe, 3, variant):
@@ -79,10 +74,7 @@ def test_nor_with_other_settings(blackwell: RunOnRanks, recipe: str, variant: st
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    ("recipe", "variant"),
-    each_value(recipe=["delayed", "current", "block"], variant=["flat", "copies kept"]),
-)
+@pytest.mark.parametrize(("recipe", "variant"), [("current", "copies kept"), ("block", "flat")])
 def test_nor_with_transposed_copies(hopper: RunOnRanks, recipe: str, variant: str) -> None:
     for reports in hopper(compare, recipe, 3, variant):
         assert not reports, "\n".join(reports)
@@ -117,7 +109,7 @@ def reports_with(defect: Defect) -> list[str]:
     return [report.kind for report in model.reports]
 
 
-@pytest.mark.always("codes_are_quantized*")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("defect", DEFECTS, ids=lambda each: each.name.replace(" ", "_"))
 def test_a_defect_is_reported(blackwell: RunOnRanks, hopper: RunOnRanks, defect: Defect) -> None:
     run = hopper if defect.scenario == "current" else blackwell

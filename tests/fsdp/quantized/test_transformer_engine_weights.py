@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.support.fsdp.wrong_calls import message_of
-from tests.support.pairwise import pairwise
 from tests.support.transformer_engine.ranks import RunOnRanks
 from tools import transformer_engine_on_cpu
 
@@ -162,10 +160,10 @@ def compare(recipe_name: str, level: int, variant: str = "flat") -> None:
 
 
 # Level 3 has every recipe, since it alone gathers for each pass.
-FLAT = [("delayed", 1), ("current", 2), ("block", 2), ("mxfp8", 1), ("nvfp4", 1)]
+FLAT = [("current", 2), ("block", 2), ("mxfp8", 1), ("nvfp4", 1)]
 
 
-@pytest.mark.seldom("delayed-1", "block-2", "nvfp4-1")
+@pytest.mark.always("mxfp8-1", "current-3", "nvfp4-3", "block-3")
 @pytest.mark.parametrize(
     ("recipe", "level"),
     [*FLAT, *((recipe, 3) for recipe in RECIPES)],
@@ -176,13 +174,12 @@ def test_weights_and_losses_have_the_bits_of_the_unsharded_model(
     blackwell(compare, recipe, level)
 
 
+@pytest.mark.always("mxfp8-slots", "block-hybrid_optim")
 @pytest.mark.parametrize(
     ("recipe", "variant"),
     [
         ("current", "slots"),
         ("mxfp8", "slots"),
-        ("nvfp4", "slots"),
-        ("block", "fine grained"),
         ("mxfp8", "fine grained"),
         ("current", "hybrid_no_shard"),
         ("block", "hybrid_optim"),
@@ -193,9 +190,10 @@ def test_other_settings_have_them_too(blackwell: RunOnRanks, recipe: str, varian
     blackwell(compare, recipe, 3, variant)
 
 
+@pytest.mark.always("block-1-*")
 @pytest.mark.parametrize(
     ("recipe", "level", "variant"),
-    pairwise(recipe=["delayed", "current", "block"], level=[3, 1], variant=["flat", "copies kept"]),
+    [("delayed", 3, "flat"), ("current", 3, "copies kept"), ("block", 1, "copies kept")],
 )
 def test_transposed_copies_are_made_anew(
     hopper: RunOnRanks, recipe: str, level: int, variant: str
@@ -256,9 +254,8 @@ def shard_from_meta(recipe_name: str, keeps_values: bool) -> None:
     assert losses[:2] == losses[2:]
 
 
-@pytest.mark.parametrize(
-    ("recipe", "keeps_values"), [("current", True), ("mxfp8", True), ("mxfp8", False)]
-)
+@pytest.mark.always("mxfp8-False")
+@pytest.mark.parametrize(("recipe", "keeps_values"), [("current", True), ("mxfp8", False)])
 def test_weights_of_the_meta_device_are_quantized_unit_by_unit(
     blackwell: RunOnRanks, recipe: str, keeps_values: bool
 ) -> None:
@@ -325,8 +322,10 @@ def copies_for_backward(recipe_name: str, keeps: bool) -> list[bool]:
     return seen
 
 
-@pytest.mark.parametrize("recipe", ["current", "block"])
-@pytest.mark.parametrize("keeps", [False, True], ids=["made_anew", "kept"])
+@pytest.mark.always("current-False", "block-True")
+@pytest.mark.parametrize(
+    ("recipe", "keeps"), [("current", False), ("current", True), ("block", True)]
+)
 def test_copies_for_the_backward_are_freed_with_their_unit_or_kept(
     hopper: RunOnRanks, recipe: str, keeps: bool
 ) -> None:
@@ -334,21 +333,18 @@ def test_copies_for_the_backward_are_freed_with_their_unit_or_kept(
     assert hopper(copies_for_backward, recipe, keeps) == [expected] * 2
 
 
-def frozen_base(recipe_name: str, level: int) -> None:
+def frozen_base(recipe_name: str) -> None:
     te = transformer_engine_on_cpu.use()
     from megatron_fsdp import fully_shard
 
     recipe = recipe_of(recipe_name)
     reference, module = build(recipe), build(recipe)
-    for one in (reference, module):
-        one[0].weight.requires_grad_(False)
-        one[1].weight.requires_grad_(False)
-        one[2].weight.requires_grad_(False)
+    for layer in (*reference, *module):
+        layer.weight.requires_grad_(False)
     model, _ = fully_shard(
         module,
         torch.optim.SGD([one for one in module.parameters() if one.requires_grad], lr=0.1),
         fsdp_unit_modules=[te.Linear, te.LayerNormLinear],
-        zero_dp_strategy=level,
     )
     for _ in range(2):
         assert float(loss_of(model, recipe, 0, 0)) == float(loss_of(reference, recipe, 0, 0))
@@ -356,9 +352,10 @@ def frozen_base(recipe_name: str, level: int) -> None:
         loss_of(reference, recipe, 0, 0).backward()
 
 
+@pytest.mark.always("mxfp8")
 @pytest.mark.parametrize("recipe", ["current", "mxfp8"])
 def test_frozen_weights_are_gathered_as_bytes(blackwell: RunOnRanks, recipe: str) -> None:
-    blackwell(frozen_base, recipe, 3)
+    blackwell(frozen_base, recipe)
 
 
 def gathered(recipe_name: str) -> tuple[int, int]:
@@ -387,37 +384,25 @@ def test_codes_travel(blackwell: RunOnRanks) -> None:
             assert num_bytes == ratio * numel
 
 
-def without_values(module: nn.Module) -> None:
-    for parameter in module.parameters():
-        if hasattr(parameter, "clear_high_precision_init_val"):
-            parameter.clear_high_precision_init_val()
-
-
-REFUSED: dict[str, tuple[str, dict[str, Any], Callable[[nn.Module], Any], tuple[str, ...]]] = {
-    "no values": (
-        "current",
-        {},
-        without_values,
-        ("Float8Tensor", "preserve_high_precision_init_val=True"),
-    ),
-    "level 0": ("current", {"zero_dp_strategy": 0}, lambda module: None, ("use level 1",)),
-}
-
-
-def refuse(name: str) -> str:
+def refuse() -> list[str]:
+    """Shard weights that have lost their values, and weights at level 0."""
     transformer_engine_on_cpu.use()
     from megatron_fsdp import fully_shard
 
-    recipe, settings, prepare, _ = REFUSED[name]
-    module = build(recipe_of(recipe))
-    prepare(module)
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    return message_of(NotImplementedError, fully_shard, module, optimizer, **settings)
+    messages = []
+    for level in (3, 0):
+        module = build(recipe_of("current"))
+        for layer in module if level else ():
+            layer.weight.clear_high_precision_init_val()
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        settings = {"zero_dp_strategy": level}
+        messages.append(message_of(NotImplementedError, fully_shard, module, optimizer, **settings))
+    return messages
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_is_not_built_is_refused_on_all_ranks(blackwell: RunOnRanks, name: str) -> None:
-    first, second = blackwell(refuse, name)
+def test_what_is_not_built_is_refused_on_all_ranks(blackwell: RunOnRanks) -> None:
+    first, second = blackwell(refuse)
     assert first == second
-    for words in REFUSED[name][3]:
-        assert words in first
+    no_values, level_0 = first
+    assert "Float8Tensor" in no_values and "preserve_high_precision_init_val=True" in no_values
+    assert "use level 1" in level_0
