@@ -2,7 +2,6 @@
 """Operations of torch on sharded parameters and gradients give what whole tensors give."""
 
 import warnings
-from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -79,30 +78,36 @@ def outcome(operation: Operation, tensor: Tensor) -> Any:
     """Return the result of an operation, or the name of its error."""
     torch.manual_seed(5)
     try:
-        return plain(operation(tensor))
+        return operation(tensor)
     except Exception as error:
         return type(error).__name__
 
 
 def differences(
-    tensors: dict[str, Tensor], operations: dict[str, Operation], is_in_place: bool = False
+    tensors: dict[str, Tensor], operations: dict[str, Operation], is_odd: bool
 ) -> list[str]:
+    """Compare each operation on every other tensor, the second ones first if `is_odd`."""
     found = []
-    for name, tensor in tensors.items():
-        whole = full_tensor(tensor)
-        for title, operation in operations.items():
-            ours, theirs = tensor, whole
-            if is_in_place:
-                ours, theirs = tensor.detach().clone(), whole.clone()
+    wholes = {name: full_tensor(tensor) for name, tensor in tensors.items()}
+    for number, (title, operation) in enumerate(operations.items()):
+        for name in list(tensors)[(number + is_odd) % 2 :: 2]:
+            ours, theirs = tensors[name], wholes[name]
+            if operations is IN_PLACE:
+                ours, theirs = ours.detach().clone(), theirs.clone()
             result, expected = outcome(operation, ours), outcome(operation, theirs)
-            if is_in_place and not isinstance(expected, str):
+            first = result[0] if isinstance(result, list | tuple) and result else result
+            is_right = isinstance(first, DTensor) is (operations is ELEMENTWISE)
+            result, expected = plain(result), plain(expected)
+            if operations is IN_PLACE and not isinstance(expected, str):
                 result, expected = [result, plain(ours)], [expected, theirs]
+            elif not is_right and operations is not IN_PLACE and not isinstance(expected, str):
+                found.append(f"{title} of {name} is{' not' * (operations is ELEMENTWISE)} sharded")
             if type(result) is not type(expected) or not is_same(result, expected):
                 found.append(f"{title} of {name}: {result} instead of {expected}")
     return found
 
 
-def compare(level: int) -> tuple[list[str], set[str]]:
+def compare(level: int, is_odd: bool) -> tuple[list[str], set[str]]:
     model = odd_model(level)
     tensors = {}
     kinds = set()
@@ -114,51 +119,28 @@ def compare(level: int) -> tuple[list[str], set[str]]:
             kinds.add("rows" if local.ndim == parameter.ndim > 1 else "flat")
         elif not local.numel():
             kinds.add("empty")
+    found = []
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's own, of sums over one element and the like
-        found = differences(tensors, ELEMENTWISE) + differences(tensors, WHOLE)
-        found += differences(tensors, IN_PLACE, is_in_place=True)
+        for operations in (ELEMENTWISE, WHOLE, IN_PLACE):
+            found += differences(tensors, operations, is_odd)
     return found, kinds
 
 
-@pytest.mark.always("3")
-@pytest.mark.parametrize("level", [0, 3])
-def test_operations_give_what_the_whole_tensor_gives(ranks: Ranks, level: int) -> None:
+@pytest.mark.always("2-3-*")
+@pytest.mark.parametrize(
+    ("num_ranks", "level", "is_odd"), [(2, 3, False), (3, 1, True), (2, 0, False)]
+)
+def test_operations_give_what_the_whole_tensor_gives(
+    ranks: Ranks, num_ranks: int, level: int, is_odd: bool
+) -> None:
     assert len(ELEMENTWISE) + len(WHOLE) + len(IN_PLACE) >= 60
     kinds = set()
-    for found, own_kinds in ranks(2, compare, level):
+    for found, own_kinds in ranks(num_ranks, compare, level, is_odd):
         assert not found, "\n".join(found)
         kinds |= own_kinds
-    if level:
+    if level == 3:
         assert kinds == {"rows", "flat", "empty"}
-
-
-@pytest.mark.exhaustive
-def test_operations_of_three_ranks_give_what_the_whole_tensor_gives(ranks: Ranks) -> None:
-    for found, _ in ranks(3, compare, 1):
-        assert not found, "\n".join(found)
-
-
-def look_at_classes() -> list[str]:
-    model = odd_model(3)
-    parameter = model.get_parameter("module.matrix.weight")
-    found = []
-    with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for title, operation in ELEMENTWISE.items():
-            result = operation(parameter)
-            first = result[0] if isinstance(result, list | tuple) else result
-            if not isinstance(first, DTensor):
-                found.append(f"{title} is not sharded")
-        for title, operation in WHOLE.items():
-            with suppress(Exception):
-                if isinstance(operation(parameter), DTensor):
-                    found.append(f"{title} is sharded")
-    return found
-
-
-def test_elementwise_results_are_sharded_and_others_are_plain(ranks: Ranks) -> None:
-    assert ranks(2, look_at_classes) == [[], []]
 
 
 def write_to_views() -> list[str]:
@@ -205,7 +187,8 @@ def draw(level: int, outer: int) -> list[Any]:
     return [model().item(), weights if level == 0 else None, [each.tolist() for each in drawn]]
 
 
-@pytest.mark.parametrize(("level", "outer"), [(0, 1), (1, 1), (3, 1), (3, 2)])
+@pytest.mark.always("3-1")
+@pytest.mark.parametrize(("level", "outer"), [(0, 1), (3, 1), (3, 2)])
 def test_ranks_with_different_seeds_draw_the_same_weights(
     ranks: Ranks, level: int, outer: int
 ) -> None:
@@ -265,7 +248,7 @@ def edit_weights(level: int) -> list[float]:
     return outputs
 
 
-@pytest.mark.seldom("2")
+@pytest.mark.always("1", "3")
 @pytest.mark.parametrize("level", range(4))
 def test_the_next_forward_uses_edited_weights(ranks: Ranks, level: int) -> None:
     first, twice, again, cut = ranks(2, edit_weights, level)[0]

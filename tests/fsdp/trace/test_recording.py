@@ -247,6 +247,7 @@ def end_one_rank_early(fails: bool) -> str:
     return ""
 
 
+@pytest.mark.always("ends")
 @pytest.mark.parametrize("fails", [False, True], ids=["ends", "fails"])
 def test_a_rank_that_has_ended_its_recording_is_compared_too(ranks: Ranks, fails: bool) -> None:
     error, _ = ranks(2, end_one_rank_early, fails)

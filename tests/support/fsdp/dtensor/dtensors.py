@@ -62,13 +62,12 @@ CUT_INSIDE_ROWS = ("odd", "inner.weight", "element runs")
 """In names of tensors of which some rank owns more, or less, than chunks of whole rows."""
 
 
-KINDS = ["level0", "level1", "level3", "hybrid", "hybrid_optim", "tensor"]
-
-
 def build(
     kind: str, shift: float = 0.0, train: bool = True, ready: bool = True
 ) -> tuple[Any, Any, nn.Module, Any]:
     """Return a sharded model and optimizer, and the same without sharding.
+
+    Kinds: "level0" to "level3", "hybrid", "hybrid_optim", "tensor".
 
     Both have taken one step and have the gradients of another.
     """
