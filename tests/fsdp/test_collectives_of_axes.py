@@ -23,6 +23,7 @@ STRATEGIES = [*((level, 0) for level in LEVELS), (3, 1)]
 """Levels, and whether the outer axis shards optimizer state."""
 
 
+@pytest.mark.always("1-0", "3-1")
 @pytest.mark.parametrize("level, outer", STRATEGIES)
 def test_an_outer_axis_of_one_rank_costs_nothing(ranks: Ranks, level: int, outer: int) -> None:
     entries = ranks(2, record_step, level, "outer1", outer_dp_sharding_strategy=outer)[0]
@@ -39,6 +40,7 @@ def test_one_rank_has_no_collectives(ranks: Ranks, level: int, outer: int, mesh:
     assert collectives(ranks(1, record_step, level, mesh, 2, **settings)[0]) == []
 
 
+@pytest.mark.always("0-0", "3-1")
 @pytest.mark.parametrize("level, outer", STRATEGIES)
 def test_an_inner_axis_of_one_rank_costs_nothing(ranks: Ranks, level: int, outer: int) -> None:
     """The outer axis is reduced at the last microbatch alone.
@@ -127,7 +129,7 @@ def train_idle_experts(level: int, sharded: int, idle: int | None) -> list[tuple
     return [(entry.name, len(entry.ranks)) for entry in recorder.collectives]
 
 
-@pytest.mark.seldom("*-None")
+@pytest.mark.always("1-0-1", "3-1-1")
 @pytest.mark.parametrize(
     "level, sharded, idle",
     [*((*strategy, 1) for strategy in STRATEGIES), (0, 0, None), (3, 1, None)],

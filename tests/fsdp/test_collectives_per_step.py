@@ -115,6 +115,7 @@ def both_counts(
     )
 
 
+@pytest.mark.always("2-True")
 @pytest.mark.parametrize(("num_microbatches", "has_head"), [(1, False), (2, True)])
 def test_a_step_has_fewer_collectives_than_fsdp2(
     ranks: Ranks, num_microbatches: int, has_head: bool
@@ -129,6 +130,7 @@ def test_a_step_has_fewer_collectives_than_fsdp2(
     assert ours < theirs
 
 
+@pytest.mark.always("True")
 @pytest.mark.parametrize("in_a_row", [True, False])
 def test_layers_called_twice_have_fewer_collectives_than_in_fsdp2(
     ranks: Ranks, in_a_row: bool
@@ -168,6 +170,7 @@ def gathers_with_a_window_of(num_layers: int) -> tuple[int, int]:
     return sum(entry.track == GATHER for entry in recorder.collectives), most
 
 
+@pytest.mark.always("2")
 @pytest.mark.parametrize("num_layers", [1, 2, 3])
 def test_all_layers_in_the_window_stay_unsharded_for_backward(
     ranks: Ranks, num_layers: int
@@ -310,8 +313,10 @@ def check_gradients(model: MegatronFSDP) -> None:
         assert full_tensor(parameter.grad).abs().sum() > 0
 
 
-@pytest.mark.parametrize("way", ["no_sync", "auto_sync", "argument"])
-@pytest.mark.parametrize("level", [0, 1])
+@pytest.mark.always("0-no_sync", "1-*")
+@pytest.mark.parametrize(
+    ("level", "way"), [(0, "no_sync"), (0, "argument"), (1, "auto_sync"), (1, "argument")]
+)
 def test_nothing_is_reduced_before_the_end_of_a_step(ranks: Ranks, level: int, way: str) -> None:
     assert ranks(2, reductions_before_the_step, level, way) == [[0, 1 + NUM_LAYERS]] * 2
 
@@ -333,23 +338,8 @@ def reductions_of_an_unmarked_step(level: int) -> list[int]:
     return counts
 
 
+@pytest.mark.always("1")
 @pytest.mark.parametrize("level", [0, 1])
 def test_no_sync_counts_for_one_step(ranks: Ranks, level: int) -> None:
     expected = [0, 1 + NUM_LAYERS, 0, 0]
     assert ranks(2, reductions_of_an_unmarked_step, level) == [expected] * 2
-
-
-def gathers_after_a_forward_without_backward() -> list[float]:
-    """Change the weights between two forwards; the second one must see the change."""
-    module = LanguageModel()
-    model = fully_shard_model(module, shard_mesh(), fsdp_unit_modules=[TanhLayer])
-    for _ in range(2):
-        model(TOKENS)  # with gradients enabled: the last units stay unsharded for a backward
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter._local_tensor.zero_()
-    return [model(TOKENS).abs().sum().item()]
-
-
-def test_a_forward_uses_weights_changed_after_a_forward_without_backward(ranks: Ranks) -> None:
-    assert ranks(2, gathers_after_a_forward_without_backward) == [[0.0]] * 2

@@ -6,6 +6,7 @@ A change of the schedule changes the two tables here, and shows in them what it 
 
 from collections import defaultdict
 from dataclasses import dataclass
+from functools import cache
 from itertools import groupby
 from typing import Any
 
@@ -15,6 +16,7 @@ from megatron.fsdp.engine.observe import GATHER, REDUCE
 from megatron.fsdp.trace.recorder import STORAGE, TraceEntry
 from tests.support.fsdp.recorded_steps import record_step
 from tests.support.fsdp.reference import LEVELS, Ranks
+from tests.support.rank_pool import run_ranks
 
 
 @dataclass(frozen=True)
@@ -88,10 +90,17 @@ def order_of(entries: list[TraceEntry]) -> list[str]:
     ]
 
 
+@cache
+def recorded(level: int, microbatches: int) -> list[TraceEntry]:
+    """Return a step that the tests of levels look at."""
+    entries: list[TraceEntry] = run_ranks(2, record_step, level, "flat", microbatches)[0]
+    return entries
+
+
 @pytest.mark.parametrize("microbatches", [1, 4], ids=["one_microbatch", "four_microbatches"])
 @pytest.mark.parametrize("level", LEVELS)
-def test_a_step_costs_what_the_table_says(ranks: Ranks, level: int, microbatches: int) -> None:
-    entries = ranks(2, record_step, level, "flat", microbatches)[0]
+def test_a_step_costs_what_the_table_says(level: int, microbatches: int) -> None:
+    entries = recorded(level, microbatches)
     assert cost_of(entries) == COSTS[level, microbatches]
     assert {entry.dtype for entry in collectives(entries)} == {"float32"}
     in_step = {entry.microbatch for entry in entries if entry.phase == "backward"}
@@ -99,11 +108,12 @@ def test_a_step_costs_what_the_table_says(ranks: Ranks, level: int, microbatches
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_a_step_issues_its_collectives_in_this_order(ranks: Ranks, level: int) -> None:
-    entries = ranks(2, record_step, level)[0]
-    assert order_of(entries) == [line.strip() for line in ORDER[level].strip().splitlines()]
+def test_a_step_issues_its_collectives_in_this_order(level: int) -> None:
+    found = order_of(recorded(level, 1))
+    assert found == [line.strip() for line in ORDER[level].strip().splitlines()]
 
 
+@pytest.mark.always("hsdp_optim", "no_overlap")
 @pytest.mark.parametrize(
     ("mesh", "settings"),
     [
@@ -129,9 +139,9 @@ def test_all_ranks_of_a_group_issue_the_same_collectives(
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_a_step_releases_the_storage_that_it_allocates(ranks: Ranks, level: int) -> None:
+def test_a_step_releases_the_storage_that_it_allocates(level: int) -> None:
     changes = defaultdict(int)
-    for entry in ranks(2, record_step, level, "flat", 2)[0]:
+    for entry in recorded(level, 4):
         if entry.track == STORAGE:
             changes[entry.unit] += entry.num_bytes * (1 if entry.name == "allocate" else -1)
     assert set(changes) == {"root", "blocks.0", "blocks.1", "blocks.2"}

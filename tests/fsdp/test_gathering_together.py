@@ -27,9 +27,8 @@ from tests.fsdp.test_collectives_of_axes import ExpertBlock
 from tests.fsdp.test_collectives_per_step import NUM_LAYERS, LanguageModel, both_counts
 from tests.support.fsdp.meshes import Meshes, shard_mesh
 from tests.support.fsdp.models import WIDTH
-from tests.support.fsdp.reference import LEVELS, Ranks
+from tests.support.fsdp.reference import Ranks
 from tests.support.fsdp.side_by_side import plain_backward, shard, train_side_by_side
-from tests.support.pairwise import pairwise
 
 
 class AdaptedLayer(nn.Module):
@@ -94,9 +93,16 @@ def train_adapted(level: int, mesh: str, dtype: torch.dtype, **settings: Any) ->
     )
 
 
+@pytest.mark.always("1-flat-*", "3-outer2-*")
 @pytest.mark.parametrize(
     ("level", "mesh", "dtype"),
-    pairwise(level=LEVELS, mesh=["flat", "outer2"], dtype=[torch.bfloat16, torch.float64]),
+    [
+        (0, "flat", torch.float64),
+        (1, "flat", torch.bfloat16),
+        (2, "outer2", torch.bfloat16),
+        (3, "flat", torch.float64),
+        (3, "outer2", torch.bfloat16),
+    ],
 )
 def test_partly_frozen_layers_train_as_without_sharding(
     ranks: Ranks, level: int, mesh: str, dtype: torch.dtype
@@ -104,6 +110,7 @@ def test_partly_frozen_layers_train_as_without_sharding(
     ranks(4 if mesh == "outer2" else 2, train_adapted, level, mesh, dtype)
 
 
+@pytest.mark.always("hsdp_optim", "slots")
 @pytest.mark.parametrize(
     ("mesh", "settings", "dtype"),
     [
@@ -153,6 +160,7 @@ FROZEN_BYTES = (WIDTH * WIDTH + WIDTH) * 2
 TRAINED_BYTES = 2 * 4 * WIDTH * 8
 
 
+@pytest.mark.always("1-flat-*", "3-flat-*", "3-outer2-1-*")
 @pytest.mark.parametrize(
     ("level", "mesh", "sharded", "expected"),
     [
@@ -231,6 +239,7 @@ def states_after_a_failed_launch(fails_at: str) -> None:
             assert parameter.grad.to_local().isfinite().all()
 
 
+@pytest.mark.always("wait")
 @pytest.mark.parametrize("fails_at", ["launch", "wait"])
 def test_a_failed_launch_leaves_all_groups_sharded(ranks: Ranks, fails_at: str) -> None:
     ranks(2, states_after_a_failed_launch, fails_at)

@@ -39,14 +39,14 @@ def addresses_of_gradients(mesh: str, dtype: torch.dtype, **settings: Any) -> li
     return [len(addresses) for addresses in seen]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.always("zero3", "hsdp_optim")
 @pytest.mark.parametrize(
-    ("mesh", "settings"),
+    ("mesh", "settings", "dtype"),
     [
-        ("flat", {}),
-        ("flat", {"zero_dp_strategy": 1}),
-        ("outer2", {}),
-        ("outer2", {"outer_dp_sharding_strategy": 1}),
+        ("flat", {}, torch.bfloat16),
+        ("flat", {"zero_dp_strategy": 1}, torch.float32),
+        ("outer2", {}, torch.bfloat16),
+        ("outer2", {"outer_dp_sharding_strategy": 1}, torch.float32),
     ],
     ids=["zero3", "zero1", "hsdp", "hsdp_optim"],
 )

@@ -179,6 +179,7 @@ def load(path: str, level: int) -> None:
     compare(other, module, "from a plain state dict")
 
 
+@pytest.mark.exhaustive
 def test_a_checkpoint_with_ignored_parameters_loads_into_another_level(
     ranks: Ranks, tmp_path: Path
 ) -> None:

@@ -13,7 +13,7 @@ from tests.support.fsdp.meshes import Meshes
 from tests.support.fsdp.models import TanhLayer
 from tests.support.fsdp.reference import Ranks
 from tests.support.fsdp.watched_memory import stored
-from tests.support.pairwise import pairwise
+from tests.support.pairwise import each_value
 
 KINDS = {
     "local": lambda gradient: gradient.to_local(),
@@ -70,9 +70,19 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.always("optimizer-local-zero0", "model-array-*")
 @pytest.mark.parametrize(
     ("way", "kind", "settings"),
-    pairwise(way=["optimizer", "model", "torch", "by_hand"], kind=KINDS, settings=SETTINGS),
+    each_value(
+        [
+            ("optimizer", "local", "zero0"),
+            ("model", "array", "zero3"),
+            ("by_hand", "local", "zero1"),
+        ],
+        way=["optimizer", "model", "torch", "by_hand"],
+        kind=KINDS,
+        settings=SETTINGS,
+    ),
 )
 def test_kept_gradients_do_not_change(ranks: Ranks, way: str, kind: str, settings: str) -> None:
     assert ranks(2, keep_gradients, "flat", way, kind, **SETTINGS[settings]) == [True] * 2
@@ -100,6 +110,7 @@ def keep_the_gradient_itself(way: str) -> None:
     assert kept is parameter.grad and not kept.to_local().is_meta
 
 
+@pytest.mark.always("optimizer", "by_hand")
 @pytest.mark.parametrize("way", ["optimizer", "model", "torch", "by_hand"])
 def test_a_kept_gradient_shows_the_values_of_the_next_step(ranks: Ranks, way: str) -> None:
     ranks(2, keep_the_gradient_itself, way)
@@ -119,6 +130,7 @@ def storage_after_kept_ones_are_gone(level: int) -> int:
     return sum(stored(group.gradients._grad_sum._total) for group in model.groups)
 
 
+@pytest.mark.always("0", "3")
 @pytest.mark.parametrize("level", [0, 1, 3])
 def test_gradient_shards_take_no_storage_after_kept_gradients_are_gone(
     ranks: Ranks, level: int

@@ -59,6 +59,7 @@ def initialise_by_function(level: int) -> dict[str, Tensor]:
     return {name: full_tensor(parameter) for name, parameter in model.named_parameters()}
 
 
+@pytest.mark.always("3")
 @pytest.mark.parametrize("level", [1, 3])
 def test_a_function_initialises_every_module(ranks: Ranks, level: int) -> None:
     torch.manual_seed(9)
@@ -123,9 +124,11 @@ def initialise_transformers(name: str, level: int, with_units: bool) -> dict[str
     return state
 
 
-@pytest.mark.seldom("llama-no_units", "tied_llama-no_units")
-@pytest.mark.parametrize("with_units", [True, False], ids=["units", "no_units"])
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.always("llama-True")
+@pytest.mark.parametrize(
+    ("model", "with_units"),
+    [("llama", True), ("tied_llama", False), ("gpt2", True), ("gpt2", False)],
+)
 def test_transformers_initialise_their_own_models(
     ranks: Ranks, model: str, with_units: bool
 ) -> None:

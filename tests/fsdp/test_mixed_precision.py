@@ -2,6 +2,7 @@
 """Weights, gradients and collectives have the dtypes that were asked for."""
 
 from contextlib import nullcontext
+from itertools import product
 from typing import Any
 
 import pytest
@@ -34,7 +35,6 @@ def gradient_of_numbers(
     policy: MixedPrecisionPolicy,
     level: int,
     inputs: list[list[float]],
-    mode: str,
     **settings: Any,
 ) -> Tensor:
     """Return the whole gradient after one backward for each of this rank's numbers in `inputs`."""
@@ -43,42 +43,18 @@ def gradient_of_numbers(
         device_mesh=shard_mesh(),
         mixed_precision_policy=policy,
         zero_dp_strategy=level,
-        sync_model_each_microbatch=mode != "manual",
         **settings,
     )
-    mine = inputs[dist.get_rank()]
-    for number, value in enumerate(mine):
-        with model.no_sync() if mode == "no_sync" and number < len(mine) - 1 else nullcontext():
-            model(torch.full((5,), value)).backward()
-    model.finish_grad_sync()
+    for value in inputs[dist.get_rank()]:
+        model(torch.full((5,), value)).backward()
     return uneven_dtensor_to_full_tensor(next(model.parameters()).grad)
 
 
 SMALL = 2.0**-9  # 1 + SMALL is 1 in bfloat16, whose next number is 1 + 2**-7
 
 
-@pytest.mark.parametrize(
-    ("level", "mode"),
-    [
-        *((level, "auto") for level in LEVELS),
-        *((level, "no_sync") for level in (1, 3)),
-        *((level, "manual") for level in (0, 2)),
-    ],
-)
-def test_gradients_accumulate_in_main_grads_dtype(ranks: Ranks, level: int, mode: str) -> None:
-    inputs = [[1.0] + [SMALL] * 8] * 2
-    fp32 = MixedPrecisionPolicy(torch.float32, torch.float32)
-    for gradient in ranks(2, gradient_of_numbers, torch.bfloat16, fp32, level, inputs, mode):
-        assert gradient.tolist() == [1 + 8 * SMALL] * 5
-    bf16 = MixedPrecisionPolicy(torch.float32, torch.bfloat16)
-    for gradient in ranks(2, gradient_of_numbers, torch.bfloat16, bf16, level, inputs, mode):
-        assert gradient.tolist() == [1.0] * 5
-
-
-@pytest.mark.seldom("2")
-@pytest.mark.parametrize("level", LEVELS)
-def test_gradients_travel_in_grad_comm_dtype(ranks: Ranks, level: int) -> None:
-    """A rank's addend is lost in a bf16 sum and kept in an fp32 one; halving is exact in both."""
+def travel_in_all_dtypes(level: int) -> None:
+    """Show that an addend is lost in a bf16 sum and kept in fp32; halving is exact in both."""
     inputs = [[1.0], [SMALL]]
     for comm, expected in (
         (torch.bfloat16, 0.5),
@@ -87,18 +63,25 @@ def test_gradients_travel_in_grad_comm_dtype(ranks: Ranks, level: int) -> None:
     ):
         policy = MixedPrecisionPolicy(torch.float32, torch.float32, comm)
         for dtype in (torch.bfloat16, torch.float32):
-            for gradient in ranks(2, gradient_of_numbers, dtype, policy, level, inputs, "auto"):
-                assert gradient.dtype == torch.float32
-                assert gradient.tolist() == [expected] * 5
+            gradient = gradient_of_numbers(dtype, policy, level, inputs)
+            assert gradient.dtype == torch.float32
+            assert gradient.tolist() == [expected] * 5, (comm, dtype)
+
+
+@pytest.mark.always("0", "3")
+@pytest.mark.parametrize("level", LEVELS)
+def test_gradients_travel_in_grad_comm_dtype(ranks: Ranks, level: int) -> None:
+    ranks(2, travel_in_all_dtypes, level)
 
 
 def fp16_gradients(level: int, average_in_collective: bool) -> list[float]:
     policy = MixedPrecisionPolicy(torch.float32, torch.float32, torch.float16)
     inputs = [[60000.0], [60000.0]]
     settings = {"average_in_collective": average_in_collective}
-    return gradient_of_numbers(torch.float32, policy, level, inputs, "auto", **settings).tolist()
+    return gradient_of_numbers(torch.float32, policy, level, inputs, **settings).tolist()
 
 
+@pytest.mark.always("0-True", "3-False")
 @pytest.mark.parametrize(
     ("level", "average_in_collective"),
     [(0, True), (1, False), (2, True), (3, False), (3, True)],
@@ -164,30 +147,36 @@ def test_bf16_model_with_fp32_main_weights_is_bitwise_the_unsharded_one(ranks: R
 BF16_WITH_FP32 = MixedPrecisionPolicy(torch.float32, torch.float32)
 
 
+BF16_WITH_BF16 = {"mixed_precision_policy": MixedPrecisionPolicy(torch.float32, torch.bfloat16)}
+
+
 def accumulate_small_numbers(mesh: str) -> None:
     arguments = Meshes().arguments(mesh)
-    for level in LEVELS:
-        for keywords in ({"mixed_precision_policy": BF16_WITH_FP32}, {"grad_reduce_in_fp32": True}):
-            for sync in (True, False):
-                model = fully_shard_model(
-                    Numbers(torch.bfloat16),
-                    **arguments,
-                    zero_dp_strategy=level,
-                    sync_model_each_microbatch=sync,
-                    **keywords,
-                )
-                for number in (1.0, *[SMALL] * 8):
-                    model(torch.full((5,), number)).backward()
-                model.finish_grad_sync()
-                assert (
-                    uneven_dtensor_to_full_tensor(next(model.parameters()).grad).tolist()
-                    == [1 + 8 * SMALL] * 5
-                )
+    precisions: list[tuple[dict[str, Any], float]] = [
+        ({"mixed_precision_policy": BF16_WITH_FP32}, 1 + 8 * SMALL),
+        ({"grad_reduce_in_fp32": True}, 1 + 8 * SMALL),
+        (BF16_WITH_BF16, 1.0),
+    ]
+    for level, (precision, expected), sync in product(LEVELS, precisions, ("auto", "no_sync", "")):
+        model = fully_shard_model(
+            Numbers(torch.bfloat16),
+            **arguments,
+            zero_dp_strategy=level,
+            sync_model_each_microbatch=bool(sync),
+            **precision,
+        )
+        with model.no_sync() if sync == "no_sync" else nullcontext():
+            for number in (1.0, *[SMALL] * 7):
+                model(torch.full((5,), number)).backward()
+        model(torch.full((5,), SMALL)).backward()
+        model.finish_grad_sync()
+        found = uneven_dtensor_to_full_tensor(next(model.parameters()).grad)
+        assert found.tolist() == [expected] * 5, (level, precision, sync)
 
 
-def test_gradients_of_bf16_weights_accumulate_in_fp32(ranks: Ranks) -> None:
-    ranks(2, accumulate_small_numbers, "flat")
-    ranks(2, accumulate_small_numbers, "outer2")
+@pytest.mark.parametrize("mesh", ["flat", "outer2"])
+def test_gradients_of_bf16_weights_accumulate_in_main_grads_dtype(ranks: Ranks, mesh: str) -> None:
+    ranks(2, accumulate_small_numbers, mesh)
 
 
 def dtypes_that_travel(mesh: str) -> None:

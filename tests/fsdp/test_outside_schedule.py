@@ -202,6 +202,7 @@ def train(level: int, overlaps: bool, layer: type[nn.Linear]) -> tuple[float, li
     return max(errors), seen
 
 
+@pytest.mark.always("1-alone", "3-*")
 @pytest.mark.parametrize("overlaps", [False, True], ids=["alone", "prefetched"])
 @pytest.mark.parametrize("level", LEVELS)
 def test_gradients_match_the_unsharded_model(ranks: Ranks, level: int, overlaps: bool) -> None:
@@ -216,8 +217,8 @@ def test_gradients_match_the_unsharded_model(ranks: Ranks, level: int, overlaps:
             assert not any(seen[-1])
 
 
-@pytest.mark.seldom("2")
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.always("3")
+@pytest.mark.parametrize("level", [1, 3])
 def test_weight_gradients_may_come_after_a_backward(ranks: Ranks, level: int) -> None:
     for error, seen in ranks(2, train, level, False, LateLinear):
         assert error < TOLERANCE

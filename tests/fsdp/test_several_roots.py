@@ -114,7 +114,7 @@ def train(levels: tuple[int, int], shared: bool) -> None:
         compare(models, reference, f"weight after step {step}")
 
 
-@pytest.mark.always("3_and_3-*", "3_and_1-one_optimizer", "0_and_2-one_optimizer")
+@pytest.mark.always("3_and_3-one_optimizer", "0_and_2-one_optimizer")
 @pytest.mark.parametrize("shared", [False, True], ids=["two_optimizers", "one_optimizer"])
 @pytest.mark.parametrize(
     "levels", [(3, 3), (3, 1), (0, 2), (2, 3)], ids=["3_and_3", "3_and_1", "0_and_2", "2_and_3"]
@@ -165,6 +165,7 @@ def load(path: str, levels: tuple[int, int], shared: bool) -> None:
     compare(models, reference, "two steps after loading")
 
 
+@pytest.mark.always("one_optimizer")
 @pytest.mark.parametrize("shared", [False, True], ids=["two_optimizers", "one_optimizer"])
 def test_a_checkpoint_of_two_models_loads_at_other_levels(
     ranks: Ranks, tmp_path: Path, shared: bool

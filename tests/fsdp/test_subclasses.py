@@ -10,7 +10,7 @@ from megatron.fsdp import Strategy
 from megatron.fsdp import fully_shard as fully_shard_by_settings
 from megatron_fsdp import fully_shard, fully_shard_model
 from tests.support.fsdp.meshes import mesh_of
-from tests.support.fsdp.reference import LEVELS, Ranks
+from tests.support.fsdp.reference import Ranks
 from tests.support.fsdp.subclasses import Frozen4Bit
 from tests.support.fsdp.wrong_calls import Scene, WrongCall, check_refusals, message_of
 
@@ -79,8 +79,8 @@ def shard_subclasses(level: int) -> str:
     return message_of(NotImplementedError, fully_shard_model, module, zero_dp_strategy=level)
 
 
-@pytest.mark.seldom("2")
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.always("3")
+@pytest.mark.parametrize("level", [0, 3])
 def test_subclasses_of_parameters_take_the_memory_of_the_buffer_or_are_refused(
     ranks: Ranks, level: int
 ) -> None:

@@ -13,7 +13,7 @@ from megatron.fsdp.optimizer.host.host_memory import HostMemory
 from megatron.fsdp.weight_average import WeightAverage
 from megatron_fsdp import MixedPrecisionPolicy, fully_shard_model
 from tests.support.fsdp import models
-from tests.support.fsdp.reference import LEVELS, Ranks, evaluate
+from tests.support.fsdp.reference import Ranks, evaluate
 from tests.support.fsdp.state_dicts import assert_equal, sharded, train, whole
 
 
@@ -56,8 +56,8 @@ def follow(level: int, path: str) -> None:
         assert_equal(whole(fresh.state_dict()), expected, 1e-12)
 
 
-@pytest.mark.seldom("2")
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.always("3")
+@pytest.mark.parametrize("level", [0, 1, 3])
 def test_an_average_follows_the_weights_and_is_saved(
     ranks: Ranks, level: int, tmp_path: Path
 ) -> None:
@@ -81,8 +81,8 @@ def write_before_updates(level: int) -> None:
     assert torch.equal(found, torch.full_like(found, 2.0)), found
 
 
-@pytest.mark.seldom("2")
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.always("1")
+@pytest.mark.parametrize("level", [0, 1, 3])
 def test_an_average_has_what_code_has_just_written_to_weights(ranks: Ranks, level: int) -> None:
     ranks(2, write_before_updates, level)
 
