@@ -61,7 +61,7 @@ def travel_in_all_dtypes(level: int) -> None:
         (torch.float32, 0.5 + SMALL / 2),
         (None, 0.5 + SMALL / 2),
     ):
-        policy = MixedPrecisionPolicy(torch.float32, torch.float32, comm)
+        policy = MixedPrecisionPolicy(torch.float32, torch.float32, grad_comm_dtype=comm)
         for dtype in (torch.bfloat16, torch.float32):
             gradient = gradient_of_numbers(dtype, policy, level, inputs)
             assert gradient.dtype == torch.float32
@@ -184,7 +184,7 @@ def dtypes_that_travel(mesh: str) -> None:
     for level in LEVELS:
         for comm in (torch.bfloat16, None):
             module = models.build("several_units", torch.float32)
-            policy = MixedPrecisionPolicy(torch.float32, torch.float32, comm)
+            policy = MixedPrecisionPolicy(torch.float32, torch.float32, grad_comm_dtype=comm)
             with watching_reductions() as dtypes:
                 model = fully_shard_model(
                     module, **arguments, zero_dp_strategy=level, mixed_precision_policy=policy

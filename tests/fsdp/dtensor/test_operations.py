@@ -96,7 +96,8 @@ def differences(
                 ours, theirs = ours.detach().clone(), theirs.clone()
             result, expected = outcome(operation, ours), outcome(operation, theirs)
             first = result[0] if isinstance(result, list | tuple) and result else result
-            is_right = isinstance(first, DTensor) is (operations is ELEMENTWISE)
+            # A vector may be its own result, as of `flatten`.
+            is_right = isinstance(first, DTensor) is (operations is ELEMENTWISE) or theirs.ndim == 1
             result, expected = plain(result), plain(expected)
             if operations is IN_PLACE and not isinstance(expected, str):
                 result, expected = [result, plain(ours)], [expected, theirs]
