@@ -111,7 +111,8 @@ def folder_of(root: Path, release: str, model: str, file: str) -> Path:
 def writes(root: Path, release: str, models: Iterable[str], files: Iterable[str]) -> Iterator[Task]:
     """Yield the runs that write the files of a release."""
     for model, file in itertools.product(models, files):
-        combination, folder = MODELS[model], folder_of(root, release, model, file)
+        combination = MODELS[model].with_few_microbatches()
+        folder = folder_of(root, release, model, file)
         last = STEPS if file == REFERENCE else SAVED
         yield Train(
             combination.ranks,
@@ -125,7 +126,8 @@ def reads(
 ) -> Iterator[Plan]:
     """Yield what goes on under a release from the files of others."""
     for writer, model, way in itertools.product(others, models, ways):
-        combination, source = MODELS[model], folder_of(root, writer, model, way.file)
+        combination = MODELS[model].with_few_microbatches()
+        source = folder_of(root, writer, model, way.file)
         tasks: list[Task] = []
         if way.convert is not None:
             name = f"{way.file}_converted_from_{writer}"
