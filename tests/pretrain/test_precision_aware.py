@@ -24,7 +24,7 @@ from megatron.pretrain.model.gpt_model import build_chunk
 from tests.support.pretrain import training_runs
 from tests.support.pretrain.training_runs import Record, State, write_counting_corpus
 from tests.support.transformer_engine.ranks import ranks
-from tests.support.transformer_engine.training import LAYERS, STORED, train
+from tests.support.transformer_engine.training import ONE_LAYER, STORED, train
 
 FSDP = "--use-megatron-fsdp"
 AWARE = f"{FSDP} --use-precision-aware-optimizer"
@@ -42,7 +42,7 @@ def run(request: pytest.FixtureRequest) -> Run:
     run_on_ranks = ranks(request.param)
 
     def run_lines(*flags: str, job: Callable[..., Any] = train, **settings: Any) -> Any:
-        lines = (f"{LAYERS} {each}" for each in flags)
+        lines = (f"{ONE_LAYER} {each}" for each in flags)
         return run_on_ranks(job, *lines, **settings)[0]
 
     return run_lines
@@ -52,7 +52,7 @@ def run(request: pytest.FixtureRequest) -> Run:
 def plain_losses() -> list[float]:
     """Return the losses of a run without the precision-aware optimizer."""
     write_counting_corpus()
-    return ranks(2)(train, f"{LAYERS} {FSDP}")[0][0].losses
+    return ranks(2)(train, f"{ONE_LAYER} {FSDP}")[0][0].losses
 
 
 four_ranks = pytest.mark.parametrize("run", [4], indirect=True)
@@ -133,7 +133,7 @@ def test_strategies_have_the_losses_of_ddp_with_the_same_dtypes(
 
 MODELS = {
     "tensor_parallel": "--tensor-model-parallel-size 2 --sequence-parallel",
-    "tied_stages": "--pipeline-model-parallel-size 2",
+    "tied_stages": "--num-layers 2 --pipeline-model-parallel-size 2",
     "experts": "--num-experts 4 --disable-bias-linear --moe-grouped-gemm"
     " --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall",
     "fp8": f"{STORED} --fp8-recipe tensorwise",
@@ -181,7 +181,7 @@ def test_hybrid_sharding_has_the_losses_and_the_state_of_other_layouts(
     )
     assert flat.losses == replicated.losses == sharded.losses == ddp.losses
     state = run(f"{hybrid} --load {tmp_path}", job=loaded_state)
-    (alone,) = ranks(1)(loaded_state, f"{LAYERS} {flags} --load {tmp_path}")
+    (alone,) = ranks(1)(loaded_state, f"{ONE_LAYER} {flags} --load {tmp_path}")
     assert_converted(alone, state, torch.bfloat16)
 
 
@@ -189,7 +189,7 @@ def test_hybrid_sharding_has_the_losses_and_the_state_of_other_layouts(
 def test_a_dry_run_counts_state_and_gradients_in_their_own_dtypes(
     run: Run, dtypes: str, ratio: int
 ) -> None:
-    flags = f"{AWARE} {dtypes} {GRADIENTS}"
+    flags = f"--num-layers 2 {AWARE} {dtypes} {GRADIENTS}"
     gradients, moments = run(flags, job=estimated_and_measured_bytes)
     assert gradients[0] == pytest.approx(gradients[1], rel=0.02)
     assert moments[0] == pytest.approx(moments[1], rel=0.02)

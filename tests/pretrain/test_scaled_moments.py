@@ -24,7 +24,7 @@ from tests.support.pretrain import training_runs
 from tests.support.pretrain.saved_runs import read
 from tests.support.pretrain.training_runs import State, write_counting_corpus
 from tests.support.transformer_engine.ranks import ranks
-from tests.support.transformer_engine.training import LAYERS, train
+from tests.support.transformer_engine.training import ONE_LAYER, train
 from tools import transformer_engine_on_cpu
 
 DTYPES = {"fp16": torch.float16, "fp8": torch.uint8}
@@ -42,7 +42,7 @@ def run() -> Run:
     run_on_ranks = ranks(2)
 
     def run_lines(*flags: str, job: Callable[..., Any] = train, **settings: Any) -> Any:
-        return run_on_ranks(job, *(f"{LAYERS} {each}" for each in flags), **settings)[0]
+        return run_on_ranks(job, *(f"{ONE_LAYER} {each}" for each in flags), **settings)[0]
 
     return run_lines
 

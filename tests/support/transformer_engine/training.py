@@ -15,6 +15,8 @@ LAYERS = (
     " --lr-decay-iters 20 --clip-grad 1000"
 )
 """No gradient is clipped: the last bits of norms differ, and would be in all weights."""
+ONE_LAYER = f"{LAYERS} --num-layers 1"
+"""Enough for what only the optimizer does."""
 FP8 = "--fp8-format hybrid"
 STORED = f"{FP8} --fp8-param-gather"
 
