@@ -2,7 +2,9 @@
 """Families of Hugging Face models: transformers and Megatron-Core compute the same from them."""
 
 import ast
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,22 +25,13 @@ from tests.support.checkpoint.hugging_face_models import (
     config_of,
     random_state,
 )
-from tests.support.pairwise import each_value
 from tests.support.rank_pool import run_ranks
 
 TOLERANCE = 1e-5
 """Of logits, in parts of the largest: fp32 sums in another order."""
 
 
-@pytest.mark.always("qwen2", "deepseek_v3_yarn_without_mscale")
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_model_that_is_read_computes_the_same_in_megatron_core(kind: str, tmp_path: Path) -> None:
-    (error,) = run_ranks(1, models.import_and_compare, kind, tmp_path)
-    print(f"{kind}: {error:.1e}")
-    assert error < TOLERANCE
-
-
-@pytest.mark.always(
+FEW = (
     "llama",
     "qwen2",
     "qwen3_tied",
@@ -46,34 +39,48 @@ def test_a_model_that_is_read_computes_the_same_in_megatron_core(kind: str, tmp_
     "deepseek_v3_yarn_without_mscale",
     "gpt2_exact_gelu_untied",
 )
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_model_that_is_written_computes_the_same_in_transformers(
-    kind: str, tmp_path: Path
-) -> None:
-    ((error, family),) = run_ranks(1, models.export_and_compare, kind, tmp_path)
-    print(f"{kind}: {error:.1e}")
-    assert family == KINDS[kind][0]  # found out from the arguments
-    assert error < TOLERANCE
+"""A kind of most families."""
+SHARES = [FEW, [kind for kind in KINDS if kind not in FEW]]
 
 
-@pytest.mark.parametrize("kind", ["deepseek_v3", "deepseek_v3_whole_queries_tied"])
-def test_layers_that_predict_further_tokens_compute_the_same_in_both(
-    kind: str, tmp_path: Path
+def of_each(job: Callable[..., Any], kinds: Sequence[str], folder: Path) -> dict[str, Any]:
+    """Call a job of `hugging_face_models` for each kind on one rank, which transformers changes."""
+    return run_ranks(1, models.of_each, job, kinds, folder)[0]
+
+
+@pytest.mark.always("few")
+@pytest.mark.parametrize("kinds", SHARES, ids=["few", "others"])
+def test_models_that_are_read_compute_the_same_in_megatron_core(
+    kinds: Sequence[str], tmp_path: Path
 ) -> None:
-    (errors,) = run_ranks(1, models.predict_and_compare, kind, tmp_path)
-    if errors is None:
+    errors = of_each(models.import_and_compare, kinds, tmp_path)
+    assert max(errors.values()) < TOLERANCE, errors
+
+
+@pytest.mark.always("few")
+@pytest.mark.parametrize("kinds", SHARES, ids=["few", "others"])
+def test_models_that_are_written_compute_the_same_in_transformers(
+    kinds: Sequence[str], tmp_path: Path
+) -> None:
+    for kind, (error, family) in of_each(models.export_and_compare, kinds, tmp_path).items():
+        assert family == KINDS[kind][0]  # found out from the arguments
+        assert error < TOLERANCE, kind
+
+
+def test_layers_that_predict_further_tokens_compute_the_same_in_both(tmp_path: Path) -> None:
+    kinds = ("deepseek_v3", "deepseek_v3_whole_queries_tied")
+    errors = of_each(models.predict_and_compare, kinds, tmp_path)
+    if None in errors.values():
         pytest.skip("this release of transformers has no layers that predict further tokens")
-    print(f"{kind}: {errors}")
-    assert max(errors) < TOLERANCE
+    assert max(map(max, errors.values())) < TOLERANCE, errors
 
 
-@pytest.mark.parametrize(
-    ("kind", "dtype"), each_value(kind=KINDS, dtype=[torch.float32, torch.bfloat16])
-)
-def test_a_model_in_several_files_is_the_same_after_reading_and_writing(
-    kind: str, dtype: torch.dtype, tmp_path: Path
+@pytest.mark.always("few")
+@pytest.mark.parametrize("kinds", SHARES, ids=["few", "others"])
+def test_models_in_several_files_are_the_same_after_reading_and_writing(
+    kinds: Sequence[str], tmp_path: Path
 ) -> None:
-    run_ranks(1, models.write_again_and_compare, kind, dtype, tmp_path)
+    of_each(models.write_again_and_compare, kinds, tmp_path)
 
 
 def test_neither_program_is_needed() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -272,6 +273,11 @@ def difference(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found - expected).abs().max() / expected.abs().max())
 
 
+def of_each(job: Callable[..., Any], kinds: Sequence[str], directory: Path) -> dict[str, Any]:
+    """Job: the results of another one for some kinds, each in a folder of its own."""
+    return {kind: job(kind, directory / kind) for kind in kinds}
+
+
 def import_and_compare(kind: str, directory: Path) -> float:
     """Job: import a model of transformers; return how far Megatron-Core's answers differ."""
     model = saved_model(kind, directory)
@@ -369,11 +375,12 @@ def our_predictions(model: GPTModel) -> tuple[torch.Tensor, torch.Tensor]:
     return hidden, further[:, :-1]
 
 
-def write_again_and_compare(kind: str, dtype: torch.dtype, directory: Path) -> None:
+def write_again_and_compare(kind: str, directory: Path) -> None:
     """Job: read and write a model in several files, with itself as the template; compare."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     family, settings = KINDS[kind]
+    dtype = (torch.float32, torch.bfloat16)[list(KINDS).index(kind) % 2]
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **settings), dtype=dtype)
     randomize(model)
     for name, tensor in model.named_buffers():
