@@ -215,34 +215,25 @@ def test_names_are_ordered_as_modules_register_them() -> None:
     ordered = sorted(names, key=key_rules.registration_order)
     position = {name: number for number, name in enumerate(ordered)}
     assert ordered[0] == "embedding.word_embeddings.weight" and ordered[-1] == "output_layer.weight"
-    for before, after in (
-        (
-            "decoder.layers.0.mlp.experts.local_experts.0.linear_fc1.weight",
-            "decoder.layers.0.mlp.experts.local_experts.0.linear_fc2.weight",
-        ),
-        (
-            "decoder.layers.0.mlp.experts.local_experts.0.linear_fc2.weight",
-            "decoder.layers.0.mlp.experts.local_experts.1.linear_fc1.weight",
-        ),
-        (
-            "decoder.layers.0.mlp.experts.local_experts.1.linear_fc2.weight",
-            "decoder.layers.1.input_layernorm.weight",
-        ),
-        (
-            "decoder.layers.1.self_attention.linear_proj.weight",
-            "decoder.layers.1.self_attention.linear_qkv.weight",
-        ),
-        ("decoder.layers.1.mlp.linear_fc2.weight", "decoder.final_layernorm.weight"),
-        ("decoder.final_layernorm.weight", "mtp.layers.0.enorm.weight"),
-        ("mtp.layers.0.transformer_layer.mlp.router.weight", "mtp.layers.0.final_layernorm.weight"),
-    ):
-        assert position[before] < position[after]
-    assert key_rules.registration_order(
-        "decoder.layers.2.mlp.linear_fc1.weight"
-    ) < key_rules.registration_order("decoder.layers.10.mlp.linear_fc1.weight")
-    assert key_rules.registration_order("strange") > key_rules.registration_order(
-        "output_layer.weight"
-    )
+    layer, experts = "decoder.layers.1", "decoder.layers.0.mlp.experts.local_experts"
+    chosen = [
+        f"{experts}.0.linear_fc1.weight",
+        f"{experts}.0.linear_fc2.weight",
+        f"{experts}.1.linear_fc1.weight",
+        f"{experts}.1.linear_fc2.weight",
+        f"{layer}.input_layernorm.weight",
+        f"{layer}.self_attention.linear_proj.weight",
+        f"{layer}.self_attention.linear_qkv.weight",
+        f"{layer}.mlp.linear_fc2.weight",
+        "decoder.final_layernorm.weight",
+        "mtp.layers.0.enorm.weight",
+        "mtp.layers.0.transformer_layer.mlp.router.weight",
+        "mtp.layers.0.final_layernorm.weight",
+    ]
+    assert sorted(chosen, key=position.__getitem__) == chosen
+    others = [f"decoder.layers.{number}.mlp.linear_fc1.weight" for number in (2, 10)]
+    others += ["output_layer.weight", "strange"]
+    assert sorted(others, key=key_rules.registration_order) == others
 
 
 @pytest.mark.parametrize(

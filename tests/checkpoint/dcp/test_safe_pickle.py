@@ -12,6 +12,7 @@ import signal
 import subprocess
 import warnings
 import zipfile
+from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -46,7 +47,7 @@ def object_array(marker: Path) -> bytes:
     return pickle.dumps(array)
 
 
-def build_on_class(marker: Path) -> bytes:
+def build_on_class() -> bytes:
     """Give Namespace an attribute in the way in which objects with slots get theirs."""
     slots = pickle.MARK + pickle.NONE + b"}" + text("intruder") + b"K\x01s" + pickle.TUPLE
     return EMPTY + NAMESPACE + slots + pickle.BUILD + pickle.STOP
@@ -65,7 +66,7 @@ def build_on_stand_in(key: str, value: bytes = b"K\x01") -> bytes:
 
 # Each makes the file `marker` if anything in it is run by an unpickler that trusts it, or asks for
 # what it must not get.
-HOSTILE = {
+HOSTILE: dict[str, bytes | Callable[[Path], bytes]] = {
     "os.system": touch,
     "posix.system": lambda marker: call("posix", "system", text(f"touch {marker}")),
     "subprocess": lambda marker: pickle.dumps(CallOnLoad(subprocess.run, ["touch", str(marker)])),
@@ -74,72 +75,66 @@ HOSTILE = {
         "__builtin__", "exec", text(f"open({str(marker)!r}, 'w')")
     ),
     "open": lambda marker: pickle.dumps(CallOnLoad(open, str(marker), "w")),
-    "getattr of a module": lambda marker: call(
-        "builtins", "getattr", named("os", "path"), text("os")
-    ),
-    "getattr of a listed class": lambda marker: call(
-        "builtins", "getattr", NAMESPACE, text("__subclasses__")
-    ),
-    "getattr of a dunder": lambda marker: call(
+    "getattr of a module": call("builtins", "getattr", named("os", "path"), text("os")),
+    "getattr of a listed class": call("builtins", "getattr", NAMESPACE, text("__subclasses__")),
+    "getattr of a dunder": call(
         "builtins", "getattr", named("megatron.core.enums", "ModelType"), text("mro.x")
     ),
-    "getattr of a signal": lambda marker: call(
+    "getattr of a signal": call(
         "builtins", "getattr", named("signal", "Signals"), text("__init__")
     ),
-    "setattr": lambda marker: call("builtins", "setattr", NAMESPACE, text("x"), b"K\x01"),
-    "__import__": lambda marker: call("builtins", "__import__", text("os")),
+    "setattr": call("builtins", "setattr", NAMESPACE, text("x"), b"K\x01"),
+    "__import__": call("builtins", "__import__", text("os")),
     "type": lambda marker: call("builtins", "type", text("X"), b")", b"}"),
-    "object": lambda marker: call("builtins", "object"),
+    "object": call("builtins", "object"),
     "map": lambda marker: call("builtins", "map", named("os", "system"), text(f"touch {marker}")),
-    "dotted name": lambda marker: call("argparse", "Namespace.__init__.__globals__"),
-    "dotted name through a listed module": lambda marker: call("argparse", "_sys.modules"),
+    "dotted name": call("argparse", "Namespace.__init__.__globals__"),
+    "dotted name through a listed module": call("argparse", "_sys.modules"),
     "dotted name through torch": lambda marker: call("torch", "os.system", text(f"touch {marker}")),
-    "dotted stand-in": lambda marker: call("megatron.core.enums", "enum.sys.modules"),
-    "function of Megatron-Core": lambda marker: call(
+    "dotted stand-in": call("megatron.core.enums", "enum.sys.modules"),
+    "function of Megatron-Core": call(
         "megatron.core.dist_checkpointing.strategies.common", "load_common", text("x")
     ),
-    "module of Megatron-Core": lambda marker: call("megatron.core.rerun_state_machine", "os"),
-    "other class of Megatron-Core": lambda marker: call(
-        "megatron.core.utils", "GlobalMemoryBuffer"
-    ),
-    "copyreg": lambda marker: call(
+    "module of Megatron-Core": call("megatron.core.rerun_state_machine", "os"),
+    "other class of Megatron-Core": call("megatron.core.utils", "GlobalMemoryBuffer"),
+    "copyreg": call(
         "copyreg", "_reconstructor", NAMESPACE, named("builtins", "object"), pickle.NONE
     ),
-    "codecs": lambda marker: pickle.dumps(CallOnLoad(codecs.decode, "x", "rot13")),
-    "another codec": lambda marker: call("_codecs", "encode", text("x"), text("rot13")),
+    "codecs": pickle.dumps(CallOnLoad(codecs.decode, "x", "rot13")),
+    "another codec": call("_codecs", "encode", text("x"), text("rot13")),
     "functools": lambda marker: pickle.dumps(functools.partial(os.system, f"touch {marker}")),
-    "operator": lambda marker: call("operator", "attrgetter", text("system")),
-    "types": lambda marker: call("types", "FunctionType"),
-    "marshal": lambda marker: call("marshal", "loads", text("x")),
-    "importlib": lambda marker: call("importlib", "import_module", text("os")),
-    "torch.hub": lambda marker: call("torch.hub", "load", text("a/b"), text("c")),
-    "torch.load": lambda marker: call("torch", "load", text("x")),
-    "torch.load of its module": lambda marker: call("torch.serialization", "load", text("x")),
-    "torch.jit": lambda marker: call("torch.jit", "load", text("x")),
-    "bytes of a storage": lambda marker: call("torch.storage", "_load_from_bytes", b"C\x01x"),
-    "storage of a file": lambda marker: call(
-        "torch.storage", "UntypedStorage.from_file", text("x")
-    ),
-    "tensor subclass": lambda marker: call("torch._tensor", "_rebuild_from_type_v2"),
+    "operator": call("operator", "attrgetter", text("system")),
+    "types": call("types", "FunctionType"),
+    "marshal": call("marshal", "loads", text("x")),
+    "importlib": call("importlib", "import_module", text("os")),
+    "torch.hub": call("torch.hub", "load", text("a/b"), text("c")),
+    "torch.load": call("torch", "load", text("x")),
+    "torch.load of its module": call("torch.serialization", "load", text("x")),
+    "torch.jit": call("torch.jit", "load", text("x")),
+    "bytes of a storage": call("torch.storage", "_load_from_bytes", b"C\x01x"),
+    "storage of a file": call("torch.storage", "UntypedStorage.from_file", text("x")),
+    "tensor subclass": call("torch._tensor", "_rebuild_from_type_v2"),
     "pickle in a pickle": lambda marker: pickle.dumps(CallOnLoad(pickle.loads, touch(marker))),
     "numpy object array": object_array,
-    "numpy.load": lambda marker: call("numpy", "load", text("x")),
-    "numpy testing": lambda marker: call(
-        "numpy.testing._private.utils", "runstring", text("x"), b"}"
-    ),
-    "timeit": lambda marker: call("timeit", "timeit", text("x")),
-    "build on a class": build_on_class,
-    "build on a function": lambda marker: (
-        EMPTY + named("torch._utils", "_rebuild_tensor_v2") + b"}" + text("x") + b"K\x01sb."
-    ),
-    "build of dunders": lambda marker: build_on_stand_in("__reduce_ex__"),
-    "build of a function's defaults": lambda marker: (
-        EMPTY + named("_codecs", "encode") + b"(N}" + text("__defaults__") + b")stb."
-    ),
-    "function of a stand-in's module": lambda marker: call(
+    "numpy.load": call("numpy", "load", text("x")),
+    "numpy testing": call("numpy.testing._private.utils", "runstring", text("x"), b"}"),
+    "timeit": call("timeit", "timeit", text("x")),
+    "build on a class": build_on_class(),
+    "build on a function": EMPTY
+    + named("torch._utils", "_rebuild_tensor_v2")
+    + b"}"
+    + text("x")
+    + b"K\x01sb.",
+    "build of dunders": build_on_stand_in("__reduce_ex__"),
+    "build of a function's defaults": EMPTY
+    + named("_codecs", "encode")
+    + b"(N}"
+    + text("__defaults__")
+    + b")stb.",
+    "function of a stand-in's module": call(
         "megatron.core.rerun_state_machine", "getenv", text("HOME")
     ),
-    "extension registry": lambda marker: EMPTY + b"\x82\x01.",
+    "extension registry": EMPTY + b"\x82\x01.",
 }
 
 
@@ -164,7 +159,7 @@ def test_nothing_that_a_pickle_names_is_run(wrap: str, marker: Path) -> None:
     before = dict(vars(argparse.Namespace)), dict(vars(torch._utils._rebuild_tensor_v2))
     for kind, hostile in HOSTILE.items():
         with pytest.raises(ValueError) as error:
-            load(wrapped(hostile(marker), wrap))
+            load(wrapped(hostile(marker) if callable(hostile) else hostile, wrap))
         if kind != "extension registry":
             assert isinstance(error.value, RefusedPickleError), (kind, error.value)
             assert str(error.value).startswith("the pickle "), kind
