@@ -102,12 +102,9 @@ def test_the_covered_share_of_communication_counts_no_time_twice() -> None:
 
 
 def with_warm_ranks(step: Step) -> Step:
-    """Return a step that starts the ranks of a script by the torchrun in the path.
-
-    A step that starts a module stays as it is, with the real one.
-    """
+    """Return a step that starts ranks by the torchrun in the path; `tests` has the real one."""
     words = step.command.removeprefix(f"{TORCHRUN} ")
-    if words == step.command or words.startswith("-m "):
+    if words == step.command:
         return step
     return replace(step, command=f"torchrun --standalone --nproc_per_node {{ranks}} {words}")
 

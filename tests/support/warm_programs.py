@@ -6,12 +6,14 @@ milliseconds. `stand_ins.py` puts a `torchrun` and a `python` in the shell's pat
 process. Words of torchrun are read by its own parser.
 """
 
+import ast
 import atexit
 import contextlib
 import importlib
 import json
 import multiprocessing
 import os
+import runpy
 import secrets
 import signal
 import socket
@@ -24,6 +26,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NoReturn
 
+from megatron.pretrain.arguments import build_parser
 from megatron.pretrain.report.logging_setup import set_up_logging
 from tests.support.fork_servers import FORKSERVER, INSTALLED, forks_from
 
@@ -59,6 +62,7 @@ def serve(path: str, requester: Connection) -> None:
     multiprocessing.set_start_method("fork", force=True)  # of data loaders, as in other programs
     for name in PRELOAD:
         importlib.import_module(name)
+    build_parser()  # the help of its flags is read from sources
     signal.signal(signal.SIGCHLD, forget_ended_launchers)
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(path)
@@ -110,7 +114,7 @@ def launch(connection: socket.socket) -> NoReturn:
 
 
 def ranks_of(request: dict[str, Any]) -> tuple[str, list[str], list[dict[str, str]]]:
-    """Return the script, its words and the environment variables of every rank on this node."""
+    """Return the script, or `-m` and a module, its words, and the variables of each rank here."""
     if request["program"] == "python":
         return request["words"][0], request["words"][1:], [{}]
     from torch.distributed.run import parse_args
@@ -127,7 +131,8 @@ def ranks_of(request: dict[str, Any]) -> tuple[str, list[str], list[dict[str, st
         {**world, "RANK": str(node * per_node + local), "LOCAL_RANK": str(local)}
         for local in range(per_node)
     ]
-    return args.training_script, args.training_script_args, places
+    script = f"-m {args.training_script}" if args.module else args.training_script
+    return script, args.training_script_args, places
 
 
 def free_port() -> int:
@@ -147,6 +152,7 @@ def run_ranks(
     The first exit code that is not 0.
     """
     ranks = set()
+    import_what_it_imports(script)
     for environment in environments:
         rank = os.fork()
         if rank == 0:
@@ -164,6 +170,17 @@ def run_ranks(
             for other in ranks:
                 os.kill(other, signal.SIGTERM)
     return code or int(terminated.is_set())
+
+
+def import_what_it_imports(script: str) -> None:
+    """Import the packages of a script once for all ranks; what fails there says it there."""
+    source = "" if script.startswith("-m ") else Path(script).read_text()
+    for node in ast.parse(source).body:
+        with contextlib.suppress(Exception):
+            if isinstance(node, ast.ImportFrom):
+                module = importlib.import_module(node.module or "")
+                for name in node.names:  # some packages import their modules late
+                    getattr(module, name.name)
 
 
 def end_with(connection: socket.socket, ranks: set[int], terminated: threading.Event) -> None:
@@ -188,8 +205,11 @@ def become_rank(script: str, words: list[str], environment: dict[str, str]) -> N
     sys.argv = [script, *words]
     code = 0
     try:
-        names = {"__name__": "__main__", "__file__": script, "__package__": None}
-        exec(compile(Path(script).read_text(), script, "exec"), names)
+        if script.startswith("-m "):
+            runpy.run_module(script.removeprefix("-m "), run_name="__main__")
+        else:
+            names = {"__name__": "__main__", "__file__": script, "__package__": None}
+            exec(compile(Path(script).read_text(), script, "exec"), names)
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
     except BaseException:
