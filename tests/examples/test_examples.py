@@ -3,14 +3,11 @@
 
 import json
 import os
-import re
 import shlex
 import subprocess
 from pathlib import Path
 
 import pytest
-import torch
-from torch.distributed.checkpoint import FileSystemReader
 
 from megatron.pretrain.arguments import parse_arguments
 from tests.examples.conftest import Shell
@@ -61,6 +58,8 @@ def test_small_models_named_after_real_ones_train_as_with_ddp(model: str, tmp_pa
         f"{shlex.join(words)} {DATA} --train-iters 3 --seq-length 64 --global-batch-size 8"
         " --micro-batch-size 1"
     )
+    if model != "deepseek_v3":  # whose layers are of several kinds
+        line += " --num-layers 2"
     fsdp, ddp = run_ranks(ranks, train, line, line.replace("--use-megatron-fsdp", ""), timeout=300)[
         0
     ]
@@ -73,23 +72,8 @@ def test_small_models_named_after_real_ones_train_as_with_ddp(model: str, tmp_pa
 def test_the_plain_loop_continues_as_if_nothing_had_happened(shell: Shell) -> None:
     start = ("torchrun", "--standalone", "--nproc_per_node", "2")
     program = (*start, "examples/fully_shard_training_loop.py", "--steps")
-    whole = shell.run(*program, "20", "--checkpoints", "whole")
-    parts = [shell.run(*program, steps, "--checkpoints", "parts") for steps in ("8", "20")]
+    whole = shell.run(*program, "8", "--checkpoints", "whole")
+    parts = [shell.run(*program, steps, "--checkpoints", "parts") for steps in ("3", "8")]
     assert "Warning" not in whole.stdout and parts[0].stdout != whole.stdout, whole.stdout
-    assert parts[1].stdout == f"continuing after step 8\n{whole.stdout}"
+    assert parts[1].stdout == f"continuing after step 3\n{whole.stdout}"
     assert whole.stdout.count("loss") == 2  # evaluations, with and without averaged weights
-
-
-@pytest.mark.exhaustive
-def test_the_recipe_of_bridge_learns_and_saves(shell: Shell) -> None:
-    """That it trains as with DDP is shown by docs/examples.md, whose commands run in test_pages."""
-    program = ("torchrun", "--standalone", "--nproc_per_node", "2")
-    done = shell.run(*program, "examples/megatron_bridge_recipe.py")
-    assert done.returncode == 0, done.stdout
-    first, second = re.findall(r"^step .* (\S+)$", done.stdout, re.MULTILINE)
-    assert float(second) < float(first) - 0.5
-    metadata = FileSystemReader(shell.directory / "checkpoints" / "bridge").read_metadata()
-    keys = metadata.state_dict_metadata
-    weight = "module.decoder.layers.1.mlp.linear_fc1.weight"
-    for key in (f"model.{weight}", f"optimizer.state.module.{weight}.exp_avg"):
-        assert keys[key].size == torch.Size((256, 64))

@@ -46,14 +46,15 @@ def test_a_recipe_goes_on_from_the_pretrained_model_however_it_is_divided(
 ) -> None:
     command = ["bash", f"examples/finetune/{recipe}.sh", *SHORT]
     first = workplace.run(*command, BASE_ITERS="20")
-    again = workplace.run(*command, *flags.split(), NPROC_PER_NODE=num_ranks)
+    more = ("--exit-interval", "3", *flags.split())
+    again = workplace.run(*command, *more, NPROC_PER_NODE=num_ranks)
     assert first.returncode == again.returncode == 0, first.stdout + again.stdout
     pretraining, _, fine_tuning = first.stdout.partition("saved checkpoint of iteration 20 to")
     before, found = list(losses(pretraining).values()), list(losses(fine_tuning).values())
     assert "loaded the weights of checkpoints/" in fine_tuning
     assert len(found) == 8 and abs(found[0] - before[-1]) < 0.3 < before[0] - before[-1]
     assert mean(found[-2:]) < mean(found[:2]) - 0.05
-    assert_close(list(losses(again.stdout).values()), found, 1e-5)
+    assert_close(list(losses(again.stdout).values()), found[:3], 1e-5)
 
 
 # ---- samples of the supervised fine-tuning

@@ -2,7 +2,9 @@
 """Every block and every command of the pages is run, or named here with the reason why not."""
 
 import ast
+import json
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.util import find_spec
@@ -10,16 +12,12 @@ from itertools import chain
 from pathlib import Path
 
 import pytest
+import torch
 from fsspec.registry import known_implementations
+from torch.distributed.checkpoint import FileSystemReader
 
 from megatron.planning.machine import find_machine
-from tests.examples import (
-    test_data_document,
-    test_hugging_face,
-    test_migration_guide,
-    test_readme,
-    test_site,
-)
+from tests.examples import test_hugging_face, test_readme, test_site
 from tests.examples.conftest import Shell, with_inspector
 from tests.support.examples.blocks import DOCS, Block, blocks_of, inline_commands, python_of
 from tests.support.examples.documents import check_block, command_blocks, run_document
@@ -31,7 +29,7 @@ from tests.support.warm_programs import ROOT
 PAGES = ["README.md", *(path.relative_to(ROOT).as_posix() for path in sorted(DOCS.rglob("*.md")))]
 
 
-@pytest.mark.seldom("hugging_face")
+@pytest.mark.always("offload", "matrix_optimizers", "programs_for_other_packages")
 @pytest.mark.parametrize("page", PROGRAMS, ids=lambda page: Path(page).stem)
 def test_the_python_blocks_of_a_page_run_as_one_program(page: str, tmp_path: Path) -> None:
     blocks = [block.code for block in python_of(page)]
@@ -57,11 +55,22 @@ class CommandPage:
         tolerance: relative, of quoted numbers with a decimal point.
         replaced: parts of commands, and what stands there in the test: `{folder}` is its folder.
         agreeing: pairs of blocks; the first prints only steps that the second prints too.
+        pasted_losses: number of lines with the losses of two runs, which are the same.
+        check: looks at the folder afterwards.
     """
 
     tolerance: float = 0.0
     replaced: tuple[tuple[str, str], ...] = ()
     agreeing: tuple[tuple[int, int], ...] = ()
+    pasted_losses: int = 0
+    check: Callable[[Path], None] | None = None
+
+
+def the_recipe_of_bridge_has_saved(folder: Path) -> None:
+    metadata = FileSystemReader(folder / "checkpoints" / "bridge").read_metadata()
+    weight = "module.decoder.layers.1.mlp.linear_fc1.weight"
+    for key in (f"model.{weight}", f"optimizer.state.module.{weight}.exp_avg"):
+        assert metadata.state_dict_metadata[key].size == torch.Size((256, 64))
 
 
 SMALL_MODEL = (
@@ -76,11 +85,17 @@ COMMAND_PAGES = {
     "docs/coming_from_megatron_lm.md": CommandPage(),
     "docs/command_line.md": CommandPage(),
     # Other processors round bfloat16 in other places.
-    "docs/examples.md": CommandPage(tolerance=0.15, agreeing=((3, 2), (5, 4), (7, 6))),
+    "docs/examples.md": CommandPage(
+        tolerance=0.15,
+        agreeing=((3, 2), (5, 4), (7, 6)),
+        check=the_recipe_of_bridge_has_saved,
+    ),
     "docs/checkpoints_at_urls.md": CommandPage(
         replaced=(("s3://", "local://{folder}/"), ("node 8", "node 2"), (" ... ", f" {LLAMA} "))
     ),
     "docs/planning.md": CommandPage(),
+    "docs/data_and_tokenizers.md": CommandPage(),
+    "docs/migrating_to_fsdp.md": CommandPage(pasted_losses=12),
 }
 ELSEWHERE = {
     "docs/index.md: make pretrain": "is in README.md too, as tests/examples/test_site.py compares",
@@ -124,6 +139,12 @@ def test_the_commands_of_a_page_print_what_is_quoted(page: str, shell: Shell) ->
     steps = [set(re.findall("^step .*", output, re.MULTILINE)) for output in run.outputs]
     for fewer, more in settings.agreeing:
         assert steps[fewer] and steps[fewer] <= steps[more], (steps[fewer], steps[more])
+    pairs = re.findall(r"^(\{.*\})\t(\{.*\})$", "\n".join(run.outputs), re.MULTILINE)
+    assert len(pairs) == settings.pasted_losses
+    for first, second in pairs:
+        assert json.loads(second) == pytest.approx(json.loads(first), rel=1e-5)
+    if settings.check is not None:
+        settings.check(shell.directory)
 
 
 MACHINES_PAGE = "docs/planning.md"
@@ -161,8 +182,6 @@ def runners_of(block: Block) -> list[str]:
     with_commands = {
         "page": COMMAND_PAGES,
         "readme": [test_readme.README],
-        "guide": [test_migration_guide.GUIDE],
-        "data": [test_data_document.DOCUMENT],
         "hugging face": [test_hugging_face.PAGE],
     }
     commands = [

@@ -11,6 +11,10 @@ from pathlib import Path
 import pytest
 import yaml  # type: ignore[import-untyped]
 
+from megatron.pretrain.arguments import build_parser
+from megatron.pretrain.arguments.not_built import refusal
+from megatron.pretrain.arguments.program_flags import PROGRAM_GROUPS
+from megatron.pretrain.data.tokenizer_choice import TOKENIZER_TYPES
 from tests.examples.conftest import Shell
 from tests.support.examples.blocks import DOCS, Block, blocks_of, python_of
 from tests.support.examples.documents import command_blocks
@@ -34,7 +38,7 @@ def losses_of_side(blocks: list[Block], side: str, folder: str) -> list[float]:
     return names["losses"]
 
 
-@pytest.mark.always("coming_from_fsdp2")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("page", SIDE_BY_SIDE, ids=lambda page: Path(page).stem)
 def test_both_sides_of_a_page_have_the_same_losses(page: str, tmp_path: Path) -> None:
     results = []
@@ -48,6 +52,7 @@ def test_both_sides_of_a_page_have_the_same_losses(page: str, tmp_path: Path) ->
         assert got == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.exhaustive
 def test_the_program_of_the_start_page_learns(shell: Shell) -> None:
     (program,) = python_of("docs/index.md")
     (shell.directory / "train.py").write_text(program.code)
@@ -74,11 +79,10 @@ def test_the_other_ways_in_of_an_argument_exist() -> None:
     assert fields <= known | set(OwnConfig.__dataclass_fields__)
 
 
-def test_every_flag_beside_an_argument_exists(shell: Shell) -> None:
-    text = shell.run("python", "pretrain_gpt.py", "--help-all").stdout
+def test_every_flag_beside_an_argument_exists() -> None:
+    names = set(chain.from_iterable(each.option_strings for each in build_parser()._actions))
     flags = set(chain.from_iterable(ways.flags for ways in WAYS.values()))
-    missing = [flag for flag in flags if not re.search(rf"^  {flag}\b", text, re.MULTILINE)]
-    assert not missing, missing
+    assert flags <= names, flags - names
 
 
 def literals_of(tree: ast.AST) -> Iterator[str]:
@@ -123,9 +127,22 @@ def test_every_page_is_in_the_navigation() -> None:
     assert pages <= leaves(navigation), pages - leaves(navigation)
 
 
-def test_every_link_of_a_page_leads_to_a_file() -> None:
+def test_every_link_of_a_page_and_every_file_that_it_names_exists() -> None:
     missing = []
     for page in sorted(DOCS.rglob("*.md")):
         links = re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", page.read_text())
         missing += [(page, link) for link in links if not (page.parent / link).exists()]
+        named = re.findall(r"`((?:examples|tests|tools|docs)/[\w./]+)`", page.read_text())
+        missing += [(page, name) for name in named if not (ROOT / name).exists()]
     assert not missing, missing
+
+
+def test_every_tokenizer_and_every_flag_of_data_is_explained() -> None:
+    text = (DOCS / "data_and_tokenizers.md").read_text()
+    named = set(re.findall(r"--[\w-]+", text))
+    flags = PROGRAM_GROUPS["data and tokenizer"]
+    refused = {flag.dest for flag in flags if refusal(flag.dest)}
+    assert all(dest.startswith("fim_") for dest in refused)
+    taken = [flag for flag in flags if flag.dest not in refused]
+    assert not [flag.names for flag in taken if not named & set(flag.names)]
+    assert all(f"`{kind}`" in text for kind in TOKENIZER_TYPES)
