@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Data for the tests of examples, and a shell in which one machine plays a cluster."""
 
+import os
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.pretrain.conftest import counting_corpus  # noqa: F401
+from tests.support import stand_ins
 from tests.support.warm_programs import ROOT
 
 
@@ -60,3 +62,14 @@ def with_inspector(shell: Shell) -> Shell:
 @pytest.fixture
 def shell(commands: dict[str, str], tmp_path: Path) -> Shell:
     return Shell(repository_in(tmp_path), commands)
+
+
+@pytest.fixture
+def recorder(tmp_path: Path) -> Shell:
+    """Return a shell in which torchrun and python only write down their words, for `RECORD`."""
+    folder = tmp_path / "stand_ins"
+    folder.mkdir()
+    stand_ins.install(folder)
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("SLURM_")}
+    path = f"{folder}:{os.environ['PATH']}"
+    return Shell(repository_in(tmp_path), {**kept, "PATH": path, "OMP_NUM_THREADS": "1"})

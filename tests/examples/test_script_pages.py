@@ -38,11 +38,11 @@ def test_the_page_names_every_script_and_only_files_that_exist(folder: str) -> N
 def test_every_command_of_the_page_is_accepted(
     folder: str,
     runs: list[int],
-    shell: Shell,
+    recorder: Shell,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.chdir(shell.directory)
+    monkeypatch.chdir(recorder.directory)
     (tmp_path / "models").mkdir()
     write_tokenizer(tmp_path / "models" / "DeepSeek-V3")
     (tmp_path / "data").mkdir()
@@ -50,7 +50,7 @@ def test_every_command_of_the_page_is_accepted(
         (tmp_path / "data" / f"{name}_text_document{suffix}").symlink_to(f"{CORPUS}{suffix}")
     commands = "".join(block.commands for block in command_blocks(page_of(folder)))
     record = tmp_path / "record"
-    done = shell.run("bash", "-ec", commands.replace(*FEWER_NODES), RECORD=str(record))
+    done = recorder.run("bash", "-ec", commands.replace(*FEWER_NODES), RECORD=str(record))
     assert done.returncode == 0, done.stdout
     requests = {line: json.loads(line) for line in record.read_text().splitlines()}
     different = {json.dumps(each["words"]): each for each in requests.values()}

@@ -100,16 +100,16 @@ def tool(*words: str | Path) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_the_shell_understands_the_script(script: str, shell: Shell) -> None:
-    done = shell.run("bash", "-n", FOLDER / script)
+def test_the_shell_understands_the_script(script: str, recorder: Shell) -> None:
+    done = recorder.run("bash", "-n", FOLDER / script)
     assert (done.returncode, done.stdout) == (0, "")
 
 
 def test_deepseek_v3_is_accepted_on_64_nodes_and_has_its_published_size(
-    shell: Shell, tmp_path: Path
+    recorder: Shell, tmp_path: Path
 ) -> None:
     data = {"DATA_PATH": str(CORPUS), "TOKENIZER": str(write_tokenizer(tmp_path / "tokenizer"))}
-    requests = words_of("sbatch_mfsdp_deepseek_v3.sh", shell, "--seed", "5", **data)
+    requests = words_of("sbatch_mfsdp_deepseek_v3.sh", recorder, "--seed", "5", **data)
     assert len(requests) == 64 and len({tuple(request["words"]) for request in requests}) == 1
     launch = parse_torchrun(requests[0]["words"])
     assert launch.nnodes == "64" and launch.rdzv_endpoint.startswith("127.0.0.1:")
@@ -131,9 +131,9 @@ def test_deepseek_v3_is_accepted_on_64_nodes_and_has_its_published_size(
     assert (round(main / 1e9), round(active / 1e9), round(predicting / 1e9, 1)) == (671, 37, 11.6)
 
 
-def test_deepseek_v3_registers_no_memory_in_segments_that_grow(shell: Shell) -> None:
+def test_deepseek_v3_registers_no_memory_in_segments_that_grow(recorder: Shell) -> None:
     script = "sbatch_mfsdp_deepseek_v3.sh"
-    args = parsed(words_of(script, shell, PYTORCH_CUDA_ALLOC_CONF=GROWING)[0])
+    args = parsed(words_of(script, recorder, PYTORCH_CUDA_ALLOC_CONF=GROWING)[0])
     assert args is not None and args.fsdp_double_buffer and not args.nccl_ub
 
 
@@ -164,54 +164,12 @@ def deepseek_parameters(args: argparse.Namespace) -> tuple[int, int, int]:
     )
 
 
-SMALL_DEEPSEEK = [
-    "--num-layers",
-    "2",
-    "--moe-layer-freq",
-    "[0]*1+[1]*1",
-    "--hidden-size",
-    "64",
-    "--ffn-hidden-size",
-    "96",
-    "--num-attention-heads",
-    "4",
-    "--q-lora-rank",
-    "24",
-    "--kv-lora-rank",
-    "16",
-    "--qk-head-dim",
-    "8",
-    "--qk-pos-emb-head-dim",
-    "4",
-    "--v-head-dim",
-    "8",
-    "--num-experts",
-    "16",
-    "--moe-ffn-hidden-size",
-    "16",
-    "--moe-shared-expert-intermediate-size",
-    "16",
-    "--padded-vocab-size",
-    "128",
-    "--seq-length",
-    "32",
-    "--global-batch-size",
-    "8",
-    "--train-iters",
-    "4",
-    "--lr",
-    "1e-2",
-    "--lr-warmup-iters",
-    "1",
-    "--log-interval",
-    "1",
-    "--eval-iters",
-    "0",
-    "--init-method-std",
-    "0.02",
-    "--num-workers",
-    "0",
-]
+SMALL_DEEPSEEK = """--num-layers 2 --moe-layer-freq [0]*1+[1]*1 --hidden-size 64
+    --ffn-hidden-size 96 --num-attention-heads 4 --q-lora-rank 24 --kv-lora-rank 16 --qk-head-dim 8
+    --qk-pos-emb-head-dim 4 --v-head-dim 8 --num-experts 16 --moe-ffn-hidden-size 16
+    --moe-shared-expert-intermediate-size 16 --padded-vocab-size 128 --seq-length 32
+    --global-batch-size 8 --train-iters 4 --lr 1e-2 --lr-warmup-iters 1 --log-interval 1
+    --eval-iters 0 --init-method-std 0.02 --num-workers 0"""
 
 
 @pytest.mark.exhaustive
@@ -230,7 +188,12 @@ def test_deepseek_v3_trains_in_small_and_goes_on_after_it_was_queued_again(
         "DATA_PATH": f"1 {CORPUS} 2 {CORPUS}",
         "TOKENIZER": str(write_tokenizer(tmp_path / "t")),
     }
-    command = ["sbatch", "--nodes=2", FOLDER / "sbatch_mfsdp_deepseek_v3.sh", *SMALL_DEEPSEEK]
+    command = [
+        "sbatch",
+        "--nodes=2",
+        FOLDER / "sbatch_mfsdp_deepseek_v3.sh",
+        *SMALL_DEEPSEEK.split(),
+    ]
     job = shell.run(*command, **environment)
     output = (tmp_path / "slurm-1.out").read_text()
     assert job.returncode == 0, output
@@ -243,9 +206,11 @@ def test_deepseek_v3_trains_in_small_and_goes_on_after_it_was_queued_again(
 
 
 @pytest.mark.parametrize("script", ["sbatch_mfsdp_deepseek_v3.sh", "sbatch_checkpoint_convert.sh"])
-def test_a_job_submitted_elsewhere_says_so(script: str, shell: Shell, tmp_path: Path) -> None:
+def test_a_job_submitted_elsewhere_says_so(script: str, recorder: Shell, tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
-    done = shell.run("sbatch", FOLDER / script, "in", "out", REPOSITORY=str(tmp_path / "elsewhere"))
+    done = recorder.run(
+        "sbatch", FOLDER / script, "in", "out", REPOSITORY=str(tmp_path / "elsewhere")
+    )
     assert (
         done.returncode == 1
         and "submit from the repository, or set REPOSITORY"
@@ -257,7 +222,7 @@ def test_a_job_submitted_elsewhere_says_so(script: str, shell: Shell, tmp_path: 
     "start", ["from_synthetic_tokens", "from_the_beginning", "from_hugging_face"]
 )
 def test_llama3_8b_is_accepted_on_eight_gpus_and_has_its_published_size(
-    start: str, shell: Shell, tmp_path: Path
+    start: str, recorder: Shell, tmp_path: Path
 ) -> None:
     folder = str(write_tokenizer(tmp_path / "model"))
     environments: dict[str, dict[str, str]] = {
@@ -265,7 +230,7 @@ def test_llama3_8b_is_accepted_on_eight_gpus_and_has_its_published_size(
         "from_the_beginning": {"DATA_PATH": str(CORPUS), "TOKENIZER": folder},
         "from_hugging_face": {"DATA_PATH": str(CORPUS), "HF_MODEL": folder},
     }
-    requests = words_of("pretrain_llama3_8b.sh", shell, "--seed", "5", **environments[start])
+    requests = words_of("pretrain_llama3_8b.sh", recorder, "--seed", "5", **environments[start])
     *before, args = map(parsed, requests)
     assert before == ([None] if start == "from_hugging_face" else []) and args is not None
     assert args.finetune == bool(before) and args.world_size == 8 and args.seed == 5
@@ -288,25 +253,9 @@ def test_llama3_8b_fine_tunes_a_hugging_face_model_in_small_and_goes_on(
     write_tokenizer(model)
     code, output = tool("convert-from-hf", "--json", model, tmp_path / "flags")
     flags = json.loads(output)["model_flags"]
-    small = [
-        "--seq-length",
-        "32",
-        "--global-batch-size",
-        "8",
-        "--train-iters",
-        "4",
-        "--lr",
-        "5e-3",
-        "--log-interval",
-        "1",
-        "--eval-iters",
-        "0",
-        "--num-workers",
-        "0",
-        "--save-interval",
-        "2",
-    ]
-    command = ["bash", FOLDER / "pretrain_llama3_8b.sh", *flags, *small]
+    small = "--seq-length 32 --global-batch-size 8 --train-iters 4 --lr 5e-3 --log-interval 1"
+    small += " --eval-iters 0 --num-workers 0 --save-interval 2"
+    command = ["bash", FOLDER / "pretrain_llama3_8b.sh", *flags, *small.split()]
     environment = {"NPROC_PER_NODE": "2", "DATA_PATH": str(CORPUS), "HF_MODEL": str(model)}
     first = shell.run(*command, "--exit-interval", "2", **environment)
     second = shell.run(*command, **environment)
@@ -320,9 +269,9 @@ def test_llama3_8b_fine_tunes_a_hugging_face_model_in_small_and_goes_on(
     assert losses(second.stdout)[4] < losses(first.stdout)[1]
 
 
-def test_every_word_for_the_conversion_is_accepted(shell: Shell) -> None:
+def test_every_word_for_the_conversion_is_accepted(recorder: Shell) -> None:
     options = ["--swiglu", "--output-model-weight-prefix", "model.module"]
-    requests = words_of("sbatch_checkpoint_convert.sh", shell, "in", "out", *options)
+    requests = words_of("sbatch_checkpoint_convert.sh", recorder, "in", "out", *options)
     assert len(requests) == 2 and [parsed(request) for request in requests] == [None, None]
     assert requests[0]["words"][-6:] == [
         "convert-torch-dist-to-fsdp-dtensor",
@@ -332,6 +281,7 @@ def test_every_word_for_the_conversion_is_accepted(shell: Shell) -> None:
     ]
 
 
+@pytest.mark.exhaustive
 def test_a_checkpoint_is_converted_on_two_nodes_there_and_back(
     shell: Shell, tmp_path: Path
 ) -> None:
@@ -353,6 +303,7 @@ def test_a_checkpoint_is_converted_on_two_nodes_there_and_back(
     assert again.returncode == 1 and "nothing is overwritten" in output.read_text()
 
 
+@pytest.mark.exhaustive
 def test_a_conversion_that_was_killed_goes_on_when_it_is_queued_again(
     shell: Shell, tmp_path: Path
 ) -> None:
@@ -385,20 +336,9 @@ def test_the_laptop_script_goes_from_tensor_and_pipeline_parallelism_to_hugging_
         True,
     ] and runs.count(None) == 6
 
-    short = [
-        "--mock-data",
-        "--vocab-size",
-        "99",
-        "--num-workers",
-        "0",
-        "--log-interval",
-        "1",
-        "--train-iters",
-        "6",
-        "--save-interval",
-        "3",
-    ]
-    done = shell.run("bash", FOLDER / script, *short, "--exit-interval", "3")
+    short = "--mock-data --vocab-size 99 --num-workers 0 --log-interval 1 --train-iters 6"
+    short += " --save-interval 3 --exit-interval 3"
+    done = shell.run("bash", FOLDER / script, *short.split())
     assert done.returncode == 0, done.stdout
     results = tmp_path / "checkpoints" / "migration"
     assert done.stdout.count("there is no difference") == 1 and done.stdout.count("): sound") == 2
