@@ -95,6 +95,7 @@ COLLECTIVES = """all_gather all_gather_coalesced all_gather_into_tensor all_gath
     reduce_scatter_tensor scatter scatter_object_list send"""
 
 
+@functools.cache
 def parse(path: Path) -> ast.Module:
     return ast.parse(path.read_text(), filename=str(path))
 

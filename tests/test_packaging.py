@@ -62,7 +62,9 @@ def test_a_checkout_of_megatron_lm_behind_us_on_the_path_is_found(tmp_path: Path
     package = tmp_path / "megatron" / "training"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("def get_args(): ...\n")
-    program = "from megatron.training import get_args; import megatron.pretrain, megatron.fsdp"
+    program = (
+        "from megatron.training import get_args; import megatron.pretrain, megatron.checkpoint"
+    )
     path = os.pathsep.join([str(REPOSITORY), str(tmp_path)])
     environment = {**os.environ, "PYTHONPATH": path}
     subprocess.run([sys.executable, "-c", program], check=True, env=environment, cwd=tmp_path)
