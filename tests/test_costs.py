@@ -61,6 +61,7 @@ def test_last():
 """
 
 
+@pytest.mark.exhaustive
 def test_the_last_test_of_a_file_over_its_budget_fails(tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text(CONFTEST)
     for name in ("busy", "idle"):

@@ -23,6 +23,7 @@ def no_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(megatron_release, "NEEDED", ())
 
 
+@pytest.mark.exhaustive
 def test_a_wheel_is_downloaded_once(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / WHEEL, "w") as wheel:
         wheel.writestr("megatron/core/datasets/__init__.py", "")
@@ -36,6 +37,7 @@ def test_a_wheel_is_downloaded_once(tmp_path: Path) -> None:
     assert str(folder) in megatron_release.environment("9.8.7")["PYTHONPATH"]
 
 
+@pytest.mark.exhaustive
 def test_a_release_that_pip_does_not_find_is_an_obstacle() -> None:
     reason = megatron_release.obstacle("9.8.6")
     assert reason is not None and reason.startswith("pip finds no megatron-core==9.8.6: ERROR: ")

@@ -131,6 +131,7 @@ def save_and_load(folder: Path) -> tuple[float, list[float], list[float]]:
     return difference, after, again
 
 
+@pytest.mark.exhaustive
 def test_a_state_is_saved_as_shards_and_loaded(ranks: Ranks, tmp_path: Path) -> None:
     difference, after, again = ranks(2, save_and_load, tmp_path)[0]
     assert difference == 0 and after == again
@@ -229,6 +230,7 @@ def load_different_checkpoints(folder: Path) -> str:
     return str(error.value)
 
 
+@pytest.mark.exhaustive
 def test_ranks_that_would_load_different_checkpoints_are_told(ranks: Ranks, tmp_path: Path) -> None:
     for message in ranks(2, load_different_checkpoints, tmp_path):
         assert message.endswith(f"different checkpoints: {tmp_path}/0, {tmp_path}/1")

@@ -31,30 +31,24 @@ pytest.importorskip("accelerate", reason="needs the package accelerate")
 TOLERANCE = 2e-6
 """Of float32 losses near 4, and weights near 1, after six steps; DDP adds in another order."""
 
-CASES: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "accumulated": {"gradient_accumulation_steps": 3, "max_steps": 3, "max_grad_norm": 0.3},
-    "bf16": {"bf16": True},
-    "sgd": {"optim": "sgd", "lr_scheduler_type": "cosine", "warmup_steps": 2},
-    "recomputed": {"gradient_checkpointing": True},
-    "adagrad": {"optim": "adagrad", "weight_decay": 0.1},
-    "rmsprop": {"optim": "rmsprop", "learning_rate": 1e-3},
-    "unfused": {"optim": "adamw_torch", "lr_scheduler_type": "constant_with_warmup"},
-    "label_smoothing": {"label_smoothing_factor": 0.1},
+CASES: dict[str, tuple[int, dict[str, Any]]] = {
+    "plain": (3, {}),
+    "accumulated": (0, {"gradient_accumulation_steps": 3, "max_steps": 3, "max_grad_norm": 0.3}),
+    "bf16": (1, {"bf16": True}),
+    "sgd": (2, {"optim": "sgd", "lr_scheduler_type": "cosine", "warmup_steps": 2}),
+    "recomputed": (3, {"gradient_checkpointing": True, "label_smoothing_factor": 0.1}),
+    "adagrad": (1, {"optim": "adagrad", "weight_decay": 0.1}),
+    "rmsprop": (0, {"optim": "rmsprop", "learning_rate": 1e-3}),
+    "unfused": (
+        2,
+        {
+            "optim": "adamw_torch",
+            "lr_scheduler_type": "constant_with_warmup",
+            "gradient_accumulation_steps": 2,
+        },
+    ),
 }
-
-CASES_AT_LEVELS = [
-    ("plain", 3),
-    ("accumulated", 0),
-    ("accumulated", 2),
-    ("bf16", 1),
-    ("sgd", 2),
-    ("recomputed", 3),
-    ("adagrad", 1),
-    ("rmsprop", 0),
-    ("unfused", 2),
-    ("label_smoothing", 3),
-]
+"""Levels and settings."""
 
 
 def compare_with_ddp(folder: Path, level: int, build: Any, settings: dict[str, Any]) -> list[float]:
@@ -85,12 +79,11 @@ def compare_with_ddp(folder: Path, level: int, build: Any, settings: dict[str, A
     return actual[0]
 
 
-@pytest.mark.always("plain-3")
-@pytest.mark.parametrize(("case", "level"), CASES_AT_LEVELS)
-def test_losses_and_weights_are_those_of_ddp(
-    ranks: Ranks, tmp_path: Path, case: str, level: int
-) -> None:
-    losses = ranks(2, compare_with_ddp, tmp_path, level, build_llama, CASES[case])[0]
+@pytest.mark.always("plain")
+@pytest.mark.parametrize("case", CASES)
+def test_losses_and_weights_are_those_of_ddp(ranks: Ranks, tmp_path: Path, case: str) -> None:
+    level, settings = CASES[case]
+    losses = ranks(2, compare_with_ddp, tmp_path, level, build_llama, settings)[0]
     assert losses[-1] < losses[0] and all(map(math.isfinite, losses))
 
 
@@ -303,7 +296,7 @@ def build_bf16() -> Any:
     return build_llama(dtype=torch.bfloat16)
 
 
-@pytest.mark.always("build_llama")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("build", [build_llama, build_tied, build_bf16])
 def test_the_saved_model_loads_into_transformers(ranks: Ranks, tmp_path: Path, build: Any) -> None:
     from megatron_fsdp.huggingface import load_weights_of_shards
@@ -399,6 +392,7 @@ def generate(folder: Path) -> tuple[Any, Any]:
         return tokens.shape[1]
 
 
+@pytest.mark.exhaustive
 def test_ranks_generate_different_lengths_together(ranks: Ranks, tmp_path: Path) -> None:
     assert ranks(2, generate, tmp_path) == [6, 11]
 

@@ -167,6 +167,7 @@ WIDE = TINY.replace("--hidden-size 64", "--hidden-size 256")
 FEW = "--gpus 2 --tensor 1 --pipeline 1 --micro-batch 1 --level 3 --show 1"
 
 
+@pytest.mark.exhaustive
 def test_what_would_make_a_model_fit_is_proposed(tmp_path: Path) -> None:
     path = tmp_path / "own.json"
     machine = asdict(MACHINES["h100"])

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from megatron.checkpoint.dcp.stored_checkpoint import StoredCheckpoint
@@ -72,6 +73,7 @@ def _args_payload(path: Path) -> Any:
         return io.BytesIO(file.read(info.length))
 
 
+@pytest.mark.exhaustive
 def test_ranks_of_torchrun_share_the_work_and_say_it_once(
     tmp_path: Path, commands: dict[str, str]
 ) -> None:

@@ -177,6 +177,7 @@ def compare_current_scaling(dtype: torch.dtype, number: int, settings: dict[str,
     assert torch.equal(result.dequantize(dtype=torch.float32), dequantized)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("settings", [{}, {"pow_2_scales": True}, {"eps": 1e4}], ids=str)
 @pytest.mark.parametrize("number", [7, 8], ids=["e4m3", "e5m2"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
@@ -242,6 +243,7 @@ def compare_delayed_scaling(algorithm: str, margin: int) -> None:
     assert torch.equal(history, expected_history)
 
 
+@pytest.mark.always("max-2")
 @pytest.mark.parametrize("margin", [0, 2])
 @pytest.mark.parametrize("algorithm", ["max", "most_recent"])
 def test_delayed_scaling_is_updated_as_without_the_kernel(

@@ -299,6 +299,7 @@ def test_a_damaged_source_leaves_no_output(tmp_path: Path) -> None:
     assert not (tmp_path / "out" / "iter_0000003").exists()
 
 
+@pytest.mark.exhaustive
 def test_a_process_that_is_killed_is_taken_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

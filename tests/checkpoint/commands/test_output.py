@@ -98,6 +98,7 @@ def inputs(converted: dict[str, Path], tmp_path: Path) -> dict[str, Path]:
     return {**converted, "huggingface": model}
 
 
+@pytest.mark.always("to fsdp_dtensor", "to hf")
 @pytest.mark.parametrize(
     ("command", "source", "options"),
     [

@@ -44,6 +44,7 @@ def test_frozen_layers_get_zeros_beside_layers_that_learn(tmp_path: Path) -> Non
     assert run_json("verify", tmp_path / "out")["sound"]
 
 
+@pytest.mark.always("experts")
 @pytest.mark.parametrize("kind", ["gated", "experts"])
 def test_parameters_of_several_steps_get_the_last_one_and_notes(kind: str, tmp_path: Path) -> None:
     state = state_of(shapes_of([kind, kind]))
@@ -132,6 +133,7 @@ def test_a_file_without_arguments_is_taken_for_fp32_and_that_is_said(tmp_path: P
     assert open_checkpoint(tmp_path / "out").stored.dtype("output_layer.weight") == torch.float32
 
 
+@pytest.mark.always("later")
 @pytest.mark.parametrize(
     ("flag", "inner"),
     [("--rename-mtp-keys", "transformer_layer"), ("--no-rename-mtp-keys", "mtp_model_layer")],
@@ -153,6 +155,7 @@ def test_the_layer_inside_of_a_predicting_layer_is_called_as_the_release_wants_i
     assert set(opened.state().weights) == set(state.weights)
 
 
+@pytest.mark.always("experts")
 @pytest.mark.parametrize(
     ("layers", "options"),
     [

@@ -66,7 +66,7 @@ def write_as_engine(command_line: str, layout: str | None) -> State | None:
         return write(command_line, layout)
 
 
-@pytest.mark.always("experts")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("model", [UNTIED, ALLTOALL], ids=["dense", "experts"])
 def test_layers_of_transformer_engine_are_told_from_local_ones_by_the_chunks(
     model: str, tmp_path: Path

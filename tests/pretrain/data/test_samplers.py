@@ -108,6 +108,7 @@ def losses(record: Any, name: str) -> list[float]:
     return [loss for _, loss in record.evaluations[name]]
 
 
+@pytest.mark.exhaustive
 def test_losses_of_whole_sets_are_the_same_on_any_number_of_ranks(sets: tuple[str, str]) -> None:
     whole = line(" ".join(sets), MANY)
     (reference,) = run_ranks(1, train, f"{whole} --micro-batch-size 1")[0]
@@ -155,6 +156,7 @@ def test_each_of_several_sets_has_the_loss_that_it_has_alone(sets: tuple[str, st
     assert_close(losses(blended, "validation"), means, 1e-6)
 
 
+@pytest.mark.exhaustive
 def test_a_resumed_run_has_the_losses_of_one_that_did_not_stop(
     sets: tuple[str, str], tmp_path: Path
 ) -> None:

@@ -37,6 +37,7 @@ def test_router_losses_are_those_of_one_rank(layout: str) -> None:
     assert_close(column(ddp, "z_loss"), column(alone, "z_loss"), 1e-2)
 
 
+@pytest.mark.exhaustive
 def test_every_layer_is_logged_if_asked(tmp_path: Path) -> None:
     board = f"--moe-per-layer-logging --tensorboard-dir {tmp_path}"
     record = run_ranks(2, train, f"{LINE} {board} {FSDP} --mtp-num-layers 1 {ROTARY}")[0][0]
@@ -49,6 +50,7 @@ def test_every_layer_is_logged_if_asked(tmp_path: Path) -> None:
     assert points["moe/load_balancing_loss_layer_0"] == points["mtp_1 loss"] == [1, 2]
 
 
+@pytest.mark.exhaustive
 def test_the_first_stage_reports_what_the_last_one_has() -> None:
     line = f"{SMALL} --exit-interval 1 --log-interval 1 --mtp-num-layers 1 {ROTARY}"
     first, last = run_ranks(2, train, f"{line} --pipeline-model-parallel-size 2")

@@ -56,6 +56,7 @@ def test_the_steps_between_start_and_end_are_recorded(tmp_path: Path) -> None:
     assert {row["microbatch"] for row in rows if row["track"] == "reduce"} == {"0", "1"}
 
 
+@pytest.mark.exhaustive
 def test_a_profile_that_shows_nothing_is_told(tmp_path: Path) -> None:
     line = f"{SMALL} --exit-interval 2 --profile --profile-step-start 1 --profile-step-end 2"
     (record,) = run_ranks(1, train_in, tmp_path, line)[0]
@@ -78,6 +79,7 @@ def train_and_complain(folder: Path, command_line: str) -> tuple[int, str]:
     return record.iteration, errors.getvalue()
 
 
+@pytest.mark.always("at_its_end")
 @pytest.mark.parametrize("end", [3, 9], ids=["in_mid_run", "at_its_end"])
 def test_a_full_disk_loses_the_profile_and_not_the_last_checkpoint(
     tmp_path: Path, end: int

@@ -60,6 +60,7 @@ def test_phases_of_a_sharded_run_are_timed_on_the_log_and_in_tensorboard(tmp_pat
     assert points["iteration-time"] == points["throughput"] == points["mfu"] == [1, 2, 4]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("option", "shown"),
     [
@@ -106,6 +107,7 @@ def test_level_0_calls_no_collective_and_level_1_waits_unless_told() -> None:
     assert waiting["barrier"] > eager["barrier"] == plain["barrier"]
 
 
+@pytest.mark.exhaustive
 def test_an_evaluation_is_not_timed() -> None:
     line = LINE.replace("--eval-iters 0", "--eval-iters 4 --eval-interval 1")
     record = run_ranks(2, train, f"{line} --timing-log-level 2")[0][0]

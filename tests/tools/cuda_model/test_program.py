@@ -161,5 +161,6 @@ def test_fsdp2_has_the_losses_of_the_cpu_and_no_reports(ranks: Ranks) -> None:
     ranks(2, fsdp2_on_the_model)
 
 
+@pytest.mark.exhaustive
 def test_a_gather_that_fsdp2_does_not_wait_for_is_reported(ranks: Ranks) -> None:
     assert all(RACE in kinds for kinds in ranks(2, fsdp2_without_a_wait))
