@@ -13,7 +13,10 @@ LIST = REPOSITORY / "docs" / "torch_releases.md"
 FOLDERS = ("megatron", "megatron_fsdp", "tests", "tools", "benchmarks", "examples")
 
 
-CANDIDATES = re.compile(r"(?<!self)(?<!cls)\._[a-z]|\bimport [^#\n]*\b_[a-z]|\bfrom \S*\._")
+CANDIDATES = re.compile(
+    r"(?<!self)(?<!cls)\._[A-Za-z]|\bimport [^#\n]*\b_[A-Za-z]|\bfrom \S*\._|^ +_\w+,$",
+    re.MULTILINE,
+)
 """Where a private name of another module may be; most sources have none."""
 
 

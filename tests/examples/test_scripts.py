@@ -131,6 +131,7 @@ def test_deepseek_v3_is_accepted_on_64_nodes_and_has_its_published_size(
     assert (round(main / 1e9), round(active / 1e9), round(predicting / 1e9, 1)) == (671, 37, 11.6)
 
 
+@pytest.mark.exhaustive
 def test_deepseek_v3_registers_no_memory_in_segments_that_grow(recorder: Shell) -> None:
     script = "sbatch_mfsdp_deepseek_v3.sh"
     args = parsed(words_of(script, recorder, PYTORCH_CUDA_ALLOC_CONF=GROWING)[0])

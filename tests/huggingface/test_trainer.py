@@ -79,7 +79,7 @@ def compare_with_ddp(folder: Path, level: int, build: Any, settings: dict[str, A
     return actual[0]
 
 
-@pytest.mark.always("plain")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("case", CASES)
 def test_losses_and_weights_are_those_of_ddp(ranks: Ranks, tmp_path: Path, case: str) -> None:
     level, settings = CASES[case]

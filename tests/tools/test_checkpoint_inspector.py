@@ -44,6 +44,7 @@ def start(*words: Any, **environment: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.exhaustive
 def test_it_runs_anywhere_without_megatron_core_and_without_arguments_of_its_place(
     tmp_path: Path,
 ) -> None:

@@ -66,6 +66,7 @@ def test_several_inputs_without_end_of_document(command: click.Command, tmp_path
     assert documents_of(f"{tmp_path / 'out'}_text_document") == [[1, 2], [3]]
 
 
+@pytest.mark.exhaustive
 def test_the_standard_library_as_input(command: click.Command, tmp_path: Path) -> None:
     result = CliRunner().invoke(
         command, ["--standard-library", "--output-prefix", str(tmp_path / "std")]
@@ -101,6 +102,7 @@ def test_bad_arguments_give_one_message(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.exhaustive
 def test_it_runs_as_a_script_from_a_checkout(tmp_path: Path, commands: dict[str, str]) -> None:
     (tmp_path / "in.jsonl").write_text('{"text": "fine"}\nbroken\n')
     command_line = ["bash", "-c", f"python {SCRIPT} --input in.jsonl --output-prefix out"]
