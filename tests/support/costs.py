@@ -8,8 +8,9 @@
 
 A cost is the processor time of a file with all processes that work for it, so that other work on
 the machine matters little. It is counted in references, the processor time of a small training
-that is measured in the same run, so that a slow machine matters little either. What several files
-use, such as a server that ranks are forked from, is paid by the first of them: `SHARED` allows it.
+that is measured in the same run, so that a slow machine matters little either. Servers that ranks
+are forked from are no file's; what else several files use, such as warm programs and the ranks
+themselves, is paid by the first of them: `SHARED` allows it.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.support import rank_pool
+from tests.support import fork_servers, rank_pool
 from tests.support.selection import file_of
 
 ROOT = Path(__file__).parents[2]
@@ -40,12 +41,9 @@ DEFAULT, WHOLE = "test", "test-all"
 CI_RUN = "ci_run"
 """File that `.ci/run` writes its duration in seconds and its date to."""
 
-SHARED = 600.0
-"""References that a file may cost beyond its budget: it may be the first that starts the servers.
-
-Those of three releases of Megatron-Core and of Transformer Engine take 50 s of processor time.
-"""
-MARGIN = 2.0
+SHARED = 300.0
+"""References that a file may cost beyond its budget: it may be the first that starts what is shared."""
+MARGIN = 1.5
 """Factor between the cost in the table and the budget."""
 FILES_BETWEEN_REFERENCES = 20
 SHOWN_FILES = 10
@@ -201,14 +199,21 @@ def count_processes_and_steps() -> None:
 
 
 def processor_seconds() -> float:
-    """Return the processor time of this process, its descendants, and those that have ended."""
+    """Return the processor time of this process, its descendants, and those that have ended.
+
+    That of servers, which import what all files use, is no file's.
+    """
     here = psutil.Process()
+    servers = fork_servers.process_ids()
     total = 0.0
     for process in [here, *here.children(recursive=True)]:
         try:
-            total += sum(process.cpu_times()[:4])  # its own and its ended children's
+            times = process.cpu_times()
         except psutil.Error:  # it has just ended: its parent has its time
             continue
+        total += times.children_user + times.children_system
+        if process.pid not in servers:
+            total += times.user + times.system
     return total
 
 

@@ -101,6 +101,11 @@ def forks_from(packages: Packages) -> Iterator[None]:
         yield
 
 
+def process_ids() -> set[int]:
+    """Return the processes of all servers."""
+    return {each._forkserver_pid for each in _servers.values() if each._forkserver_pid is not None}
+
+
 def stop_servers() -> None:
     """Kill all servers: by themselves they free their modules first, for a second each."""
     for server in _servers.values():
