@@ -12,7 +12,7 @@ from tests.support.fsdp.reference import Ranks
 GRAPHS_OF_A_STACK = 3
 """The embedding, a block, whose code all blocks share, and the head."""
 
-LEVELS = {"model": (3,), "blocks_recomputed": (3,), "blocks_dynamic": (1,)}
+LEVELS = {"model": (3,), "blocks_recomputed": (3,), "blocks_dynamic": (0, 2)}
 """The levels of each way to compile."""
 
 
