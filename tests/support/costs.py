@@ -42,7 +42,7 @@ CI_RUN = "ci_run"
 """File that `.ci/run` writes its duration in seconds and its date to."""
 
 SHARED = 300.0
-"""References that a file may cost beyond its budget: it may be the first to start what is shared."""
+"""References that a file may cost beyond its budget, as the first to start what is shared."""
 MARGIN = 1.5
 """Factor between the cost in the table and the budget."""
 FILES_BETWEEN_REFERENCES = 20
