@@ -164,6 +164,7 @@ def set_full_states() -> None:
         close(whole(value), expected.state_dict()[name.removeprefix("module.")], name)
 
 
+@pytest.mark.exhaustive
 def test_full_states_of_torchs_functions_are_those_of_the_unsharded_model(ranks: Ranks) -> None:
     """Sharded ones are in `test_checkpoint.py`."""
     ranks(3, set_full_states)

@@ -193,6 +193,7 @@ def load_under_another_pair(path: str, saved: Sequence[int], loaded: Sequence[in
     assert_equal(whole(other.state_dict()), whole(model.state_dict()), 1e-11)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.always("(3, 1, 1)-*")
 @pytest.mark.parametrize(("saved", "loaded"), pairwise([(3, 1, 1), (2, 3, 0, 1), (0, 3)]), ids=str)
 def test_a_checkpoint_loads_under_another_pair(

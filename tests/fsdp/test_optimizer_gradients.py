@@ -127,7 +127,7 @@ def clear_in_all_ways(level: int) -> None:
         backward_after_clearing(level, way)
 
 
-@pytest.mark.always("0", "3")
+@pytest.mark.always("3")
 @pytest.mark.parametrize("level", [0, 2, 3])
 def test_cleared_gradients_do_not_come_back(ranks: Ranks, level: int) -> None:
     ranks(2, clear_in_all_ways, level)
