@@ -39,7 +39,7 @@ def arguments() -> dict[str, Any]:
 
 def namespace(**given: Any) -> argparse.Namespace:
     """Return arguments for ten steps of four samples, but for what is given."""
-    run = {"log_interval": 1, "device_peak_tflops": 1.0, "train_iters": 10}
+    run: dict[str, Any] = {"log_interval": 1, "device_peak_tflops": 1.0, "train_iters": 10}
     run |= {"global_batch_size": 4, "seq_length": 8, "load": given.get("save")}
     return argparse.Namespace(**{**arguments(), **run, **given})
 
