@@ -52,7 +52,7 @@ MAX_THREADS = 1000
 Gloo's threads stay behind when something in torch still refers to a destroyed group."""
 
 
-ON_CPU = re.compile(r"tests\.(support\.)?(checkpoint|mcore_adapter|pretrain)\b")
+ON_CPU = re.compile(r"tests\.(support\.)?(checkpoint|mcore_adapter|planning|pretrain)\b")
 """Modules whose functions run on ranks where `cpu.install()` has been called: nearly all call it.
 
 It changes a process for good. Without this, each job that calls it would need new processes."""
