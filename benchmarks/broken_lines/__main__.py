@@ -13,15 +13,15 @@ import tempfile
 from pathlib import Path
 
 import click
+import pytest
 
 from benchmarks.broken_lines.broken_line import REPOSITORY, BrokenLine
 from benchmarks.broken_lines.drawn_lines import PARTS, drawn_lines, files_of
 from benchmarks.broken_lines.table import BROKEN_LINES
 
 RESULTS = REPOSITORY / "build" / "broken_lines.jsonl"
-LEFT_OUT = shutil.ignore_patterns(
-    ".git", ".venv*", "build", "__pycache__", "*.egg-info", ".*_cache", "checkpoints"
-)
+LISTED = ("git", "ls-files", "--cached", "--others", "--exclude-standard")
+"""Command that lists the files of the repository."""
 NUMBER, SEED = 120, 20261128
 """Lines in all, and the seed of those that are drawn."""
 ELSEWHERE = "elsewhere"
@@ -50,7 +50,11 @@ def selections(line: BrokenLine, root: Path) -> list[tuple[str, list[str]]]:
 
 
 def first_failure(root: Path, arguments: list[str]) -> str | None:
-    """Run tests of the copy until one fails; return its name, None where all pass."""
+    """Run tests of the copy until one fails; return its name, None where all pass.
+
+    Raises:
+        RuntimeError: pytest could not begin.
+    """
     command = [sys.executable, "-m", "pytest", *PYTEST, *arguments]
     environment = {**os.environ, "PYTHONPATH": str(root)}
     try:
@@ -59,15 +63,23 @@ def first_failure(root: Path, arguments: list[str]) -> str | None:
         )
     except subprocess.TimeoutExpired:
         return "a test that does not end"
-    if done.returncode in (0, 5):  # 5: nothing was selected
+    if done.returncode in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
         return None
     found = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
-    return found.group(1) if found else f"pytest ended with {done.returncode}"
+    if found:
+        return found.group(1)
+    if done.returncode == pytest.ExitCode.USAGE_ERROR and "ModuleNotFoundError" in done.stderr:
+        raise RuntimeError(f"the copy of the repository is not whole:\n{done.stderr}")
+    return f"pytest ended with {done.returncode}"
 
 
 def copy_with_tests_of(commit: str | None, root: Path) -> None:
     """Copy the repository, with the tests and helpers of another commit if one is named."""
-    shutil.copytree(REPOSITORY, root, ignore=LEFT_OUT)
+    listed = subprocess.run(LISTED, cwd=REPOSITORY, check=True, capture_output=True, text=True)
+    for name in listed.stdout.splitlines():
+        if (REPOSITORY / name).is_file():  # else it is removed, and not yet committed
+            (root / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(REPOSITORY / name, root / name)
     (root / "build").symlink_to(REPOSITORY / "build")  # wheels that tests have downloaded
     if commit is not None:
         shutil.rmtree(root / "tests")
