@@ -45,7 +45,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--turn",
         type=int,
         metavar="NUMBER",
-        help="of the exhaustive cases of long files, run the third whose turn it is",
+        help="of the exhaustive cases of long files, run the quarter whose turn it is",
     )
 
 

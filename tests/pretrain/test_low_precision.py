@@ -156,7 +156,8 @@ def test_layers_in_bf16_train_as_without_fp8(run: Run) -> None:
 
 @pytest.mark.exhaustive
 def test_padded_tokens_of_experts_change_little(run: Run) -> None:
-    flags = f"{FSDP} {STORED} {DISPATCHED}"
+    # Losses differ from the fourth step on.
+    flags = f"{FSDP} {STORED} {DISPATCHED} --train-iters 4"
     plain, padded = run(flags, f"{flags} --moe-router-padding-for-quantization")
     assert padded.losses == pytest.approx(plain.losses, rel=1e-3)
     assert padded.losses != plain.losses

@@ -7,7 +7,7 @@
 
 Cases are named by the ids that pytest prints in brackets; `*` stands for anything. A whole function
 is left out by `pytest.mark.exhaustive`. `.ci/run` has the exhaustive cases of long files in turns:
-a third of them with each commit.
+a quarter of them with each commit.
 """
 
 import random
@@ -17,12 +17,12 @@ from itertools import chain
 
 import pytest
 
-LONG = 300.0
+LONG = 200.0
 """Cost in `tests/costs.md` from which a file is long.
 
 Long files come first, so that no worker waits for another's, and take turns in `.ci/run`.
 """
-TURNS = 3
+TURNS = 4
 """Runs of `.ci/run`, one commit after another, in which every case runs."""
 
 
