@@ -111,7 +111,7 @@ class OnLocalTensors(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if not any(isinstance(value, self._class) for value in _leaves(args, kwargs)):
+        if not any(isinstance(value, self._class) for value in _leaves(*args, *kwargs.values())):
             return func(*args, **kwargs)
         if func in FACTORIES and tuple(args[1]) != tuple(args[0].shape):
             return func(*map(self._local, args), **kwargs)
@@ -120,7 +120,8 @@ class OnLocalTensors(TorchDispatchMode):
         is_list = func._schema.name.startswith(LISTS)
         if func._schema.is_mutable:
             args = self._own_parts_of_operands(func, args, is_list)
-        tensors = [value for value in _leaves(args, kwargs) if isinstance(value, torch.Tensor)]
+        leaves = _leaves(*args, *kwargs.values())
+        tensors = [value for value in leaves if isinstance(value, torch.Tensor)]
         operands = [tensor for tensor in tensors if isinstance(tensor, self._class)]
         patterns: Sequence[DTensor] = operands[:1]
         local_args = [self._local(value) for value in args]
@@ -203,12 +204,9 @@ class OnLocalTensors(TorchDispatchMode):
         return value._local_tensor if isinstance(value, self._class) else value
 
 
-def _leaves(args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Any]:
-    """Yield the arguments of an operation, and in place of lists what they contain.
-
-    Its schema nests no deeper, and this is far cheaper than a walk of any tree.
-    """
-    for value in (*args, *kwargs.values()):
+def _leaves(*arguments: Any) -> Iterator[Any]:
+    """Yield arguments of an operation, and for a list what it has: a schema nests no deeper."""
+    for value in arguments:
         if isinstance(value, (list, tuple)):
             yield from value
         else:
@@ -256,7 +254,7 @@ def _report_writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     for argument, value in zip(func._schema.arguments, args):
         if argument.alias_info is not None and argument.alias_info.is_write:
             values.append(value)
-    for dtensor in _leaves(values, {}):
+    for dtensor in _leaves(*values):
         if isinstance(dtensor, DTensor):
             if not dtensor._local_tensor.is_inference():
                 # Below autograd, where modes run, no versions are counted.
