@@ -17,6 +17,8 @@ from typing import NamedTuple
 
 import pytest
 
+from tests.support.syntax_trees import parse
+
 REPOSITORY = Path(__file__).parents[1]
 
 
@@ -120,7 +122,6 @@ def sources(*folders: str) -> list[Source]:
     return found
 
 
-parse = functools.cache(ast.parse)
 LOOKED_AT = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef, *COMPREHENSIONS)
 
 

@@ -12,6 +12,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests.support.syntax_trees import parse
+
 REPOSITORY = Path(__file__).parents[1]
 
 DESIGN = REPOSITORY / "megatron/fsdp/DESIGN.md"
@@ -93,11 +95,6 @@ COLLECTIVES = """all_gather all_gather_coalesced all_gather_into_tensor all_gath
     barrier batch_isend_irecv broadcast broadcast_object_list gather gather_object
     irecv isend monitored_barrier recv reduce reduce_scatter reduce_scatter_single
     reduce_scatter_tensor scatter scatter_object_list send"""
-
-
-@functools.cache
-def parse(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(), filename=str(path))
 
 
 def imported_names(tree: ast.Module) -> Iterator[str]:
@@ -236,7 +233,7 @@ def sources() -> Iterator[tuple[str, Path]]:
 def test_packages_import_only_what_is_below_them() -> None:
     problems = []
     for folder, path in sources():
-        found = package_problems(folder, parse(path))
+        found = package_problems(folder, parse(path.read_text()))
         problems += [f"{path.relative_to(REPOSITORY)}: {problem}" for problem in found]
     assert not problems, "\n".join(problems)
 
@@ -256,7 +253,9 @@ def test_the_tables_of_the_design_list_files_that_exist_once() -> None:
 def test_files_of_fsdp_import_only_files_above_them() -> None:
     problems = []
     for name, path in fsdp_files().items():
-        problems += [f"{name}: {problem}" for problem in fsdp_problems(name, parse(path))]
+        problems += [
+            f"{name}: {problem}" for problem in fsdp_problems(name, parse(path.read_text()))
+        ]
     assert not problems, "\n".join(problems)
 
 
@@ -267,7 +266,7 @@ def test_rooms_of_checkpoint_import_only_what_they_may() -> None:
         parts = path.relative_to(folder).with_suffix("").parts
         if parts != ("__init__",):
             name = ".".join(parts)
-            found = checkpoint_problems(name, parse(path))
+            found = checkpoint_problems(name, parse(path.read_text()))
             problems += [f"{name}: {problem}" for problem in found]
     assert not problems, "\n".join(problems)
 

@@ -8,6 +8,8 @@ import ast
 import re
 from pathlib import Path
 
+from tests.support.syntax_trees import parse
+
 REPOSITORY = Path(__file__).parents[1]
 LIST = REPOSITORY / "docs" / "torch_releases.md"
 FOLDERS = ("megatron", "megatron_fsdp", "tests", "tools", "benchmarks", "examples")
@@ -37,7 +39,7 @@ def dotted(node: ast.expr) -> str | None:
 
 def private_names(source: str) -> set[str]:
     """Return the private names of torch in a source, as they are imported from torch."""
-    nodes = [*ast.walk(ast.parse(source))]
+    nodes = [*ast.walk(parse(source))]
     imported: dict[str, str] = {}
     found = set()
     for node in nodes:
