@@ -269,6 +269,7 @@ def test_rank_killed_between_jobs_is_reported_and_replaced() -> None:
     assert run_ranks(2, rank_and_world_size) == [(0, 2), (1, 2)]
 
 
+@pytest.mark.exhaustive
 def test_timeout_shows_the_stack_of_the_rank_that_hangs() -> None:
     start = time.monotonic()
     with pytest.raises(RankFailure, match=r"rank 0 of 2 did not finish within 3 s") as failure:
@@ -286,6 +287,7 @@ def test_job_does_not_leak_into_the_next_one() -> None:
     assert clean == [(False, torch.float32, clean[0][2], False, os.getcwd(), *defaults)] * 2
 
 
+@pytest.mark.seldom("hook_all_modules")
 @pytest.mark.parametrize("job", [patch_torch, patch_the_engine, hook_all_modules, cpu.install])
 def test_ranks_that_a_job_has_changed_for_good_are_replaced(job: Callable[[], object]) -> None:
     before = run_ranks(1, process_id)

@@ -54,7 +54,7 @@ def there_and_back(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return convert
 
 
-@pytest.mark.always("dense_swiglu_bf16_tp2_dp2", "dense_gelu_tied_fp32_dp2")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", TORCH_DIST)
 def test_a_sample_says_what_the_ranks_had_in_memory(name: str, there_and_back: Any) -> None:
     expected = samples.expected(samples.torch_dist(name))

@@ -19,7 +19,7 @@ from tests.support.pretrain.training_runs import write_counting_corpus
 from tests.support.transformer_engine.ranks import ranks as ranks_with_engine
 
 
-@pytest.mark.always("pp2")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", RUNS)
 def test_no_use_of_memory_is_out_of_order_under_megatron_cores_schedules(
     ranks: Ranks, name: str, tmp_path: Path

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from tests.support.syntax_trees import parse
 from tools.cuda_model.machine import CudaModel
 
 REPOSITORY = Path(__file__).parents[2]
@@ -47,7 +48,7 @@ def dotted_names() -> dict[str, Path]:
     for name in SOURCES:
         path = REPOSITORY / name
         for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
-            nodes = ast.walk(ast.parse(file.read_text()))
+            nodes = ast.walk(parse(file.read_text()))
             attributes = [node for node in nodes if isinstance(node, ast.Attribute)]
             inner = {id(node.value) for node in attributes}
             for node in attributes:

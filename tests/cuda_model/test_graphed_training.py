@@ -13,7 +13,7 @@ REPLAYS = {"units": 3 * 3 * 2, "iteration": 3}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-@pytest.mark.always("level=3-units-*", "level=0-iteration-*")
+@pytest.mark.always("level=3-units-*")
 @pytest.mark.parametrize(
     ("level", "captures", "dtype_name"),
     pairwise(level=[0, 1, 2, 3], captures=REPLAYS, dtype_name=DTYPES),
@@ -34,6 +34,7 @@ def test_graphs_have_the_bits_of_a_training_without(
         assert all(map(torch.equal, weights, other_weights))
 
 
+@pytest.mark.exhaustive
 def test_weights_without_fixed_addresses_are_reported(ranks: Ranks) -> None:
     message = "uses memory that was released since the capture"
     with pytest.raises(Exception, match=message):

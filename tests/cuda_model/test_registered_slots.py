@@ -61,7 +61,7 @@ def train_in_ways(level: int) -> None:
         assert all(map(torch.equal, weights, expected)) and len(weights) == len(expected)
 
 
-@pytest.mark.always("2")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("level", WAYS)
 def test_registered_slots_train_with_the_bits_of_a_run_without(ranks: Ranks, level: int) -> None:
     ranks(2, train_in_ways, level)

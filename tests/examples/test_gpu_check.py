@@ -30,6 +30,7 @@ def steps_of_shell(monkeypatch: pytest.MonkeyPatch, **commands: str) -> None:
     monkeypatch.setattr(check, "STEPS", (*steps, Step("absent", "x", needs=("no.such.module",))))
 
 
+@pytest.mark.exhaustive
 def test_a_failing_step_is_reported_and_the_others_run(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

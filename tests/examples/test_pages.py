@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every block and every command of the pages is run, or named here with the reason why not."""
 
-import ast
 import json
 import re
 from collections.abc import Callable
@@ -24,12 +23,13 @@ from tests.support.examples.documents import check_block, command_blocks, run_do
 from tests.support.examples.operations_table import rows_of, wrong_rows
 from tests.support.examples.page_programs import PROGRAMS, run_page
 from tests.support.rank_pool import run_ranks
+from tests.support.syntax_trees import parse
 from tests.support.warm_programs import ROOT
 
 PAGES = ["README.md", *(path.relative_to(ROOT).as_posix() for path in sorted(DOCS.rglob("*.md")))]
 
 
-@pytest.mark.always("offload", "matrix_optimizers", "programs_for_other_packages")
+@pytest.mark.always("offload", "programs_for_other_packages")
 @pytest.mark.parametrize("page", PROGRAMS, ids=lambda page: Path(page).stem)
 def test_the_python_blocks_of_a_page_run_as_one_program(page: str, tmp_path: Path) -> None:
     blocks = [block.code for block in python_of(page)]
@@ -240,7 +240,7 @@ def messages() -> str:
     sources += Path(core, "pipeline_parallel").glob("*.py")
     sources += chain(*(Path(core, name).glob("*.py") for name in ("optimizer", "distributed")))
     texts = chain.from_iterable(
-        test_site.literals_of(ast.parse(source.read_text())) for source in sources
+        test_site.literals_of(parse(source.read_text())) for source in sources
     )
     return "\n".join(" ".join(text.split()) for text in texts)
 
@@ -252,6 +252,7 @@ def is_said(phrase: str) -> bool:
     return any(all(part in messages() for part in pair) for pair in parts)
 
 
+@pytest.mark.exhaustive
 def test_every_phrase_of_a_log_is_one_of_the_sources() -> None:
     pages = [page for page in PAGES if "```log" in (ROOT / page).read_text()]
     missing = []

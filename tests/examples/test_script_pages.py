@@ -32,6 +32,7 @@ def test_the_page_names_every_script_and_only_files_that_exist(folder: str) -> N
     assert not [line for line in text.splitlines() if len(line) > 100 and line[0] != "|"]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("folder", "runs"), [("megatron_fsdp", [2, 2, 2, 16, 64]), ("finetune", [2] * 6)]
 )

@@ -105,6 +105,7 @@ def test_the_shell_understands_the_script(script: str, recorder: Shell) -> None:
     assert (done.returncode, done.stdout) == (0, "")
 
 
+@pytest.mark.exhaustive
 def test_deepseek_v3_is_accepted_on_64_nodes_and_has_its_published_size(
     recorder: Shell, tmp_path: Path
 ) -> None:

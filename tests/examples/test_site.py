@@ -20,6 +20,7 @@ from tests.support.examples.blocks import DOCS, Block, blocks_of, python_of
 from tests.support.examples.documents import command_blocks
 from tests.support.huggingface.tiny_runs import fresh_accelerate
 from tests.support.rank_pool import run_ranks
+from tests.support.syntax_trees import parse
 from tests.support.warm_programs import ROOT, free_port
 from tools.argument_table import PAGE, WAYS, with_table
 
@@ -95,12 +96,13 @@ def literals_of(tree: ast.AST) -> Iterator[str]:
             yield node.value
 
 
+@pytest.mark.exhaustive
 def test_every_message_of_the_troubleshooting_page_is_one_of_the_sources() -> None:
     rows = re.findall(r"^\| (`.*?) \|", (DOCS / "troubleshooting.md").read_text(), re.MULTILINE)
     quoted = chain.from_iterable(re.findall(r"`([^`]+)`", row) for row in rows)
     parts = [part for part in quoted if part != "nan"]
     sources = (path.read_text() for path in (ROOT / "megatron").rglob("*.py"))
-    texts = chain.from_iterable(literals_of(ast.parse(source)) for source in sources)
+    texts = chain.from_iterable(literals_of(parse(source)) for source in sources)
     literals = "\n".join(texts)
     assert len(parts) >= 15
     missing = [part for part in parts if part not in literals]

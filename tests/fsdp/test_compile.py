@@ -21,7 +21,7 @@ RUNS = {
 """Levels and ways, which one call of the ranks trains."""
 
 
-@pytest.mark.always("blocks in place")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("runs", RUNS)
 def test_compiled_models_match_plain_ones_and_are_compiled_once(ranks: Ranks, runs: str) -> None:
     ranks(2, train_all, RUNS[runs], timeout=300)

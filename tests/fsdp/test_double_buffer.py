@@ -52,7 +52,7 @@ def test_models_train_as_the_unsharded_ones(ranks: Ranks, names: str) -> None:
     ranks(2, compare_all, cases)
 
 
-@pytest.mark.always("*cuda_graph_mode*")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "settings",
     [

@@ -86,7 +86,7 @@ def test_experts_of_another_level_train_as_the_unsharded_model(
     ranks(4, compare_pairs, pairs)
 
 
-@pytest.mark.always("some")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("pairs", [part(HYBRID, 0, 2), part(HYBRID, 2, 4)], ids=["some", "others"])
 def test_experts_of_another_hybrid_strategy_train_as_the_unsharded_model(
     ranks: Ranks, pairs: dict[Sequence[int], str]
@@ -132,7 +132,7 @@ def compare_collectives(dense: int, experts: int) -> None:
     assert collectives((dense, experts), 2) == collectives((experts, experts), 2)
 
 
-@pytest.mark.always("(3, 1)")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("pair", LEVELS, ids=str)
 def test_each_kind_has_the_collectives_of_its_level(ranks: Ranks, pair: tuple[int, int]) -> None:
     ranks(4, compare_collectives, *pair)
@@ -156,7 +156,7 @@ def test_gathers_of_the_next_forward_are_started_by_level(ranks: Ranks) -> None:
     ranks(4, gathers_that_are_started)
 
 
-@pytest.mark.always("*double_buffer*")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "settings",
     [

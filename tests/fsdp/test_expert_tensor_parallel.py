@@ -125,7 +125,7 @@ def train(kind: str, level: int) -> None:
         compare(model, dict(reference.named_parameters()), f"weight after step {step}", False)
 
 
-@pytest.mark.always("over_four-3")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("kind", "level"),
     [

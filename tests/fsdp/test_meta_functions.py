@@ -124,7 +124,7 @@ def initialise_transformers(name: str, level: int, with_units: bool) -> dict[str
     return state
 
 
-@pytest.mark.always("llama-True")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("model", "with_units"),
     [("llama", True), ("tied_llama", False), ("gpt2", True), ("gpt2", False)],

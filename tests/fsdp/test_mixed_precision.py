@@ -174,6 +174,7 @@ def accumulate_small_numbers(mesh: str) -> None:
         assert found.tolist() == [expected] * 5, (level, precision, sync)
 
 
+@pytest.mark.seldom("outer2")
 @pytest.mark.parametrize("mesh", ["flat", "outer2"])
 def test_gradients_of_bf16_weights_accumulate_in_main_grads_dtype(ranks: Ranks, mesh: str) -> None:
     ranks(2, accumulate_small_numbers, mesh)

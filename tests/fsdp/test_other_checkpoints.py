@@ -156,7 +156,7 @@ def load_from_rank_0(level: int, is_broadcast: bool) -> list[str]:
     return problems
 
 
-@pytest.mark.always("3-True")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("level", "is_broadcast"), [(0, True), (1, False), (3, True), (3, False)])
 def test_full_state_dicts_are_set_by_torch(ranks: Ranks, level: int, is_broadcast: bool) -> None:
     for problems in ranks(3, load_from_rank_0, level, is_broadcast):

@@ -165,7 +165,7 @@ def load(path: str, levels: tuple[int, int], shared: bool) -> None:
     compare(models, reference, "two steps after loading")
 
 
-@pytest.mark.always("one_optimizer")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("shared", [False, True], ids=["two_optimizers", "one_optimizer"])
 def test_a_checkpoint_of_two_models_loads_at_other_levels(
     ranks: Ranks, tmp_path: Path, shared: bool

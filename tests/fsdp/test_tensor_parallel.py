@@ -239,7 +239,7 @@ def load_and_go_on(path: str, hidden: int, tensor_parallel: bool, level: int) ->
     compare_all(model, dict(reference.named_parameters()), "two steps after loading")
 
 
-@pytest.mark.always("dp4_to_tp2")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("saved", "loaded", "hidden"),
     [((True, 3), (False, 3), 7), ((False, 2), (True, 3), 10), ((True, 1), (True, 3), 7)],

@@ -165,7 +165,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.always("adamw")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_state_that_dcp_cannot_load_into_a_fresh_optimizer_is_told_of(
     ranks: Ranks, name: str, tmp_path: Path

@@ -256,7 +256,7 @@ def write_in_forwards(mesh: str) -> None:
             model.load_state_dict(plain.state_dict())
 
 
-@pytest.mark.always("1-flat", "2-outer2")
+@pytest.mark.always("1-flat")
 @pytest.mark.parametrize(
     ("num_ranks", "mesh"), [(1, "flat"), (2, "flat"), (2, "outer2"), (4, "outer2")]
 )

@@ -155,7 +155,7 @@ class StopAt(transformers.TrainerCallback):  # type: ignore[name-defined]
         control.should_training_stop = state.global_step >= self.step
 
 
-@pytest.mark.always("sharded")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("first", ["sharded", "plain"])
 def test_a_resumed_training_goes_on_as_if_it_had_not_stopped(
     ranks: Ranks, tmp_path: Path, first: str

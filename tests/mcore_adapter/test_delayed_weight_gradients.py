@@ -65,7 +65,7 @@ def num_products(of_a_layer: int) -> int:
     return NUM_STEPS * NUM_MICROBATCHES * NUM_LAYERS * of_a_layer
 
 
-@pytest.mark.always("*-3-fused")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("level", "fused"),
     [(0, True), (2, False), (3, True)],

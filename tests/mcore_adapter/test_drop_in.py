@@ -51,7 +51,7 @@ def train_both_ways(changes: dict[str, Any]) -> tuple[list[float], list[float], 
     return losses, by_hand, len(calls)
 
 
-@pytest.mark.always("bf16")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "changes", [{"bf16": True}, {}, {"fp16": True}], ids=["bf16", "fp32", "fp16"]
 )

@@ -40,7 +40,7 @@ FUSED = {
 }
 
 
-@pytest.mark.always("recomputed_zero1")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("run", FUSED)
 def test_fused_gradient_accumulation_gives_the_numbers_of_autograd(run: str) -> None:
     combination = FUSED[run].with_few_microbatches()

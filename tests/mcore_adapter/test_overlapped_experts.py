@@ -49,7 +49,7 @@ CASES = {
 }
 
 
-@pytest.mark.always("zero3")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", CASES)
 def test_the_combined_schedule_has_the_bits_of_the_plain_one(name: str) -> None:
     case = CASES[name]

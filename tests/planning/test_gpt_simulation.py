@@ -78,7 +78,7 @@ CASES = {
 OVERLAP = {"overlap": "--overlap-param-gather --overlap-grad-reduce"}
 
 
-@pytest.mark.always("overlap")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("world_size", "cases"), [(2, OVERLAP), *CASES.items()], ids=["overlap", "two", "four"]
 )

@@ -113,6 +113,7 @@ def test_experts_with_a_strategy_of_their_own_have_ranks_of_their_own() -> None:
     assert found and all(each.expert > 1 for each in found)
 
 
+@pytest.mark.exhaustive
 def test_a_small_model_is_planned_with_commands_and_a_picture(tmp_path: Path) -> None:
     picture = tmp_path / "plan.png"
     words = ["--gpus", "4", "--pipeline", "1", "--tensor", "1,2", "--level", "2,3", "--show", "2"]

@@ -209,7 +209,7 @@ PEAKS: dict[str, tuple[str | None, int, torch.dtype]] = {
 }
 
 
-@pytest.mark.always("host-2-bf16")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("place", "level", "dtype"), PEAKS.values(), ids=PEAKS)
 def test_the_simulated_peak_is_that_of_a_run(
     place: str | None, level: int, dtype: torch.dtype
@@ -273,7 +273,7 @@ def simulated_copies(
     return copies, machine.copy_seconds(sum(copies)), waited
 
 
-@pytest.mark.always("level3")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("level", range(4), ids=lambda level: f"level{level}")
 def test_the_simulated_copies_are_those_of_a_run(level: int) -> None:
     settings = OFFLOADED | {"zero_dp_strategy": level}

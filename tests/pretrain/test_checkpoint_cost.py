@@ -113,7 +113,7 @@ def test_a_rank_reads_its_shards_and_not_those_of_others(tmp_path: Path) -> None
     assert min(of_ranks) > 0.2 * size
 
 
-@pytest.mark.always("no_shard")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "strategy",
     ["no_shard", "optim_grads_params --num-distributed-optimizer-instances 2"],

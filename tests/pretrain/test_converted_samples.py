@@ -143,6 +143,7 @@ def test_the_next_step_from_a_converted_sample_is_that_of_the_original(
         )
 
 
+@pytest.mark.exhaustive
 def test_a_file_whose_common_state_is_an_object_loads_strictly(tmp_path: Path) -> None:
     """Megatron-Core 0.19 writes such files, which releases before it do not read themselves."""
     sample = samples.torch_dist(samples.WITHOUT_COMMON_FILE)

@@ -155,6 +155,7 @@ def test_a_hugging_face_model_is_loaded_with_its_arguments(tmp_path: Path) -> No
     )
 
 
+@pytest.mark.exhaustive
 def test_damaged_files_and_other_models_are_refused(torch_dist: Path, tmp_path: Path) -> None:
     line = f"{LINE} --bf16 --load {torch_dist}"
     first, second = run_ranks(2, refuse, f"{line} --rotary-base 500")

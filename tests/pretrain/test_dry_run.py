@@ -51,6 +51,7 @@ def test_experts_and_outer_ranks_are_divided_as_the_run_does() -> None:
     assert "ranks of experts: 1 tensor x 2 expert x 1 pipeline x 4 data" in lines
 
 
+@pytest.mark.exhaustive
 def test_the_program_stops_after_a_dry_run_without_torchrun_or_gpu(
     commands: dict[str, str],
 ) -> None:

@@ -34,7 +34,7 @@ def train_spoiled(command_line: str, rank: int, value: float) -> Record | str:
         return pretrain(command_line)
 
 
-@pytest.mark.always("pp2")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("layout", ["pp2", "tp2"])
 def test_an_overflow_on_one_rank_skips_the_step_everywhere(layout: str) -> None:
     # At this scale nothing overflows by itself.

@@ -68,6 +68,7 @@ def test_a_cache_that_cannot_be_made_is_named_with_the_way_out(tmp_path: Path) -
         build_datasets(namespace(data_path=[prefix], split="1,0,0"), NUMBERS)
 
 
+@pytest.mark.seldom("7")
 @pytest.mark.parametrize("block", [7, 1 << 20])
 def test_no_change_of_an_index_cache_goes_unnoticed(block: int, tmp_path: Path) -> None:
     prefix = write_numbers(tmp_path / "corpus", [[1] * (5 + 3 * number) for number in range(30)])

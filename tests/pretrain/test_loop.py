@@ -73,7 +73,7 @@ def test_a_run_with_memory_slots_tells_their_number_and_bytes(reference: Record)
         )
 
 
-@pytest.mark.always("no_shard")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("strategy", LEVELS)
 def test_every_strategy_trains_as_ddp_does(strategy: str, reference: Record) -> None:
     line = (

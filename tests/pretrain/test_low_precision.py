@@ -96,7 +96,7 @@ MODELS = {
 }
 
 
-@pytest.mark.always("*-llama")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("model", MODELS)
 def test_models_train_as_the_ddp_of_megatron_core(run: Run, model: str) -> None:
     sharded, ddp = run(f"{FSDP} {STORED} {MODELS[model]}", f"{DDP} {STORED} {MODELS[model]}")

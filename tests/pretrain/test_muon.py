@@ -69,7 +69,7 @@ def runs_of(combination: Combination, packages: Packages = INSTALLED) -> list[Re
     return run_ranks(combination.ranks, train_by_muon, *lines, packages=packages)[0]
 
 
-@pytest.mark.always("tp2_blockwise")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", EXACT)
 def test_losses_are_those_of_megatron_core_to_the_bit(name: str) -> None:
     ddp, fsdp = runs_of(EXACT[name])
@@ -132,7 +132,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Record]:
     return folder, run_ranks(2, train_by_muon, saves)[0][0]
 
 
-@pytest.mark.always("same")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_run_resumes_under_any_layout(saved: tuple[Path, Record], name: str) -> None:
     folder, expected = saved

@@ -60,7 +60,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 }
 
 
-@pytest.mark.always("flipped_bit")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_newest_checkpoint_is_named_and_replaced_in_time(
     damage: str, folder: Path, saved: tuple[Path, Record]
@@ -239,6 +239,7 @@ def test_where_every_checkpoint_is_damaged_each_is_named(folder: Path) -> None:
     assert ".metadata is missing" in str(caught.value)
 
 
+@pytest.mark.seldom("--no-verify-integrity")
 @pytest.mark.parametrize("flags", ["", "--no-verify-integrity"])
 def test_arguments_are_taken_from_the_checkpoint_that_is_loaded(flags: str, folder: Path) -> None:
     cut(folder / "iter_0000002" / ".metadata", 0.5)

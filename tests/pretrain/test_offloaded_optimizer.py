@@ -35,7 +35,7 @@ def assert_same_bits(record: Record, expected: Record) -> None:
         assert record.column(column) == expected.column(column)
 
 
-@pytest.mark.always("zero3 in part")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", RUNS)
 def test_a_run_has_the_bits_of_one_without_offload(ranks: Ranks, name: str) -> None:
     write_counting_corpus()

@@ -29,7 +29,6 @@ ROWS = {row.name: row for row in sorted(COVERING, key=lambda row: (row.ranks, ro
 
 @pytest.mark.always(
     "4 ranks, pp2 vpp2, level 3, llama, overlap-grad-reduce, overlap-param-gather",
-    "4 ranks, inst2 ep2, level 3, moe alltoall, outer-dp-sharding-strategy optim",
     "2 ranks, dp, level 3, mtp",
 )
 @pytest.mark.parametrize("name", ROWS)

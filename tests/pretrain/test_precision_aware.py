@@ -97,7 +97,7 @@ BF16_MOMENTS = {"exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.bfloa
 ONE_MICROBATCH = "--micro-batch-size 4"
 
 
-@pytest.mark.always("*-one_moment")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("flags", "of_ddp", "dtypes", "strategies"),
     [
@@ -185,6 +185,7 @@ def test_hybrid_sharding_has_the_losses_and_the_state_of_other_layouts(
     assert_converted(alone, state, torch.bfloat16)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("dtypes", "ratio"), [(MOMENTS, 2), (FP8_MOMENTS, 1)])
 def test_a_dry_run_counts_state_and_gradients_in_their_own_dtypes(
     run: Run, dtypes: str, ratio: int

@@ -343,7 +343,7 @@ def cut(path: Path, share: float) -> None:
     path.write_bytes(path.read_bytes()[: int(path.stat().st_size * share)])
 
 
-@pytest.mark.always("metadata_cut")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "damage",
     [
@@ -364,7 +364,7 @@ def test_a_damaged_checkpoint_is_refused(
     )
 
 
-@pytest.mark.always(".metadata")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("file", [".metadata", "common.pt"])
 def test_a_damaged_checkpoint_without_fsdp_is_refused(file: str, tmp_path: Path) -> None:
     line = LINE.replace("--use-megatron-fsdp", "--use-distributed-optimizer")

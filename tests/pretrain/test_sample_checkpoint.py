@@ -132,7 +132,7 @@ def continue_run(flags: str) -> PublishedContinued:
     return PublishedContinued(before, run.report.record.steps[0], after)
 
 
-@pytest.mark.always("2")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_the_next_step_is_the_one_that_the_run_would_have_made(num_ranks: int) -> None:
     line = command_line()

@@ -41,6 +41,7 @@ def matrix(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 # ---- loading
 
 
+@pytest.mark.exhaustive
 def test_a_wheel_that_pip_does_not_find_is_an_obstacle(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -78,6 +78,7 @@ def test_rules_that_cannot_be_meant_are_refused(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.exhaustive
 def test_a_changed_checkpoint_keeps_all_the_rest(tmp_path: Path) -> None:
     for sample in (samples.torch_dist(samples.DENSE), samples.FSDP_DTENSOR):
         out = tmp_path / sample.parent.name

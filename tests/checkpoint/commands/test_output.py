@@ -98,7 +98,7 @@ def inputs(converted: dict[str, Path], tmp_path: Path) -> dict[str, Path]:
     return {**converted, "huggingface": model}
 
 
-@pytest.mark.always("to fsdp_dtensor", "to hf")
+@pytest.mark.always("to hf")
 @pytest.mark.parametrize(
     ("command", "source", "options"),
     [
@@ -153,6 +153,7 @@ def test_a_conversion_of_changed_files_begins_anew(inputs: dict[str, Path], tmp_
     assert run_json("diff", model, tmp_path / "out")["same"]
 
 
+@pytest.mark.exhaustive
 def test_a_template_that_has_changed_begins_anew(inputs: dict[str, Path], tmp_path: Path) -> None:
     template = inputs["huggingface"]
     words = ["convert-to-hf", inputs["torch_dist"], tmp_path / "out", "--template", template]

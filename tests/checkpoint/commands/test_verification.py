@@ -152,6 +152,7 @@ def test_the_fast_verification_compares_files_with_the_manifest(
         assert "without --fast" in run_json("verify", copy, "--fast", code=1)["error"]
 
 
+@pytest.mark.exhaustive
 def test_changed_files_are_used_only_without_verification(
     small: dict[str, Path], tmp_path: Path
 ) -> None:

@@ -55,7 +55,7 @@ FILES = {
 }
 
 
-@pytest.mark.always("torch_dist")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("form", FILES)
 def test_every_flipped_bit_is_told_or_harmless(
     form: str, small: dict[str, Path], tmp_path: Path

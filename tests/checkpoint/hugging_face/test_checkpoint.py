@@ -34,6 +34,7 @@ from tests.support.checkpoint.hugging_face_models import (
 )
 
 
+@pytest.mark.exhaustive
 def test_an_export_names_weights_that_the_optimizer_contradicts(tmp_path: Path) -> None:
     sample = samples.torch_dist(samples.DENSE)
     there, back = tmp_path / "there", tmp_path / "back"

@@ -26,7 +26,7 @@ def loss_of(model: str, batch: str) -> float:
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).item()
 
 
-@pytest.mark.always("dense_gelu_tied_fp32_dp2")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", samples.TORCH_DIST)
 def test_transformers_finds_the_loss_of_the_run(name: str, tmp_path: Path) -> None:
     sample = samples.torch_dist(name)

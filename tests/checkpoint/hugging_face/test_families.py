@@ -26,6 +26,7 @@ from tests.support.checkpoint.hugging_face_models import (
     random_state,
 )
 from tests.support.rank_pool import run_ranks
+from tests.support.syntax_trees import parse
 
 TOLERANCE = 1e-5
 """Of logits, in parts of the largest: fp32 sums in another order."""
@@ -75,7 +76,7 @@ def test_layers_that_predict_further_tokens_compute_the_same_in_both(tmp_path: P
     assert max(map(max, errors.values())) < TOLERANCE, errors
 
 
-@pytest.mark.always("few")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kinds", SHARES, ids=["few", "others"])
 def test_models_in_several_files_are_the_same_after_reading_and_writing(
     kinds: Sequence[str], tmp_path: Path
@@ -87,7 +88,7 @@ def test_neither_program_is_needed() -> None:
     """That Megatron-Core is not, tests/test_imports.py says of the whole package."""
     folder = Path(hugging_face.__file__).parent
     for path in folder.glob("[!_]*.py"):
-        nodes = list(ast.walk(ast.parse(path.read_text())))
+        nodes = list(ast.walk(parse(path.read_text())))
         names = [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)]
         for node in nodes:
             if isinstance(node, ast.Import):

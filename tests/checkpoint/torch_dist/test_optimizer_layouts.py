@@ -223,6 +223,7 @@ def test_layouts_are_not_mixed(space: File) -> None:
         space.read()
 
 
+@pytest.mark.exhaustive
 def test_an_argument_that_is_needed_and_lacks_is_named(tmp_path: Path) -> None:
     written(Combination(2, "tp2", 0, LLAMA, DISTRIBUTED), tmp_path, ZERO)
     with pytest.raises(

@@ -57,6 +57,7 @@ def drop_models(level: int, number: int) -> int:
     return number_kept
 
 
+@pytest.mark.seldom("2")
 @pytest.mark.parametrize("level", [2, 3])
 def test_a_model_that_is_dropped_in_the_middle_of_a_step_harms_no_other(
     ranks: Ranks, level: int

@@ -149,6 +149,7 @@ def save_pretrained(path: str, is_tied: bool) -> list[str]:
     return problems
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("is_tied", [False, True], ids=["untied", "tied"])
 def test_save_pretrained_writes_whole_weights(ranks: Ranks, tmp_path: Path, is_tied: bool) -> None:
     assert ranks(2, save_pretrained, str(tmp_path), is_tied) == [[], []]

@@ -108,7 +108,7 @@ def test_steps_are_those_of_the_unsharded_optimizers(ranks: Ranks, name: str, pl
 # ---- state
 
 
-@pytest.mark.always("soap-*")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("name", "place"), [("muon", "level0"), ("normuon", "four_level3"), ("soap", "hybrid_level3")]
 )

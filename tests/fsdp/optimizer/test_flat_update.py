@@ -176,6 +176,7 @@ IN_16_BITS = ("adamw", "adamw_fused", "sgd_momentum")
 """Some of them round the last elements of a tensor in another way."""
 
 
+@pytest.mark.exhaustive
 def test_updates_in_16_bits_have_the_bits_of_single_updates(ranks: Ranks) -> None:
     ranks(2, compare_with_single_updates, IN_16_BITS, torch.bfloat16)
 
@@ -196,6 +197,7 @@ def exchange_states() -> None:
             step_and_compare(other_pair, f"{name}, loaded")
 
 
+@pytest.mark.exhaustive
 def test_states_are_those_of_single_updates(ranks: Ranks) -> None:
     ranks(2, exchange_states)
 

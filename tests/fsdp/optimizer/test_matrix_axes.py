@@ -76,7 +76,7 @@ def train_divided(mesh: str, level: int, hidden: int, style: str, outer: int) ->
         assert_owned(optimizers[0])
 
 
-@pytest.mark.always("3-tensor")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("level", "style"), [(0, "tensor"), (1, "sequence"), (3, "tensor"), (3, "sequence")]
 )

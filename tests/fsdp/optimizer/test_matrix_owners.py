@@ -236,7 +236,7 @@ def load(
         train_on(model, optimizers, make, dtype)
 
 
-@pytest.mark.always("level0-*")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("other", "make"),
     [

@@ -162,7 +162,7 @@ def step_in_blocks(names: Sequence[str]) -> None:
 SOME = ("adamw_fused", "adamw_tensor_rate", "sgd", "adagrad", "nadam", "rprop")
 
 
-@pytest.mark.always("some")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "names", [SOME, tuple(name for name in ONE_OF_EACH if name not in SOME)], ids=["some", "others"]
 )
@@ -245,6 +245,7 @@ def other_optimizer(model: nn.Module) -> torch.optim.Optimizer:
     return fully_shard_optimizer(OPTIMIZERS["adamw"](model.parameters()))
 
 
+@pytest.mark.exhaustive
 def test_a_checkpoint_loads_into_files_and_onto_the_device(ranks: Ranks, tmp_path: Path) -> None:
     (tmp_path / "files").mkdir()
     ranks(2, resume, str(tmp_path / "files"), str(tmp_path / "checkpoint"))

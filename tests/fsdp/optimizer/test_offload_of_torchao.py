@@ -112,7 +112,7 @@ def keep_state_on_the_host(kind: str) -> None:
     assert_same(values_of(optimizer, model), values_of(expected, reference))
 
 
-@pytest.mark.always("AdamW4bit")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", ["AdamW8bit", "AdamW4bit"])
 def test_quantized_state_on_the_host_has_the_same_bits(ranks: Ranks, kind: str) -> None:
     ranks(2, keep_state_on_the_host, kind)

@@ -72,6 +72,7 @@ def compare_fresh_states(
                     assert value.item() == {"step": 0.0, "mu_product": 1.0}[name]
 
 
+@pytest.mark.exhaustive
 def test_fresh_state_is_what_torch_would_make(ranks: Ranks) -> None:
     ranks(2, look_at_fresh_states)
 

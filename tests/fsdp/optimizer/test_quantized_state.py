@@ -130,7 +130,7 @@ def test_other_levels_have_the_same_bits(ranks: Ranks, level: int) -> None:
     ranks(2, compare_with_unsharded, "AdamW8bit", 0, ("shard",), zero_dp_strategy=level)
 
 
-@pytest.mark.always("1")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("outer", [0, 1])
 def test_hybrid_sharding_has_the_same_bits(ranks: Ranks, outer: int) -> None:
     settings = {**HYBRID, "outer_dp_sharding_strategy": outer}
@@ -148,6 +148,7 @@ def shard_apart(granularity: int | str) -> str:
     return ""
 
 
+@pytest.mark.exhaustive
 def test_cut_blocks_are_refused_with_what_to_set(ranks: Ranks) -> None:
     assert ranks(3, shard_apart, 256) == [""] * 3
     for message in ranks(3, shard_apart, "rows"):

@@ -219,7 +219,7 @@ def step_on_the_same_data(model: nn.Module, optimizer: torch.optim.Optimizer, st
     optimizer.step()
 
 
-@pytest.mark.always("shampoo")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["row_means", "shampoo", "signs"])
 def test_state_is_saved_and_loaded_for_another_number_of_ranks(
     ranks: Ranks, name: str, tmp_path: Path

@@ -148,7 +148,7 @@ def own_slice(tensor: Any, like: Tensor) -> Tensor:
     return whole.contiguous()
 
 
-@pytest.mark.always("current-experts", "block-tensor")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("recipe", "kind"),
     [("mxfp8", "hybrid"), ("current", "experts"), ("nvfp4", "experts"), ("block", "tensor")],

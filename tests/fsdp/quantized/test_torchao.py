@@ -152,7 +152,7 @@ def test_training_has_the_bits_of_fsdp2(
     ranks(num_ranks, side_by_side, kind, level, compute)
 
 
-@pytest.mark.always("2-3")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("num_ranks", "level"), [(1, 2), (2, 3)])
 def test_mxfp8_has_the_bits_of_fsdp2(ranks: Ranks, num_ranks: int, level: int) -> None:
     """Values travel in the dtype of compute, as the class says: codes are made at each use."""
@@ -201,7 +201,7 @@ def train_adapters(level: int) -> None:
             one.zero_grad()
 
 
-@pytest.mark.always("3")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("level", [0, 1, 3])
 def test_a_frozen_base_of_four_bits_is_sharded_under_adapters(ranks: Ranks, level: int) -> None:
     ranks(2, train_adapters, level)

@@ -53,7 +53,7 @@ def compare(recipe: str, level: int, variant: str = "flat") -> list[str]:
     return [str(report) for report in model.reports]
 
 
-@pytest.mark.always("mxfp8-level=3")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("recipe", "level"),
     each_value([("current", 1), ("mxfp8", 3), ("nvfp4", 3)], recipe=RECIPES, level=[1, 2, 3]),

@@ -190,7 +190,7 @@ def test_other_settings_have_them_too(blackwell: RunOnRanks, recipe: str, varian
     blackwell(compare, recipe, 3, variant)
 
 
-@pytest.mark.always("block-1-*")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("recipe", "level", "variant"),
     [("delayed", 3, "flat"), ("current", 3, "copies kept"), ("block", 1, "copies kept")],
@@ -322,7 +322,7 @@ def copies_for_backward(recipe_name: str, keeps: bool) -> list[bool]:
     return seen
 
 
-@pytest.mark.always("current-False", "block-True")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("recipe", "keeps"), [("current", False), ("current", True), ("block", True)]
 )

@@ -211,6 +211,7 @@ def leave_one_rank_behind(directory: Path) -> str:
     return printed.getvalue()
 
 
+@pytest.mark.exhaustive
 def test_a_timeout_names_the_first_rank_that_differs(ranks: Ranks, tmp_path: Path) -> None:
     error, printed = ranks(2, leave_one_rank_behind, tmp_path)
     what = "all_gather of 448 bytes float32 of blocks.1"

@@ -40,7 +40,7 @@ VIRTUAL = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_s
 MOE = {"num_experts": 4, "expert_model_parallel_size": 2}
 
 
-@pytest.mark.always("virtual_stages_on")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("wrote", "reads", "changes"),
     [

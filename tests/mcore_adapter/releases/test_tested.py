@@ -179,6 +179,7 @@ def test_the_loop_of_the_same_release_as_the_wheel_is_used(tmp_path: Path) -> No
         assert str(tested.check()) == "0.16.1"
 
 
+@pytest.mark.exhaustive
 def test_the_program_ends_with_one_line(tmp_path: Path) -> None:
     path = os.pathsep.join(map(str, (ROOT, checkout(tmp_path / "a", "0.15.3"))))
     run = subprocess.run(

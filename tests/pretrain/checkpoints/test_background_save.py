@@ -128,7 +128,7 @@ def refuse_with_killed_writer(command_line: str, rank: int) -> str:
         return refuse(command_line)
 
 
-@pytest.mark.always("at_the_end")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("num_ranks", "flags", "rank"),
     [(2, "--save-interval 1", 1), (1, "--exit-interval 4 --save-interval 4", 0)],

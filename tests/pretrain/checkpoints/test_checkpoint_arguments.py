@@ -180,7 +180,7 @@ def without_fsdp(tmp_path_factory: pytest.TempPathFactory) -> Path:
 OTHER = "--num-attention-heads 8 --norm-epsilon 1e-6 --rotary-base 500 --seed 5"
 
 
-@pytest.mark.always("fsdp_dtensor")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", ["fsdp_dtensor", "torch_dist"])
 def test_a_model_that_means_something_else_is_refused_on_all_ranks_alike(
     kind: str, fp32: tuple[Path, Record], without_fsdp: Path

@@ -258,6 +258,7 @@ def test_old_checkpoints_are_dropped_but_for_multiples_and_the_newest(tmp_path: 
     saved_at(tmp_path, 2, 4, 5)
 
 
+@pytest.mark.exhaustive
 def test_a_partial_load_takes_what_there_is_and_a_strict_one_says_what_is_missing(
     fp32: tuple[Path, Record], fp32_state: State
 ) -> None:

@@ -57,7 +57,7 @@ def bit_of_a_weight(source: Path) -> tuple[str, Flip]:
     return key, Flip(payload.file.name, payload.offset + payload.num_bytes // 2 + 3, 1)
 
 
-@pytest.mark.always("fsdp_dtensor")
+@pytest.mark.exhaustive
 @FORMATS
 def test_no_flipped_bit_is_loaded_or_called_sound(form: str, saved: dict[str, Path]) -> None:
     """`python -m benchmarks.soak.flips` makes any number."""

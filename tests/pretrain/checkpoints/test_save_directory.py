@@ -36,6 +36,7 @@ from tests.support.rank_pool import run_ranks
 SHORT = f"{LINE} --train-iters 3 --save-interval 1"
 
 
+@pytest.mark.exhaustive
 def test_a_run_overwrites_nothing_that_it_does_not_continue(tmp_path: Path) -> None:
     mine, other = tmp_path / "mine", tmp_path / "other"
     run_ranks(2, train, f"{SHORT} --save {mine} --exit-interval 2")
@@ -119,6 +120,7 @@ def test_what_a_run_replaces_is_moved_aside_and_can_be_loaded_from_there(tmp_pat
         assert [entry["iteration"] for entry in history] == list(range(1, last + 1))
 
 
+@pytest.mark.seldom("2")
 @pytest.mark.parametrize("step", [None, 2])
 def test_a_kill_while_checkpoints_are_moved_aside_loses_none(
     step: int | None, tmp_path: Path

@@ -26,7 +26,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.always("fp32-fully_reshardable")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("precision", "layout"),
     each_value(always=[("fp32", "fully_reshardable")], precision=("fp32", "bf16"), layout=LAYOUTS),
@@ -124,7 +124,7 @@ def test_a_lenient_load_counts_and_names_what_it_leaves_out(
     assert run_ranks(2, lines_of_load, run)[0] == []
 
 
-@pytest.mark.always("dp_reshardable-whole-*")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("saved", "own", "remedy"),
     [

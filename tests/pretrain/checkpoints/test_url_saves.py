@@ -66,6 +66,7 @@ def train_apart(folder: str, *command_lines: str) -> list[Record]:
     return train(*command_lines)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "form", ["fsdp_dtensor", pytest.param("torch_dist", marks=pytest.mark.exhaustive)]
 )
@@ -128,6 +129,7 @@ def refuse_interrupted(command_line: str) -> str:
         return refuse(command_line)
 
 
+@pytest.mark.exhaustive
 def test_an_upload_that_fails_ends_the_run_with_the_checkpoint_before(tmp_path: Path) -> None:
     url = f"local://{tmp_path}"
     first, second = run_ranks(2, refuse_interrupted, f"{SHORT} --save {url}")

@@ -199,6 +199,7 @@ def test_standard_library_corpus_is_written_once_and_again_when_something_change
     assert "# changed\n" in texts_of(second)
 
 
+@pytest.mark.exhaustive
 def test_the_running_python_has_a_library_of_megabytes() -> None:
     files = standard_library_files()
     names = {file.name for file in files}

@@ -140,6 +140,7 @@ def test_files_of_another_size_are_named(
     assert words in message(prefix)
 
 
+@pytest.mark.exhaustive
 def test_no_flipped_bit_before_the_documents_goes_unnoticed(prefix: Path) -> None:
     path = Path(f"{prefix}.idx")
     sound = path.read_bytes()

@@ -157,7 +157,7 @@ def test_index_caches_go_where_they_are_told(tmp_path: Path, corpus: str) -> Non
     assert not Path(corpus).exists()
 
 
-@pytest.mark.always("null")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("tokenizer", [BYTES, NUMBERS], ids=["bytes", "null"])
 def test_mock_data_needs_no_files(tokenizer: Any) -> None:
     arguments = namespace(mock_data=True, split="99,1,0")

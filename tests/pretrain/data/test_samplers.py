@@ -136,6 +136,7 @@ def test_losses_of_whole_sets_are_those_of_fewer_ranks_in_interleaved_pipelines(
         assert_close(losses(record, name), losses(reference, name), 1e-5)
 
 
+@pytest.mark.exhaustive
 def test_each_of_several_sets_has_the_loss_that_it_has_alone(sets: tuple[str, str]) -> None:
     first, second = sets
     both, one, other, blended = run_ranks(
@@ -208,6 +209,7 @@ def test_validation_data_that_cannot_be_read_once_is_refused(
         build_datasets(arguments, NUMBERS)
 
 
+@pytest.mark.exhaustive
 def test_a_damaged_tokenizer_is_one_message_on_every_rank(tmp_path: Path) -> None:
     (tmp_path / "damaged.model").write_bytes(b"no model")
     flags = f"--tokenizer-type Llama2Tokenizer --tokenizer-model {tmp_path}/damaged.model"

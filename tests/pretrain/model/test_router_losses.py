@@ -24,7 +24,7 @@ def column(record: Record, name: str) -> list[float]:
     return record.column(name)
 
 
-@pytest.mark.always("dp2")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("layout", ["", "--expert-model-parallel-size 2"], ids=["dp2", "ep2"])
 def test_router_losses_are_those_of_one_rank(layout: str) -> None:
     alone = run_ranks(1, train, LINE)[0][0]
@@ -59,6 +59,7 @@ def test_the_first_stage_reports_what_the_last_one_has() -> None:
     assert step["mtp_1 loss"] == pytest.approx(step["lm loss"], rel=0.05)
 
 
+@pytest.mark.exhaustive
 def test_a_step_that_is_not_reported_is_not_added_to_the_next() -> None:
     longer = f"{SMALL} {EXPERTS} --exit-interval 3"
     every = run_ranks(1, train, f"{longer} --log-interval 1")[0][0]

@@ -73,6 +73,7 @@ def killed_at(folder: Path, change: int, action: Callable[[], None]) -> bool:
     return os.WIFSIGNALED(os.waitpid(process, 0)[1])
 
 
+@pytest.mark.exhaustive
 def test_a_kill_at_any_change_of_a_save_costs_no_checkpoint_and_no_loss(tmp_path: Path) -> None:
     """`python -m benchmarks.soak.kills` kills whole runs."""
     change, is_killed = 0, True
@@ -102,6 +103,7 @@ def test_a_kill_at_any_change_of_a_save_costs_no_checkpoint_and_no_loss(tmp_path
     assert change > 20  # changes of files in one save
 
 
+@pytest.mark.exhaustive
 def test_loss_curves_become_a_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     target = tmp_path / "made" / "loss.png"

@@ -32,6 +32,7 @@ def refuse_in(folder: Path, command_line: str) -> str:
     return refuse(command_line)
 
 
+@pytest.mark.exhaustive
 def test_the_steps_between_start_and_end_are_recorded(tmp_path: Path) -> None:
     profile = (
         "--profile --profile-step-start 1 --profile-step-end 3 --profile-ranks 1"
@@ -79,7 +80,7 @@ def train_and_complain(folder: Path, command_line: str) -> tuple[int, str]:
     return record.iteration, errors.getvalue()
 
 
-@pytest.mark.always("at_its_end")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("end", [3, 9], ids=["in_mid_run", "at_its_end"])
 def test_a_full_disk_loses_the_profile_and_not_the_last_checkpoint(
     tmp_path: Path, end: int

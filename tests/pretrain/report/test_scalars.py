@@ -21,6 +21,7 @@ def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.setenv(name, str(tmp_path))  # it writes nothing into one that is not there
 
 
+@pytest.mark.exhaustive
 def test_a_run_of_wandb_gets_all_numbers_and_all_arguments(tmp_path: Path) -> None:
     args = namespace(
         wandb_project="counting",

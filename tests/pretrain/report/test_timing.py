@@ -95,6 +95,7 @@ def count_collectives(command_line: str) -> tuple[Counter[str], Record]:
         return counts, pretrain(command_line)
 
 
+@pytest.mark.exhaustive
 def test_level_0_calls_no_collective_and_level_1_waits_unless_told() -> None:
     line = f"{LINE} --exit-interval 2"
     plain, _ = run_ranks(2, count_collectives, line)[0]

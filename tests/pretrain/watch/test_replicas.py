@@ -27,7 +27,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.always("zero1")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_equal_replicas_train_on_as_without_the_check(layout: str) -> None:
     ranks, flags = LAYOUTS[layout]

@@ -47,7 +47,7 @@ def train_counted(command_line: str) -> tuple[Record, int]:
         return pretrain(command_line), count
 
 
-@pytest.mark.always("zero3")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "flags",
     [

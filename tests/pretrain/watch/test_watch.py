@@ -25,6 +25,7 @@ def end(name: str, folder: Path, torchrun: tuple[str, ...], environment: dict[st
     assert not ending.problems(variant), f"{ending.problems(variant)}\n{ending.errors}"
 
 
+@pytest.mark.exhaustive
 def test_a_rank_that_is_killed_is_named_once(tmp_path: Path, commands: dict[str, str]) -> None:
     end("killed_with_save", tmp_path, WARM, commands)
     # The traceback of each rank that is left is in its file.
