@@ -31,7 +31,6 @@ from megatron.pretrain.run_state import TrainedParts
 from tests.support.pretrain.arguments.command_lines import REFUSED_HERE
 from tests.support.pretrain.arguments.flag_rows import PIPELINE, TRAIN, FlagRow
 from tests.support.pretrain.arguments.flag_tables import ROWS
-from tests.support.syntax_trees import parse
 
 ROOT = Path(__file__).parents[3]
 
@@ -155,7 +154,7 @@ def functions_of(path: str) -> tuple[str, set[str]]:
     """Return the text of a file below tests/pretrain, and the names of its functions."""
     (file,) = (ROOT / "tests" / "pretrain").rglob(path)
     text = file.read_text()
-    nodes = ast.walk(parse(text))
+    nodes = ast.walk(ast.parse(text))
     return text, {node.name for node in nodes if isinstance(node, ast.FunctionDef)}
 
 
