@@ -17,7 +17,7 @@ from itertools import chain
 
 import pytest
 
-LONG = 200.0
+LONG = 100.0
 """Cost in `tests/costs.md` from which a file is long.
 
 Long files come first, so that no worker waits for another's, and take turns in `.ci/run`.
