@@ -80,7 +80,7 @@ def write_config(folder: Path, args: argparse.Namespace, iteration: int) -> None
         "directory": os.getcwd(),
         "ranks": args.world_size,
         "first_host": socket.gethostname(),
-        "device": torch.cuda.get_device_name() if is_on_gpu else platform.processor() or "cpu",
+        "device": torch.cuda.get_device_name() if is_on_gpu else platform.machine() or "cpu",
         "versions": {
             "python": platform.python_version(),
             "torch": torch.__version__,
