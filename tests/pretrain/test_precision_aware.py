@@ -238,6 +238,7 @@ def refusal(command_line: str, **changes: Any) -> str:
     return str(caught.value)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("flags", "changes", "reason"),
     [

@@ -112,6 +112,7 @@ def largest_differences(command_line: str) -> list[float]:
     return [max(each).item() for each in differences]
 
 
+@pytest.mark.exhaustive
 def test_a_shard_is_stepped_as_a_tensor_of_its_own(run: Run) -> None:
     assert run(MIXED, job=largest_differences) == [0.0, 0.0, 0.0]
 
@@ -147,6 +148,7 @@ def quantizers(command_line: str) -> list[tuple[bool, bool]]:
     return usages
 
 
+@pytest.mark.exhaustive
 def test_moments_have_no_transposed_copy_on_hopper(run: Run) -> None:
     assert set(run(moments("fp8", "fp8"), job=quantizers)) == {(True, False)}
 
@@ -218,6 +220,7 @@ def collect_without_memory(command_line: str) -> tuple[str, list[str]]:
     return str(caught.value), agree(changed)
 
 
+@pytest.mark.exhaustive
 def test_a_save_without_memory_for_copies_is_an_error_on_all_ranks(run: Run) -> None:
     message, changed = run(moments("fp8", "fp32"), job=collect_without_memory)
     assert "rank 1: OutOfMemoryError: no memory" in message and changed == []

@@ -27,10 +27,12 @@ PRELOAD = [
     "pytest",
     "tests.support.rank_process",
     "tests.support.pretrain.training_runs",
-    "tests.support.imports_done",
 ]
 """Modules that a server imports. Eight ranks would need seconds each for those of training."""
 ENGINE = "tests.support.transformer_engine.preload"
+HUGGING_FACE = "transformers.models.llama.modeling_llama"
+"""With torchao four seconds on each rank of the tests that use one of them."""
+LAST = "tests.support.imports_done"
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,8 @@ class Packages:
     def preload(self) -> list[str]:
         """Modules in order: Megatron-Core looks for Transformer Engine when it is imported."""
         engine = [] if self.capability is None else [ENGINE]
-        return [*engine, *PRELOAD]
+        others = [HUGGING_FACE] if self == Packages() else []
+        return [*engine, *PRELOAD, *others, LAST]
 
     @property
     def environment(self) -> dict[str, str]:
