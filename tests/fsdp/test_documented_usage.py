@@ -16,7 +16,7 @@ from megatron_fsdp import MegatronFSDP, fully_shard
 from tests.support.fsdp import models
 from tests.support.fsdp.interface.walk import whole
 from tests.support.fsdp.models import WIDTH, ResidualBlock
-from tests.support.fsdp.reference import Ranks, batch, close, loss_of
+from tests.support.fsdp.reference import Ranks, batch, close, loss_of, on_ranks
 
 
 class DocumentedModel(nn.Module):
@@ -134,7 +134,10 @@ def trained_without_sharding(last: int) -> tuple[nn.Module, torch.optim.Optimize
     return module, optimizer
 
 
-def set_full_states() -> None:
+@pytest.mark.exhaustive
+@on_ranks(3)
+def test_full_states_of_torchs_functions_are_those_of_the_unsharded_model() -> None:
+    """Sharded ones are in `test_checkpoint.py`."""
     options = StateDictOptions(full_state_dict=True)
     model, optimizer = fresh()
     train(model, optimizer, 0, 2)
@@ -162,12 +165,6 @@ def set_full_states() -> None:
     train(expected, expected_optimizer, 2, 4)
     for name, value in other.state_dict().items():
         close(whole(value), expected.state_dict()[name.removeprefix("module.")], name)
-
-
-@pytest.mark.exhaustive
-def test_full_states_of_torchs_functions_are_those_of_the_unsharded_model(ranks: Ranks) -> None:
-    """Sharded ones are in `test_checkpoint.py`."""
-    ranks(3, set_full_states)
 
 
 def save_a_copy(path: str) -> None:

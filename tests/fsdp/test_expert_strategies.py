@@ -29,6 +29,7 @@ from tests.support.fsdp.reference import (
     build,
     compare_all,
     loss_of,
+    on_ranks,
     optimizer_over,
 )
 from tests.support.fsdp.state_dicts import assert_equal, whole
@@ -138,7 +139,8 @@ def test_each_kind_has_the_collectives_of_its_level(ranks: Ranks, pair: tuple[in
     ranks(4, compare_collectives, *pair)
 
 
-def gathers_that_are_started() -> None:
+@on_ranks(4)
+def test_gathers_of_the_next_forward_are_started_by_level() -> None:
     """Start the gathers of the next forward, of which those below level 3 are then complete."""
     for pair, own, other in (((3, 1), 2, 4), ((1, 3), 4, 2)):
         model, optimizer = sharded("ep2", pair)
@@ -150,10 +152,6 @@ def gathers_that_are_started() -> None:
         assert {entry.name for entry in started.collectives} == {"all_gather"}
         forward = [len(each.ranks) for each in later.collectives if each.name == "all_gather"]
         assert own not in forward and other in forward
-
-
-def test_gathers_of_the_next_forward_are_started_by_level(ranks: Ranks) -> None:
-    ranks(4, gathers_that_are_started)
 
 
 @pytest.mark.always("*double_buffer*")
@@ -177,14 +175,20 @@ def test_settings_do_not_change_the_numbers(ranks: Ranks, settings: dict[str, An
 # ---- checkpoints
 
 
-def load_under_another_pair(path: str, saved: Sequence[int], loaded: Sequence[int]) -> None:
+@pytest.mark.exhaustive
+@pytest.mark.always("(3, 1, 1)-*")
+@pytest.mark.parametrize(("saved", "loaded"), pairwise([(3, 1, 1), (2, 3, 0, 1), (0, 3)]), ids=str)
+@on_ranks(4)
+def test_a_checkpoint_loads_under_another_pair(
+    tmp_path: Path, saved: Sequence[int], loaded: Sequence[int]
+) -> None:
     model, optimizer = sharded("hybrid1", saved)
     train(model, optimizer, range(2))
     other, other_optimizer = sharded("hybrid1", loaded)
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    dcp.save(state, checkpoint_id=path)
+    dcp.save(state, checkpoint_id=tmp_path)
     state = {"model": other.state_dict(), "optimizer": other_optimizer.state_dict()}
-    dcp.load(state, checkpoint_id=path)
+    dcp.load(state, checkpoint_id=tmp_path)
     other.load_state_dict(state["model"], strict=False)
     other_optimizer.load_state_dict(state["optimizer"])
     assert_equal(whole(other.state_dict()), whole(model.state_dict()), 0.0)
@@ -193,19 +197,11 @@ def load_under_another_pair(path: str, saved: Sequence[int], loaded: Sequence[in
     assert_equal(whole(other.state_dict()), whole(model.state_dict()), 1e-11)
 
 
-@pytest.mark.exhaustive
-@pytest.mark.always("(3, 1, 1)-*")
-@pytest.mark.parametrize(("saved", "loaded"), pairwise([(3, 1, 1), (2, 3, 0, 1), (0, 3)]), ids=str)
-def test_a_checkpoint_loads_under_another_pair(
-    ranks: Ranks, tmp_path: Path, saved: Sequence[int], loaded: Sequence[int]
-) -> None:
-    ranks(4, load_under_another_pair, str(tmp_path), saved, loaded)
-
-
 # ---- settings
 
 
-def shard_without_values() -> None:
+@on_ranks(2)
+def test_experts_that_are_not_sharded_can_be_on_the_meta_device() -> None:
     """Initialise experts that nothing shards beside dense parameters that are sharded."""
     with torch.device("meta"):
         module = ExpertStack()
@@ -223,10 +219,6 @@ def shard_without_values() -> None:
         assert local.isfinite().all()
         is_whole["experts" in name].append(local.numel() == parameter.numel())
     assert all(is_whole[True]) and not all(is_whole[False])
-
-
-def test_experts_that_are_not_sharded_can_be_on_the_meta_device(ranks: Ranks) -> None:
-    ranks(2, shard_without_values)
 
 
 def refused() -> list[str]:

@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from megatron.fsdp.dtensor.tensor_part import full_tensor
 from megatron_fsdp import MegatronFSDP, fully_shard, fully_shard_model
-from tests.support.fsdp.reference import Ranks, close, optimizer_over
+from tests.support.fsdp.reference import Ranks, close, on_ranks, optimizer_over
 from tests.support.fsdp.wrong_calls import message_of
 
 WIDTH, HIDDEN, TOKENS = 6, 8, 8
@@ -184,7 +184,8 @@ def test_a_checkpoint_loads_with_experts_of_another_size(
     ranks(4, load_and_go_on, str(tmp_path), *loaded)
 
 
-def refuse() -> None:
+@on_ranks(4)
+def test_experts_over_an_axis_that_their_mesh_lacks_are_refused() -> None:
     """Give meshes for experts that do not have the axis over which they are divided."""
     model, place = parallelized("over_four")
     whole = init_device_mesh("cpu", (4,), mesh_dim_names=("dp_shard",))
@@ -203,7 +204,3 @@ def refuse() -> None:
     parallelize_module(model[0], place["device_mesh"]["dp_shard"], ColwiseParallel())
     message = message_of(ValueError, fully_shard_model, model, **place)
     assert "0.weight is a DTensor over another mesh than tp_dim='tp'" in message
-
-
-def test_experts_over_an_axis_that_their_mesh_lacks_are_refused(ranks: Ranks) -> None:
-    ranks(4, refuse)

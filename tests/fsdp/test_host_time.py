@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron.fsdp import clip_grad_norm_
 from megatron.fsdp.dtensor.uneven_dtensor import UnevenDTensor
 from megatron_fsdp import MixedPrecisionPolicy, fully_shard
-from tests.support.fsdp.reference import Ranks
+from tests.support.fsdp.reference import Ranks, on_ranks
 
 Optimizer = torch.optim.Optimizer
 
@@ -173,7 +173,8 @@ def test_no_loop_of_a_step_goes_over_all_parameters(ranks: Ranks, world_size: in
     assert own | {"sharded_param.py", "sharded_optimizer.py", "sharded_module.py"} <= set(few)
 
 
-def measure_while_gradients_change() -> None:
+@on_ranks(2)
+def test_norms_that_are_computed_together_are_those_of_the_gradients_now() -> None:
     model, optimizer = shard_layers(2)
     train(model, optimizer)
     for _ in range(2):
@@ -182,7 +183,3 @@ def measure_while_gradients_change() -> None:
             for order in (2.0, torch.inf):
                 expected = torch.linalg.vector_norm(parameter.grad.full_tensor(), order)
                 torch.testing.assert_close(parameter.grad.norm(order), expected)
-
-
-def test_norms_that_are_computed_together_are_those_of_the_gradients_now(ranks: Ranks) -> None:
-    ranks(2, measure_while_gradients_change)

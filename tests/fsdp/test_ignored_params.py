@@ -19,7 +19,7 @@ from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard, fully
 from tests.support.fsdp import models
 from tests.support.fsdp.models import ResidualBlock
 from tests.support.fsdp.optimizers import OPTIMIZERS
-from tests.support.fsdp.reference import Ranks, batch, close, evaluate, loss_of
+from tests.support.fsdp.reference import Ranks, batch, close, evaluate, loss_of, on_ranks
 from tests.support.fsdp.state_dicts import assert_equal, whole
 from tests.support.fsdp.wrong_calls import message_of
 from tests.support.pairwise import pairwise
@@ -115,7 +115,8 @@ def test_training_with_ignored_parameters_matches_the_unsharded_model(
     ranks(2, train, door, level, optimizer)
 
 
-def keep_own_gradients() -> None:
+@on_ranks(2)
+def test_nothing_reduces_or_broadcasts_ignored_parameters() -> None:
     """Show that values and gradients of ignored parameters are those of their rank."""
     module = models.build_stack()
     with torch.no_grad():
@@ -133,10 +134,6 @@ def keep_own_gradients() -> None:
     others = [torch.empty_like(module.embed.bias) for _ in range(dist.get_world_size())]
     dist.all_gather(others, module.embed.bias.detach())
     assert not torch.allclose(others[0], others[1])
-
-
-def test_nothing_reduces_or_broadcasts_ignored_parameters(ranks: Ranks) -> None:
-    ranks(2, keep_own_gradients)
 
 
 def take_steps(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
@@ -221,7 +218,8 @@ def test_what_cannot_be_ignored_is_refused_by_name(ranks: Ranks) -> None:
     assert "meta device" in meta
 
 
-def copy_and_average() -> None:
+@on_ranks(2)
+def test_deep_copies_have_copies_of_ignored_parameters() -> None:
     model, optimizer = fresh(3)
     take_steps(model, optimizer, range(1))
     copied, average = copy.deepcopy(model), WeightAverage(model, decay=0.0)
@@ -238,15 +236,12 @@ def copy_and_average() -> None:
         assert_equal(whole(model.state_dict()), weights)
 
 
-def test_deep_copies_have_copies_of_ignored_parameters(ranks: Ranks) -> None:
-    ranks(2, copy_and_average)
-
-
 def copied_weights(model: nn.Module) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in whole(model.state_dict()).items()}
 
 
-def scale_and_step_by_two() -> None:
+@on_ranks(2)
+def test_an_optimizer_for_each_kind_and_a_scaler_for_both() -> None:
     """Train by an optimizer for each kind, with a scaler that sees an overflow on one rank."""
     model, optimizer = fresh(2)
     module = model.module
@@ -276,10 +271,6 @@ def scale_and_step_by_two() -> None:
     assert_equal(whole(model.state_dict()), weights)
 
 
-def test_an_optimizer_for_each_kind_and_a_scaler_for_both(ranks: Ranks) -> None:
-    ranks(2, scale_and_step_by_two)
-
-
 class OwnsIgnoredOnly(nn.Module):
     """A meta model whose ignored parameter, which has values, is alone in its module."""
 
@@ -289,7 +280,8 @@ class OwnsIgnoredOnly(nn.Module):
         self.block = ResidualBlock()
 
 
-def initialise_the_others() -> None:
+@on_ranks(2)
+def test_initialisation_leaves_ignored_parameters_alone() -> None:
     with torch.device("meta"):
         module = OwnsIgnoredOnly()
     values = module.table.weight.detach().clone()
@@ -302,7 +294,3 @@ def initialise_the_others() -> None:
     )
     assert torch.equal(module.table.weight, values)
     assert (whole(model.state_dict())["module.block.norm.weight"] == 1).all()
-
-
-def test_initialisation_leaves_ignored_parameters_alone(ranks: Ranks) -> None:
-    ranks(2, initialise_the_others)

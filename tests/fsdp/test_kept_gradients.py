@@ -11,7 +11,7 @@ from megatron_fsdp import MegatronFSDP, fully_shard
 from tests.fsdp.test_optimizer_gradients import clear_gradients
 from tests.support.fsdp.meshes import Meshes
 from tests.support.fsdp.models import TanhLayer
-from tests.support.fsdp.reference import Ranks
+from tests.support.fsdp.reference import Ranks, on_ranks
 from tests.support.fsdp.watched_memory import stored
 from tests.support.pairwise import each_value
 
@@ -94,7 +94,10 @@ def test_kept_gradients_do_not_change_in_hybrid_sharding(ranks: Ranks) -> None:
         assert ranks(4, keep_gradients, "outer2", "optimizer", "local", **settings) == [True] * 4
 
 
-def keep_the_gradient_itself(way: str) -> None:
+@pytest.mark.always("optimizer", "by_hand")
+@pytest.mark.parametrize("way", ["optimizer", "model", "torch", "by_hand"])
+@on_ranks(2)
+def test_a_kept_gradient_shows_the_values_of_the_next_step(way: str) -> None:
     """Keep the DTensor that a parameter shows: it has no values until it shows the next ones."""
     model, optimizer, x = built("flat")
     parameter = list(model.parameters())[2]
@@ -108,12 +111,6 @@ def keep_the_gradient_itself(way: str) -> None:
             kept.to_local().tolist()
     model(2 * x).sum().backward()
     assert kept is parameter.grad and not kept.to_local().is_meta
-
-
-@pytest.mark.always("optimizer", "by_hand")
-@pytest.mark.parametrize("way", ["optimizer", "model", "torch", "by_hand"])
-def test_a_kept_gradient_shows_the_values_of_the_next_step(ranks: Ranks, way: str) -> None:
-    ranks(2, keep_the_gradient_itself, way)
 
 
 def storage_after_kept_ones_are_gone(level: int) -> int:

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from megatron_fsdp import fully_shard_model
 from tests.support.fsdp.meshes import shard_mesh
 from tests.support.fsdp.models import BATCH, WIDTH, ResidualBlock
-from tests.support.fsdp.reference import Ranks, loss_of
+from tests.support.fsdp.reference import Ranks, loss_of, on_ranks
 from tests.support.fsdp.watched_memory import (
     Deep,
     Sample,
@@ -26,7 +26,13 @@ from tests.support.fsdp.watched_memory import (
 )
 
 
-def watch_level_3(recompute: str, overlap: bool) -> None:
+@pytest.mark.always("plain-overlap", "non_reentrant-overlap")
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no_overlap"])
+@pytest.mark.parametrize(
+    "recompute", ["", "reentrant", "non_reentrant"], ids=["plain", "reentrant", "non_reentrant"]
+)
+@on_ranks(2)
+def test_level_3_gathers_one_unit_and_a_window(recompute: str, overlap: bool) -> None:
     settings = {"overlap_param_gather": overlap, "overlap_grad_reduce": overlap}
     model = build_deep(3, recompute, **settings)
     nothing = Sample([], [], 0, 0, 0)
@@ -69,16 +75,9 @@ def watch_level_3(recompute: str, overlap: bool) -> None:
         model.zero_grad()
 
 
-@pytest.mark.always("plain-overlap", "non_reentrant-overlap")
-@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no_overlap"])
-@pytest.mark.parametrize(
-    "recompute", ["", "reentrant", "non_reentrant"], ids=["plain", "reentrant", "non_reentrant"]
-)
-def test_level_3_gathers_one_unit_and_a_window(ranks: Ranks, recompute: str, overlap: bool) -> None:
-    ranks(2, watch_level_3, recompute, overlap)
-
-
-def watch_hybrid() -> None:
+@pytest.mark.exhaustive
+@on_ranks(4)
+def test_hybrid_sharding_gathers_one_unit_and_a_window() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
     for outer in (0, 1):
         model = fully_shard_model(
@@ -100,22 +99,14 @@ def watch_hybrid() -> None:
         )  # given back after the last microbatch
 
 
-@pytest.mark.exhaustive
-def test_hybrid_sharding_gathers_one_unit_and_a_window(ranks: Ranks) -> None:
-    ranks(4, watch_hybrid)
-
-
-def watch_level_2() -> None:
+@on_ranks(2)
+def test_level_2_keeps_the_gradients_of_one_unit_and_a_window() -> None:
     model = build_deep(2)
     for _ in range(2):
         with watching(model) as samples:
             train_deep(model)
         assert peak_in_units(samples, "with_gradients") in (1, 2)
         assert look_at(model).with_gradients == []
-
-
-def test_level_2_keeps_the_gradients_of_one_unit_and_a_window(ranks: Ranks) -> None:
-    ranks(2, watch_level_2)
 
 
 def test_every_level_peaks_below_the_one_before(ranks: Ranks) -> None:
@@ -200,7 +191,8 @@ def test_level_2_stays_below_level_1_with_units_and_without(ranks: Ranks) -> Non
 ENDS = {"embed.0", "embed.1", "head.1"}
 
 
-def watch_both_ends() -> None:
+@on_ranks(2)
+def test_embedding_and_output_layer_are_freed_as_any_unit() -> None:
     model = fully_shard_model(Deep(), shard_mesh(), fsdp_unit_modules=[ResidualBlock])
     train_deep(model)
     with watching(model) as samples:
@@ -216,10 +208,6 @@ def watch_both_ends() -> None:
         ENDS & set(sample.gathered) for sample in samples if "blocks.3" in sample.gathered
     )
     assert look_at(model).gathered == []
-
-
-def test_embedding_and_output_layer_are_freed_as_any_unit(ranks: Ranks) -> None:
-    ranks(2, watch_both_ends)
 
 
 def drop_a_model(level: int) -> bool:

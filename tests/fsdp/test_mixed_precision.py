@@ -15,7 +15,7 @@ from megatron_fsdp import MixedPrecisionPolicy, fully_shard, fully_shard_model
 from megatron_fsdp.uneven_dtensor import uneven_dtensor_to_full_tensor
 from tests.support.fsdp import models
 from tests.support.fsdp.meshes import Meshes, shard_mesh
-from tests.support.fsdp.reference import LEVELS, Ranks, batch, compare_shards, loss_of
+from tests.support.fsdp.reference import LEVELS, Ranks, batch, compare_shards, loss_of, on_ranks
 from tests.support.fsdp.watched_communication import watching_reductions
 
 
@@ -53,7 +53,10 @@ def gradient_of_numbers(
 SMALL = 2.0**-9  # 1 + SMALL is 1 in bfloat16, whose next number is 1 + 2**-7
 
 
-def travel_in_all_dtypes(level: int) -> None:
+@pytest.mark.always("0", "3")
+@pytest.mark.parametrize("level", LEVELS)
+@on_ranks(2)
+def test_gradients_travel_in_grad_comm_dtype(level: int) -> None:
     """Show that an addend is lost in a bf16 sum and kept in fp32; halving is exact in both."""
     inputs = [[1.0], [SMALL]]
     for comm, expected in (
@@ -66,12 +69,6 @@ def travel_in_all_dtypes(level: int) -> None:
             gradient = gradient_of_numbers(dtype, policy, level, inputs)
             assert gradient.dtype == torch.float32
             assert gradient.tolist() == [expected] * 5, (comm, dtype)
-
-
-@pytest.mark.always("0", "3")
-@pytest.mark.parametrize("level", LEVELS)
-def test_gradients_travel_in_grad_comm_dtype(ranks: Ranks, level: int) -> None:
-    ranks(2, travel_in_all_dtypes, level)
 
 
 def fp16_gradients(level: int, average_in_collective: bool) -> list[float]:
@@ -133,15 +130,12 @@ def train_bf16(level: int, mesh: DeviceMesh) -> None:
         optimizer.zero_grad()
 
 
-def train_bf16_at_all_levels() -> None:
+@on_ranks(2)
+def test_bf16_model_with_fp32_main_weights_is_bitwise_the_unsharded_one() -> None:
+    """A sum over two ranks has one order; a wrong bit would show in a later gradient."""
     mesh = shard_mesh()
     for level in LEVELS:
         train_bf16(level, mesh)
-
-
-def test_bf16_model_with_fp32_main_weights_is_bitwise_the_unsharded_one(ranks: Ranks) -> None:
-    """A sum over two ranks has one order; a wrong bit would show in a later gradient."""
-    ranks(2, train_bf16_at_all_levels)
 
 
 BF16_WITH_FP32 = MixedPrecisionPolicy(torch.float32, torch.float32)
@@ -150,7 +144,9 @@ BF16_WITH_FP32 = MixedPrecisionPolicy(torch.float32, torch.float32)
 BF16_WITH_BF16 = {"mixed_precision_policy": MixedPrecisionPolicy(torch.float32, torch.bfloat16)}
 
 
-def accumulate_small_numbers(mesh: str) -> None:
+@pytest.mark.parametrize("mesh", ["flat", "outer2"])
+@on_ranks(2)
+def test_gradients_of_bf16_weights_accumulate_in_main_grads_dtype(mesh: str) -> None:
     arguments = Meshes().arguments(mesh)
     precisions: list[tuple[dict[str, Any], float]] = [
         ({"mixed_precision_policy": BF16_WITH_FP32}, 1 + 8 * SMALL),
@@ -172,11 +168,6 @@ def accumulate_small_numbers(mesh: str) -> None:
         model.finish_grad_sync()
         found = uneven_dtensor_to_full_tensor(next(model.parameters()).grad)
         assert found.tolist() == [expected] * 5, (level, precision, sync)
-
-
-@pytest.mark.parametrize("mesh", ["flat", "outer2"])
-def test_gradients_of_bf16_weights_accumulate_in_main_grads_dtype(ranks: Ranks, mesh: str) -> None:
-    ranks(2, accumulate_small_numbers, mesh)
 
 
 def dtypes_that_travel(mesh: str) -> None:

@@ -24,7 +24,7 @@ from megatron_fsdp import (
 from tests.support.fsdp import models
 from tests.support.fsdp.meshes import mesh_of, shard_mesh
 from tests.support.fsdp.models import WIDTH, ResidualBlock, build_stack
-from tests.support.fsdp.reference import Ranks, batch, close, loss_of, optimizer_over
+from tests.support.fsdp.reference import Ranks, batch, close, loss_of, on_ranks, optimizer_over
 from tests.support.fsdp.side_by_side import (
     compare_outputs,
     plain_backward,
@@ -74,7 +74,10 @@ def with_seed(model: nn.Module, step: int, rank: int) -> None:
     plain_backward(model, step, rank)
 
 
-def switch_modes(level: int) -> None:
+@pytest.mark.always("3")
+@pytest.mark.parametrize("level", [1, 3])
+@on_ranks(2)
+def test_dropout_and_running_statistics_follow_the_mode(level: int) -> None:
     mesh = shard_mesh()
     train_side_by_side(build_normalised, with_seed, level, mesh=mesh)
     reference, model = train_side_by_side(build_normalised, with_seed, level, steps=1, mesh=mesh)
@@ -97,13 +100,10 @@ def switch_modes(level: int) -> None:
     assert {f"module.{name}" for name, _ in model.module.named_buffers()} <= set(model.state_dict())
 
 
-@pytest.mark.always("3")
-@pytest.mark.parametrize("level", [1, 3])
-def test_dropout_and_running_statistics_follow_the_mode(ranks: Ranks, level: int) -> None:
-    ranks(2, switch_modes, level)
-
-
-def read_parameters(level: int) -> None:
+@pytest.mark.always("1", "3")
+@pytest.mark.parametrize("level", [0, 1, 3])
+@on_ranks(2)
+def test_weights_are_whole_inside_of_a_forward_and_sharded_outside_at_level_3(level: int) -> None:
     module = build_stack()
     expected = module.blocks[0].up.weight.detach().clone()
     model, optimizer = shard(module, level)
@@ -131,14 +131,6 @@ def read_parameters(level: int) -> None:
     assert not torch.equal(weight.full_tensor(), expected)
     if level == 3:
         assert model.module.blocks[0].up.weight is weight
-
-
-@pytest.mark.always("1", "3")
-@pytest.mark.parametrize("level", [0, 1, 3])
-def test_weights_are_whole_inside_of_a_forward_and_sharded_outside_at_level_3(
-    ranks: Ranks, level: int
-) -> None:
-    ranks(2, read_parameters, level)
 
 
 def try_to_copy(level: int) -> list[str]:

@@ -21,7 +21,7 @@ from tests.support.fsdp.optimizers import (
     unsharded_step,
     weights,
 )
-from tests.support.fsdp.reference import TOLERANCE, Ranks, batch, compare_shards, loss_of
+from tests.support.fsdp.reference import TOLERANCE, Ranks, batch, compare_shards, loss_of, on_ranks
 
 
 def grow_by_a_group(name: str, named: bool) -> None:
@@ -51,7 +51,8 @@ def grow_by_a_group(name: str, named: bool) -> None:
     assert [*first_group["param_names"], *second_group["param_names"]] == list(weights(model))
 
 
-def move_to_the_next_group() -> None:
+@on_ranks(1)
+def test_a_parameter_may_move_to_the_next_group() -> None:
     """Move the last parameter of the first group to the second one after two steps."""
     reference = models.build("several_units")
     model = fully_shard_model(models.build("several_units"), shard_mesh(), **sharding(reference))
@@ -70,10 +71,6 @@ def move_to_the_next_group() -> None:
         reference.zero_grad()
         model.zero_grad()
         compare_shards(model, weights(model), weights(reference), f"weight after step {step}")
-
-
-def test_a_parameter_may_move_to_the_next_group(ranks: Ranks) -> None:
-    ranks(1, move_to_the_next_group)
 
 
 def takes_new_groups(name: str) -> bool:
@@ -124,7 +121,17 @@ def test_param_groups_of_other_parameters_are_refused(ranks: Ranks) -> None:
     assert all("more than one parameter group" in message for message in messages[1:])
 
 
-def train_with_two_optimizers(level: int, main_grads: torch.dtype | None, auto_sync: bool) -> None:
+@pytest.mark.always("1-gradients_in_fp32", "3-same_dtype")
+@pytest.mark.parametrize(
+    "main_grads", [None, torch.float32], ids=["same_dtype", "gradients_in_fp32"]
+)
+@pytest.mark.parametrize(
+    ("level", "auto_sync"), [(1, True), (1, False), (3, True)], ids=["1", "1_in_step", "3"]
+)
+@on_ranks(2)
+def test_one_model_may_have_several_optimizers(
+    level: int, main_grads: torch.dtype | None, auto_sync: bool
+) -> None:
     """Train by two optimizers, each of which clears its gradients right after its step.
 
     A third of the parameters is in neither, and their gradients add up.
@@ -168,20 +175,10 @@ def train_with_two_optimizers(level: int, main_grads: torch.dtype | None, auto_s
         )
 
 
-@pytest.mark.always("1-gradients_in_fp32", "3-same_dtype")
-@pytest.mark.parametrize(
-    "main_grads", [None, torch.float32], ids=["same_dtype", "gradients_in_fp32"]
-)
-@pytest.mark.parametrize(
-    ("level", "auto_sync"), [(1, True), (1, False), (3, True)], ids=["1", "1_in_step", "3"]
-)
-def test_one_model_may_have_several_optimizers(
-    ranks: Ranks, level: int, auto_sync: bool, main_grads: torch.dtype | None
-) -> None:
-    ranks(2, train_with_two_optimizers, level, main_grads, auto_sync)
-
-
-def begin_again(name: str, level: int) -> None:
+@pytest.mark.always("3-adamw")
+@pytest.mark.parametrize(("level", "name"), [(0, "adamw"), (1, "sgd_momentum"), (3, "adamw")])
+@on_ranks(2)
+def test_an_existing_optimizer_is_initialised_again_as_documented(name: str, level: int) -> None:
     """Put the parameters of the sharded model into the optimizer of the module, as documented."""
     reference, module = models.build("several_units"), models.build("several_units")
     expected, optimizer = (OPTIMIZERS[name](each.parameters()) for each in (reference, module))
@@ -206,11 +203,3 @@ def begin_again(name: str, level: int) -> None:
         expected_scheduler.step()
         compare_shards(model, weights(model), weights(reference), f"weight after step {step}")
     assert len(optimizer.state) == len(list(model.parameters()))
-
-
-@pytest.mark.always("3-adamw")
-@pytest.mark.parametrize(("level", "name"), [(0, "adamw"), (1, "sgd_momentum"), (3, "adamw")])
-def test_an_existing_optimizer_is_initialised_again_as_documented(
-    ranks: Ranks, level: int, name: str
-) -> None:
-    ranks(2, begin_again, name, level)

@@ -26,7 +26,7 @@ from megatron_fsdp.translation import KEYWORDS
 from megatron_fsdp.uneven_dtensor import uneven_dtensor_to_full_tensor
 from tests.support.fsdp.meshes import mesh_of
 from tests.support.fsdp.models import WIDTH, ResidualBlock, build_stack
-from tests.support.fsdp.reference import Ranks, batch, loss_of
+from tests.support.fsdp.reference import Ranks, batch, loss_of, on_ranks
 from tests.support.fsdp.wrong_calls import message_of
 
 WRONG: dict[str, tuple[Any, dict[str, Any], tuple[str, ...]]] = {
@@ -122,7 +122,8 @@ def test_both_doors_lead_to_the_same_weights(ranks: Ranks) -> None:
     assert ranks(2, through_both_doors) == [True, True]
 
 
-def without_arguments() -> None:
+@on_ranks(2)
+def test_the_door_needs_a_module_alone_and_lists_all_problems() -> None:
     model = fully_shard(nn.Linear(WIDTH, 3))
     model(torch.ones(2, WIDTH)).sum().backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
@@ -131,10 +132,6 @@ def without_arguments() -> None:
     )
     for part in ("no parameters", "Settings.units", "Strategy.outer='optim' needs Mesh.outer"):
         assert part in message
-
-
-def test_the_door_needs_a_module_alone_and_lists_all_problems(ranks: Ranks) -> None:
-    ranks(2, without_arguments)
 
 
 def devices_on_the_second_gpu() -> list[str]:

@@ -13,7 +13,7 @@ from megatron.fsdp.optimizer.host.host_memory import HostMemory
 from megatron.fsdp.weight_average import WeightAverage
 from megatron_fsdp import MixedPrecisionPolicy, fully_shard_model
 from tests.support.fsdp import models
-from tests.support.fsdp.reference import Ranks, evaluate
+from tests.support.fsdp.reference import Ranks, evaluate, on_ranks
 from tests.support.fsdp.state_dicts import assert_equal, sharded, train, whole
 
 
@@ -64,7 +64,10 @@ def test_an_average_follows_the_weights_and_is_saved(
     ranks(2, follow, level, str(tmp_path))
 
 
-def write_before_updates(level: int) -> None:
+@pytest.mark.always("1")
+@pytest.mark.parametrize("level", [0, 1, 3])
+@on_ranks(2)
+def test_an_average_has_what_code_has_just_written_to_weights(level: int) -> None:
     """Write to bfloat16 weights by name before the average is made, and before it is updated."""
     model = fully_shard_model(
         models.build_stack().bfloat16(),
@@ -79,12 +82,6 @@ def write_before_updates(level: int) -> None:
     average.update()
     found = average.state_dict()["module.head.weight"].to_local()
     assert torch.equal(found, torch.full_like(found, 2.0)), found
-
-
-@pytest.mark.always("1")
-@pytest.mark.parametrize("level", [0, 1, 3])
-def test_an_average_has_what_code_has_just_written_to_weights(ranks: Ranks, level: int) -> None:
-    ranks(2, write_before_updates, level)
 
 
 def wrong_averages() -> list[str]:

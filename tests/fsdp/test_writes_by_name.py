@@ -17,7 +17,7 @@ from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard
 from tests.support.fsdp import models, side_by_side
 from tests.support.fsdp.meshes import Meshes
 from tests.support.fsdp.models import WIDTH, ResidualBlock, Stack
-from tests.support.fsdp.reference import LEVELS, Ranks, batch, optimizer_over
+from tests.support.fsdp.reference import LEVELS, Ranks, batch, on_ranks, optimizer_over
 from tests.support.fsdp.side_by_side import plain_backward, train_side_by_side
 
 
@@ -200,7 +200,10 @@ STRATEGIES = {"flat": [(level, 0) for level in LEVELS], "outer2": [(2, 0), (3, 0
 """By mesh: levels, and whether the outer axis shards optimizer state."""
 
 
-def train_clamped(mesh: str) -> None:
+@pytest.mark.always("2-flat")
+@pytest.mark.parametrize(("num_ranks", "mesh"), [(2, "flat"), (2, "outer2"), (4, "outer2")])
+@on_ranks()
+def test_what_a_forward_writes_to_weights_is_trained_on(num_ranks: int, mesh: str) -> None:
     meshes = Meshes()
     for level, outer in STRATEGIES[mesh]:
         train_side_by_side(
@@ -211,14 +214,6 @@ def train_clamped(mesh: str) -> None:
             fsdp_unit_modules=[Clamped],
             outer_dp_sharding_strategy=outer,
         )
-
-
-@pytest.mark.always("2-flat")
-@pytest.mark.parametrize(("num_ranks", "mesh"), [(2, "flat"), (2, "outer2"), (4, "outer2")])
-def test_what_a_forward_writes_to_weights_is_trained_on(
-    ranks: Ranks, num_ranks: int, mesh: str
-) -> None:
-    ranks(num_ranks, train_clamped, mesh)
 
 
 class Decaying(Resettable):
@@ -235,7 +230,12 @@ IN_FORWARDS = [
 ]
 
 
-def write_in_forwards(mesh: str) -> None:
+@pytest.mark.always("1-flat", "2-outer2")
+@pytest.mark.parametrize(
+    ("num_ranks", "mesh"), [(1, "flat"), (2, "flat"), (2, "outer2"), (4, "outer2")]
+)
+@on_ranks()
+def test_what_forwards_write_stays_in_main_weights_of_any_dtype(num_ranks: int, mesh: str) -> None:
     """Compare main weights with those of a module that computes in the same dtype."""
     meshes = Meshes()
     for level, dtype in IN_FORWARDS:
@@ -254,16 +254,6 @@ def write_in_forwards(mesh: str) -> None:
             compare_with_plain(model, plain, f"{what}, after")
             # Main weights have more bits than the module's: the next step begins with equal ones.
             model.load_state_dict(plain.state_dict())
-
-
-@pytest.mark.always("1-flat", "2-outer2")
-@pytest.mark.parametrize(
-    ("num_ranks", "mesh"), [(1, "flat"), (2, "flat"), (2, "outer2"), (4, "outer2")]
-)
-def test_what_forwards_write_stays_in_main_weights_of_any_dtype(
-    ranks: Ranks, num_ranks: int, mesh: str
-) -> None:
-    ranks(num_ranks, write_in_forwards, mesh)
 
 
 def comparisons_of_plain_steps() -> int:
@@ -298,7 +288,8 @@ def test_weights_that_are_freed_early_are_not_taken_for_written(ranks: Ranks) ->
     assert ranks(2, comparisons_of_tied_weights) == [0, 0]
 
 
-def write_between_steps_that_are_not_installed() -> None:
+@on_ranks(2)
+def test_forwards_that_write_do_not_undo_a_step_that_is_not_installed() -> None:
     """Let a forward write while the new weights of an optimizer are not installed."""
     model, optimizer = shard(torch.bfloat16, 3, Meshes(), "flat", Decaying)
     train(model, optimizer, torch.bfloat16)
@@ -310,7 +301,3 @@ def write_between_steps_that_are_not_installed() -> None:
         model(x)
     for before, parameter in zip(stepped, model.parameters()):
         assert torch.equal(full_tensor(parameter), before)
-
-
-def test_forwards_that_write_do_not_undo_a_step_that_is_not_installed(ranks: Ranks) -> None:
-    ranks(2, write_between_steps_that_are_not_installed)

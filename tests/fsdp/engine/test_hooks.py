@@ -21,6 +21,7 @@ from tests.support.fsdp.reference import (
     batch,
     compare_shards,
     loss_of,
+    on_ranks,
     optimizer_over,
 )
 from tests.support.fsdp.side_by_side import inner, plain_backward, train_side_by_side
@@ -98,14 +99,11 @@ def hook_afterwards(model: nn.Module) -> None:
     model.register_forward_hook(lambda module, args, output: output * 2)
 
 
-def with_hooks() -> None:
+@on_ranks(2)
+def test_hooks_of_users_change_the_same_numbers() -> None:
     mesh = shard_mesh()
     for level in (1, 3):
         train_side_by_side(build_hooked, plain_backward, level, prepare=hook_afterwards, mesh=mesh)
-
-
-def test_hooks_of_users_change_the_same_numbers(ranks: Ranks) -> None:
-    ranks(2, with_hooks)
 
 
 class Failing(nn.Module):
@@ -135,7 +133,13 @@ def build_failing() -> nn.Sequential:
     ).double()
 
 
-def recover(level: int, when: str) -> None:
+@pytest.mark.always("1-backward", "3-backward")
+@pytest.mark.parametrize(
+    ("level", "when"),
+    [(0, "backward"), (1, "backward"), (2, "forward"), (3, "forward"), (3, "backward")],
+)
+@on_ranks(2)
+def test_an_exception_is_followed_by_a_good_step(level: int, when: str) -> None:
     reference, module = build_failing(), build_failing()
     expected, optimizer = optimizer_over(reference), optimizer_over(module)
     model, optimizer = fully_shard(
@@ -169,12 +173,3 @@ def recover(level: int, when: str) -> None:
         )
         expected.step()
         optimizer.step()
-
-
-@pytest.mark.always("1-backward", "3-backward")
-@pytest.mark.parametrize(
-    ("level", "when"),
-    [(0, "backward"), (1, "backward"), (2, "forward"), (3, "forward"), (3, "backward")],
-)
-def test_an_exception_is_followed_by_a_good_step(ranks: Ranks, level: int, when: str) -> None:
-    ranks(2, recover, level, when)

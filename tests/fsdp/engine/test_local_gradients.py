@@ -15,7 +15,7 @@ from megatron.fsdp.engine.buffer import FlatBuffer, Storage
 from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard_model
 from tests.support.fsdp.meshes import shard_mesh
 from tests.support.fsdp.models import TanhLayer
-from tests.support.fsdp.reference import LEVELS, Ranks
+from tests.support.fsdp.reference import LEVELS, Ranks, on_ranks
 
 X = torch.linspace(-1, 1, 16, dtype=torch.float32).view(2, 8)
 DTYPES = (torch.float32, torch.bfloat16)
@@ -136,8 +136,9 @@ def test_gradients_that_wait_survive_a_look_at_the_reduced_ones(
     ranks(world_size, attach_before_the_reduction)
 
 
-def scale_waiting() -> None:
-    """Job: scale gradients that wait in the shard's tensor, and clear others there."""
+@on_ranks(2)
+def test_gradients_that_wait_are_scaled_and_cleared() -> None:
+    """Scale gradients that wait in the shard's tensor, and clear others there."""
     pair = Pair(torch.float32, zero_dp_strategy=0)
     pair.backward(is_last=False)
     pair.zero_grad()
@@ -147,10 +148,6 @@ def scale_waiting() -> None:
         parameter.grad.mul_(0.5)
     pair.backward()
     pair.check()
-
-
-def test_gradients_that_wait_are_scaled_and_cleared(ranks: Ranks) -> None:
-    ranks(2, scale_waiting)
 
 
 def hybrid_with_one_rank(outer: int, inner: int, sharded: int, level: int) -> None:

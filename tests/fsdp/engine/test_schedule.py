@@ -28,7 +28,7 @@ from megatron_fsdp import fully_shard, fully_shard_model, fully_shard_optimizer
 from tests.support.fsdp import models
 from tests.support.fsdp.meshes import shard_mesh
 from tests.support.fsdp.models import WIDTH, Stack, TanhLayer, build_stack
-from tests.support.fsdp.reference import Ranks, batch, loss_of, optimizer_over
+from tests.support.fsdp.reference import Ranks, batch, loss_of, on_ranks, optimizer_over
 from tests.support.fsdp.side_by_side import (
     Backward,
     inner,
@@ -139,16 +139,13 @@ USES: dict[str, Backward] = {
 }
 
 
-def use_at_two_levels(name: str) -> None:
-    mesh = shard_mesh()
-    for level in (3, list(USES).index(name) % 3):
-        train_side_by_side(build_stack, USES[name], level, mesh=mesh)
-
-
 @pytest.mark.always("evaluation_in_between", "units_called_alone")
 @pytest.mark.parametrize("use", USES)
-def test_gradients_and_weights_are_those_of_the_unsharded_model(ranks: Ranks, use: str) -> None:
-    ranks(2, use_at_two_levels, use)
+@on_ranks(2)
+def test_gradients_and_weights_are_those_of_the_unsharded_model(use: str) -> None:
+    mesh = shard_mesh()
+    for level in (3, list(USES).index(use) % 3):
+        train_side_by_side(build_stack, USES[use], level, mesh=mesh)
 
 
 def raise_value_error(*unused: Any) -> None:
@@ -331,7 +328,8 @@ class Tree(nn.Module):
         return self(x, depth - 1) + self.linear(self(x * 2, depth - 1)) * self.scale
 
 
-def train_a_tree() -> None:
+@on_ranks(2)
+def test_a_model_may_call_itself() -> None:
     torch.manual_seed(0)
     module = Tree().double()
     reference = copy.deepcopy(module)
@@ -343,10 +341,6 @@ def train_a_tree() -> None:
             each(x).pow(2).mean().backward()
         for sharded, parameter in zip(model.parameters(), reference.parameters()):
             torch.testing.assert_close(full_tensor(sharded.grad), parameter.grad)
-
-
-def test_a_model_may_call_itself(ranks: Ranks) -> None:
-    ranks(2, train_a_tree)
 
 
 class ReadsWeightsOfItsLayers(Stack):
@@ -366,16 +360,11 @@ def read_in_a_method(model: nn.Module, step: int, rank: int) -> None:
     loss_of(model.method(batch(step, rank, 0))).backward()
 
 
-def read_before_calls() -> None:
+@on_ranks(2)
+def test_weights_that_were_read_before_their_layer_was_called_stay_for_that_backward() -> None:
     mesh = shard_mesh()
     for level, backward in itertools.product((2, 3), (plain_backward, read_in_a_method)):
         train_side_by_side(lambda: ReadsWeightsOfItsLayers().double(), backward, level, mesh=mesh)
-
-
-def test_weights_that_were_read_before_their_layer_was_called_stay_for_that_backward(
-    ranks: Ranks,
-) -> None:
-    ranks(2, read_before_calls)
 
 
 class TwoHeads(nn.Module):
@@ -401,19 +390,16 @@ def use_both_heads_on_one_rank(model: nn.Module, step: int, rank: int) -> None:
     loss_of(model(batch(step, rank, 0), both=rank == 0)).backward()
 
 
-def train_two_heads(level: int) -> None:
+@pytest.mark.always("1", "3")
+@pytest.mark.parametrize("level", [1, 2, 3])
+@on_ranks(2)
+def test_ranks_may_use_different_parameters_of_a_unit_whose_inputs_need_no_gradients(
+    level: int,
+) -> None:
+    """Units were reduced when all of their parameters had gradients, in another order each."""
     train_side_by_side(
         build_two_heads, use_both_heads_on_one_rank, level, find_unused_parameters=True
     )
-
-
-@pytest.mark.always("1", "3")
-@pytest.mark.parametrize("level", [1, 2, 3])
-def test_ranks_may_use_different_parameters_of_a_unit_whose_inputs_need_no_gradients(
-    ranks: Ranks, level: int
-) -> None:
-    """Units were reduced when all of their parameters had gradients, in another order each."""
-    ranks(2, train_two_heads, level)
 
 
 def errors_after_a_reduction_that_failed() -> list[str]:

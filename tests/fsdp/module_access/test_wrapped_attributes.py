@@ -14,7 +14,7 @@ from megatron.fsdp.dtensor.tensor_part import full_tensor
 from megatron_fsdp import fully_shard
 from tests.fsdp.test_hugging_face import LLAMA_LAYER, build_llama, build_tied_llama, tokens
 from tests.support.fsdp.models import WIDTH, ResidualBlock
-from tests.support.fsdp.reference import Ranks, batch, close
+from tests.support.fsdp.reference import Ranks, batch, close, on_ranks
 
 
 class Scorer(nn.Module):
@@ -49,7 +49,10 @@ def build_scorer() -> Scorer:
     return Scorer()
 
 
-def call_methods(level: int) -> None:
+@pytest.mark.always("3")
+@pytest.mark.parametrize("level", [0, 1, 3])
+@on_ranks(2)
+def test_methods_of_the_module_compute_as_its_forward_does(level: int) -> None:
     reference, module = build_scorer(), build_scorer()
     model, optimizer = fully_shard(
         module,
@@ -84,12 +87,6 @@ def call_methods(level: int) -> None:
         assert {group.state.name for group in model.groups} == {"SHARDED"}
 
 
-@pytest.mark.always("3")
-@pytest.mark.parametrize("level", [0, 1, 3])
-def test_methods_of_the_module_compute_as_its_forward_does(ranks: Ranks, level: int) -> None:
-    ranks(2, call_methods, level)
-
-
 def ask_one_rank() -> int:
     module = build_scorer()
     model, _ = fully_shard(module, torch.optim.SGD(module.parameters(), lr=0.1))
@@ -102,7 +99,10 @@ def test_a_method_that_reads_no_weights_waits_for_no_rank(ranks: Ranks) -> None:
     assert ranks(2, ask_one_rank) == [build_scorer().num_weights(), 0]
 
 
-def generate_different_lengths(level: int) -> None:
+@pytest.mark.always("3")
+@pytest.mark.parametrize("level", [1, 3])
+@on_ranks(2)
+def test_generation_of_different_lengths_ends(level: int) -> None:
     """Rank 0 ends after one token, rank 1 after six."""
     reference, module = build_llama(), build_llama()
     model, _ = fully_shard(
@@ -118,12 +118,6 @@ def generate_different_lengths(level: int) -> None:
     with torch.no_grad():
         assert torch.equal(model.generate(prompt, **settings), expected)
         assert torch.equal(model.module.generate(prompt, **settings), expected)
-
-
-@pytest.mark.always("3")
-@pytest.mark.parametrize("level", [1, 3])
-def test_generation_of_different_lengths_ends(ranks: Ranks, level: int) -> None:
-    ranks(2, generate_different_lengths, level)
 
 
 def save_pretrained(path: str, is_tied: bool) -> list[str]:

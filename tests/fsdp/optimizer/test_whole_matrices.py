@@ -25,7 +25,7 @@ from tests.support.fsdp.optimizers import (
     unsharded_step,
     weights,
 )
-from tests.support.fsdp.reference import TOLERANCE, Ranks, batch, compare_shards, loss_of
+from tests.support.fsdp.reference import TOLERANCE, Ranks, batch, compare_shards, loss_of, on_ranks
 from tests.support.pairwise import each_value
 
 Make = Callable[..., torch.optim.Optimizer]
@@ -121,7 +121,10 @@ def test_muon_for_dtensors_steps_as_on_one_rank(ranks: Ranks, level: int, how: s
     ranks(3, train, make, "flat", {"zero_dp_strategy": level})
 
 
-def minimise(level: int) -> None:
+@pytest.mark.always("3")
+@pytest.mark.parametrize("level", [1, 3])
+@on_ranks(2)
+def test_lbfgs_steps_with_losses_that_all_ranks_share(level: int) -> None:
     """Step LBFGS, whose closures return the same loss on all ranks."""
     reference, module = build(), build()
     settings = {"lr": 0.2, "max_iter": 4, "line_search_fn": "strong_wolfe"}
@@ -143,12 +146,6 @@ def minimise(level: int) -> None:
 
             stepped.step(closure)
         compare_shards(model, weights(model), weights(reference), "weight", 1e-8)
-
-
-@pytest.mark.always("3")
-@pytest.mark.parametrize("level", [1, 3])
-def test_lbfgs_steps_with_losses_that_all_ranks_share(ranks: Ranks, level: int) -> None:
-    ranks(2, minimise, level)
 
 
 # ---- what is gathered
@@ -248,7 +245,8 @@ def shard_after_two_steps(make: Make) -> None:
         compare_shards(model, weights(model), weights(reference), "weight", TOLERANCE)
 
 
-def use_states_alone() -> None:
+@on_ranks(2)
+def test_a_rank_of_level_0_needs_no_other_for_its_states() -> None:
     """At level 0 every rank has all state, so one rank may save and load by itself."""
     model = fully_shard_model(nn.Linear(3, 3), zero_dp_strategy=0)
     optimizer = fully_shard_optimizer(written.RowMeans(model.parameters(), lr=0.1))
@@ -257,7 +255,3 @@ def use_states_alone() -> None:
     if dist.get_rank() == 0:
         optimizer.load_state_dict(optimizer.state_dict())
         model.load_state_dict(model.state_dict())
-
-
-def test_a_rank_of_level_0_needs_no_other_for_its_states(ranks: Ranks) -> None:
-    ranks(2, use_states_alone)

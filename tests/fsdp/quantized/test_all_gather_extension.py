@@ -22,7 +22,7 @@ from megatron.fsdp.dtensor.tensor_part import full_tensor
 from megatron.fsdp.engine.observe import GATHER
 from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard
 from tests.support.fsdp.meshes import mesh_of, shard_mesh
-from tests.support.fsdp.reference import TOLERANCE, Ranks
+from tests.support.fsdp.reference import TOLERANCE, Ranks, on_ranks
 from tests.support.fsdp.subclasses import (
     CODES,
     Master,
@@ -270,7 +270,10 @@ def test_checkpoints_hold_the_main_weights(ranks: Ranks, tmp_path: Path, level: 
     ranks(2, save_and_load, str(tmp_path / "checkpoint"), level)
 
 
-def use_what_users_use(level: int) -> None:
+@pytest.mark.always("3")
+@pytest.mark.parametrize("level", [1, 2, 3])
+@on_ranks(2)
+def test_parameters_are_used_as_plain_ones_are(level: int) -> None:
     """Attributes, tied weights, freezing, writes, frozen weights, copies and mixed precision."""
     module = layers(Master, sharded=True)
     module[0].weight.of_mine = "attribute"
@@ -317,12 +320,6 @@ def use_what_users_use(level: int) -> None:
     half_optimizer.step()
     assert output.dtype == torch.bfloat16
     assert {one.dtype for one in half.parameters()} == {torch.float32}
-
-
-@pytest.mark.always("3")
-@pytest.mark.parametrize("level", [1, 2, 3])
-def test_parameters_are_used_as_plain_ones_are(ranks: Ranks, level: int) -> None:
-    ranks(2, use_what_users_use, level)
 
 
 class Uncalled(Master):
@@ -393,7 +390,17 @@ def test_rows_that_shards_would_cut_are_refused(ranks: Ranks) -> None:
         assert "10 in a row" in message
 
 
-def train_from_meta(level: int) -> None:
+def fill(layer: RoundedLayer) -> None:
+    with torch.no_grad():
+        inner = layer.weight.values if isinstance(layer.weight, Master) else layer.weight
+        inner.fill_(0.5)
+        layer.bias.zero_()
+
+
+@pytest.mark.always("3")
+@pytest.mark.parametrize("level", [1, 3])
+@on_ranks(2)
+def test_weights_are_initialised_from_the_meta_device(level: int) -> None:
     """Initialise on the meta device, and train as from values."""
     torch.manual_seed(0)
     with torch.device("meta"):
@@ -418,19 +425,6 @@ def train_from_meta(level: int) -> None:
         model.module[0].register_forward_hook(lambda *given: seen.append(given[-1]))
         model(data(0, 0))
         torch.testing.assert_close(seen[0], first, rtol=0, atol=1.0 / CODES)
-
-
-def fill(layer: RoundedLayer) -> None:
-    with torch.no_grad():
-        inner = layer.weight.values if isinstance(layer.weight, Master) else layer.weight
-        inner.fill_(0.5)
-        layer.bias.zero_()
-
-
-@pytest.mark.always("3")
-@pytest.mark.parametrize("level", [1, 3])
-def test_weights_are_initialised_from_the_meta_device(ranks: Ranks, level: int) -> None:
-    ranks(2, train_from_meta, level)
 
 
 def copy_model() -> str:

@@ -7,10 +7,12 @@ hides a constant factor), weights after every step and, through a forward in eva
 forward sees them.
 """
 
+import importlib
+import inspect
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, wraps
 from typing import Any
 
 import torch
@@ -26,6 +28,39 @@ from tests.support.fsdp.random_models import Drawn, DrawnModel, ExpertPlaces
 
 Ranks = Callable[..., list[Any]]
 """The fixture `ranks`: calls a function on so many ranks and returns their results."""
+
+Test = Callable[..., None]
+
+
+def on_ranks(num_ranks: int | None = None) -> Callable[[Test], Test]:
+    """Run the body of a test on so many ranks; None: as many as its argument `num_ranks` says."""
+
+    def decorate(test: Test) -> Test:
+        @wraps(test)
+        def run(ranks: Ranks, **arguments: Any) -> None:
+            ranks(num_ranks or arguments["num_ranks"], BodyOfTest(test), **arguments)
+
+        fixture = inspect.Parameter("ranks", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        own = inspect.signature(test).parameters.values()
+        run.__signature__ = inspect.Signature([fixture, *own])
+        return run
+
+    return decorate
+
+
+class BodyOfTest:
+    """A reference to a test that :func:`on_ranks` wraps; what ranks unpickle is the test itself."""
+
+    def __init__(self, test: Test) -> None:
+        self._place = test.__module__, test.__name__
+
+    def __reduce__(self) -> tuple[Callable[..., Test], tuple[str, str]]:
+        return wrapped_test, self._place
+
+
+def wrapped_test(module: str, name: str) -> Test:
+    return getattr(importlib.import_module(module), name).__wrapped__
+
 
 LEVELS = (0, 1, 2, 3)
 
