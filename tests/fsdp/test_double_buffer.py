@@ -24,7 +24,7 @@ from megatron_fsdp import (
 )
 from tests.support.fsdp.models import TanhLayer
 from tests.support.fsdp.random_models import Drawn, DrawnLayer
-from tests.support.fsdp.reference import Case, Ranks, compare_all
+from tests.support.fsdp.reference import Case, Ranks, compare_all, on_ranks
 from tests.support.fsdp.wrong_calls import message_of
 
 SLOTS = {"fsdp_double_buffer": True}
@@ -205,7 +205,10 @@ class ChainWithRoot(Chain):
         return super().forward(x * self.scale[0], used)
 
 
-def first_steps_of_parts(chain: type[Chain]) -> bool:
+@pytest.mark.always("ChainWithRoot")
+@pytest.mark.parametrize("chain", [Chain, ChainWithRoot])
+@on_ranks(2)
+def test_layers_that_first_come_into_use_later_get_slots_then(chain: type[Chain]) -> None:
     """Train parts of a chain first: the other layers get slots when they are used."""
     weights = []
     for settings in (SLOTS, {}):
@@ -213,15 +216,7 @@ def first_steps_of_parts(chain: type[Chain]) -> bool:
         model.install_optimized_model_weights()  # as after loading, before anything is used
         train(model, optimizer, (0, 1), (2, 3, 4), (5, 0, 5), range(NUM_LAYERS), (1, 3))
         weights.append(weights_of(model))
-    return all(map(torch.equal, *weights))
-
-
-@pytest.mark.always("ChainWithRoot")
-@pytest.mark.parametrize("chain", [Chain, ChainWithRoot])
-def test_layers_that_first_come_into_use_later_get_slots_then(
-    ranks: Ranks, chain: type[Chain]
-) -> None:
-    assert ranks(2, first_steps_of_parts, chain) == [True, True]
+    assert all(map(torch.equal, *weights))
 
 
 class Reading(Chain):
@@ -238,7 +233,8 @@ class Reading(Chain):
         inputs[0] + self.layers[3].linear.weight.sum()
 
 
-def units_that_are_in_use_together_at_last() -> str:
+@on_ranks(2)
+def test_units_that_first_come_into_use_together_later_are_named() -> None:
     chain = Reading()
     model, optimizer = fully_shard(
         chain,
@@ -250,13 +246,9 @@ def units_that_are_in_use_together_at_last() -> str:
     for _ in range(2):
         model(x).sum().backward()
         optimizer.step()
-    return message_of(RuntimeError, model, x, reads=True)
-
-
-def test_units_that_first_come_into_use_together_later_are_named(ranks: Ranks) -> None:
-    for message in ranks(2, units_that_are_in_use_together_at_last):
-        assert "'layers.3'" in message and "'layers.1'" in message
-        assert "train without fsdp_double_buffer" in message
+    message = message_of(RuntimeError, model, x, reads=True)
+    assert "'layers.3'" in message and "'layers.1'" in message, message
+    assert "train without fsdp_double_buffer" in message, message
 
 
 def accumulate_later(**settings: Any) -> Trained:

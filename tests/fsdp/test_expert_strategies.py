@@ -221,7 +221,8 @@ def test_experts_that_are_not_sharded_can_be_on_the_meta_device() -> None:
     assert all(is_whole[True]) and not all(is_whole[False])
 
 
-def refused() -> list[str]:
+@on_ranks(2)
+def test_a_strategy_without_experts_or_axis_is_refused() -> None:
     mesh = Meshes().arguments("flat")["device_mesh"]
     own = {"device_mesh": mesh, "inner": "dp_shard"}
     messages = []
@@ -232,14 +233,10 @@ def refused() -> list[str]:
     ):
         settings = {"mesh": Mesh(**places), "strategy": Strategy(**strategy)}
         messages.append(message_of(ValueError, by_settings, module, None, **settings))
-    return messages
-
-
-def test_a_strategy_without_experts_or_axis_is_refused(ranks: Ranks) -> None:
-    for without_mesh, without_experts, without_outer in ranks(2, refused):
-        assert "Strategy.expert_level" in without_mesh and "Mesh.expert_mesh" in without_mesh
-        assert "Strategy.expert_outer" in without_experts and "allreduce=False" in without_experts
-        assert "Strategy.expert_outer='optim' needs Mesh.outer" in without_outer
+    without_mesh, without_experts, without_outer = messages
+    assert "Strategy.expert_level" in without_mesh and "Mesh.expert_mesh" in without_mesh
+    assert "Strategy.expert_outer" in without_experts and "allreduce=False" in without_experts
+    assert "Strategy.expert_outer='optim' needs Mesh.outer" in without_outer
 
 
 def test_strategies_of_experts_check_themselves() -> None:

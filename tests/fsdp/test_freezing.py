@@ -14,7 +14,6 @@ from tests.support.fsdp.meshes import Meshes, shard_mesh
 from tests.support.fsdp.models import WIDTH, ResidualBlock, build_stack
 from tests.support.fsdp.reference import (
     LEVELS,
-    Ranks,
     batch,
     compare_shards,
     loss_of,
@@ -84,21 +83,18 @@ def test_partly_frozen_units_stay_unsharded_in_a_second_backward_over_one_graph(
     train_side_by_side(build_frozen, pass_twice, level, mesh=mesh)
 
 
-def thaw_what_was_frozen(level: int) -> str:
+@pytest.mark.always("3")
+@pytest.mark.parametrize("level", [0, 3])
+@on_ranks(2)
+def test_parameters_frozen_when_sharded_cannot_be_thawed(level: int) -> None:
     module = build_stack()
     module.embed.requires_grad_(False)
     model, _ = shard(module, level)
     dict(model.named_parameters())["module.embed.weight"].requires_grad_(True)
     with pytest.raises(RuntimeError) as error:
         plain_backward(model, 0, dist.get_rank())
-    return str(error.value)
-
-
-@pytest.mark.always("3")
-@pytest.mark.parametrize("level", [0, 3])
-def test_parameters_frozen_when_sharded_cannot_be_thawed(ranks: Ranks, level: int) -> None:
-    for message in ranks(2, thaw_what_was_frozen, level):
-        assert "embed.weight" in message and "frozen when the model was sharded" in message
+    message = str(error.value)
+    assert "embed.weight" in message and "frozen when the model was sharded" in message, message
 
 
 @pytest.mark.always("3")
@@ -217,19 +213,16 @@ def test_what_is_frozen_only_between_forward_and_backward_is_trained(level: int)
     compare_shards(model, actual, expected, "gradient")
 
 
-def thaw_everything() -> str:
+@on_ranks(2)
+def test_thawing_a_model_that_was_wholly_frozen_is_refused_at_its_backward() -> None:
     module = build_stack().requires_grad_(False)
     model, _ = shard(module, 3)
     model.module.requires_grad_(True)
     output = model(batch(0, 0, 0))
     with pytest.raises(RuntimeError) as error:
         output.sum().backward()
-    return str(error.value)
-
-
-def test_thawing_a_model_that_was_wholly_frozen_is_refused_at_its_backward(ranks: Ranks) -> None:
-    for message in ranks(2, thaw_everything):
-        assert "frozen when the model was sharded" in message
+    message = str(error.value)
+    assert "frozen when the model was sharded" in message, message
 
 
 # ---- frozen weights that a backward needs after the last gradient of a parameter

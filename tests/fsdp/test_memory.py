@@ -115,19 +115,14 @@ def test_every_level_peaks_below_the_one_before(ranks: Ranks) -> None:
         assert len(set(peaks)) == 4, peaks
 
 
-def step_after_step() -> list[int]:
-    """Return the bytes alive between steps."""
+@on_ranks(2)
+def test_nothing_piles_up_over_steps() -> None:
     model = build_deep(3)
     alive = []
     for _ in range(4):
         train_deep(model)
         alive.append(look_at(model).bytes)
-    return alive
-
-
-def test_nothing_piles_up_over_steps(ranks: Ranks) -> None:
-    for alive in ranks(2, step_after_step):
-        assert len(set(alive[1:])) == 1
+    assert len(set(alive[1:])) == 1, alive
 
 
 class Prompt(torch.nn.Module):
@@ -150,8 +145,11 @@ class WithPrompt(torch.nn.Module):
         return self.block(x + self.prompt()), self.prompt.weight
 
 
-def hooks_of_returned_parameters(level: int) -> int:
-    """Return the number of hooks on a parameter that a unit and the root return, after steps."""
+@pytest.mark.always("3")
+@pytest.mark.parametrize("level", [1, 3])
+@on_ranks(2)
+def test_hooks_do_not_pile_up_on_a_parameter_that_is_returned(level: int) -> None:
+    """Train a parameter that a unit and the root return."""
     model = fully_shard_model(
         WithPrompt(), shard_mesh(), fsdp_unit_modules=[ResidualBlock], zero_dp_strategy=level
     )
@@ -159,13 +157,7 @@ def hooks_of_returned_parameters(level: int) -> int:
         output, _ = model(torch.randn(BATCH, WIDTH))
         output.sum().backward()
     (compute,) = [each.compute for each in model.sharded_params if each.name == "prompt.weight"]
-    return len(compute._backward_hooks or {})
-
-
-@pytest.mark.always("3")
-@pytest.mark.parametrize("level", [1, 3])
-def test_hooks_do_not_pile_up_on_a_parameter_that_is_returned(ranks: Ranks, level: int) -> None:
-    assert ranks(2, hooks_of_returned_parameters, level) == [0, 0]
+    assert not compute._backward_hooks
 
 
 def gradients_without_units(level: int) -> tuple[int, int, int]:
@@ -210,17 +202,13 @@ def test_embedding_and_output_layer_are_freed_as_any_unit() -> None:
     assert look_at(model).gathered == []
 
 
-def drop_a_model(level: int) -> bool:
-    """Train and drop a model; return True if nothing of it is left."""
+@pytest.mark.always("3")
+@pytest.mark.parametrize("level", [1, 3])
+@on_ranks(2)
+def test_a_model_that_is_dropped_is_freed(level: int) -> None:
     model = build_deep(level, "", overlap_param_gather=True)
     loss_of(model(torch.randn(BATCH, WIDTH))).backward()
     left = [weakref.ref(model), weakref.ref(model.module), weakref.ref(model._schedule)]
     del model
     gc.collect()
-    return all(each() is None for each in left)
-
-
-@pytest.mark.always("3")
-@pytest.mark.parametrize("level", [1, 3])
-def test_a_model_that_is_dropped_is_freed(ranks: Ranks, level: int) -> None:
-    assert ranks(2, drop_a_model, level) == [True, True]
+    assert all(each() is None for each in left)

@@ -71,24 +71,21 @@ def test_gradients_travel_in_grad_comm_dtype(level: int) -> None:
             assert gradient.tolist() == [expected] * 5, (comm, dtype)
 
 
-def fp16_gradients(level: int, average_in_collective: bool) -> list[float]:
-    policy = MixedPrecisionPolicy(torch.float32, torch.float32, torch.float16)
-    inputs = [[60000.0], [60000.0]]
-    settings = {"average_in_collective": average_in_collective}
-    return gradient_of_numbers(torch.float32, policy, level, inputs, **settings).tolist()
-
-
 @pytest.mark.always("0-True", "3-False")
 @pytest.mark.parametrize(
     ("level", "average_in_collective"),
     [(0, True), (1, False), (2, True), (3, False), (3, True)],
 )
+@on_ranks(2)
 def test_fp16_gradients_do_not_overflow_where_their_mean_fits(
-    ranks: Ranks, level: int, average_in_collective: bool
+    level: int, average_in_collective: bool
 ) -> None:
     """Gloo divides a sum that may overflow, so it is not asked to average."""
-    for gradient in ranks(2, fp16_gradients, level, average_in_collective):
-        assert gradient == [60000.0] * 5
+    policy = MixedPrecisionPolicy(torch.float32, torch.float32, torch.float16)
+    inputs = [[60000.0], [60000.0]]
+    settings = {"average_in_collective": average_in_collective}
+    gradient = gradient_of_numbers(torch.float32, policy, level, inputs, **settings).tolist()
+    assert gradient == [60000.0] * 5, gradient
 
 
 def train_bf16(level: int, mesh: DeviceMesh) -> None:
@@ -190,15 +187,12 @@ def test_gradients_travel_in_the_dtype_that_was_asked_for(ranks: Ranks) -> None:
     ranks(2, dtypes_that_travel, "outer2")
 
 
-def large_fp16_gradients() -> bool:
+@on_ranks(2)
+def test_finite_fp16_gradients_whose_sum_overflows_are_no_alarm() -> None:
     net = nn.Linear(64, 64).half()
     model = fully_shard_model(net, report_nan_in_param_grad=True, zero_dp_strategy=1)
     model(torch.full((4, 64), 40.0, dtype=torch.float16)).float().mul(20).sum().backward()
-    return all(
+    assert all(
         torch.isfinite(parameter.grad._local_tensor).all().item()
         for parameter in model.parameters()
     )
-
-
-def test_finite_fp16_gradients_whose_sum_overflows_are_no_alarm(ranks: Ranks) -> None:
-    assert ranks(2, large_fp16_gradients) == [True, True]

@@ -133,7 +133,10 @@ def test_weights_are_whole_inside_of_a_forward_and_sharded_outside_at_level_3(le
         assert model.module.blocks[0].up.weight is weight
 
 
-def try_to_copy(level: int) -> list[str]:
+@pytest.mark.always("3")
+@pytest.mark.parametrize("level", [0, 3])
+@on_ranks(2)
+def test_shallow_copies_of_the_model_are_refused_and_of_its_state_dict_work(level: int) -> None:
     model, _ = shard(build_stack(), level)
     messages = []
     for attempt in (
@@ -151,16 +154,7 @@ def try_to_copy(level: int) -> list[str]:
     for state in (kept, torch.load(file)):
         model.load_state_dict(state)
     compare_outputs(model, build_stack(), batch(0, 0, 0), "after loading a copy")
-    return messages
-
-
-@pytest.mark.always("3")
-@pytest.mark.parametrize("level", [0, 3])
-def test_shallow_copies_of_the_model_are_refused_and_of_its_state_dict_work(
-    ranks: Ranks, level: int
-) -> None:
-    for messages in ranks(2, try_to_copy, level):
-        assert len(messages) == 3 and all("state_dict" in message for message in messages)
+    assert len(messages) == 3 and all("state_dict" in message for message in messages), messages
 
 
 def convert(level: int) -> None:
@@ -193,7 +187,8 @@ def test_conversions_that_change_nothing_work_and_others_are_refused(
     ranks(2, convert, level)
 
 
-def precision_of_config() -> tuple:
+@on_ranks(1)
+def test_the_fields_of_the_config_are_used() -> None:
     config = DistributedDataParallelConfig(
         data_parallel_sharding_strategy="optim",
         check_for_nan_in_grad=True,
@@ -208,16 +203,13 @@ def precision_of_config() -> tuple:
         MixedPrecisionPolicy(main_params_dtype=torch.float64),
     )
     precision = model.groups[0].precision
-    return (
+    found = (
         precision.main_param,
         precision.main_grad,
         model._gradients._report_nonfinite is not None,
         other.groups[0].precision.main_param,
     )
-
-
-def test_the_fields_of_the_config_are_used(ranks: Ranks) -> None:
-    assert ranks(1, precision_of_config) == [(torch.bfloat16, torch.float32, True, torch.float64)]
+    assert found == (torch.bfloat16, torch.float32, True, torch.float64), found
 
 
 def poison_one_gradient(level: int) -> str:

@@ -99,14 +99,11 @@ def all_names(way: str, level: int) -> list[list[str]]:
     ]
 
 
-def names_of_all_ways() -> dict[str, list[list[str]]]:
-    return {way: all_names(way, (3, 1)[number % 2]) for number, way in enumerate(WAYS)}
-
-
-def test_names_are_those_of_the_plain_model(ranks: Ranks) -> None:
-    for names in ranks(2, names_of_all_ways):
-        assert "module.1.up.weight" in names["plain"][0]
-        assert names == dict.fromkeys(WAYS, names["plain"])
+@on_ranks(2)
+def test_names_are_those_of_the_plain_model() -> None:
+    names = {way: all_names(way, (3, 1)[number % 2]) for number, way in enumerate(WAYS)}
+    assert "module.1.up.weight" in names["plain"][0], names
+    assert names == dict.fromkeys(WAYS, names["plain"]), names
 
 
 def save(way: str, level: int, path: str) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 
 from megatron_fsdp import fully_shard, fully_shard_model, fully_shard_optimizer
 from tests.support.fsdp.models import ResidualBlock, build_stack
-from tests.support.fsdp.reference import Ranks
+from tests.support.fsdp.reference import Ranks, on_ranks
 from tests.support.fsdp.side_by_side import plain_backward
 
 
@@ -33,7 +33,10 @@ class Messages(logging.Handler):
         return texts
 
 
-def step_an_optimizer_from_before(level: int) -> list[str]:
+@pytest.mark.always("3")
+@pytest.mark.parametrize("level", [0, 3])
+@on_ranks(2)
+def test_the_step_of_an_optimizer_from_before_sharding_is_refused(level: int) -> None:
     module = nn.Linear(3, 5)
     optimizer = torch.optim.AdamW(module.parameters())
     model = fully_shard_model(module, zero_dp_strategy=level)
@@ -45,16 +48,9 @@ def step_an_optimizer_from_before(level: int) -> list[str]:
         messages.append(str(error.value))
     other = nn.Linear(3, 5)
     torch.optim.AdamW(other.parameters()).step()
-    return messages
-
-
-@pytest.mark.always("3")
-@pytest.mark.parametrize("level", [0, 3])
-def test_the_step_of_an_optimizer_from_before_sharding_is_refused(ranks: Ranks, level: int) -> None:
-    for messages in ranks(2, step_an_optimizer_from_before, level):
-        assert len(messages) == 2
-        assert all("2 of the optimizer's 2 parameters" in message for message in messages)
-        assert "fully_shard_optimizer" in messages[0]
+    assert len(messages) == 2, messages
+    assert all("2 of the optimizer's 2 parameters" in message for message in messages), messages
+    assert "fully_shard_optimizer" in messages[0], messages
 
 
 def step_again_after_sharding() -> str:
@@ -113,17 +109,14 @@ def test_unit_classes_that_match_nothing_are_said(ranks: Ranks) -> None:
     assert "ResidualBlock" in message
 
 
-def give_units_of_another_model() -> str:
+@on_ranks(2)
+def test_modules_that_are_no_part_of_the_model_are_refused_as_units() -> None:
     blocks = nn.Sequential(ResidualBlock(), nn.Linear(5, 5))
     with pytest.raises(ValueError) as error:
         fully_shard_model(blocks, fsdp_unit_modules=[blocks[0], ResidualBlock()])
     fully_shard_model(blocks, fsdp_unit_modules=[blocks[0]])
-    return str(error.value)
-
-
-def test_modules_that_are_no_part_of_the_model_are_refused_as_units(ranks: Ranks) -> None:
-    for message in ranks(2, give_units_of_another_model):
-        assert "1 modules that are no part of the model (ResidualBlock)" in message
+    message = str(error.value)
+    assert "1 modules that are no part of the model (ResidualBlock)" in message, message
 
 
 def load_with_dcp(path: str, name: str, steps_first: bool) -> tuple[list[str], float]:

@@ -84,7 +84,8 @@ def test_an_average_has_what_code_has_just_written_to_weights(level: int) -> Non
     assert torch.equal(found, torch.full_like(found, 2.0)), found
 
 
-def wrong_averages() -> list[str]:
+@on_ranks(2)
+def test_wrong_arguments_of_an_average_are_named() -> None:
     module = models.build("scalars")
     messages = []
     with pytest.raises(ValueError) as error:
@@ -97,18 +98,15 @@ def wrong_averages() -> list[str]:
     with pytest.raises(RuntimeError) as error:
         WeightAverage(model).load_state_dict({"num_updates": 1})
     messages.append(str(error.value))
-    return messages
+    of_module, of_decay, of_state = messages
+    assert "fully_shard" in of_module
+    assert "1.5" in of_decay
+    assert "module." in of_state
 
 
-def test_wrong_arguments_of_an_average_are_named(ranks: Ranks) -> None:
-    for of_module, of_decay, of_state in ranks(2, wrong_averages):
-        assert "fully_shard" in of_module
-        assert "1.5" in of_decay
-        assert "module." in of_state
-
-
-def changed_units_at_waits() -> list[int]:
-    """Return how many units have another weight already whenever a unit's copies are awaited."""
+@on_ranks(2)
+def test_weights_that_may_still_be_copied_to_the_device_are_waited_for() -> None:
+    """Count the units that have another weight already whenever a unit's copies are awaited."""
     model, optimizer = sharded("tied_across_units", 3, offload_policy="host")
     average = WeightAverage(model)
     train(model, optimizer, 1)
@@ -121,9 +119,4 @@ def changed_units_at_waits() -> list[int]:
 
     with patch.object(HostMemory, "wait", count), average.applied():
         pass
-    return found
-
-
-def test_weights_that_may_still_be_copied_to_the_device_are_waited_for(ranks: Ranks) -> None:
-    for counts in ranks(2, changed_units_at_waits):
-        assert counts[: len(counts) // 2] == list(range(len(counts) // 2)) != []
+    assert found[: len(found) // 2] == list(range(len(found) // 2)) != [], found

@@ -211,7 +211,8 @@ def test_a_rank_sends_the_fewest_bytes(num_ranks: int) -> None:
     assert total_bytes(temporary) == (num_ranks - 2) * shard.nbytes
 
 
-def message_counts_by_size() -> tuple[int, int, int]:
+@on_ranks(3)
+def test_a_small_gather_is_that_of_gloo() -> None:
     """Count the messages of a small gather, of one in place, and of a larger one."""
     group, rank, num_ranks = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
     counts = []
@@ -222,11 +223,7 @@ def message_counts_by_size() -> tuple[int, int, int]:
         with watching_messages() as (sent, _):
             launch(GlooMessages().all_gather([full], [shard], group)).wait()
         counts.append(len(sent))
-    return tuple(counts)
-
-
-def test_a_small_gather_is_that_of_gloo(ranks: Ranks) -> None:
-    assert ranks(3, message_counts_by_size) == [(0, 2, 2)] * 3
+    assert counts == [0, 2, 2], counts
 
 
 @on_ranks(2)

@@ -15,7 +15,7 @@ from megatron.fsdp.dtensor.tensor_part import full_tensor
 from megatron_fsdp import MegatronFSDP, fully_shard_model
 from tests.support.fsdp.dtensor.operations import ELEMENTWISE, IN_PLACE, REFUSED, WHOLE, Operation
 from tests.support.fsdp.meshes import mesh_of
-from tests.support.fsdp.reference import Ranks
+from tests.support.fsdp.reference import Ranks, on_ranks
 
 
 class Weight(nn.Module):
@@ -144,7 +144,8 @@ def test_operations_give_what_the_whole_tensor_gives(
         assert kinds == {"rows", "flat", "empty"}
 
 
-def write_to_views() -> list[str]:
+@on_ranks(2)
+def test_writes_that_would_be_lost_are_refused_on_every_rank() -> None:
     messages = []
     parameter = odd_model(3).get_parameter("module.matrix.weight")
     before = full_tensor(parameter)
@@ -157,11 +158,7 @@ def write_to_views() -> list[str]:
                 messages.append(f"{title}: {error}")
     if not torch.equal(full_tensor(parameter), before):
         messages.append("something was written")
-    return messages
-
-
-def test_writes_that_would_be_lost_are_refused_on_every_rank(ranks: Ranks) -> None:
-    assert ranks(2, write_to_views) == [[], []]
+    assert messages == [], messages
 
 
 def draw(level: int, outer: int) -> list[Any]:
@@ -197,7 +194,8 @@ def test_ranks_with_different_seeds_draw_the_same_weights(
     assert others == [first] * len(others)
 
 
-def penalize() -> list[str]:
+@on_ranks(2)
+def test_a_penalty_on_sharded_parameters_is_refused_in_backward() -> None:
     model = odd_model(3)
     messages = []
     for term in (lambda p: p.square().sum(), lambda p: (p * 2).sum(), lambda p: p[0].norm()):
@@ -208,12 +206,7 @@ def penalize() -> list[str]:
             loss.backward()
         except RuntimeError as error:
             messages.append(str(error))
-    return messages
-
-
-def test_a_penalty_on_sharded_parameters_is_refused_in_backward(ranks: Ranks) -> None:
-    for messages in ranks(2, penalize):
-        assert messages == [NO_GRADIENT] * 3
+    assert messages == [NO_GRADIENT] * 3, messages
 
 
 def show_on_one_rank() -> str:

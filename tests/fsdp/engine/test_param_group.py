@@ -23,7 +23,10 @@ from tests.support.fsdp.side_by_side import shard_two_layers, whole_weights
 from tests.support.fsdp.state_dicts import whole_state
 
 
-def main_weights_around_a_broadcast(level: int) -> bool:
+@pytest.mark.always("1", "3")
+@pytest.mark.parametrize("level", range(4))
+@on_ranks(2)
+def test_a_broadcast_keeps_fp32_main_weights(level: int) -> None:
     net = nn.Linear(8, 8).bfloat16()
     model, optimizer = fully_shard(
         net, torch.optim.AdamW(net.parameters(), lr=1e-5), zero_dp_strategy=level
@@ -32,15 +35,9 @@ def main_weights_around_a_broadcast(level: int) -> bool:
     optimizer.step()
     before = [full_tensor(parameter) for parameter in model.parameters()]
     model.broadcast_params()
-    return all(
+    assert all(
         torch.equal(left, full_tensor(right)) for left, right in zip(before, model.parameters())
     )
-
-
-@pytest.mark.always("1", "3")
-@pytest.mark.parametrize("level", range(4))
-def test_a_broadcast_keeps_fp32_main_weights(ranks: Ranks, level: int) -> None:
-    assert ranks(2, main_weights_around_a_broadcast, level) == [True, True]
 
 
 @pytest.mark.always("0")

@@ -162,25 +162,25 @@ def test_a_failed_save_pretrained_is_an_error_on_every_rank(ranks: Ranks, tmp_pa
     assert "rank 0" in first
 
 
-def save_gathered_weights_on_the_first_rank(path: str) -> bool:
-    """Job: the usual code for a model whose weights were gathered by torch's own function."""
+@on_ranks(2)
+def test_one_rank_saves_weights_that_it_was_given(tmp_path: Path) -> None:
+    """Run the usual code for a model whose weights were gathered by torch's own function."""
     module = build_llama()
     model, _ = fully_shard(module, torch.optim.SGD(module.parameters(), lr=0.1))
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     weights = get_model_state_dict(model.module, options=options)
     if dist.get_rank() == 0:
-        model.module.save_pretrained(path, state_dict=weights)
+        model.module.save_pretrained(tmp_path, state_dict=weights)
     dist.barrier()
-    loaded = type(module).from_pretrained(path, dtype=torch.float64)
+    loaded = type(module).from_pretrained(tmp_path, dtype=torch.float64)
     expected = build_llama().state_dict()
-    return all(torch.allclose(loaded.state_dict()[name], expected[name]) for name in expected)
+    assert all(torch.allclose(loaded.state_dict()[name], expected[name]) for name in expected)
 
 
-def test_one_rank_saves_weights_that_it_was_given(ranks: Ranks, tmp_path: Path) -> None:
-    assert ranks(2, save_gathered_weights_on_the_first_rank, str(tmp_path)) == [True, True]
-
-
-def convert_inner_modules(level: int) -> list[bool]:
+@pytest.mark.always("3")
+@pytest.mark.parametrize("level", [0, 3])
+@on_ranks(2)
+def test_moving_an_inner_module_leaves_its_weights_in_their_shards(level: int) -> None:
     module = build_scorer()
     module.register_buffer("offset", torch.zeros(2, dtype=torch.float64))
     model, optimizer = fully_shard(
@@ -197,13 +197,6 @@ def convert_inner_modules(level: int) -> list[bool]:
     model(batch(0, dist.get_rank(), 0)).sum().backward()
     optimizer.step()
     after = list(model.parameters())
-    same = len(before) == len(after) and all(map(operator.is_, before, after))
-    return [same, all(each.grad is not None for each in after), bool(optimizer.state_dict())]
-
-
-@pytest.mark.always("3")
-@pytest.mark.parametrize("level", [0, 3])
-def test_moving_an_inner_module_leaves_its_weights_in_their_shards(
-    ranks: Ranks, level: int
-) -> None:
-    assert ranks(2, convert_inner_modules, level) == [[True] * 3] * 2
+    assert len(before) == len(after) and all(map(operator.is_, before, after))
+    assert all(each.grad is not None for each in after)
+    assert optimizer.state_dict()

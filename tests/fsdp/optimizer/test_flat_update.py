@@ -319,8 +319,9 @@ def watch_storage(kept: str) -> list[int]:
     return stored
 
 
-def watch_storage_of_two_optimizers() -> list[list[int]]:
-    """Return the bytes of gradient shards after each of two optimizers has cleared its own."""
+@on_ranks(2)
+def test_gradient_shards_have_no_storage_after_all_optimizers_cleared_theirs() -> None:
+    """Look at gradient shards after each of two optimizers has cleared its own."""
     model, _ = shard_layers(2)
     parameters = list(model.parameters())
     first, second = (
@@ -336,20 +337,10 @@ def watch_storage_of_two_optimizers() -> list[list[int]]:
     model(torch.ones(2, 8)).sum().backward()
     for parameter, gradient in zip(parameters, expected):
         assert torch.equal(parameter.grad._local_tensor, gradient)
-    return stored
+    assert [any(sizes) for sizes in stored] == [True, False] * 2, stored
 
 
-def test_gradient_shards_have_no_storage_after_all_optimizers_cleared_theirs(ranks: Ranks) -> None:
-    for stored in ranks(2, watch_storage_of_two_optimizers):
-        assert [any(sizes) for sizes in stored] == [True, False] * 2
-
-
-def watch_storage_of_each() -> list[list[int]]:
-    return [watch_storage(kept) for kept in KEPT]
-
-
-def test_gradient_shards_have_no_storage_after_clearing_but_the_one_left_to_the_user(
-    ranks: Ranks,
-) -> None:
-    for stored in ranks(2, watch_storage_of_each):
-        assert not any(map(any, stored))
+@on_ranks(2)
+def test_gradient_shards_have_no_storage_after_clearing_but_the_one_left_to_the_user() -> None:
+    stored = [watch_storage(kept) for kept in KEPT]
+    assert not any(map(any, stored)), stored

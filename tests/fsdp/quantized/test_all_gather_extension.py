@@ -136,8 +136,11 @@ def shard(kind: type[Wrapper] = Master, level: int = 3, **settings: Any) -> Any:
     )
 
 
-def look_inside(level: int) -> dict[str, Any]:
-    """Return what a class is called with, and what its forward reads."""
+@pytest.mark.always("3")
+@pytest.mark.parametrize("level", [1, 3])
+@on_ranks(2)
+def test_classes_are_called_as_fsdp2_calls_them(level: int) -> None:
+    """Look at the arguments of a class, and at what its forward reads."""
     mesh = shard_mesh()
     model, _ = shard(level=level, device_mesh=mesh, dp_shard_dim="dp_shard")
     read: list[Any] = []
@@ -150,7 +153,7 @@ def look_inside(level: int) -> dict[str, Any]:
     # The last layer is the last one that was gathered.
     given, size, stride, module, policy = Master.seen
     values = full_tensor(next(iter(model.parameters()))).detach()
-    return {
+    seen = {
         "mesh": given.get_group() is mesh.get_group(),
         "size": (tuple(size), tuple(stride)),
         "module": module is model.module[3],
@@ -159,21 +162,15 @@ def look_inside(level: int) -> dict[str, Any]:
         "codes of the main weights": torch.equal(codes, code(values, scale_of(values))),
         "outside": type(layer.weight).__name__,
     }
-
-
-@pytest.mark.always("3")
-@pytest.mark.parametrize("level", [1, 3])
-def test_classes_are_called_as_fsdp2_calls_them(ranks: Ranks, level: int) -> None:
-    for seen in ranks(2, look_inside, level):
-        assert seen == {
-            "mesh": True,
-            "size": ((3, 16), (16, 1)),
-            "module": True,
-            "dtypes": (torch.float64, torch.float64),
-            "read": "Coded",
-            "codes of the main weights": True,
-            "outside": "UnevenDTensor",
-        }
+    assert seen == {
+        "mesh": True,
+        "size": ((3, 16), (16, 1)),
+        "module": True,
+        "dtypes": (torch.float64, torch.float64),
+        "read": "Coded",
+        "codes of the main weights": True,
+        "outside": "UnevenDTensor",
+    }
 
 
 def gathered_bytes(kind: type[Wrapper] | None) -> tuple[int, int]:
@@ -201,8 +198,10 @@ def test_codes_travel_and_not_the_values(ranks: Ranks) -> None:
     assert own_launches == launches  # those of a unit are one launch
 
 
-def memory_between_uses(kind: str) -> list[int]:
-    """Return the bytes of the storages that a unit has between its uses, and inside a forward."""
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks(2)
+def test_nothing_stays_gathered_between_uses(kind: str) -> None:
+    """Count the bytes of the storages of a unit, inside a forward and between uses."""
     model, optimizer = shard(KINDS[kind])
     layer, sizes = model.module[0], []
     group = next(one for one in model.groups if one.names == ["0.weight"])
@@ -224,14 +223,9 @@ def memory_between_uses(kind: str) -> list[int]:
     measure()
     optimizer.step()
     measure()
-    return sizes
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_nothing_stays_gathered_between_uses(ranks: Ranks, kind: str) -> None:
-    for inside, *between in ranks(2, memory_between_uses, kind):
-        assert inside >= 24 * 16
-        assert between == [0, 0]
+    inside, *between = sizes
+    assert inside >= 24 * 16, sizes
+    assert between == [0, 0], sizes
 
 
 def save_and_load(folder: str, level: int) -> None:
@@ -377,17 +371,14 @@ def test_what_cannot_be_gathered_is_refused_on_all_ranks(ranks: Ranks) -> None:
         assert all(words in message for words in parts), message
 
 
-def shard_rows_of_ten() -> str:
+@on_ranks(4)
+def test_rows_that_shards_would_cut_are_refused() -> None:
     module = nn.Sequential(RoundedLayer(10, 4, Master))
-    return message_of(
+    message = message_of(
         NotImplementedError, fully_shard_by_settings, module, strategy=Strategy(level=3)
     )
-
-
-def test_rows_that_shards_would_cut_are_refused(ranks: Ranks) -> None:
-    for message in ranks(4, shard_rows_of_ten):
-        assert "0.weight: a Master is sharded by rows of a multiple of 8 elements" in message
-        assert "10 in a row" in message
+    assert "0.weight: a Master is sharded by rows of a multiple of 8 elements" in message, message
+    assert "10 in a row" in message, message
 
 
 def fill(layer: RoundedLayer) -> None:

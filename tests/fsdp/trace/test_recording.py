@@ -22,7 +22,7 @@ from megatron.fsdp.trace.recorder import STORAGE, CollectiveError
 from megatron.fsdp.trace.recording import COLUMNS, lane_for
 from tests.support.fsdp.models import BATCH, WIDTH
 from tests.support.fsdp.recorded_steps import build_recorded, record_step, train_step
-from tests.support.fsdp.reference import Ranks, loss_of
+from tests.support.fsdp.reference import Ranks, loss_of, on_ranks
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
@@ -129,8 +129,9 @@ def test_a_trace_inside_of_another_records_its_part(ranks: Ranks) -> None:
     assert len(outer) == 4 and len(inner) == 1 and set(outer + inner) == {"all_gather_object"}
 
 
-def storage_with_slots() -> tuple[dict[str, list[int]], list[list[tuple[str, int]]]]:
-    """Return the slots of a model, and what two steps allocate and release."""
+@on_ranks(2)
+def test_memory_slots_are_allocated_once() -> None:
+    """After the first step; then gradient shards alone are allocated and released."""
     model, optimizer = build_recorded(3, fsdp_double_buffer=True)
     steps = []
     for _ in range(2):
@@ -138,18 +139,13 @@ def storage_with_slots() -> tuple[dict[str, list[int]], list[list[tuple[str, int
             train_step(model, optimizer)
         entries = [entry for entry in own.entries if entry.track == STORAGE]
         steps.append([(entry.name, entry.num_bytes) for entry in entries])
-    return model.memory_slots, steps
-
-
-def test_memory_slots_are_allocated_once(ranks: Ranks) -> None:
-    """After the first step; then gradient shards alone are allocated and released."""
-    for slots, (first, second) in ranks(2, storage_with_slots):
-        assert set(slots["weights"]) & {size for name, size in first if name == "release"}
-        for size in {*slots["weights"], *slots["gradients"]}:
-            allocated, released = (first.count((name, size)) for name in ("allocate", "release"))
-            assert allocated >= released + 1
-        assert [name for name, _ in second] == ["allocate"] * 4 + ["release"] * 4
-        assert sum(size for _, size in second[:4]) == sum(size for _, size in second[4:])
+    slots, (first, second) = model.memory_slots, steps
+    assert set(slots["weights"]) & {size for name, size in first if name == "release"}
+    for size in {*slots["weights"], *slots["gradients"]}:
+        allocated, released = (first.count((name, size)) for name in ("allocate", "release"))
+        assert allocated >= released + 1
+    assert [name for name, _ in second] == ["allocate"] * 4 + ["release"] * 4
+    assert sum(size for _, size in second[:4]) == sum(size for _, size in second[4:])
 
 
 def test_nothing_is_wrapped_where_nothing_is_recorded() -> None:
