@@ -16,7 +16,15 @@ from megatron_fsdp.uneven_dtensor import uneven_dtensor_to_full_tensor
 from tests.support.fsdp import models
 from tests.support.fsdp.meshes import Meshes, shard_mesh
 from tests.support.fsdp.reference import Ranks, batch, evaluate, loss_of, on_ranks, optimizer_over
-from tests.support.fsdp.state_dicts import NAMES, assert_equal, sharded, train, whole
+from tests.support.fsdp.state_dicts import (
+    NAMES,
+    assert_equal,
+    load_checkpoint,
+    save_checkpoint,
+    sharded,
+    train,
+    whole,
+)
 
 
 def save(level: int, path: str, with_torch_functions: bool) -> None:
@@ -174,16 +182,13 @@ def save_layout(layout: str, path: str) -> dict[str, Tensor]:
         loss_of(model(batch(step, dist.get_rank(), 0).to(LAYOUTS[layout][4]))).backward()
         optimizer.step()
         optimizer.zero_grad()
-    dcp.save(checkpointed_state(model, optimizer, False), checkpoint_id=path)
+    save_checkpoint(path, model, optimizer)
     return all_state(model, optimizer)
 
 
 def load_layout(layout: str, path: str, expected: dict[str, Tensor]) -> None:
     model, optimizer = laid_out(layout)
-    state = checkpointed_state(model, optimizer, False)
-    dcp.load(state, checkpoint_id=path)
-    model.load_state_dict(state["model"])
-    optimizer.load_state_dict(state["optimizer"])
+    load_checkpoint(path, model, optimizer)
     assert_equal(all_state(model, optimizer), expected)
     loss_of(model(batch(0, 0, 0).to(LAYOUTS[layout][4]))).backward()  # and training goes on
     optimizer.step()

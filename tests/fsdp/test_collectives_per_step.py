@@ -17,7 +17,7 @@ from megatron.fsdp.engine.observe import GATHER, REDUCE
 from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard, fully_shard_model
 from tests.support.fsdp.meshes import shard_mesh
 from tests.support.fsdp.models import TanhLayer
-from tests.support.fsdp.reference import Ranks, on_ranks
+from tests.support.fsdp.reference import Ranks, on_ranks, shard_with_sgd
 
 NUM_LAYERS = 5
 
@@ -98,12 +98,7 @@ def both_counts(
 ) -> tuple[int, int]:
     """Return the collectives of one step of this engine and of FSDP2, both at level 3."""
     module = build(*arguments)
-    ours = fully_shard(
-        module,
-        torch.optim.SGD(module.parameters(), lr=0.1),
-        shard_mesh(),
-        fsdp_unit_modules=[type(module.layers[0])],
-    )
+    ours = shard_with_sgd(module, shard_mesh(), fsdp_unit_modules=[type(module.layers[0])])
     by_torch = build(*arguments)
     for layer in by_torch.layers:
         fully_shard_by_torch(layer)

@@ -24,7 +24,7 @@ from megatron_fsdp import (
 )
 from tests.support.fsdp.models import TanhLayer
 from tests.support.fsdp.random_models import Drawn, DrawnLayer
-from tests.support.fsdp.reference import Case, Ranks, compare_all, on_ranks
+from tests.support.fsdp.reference import Case, Ranks, compare_all, on_ranks, shard_with_sgd
 from tests.support.fsdp.wrong_calls import message_of
 
 SLOTS = {"fsdp_double_buffer": True}
@@ -235,13 +235,7 @@ class Reading(Chain):
 
 @on_ranks(2)
 def test_units_that_first_come_into_use_together_later_are_named() -> None:
-    chain = Reading()
-    model, optimizer = fully_shard(
-        chain,
-        torch.optim.SGD(chain.parameters(), lr=0.1),
-        fsdp_unit_modules=[TanhLayer],
-        **SLOTS,
-    )
+    model, optimizer = shard_with_sgd(Reading(), fsdp_unit_modules=[TanhLayer], **SLOTS)
     x = torch.randn(3, 8)
     for _ in range(2):
         model(x).sum().backward()
@@ -348,9 +342,8 @@ class ChainOfTwoGroups(nn.Module):
 def leave_a_group_out_on_rank_1(**settings: Any) -> Trained:
     torch.manual_seed(0)
     chain = ChainOfTwoGroups()
-    model, optimizer = fully_shard(
+    model, optimizer = shard_with_sgd(
         chain,
-        torch.optim.SGD(chain.parameters(), lr=0.1),
         fsdp_unit_modules=[TwoGroups],
         mixed_precision_policy=MixedPrecisionPolicy(None),
         **settings,

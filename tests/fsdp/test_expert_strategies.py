@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -32,7 +31,7 @@ from tests.support.fsdp.reference import (
     on_ranks,
     optimizer_over,
 )
-from tests.support.fsdp.state_dicts import assert_equal, whole
+from tests.support.fsdp.state_dicts import assert_equal, load_checkpoint, save_checkpoint, whole
 from tests.support.fsdp.wrong_calls import message_of
 
 EXPERTS = Drawn(layers=(DrawnLayer(hidden=7, num_experts=4), DrawnLayer(hidden=3)))
@@ -185,12 +184,8 @@ def test_a_checkpoint_loads_under_another_pair(
     model, optimizer = sharded("hybrid1", saved)
     train(model, optimizer, range(2))
     other, other_optimizer = sharded("hybrid1", loaded)
-    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    dcp.save(state, checkpoint_id=tmp_path)
-    state = {"model": other.state_dict(), "optimizer": other_optimizer.state_dict()}
-    dcp.load(state, checkpoint_id=tmp_path)
-    other.load_state_dict(state["model"], strict=False)
-    other_optimizer.load_state_dict(state["optimizer"])
+    save_checkpoint(tmp_path, model, optimizer)
+    load_checkpoint(tmp_path, other, other_optimizer)
     assert_equal(whole(other.state_dict()), whole(model.state_dict()), 0.0)
     train(model, optimizer, [2])
     train(other, other_optimizer, [2])

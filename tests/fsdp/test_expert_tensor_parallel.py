@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -16,6 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from megatron.fsdp.dtensor.tensor_part import full_tensor
 from megatron_fsdp import MegatronFSDP, fully_shard, fully_shard_model
 from tests.support.fsdp.reference import Ranks, close, on_ranks, optimizer_over
+from tests.support.fsdp.state_dicts import load_checkpoint, save_checkpoint
 from tests.support.fsdp.wrong_calls import message_of
 
 WIDTH, HIDDEN, TOKENS = 6, 8, 8
@@ -152,7 +152,7 @@ def take_steps(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range)
 def save(path: str, kind: str, level: int) -> None:
     model, optimizer = sharded(kind, level)
     take_steps(model, optimizer, range(2))
-    dcp.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint_id=path)
+    save_checkpoint(path, model, optimizer)
 
 
 def load_and_go_on(path: str, kind: str, level: int) -> None:
@@ -161,10 +161,7 @@ def load_and_go_on(path: str, kind: str, level: int) -> None:
     take_steps(reference, expected, range(2))
     model, optimizer = sharded(kind, level)
     take_steps(model, optimizer, range(5, 6))
-    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    dcp.load(state, checkpoint_id=path)
-    model.load_state_dict(state["model"])
-    optimizer.load_state_dict(state["optimizer"])
+    load_checkpoint(path, model, optimizer)
     compare(model, dict(reference.named_parameters()), "loaded", False)
     take_steps(reference, expected, range(2, 4))
     take_steps(model, optimizer, range(2, 4))

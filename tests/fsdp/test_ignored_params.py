@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
@@ -19,8 +18,8 @@ from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard, fully
 from tests.support.fsdp import models
 from tests.support.fsdp.models import ResidualBlock
 from tests.support.fsdp.optimizers import OPTIMIZERS
-from tests.support.fsdp.reference import Ranks, batch, close, evaluate, loss_of, on_ranks
-from tests.support.fsdp.state_dicts import assert_equal, whole
+from tests.support.fsdp.reference import Ranks, batch, close, evaluate, loss_of, mean_loss, on_ranks
+from tests.support.fsdp.state_dicts import assert_equal, load_checkpoint, save_checkpoint, whole
 from tests.support.fsdp.wrong_calls import message_of
 from tests.support.pairwise import pairwise
 
@@ -81,10 +80,7 @@ def train(door: str, level: int, optimizer_name: str) -> None:
     model, optimizer = DOORS[door](module, OPTIMIZERS[optimizer_name](module.parameters()), level)
     own = ignored_of(module)
     for step in range(3):
-        (
-            sum(loss_of(reference(batch(step, rank, 0))) for rank in range(dist.get_world_size()))
-            / dist.get_world_size()
-        ).backward()
+        mean_loss(reference, step).backward()
         loss_of(model(batch(step, dist.get_rank(), 0))).backward()
         average_ignored(model)
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
@@ -152,7 +148,7 @@ def fresh(level: int) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
 def save(path: str, level: int) -> None:
     model, optimizer = fresh(level)
     take_steps(model, optimizer, range(2))
-    dcp.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint_id=path)
+    save_checkpoint(path, model, optimizer)
 
 
 def load(path: str, level: int) -> None:
@@ -160,10 +156,7 @@ def load(path: str, level: int) -> None:
     take_steps(reference, expected := OPTIMIZERS["adamw"](reference.parameters()), range(2))
     model, optimizer = fresh(level)
     take_steps(model, optimizer, range(5, 6))
-    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    dcp.load(state, checkpoint_id=path)
-    model.load_state_dict(state["model"])
-    optimizer.load_state_dict(state["optimizer"])
+    load_checkpoint(path, model, optimizer)
     compare(model, reference, "loaded")
     weights, moments = get_state_dict(model, optimizer)  # torch's own functions
     set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)

@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_fsdp import MegatronFSDP, fully_shard
+from megatron_fsdp import MegatronFSDP
 from tests.fsdp.test_optimizer_gradients import clear_gradients
 from tests.support.fsdp.meshes import Meshes
 from tests.support.fsdp.models import TanhLayer
-from tests.support.fsdp.reference import Ranks, on_ranks
+from tests.support.fsdp.reference import Ranks, on_ranks, shard_with_sgd
 from tests.support.fsdp.watched_memory import stored
 from tests.support.pairwise import each_value
 
@@ -35,12 +35,8 @@ def built(mesh: str, **settings: Any) -> tuple[MegatronFSDP, torch.optim.Optimiz
     torch.manual_seed(0)
     dtype = settings.pop("dtype", torch.float32)
     module = torch.nn.Sequential(*[TanhLayer() for _ in range(3)]).to(dtype)
-    model, optimizer = fully_shard(
-        module,
-        torch.optim.SGD(module.parameters(), lr=0.1),
-        fsdp_unit_modules=[TanhLayer],
-        **Meshes().arguments(mesh),
-        **settings,
+    model, optimizer = shard_with_sgd(
+        module, fsdp_unit_modules=[TanhLayer], **Meshes().arguments(mesh), **settings
     )
     return model, optimizer, torch.ones(3, 8, dtype=dtype)
 

@@ -19,6 +19,7 @@ from tests.support.fsdp.reference import (
     close,
     compare_shards,
     loss_of,
+    mean_loss,
     on_ranks,
 )
 from tests.support.fsdp.side_by_side import shard_two_layers
@@ -28,12 +29,9 @@ def clip_norms(name: str, level: int, max_norm: float, norms: list[float]) -> No
     """Compare norm and clipped gradients, by torch's own function on both sides."""
     reference = models.build(name)
     model, _ = sharded_pair(name, level)
-    world_size = dist.get_world_size()
     for kind in norms:
         reference.zero_grad()
-        (
-            sum(loss_of(reference(batch(0, rank, 0))) for rank in range(world_size)) / world_size
-        ).backward()
+        mean_loss(reference, 0).backward()
         for parameter in reference.parameters():
             if parameter.requires_grad and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)

@@ -21,7 +21,15 @@ from tests.support.fsdp.optimizers import (
     unsharded_step,
     weights,
 )
-from tests.support.fsdp.reference import TOLERANCE, Ranks, batch, compare_shards, loss_of, on_ranks
+from tests.support.fsdp.reference import (
+    TOLERANCE,
+    Ranks,
+    batch,
+    compare_shards,
+    loss_of,
+    mean_loss,
+    on_ranks,
+)
 
 
 def grow_by_a_group(name: str, named: bool) -> None:
@@ -148,10 +156,7 @@ def test_one_model_may_have_several_optimizers(
     ]
     tolerance = TOLERANCE if main_grads is None else 1e-5
     for step in range(4):
-        world_size = dist.get_world_size()
-        (
-            sum(loss_of(reference(batch(step, rank, 0))) for rank in range(world_size)) / world_size
-        ).backward()
+        mean_loss(reference, step).backward()
         loss_of(model(batch(step, dist.get_rank(), 0))).backward()
         for one, other in zip(optimizers, expected):
             one.step()

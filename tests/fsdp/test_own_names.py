@@ -23,7 +23,7 @@ from megatron.fsdp.weight_average import WeightAverage
 from megatron_fsdp import fully_shard
 from tests.support.fsdp.meshes import shard_mesh
 from tests.support.fsdp.optimizers import FLOAT64
-from tests.support.fsdp.reference import Ranks, on_ranks
+from tests.support.fsdp.reference import Ranks, on_ranks, shard_with_sgd
 from tests.support.fsdp.state_dicts import assert_equal, whole
 
 
@@ -260,7 +260,7 @@ class Saved(nn.Sequential):
 
 def save_whole(way: str) -> list[str]:
     module = Saved(*build(way))
-    fully_shard(module, torch.optim.SGD(module.parameters(), lr=0.1), shard_mesh())
+    shard_with_sgd(module, shard_mesh())
     found: list[str] = []
     module.save_pretrained(found)
     return found

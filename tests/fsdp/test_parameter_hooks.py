@@ -16,7 +16,15 @@ from megatron_fsdp import (
 )
 from tests.support.fsdp.meshes import Meshes
 from tests.support.fsdp.models import ResidualBlock, Stack, build_stack
-from tests.support.fsdp.reference import LEVELS, Ranks, batch, compare_shards, loss_of, on_ranks
+from tests.support.fsdp.reference import (
+    LEVELS,
+    Ranks,
+    batch,
+    compare_shards,
+    loss_of,
+    mean_loss,
+    on_ranks,
+)
 from tests.support.fsdp.wrong_calls import message_of
 
 
@@ -29,12 +37,6 @@ def sharded_stack(level: int, mesh: str = "flat", **settings: Any) -> MegatronFS
         **Meshes().arguments(mesh),
         **settings,
     )
-
-
-def mean_loss(model: nn.Module, number: int) -> Tensor:
-    """Return the mean over all ranks of the losses of an unsharded model."""
-    ranks = range(dist.get_world_size())
-    return torch.stack([loss_of(model(batch(number, rank, 0))) for rank in ranks]).mean()
 
 
 def own_loss(model: nn.Module, number: int) -> Tensor:

@@ -18,7 +18,7 @@ from megatron_fsdp import fully_shard, fully_shard_model
 from megatron_fsdp.uneven_dtensor import uneven_dtensor_to_full_tensor
 from tests.support.fsdp.meshes import mesh_of, shard_mesh
 from tests.support.fsdp.models import BATCH, WIDTH, ResidualBlock, build_stack
-from tests.support.fsdp.reference import Ranks, on_ranks
+from tests.support.fsdp.reference import Ranks, on_ranks, shard_with_sgd
 from tests.support.fsdp.watched_communication import watching_dtypes
 from tests.support.fsdp.wrong_calls import message_of
 
@@ -98,9 +98,8 @@ def side_by_side(name: str, level: int, casts: bool) -> dict[str, bool]:
     fsdp2_fully_shard(theirs, mesh=mesh, mp_policy=policy)
     expected = train(theirs, theirs, torch.optim.SGD(theirs.parameters(), lr=0.1))
     module = WatchedStack()
-    model, optimizer = fully_shard(
+    model, optimizer = shard_with_sgd(
         module,
-        torch.optim.SGD(module.parameters(), lr=0.1),
         mesh,
         fsdp_unit_modules=[ResidualBlock],
         mixed_precision_policy=policy,

@@ -15,7 +15,7 @@ from megatron_fsdp import MegatronFSDP, fully_shard, fully_shard_model
 from tests.support.fsdp import models
 from tests.support.fsdp.models import Outer, ResidualBlock
 from tests.support.fsdp.optimizers import OPTIMIZERS
-from tests.support.fsdp.reference import Ranks, batch, close, evaluate, loss_of, on_ranks
+from tests.support.fsdp.reference import Ranks, batch, close, evaluate, loss_of, mean_loss, on_ranks
 from tests.support.fsdp.state_dicts import whole
 from tests.support.fsdp.watched_communication import watching_collectives
 from tests.support.fsdp.wrong_calls import message_of
@@ -92,10 +92,7 @@ def train(level: int, name: str, settings: dict[str, Any]) -> None:
         )
     blocks[0].register_forward_hook(lambda *_: model.reshard(blocks[1]))  # gathered, not used yet
     for step in range(3):
-        (
-            sum(loss_of(reference(batch(step, rank, 0))) for rank in range(dist.get_world_size()))
-            / dist.get_world_size()
-        ).backward()
+        mean_loss(reference, step).backward()
         model.unshard(blocks[2], async_op=True)
         loss = loss_of(model(batch(step, dist.get_rank(), 0)))
         model.unshard()

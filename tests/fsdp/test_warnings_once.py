@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from megatron_fsdp import fully_shard, fully_shard_model, fully_shard_optimizer
 from tests.support.fsdp.models import ResidualBlock, build_stack
-from tests.support.fsdp.reference import Ranks, on_ranks
+from tests.support.fsdp.reference import Ranks, on_ranks, shard_with_sgd
 from tests.support.fsdp.side_by_side import plain_backward
+from tests.support.fsdp.state_dicts import load_checkpoint, save_checkpoint
 
 
 class Messages(logging.Handler):
@@ -76,8 +76,7 @@ def train_without_sharded_optimizer() -> tuple[list[str], list[str]]:
         model(torch.ones(2, 3)).sum().backward()
     without = messages.take()
     fully_shard_optimizer(torch.optim.SGD(fully_shard_model(nn.Linear(3, 5)).parameters()))
-    module = nn.Linear(3, 5)
-    model, optimizer = fully_shard(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    model, optimizer = shard_with_sgd(nn.Linear(3, 5))
     model(torch.ones(2, 3)).sum().backward()
     optimizer.step()
     return without, messages.take()
@@ -136,16 +135,13 @@ def load_with_dcp(path: str, name: str, steps_first: bool) -> tuple[list[str], f
     model, optimizer = make()
     for number in range(3):
         step(model, optimizer, number)
-    dcp.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint_id=path)
+    save_checkpoint(path, model, optimizer)
     step(model, optimizer, 3)
     resumed, fresh = make()
     if steps_first:
         step(resumed, fresh, 0)
     messages = Messages()
-    state = {"model": resumed.state_dict(), "optimizer": fresh.state_dict()}
-    dcp.load(state, checkpoint_id=path)
-    resumed.load_state_dict(state["model"])
-    fresh.load_state_dict(state["optimizer"])
+    load_checkpoint(path, resumed, fresh)
     step(resumed, fresh, 3)
     pairs = zip(model.parameters(), resumed.parameters())
     return messages.take(), max((left - right).abs().max().item() for left, right in pairs)

@@ -12,19 +12,23 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.fsdp.engine.hooks import tensors_in
-from megatron_fsdp import fully_shard
 from tests.support.fsdp import models
 from tests.support.fsdp.meshes import shard_mesh
 from tests.support.fsdp.models import ResidualBlock, Stack
 from tests.support.fsdp.reference import (
     Ranks,
-    batch,
     compare_shards,
-    loss_of,
     on_ranks,
     optimizer_over,
+    shard_with_sgd,
 )
-from tests.support.fsdp.side_by_side import inner, plain_backward, train_side_by_side
+from tests.support.fsdp.side_by_side import (
+    inner,
+    mean_gradients,
+    plain_backward,
+    shard,
+    train_side_by_side,
+)
 
 
 class Remembering(nn.Module):
@@ -44,9 +48,7 @@ class Remembering(nn.Module):
 def living_activations() -> int:
     seen: list = []
     net = nn.Sequential(*[Remembering(seen) for _ in range(3)])
-    model, optimizer = fully_shard(
-        net, torch.optim.SGD(net.parameters(), lr=0.1), fsdp_unit_modules=[Remembering]
-    )
+    model, optimizer = shard_with_sgd(net, fsdp_unit_modules=[Remembering])
     gc.collect()
     gc.disable()
     try:
@@ -141,35 +143,19 @@ def build_failing() -> nn.Sequential:
 @on_ranks(2)
 def test_an_exception_is_followed_by_a_good_step(level: int, when: str) -> None:
     reference, module = build_failing(), build_failing()
-    expected, optimizer = optimizer_over(reference), optimizer_over(module)
-    model, optimizer = fully_shard(
-        module,
-        optimizer,
-        shard_mesh(),
-        fsdp_unit_modules=[ResidualBlock, Failing],
-        zero_dp_strategy=level,
-        preserve_fp32_weights=False,
-    )
+    model, optimizer = shard(module, level, fsdp_unit_modules=[ResidualBlock, Failing])
+    expected_optimizer = optimizer_over(reference, "fused_adamw")
     for step in range(3):
         optimizer.zero_grad()
         if step == 1:
             module[2].when = when
             with pytest.raises(OSError, match="told so"):
-                loss_of(model(batch(step, dist.get_rank(), 0))).backward()
+                plain_backward(model, step, dist.get_rank())
             module[2].when = ""
             optimizer.zero_grad()
-        loss_of(model(batch(step, dist.get_rank(), 0))).backward()
-        expected.zero_grad()
-        world_size = dist.get_world_size()
-        (
-            sum(loss_of(reference(batch(step, rank, 0))) for rank in range(world_size)) / world_size
-        ).backward()
-        gradients = {name: parameter.grad for name, parameter in reference.named_parameters()}
-        compare_shards(
-            model,
-            {name: parameter.grad for name, parameter in model.named_parameters()},
-            gradients,
-            f"step {step}",
-        )
-        expected.step()
+        expected = mean_gradients(reference, plain_backward, step)
+        plain_backward(model, step, dist.get_rank())
+        gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+        compare_shards(model, gradients, expected, f"step {step}")
+        expected_optimizer.step()
         optimizer.step()

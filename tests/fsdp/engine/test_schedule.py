@@ -28,7 +28,14 @@ from megatron_fsdp import fully_shard, fully_shard_model, fully_shard_optimizer
 from tests.support.fsdp import models
 from tests.support.fsdp.meshes import shard_mesh
 from tests.support.fsdp.models import WIDTH, Stack, TanhLayer, build_stack
-from tests.support.fsdp.reference import Ranks, batch, loss_of, on_ranks, optimizer_over
+from tests.support.fsdp.reference import (
+    Ranks,
+    batch,
+    loss_of,
+    on_ranks,
+    optimizer_over,
+    shard_with_sgd,
+)
 from tests.support.fsdp.side_by_side import (
     Backward,
     inner,
@@ -236,11 +243,7 @@ def gathers_per_step() -> dict[str, int]:
         original(self, all_gather)
 
     net = TiedEmbedding()
-    model, optimizer = fully_shard(
-        net,
-        torch.optim.SGD(net.parameters(), lr=0.1),
-        fsdp_unit_modules=[TanhLayer, nn.Embedding, GivenWeight],
-    )
+    model, optimizer = shard_with_sgd(net, fsdp_unit_modules=[TanhLayer, nn.Embedding, GivenWeight])
     tokens = torch.randint(16, (2, 4))
     for step in range(3):
         if step == 2:
@@ -263,12 +266,8 @@ def test_a_unit_whose_weight_another_unit_uses_costs_no_extra_gathers(ranks: Ran
 
 def states_after_a_step(overlap: bool) -> list[str]:
     """Return the state of the weights after a step, and when they have been asked for."""
-    net = nn.Linear(8, 8)
-    model, optimizer = fully_shard(
-        net,
-        torch.optim.SGD(net.parameters(), lr=0.1),
-        zero_dp_strategy=2,
-        overlap_param_gather=overlap,
+    model, optimizer = shard_with_sgd(
+        nn.Linear(8, 8), zero_dp_strategy=2, overlap_param_gather=overlap
     )
     model(torch.ones(1, 8)).sum().backward()
     optimizer.step()

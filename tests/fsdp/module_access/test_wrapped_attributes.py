@@ -11,10 +11,9 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from megatron.fsdp.dtensor.tensor_part import full_tensor
-from megatron_fsdp import fully_shard
 from tests.fsdp.test_hugging_face import LLAMA_LAYER, build_llama, build_tied_llama, tokens
 from tests.support.fsdp.models import WIDTH, ResidualBlock
-from tests.support.fsdp.reference import Ranks, batch, close, on_ranks
+from tests.support.fsdp.reference import Ranks, batch, close, on_ranks, shard_with_sgd
 
 
 class Scorer(nn.Module):
@@ -54,9 +53,8 @@ def build_scorer() -> Scorer:
 @on_ranks(2)
 def test_methods_of_the_module_compute_as_its_forward_does(level: int) -> None:
     reference, module = build_scorer(), build_scorer()
-    model, optimizer = fully_shard(
+    model, optimizer = shard_with_sgd(
         module,
-        torch.optim.SGD(module.parameters(), lr=0.1),
         fsdp_unit_modules=[ResidualBlock],
         zero_dp_strategy=level,
         preserve_fp32_weights=False,
@@ -88,8 +86,7 @@ def test_methods_of_the_module_compute_as_its_forward_does(level: int) -> None:
 
 
 def ask_one_rank() -> int:
-    module = build_scorer()
-    model, _ = fully_shard(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    model, _ = shard_with_sgd(build_scorer())
     with pytest.raises(AttributeError, match=r"Scorer.*nothing"):
         model.nothing  # noqa: B018  # reading it is the test
     return model.num_weights() if dist.get_rank() == 0 else 0
@@ -105,12 +102,8 @@ def test_a_method_that_reads_no_weights_waits_for_no_rank(ranks: Ranks) -> None:
 def test_generation_of_different_lengths_ends(level: int) -> None:
     """Rank 0 ends after one token, rank 1 after six."""
     reference, module = build_llama(), build_llama()
-    model, _ = fully_shard(
-        module,
-        torch.optim.SGD(module.parameters(), lr=0.1),
-        fsdp_unit_modules=[LLAMA_LAYER],
-        zero_dp_strategy=level,
-        preserve_fp32_weights=False,
+    model, _ = shard_with_sgd(
+        module, fsdp_unit_modules=[LLAMA_LAYER], zero_dp_strategy=level, preserve_fp32_weights=False
     )
     prompt = tokens(dist.get_rank(), 0)
     settings = {"max_new_tokens": 1 if dist.get_rank() == 0 else 6, "do_sample": False}
@@ -123,12 +116,7 @@ def test_generation_of_different_lengths_ends(level: int) -> None:
 def save_pretrained(path: str, is_tied: bool) -> list[str]:
     build = build_tied_llama if is_tied else build_llama
     module = build()
-    model, _ = fully_shard(
-        module,
-        torch.optim.SGD(module.parameters(), lr=0.1),
-        fsdp_unit_modules=[LLAMA_LAYER],
-        preserve_fp32_weights=False,
-    )
+    model, _ = shard_with_sgd(module, fsdp_unit_modules=[LLAMA_LAYER], preserve_fp32_weights=False)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(1.0)
@@ -149,8 +137,7 @@ def test_save_pretrained_writes_whole_weights(ranks: Ranks, tmp_path: Path, is_t
 
 
 def fail_to_save(path: str) -> str:
-    module = build_llama()
-    model, _ = fully_shard(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    model, _ = shard_with_sgd(build_llama())
     with pytest.raises(RuntimeError) as error:
         model.save_pretrained(path, max_shard_size="a lot")
     return str(error.value)
@@ -166,7 +153,7 @@ def test_a_failed_save_pretrained_is_an_error_on_every_rank(ranks: Ranks, tmp_pa
 def test_one_rank_saves_weights_that_it_was_given(tmp_path: Path) -> None:
     """Run the usual code for a model whose weights were gathered by torch's own function."""
     module = build_llama()
-    model, _ = fully_shard(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    model, _ = shard_with_sgd(module)
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     weights = get_model_state_dict(model.module, options=options)
     if dist.get_rank() == 0:
@@ -183,12 +170,7 @@ def test_one_rank_saves_weights_that_it_was_given(tmp_path: Path) -> None:
 def test_moving_an_inner_module_leaves_its_weights_in_their_shards(level: int) -> None:
     module = build_scorer()
     module.register_buffer("offset", torch.zeros(2, dtype=torch.float64))
-    model, optimizer = fully_shard(
-        module,
-        torch.optim.SGD(module.parameters(), lr=0.1),
-        zero_dp_strategy=level,
-        preserve_fp32_weights=False,
-    )
+    model, optimizer = shard_with_sgd(module, zero_dp_strategy=level, preserve_fp32_weights=False)
     before = list(model.parameters())
     model.module.to("cpu")
     model.module.embed.double()

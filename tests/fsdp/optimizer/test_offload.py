@@ -24,6 +24,7 @@ from tests.support.fsdp import models
 from tests.support.fsdp.meshes import Meshes
 from tests.support.fsdp.optimizers import ONE_OF_EACH, OPTIMIZERS
 from tests.support.fsdp.reference import Ranks, batch, loss_of, on_ranks
+from tests.support.fsdp.state_dicts import load_checkpoint
 
 Make = Callable[..., torch.optim.Optimizer]
 
@@ -215,10 +216,7 @@ def resume(folder: str, checkpoint: str) -> None:
     for place in (folder, None):
         other = train(place, make, steps=1)
         optimizer = other_optimizer(other.model)
-        state = {"model": other.model.state_dict(), "optimizer": optimizer.state_dict()}
-        dcp.load(state, checkpoint_id=checkpoint)
-        other.model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
+        load_checkpoint(checkpoint, other.model, optimizer)
         for step in (2, 3):
             for microbatch in range(2):
                 data = batch(step, dist.get_rank(), microbatch).float()

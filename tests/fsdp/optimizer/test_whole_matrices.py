@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -26,6 +25,7 @@ from tests.support.fsdp.optimizers import (
     weights,
 )
 from tests.support.fsdp.reference import TOLERANCE, Ranks, batch, compare_shards, loss_of, on_ranks
+from tests.support.fsdp.state_dicts import load_checkpoint, save_checkpoint
 from tests.support.pairwise import each_value
 
 Make = Callable[..., torch.optim.Optimizer]
@@ -192,13 +192,10 @@ def momentum_state(path: str, name: str, saves: bool) -> None:
     )
     for step in range(2 if saves else 1):
         step_on_the_same_data(model, optimizer, step)
-    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     if saves:
-        dcp.save(state, checkpoint_id=path)
+        save_checkpoint(path, model, optimizer)
         return
-    dcp.load(state, checkpoint_id=path)
-    model.load_state_dict(state["model"])
-    optimizer.load_state_dict(state["optimizer"])
+    load_checkpoint(path, model, optimizer)
     reference = build()
     expected = make(reference.parameters())
     for step in range(4):

@@ -22,7 +22,7 @@ from megatron.fsdp.dtensor.tensor_part import full_tensor
 from megatron.fsdp.engine.observe import GATHER
 from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard
 from tests.support.fsdp.meshes import mesh_of, shard_mesh
-from tests.support.fsdp.reference import TOLERANCE, Ranks, on_ranks
+from tests.support.fsdp.reference import TOLERANCE, Ranks, on_ranks, shard_with_sgd
 from tests.support.fsdp.subclasses import (
     CODES,
     Master,
@@ -127,12 +127,8 @@ def test_training_is_that_of_the_unsharded_model_in_hybrid_sharding(
 def shard(kind: type[Wrapper] = Master, level: int = 3, **settings: Any) -> Any:
     module = layers(kind, sharded=True, dtype=settings.pop("dtype", torch.float64))
     settings.setdefault("mixed_precision_policy", FLOAT64)
-    return fully_shard(
-        module,
-        torch.optim.SGD(module.parameters(), lr=0.1),
-        fsdp_unit_modules=[RoundedLayer],
-        zero_dp_strategy=level,
-        **settings,
+    return shard_with_sgd(
+        module, fsdp_unit_modules=[RoundedLayer], zero_dp_strategy=level, **settings
     )
 
 
@@ -177,11 +173,7 @@ def gathered_bytes(kind: type[Wrapper] | None) -> tuple[int, int]:
     """Return the bytes that a forward gathers, and the number of its all-gathers."""
     torch.manual_seed(0)
     module = nn.Sequential(*(RoundedLayer(32, 32, kind) for _ in range(3)))
-    model, _ = fully_shard(
-        module,
-        torch.optim.SGD(module.parameters(), lr=0.1),
-        fsdp_unit_modules=[RoundedLayer],
-    )
+    model, _ = shard_with_sgd(module, fsdp_unit_modules=[RoundedLayer])
     with torch.no_grad():
         model(torch.randn(2, 32))
         with trace.record() as recording:
@@ -399,9 +391,8 @@ def test_weights_are_initialised_from_the_meta_device(level: int) -> None:
     assert isinstance(module[0].weight, Master)
     for layer in (module[0], module[1], module[3]):
         layer.reset_parameters = lambda layer=layer: fill(layer)
-    model, _ = fully_shard(
+    model, _ = shard_with_sgd(
         module,
-        torch.optim.SGD(module.parameters(), lr=0.1),
         fsdp_unit_modules=[RoundedLayer],
         zero_dp_strategy=level,
         init_model_with_meta_device=True,

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from megatron.fsdp.engine.hooks import tensors_in
@@ -108,6 +109,12 @@ def loss_of(output: object) -> Tensor:
     )
 
 
+def mean_loss(model: nn.Module, step: int) -> Tensor:
+    """Return the mean of an unsharded model's losses on the data of all ranks."""
+    ranks = range(dist.get_world_size())
+    return torch.stack([loss_of(model(batch(step, rank, 0))) for rank in ranks]).mean()
+
+
 def loss_on(model: nn.Module, case: Case, step: int, rank: int, microbatch: int) -> Tensor:
     inputs = [
         batch(step, rank, microbatch, forward).to(case.dtype) for forward in range(case.forwards)
@@ -127,6 +134,13 @@ def optimizer_over(model: nn.Module, name: str = "adamw") -> torch.optim.Optimiz
         return torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9, weight_decay=0.1)
     fused = name == "fused_adamw"
     return torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.1, fused=fused)
+
+
+def shard_with_sgd(
+    module: nn.Module, *mesh: DeviceMesh, **settings: Any
+) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
+    """Shard a module and plain SGD over its parameters."""
+    return fully_shard(module, torch.optim.SGD(module.parameters(), lr=0.1), *mesh, **settings)
 
 
 def clip(model: nn.Module, order: float | None) -> float:
