@@ -6,13 +6,13 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from megatron.fsdp.agreement import FreezingAgreement
 from megatron_fsdp import fully_shard_model
+from tests.fsdp.test_collectives_of_axes import ExpertBlock
 from tests.support.fsdp.meshes import shard_mesh
-from tests.support.fsdp.models import WIDTH, build_stack
+from tests.support.fsdp.models import build_stack
 from tests.support.fsdp.reference import LEVELS, Ranks, batch, on_ranks
 from tests.support.fsdp.side_by_side import plain_backward, shard
 
@@ -73,22 +73,10 @@ def test_parts_that_are_trained_in_turns_are_compared_once() -> None:
     assert counts == [1, 2, 2, 2, 2], counts
 
 
-class ExpertLayer(nn.Module):
-    """A dense layer, and the expert of this rank."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.dense = nn.Linear(WIDTH, WIDTH)
-        self.experts = nn.ModuleList([nn.Linear(WIDTH, WIDTH)])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.dense(x) + self.experts[0](x)
-
-
 def freeze_one_expert(level: int) -> list[bool]:
     """Freeze the expert that ranks 0 and 2 share; return which parameters get gradients."""
     model = fully_shard_model(
-        ExpertLayer().double(),
+        ExpertBlock().double(),
         init_device_mesh("cpu", (4,), mesh_dim_names=("dp_shard",)),
         "dp_shard",
         expt_device_mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "ep")),

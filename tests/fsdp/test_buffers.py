@@ -106,9 +106,7 @@ def shard_experts() -> list[int]:
     return [int(buffer) for buffer in module.buffers()]
 
 
-def test_buffers_of_experts_are_those_of_the_first_rank_with_the_same_experts(
-    ranks: Ranks,
-) -> None:
+def test_buffers_of_experts_are_those_of_the_first_rank_with_the_same_experts(ranks: Ranks) -> None:
     # The second axis of the experts' mesh has the ranks with other experts: 0 and 2 have the same.
     # The layer with experts inside counts as theirs: its buffer may say which of them are here.
     even, odd = [0, 0, 0, 0], [1, 0, 1, 1]

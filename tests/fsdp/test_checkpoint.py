@@ -199,9 +199,7 @@ def load_layout(layout: str, path: str, expected: dict[str, Tensor]) -> None:
     ("saved", "loaded"),
     [
         pytest.param(
-            "hybrid_optim",
-            ["hybrid_bf16", "flat_of_three", "one_rank"],
-            id="hybrid_optim",
+            "hybrid_optim", ["hybrid_bf16", "flat_of_three", "one_rank"], id="hybrid_optim"
         ),
         pytest.param("bf16_on_two", ["more_outer_ranks"], id="bf16_on_two"),
     ],

@@ -137,8 +137,11 @@ def test_layers_called_twice_have_fewer_collectives_than_in_fsdp2(
     assert ours < theirs
 
 
-def gathers_with_a_window_of(num_layers: int) -> tuple[int, int]:
-    """Return the all-gathers of a step, and the most layers that are unsharded at once."""
+@pytest.mark.always("2")
+@pytest.mark.parametrize("num_layers", [1, 2, 3])
+@on_ranks(2)
+def test_all_layers_in_the_window_stay_unsharded_for_backward(num_layers: int) -> None:
+    """Next to the one that computes, so many are unsharded at most."""
     module = LanguageModel()
     layer_bytes = sum(parameter.nbytes for parameter in module.layers[0].parameters())
     model, optimizer = fully_shard(
@@ -162,17 +165,9 @@ def gathers_with_a_window_of(num_layers: int) -> tuple[int, int]:
         step()
     with trace.record() as recorder:
         step()
-    return sum(entry.track == GATHER for entry in recorder.collectives), most
-
-
-@pytest.mark.always("2")
-@pytest.mark.parametrize("num_layers", [1, 2, 3])
-def test_all_layers_in_the_window_stay_unsharded_for_backward(
-    ranks: Ranks, num_layers: int
-) -> None:
-    """Next to the one that computes, so many are unsharded at most."""
-    gathers = 1 + 2 * NUM_LAYERS - num_layers
-    assert ranks(2, gathers_with_a_window_of, num_layers) == [(gathers, 1 + num_layers)] * 2
+    gathers = sum(entry.track == GATHER for entry in recorder.collectives)
+    assert gathers == 1 + 2 * NUM_LAYERS - num_layers, gathers
+    assert most == 1 + num_layers, most
 
 
 class CrossLayer(nn.Module):
@@ -243,8 +238,8 @@ class SideBySide(nn.Module):
         return torch.stack(results).sum(0)
 
 
-def order_side_by_side() -> list[str]:
-    """Return the collectives of the layers in a backward."""
+@on_ranks(2)
+def test_layers_side_by_side_end_their_backward_one_by_one() -> None:
     model = fully_shard_model(SideBySide(), shard_mesh(), fsdp_unit_modules=[TanhLayer])
     x = torch.randn(3, 8)
     model(x).sum().backward()
@@ -252,11 +247,7 @@ def order_side_by_side() -> list[str]:
     with trace.record() as recorder:
         output.sum().backward()
     entries = [entry for entry in recorder.collectives if entry.unit.startswith("layers")]
-    return [f"{entry.name} {entry.unit}" for entry in entries]
-
-
-def test_layers_side_by_side_end_their_backward_one_by_one(ranks: Ranks) -> None:
-    order = ranks(2, order_side_by_side)[0]
+    order = [f"{entry.name} {entry.unit}" for entry in entries]
     assert order.index("reduce_scatter layers.4") < order.index("all_gather layers.1")
 
 
@@ -311,8 +302,11 @@ def test_nothing_is_reduced_before_the_end_of_a_step(level: int, way: str) -> No
     assert counts == [0, 1 + NUM_LAYERS], counts
 
 
-def reductions_of_an_unmarked_step(level: int) -> list[int]:
-    """Return the reductions of each pass, of which the first is in `no_sync`."""
+@pytest.mark.always("1")
+@pytest.mark.parametrize("level", [0, 1])
+@on_ranks(2)
+def test_no_sync_counts_for_one_step(level: int) -> None:
+    """Count the reductions of each pass, of which the first is in `no_sync`."""
     model = fully_shard_model(
         LanguageModel(),
         shard_mesh(),
@@ -325,11 +319,4 @@ def reductions_of_an_unmarked_step(level: int) -> list[int]:
         with context, trace.record() as recorder:
             model(TOKENS).sum().backward()
         counts.append(sum(entry.track == REDUCE for entry in recorder.entries))
-    return counts
-
-
-@pytest.mark.always("1")
-@pytest.mark.parametrize("level", [0, 1])
-def test_no_sync_counts_for_one_step(ranks: Ranks, level: int) -> None:
-    expected = [0, 1 + NUM_LAYERS, 0, 0]
-    assert ranks(2, reductions_of_an_unmarked_step, level) == [expected] * 2
+    assert counts == [0, 1 + NUM_LAYERS, 0, 0], counts

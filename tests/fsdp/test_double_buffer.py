@@ -114,8 +114,9 @@ def weights_of(model: MegatronFSDP) -> list[torch.Tensor]:
     return [full_tensor(parameter) for parameter in model.parameters()]
 
 
-def addresses_while_training(num_steps: int) -> tuple[dict[str, list[int]], list[set[int]]]:
-    """Return the slots of a chain, and the addresses of each layer's weight in forwards."""
+@on_ranks(2)
+def test_weights_are_gathered_to_the_same_two_addresses_in_turn() -> None:
+    """Note the addresses of each layer's weight in forwards."""
     model, optimizer = sharded_chain(**SLOTS)
     addresses: list[set[int]] = [set() for _ in range(NUM_LAYERS)]
     train(model, optimizer, range(NUM_LAYERS))
@@ -123,18 +124,13 @@ def addresses_while_training(num_steps: int) -> tuple[dict[str, list[int]], list
         layer.linear.register_forward_pre_hook(
             lambda module, inputs, seen=seen: seen.add(module.weight.data_ptr())
         )
-    train(model, optimizer, *[range(NUM_LAYERS)] * num_steps)
+    train(model, optimizer, *[range(NUM_LAYERS)] * 3)
     with torch.no_grad():
         model(torch.randn(3, 8))
-    return model.memory_slots, addresses
-
-
-def test_weights_are_gathered_to_the_same_two_addresses_in_turn(ranks: Ranks) -> None:
-    for slots, addresses in ranks(2, addresses_while_training, 3):
-        assert [len(sizes) for sizes in slots.values()] == [2, 1]
-        assert all(len(each) == 1 for each in addresses)
-        assert len(set().union(*addresses)) == 2
-        assert all(left != right for left, right in itertools.pairwise(addresses))
+    assert [len(sizes) for sizes in model.memory_slots.values()] == [2, 1]
+    assert all(len(each) == 1 for each in addresses)
+    assert len(set().union(*addresses)) == 2
+    assert all(left != right for left, right in itertools.pairwise(addresses))
 
 
 Trained = tuple[dict[str, list[int]], list[torch.Tensor]]
@@ -260,16 +256,14 @@ def test_gradients_get_more_slots_when_they_accumulate(ranks: Ranks) -> None:
         assert slots["weights"] == [] and len(slots["gradients"]) == NUM_LAYERS
 
 
-def accumulate_with_held_addresses() -> str:
+@on_ranks(2)
+def test_held_addresses_do_not_change_for_accumulation() -> None:
     model, optimizer = sharded_chain(zero_dp_strategy=1, cuda_graph_mode=True)
     train(model, optimizer, range(NUM_LAYERS))
     with model.no_sync():
-        return message_of(RuntimeError, model(torch.ones(3, 8)).sum().backward)
-
-
-def test_held_addresses_do_not_change_for_accumulation(ranks: Ranks) -> None:
-    for message in ranks(2, accumulate_with_held_addresses):
-        assert "local gradients of unit 'layers.4'" in message and "share a memory slot" in message
+        message = message_of(RuntimeError, model(torch.ones(3, 8)).sum().backward)
+    assert "local gradients of unit 'layers.4'" in message, message
+    assert "share a memory slot" in message, message
 
 
 class Towers(nn.Module):

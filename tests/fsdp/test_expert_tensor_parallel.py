@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from megatron.fsdp.dtensor.tensor_part import full_tensor
 from megatron_fsdp import MegatronFSDP, fully_shard, fully_shard_model
-from tests.support.fsdp.reference import Ranks, close, on_ranks, optimizer_over
+from tests.support.fsdp.reference import Ranks, close, on_ranks, optimizer_over, shown_gradients
 from tests.support.fsdp.state_dicts import load_checkpoint, save_checkpoint
 from tests.support.fsdp.wrong_calls import message_of
 
@@ -119,7 +119,7 @@ def train(kind: str, level: int) -> None:
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
         assert expected_norm > 0.05
         close(norm, expected_norm, f"norm in step {step}", 1e-9)
-        gradients = {name: one.grad for name, one in reference.named_parameters()}
+        gradients = shown_gradients(reference)
         compare(model, gradients, f"gradient in step {step}", True)
         optimizer.step()
         compare(model, dict(reference.named_parameters()), f"weight after step {step}", False)

@@ -25,6 +25,7 @@ from tests.support.fsdp.reference import (
     loss_of,
     on_ranks,
     optimizer_over,
+    shown_gradients,
 )
 from tests.support.fsdp.side_by_side import mean_gradients, plain_backward, shard
 from tests.support.fsdp.wrong_calls import message_of
@@ -55,12 +56,7 @@ def train_a_stage() -> None:
             (loss_of(reference[1](reference[0](batch(0, rank, microbatch)))) / 2).backward()
     model.finish_grad_sync()
     expected = {name: parameter.grad for name, parameter in reference[stage].named_parameters()}
-    compare_shards(
-        model,
-        {name: parameter.grad for name, parameter in model.named_parameters()},
-        expected,
-        f"stage {stage}",
-    )
+    compare_shards(model, shown_gradients(model), expected, f"stage {stage}")
 
 
 def run_stage(model: nn.Module, stage: int, x: Tensor, group: dist.ProcessGroup) -> None:
@@ -240,7 +236,7 @@ def test_a_sharded_model_works_inside_an_unsharded_module(level: int) -> None:
         for name, value in expected.items()
         if name.startswith("body.")
     }
-    compare_shards(model, {name: p.grad for name, p in model.named_parameters()}, inside, "inside")
+    compare_shards(model, shown_gradients(model), inside, "inside")
     local = around.before.weight.grad  # plain: nobody reduces it
     dist.all_reduce(local)
     close(local / dist.get_world_size(), expected["before.weight"], "outside")

@@ -198,7 +198,7 @@ def gathers_of_experts() -> list[tuple[int, ...]]:
         expt_device_mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "ep")),
     )
     x = torch.randn(2, WIDTH)
-    gathers = gathers_of(lambda: model.module[0](x, True))
+    gathers = gathers_of(lambda: model.module[0](x))
     return [entry.ranks for entry in gathers]
 
 

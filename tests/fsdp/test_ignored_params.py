@@ -20,6 +20,7 @@ from tests.support.fsdp.models import ResidualBlock
 from tests.support.fsdp.optimizers import OPTIMIZERS
 from tests.support.fsdp.reference import Ranks, batch, close, evaluate, loss_of, mean_loss, on_ranks
 from tests.support.fsdp.state_dicts import assert_equal, load_checkpoint, save_checkpoint, whole
+from tests.support.fsdp.state_dicts import train as train_alike
 from tests.support.fsdp.wrong_calls import message_of
 from tests.support.pairwise import pairwise
 
@@ -132,14 +133,6 @@ def test_nothing_reduces_or_broadcasts_ignored_parameters() -> None:
     assert not torch.allclose(others[0], others[1])
 
 
-def take_steps(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
-    """Train on the same data everywhere, where every rank has the mean of all gradients."""
-    for step in steps:
-        loss_of(model(batch(step, 0, 0))).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
 def fresh(level: int) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
     module = models.build_stack()
     return by_keywords(module, OPTIMIZERS["adamw"](module.parameters()), level)
@@ -147,21 +140,21 @@ def fresh(level: int) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
 
 def save(path: str, level: int) -> None:
     model, optimizer = fresh(level)
-    take_steps(model, optimizer, range(2))
+    train_alike(model, optimizer, range(2))
     save_checkpoint(path, model, optimizer)
 
 
 def load(path: str, level: int) -> None:
     reference = models.build_stack()
-    take_steps(reference, expected := OPTIMIZERS["adamw"](reference.parameters()), range(2))
+    train_alike(reference, expected := OPTIMIZERS["adamw"](reference.parameters()), range(2))
     model, optimizer = fresh(level)
-    take_steps(model, optimizer, range(5, 6))
+    train_alike(model, optimizer, range(5, 6))
     load_checkpoint(path, model, optimizer)
     compare(model, reference, "loaded")
     weights, moments = get_state_dict(model, optimizer)  # torch's own functions
     set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
-    take_steps(model, optimizer, range(2, 4))
-    take_steps(reference, expected, range(2, 4))
+    train_alike(model, optimizer, range(2, 4))
+    train_alike(reference, expected, range(2, 4))
     compare(model, reference, "two steps after loading")
     module = models.build_stack()  # of a plain program
     other, _ = fresh(level)
@@ -177,7 +170,8 @@ def test_a_checkpoint_with_ignored_parameters_loads_into_another_level(
     ranks(3, load, str(tmp_path), 1)
 
 
-def refuse() -> list[str]:
+@on_ranks(1)
+def test_what_cannot_be_ignored_is_refused_by_name() -> None:
     module = models.build_stack()
 
     def refused(given: object, **settings: Any) -> str:
@@ -185,7 +179,7 @@ def refuse() -> list[str]:
 
     with torch.device("meta"):
         absent = models.Stack()
-    return [
+    messages = [
         refused(["embed.weight"], granularity="columns"),
         refused(module.embed.weight),
         refused(5),
@@ -199,10 +193,6 @@ def refuse() -> list[str]:
             ignored_params=[absent.embed.weight],
         ),
     ]
-
-
-def test_what_cannot_be_ignored_is_refused_by_name(ranks: Ranks) -> None:
-    (messages,) = ranks(1, refuse)
     assert all("ignored_params" in message for message in (*messages[:4], messages[5]))
     names, one, number, foreign, everything, meta = messages
     assert "got str" in names and "'columns'" in names
@@ -214,14 +204,14 @@ def test_what_cannot_be_ignored_is_refused_by_name(ranks: Ranks) -> None:
 @on_ranks(2)
 def test_deep_copies_have_copies_of_ignored_parameters() -> None:
     model, optimizer = fresh(3)
-    take_steps(model, optimizer, range(1))
+    train_alike(model, optimizer, range(1))
     copied, average = copy.deepcopy(model), WeightAverage(model, decay=0.0)
     assert len(average.state_dict()) == len(list(model.parameters())) - len(IGNORED) + 1
     weights = copied_weights(model)
     assert_equal(whole(copied.state_dict()), weights)
     own = set(copied.parameters())
     assert all(copied.module.get_parameter(name) in own for name in IGNORED)
-    take_steps(copied, torch.optim.SGD(ignored_of(copied.module), lr=0.1), range(1))
+    train_alike(copied, torch.optim.SGD(ignored_of(copied.module), lr=0.1), range(1))
     assert_equal(whole(model.state_dict()), weights)
     assert not torch.equal(copied.module.embed.bias, model.module.embed.bias)
     average.update()

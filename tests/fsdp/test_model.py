@@ -139,11 +139,7 @@ def test_weights_are_whole_inside_of_a_forward_and_sharded_outside_at_level_3(le
 def test_shallow_copies_of_the_model_are_refused_and_of_its_state_dict_work(level: int) -> None:
     model, _ = shard(build_stack(), level)
     messages = []
-    for attempt in (
-        copy.copy,
-        pickle.dumps,
-        lambda model: torch.save(model, io.BytesIO()),
-    ):
+    for attempt in (copy.copy, pickle.dumps, lambda model: torch.save(model, io.BytesIO())):
         with pytest.raises(NotImplementedError) as error:
             attempt(model)
         messages.append(str(error.value))

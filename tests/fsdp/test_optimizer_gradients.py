@@ -21,6 +21,7 @@ from tests.support.fsdp.reference import (
     loss_of,
     mean_loss,
     on_ranks,
+    shown_gradients,
 )
 from tests.support.fsdp.side_by_side import shard_two_layers
 
@@ -50,17 +51,8 @@ def clip_norms(name: str, level: int, max_norm: float, norms: list[float]) -> No
             f"norm {kind}",
             1e-6,
         )
-        trainable = {
-            key: parameter.grad
-            for key, parameter in reference.named_parameters()
-            if parameter.requires_grad
-        }
-        actual = {
-            key: parameter.grad
-            for key, parameter in model.named_parameters()
-            if parameter.requires_grad
-        }
-        compare_shards(model, actual, trainable, "clipped gradient", 1e-6)
+        actual, wanted = shown_gradients(model), shown_gradients(reference)
+        compare_shards(model, actual, wanted, "clipped gradient", 1e-6)
 
 
 @pytest.mark.always("scalars-3", "unused_parameters-0")

@@ -6,11 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron_fsdp import (
-    MixedPrecisionPolicy,
-    fully_shard_model,
-    fully_shard_optimizer,
-)
+from megatron_fsdp import MixedPrecisionPolicy, fully_shard_model, fully_shard_optimizer
 from tests.support.fsdp import models
 from tests.support.fsdp.meshes import shard_mesh
 from tests.support.fsdp.optimizers import (
@@ -102,7 +98,8 @@ def test_param_groups_may_be_added_after_sharding(ranks: Ranks, name: str, named
     ranks(2, grow_by_a_group, name, named)
 
 
-def add_what_does_not_belong() -> list[str]:
+@on_ranks(1)
+def test_param_groups_of_other_parameters_are_refused() -> None:
     model, optimizer = sharded_pair("several_units")
     before = optimizer.state_dict()["param_groups"]
     messages = []
@@ -115,11 +112,6 @@ def add_what_does_not_belong() -> list[str]:
             optimizer.add_param_group({"params": parameter})
         messages.append(str(error.value))
     assert optimizer.state_dict()["param_groups"] == before
-    return messages
-
-
-def test_param_groups_of_other_parameters_are_refused(ranks: Ranks) -> None:
-    (messages,) = ranks(1, add_what_does_not_belong)
     assert ["take them from model.parameters()" in message for message in messages] == [
         True,
         False,

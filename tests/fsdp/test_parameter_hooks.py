@@ -24,6 +24,7 @@ from tests.support.fsdp.reference import (
     loss_of,
     mean_loss,
     on_ranks,
+    shown_gradients,
 )
 from tests.support.fsdp.wrong_calls import message_of
 
@@ -47,7 +48,7 @@ def compare_gradients(
     model: MegatronFSDP, reference: nn.Module, what: str, attribute: str = "grad"
 ) -> None:
     shown = {name: getattr(parameter, attribute) for name, parameter in model.named_parameters()}
-    expected = {name: parameter.grad for name, parameter in reference.named_parameters()}
+    expected = shown_gradients(reference)
     compare_shards(model, shown, expected, what)
 
 

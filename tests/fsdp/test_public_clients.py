@@ -29,7 +29,12 @@ from tests.support.fsdp.wrong_calls import message_of
 # ---- the view of parameters and gradients
 
 
-def view_of_module(level: int) -> None:
+@pytest.mark.always("1-2", "3-1")
+@pytest.mark.parametrize(
+    ("level", "num_ranks"), [*((level, 2) for level in LEVELS), (0, 1), (3, 1)]
+)
+@on_ranks()
+def test_gradients_are_on_the_parameters_of_the_module_too(level: int, num_ranks: int) -> None:
     """Look for gradients on the module inside the wrapper, as tests of strategies do."""
     model, optimizer = shard(build_stack(), level)
     outside = dict(model.named_parameters())
@@ -41,16 +46,6 @@ def view_of_module(level: int) -> None:
             assert parameter is outside[f"module.{name}"]
             assert isinstance(parameter, DTensor) and isinstance(parameter.grad, DTensor)
         optimizer.zero_grad()
-
-
-@pytest.mark.always("1-2", "3-1")
-@pytest.mark.parametrize(
-    ("level", "world_size"), [*((level, 2) for level in LEVELS), (0, 1), (3, 1)]
-)
-def test_gradients_are_on_the_parameters_of_the_module_too(
-    ranks: Ranks, level: int, world_size: int
-) -> None:
-    ranks(world_size, view_of_module, level)
 
 
 class ReadsItself(nn.Module):

@@ -208,16 +208,12 @@ def test_the_configuration_of_a_sharded_model_has_its_settings() -> None:
     assert config.check_for_nan_in_grad and config.data_parallel_sharding_strategy == 2
 
 
-def signatures_of_methods() -> list[str]:
+@on_ranks(1)
+def test_signatures_of_methods() -> None:
     linear = nn.Linear(3, 3)
     model, optimizer = megatron_fsdp.fully_shard(linear, torch.optim.AdamW(linear.parameters()))
     methods = (optimizer.step, optimizer.zero_grad, model.finish_grad_sync)
-    return [signature_of(method) for method in methods]
-
-
-def test_signatures_of_methods(ranks: Callable[..., list[Any]]) -> None:
-    (signatures,) = ranks(1, signatures_of_methods)
-    assert signatures == [
+    assert [signature_of(method) for method in methods] == [
         "closure=None, *, sync_grad_before_optimizer_step=True,"
         " install_optimized_model_weights=True",
         "set_to_none=True, *, zero_grad_buffer=True",

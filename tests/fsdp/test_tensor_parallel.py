@@ -181,10 +181,7 @@ def test_hidden_sizes_that_ranks_do_not_divide_match_too(ranks: Ranks, level: in
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    ("level", "outer"),
-    [(2, 0), (3, 1)],
-)
+@pytest.mark.parametrize(("level", "outer"), [(2, 0), (3, 1)])
 def test_hybrid_sharding_with_tensor_parallelism_matches(
     ranks: Ranks, level: int, outer: int
 ) -> None:

@@ -79,11 +79,7 @@ def build(dtype: torch.dtype, kind: type[Resettable] = Resettable) -> Resettable
 
 
 def shard(
-    dtype: torch.dtype,
-    level: int,
-    meshes: Meshes,
-    mesh: str,
-    kind: type[Resettable] = Resettable,
+    dtype: torch.dtype, level: int, meshes: Meshes, mesh: str, kind: type[Resettable] = Resettable
 ) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
     """Shard a model with main weights of float32, on an outer axis of two ranks for "outer2"."""
     module = build(dtype, kind)

@@ -223,7 +223,10 @@ def test_a_parameter_is_printed_by_one_rank_alone(ranks: Ranks) -> None:
     assert "ShardedGradient" in text
 
 
-def edit_weights(level: int) -> list[float]:
+@pytest.mark.always("1", "3")
+@pytest.mark.parametrize("level", range(4))
+@on_ranks(2)
+def test_the_next_forward_uses_edited_weights(level: int) -> None:
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 1))
     model = fully_shard_model(module, zero_dp_strategy=level)
@@ -239,13 +242,7 @@ def edit_weights(level: int) -> list[float]:
     for parameter in model.state_dict().values():
         parameter[0] = 0.0
     outputs.append(model(x).item())
-    return outputs
-
-
-@pytest.mark.always("1", "3")
-@pytest.mark.parametrize("level", range(4))
-def test_the_next_forward_uses_edited_weights(ranks: Ranks, level: int) -> None:
-    first, twice, again, cut = ranks(2, edit_weights, level)[0]
+    first, twice, again, cut = outputs
     assert twice != first
     assert again == first
     assert cut == 0.0

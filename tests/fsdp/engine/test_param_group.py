@@ -117,10 +117,7 @@ def edit_main_weights_after_steps(edit: str, level: int, mesh: str, **settings: 
 
 
 @pytest.mark.always("3-data", "3-numpy", "1-*")
-@pytest.mark.parametrize(
-    ("level", "edit"),
-    [*((3, edit) for edit in EDITS), *zip(range(3), EDITS)],
-)
+@pytest.mark.parametrize(("level", "edit"), [*((3, edit) for edit in EDITS), *zip(range(3), EDITS)])
 def test_main_weights_of_another_dtype_may_be_edited_too(
     ranks: Ranks, level: int, edit: str
 ) -> None:

@@ -234,7 +234,9 @@ class TiedEmbedding(nn.Module):
         return self.output(self.layers(self.embedding(tokens)), weight=self.embedding.weight)
 
 
-def gathers_per_step() -> dict[str, int]:
+@on_ranks(2)
+def test_a_unit_whose_weight_another_unit_uses_costs_no_extra_gathers() -> None:
+    """Two gathers of every layer; the embedding is needed at both ends of both passes."""
     counts: collections.Counter = collections.Counter()
     original = ParamGroup.begin_unshard
 
@@ -252,16 +254,10 @@ def gathers_per_step() -> dict[str, int]:
         optimizer.step()
         optimizer.zero_grad()
     ParamGroup.begin_unshard = original
-    return dict(counts)
-
-
-def test_a_unit_whose_weight_another_unit_uses_costs_no_extra_gathers(ranks: Ranks) -> None:
-    """Two gathers of every layer; the embedding is needed at both ends of both passes."""
-    counts, _ = ranks(2, gathers_per_step)
     assert {name: count for name, count in counts.items() if "layers" in name} == {
         f"layers.{number}.linear.weight": 2 for number in range(3)
-    }
-    assert counts["embedding.weight"] <= 4
+    }, counts
+    assert counts["embedding.weight"] <= 4, counts
 
 
 def states_after_a_step(overlap: bool) -> list[str]:
@@ -282,7 +278,8 @@ def test_gathers_after_a_step_overlap_only_if_asked_to(ranks: Ranks) -> None:
     assert ranks(2, states_after_a_step, True) == [["STALE", "UNSHARDING"]] * 2
 
 
-def gathers_of_a_step_with_two_optimizers() -> list[str]:
+@on_ranks(2)
+def test_the_last_of_several_optimizers_starts_the_gathers_of_the_next_forward() -> None:
     module = models.Stack()
     model = fully_shard_model(module, fsdp_unit_modules=[models.ResidualBlock], zero_dp_strategy=3)
     parameters = list(model.parameters())
@@ -304,13 +301,8 @@ def gathers_of_a_step_with_two_optimizers() -> list[str]:
     with trace.record() as recorder:
         step()
     gathers = [entry for entry in recorder.entries if entry.track == GATHER and entry.is_collective]
-    return [entry.unit for entry in gathers if entry.phase == "step"]
-
-
-def test_the_last_of_several_optimizers_starts_the_gathers_of_the_next_forward(
-    ranks: Ranks,
-) -> None:
-    assert ranks(2, gathers_of_a_step_with_two_optimizers)[0] == ["root", "blocks.0"]
+    units = [entry.unit for entry in gathers if entry.phase == "step"]
+    assert units == ["root", "blocks.0"], units
 
 
 class Tree(nn.Module):
@@ -401,8 +393,9 @@ def test_ranks_may_use_different_parameters_of_a_unit_whose_inputs_need_no_gradi
     )
 
 
-def errors_after_a_reduction_that_failed() -> list[str]:
-    """Return the errors of a backward, of `zero_grad`, and of another forward and backward."""
+@on_ranks(2)
+def test_a_reduction_that_fails_is_told_once() -> None:
+    """Run a backward, `zero_grad`, and another forward and backward."""
     model, optimizer = shard(build_stack(), 3)
     reduce_scatter = Communicator.reduce_scatter
     reductions: list[Pending] = []
@@ -425,10 +418,6 @@ def errors_after_a_reduction_that_failed() -> list[str]:
         return ""
 
     with patch.object(Communicator, "reduce_scatter", fail_once):
-        rank = dist.get_rank()
-        backward = partial(plain_backward, model, 0, rank)
-        return list(map(error_of, (backward, optimizer.zero_grad, backward)))
-
-
-def test_a_reduction_that_fails_is_told_once(ranks: Ranks) -> None:
-    assert ranks(2, errors_after_a_reduction_that_failed) == [["connection reset", "", ""]] * 2
+        backward = partial(plain_backward, model, 0, dist.get_rank())
+        errors = [error_of(each) for each in (backward, optimizer.zero_grad, backward)]
+    assert errors == ["connection reset", "", ""], errors

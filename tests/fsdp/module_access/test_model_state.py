@@ -11,9 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_fsdp import fully_shard, fully_shard_model
-from megatron_fsdp.uneven_dtensor import (
-    uneven_dtensor_to_full_tensor,
-)
+from megatron_fsdp.uneven_dtensor import uneven_dtensor_to_full_tensor
 from tests.fsdp.test_warnings_once import Messages
 from tests.support.fsdp import models
 from tests.support.fsdp.meshes import shard_mesh

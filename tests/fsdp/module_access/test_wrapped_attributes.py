@@ -13,7 +13,14 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from megatron.fsdp.dtensor.tensor_part import full_tensor
 from tests.fsdp.test_hugging_face import LLAMA_LAYER, build_llama, build_tied_llama, tokens
 from tests.support.fsdp.models import WIDTH, ResidualBlock
-from tests.support.fsdp.reference import Ranks, batch, close, on_ranks, shard_with_sgd
+from tests.support.fsdp.reference import (
+    Ranks,
+    batch,
+    close,
+    on_ranks,
+    shard_with_sgd,
+    shown_gradients,
+)
 
 
 class Scorer(nn.Module):
@@ -70,7 +77,7 @@ def test_methods_of_the_module_compute_as_its_forward_does(level: int) -> None:
         close(loss, expected, call)
         loss.backward()
         expected.backward()
-        actual = {name: parameter.grad for name, parameter in model.named_parameters()}
+        actual = shown_gradients(model)
         for name, parameter in reference.named_parameters():
             close(full_tensor(actual[f"module.{name}"]), parameter.grad, name)
         for each in (optimizer, expected_optimizer):

@@ -17,15 +17,10 @@ from tests.fsdp.test_warnings_once import Messages
 from tests.support.fsdp import matrix_optimizers as written
 from tests.support.fsdp import models
 from tests.support.fsdp.meshes import Meshes, shard_mesh
-from tests.support.fsdp.optimizers import (
-    Signs,
-    sharded_step,
-    sharding,
-    unsharded_step,
-    weights,
-)
+from tests.support.fsdp.optimizers import Signs, sharded_step, sharding, unsharded_step, weights
 from tests.support.fsdp.reference import TOLERANCE, Ranks, batch, compare_shards, loss_of, on_ranks
 from tests.support.fsdp.state_dicts import load_checkpoint, save_checkpoint
+from tests.support.fsdp.state_dicts import train as train_alike
 from tests.support.pairwise import each_value
 
 Make = Callable[..., torch.optim.Optimizer]
@@ -190,27 +185,18 @@ def momentum_state(path: str, name: str, saves: bool) -> None:
     model, optimizer = fully_shard(
         module, make(module.parameters()), shard_mesh(), **sharding(module)
     )
-    for step in range(2 if saves else 1):
-        step_on_the_same_data(model, optimizer, step)
+    train_alike(model, optimizer, 2 if saves else 1)
     if saves:
         save_checkpoint(path, model, optimizer)
         return
     load_checkpoint(path, model, optimizer)
     reference = build()
     expected = make(reference.parameters())
-    for step in range(4):
-        step_on_the_same_data(reference, expected, step)
-    for step in range(2, 4):
-        step_on_the_same_data(model, optimizer, step)
+    train_alike(reference, expected, 4)
+    train_alike(model, optimizer, range(2, 4))
     compare_shards(model, weights(model), weights(reference), "weight", TOLERANCE)
     slots = optimizer.state[next(iter(model.parameters()))]
     assert any(isinstance(value, DTensor) for value in slots.values()) or name == "shampoo"
-
-
-def step_on_the_same_data(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
-    optimizer.zero_grad()
-    loss_of(model(batch(step, 0, 0))).backward()
-    optimizer.step()
 
 
 @pytest.mark.always("shampoo")

@@ -115,18 +115,15 @@ def test_wrong_options_are_one_error(
     assert ranks(2, error_of_record, [tmp_path] * 2, **options) == [message] * 2
 
 
-def record_twice() -> tuple[list[str], list[str]]:
+@on_ranks(1)
+def test_a_trace_inside_of_another_records_its_part() -> None:
     with trace.record() as outer:
         with trace.record() as inner:
             agree([])
         agree([])
     assert not observe.observers
-    return [each.name for each in outer.collectives], [each.name for each in inner.collectives]
-
-
-def test_a_trace_inside_of_another_records_its_part(ranks: Ranks) -> None:
-    outer, inner = ranks(1, record_twice)[0]
-    assert len(outer) == 4 and len(inner) == 1 and set(outer + inner) == {"all_gather_object"}
+    assert [each.name for each in outer.collectives] == ["all_gather_object"] * 4
+    assert [each.name for each in inner.collectives] == ["all_gather_object"]
 
 
 @on_ranks(2)
@@ -158,15 +155,12 @@ def test_nothing_is_wrapped_where_nothing_is_recorded() -> None:
     assert observe.observed("gather", "all_gather", (operand,), None, collective) is collective
 
 
-def profiled_ranges() -> set[str]:
+@on_ranks(2)
+def test_ranges_of_torch_profiler_name_unit_and_phase() -> None:
     model, optimizer = build_recorded(3)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
         train_step(model, optimizer)
-    return {event.key for event in profiler.key_averages() if event.key.startswith("FSDP::")}
-
-
-def test_ranges_of_torch_profiler_name_unit_and_phase(ranks: Ranks) -> None:
-    names = ranks(2, profiled_ranges)[0]
+    names = {event.key for event in profiler.key_averages()}
     for unit in ("root", "blocks.0", "blocks.1", "blocks.2"):
         assert {
             f"FSDP::forward ({unit}, forward)",

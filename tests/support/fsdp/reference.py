@@ -255,6 +255,11 @@ def evaluate(model: nn.Module, step: int, dtype: torch.dtype = torch.float64) ->
     return list(tensors_in(model(batch(99, 0, 0).to(dtype), step=step)))
 
 
+def shown_gradients(model: nn.Module) -> dict[str, Any]:
+    """Return what trainable parameters, of a sharded model or another, show as their gradients."""
+    return {name: each.grad for name, each in model.named_parameters() if each.requires_grad}
+
+
 def sharded_backward(case: Case, model: nn.Module, step: int) -> None:
     for microbatch in range(case.microbatches):
         last = microbatch == case.microbatches - 1
@@ -284,12 +289,7 @@ def compare(case: Case, meshes: Meshes) -> None:
             optimizer.step()
         else:
             compare_norm(case, clip(model, case.clip), step.norm, number)
-        gradients = {
-            key: parameter.grad
-            for key, parameter in model.named_parameters()
-            if parameter.requires_grad
-        }
-        what = f"gradient in step {number}"
+        gradients, what = shown_gradients(model), f"gradient in step {number}"
         compare_by_global_name(case, model, gradients, step.gradients, what, step.sizes)
         if case.sync != "step":
             optimizer.step()

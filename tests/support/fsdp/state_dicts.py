@@ -33,9 +33,9 @@ def sharded(
     )
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int | range) -> None:
     """Train on the same data on every rank, so that the result is the same in every world."""
-    for step in range(steps):
+    for step in range(steps) if isinstance(steps, int) else steps:
         loss_of(model(batch(step, 0, 0), step=step)).backward()
         optimizer.step()
         optimizer.zero_grad()
