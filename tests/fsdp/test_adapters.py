@@ -5,7 +5,7 @@ import pytest
 from torch import Tensor, nn
 
 from tests.support.fsdp.models import WIDTH, ResidualBlock
-from tests.support.fsdp.reference import Ranks, batch
+from tests.support.fsdp.reference import batch, on_ranks
 from tests.support.fsdp.side_by_side import plain_backward, train_side_by_side
 
 
@@ -28,7 +28,11 @@ class TwoAdapters(nn.Module):
         return self.block(x) + self.adapters[self.active](x)
 
 
-def switch_adapters(level: int, frozen_first: bool) -> None:
+@pytest.mark.parametrize(
+    ("level", "frozen_first"), [(0, True), (1, False), (2, True), (3, True), (3, False)]
+)
+@on_ranks(2)
+def test_adapters_are_switched_through_the_wrapper(level: int, frozen_first: bool) -> None:
     """Use the second adapter between two steps of the first; train it too if it may be."""
     trained = "a" if frozen_first else "ab"
 
@@ -55,12 +59,3 @@ def switch_adapters(level: int, frozen_first: bool) -> None:
             plain_backward(model, 0, 0)
         model.set_adapter("a")
         plain_backward(model, 0, 0)
-
-
-@pytest.mark.parametrize(
-    ("level", "frozen_first"), [(0, True), (1, False), (2, True), (3, True), (3, False)]
-)
-def test_adapters_are_switched_through_the_wrapper(
-    ranks: Ranks, level: int, frozen_first: bool
-) -> None:
-    ranks(2, switch_adapters, level, frozen_first)

@@ -6,18 +6,21 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from megatron.fsdp.agreement import FreezingAgreement
 from megatron_fsdp import fully_shard_model
+from tests.fsdp.test_collectives_of_axes import ExpertBlock
 from tests.support.fsdp.meshes import shard_mesh
-from tests.support.fsdp.models import WIDTH, build_stack
-from tests.support.fsdp.reference import LEVELS, Ranks, batch
+from tests.support.fsdp.models import build_stack
+from tests.support.fsdp.reference import LEVELS, Ranks, batch, on_ranks
 from tests.support.fsdp.side_by_side import plain_backward, shard
 
 
-def freeze_another_block() -> list[str]:
+@pytest.mark.always("2")
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@on_ranks()
+def test_ranks_that_freeze_different_parameters_get_an_error_that_names_one(num_ranks: int) -> None:
     """Freeze, on every rank, one of two blocks that have the same shapes."""
     messages = []
     mesh = shard_mesh()
@@ -28,19 +31,10 @@ def freeze_another_block() -> list[str]:
         with pytest.raises(RuntimeError) as error:
             plain_backward(model, 1, dist.get_rank())
         messages.append(str(error.value))
-    return messages
-
-
-@pytest.mark.always("2")
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_ranks_that_freeze_different_parameters_get_an_error_that_names_one(
-    ranks: Ranks, num_ranks: int
-) -> None:
-    for messages in ranks(num_ranks, freeze_another_block):
-        assert len(messages) == len(LEVELS)
-        for message in messages:
-            assert "must freeze and thaw the same parameters" in message
-            assert "blocks.0.norm.weight is frozen on rank" in message
+    assert len(messages) == len(LEVELS), messages
+    for message in messages:
+        assert "must freeze and thaw the same parameters" in message, message
+        assert "blocks.0.norm.weight is frozen on rank" in message, message
 
 
 def freeze_on_one_rank() -> str:
@@ -62,8 +56,9 @@ def test_a_rank_that_freezes_alone_gets_an_error_when_the_time_is_over(ranks: Ra
     assert "rank 0 has changed some, and not all of ranks [0, 1] have" in message
 
 
-def take_turns() -> list[int]:
-    """Train two blocks in turns; return the number of comparisons so far after every step."""
+@on_ranks(2)
+def test_parts_that_are_trained_in_turns_are_compared_once() -> None:
+    """Train two blocks in turns, and count the comparisons after every step."""
     model, _ = shard(build_stack(), 3)
     counts = []
     exchange = FreezingAgreement._exchange
@@ -75,29 +70,13 @@ def take_turns() -> list[int]:
             model.module.blocks[1].requires_grad_(step % 2 == 1)
             plain_backward(model, step, dist.get_rank())
             counts.append(made.call_count)
-    return counts
-
-
-def test_parts_that_are_trained_in_turns_are_compared_once(ranks: Ranks) -> None:
-    assert ranks(2, take_turns) == [[1, 2, 2, 2, 2]] * 2
-
-
-class ExpertLayer(nn.Module):
-    """A dense layer, and the expert of this rank."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.dense = nn.Linear(WIDTH, WIDTH)
-        self.experts = nn.ModuleList([nn.Linear(WIDTH, WIDTH)])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.dense(x) + self.experts[0](x)
+    assert counts == [1, 2, 2, 2, 2], counts
 
 
 def freeze_one_expert(level: int) -> list[bool]:
     """Freeze the expert that ranks 0 and 2 share; return which parameters get gradients."""
     model = fully_shard_model(
-        ExpertLayer().double(),
+        ExpertBlock().double(),
         init_device_mesh("cpu", (4,), mesh_dim_names=("dp_shard",)),
         "dp_shard",
         expt_device_mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "ep")),
@@ -117,7 +96,8 @@ def test_an_expert_may_be_frozen_on_the_ranks_that_have_it(ranks: Ranks, level: 
     assert ranks(4, freeze_one_expert, level) == [frozen, trained] * 2
 
 
-def alone_with_gradients_of_inputs() -> tuple[bool, ...]:
+@on_ranks(2)
+def test_a_rank_may_be_alone_where_nothing_is_trained() -> None:
     """Let one rank compute the gradient of an input while all parameters are frozen."""
     model, _ = shard(build_stack(), 0)
     plain_backward(model, 0, dist.get_rank())
@@ -128,9 +108,4 @@ def alone_with_gradients_of_inputs() -> tuple[bool, ...]:
         model.module.requires_grad_(True)
         assert gradient.abs().sum() > 0
     plain_backward(model, 1, dist.get_rank())
-    return tuple(parameter.grad is not None for parameter in model.parameters())
-
-
-def test_a_rank_may_be_alone_where_nothing_is_trained(ranks: Ranks) -> None:
-    for are_shown in ranks(2, alone_with_gradients_of_inputs):
-        assert all(are_shown)
+    assert all(parameter.grad is not None for parameter in model.parameters())

@@ -22,7 +22,7 @@ from megatron.fsdp.engine.observe import GATHER
 from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard
 from tests.support.fsdp.meshes import shard_mesh
 from tests.support.fsdp.models import TanhLayer
-from tests.support.fsdp.reference import Ranks
+from tests.support.fsdp.reference import Ranks, on_ranks, shard_with_sgd
 
 NUM_LAYERS = 6
 WIDTH = 64
@@ -239,23 +239,16 @@ def halve_and_accumulate(model: nn.Module) -> list[torch.Tensor]:
     return [parameter.grad for parameter in model.parameters()]
 
 
-def gradients_on_top_of_edited_ones() -> bool:
+@on_ranks(2)
+def test_gradients_accumulate_onto_those_that_the_user_has_changed() -> None:
     torch.manual_seed(0)
     plain = nn.Sequential(TanhLayer(), TanhLayer()).bfloat16()
     for precision in (MixedPrecisionPolicy(), MixedPrecisionPolicy(None)):
         torch.manual_seed(0)
         module = nn.Sequential(TanhLayer(), TanhLayer()).bfloat16()
-        model, _ = fully_shard(
-            module,
-            torch.optim.SGD(module.parameters(), lr=0.1),
-            fsdp_unit_modules=[TanhLayer],
-            mixed_precision_policy=precision,
+        model, _ = shard_with_sgd(
+            module, fsdp_unit_modules=[TanhLayer], mixed_precision_policy=precision
         )
         plain.zero_grad()
         for ours, expected in zip(halve_and_accumulate(model), halve_and_accumulate(plain)):
             torch.testing.assert_close(full_tensor(ours).bfloat16(), expected)
-    return True
-
-
-def test_gradients_accumulate_onto_those_that_the_user_has_changed(ranks: Ranks) -> None:
-    assert ranks(2, gradients_on_top_of_edited_ones) == [True, True]

@@ -15,8 +15,16 @@ from megatron_fsdp import MegatronFSDP, fully_shard, fully_shard_model
 from megatron_fsdp.uneven_dtensor import uneven_dtensor_to_full_tensor
 from tests.support.fsdp import models
 from tests.support.fsdp.meshes import Meshes, shard_mesh
-from tests.support.fsdp.reference import Ranks, batch, evaluate, loss_of, optimizer_over
-from tests.support.fsdp.state_dicts import NAMES, assert_equal, sharded, train, whole
+from tests.support.fsdp.reference import Ranks, batch, evaluate, loss_of, on_ranks, optimizer_over
+from tests.support.fsdp.state_dicts import (
+    NAMES,
+    assert_equal,
+    load_checkpoint,
+    save_checkpoint,
+    sharded,
+    train,
+    whole,
+)
 
 
 def save(level: int, path: str, with_torch_functions: bool) -> None:
@@ -108,7 +116,8 @@ def test_checkpoint_loads_into_another_world_and_strategy(
     ranks(loaded[0], load, loaded[1], str(tmp_path), with_torch_functions)
 
 
-def load_state_of_another_layout() -> str:
+@on_ranks(2)
+def test_state_of_another_layout_is_refused() -> None:
     saved = fully_shard_model(
         nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 24, bias=False)]),
         shard_mesh(),
@@ -126,13 +135,9 @@ def load_state_of_another_layout() -> str:
     assert any(left != right for left, right in zip(*runs))
     with pytest.raises(RuntimeError) as error:
         units.load_state_dict(saved.state_dict())
-    return str(error.value)
-
-
-def test_state_of_another_layout_is_refused(ranks: Ranks) -> None:
-    for message in ranks(2, load_state_of_another_layout):
-        assert "sharded for another layout" in message
-        assert "torch.distributed.checkpoint" in message
+    message = str(error.value)
+    assert "sharded for another layout" in message, message
+    assert "torch.distributed.checkpoint" in message, message
 
 
 LAYOUTS: dict[str, tuple[int, str, int, int, torch.dtype]] = {
@@ -177,16 +182,13 @@ def save_layout(layout: str, path: str) -> dict[str, Tensor]:
         loss_of(model(batch(step, dist.get_rank(), 0).to(LAYOUTS[layout][4]))).backward()
         optimizer.step()
         optimizer.zero_grad()
-    dcp.save(checkpointed_state(model, optimizer, False), checkpoint_id=path)
+    save_checkpoint(path, model, optimizer)
     return all_state(model, optimizer)
 
 
 def load_layout(layout: str, path: str, expected: dict[str, Tensor]) -> None:
     model, optimizer = laid_out(layout)
-    state = checkpointed_state(model, optimizer, False)
-    dcp.load(state, checkpoint_id=path)
-    model.load_state_dict(state["model"])
-    optimizer.load_state_dict(state["optimizer"])
+    load_checkpoint(path, model, optimizer)
     assert_equal(all_state(model, optimizer), expected)
     loss_of(model(batch(0, 0, 0).to(LAYOUTS[layout][4]))).backward()  # and training goes on
     optimizer.step()
@@ -197,9 +199,7 @@ def load_layout(layout: str, path: str, expected: dict[str, Tensor]) -> None:
     ("saved", "loaded"),
     [
         pytest.param(
-            "hybrid_optim",
-            ["hybrid_bf16", "flat_of_three", "one_rank"],
-            id="hybrid_optim",
+            "hybrid_optim", ["hybrid_bf16", "flat_of_three", "one_rank"], id="hybrid_optim"
         ),
         pytest.param("bf16_on_two", ["more_outer_ranks"], id="bf16_on_two"),
     ],

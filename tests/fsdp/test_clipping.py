@@ -15,7 +15,7 @@ from megatron.fsdp.dtensor.tensor_part import full_tensor
 from megatron_fsdp import MegatronFSDP, fully_shard_model
 from tests.support.fsdp.meshes import Meshes
 from tests.support.fsdp.models import TanhLayer
-from tests.support.fsdp.reference import Ranks
+from tests.support.fsdp.reference import Ranks, on_ranks
 
 
 def model_with_gradients(**settings: Any) -> MegatronFSDP:
@@ -80,7 +80,8 @@ def test_every_expert_counts_once_in_the_norm(ranks: Ranks, level: int) -> None:
         assert norms == pytest.approx([expected, expected])
 
 
-def clip_wrongly() -> None:
+@on_ranks(2)
+def test_wrong_clipping_is_refused() -> None:
     model = model_with_gradients()
     with pytest.raises(ValueError, match="norm_type expects a positive number"):
         clip_grad_norm_(model.parameters(), 1.0, 0.0)
@@ -92,7 +93,3 @@ def clip_wrongly() -> None:
     next(model.parameters()).grad.to_local().fill_(torch.nan)
     with pytest.raises(RuntimeError, match="of the gradients is nan"):
         clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
-
-
-def test_wrong_clipping_is_refused(ranks: Ranks) -> None:
-    ranks(2, clip_wrongly)

@@ -17,7 +17,7 @@ from megatron.fsdp.engine.observe import GATHER, REDUCE
 from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard, fully_shard_model
 from tests.support.fsdp.meshes import shard_mesh
 from tests.support.fsdp.models import TanhLayer
-from tests.support.fsdp.reference import Ranks
+from tests.support.fsdp.reference import Ranks, on_ranks, shard_with_sgd
 
 NUM_LAYERS = 5
 
@@ -98,12 +98,7 @@ def both_counts(
 ) -> tuple[int, int]:
     """Return the collectives of one step of this engine and of FSDP2, both at level 3."""
     module = build(*arguments)
-    ours = fully_shard(
-        module,
-        torch.optim.SGD(module.parameters(), lr=0.1),
-        shard_mesh(),
-        fsdp_unit_modules=[type(module.layers[0])],
-    )
+    ours = shard_with_sgd(module, shard_mesh(), fsdp_unit_modules=[type(module.layers[0])])
     by_torch = build(*arguments)
     for layer in by_torch.layers:
         fully_shard_by_torch(layer)
@@ -142,8 +137,11 @@ def test_layers_called_twice_have_fewer_collectives_than_in_fsdp2(
     assert ours < theirs
 
 
-def gathers_with_a_window_of(num_layers: int) -> tuple[int, int]:
-    """Return the all-gathers of a step, and the most layers that are unsharded at once."""
+@pytest.mark.always("2")
+@pytest.mark.parametrize("num_layers", [1, 2, 3])
+@on_ranks(2)
+def test_all_layers_in_the_window_stay_unsharded_for_backward(num_layers: int) -> None:
+    """Next to the one that computes, so many are unsharded at most."""
     module = LanguageModel()
     layer_bytes = sum(parameter.nbytes for parameter in module.layers[0].parameters())
     model, optimizer = fully_shard(
@@ -167,17 +165,9 @@ def gathers_with_a_window_of(num_layers: int) -> tuple[int, int]:
         step()
     with trace.record() as recorder:
         step()
-    return sum(entry.track == GATHER for entry in recorder.collectives), most
-
-
-@pytest.mark.always("2")
-@pytest.mark.parametrize("num_layers", [1, 2, 3])
-def test_all_layers_in_the_window_stay_unsharded_for_backward(
-    ranks: Ranks, num_layers: int
-) -> None:
-    """Next to the one that computes, so many are unsharded at most."""
-    gathers = 1 + 2 * NUM_LAYERS - num_layers
-    assert ranks(2, gathers_with_a_window_of, num_layers) == [(gathers, 1 + num_layers)] * 2
+    gathers = sum(entry.track == GATHER for entry in recorder.collectives)
+    assert gathers == 1 + 2 * NUM_LAYERS - num_layers, gathers
+    assert most == 1 + num_layers, most
 
 
 class CrossLayer(nn.Module):
@@ -248,8 +238,8 @@ class SideBySide(nn.Module):
         return torch.stack(results).sum(0)
 
 
-def order_side_by_side() -> list[str]:
-    """Return the collectives of the layers in a backward."""
+@on_ranks(2)
+def test_layers_side_by_side_end_their_backward_one_by_one() -> None:
     model = fully_shard_model(SideBySide(), shard_mesh(), fsdp_unit_modules=[TanhLayer])
     x = torch.randn(3, 8)
     model(x).sum().backward()
@@ -257,16 +247,13 @@ def order_side_by_side() -> list[str]:
     with trace.record() as recorder:
         output.sum().backward()
     entries = [entry for entry in recorder.collectives if entry.unit.startswith("layers")]
-    return [f"{entry.name} {entry.unit}" for entry in entries]
-
-
-def test_layers_side_by_side_end_their_backward_one_by_one(ranks: Ranks) -> None:
-    order = ranks(2, order_side_by_side)[0]
+    order = [f"{entry.name} {entry.unit}" for entry in entries]
     assert order.index("reduce_scatter layers.4") < order.index("all_gather layers.1")
 
 
-def gathers_of_a_frozen_root() -> int:
-    """Return how often a step gathers a root that has frozen modules before and after layers."""
+@on_ranks(2)
+def test_a_frozen_root_is_gathered_once_in_a_step() -> None:
+    """Train a root that has frozen modules before and after layers."""
     module = LanguageModel()
     for name, child in module.named_children():
         child.requires_grad_(name == "layers")
@@ -274,15 +261,22 @@ def gathers_of_a_frozen_root() -> int:
     for _ in range(2):
         with trace.record() as recorder:
             model(TOKENS).sum().backward()
-    return [entry.unit for entry in recorder.collectives].count("root")
+    units = [entry.unit for entry in recorder.collectives]
+    assert units.count("root") == 1, units
 
 
-def test_a_frozen_root_is_gathered_once_in_a_step(ranks: Ranks) -> None:
-    assert ranks(2, gathers_of_a_frozen_root) == [1, 1]
+def check_gradients(model: MegatronFSDP) -> None:
+    for _, parameter in model.named_parameters():
+        assert full_tensor(parameter.grad).abs().sum() > 0
 
 
-def reductions_before_the_step(level: int, way: str) -> list[int]:
-    """Return how many reductions two backward passes have started, and then the end of the step."""
+@pytest.mark.always("0-no_sync", "1-*")
+@pytest.mark.parametrize(
+    ("level", "way"), [(0, "no_sync"), (0, "argument"), (1, "auto_sync"), (1, "argument")]
+)
+@on_ranks(2)
+def test_nothing_is_reduced_before_the_end_of_a_step(level: int, way: str) -> None:
+    """Count the reductions that two backward passes start, and then the end of the step."""
     model = fully_shard_model(
         LanguageModel(),
         shard_mesh(),
@@ -305,24 +299,14 @@ def reductions_before_the_step(level: int, way: str) -> list[int]:
 
     counts = [reductions(two_passes), reductions(model.finish_grad_sync)]
     check_gradients(model)
-    return counts
+    assert counts == [0, 1 + NUM_LAYERS], counts
 
 
-def check_gradients(model: MegatronFSDP) -> None:
-    for _, parameter in model.named_parameters():
-        assert full_tensor(parameter.grad).abs().sum() > 0
-
-
-@pytest.mark.always("0-no_sync", "1-*")
-@pytest.mark.parametrize(
-    ("level", "way"), [(0, "no_sync"), (0, "argument"), (1, "auto_sync"), (1, "argument")]
-)
-def test_nothing_is_reduced_before_the_end_of_a_step(ranks: Ranks, level: int, way: str) -> None:
-    assert ranks(2, reductions_before_the_step, level, way) == [[0, 1 + NUM_LAYERS]] * 2
-
-
-def reductions_of_an_unmarked_step(level: int) -> list[int]:
-    """Return the reductions of each pass, of which the first is in `no_sync`."""
+@pytest.mark.always("1")
+@pytest.mark.parametrize("level", [0, 1])
+@on_ranks(2)
+def test_no_sync_counts_for_one_step(level: int) -> None:
+    """Count the reductions of each pass, of which the first is in `no_sync`."""
     model = fully_shard_model(
         LanguageModel(),
         shard_mesh(),
@@ -335,11 +319,4 @@ def reductions_of_an_unmarked_step(level: int) -> list[int]:
         with context, trace.record() as recorder:
             model(TOKENS).sum().backward()
         counts.append(sum(entry.track == REDUCE for entry in recorder.entries))
-    return counts
-
-
-@pytest.mark.always("1")
-@pytest.mark.parametrize("level", [0, 1])
-def test_no_sync_counts_for_one_step(ranks: Ranks, level: int) -> None:
-    expected = [0, 1 + NUM_LAYERS, 0, 0]
-    assert ranks(2, reductions_of_an_unmarked_step, level) == [expected] * 2
+    assert counts == [0, 1 + NUM_LAYERS, 0, 0], counts

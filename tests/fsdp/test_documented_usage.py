@@ -12,11 +12,12 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from megatron_fsdp import MegatronFSDP, fully_shard
+from megatron_fsdp import fully_shard
 from tests.support.fsdp import models
 from tests.support.fsdp.interface.walk import whole
-from tests.support.fsdp.models import WIDTH, ResidualBlock
-from tests.support.fsdp.reference import Ranks, batch, close, loss_of
+from tests.support.fsdp.models import WIDTH
+from tests.support.fsdp.reference import Ranks, batch, close, loss_of, on_ranks, optimizer_over
+from tests.support.fsdp.state_dicts import sharded, train
 
 
 class DocumentedModel(nn.Module):
@@ -95,49 +96,33 @@ def documented_mesh(sizes: tuple[int, int, int, int]) -> None:
 
 
 @pytest.mark.always("(2, 1, 1, 2)")
-@pytest.mark.parametrize(
-    "sizes",
-    [(2, 1, 1, 2), (2, 1, 2, 2)],
-    ids=str,
-)
+@pytest.mark.parametrize("sizes", [(2, 1, 1, 2), (2, 1, 2, 2)], ids=str)
 def test_the_documented_mesh(ranks: Ranks, sizes: tuple[int, int, int, int]) -> None:
     ranks(int(torch.tensor(sizes).prod()), documented_mesh, sizes)
 
 
-def fresh(scale: float = 1.0, level: int = 3) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
+def fresh(scale: float = 1.0) -> tuple[nn.Module, torch.optim.Optimizer]:
     module = models.build("scalars")
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.mul_(scale)
-    optimizer = torch.optim.AdamW(module.parameters(), lr=0.02)
-    return fully_shard(
-        module,
-        optimizer,
-        fsdp_unit_modules=[ResidualBlock],
-        zero_dp_strategy=level,
-        preserve_fp32_weights=False,
-    )
-
-
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, last: int) -> None:
-    """Train on the same data everywhere, so that worlds of any size agree."""
-    for step in range(first, last):
-        loss_of(model(batch(step, 0, 0))).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    return sharded("scalars", 3, module)
 
 
 def trained_without_sharding(last: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     module = models.build("scalars")
-    optimizer = torch.optim.AdamW(module.parameters(), lr=0.02)
-    train(module, optimizer, 0, last)
+    optimizer = optimizer_over(module)
+    train(module, optimizer, last)
     return module, optimizer
 
 
-def set_full_states() -> None:
+@pytest.mark.exhaustive
+@on_ranks(3)
+def test_full_states_of_torchs_functions_are_those_of_the_unsharded_model() -> None:
+    """Sharded ones are in `test_checkpoint.py`."""
     options = StateDictOptions(full_state_dict=True)
     model, optimizer = fresh()
-    train(model, optimizer, 0, 2)
+    train(model, optimizer, 2)
     weights, state = get_state_dict(model, optimizer, options=options)
     expected, expected_optimizer = trained_without_sharding(2)
     names = [name for name, _ in expected.named_parameters()]
@@ -158,23 +143,17 @@ def set_full_states() -> None:
         optim_state_dict=copy.deepcopy(state),
         options=options,
     )
-    train(other, other_optimizer, 2, 4)
-    train(expected, expected_optimizer, 2, 4)
+    train(other, other_optimizer, range(2, 4))
+    train(expected, expected_optimizer, range(2, 4))
     for name, value in other.state_dict().items():
         close(whole(value), expected.state_dict()[name.removeprefix("module.")], name)
 
 
-@pytest.mark.exhaustive
-def test_full_states_of_torchs_functions_are_those_of_the_unsharded_model(ranks: Ranks) -> None:
-    """Sharded ones are in `test_checkpoint.py`."""
-    ranks(3, set_full_states)
-
-
 def save_a_copy(path: str) -> None:
     model, optimizer = fresh()
-    train(model, optimizer, 0, 2)
+    train(model, optimizer, 2)
     best = copy.deepcopy(model.state_dict())
-    train(model, optimizer, 2, 3)
+    train(model, optimizer, range(2, 3))
     dcp.save({"model": best}, checkpoint_id=path)
 
 

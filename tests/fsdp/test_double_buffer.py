@@ -24,7 +24,7 @@ from megatron_fsdp import (
 )
 from tests.support.fsdp.models import TanhLayer
 from tests.support.fsdp.random_models import Drawn, DrawnLayer
-from tests.support.fsdp.reference import Case, Ranks, compare_all
+from tests.support.fsdp.reference import Case, Ranks, compare_all, on_ranks, shard_with_sgd
 from tests.support.fsdp.wrong_calls import message_of
 
 SLOTS = {"fsdp_double_buffer": True}
@@ -114,8 +114,9 @@ def weights_of(model: MegatronFSDP) -> list[torch.Tensor]:
     return [full_tensor(parameter) for parameter in model.parameters()]
 
 
-def addresses_while_training(num_steps: int) -> tuple[dict[str, list[int]], list[set[int]]]:
-    """Return the slots of a chain, and the addresses of each layer's weight in forwards."""
+@on_ranks(2)
+def test_weights_are_gathered_to_the_same_two_addresses_in_turn() -> None:
+    """Note the addresses of each layer's weight in forwards."""
     model, optimizer = sharded_chain(**SLOTS)
     addresses: list[set[int]] = [set() for _ in range(NUM_LAYERS)]
     train(model, optimizer, range(NUM_LAYERS))
@@ -123,18 +124,13 @@ def addresses_while_training(num_steps: int) -> tuple[dict[str, list[int]], list
         layer.linear.register_forward_pre_hook(
             lambda module, inputs, seen=seen: seen.add(module.weight.data_ptr())
         )
-    train(model, optimizer, *[range(NUM_LAYERS)] * num_steps)
+    train(model, optimizer, *[range(NUM_LAYERS)] * 3)
     with torch.no_grad():
         model(torch.randn(3, 8))
-    return model.memory_slots, addresses
-
-
-def test_weights_are_gathered_to_the_same_two_addresses_in_turn(ranks: Ranks) -> None:
-    for slots, addresses in ranks(2, addresses_while_training, 3):
-        assert [len(sizes) for sizes in slots.values()] == [2, 1]
-        assert all(len(each) == 1 for each in addresses)
-        assert len(set().union(*addresses)) == 2
-        assert all(left != right for left, right in itertools.pairwise(addresses))
+    assert [len(sizes) for sizes in model.memory_slots.values()] == [2, 1]
+    assert all(len(each) == 1 for each in addresses)
+    assert len(set().union(*addresses)) == 2
+    assert all(left != right for left, right in itertools.pairwise(addresses))
 
 
 Trained = tuple[dict[str, list[int]], list[torch.Tensor]]
@@ -205,7 +201,10 @@ class ChainWithRoot(Chain):
         return super().forward(x * self.scale[0], used)
 
 
-def first_steps_of_parts(chain: type[Chain]) -> bool:
+@pytest.mark.always("ChainWithRoot")
+@pytest.mark.parametrize("chain", [Chain, ChainWithRoot])
+@on_ranks(2)
+def test_layers_that_first_come_into_use_later_get_slots_then(chain: type[Chain]) -> None:
     """Train parts of a chain first: the other layers get slots when they are used."""
     weights = []
     for settings in (SLOTS, {}):
@@ -213,15 +212,7 @@ def first_steps_of_parts(chain: type[Chain]) -> bool:
         model.install_optimized_model_weights()  # as after loading, before anything is used
         train(model, optimizer, (0, 1), (2, 3, 4), (5, 0, 5), range(NUM_LAYERS), (1, 3))
         weights.append(weights_of(model))
-    return all(map(torch.equal, *weights))
-
-
-@pytest.mark.always("ChainWithRoot")
-@pytest.mark.parametrize("chain", [Chain, ChainWithRoot])
-def test_layers_that_first_come_into_use_later_get_slots_then(
-    ranks: Ranks, chain: type[Chain]
-) -> None:
-    assert ranks(2, first_steps_of_parts, chain) == [True, True]
+    assert all(map(torch.equal, *weights))
 
 
 class Reading(Chain):
@@ -238,25 +229,16 @@ class Reading(Chain):
         inputs[0] + self.layers[3].linear.weight.sum()
 
 
-def units_that_are_in_use_together_at_last() -> str:
-    chain = Reading()
-    model, optimizer = fully_shard(
-        chain,
-        torch.optim.SGD(chain.parameters(), lr=0.1),
-        fsdp_unit_modules=[TanhLayer],
-        **SLOTS,
-    )
+@on_ranks(2)
+def test_units_that_first_come_into_use_together_later_are_named() -> None:
+    model, optimizer = shard_with_sgd(Reading(), fsdp_unit_modules=[TanhLayer], **SLOTS)
     x = torch.randn(3, 8)
     for _ in range(2):
         model(x).sum().backward()
         optimizer.step()
-    return message_of(RuntimeError, model, x, reads=True)
-
-
-def test_units_that_first_come_into_use_together_later_are_named(ranks: Ranks) -> None:
-    for message in ranks(2, units_that_are_in_use_together_at_last):
-        assert "'layers.3'" in message and "'layers.1'" in message
-        assert "train without fsdp_double_buffer" in message
+    message = message_of(RuntimeError, model, x, reads=True)
+    assert "'layers.3'" in message and "'layers.1'" in message, message
+    assert "train without fsdp_double_buffer" in message, message
 
 
 def accumulate_later(**settings: Any) -> Trained:
@@ -274,16 +256,14 @@ def test_gradients_get_more_slots_when_they_accumulate(ranks: Ranks) -> None:
         assert slots["weights"] == [] and len(slots["gradients"]) == NUM_LAYERS
 
 
-def accumulate_with_held_addresses() -> str:
+@on_ranks(2)
+def test_held_addresses_do_not_change_for_accumulation() -> None:
     model, optimizer = sharded_chain(zero_dp_strategy=1, cuda_graph_mode=True)
     train(model, optimizer, range(NUM_LAYERS))
     with model.no_sync():
-        return message_of(RuntimeError, model(torch.ones(3, 8)).sum().backward)
-
-
-def test_held_addresses_do_not_change_for_accumulation(ranks: Ranks) -> None:
-    for message in ranks(2, accumulate_with_held_addresses):
-        assert "local gradients of unit 'layers.4'" in message and "share a memory slot" in message
+        message = message_of(RuntimeError, model(torch.ones(3, 8)).sum().backward)
+    assert "local gradients of unit 'layers.4'" in message, message
+    assert "share a memory slot" in message, message
 
 
 class Towers(nn.Module):
@@ -356,9 +336,8 @@ class ChainOfTwoGroups(nn.Module):
 def leave_a_group_out_on_rank_1(**settings: Any) -> Trained:
     torch.manual_seed(0)
     chain = ChainOfTwoGroups()
-    model, optimizer = fully_shard(
+    model, optimizer = shard_with_sgd(
         chain,
-        torch.optim.SGD(chain.parameters(), lr=0.1),
         fsdp_unit_modules=[TwoGroups],
         mixed_precision_policy=MixedPrecisionPolicy(None),
         **settings,

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -29,9 +28,10 @@ from tests.support.fsdp.reference import (
     build,
     compare_all,
     loss_of,
+    on_ranks,
     optimizer_over,
 )
-from tests.support.fsdp.state_dicts import assert_equal, whole
+from tests.support.fsdp.state_dicts import assert_equal, load_checkpoint, save_checkpoint, whole
 from tests.support.fsdp.wrong_calls import message_of
 
 EXPERTS = Drawn(layers=(DrawnLayer(hidden=7, num_experts=4), DrawnLayer(hidden=3)))
@@ -138,7 +138,8 @@ def test_each_kind_has_the_collectives_of_its_level(ranks: Ranks, pair: tuple[in
     ranks(4, compare_collectives, *pair)
 
 
-def gathers_that_are_started() -> None:
+@on_ranks(4)
+def test_gathers_of_the_next_forward_are_started_by_level() -> None:
     """Start the gathers of the next forward, of which those below level 3 are then complete."""
     for pair, own, other in (((3, 1), 2, 4), ((1, 3), 4, 2)):
         model, optimizer = sharded("ep2", pair)
@@ -150,10 +151,6 @@ def gathers_that_are_started() -> None:
         assert {entry.name for entry in started.collectives} == {"all_gather"}
         forward = [len(each.ranks) for each in later.collectives if each.name == "all_gather"]
         assert own not in forward and other in forward
-
-
-def test_gathers_of_the_next_forward_are_started_by_level(ranks: Ranks) -> None:
-    ranks(4, gathers_that_are_started)
 
 
 @pytest.mark.exhaustive
@@ -177,35 +174,29 @@ def test_settings_do_not_change_the_numbers(ranks: Ranks, settings: dict[str, An
 # ---- checkpoints
 
 
-def load_under_another_pair(path: str, saved: Sequence[int], loaded: Sequence[int]) -> None:
+@pytest.mark.exhaustive
+@pytest.mark.always("(3, 1, 1)-*")
+@pytest.mark.parametrize(("saved", "loaded"), pairwise([(3, 1, 1), (2, 3, 0, 1), (0, 3)]), ids=str)
+@on_ranks(4)
+def test_a_checkpoint_loads_under_another_pair(
+    tmp_path: Path, saved: Sequence[int], loaded: Sequence[int]
+) -> None:
     model, optimizer = sharded("hybrid1", saved)
     train(model, optimizer, range(2))
     other, other_optimizer = sharded("hybrid1", loaded)
-    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    dcp.save(state, checkpoint_id=path)
-    state = {"model": other.state_dict(), "optimizer": other_optimizer.state_dict()}
-    dcp.load(state, checkpoint_id=path)
-    other.load_state_dict(state["model"], strict=False)
-    other_optimizer.load_state_dict(state["optimizer"])
+    save_checkpoint(tmp_path, model, optimizer)
+    load_checkpoint(tmp_path, other, other_optimizer)
     assert_equal(whole(other.state_dict()), whole(model.state_dict()), 0.0)
     train(model, optimizer, [2])
     train(other, other_optimizer, [2])
     assert_equal(whole(other.state_dict()), whole(model.state_dict()), 1e-11)
 
 
-@pytest.mark.exhaustive
-@pytest.mark.always("(3, 1, 1)-*")
-@pytest.mark.parametrize(("saved", "loaded"), pairwise([(3, 1, 1), (2, 3, 0, 1), (0, 3)]), ids=str)
-def test_a_checkpoint_loads_under_another_pair(
-    ranks: Ranks, tmp_path: Path, saved: Sequence[int], loaded: Sequence[int]
-) -> None:
-    ranks(4, load_under_another_pair, str(tmp_path), saved, loaded)
-
-
 # ---- settings
 
 
-def shard_without_values() -> None:
+@on_ranks(2)
+def test_experts_that_are_not_sharded_can_be_on_the_meta_device() -> None:
     """Initialise experts that nothing shards beside dense parameters that are sharded."""
     with torch.device("meta"):
         module = ExpertStack()
@@ -225,11 +216,8 @@ def shard_without_values() -> None:
     assert all(is_whole[True]) and not all(is_whole[False])
 
 
-def test_experts_that_are_not_sharded_can_be_on_the_meta_device(ranks: Ranks) -> None:
-    ranks(2, shard_without_values)
-
-
-def refused() -> list[str]:
+@on_ranks(2)
+def test_a_strategy_without_experts_or_axis_is_refused() -> None:
     mesh = Meshes().arguments("flat")["device_mesh"]
     own = {"device_mesh": mesh, "inner": "dp_shard"}
     messages = []
@@ -240,14 +228,10 @@ def refused() -> list[str]:
     ):
         settings = {"mesh": Mesh(**places), "strategy": Strategy(**strategy)}
         messages.append(message_of(ValueError, by_settings, module, None, **settings))
-    return messages
-
-
-def test_a_strategy_without_experts_or_axis_is_refused(ranks: Ranks) -> None:
-    for without_mesh, without_experts, without_outer in ranks(2, refused):
-        assert "Strategy.expert_level" in without_mesh and "Mesh.expert_mesh" in without_mesh
-        assert "Strategy.expert_outer" in without_experts and "allreduce=False" in without_experts
-        assert "Strategy.expert_outer='optim' needs Mesh.outer" in without_outer
+    without_mesh, without_experts, without_outer = messages
+    assert "Strategy.expert_level" in without_mesh and "Mesh.expert_mesh" in without_mesh
+    assert "Strategy.expert_outer" in without_experts and "allreduce=False" in without_experts
+    assert "Strategy.expert_outer='optim' needs Mesh.outer" in without_outer
 
 
 def test_strategies_of_experts_check_themselves() -> None:

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -15,7 +14,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from megatron.fsdp.dtensor.tensor_part import full_tensor
 from megatron_fsdp import MegatronFSDP, fully_shard, fully_shard_model
-from tests.support.fsdp.reference import Ranks, close, optimizer_over
+from tests.support.fsdp.reference import Ranks, close, on_ranks, optimizer_over, shown_gradients
+from tests.support.fsdp.state_dicts import load_checkpoint, save_checkpoint
 from tests.support.fsdp.wrong_calls import message_of
 
 WIDTH, HIDDEN, TOKENS = 6, 8, 8
@@ -119,7 +119,7 @@ def train(kind: str, level: int) -> None:
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
         assert expected_norm > 0.05
         close(norm, expected_norm, f"norm in step {step}", 1e-9)
-        gradients = {name: one.grad for name, one in reference.named_parameters()}
+        gradients = shown_gradients(reference)
         compare(model, gradients, f"gradient in step {step}", True)
         optimizer.step()
         compare(model, dict(reference.named_parameters()), f"weight after step {step}", False)
@@ -152,7 +152,7 @@ def take_steps(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range)
 def save(path: str, kind: str, level: int) -> None:
     model, optimizer = sharded(kind, level)
     take_steps(model, optimizer, range(2))
-    dcp.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint_id=path)
+    save_checkpoint(path, model, optimizer)
 
 
 def load_and_go_on(path: str, kind: str, level: int) -> None:
@@ -161,10 +161,7 @@ def load_and_go_on(path: str, kind: str, level: int) -> None:
     take_steps(reference, expected, range(2))
     model, optimizer = sharded(kind, level)
     take_steps(model, optimizer, range(5, 6))
-    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    dcp.load(state, checkpoint_id=path)
-    model.load_state_dict(state["model"])
-    optimizer.load_state_dict(state["optimizer"])
+    load_checkpoint(path, model, optimizer)
     compare(model, dict(reference.named_parameters()), "loaded", False)
     take_steps(reference, expected, range(2, 4))
     take_steps(model, optimizer, range(2, 4))
@@ -184,7 +181,8 @@ def test_a_checkpoint_loads_with_experts_of_another_size(
     ranks(4, load_and_go_on, str(tmp_path), *loaded)
 
 
-def refuse() -> None:
+@on_ranks(4)
+def test_experts_over_an_axis_that_their_mesh_lacks_are_refused() -> None:
     """Give meshes for experts that do not have the axis over which they are divided."""
     model, place = parallelized("over_four")
     whole = init_device_mesh("cpu", (4,), mesh_dim_names=("dp_shard",))
@@ -203,7 +201,3 @@ def refuse() -> None:
     parallelize_module(model[0], place["device_mesh"]["dp_shard"], ColwiseParallel())
     message = message_of(ValueError, fully_shard_model, model, **place)
     assert "0.weight is a DTensor over another mesh than tp_dim='tp'" in message
-
-
-def test_experts_over_an_axis_that_their_mesh_lacks_are_refused(ranks: Ranks) -> None:
-    ranks(4, refuse)

@@ -14,11 +14,12 @@ from tests.support.fsdp.meshes import Meshes, shard_mesh
 from tests.support.fsdp.models import WIDTH, ResidualBlock, build_stack
 from tests.support.fsdp.reference import (
     LEVELS,
-    Ranks,
     batch,
     compare_shards,
     loss_of,
+    on_ranks,
     optimizer_over,
+    shown_gradients,
 )
 from tests.support.fsdp.side_by_side import (
     Backward,
@@ -40,7 +41,10 @@ def freeze_the_blocks(model: nn.Module) -> None:
             parameter.requires_grad_(False)
 
 
-def freeze_afterwards(level: int) -> None:
+@pytest.mark.always("1", "3")
+@pytest.mark.parametrize("level", LEVELS)
+@on_ranks(2)
+def test_parameters_frozen_after_sharding_are_not_updated_and_thaw_again(level: int) -> None:
     mesh = shard_mesh()
     reference, model = train_side_by_side(
         build_stack, plain_backward, level, prepare=freeze_the_blocks, mesh=mesh
@@ -50,14 +54,6 @@ def freeze_afterwards(level: int) -> None:
     for each in (reference, model):
         each.requires_grad_(True)
     compare_plain_gradients(model, reference, 5, "thawed")
-
-
-@pytest.mark.always("1", "3")
-@pytest.mark.parametrize("level", LEVELS)
-def test_parameters_frozen_after_sharding_are_not_updated_and_thaw_again(
-    ranks: Ranks, level: int
-) -> None:
-    ranks(2, freeze_afterwards, level)
 
 
 def freeze_the_ways_in(model: nn.Module) -> None:
@@ -73,7 +69,10 @@ def pass_twice(model: nn.Module, step: int, rank: int) -> None:
     loss.backward()
 
 
-def train_partly_frozen_blocks(level: int) -> None:
+@pytest.mark.always("3")
+@pytest.mark.parametrize("level", [1, 3])
+@on_ranks(2)
+def test_partly_frozen_units_stay_unsharded_in_a_second_backward_over_one_graph(level: int) -> None:
     mesh = shard_mesh()
     train_side_by_side(build_stack, pass_twice, level, prepare=freeze_the_ways_in, mesh=mesh)
 
@@ -86,31 +85,23 @@ def train_partly_frozen_blocks(level: int) -> None:
 
 
 @pytest.mark.always("3")
-@pytest.mark.parametrize("level", [1, 3])
-def test_partly_frozen_units_stay_unsharded_in_a_second_backward_over_one_graph(
-    ranks: Ranks, level: int
-) -> None:
-    ranks(2, train_partly_frozen_blocks, level)
-
-
-def thaw_what_was_frozen(level: int) -> str:
+@pytest.mark.parametrize("level", [0, 3])
+@on_ranks(2)
+def test_parameters_frozen_when_sharded_cannot_be_thawed(level: int) -> None:
     module = build_stack()
     module.embed.requires_grad_(False)
     model, _ = shard(module, level)
     dict(model.named_parameters())["module.embed.weight"].requires_grad_(True)
     with pytest.raises(RuntimeError) as error:
         plain_backward(model, 0, dist.get_rank())
-    return str(error.value)
+    message = str(error.value)
+    assert "embed.weight" in message and "frozen when the model was sharded" in message, message
 
 
 @pytest.mark.always("3")
 @pytest.mark.parametrize("level", [0, 3])
-def test_parameters_frozen_when_sharded_cannot_be_thawed(ranks: Ranks, level: int) -> None:
-    for message in ranks(2, thaw_what_was_frozen, level):
-        assert "embed.weight" in message and "frozen when the model was sharded" in message
-
-
-def freeze_inside(level: int) -> None:
+@on_ranks(2)
+def test_freezing_the_modules_own_parameters_counts(level: int) -> None:
     model, optimizer = shard_two_layers(level)
     model(torch.randn(4, 64)).sum().backward()
     optimizer.step()
@@ -125,12 +116,6 @@ def freeze_inside(level: int) -> None:
         False,
         False,
     ]
-
-
-@pytest.mark.always("3")
-@pytest.mark.parametrize("level", [0, 3])
-def test_freezing_the_modules_own_parameters_counts(ranks: Ranks, level: int) -> None:
-    ranks(2, freeze_inside, level)
 
 
 def second_block(model: nn.Module, way: str) -> Iterator[nn.Parameter]:
@@ -148,7 +133,10 @@ def second_block(model: nn.Module, way: str) -> Iterator[nn.Parameter]:
             yield module.bias
 
 
-def freeze_and_thaw_in_every_way(level: int) -> None:
+@pytest.mark.always("3")
+@pytest.mark.parametrize("level", [0, 1, 3])
+@on_ranks(2)
+def test_freezing_in_one_way_and_thawing_in_another_ends_and_begins_reductions(level: int) -> None:
     torch.manual_seed(7)
     reference = build_stack()
     torch.manual_seed(7)
@@ -168,19 +156,10 @@ def freeze_and_thaw_in_every_way(level: int) -> None:
                 plain_backward(model, 1, dist.get_rank())
             what = f"frozen by {freezes}, trained: {flag} by {way}"
             assert len(found) == len(with_all) - (not flag), what
-            gradients = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
-            compare_shards(model, gradients, expected, what)
+            compare_shards(model, shown_gradients(model), expected, what)
             frozen = [p for p in model.parameters() if not p.requires_grad]
             assert len(frozen) == 0 if flag else len(frozen) == 5, what
             assert all(parameter.grad is None for parameter in frozen), what
-
-
-@pytest.mark.always("3")
-@pytest.mark.parametrize("level", [0, 1, 3])
-def test_freezing_in_one_way_and_thawing_in_another_ends_and_begins_reductions(
-    ranks: Ranks, level: int
-) -> None:
-    ranks(2, freeze_and_thaw_in_every_way, level)
 
 
 def thaw_one(module: nn.Module, flag: bool) -> None:
@@ -198,7 +177,10 @@ def thaw_some_in_a_loop(module: nn.Module, flag: bool) -> None:
     block.down.weight.requires_grad_(not flag)
 
 
-def set_flags_one_after_the_other(level: int) -> None:
+@pytest.mark.always("1")
+@pytest.mark.parametrize("level", [1, 3])
+@on_ranks(2)
+def test_the_last_of_several_flags_counts_however_the_parameter_was_read(level: int) -> None:
     mesh = shard_mesh()
     for set_flags in (thaw_one, thaw_some_in_a_loop):
         torch.manual_seed(7)
@@ -211,15 +193,10 @@ def set_flags_one_after_the_other(level: int) -> None:
             compare_plain_gradients(model, reference, step, f"{set_flags.__name__} in step {step}")
 
 
-@pytest.mark.always("1")
-@pytest.mark.parametrize("level", [1, 3])
-def test_the_last_of_several_flags_counts_however_the_parameter_was_read(
-    ranks: Ranks, level: int
-) -> None:
-    ranks(2, set_flags_one_after_the_other, level)
-
-
-def freeze_between_forward_and_backward(level: int) -> None:
+@pytest.mark.always("3")
+@pytest.mark.parametrize("level", [2, 3])
+@on_ranks(2)
+def test_what_is_frozen_only_between_forward_and_backward_is_trained(level: int) -> None:
     """Evaluate with frozen parameters in between, as for the reference of a preference loss."""
     torch.manual_seed(7)
     reference = build_stack()
@@ -232,31 +209,19 @@ def freeze_between_forward_and_backward(level: int) -> None:
         model(batch(1, 0, 0))
     model.module.blocks[1].requires_grad_(True)
     loss.backward()
-    actual = {name: parameter.grad for name, parameter in model.named_parameters()}
-    compare_shards(model, actual, expected, "gradient")
+    compare_shards(model, shown_gradients(model), expected, "gradient")
 
 
-@pytest.mark.always("3")
-@pytest.mark.parametrize("level", [2, 3])
-def test_what_is_frozen_only_between_forward_and_backward_is_trained(
-    ranks: Ranks, level: int
-) -> None:
-    ranks(2, freeze_between_forward_and_backward, level)
-
-
-def thaw_everything() -> str:
+@on_ranks(2)
+def test_thawing_a_model_that_was_wholly_frozen_is_refused_at_its_backward() -> None:
     module = build_stack().requires_grad_(False)
     model, _ = shard(module, 3)
     model.module.requires_grad_(True)
     output = model(batch(0, 0, 0))
     with pytest.raises(RuntimeError) as error:
         output.sum().backward()
-    return str(error.value)
-
-
-def test_thawing_a_model_that_was_wholly_frozen_is_refused_at_its_backward(ranks: Ranks) -> None:
-    for message in ranks(2, thaw_everything):
-        assert "frozen when the model was sharded" in message
+    message = str(error.value)
+    assert "frozen when the model was sharded" in message, message
 
 
 # ---- frozen weights that a backward needs after the last gradient of a parameter
@@ -332,15 +297,6 @@ def backward_to_the_prompt_first(model: nn.Module, step: int, rank: int) -> None
     (loss * gradient.sum().detach()).backward()
 
 
-def train_after_frozen_weights(kind: type[nn.Module], backward: Backward) -> None:
-    mesh = shard_mesh()
-    for level in (2, 3):
-        units = [FrozenFirst, Lender, Borrower] if kind is Lending else [FrozenFirst]
-        train_side_by_side(
-            lambda: kind().double(), backward, level, mesh=mesh, fsdp_unit_modules=units
-        )
-
-
 @pytest.mark.always("Prompted-backward_once", "Lending-backward_to_the_prompt_first")
 @pytest.mark.parametrize(
     ("kind", "backward"),
@@ -350,10 +306,16 @@ def train_after_frozen_weights(kind: type[nn.Module], backward: Backward) -> Non
         (Lending, backward_to_the_prompt_first),
     ],
 )
+@on_ranks(2)
 def test_frozen_weights_stay_until_the_gradients_that_pass_through_them_are_there(
-    ranks: Ranks, kind: type[nn.Module], backward: Backward
+    kind: type[nn.Module], backward: Backward
 ) -> None:
-    ranks(2, train_after_frozen_weights, kind, backward)
+    mesh = shard_mesh()
+    for level in (2, 3):
+        units = [FrozenFirst, Lender, Borrower] if kind is Lending else [FrozenFirst]
+        train_side_by_side(
+            lambda: kind().double(), backward, level, mesh=mesh, fsdp_unit_modules=units
+        )
 
 
 # ---- gradients that come before a parameter is frozen
@@ -381,7 +343,14 @@ def freeze_between_microbatches(model: nn.Module, step: int, rank: int, when: st
         model.finish_grad_sync()
 
 
-def freeze_in_the_middle(when: str, mesh: str) -> None:
+@pytest.mark.always("2-*")
+@pytest.mark.parametrize(
+    ("num_ranks", "mesh", "when"), [(2, "flat", "between"), (4, "outer2", "after")]
+)
+@on_ranks()
+def test_gradients_from_before_a_parameter_was_frozen_count(
+    num_ranks: int, when: str, mesh: str
+) -> None:
     meshes = Meshes()
     for level, sync in ((0, False), (1, True), (1, False), (2, False), (3, True)):
         torch.manual_seed(7)
@@ -416,13 +385,3 @@ def freeze_in_the_middle(when: str, mesh: str) -> None:
             else:  # as torch's zero_grad, which the next backward notices
                 for parameter in model.parameters():
                     parameter.grad = None
-
-
-@pytest.mark.always("2-*")
-@pytest.mark.parametrize(
-    ("num_ranks", "mesh", "when"), [(2, "flat", "between"), (4, "outer2", "after")]
-)
-def test_gradients_from_before_a_parameter_was_frozen_count(
-    ranks: Ranks, num_ranks: int, mesh: str, when: str
-) -> None:
-    ranks(num_ranks, freeze_in_the_middle, when, mesh)

@@ -23,7 +23,9 @@ from tests.support.fsdp.reference import (
     close,
     compare_shards,
     loss_of,
+    on_ranks,
     optimizer_over,
+    shown_gradients,
 )
 from tests.support.fsdp.side_by_side import mean_gradients, plain_backward, shard
 from tests.support.fsdp.wrong_calls import message_of
@@ -54,12 +56,7 @@ def train_a_stage() -> None:
             (loss_of(reference[1](reference[0](batch(0, rank, microbatch)))) / 2).backward()
     model.finish_grad_sync()
     expected = {name: parameter.grad for name, parameter in reference[stage].named_parameters()}
-    compare_shards(
-        model,
-        {name: parameter.grad for name, parameter in model.named_parameters()},
-        expected,
-        f"stage {stage}",
-    )
+    compare_shards(model, shown_gradients(model), expected, f"stage {stage}")
 
 
 def run_stage(model: nn.Module, stage: int, x: Tensor, group: dist.ProcessGroup) -> None:
@@ -153,7 +150,32 @@ def test_the_engine_works_with_megatron_core_beside_it_and_without(ranks: Ranks)
     assert own == ["trained"], done.stderr
 
 
-def two_models(level: int) -> None:
+def train_both(
+    pairs: list[tuple], use: Callable[[list[nn.Module], int, int], None], step: int
+) -> None:
+    for reference, *_ in pairs:
+        reference.zero_grad()
+    for rank in range(dist.get_world_size()):
+        use([reference for reference, *_ in pairs], step, rank)
+    use([model for _, _, model, _ in pairs], step, dist.get_rank())
+    for number, (reference, expected_optimizer, model, optimizer) in enumerate(pairs):
+        if all(parameter.grad is None for parameter in reference.parameters()):
+            continue
+        for parameter in reference.parameters():
+            parameter.grad /= dist.get_world_size()
+        expected_optimizer.step()
+        optimizer.step()
+        optimizer.zero_grad()
+        weights = {name: parameter.detach() for name, parameter in reference.named_parameters()}
+        compare_shards(
+            model, dict(model.named_parameters()), weights, f"{use.__name__}: model {number}"
+        )
+
+
+@pytest.mark.always("3")
+@pytest.mark.parametrize("level", [1, 3])
+@on_ranks(2)
+def test_models_are_trained_in_turn_and_through_one_another(level: int) -> None:
     """Train two models in turn, then one inside the loss of the other, as distillation does."""
     mesh = shard_mesh()
     pairs = []
@@ -184,34 +206,6 @@ def two_models(level: int) -> None:
         train_both(pairs, use, step)
 
 
-def train_both(
-    pairs: list[tuple], use: Callable[[list[nn.Module], int, int], None], step: int
-) -> None:
-    for reference, *_ in pairs:
-        reference.zero_grad()
-    for rank in range(dist.get_world_size()):
-        use([reference for reference, *_ in pairs], step, rank)
-    use([model for _, _, model, _ in pairs], step, dist.get_rank())
-    for number, (reference, expected_optimizer, model, optimizer) in enumerate(pairs):
-        if all(parameter.grad is None for parameter in reference.parameters()):
-            continue
-        for parameter in reference.parameters():
-            parameter.grad /= dist.get_world_size()
-        expected_optimizer.step()
-        optimizer.step()
-        optimizer.zero_grad()
-        weights = {name: parameter.detach() for name, parameter in reference.named_parameters()}
-        compare_shards(
-            model, dict(model.named_parameters()), weights, f"{use.__name__}: model {number}"
-        )
-
-
-@pytest.mark.always("3")
-@pytest.mark.parametrize("level", [1, 3])
-def test_models_are_trained_in_turn_and_through_one_another(ranks: Ranks, level: int) -> None:
-    ranks(2, two_models, level)
-
-
 class Around(nn.Module):
     """An unsharded module around a sharded one."""
 
@@ -224,7 +218,10 @@ class Around(nn.Module):
         return self.body(self.before(x))
 
 
-def inside_of_another(level: int) -> None:
+@pytest.mark.always("3")
+@pytest.mark.parametrize("level", [1, 3])
+@on_ranks(2)
+def test_a_sharded_model_works_inside_an_unsharded_module(level: int) -> None:
     mesh = shard_mesh()
     torch.manual_seed(3)
     reference = Around(build_stack())
@@ -239,7 +236,7 @@ def inside_of_another(level: int) -> None:
         for name, value in expected.items()
         if name.startswith("body.")
     }
-    compare_shards(model, {name: p.grad for name, p in model.named_parameters()}, inside, "inside")
+    compare_shards(model, shown_gradients(model), inside, "inside")
     local = around.before.weight.grad  # plain: nobody reduces it
     dist.all_reduce(local)
     close(local / dist.get_world_size(), expected["before.weight"], "outside")
@@ -248,9 +245,3 @@ def inside_of_another(level: int) -> None:
     ) == len(inside)
     with pytest.raises(ValueError, match="sharded already"):
         fully_shard(around, optimizer_over(around), mesh)
-
-
-@pytest.mark.always("3")
-@pytest.mark.parametrize("level", [1, 3])
-def test_a_sharded_model_works_inside_an_unsharded_module(ranks: Ranks, level: int) -> None:
-    ranks(2, inside_of_another, level)

@@ -27,7 +27,7 @@ from tests.fsdp.test_collectives_of_axes import ExpertBlock
 from tests.fsdp.test_collectives_per_step import NUM_LAYERS, LanguageModel, both_counts
 from tests.support.fsdp.meshes import Meshes, shard_mesh
 from tests.support.fsdp.models import WIDTH
-from tests.support.fsdp.reference import Ranks
+from tests.support.fsdp.reference import Ranks, on_ranks
 from tests.support.fsdp.side_by_side import plain_backward, shard, train_side_by_side
 
 
@@ -198,7 +198,7 @@ def gathers_of_experts() -> list[tuple[int, ...]]:
         expt_device_mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "ep")),
     )
     x = torch.randn(2, WIDTH)
-    gathers = gathers_of(lambda: model.module[0](x, True))
+    gathers = gathers_of(lambda: model.module[0](x))
     return [entry.ranks for entry in gathers]
 
 
@@ -207,7 +207,10 @@ def test_groups_on_other_ranks_are_gathered_in_launches_of_their_own(ranks: Rank
         assert gathers == [(0, 1, 2, 3), (rank % 2, rank % 2 + 2)]
 
 
-def states_after_a_failed_launch(fails_at: str) -> None:
+@pytest.mark.always("wait")
+@pytest.mark.parametrize("fails_at", ["launch", "wait"])
+@on_ranks(2)
+def test_a_failed_launch_leaves_all_groups_sharded(fails_at: str) -> None:
     """Let a launch of two groups fail: none of them may seem to be gathered."""
     model, _ = shard(build_adapted(torch.bfloat16), 3, fsdp_unit_modules=[AdaptedLayer])
     failed: list[Gather] = []
@@ -237,12 +240,6 @@ def states_after_a_failed_launch(fails_at: str) -> None:
     for parameter in model.parameters():
         if parameter.requires_grad:
             assert parameter.grad.to_local().isfinite().all()
-
-
-@pytest.mark.always("wait")
-@pytest.mark.parametrize("fails_at", ["launch", "wait"])
-def test_a_failed_launch_leaves_all_groups_sharded(ranks: Ranks, fails_at: str) -> None:
-    ranks(2, states_after_a_failed_launch, fails_at)
 
 
 def test_a_launch_that_fails_does_so_for_every_group_that_waits_for_it() -> None:

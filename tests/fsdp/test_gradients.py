@@ -17,7 +17,7 @@ from tests.support.fsdp import models
 from tests.support.fsdp.meshes import shard_mesh
 from tests.support.fsdp.models import MODELS, ResidualBlock
 from tests.support.fsdp.random_models import Drawn, DrawnLayer
-from tests.support.fsdp.reference import LEVELS, Case, Ranks, batch, compare_all, loss_of
+from tests.support.fsdp.reference import LEVELS, Case, Ranks, batch, compare_all, loss_of, on_ranks
 
 EVERYWHERE = ("several_units", "nested_units")
 BESIDE_LEVEL_3 = dict(zip(MODELS, cycle((0, 1, 2))))
@@ -290,7 +290,8 @@ def test_a_block_called_plainly_and_then_recomputed_keeps_its_weights_to_the_end
     ranks(2, compare_all, at_levels(Case(model=drawn, settings=settings), (2, 3)))
 
 
-def train_a_sparse_embedding() -> None:
+@on_ranks(2)
+def test_sparse_gradients_become_dense() -> None:
     torch.manual_seed(0)
     module = nn.Embedding(16, 4, sparse=True)
     reference = nn.Embedding.from_pretrained(module.weight.detach().clone(), freeze=False)
@@ -299,7 +300,3 @@ def train_a_sparse_embedding() -> None:
     for each in (model, reference):
         each(tokens).pow(2).sum().backward()
     torch.testing.assert_close(full_tensor(next(model.parameters()).grad), reference.weight.grad)
-
-
-def test_sparse_gradients_become_dense(ranks: Ranks) -> None:
-    ranks(2, train_a_sparse_embedding)

@@ -6,27 +6,18 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_fsdp import fully_shard
-from tests.fsdp.test_double_buffer import TanhLayer
-from tests.support.fsdp.meshes import Meshes
+from tests.fsdp.test_kept_gradients import built
 from tests.support.fsdp.reference import Ranks
 
 
 def addresses_of_gradients(mesh: str, dtype: torch.dtype, **settings: Any) -> list[int]:
     """Return how many addresses each gradient has, and each sum behind them, in several steps."""
-    module = torch.nn.Sequential(*[TanhLayer() for _ in range(3)]).to(dtype)
-    model, optimizer = fully_shard(
-        module,
-        torch.optim.SGD(module.parameters(), lr=0.1),
-        fsdp_unit_modules=[TanhLayer],
-        **Meshes().arguments(mesh),
-        **settings,
-    )
+    model, optimizer, x = built(mesh, dtype=dtype, **settings)
     seen: list[set[int]] = [set() for _ in range(6 + 2 * 3)]
     others = []
     for _ in range(4):
         for _ in range(2):
-            model(torch.ones(3, 8, dtype=dtype)).sum().backward()
+            model(x).sum().backward()
             others += [torch.empty(4 * size) for size in range(1, 40)]
         tensors = [parameter.grad.to_local() for parameter in model.parameters()]
         for group in model.groups:

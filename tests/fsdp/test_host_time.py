@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron.fsdp import clip_grad_norm_
 from megatron.fsdp.dtensor.uneven_dtensor import UnevenDTensor
 from megatron_fsdp import MixedPrecisionPolicy, fully_shard
-from tests.support.fsdp.reference import Ranks
+from tests.support.fsdp.reference import Ranks, on_ranks
 
 Optimizer = torch.optim.Optimizer
 
@@ -88,7 +88,8 @@ def train(model: nn.Module, optimizer: Optimizer, steps: int = 3) -> None:
     model(torch.ones(2, 8)).sum().backward()
 
 
-def watch_steps() -> list[str]:
+@on_ranks(2)
+def test_a_steady_step_makes_no_dtensor_and_calls_nothing_with_one() -> None:
     model, optimizer = shard_layers(2)
     train(model, optimizer)
     with watching_dtensors() as found:
@@ -97,12 +98,7 @@ def watch_steps() -> list[str]:
     with watching_dtensors() as control:
         next(model.parameters()).detach() + 1
     assert len(control) >= 2
-    return found
-
-
-def test_a_steady_step_makes_no_dtensor_and_calls_nothing_with_one(ranks: Ranks) -> None:
-    for found in ranks(2, watch_steps):
-        assert found == []
+    assert found == [], found
 
 
 def count_calls(count: int) -> list[int]:
@@ -173,7 +169,8 @@ def test_no_loop_of_a_step_goes_over_all_parameters(ranks: Ranks, world_size: in
     assert own | {"sharded_param.py", "sharded_optimizer.py", "sharded_module.py"} <= set(few)
 
 
-def measure_while_gradients_change() -> None:
+@on_ranks(2)
+def test_norms_that_are_computed_together_are_those_of_the_gradients_now() -> None:
     model, optimizer = shard_layers(2)
     train(model, optimizer)
     for _ in range(2):
@@ -182,7 +179,3 @@ def measure_while_gradients_change() -> None:
             for order in (2.0, torch.inf):
                 expected = torch.linalg.vector_norm(parameter.grad.full_tensor(), order)
                 torch.testing.assert_close(parameter.grad.norm(order), expected)
-
-
-def test_norms_that_are_computed_together_are_those_of_the_gradients_now(ranks: Ranks) -> None:
-    ranks(2, measure_while_gradients_change)

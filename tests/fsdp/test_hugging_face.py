@@ -9,7 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from megatron_fsdp import fully_shard
-from tests.support.fsdp.reference import Ranks, close, compare_shards, optimizer_over
+from tests.support.fsdp.reference import (
+    Ranks,
+    close,
+    compare_shards,
+    optimizer_over,
+    shown_gradients,
+)
 from tests.support.fsdp.side_by_side import train_side_by_side
 from tests.support.huggingface import tiny_runs
 from tests.support.huggingface.tiny_runs import VOCABULARY
@@ -162,12 +168,7 @@ def outputs(name: str) -> None:
         key: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         for key, parameter in reference.named_parameters()
     }
-    compare_shards(
-        model,
-        {key: parameter.grad for key, parameter in model.named_parameters()},
-        gradients,
-        "gradient",
-    )
+    compare_shards(model, shown_gradients(model), gradients, "gradient")
 
 
 @pytest.mark.always("tied_llama")

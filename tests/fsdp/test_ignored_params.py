@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
@@ -19,8 +18,9 @@ from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard, fully
 from tests.support.fsdp import models
 from tests.support.fsdp.models import ResidualBlock
 from tests.support.fsdp.optimizers import OPTIMIZERS
-from tests.support.fsdp.reference import Ranks, batch, close, evaluate, loss_of
-from tests.support.fsdp.state_dicts import assert_equal, whole
+from tests.support.fsdp.reference import Ranks, batch, close, evaluate, loss_of, mean_loss, on_ranks
+from tests.support.fsdp.state_dicts import assert_equal, load_checkpoint, save_checkpoint, whole
+from tests.support.fsdp.state_dicts import train as train_alike
 from tests.support.fsdp.wrong_calls import message_of
 from tests.support.pairwise import pairwise
 
@@ -81,10 +81,7 @@ def train(door: str, level: int, optimizer_name: str) -> None:
     model, optimizer = DOORS[door](module, OPTIMIZERS[optimizer_name](module.parameters()), level)
     own = ignored_of(module)
     for step in range(3):
-        (
-            sum(loss_of(reference(batch(step, rank, 0))) for rank in range(dist.get_world_size()))
-            / dist.get_world_size()
-        ).backward()
+        mean_loss(reference, step).backward()
         loss_of(model(batch(step, dist.get_rank(), 0))).backward()
         average_ignored(model)
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
@@ -115,7 +112,8 @@ def test_training_with_ignored_parameters_matches_the_unsharded_model(
     ranks(2, train, door, level, optimizer)
 
 
-def keep_own_gradients() -> None:
+@on_ranks(2)
+def test_nothing_reduces_or_broadcasts_ignored_parameters() -> None:
     """Show that values and gradients of ignored parameters are those of their rank."""
     module = models.build_stack()
     with torch.no_grad():
@@ -135,18 +133,6 @@ def keep_own_gradients() -> None:
     assert not torch.allclose(others[0], others[1])
 
 
-def test_nothing_reduces_or_broadcasts_ignored_parameters(ranks: Ranks) -> None:
-    ranks(2, keep_own_gradients)
-
-
-def take_steps(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
-    """Train on the same data everywhere, where every rank has the mean of all gradients."""
-    for step in steps:
-        loss_of(model(batch(step, 0, 0))).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
 def fresh(level: int) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
     module = models.build_stack()
     return by_keywords(module, OPTIMIZERS["adamw"](module.parameters()), level)
@@ -154,24 +140,21 @@ def fresh(level: int) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
 
 def save(path: str, level: int) -> None:
     model, optimizer = fresh(level)
-    take_steps(model, optimizer, range(2))
-    dcp.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint_id=path)
+    train_alike(model, optimizer, range(2))
+    save_checkpoint(path, model, optimizer)
 
 
 def load(path: str, level: int) -> None:
     reference = models.build_stack()
-    take_steps(reference, expected := OPTIMIZERS["adamw"](reference.parameters()), range(2))
+    train_alike(reference, expected := OPTIMIZERS["adamw"](reference.parameters()), range(2))
     model, optimizer = fresh(level)
-    take_steps(model, optimizer, range(5, 6))
-    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    dcp.load(state, checkpoint_id=path)
-    model.load_state_dict(state["model"])
-    optimizer.load_state_dict(state["optimizer"])
+    train_alike(model, optimizer, range(5, 6))
+    load_checkpoint(path, model, optimizer)
     compare(model, reference, "loaded")
     weights, moments = get_state_dict(model, optimizer)  # torch's own functions
     set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
-    take_steps(model, optimizer, range(2, 4))
-    take_steps(reference, expected, range(2, 4))
+    train_alike(model, optimizer, range(2, 4))
+    train_alike(reference, expected, range(2, 4))
     compare(model, reference, "two steps after loading")
     module = models.build_stack()  # of a plain program
     other, _ = fresh(level)
@@ -187,7 +170,8 @@ def test_a_checkpoint_with_ignored_parameters_loads_into_another_level(
     ranks(3, load, str(tmp_path), 1)
 
 
-def refuse() -> list[str]:
+@on_ranks(1)
+def test_what_cannot_be_ignored_is_refused_by_name() -> None:
     module = models.build_stack()
 
     def refused(given: object, **settings: Any) -> str:
@@ -195,7 +179,7 @@ def refuse() -> list[str]:
 
     with torch.device("meta"):
         absent = models.Stack()
-    return [
+    messages = [
         refused(["embed.weight"], granularity="columns"),
         refused(module.embed.weight),
         refused(5),
@@ -209,10 +193,6 @@ def refuse() -> list[str]:
             ignored_params=[absent.embed.weight],
         ),
     ]
-
-
-def test_what_cannot_be_ignored_is_refused_by_name(ranks: Ranks) -> None:
-    (messages,) = ranks(1, refuse)
     assert all("ignored_params" in message for message in (*messages[:4], messages[5]))
     names, one, number, foreign, everything, meta = messages
     assert "got str" in names and "'columns'" in names
@@ -221,16 +201,17 @@ def test_what_cannot_be_ignored_is_refused_by_name(ranks: Ranks) -> None:
     assert "meta device" in meta
 
 
-def copy_and_average() -> None:
+@on_ranks(2)
+def test_deep_copies_have_copies_of_ignored_parameters() -> None:
     model, optimizer = fresh(3)
-    take_steps(model, optimizer, range(1))
+    train_alike(model, optimizer, range(1))
     copied, average = copy.deepcopy(model), WeightAverage(model, decay=0.0)
     assert len(average.state_dict()) == len(list(model.parameters())) - len(IGNORED) + 1
     weights = copied_weights(model)
     assert_equal(whole(copied.state_dict()), weights)
     own = set(copied.parameters())
     assert all(copied.module.get_parameter(name) in own for name in IGNORED)
-    take_steps(copied, torch.optim.SGD(ignored_of(copied.module), lr=0.1), range(1))
+    train_alike(copied, torch.optim.SGD(ignored_of(copied.module), lr=0.1), range(1))
     assert_equal(whole(model.state_dict()), weights)
     assert not torch.equal(copied.module.embed.bias, model.module.embed.bias)
     average.update()
@@ -238,15 +219,12 @@ def copy_and_average() -> None:
         assert_equal(whole(model.state_dict()), weights)
 
 
-def test_deep_copies_have_copies_of_ignored_parameters(ranks: Ranks) -> None:
-    ranks(2, copy_and_average)
-
-
 def copied_weights(model: nn.Module) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in whole(model.state_dict()).items()}
 
 
-def scale_and_step_by_two() -> None:
+@on_ranks(2)
+def test_an_optimizer_for_each_kind_and_a_scaler_for_both() -> None:
     """Train by an optimizer for each kind, with a scaler that sees an overflow on one rank."""
     model, optimizer = fresh(2)
     module = model.module
@@ -276,10 +254,6 @@ def scale_and_step_by_two() -> None:
     assert_equal(whole(model.state_dict()), weights)
 
 
-def test_an_optimizer_for_each_kind_and_a_scaler_for_both(ranks: Ranks) -> None:
-    ranks(2, scale_and_step_by_two)
-
-
 class OwnsIgnoredOnly(nn.Module):
     """A meta model whose ignored parameter, which has values, is alone in its module."""
 
@@ -289,7 +263,8 @@ class OwnsIgnoredOnly(nn.Module):
         self.block = ResidualBlock()
 
 
-def initialise_the_others() -> None:
+@on_ranks(2)
+def test_initialisation_leaves_ignored_parameters_alone() -> None:
     with torch.device("meta"):
         module = OwnsIgnoredOnly()
     values = module.table.weight.detach().clone()
@@ -302,7 +277,3 @@ def initialise_the_others() -> None:
     )
     assert torch.equal(module.table.weight, values)
     assert (whole(model.state_dict())["module.block.norm.weight"] == 1).all()
-
-
-def test_initialisation_leaves_ignored_parameters_alone(ranks: Ranks) -> None:
-    ranks(2, initialise_the_others)

@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_fsdp import MegatronFSDP, fully_shard
+from megatron_fsdp import MegatronFSDP
 from tests.fsdp.test_optimizer_gradients import clear_gradients
 from tests.support.fsdp.meshes import Meshes
 from tests.support.fsdp.models import TanhLayer
-from tests.support.fsdp.reference import Ranks
+from tests.support.fsdp.reference import Ranks, on_ranks, shard_with_sgd
 from tests.support.fsdp.watched_memory import stored
 from tests.support.pairwise import each_value
 
@@ -35,12 +35,8 @@ def built(mesh: str, **settings: Any) -> tuple[MegatronFSDP, torch.optim.Optimiz
     torch.manual_seed(0)
     dtype = settings.pop("dtype", torch.float32)
     module = torch.nn.Sequential(*[TanhLayer() for _ in range(3)]).to(dtype)
-    model, optimizer = fully_shard(
-        module,
-        torch.optim.SGD(module.parameters(), lr=0.1),
-        fsdp_unit_modules=[TanhLayer],
-        **Meshes().arguments(mesh),
-        **settings,
+    model, optimizer = shard_with_sgd(
+        module, fsdp_unit_modules=[TanhLayer], **Meshes().arguments(mesh), **settings
     )
     return model, optimizer, torch.ones(3, 8, dtype=dtype)
 
@@ -94,7 +90,10 @@ def test_kept_gradients_do_not_change_in_hybrid_sharding(ranks: Ranks) -> None:
         assert ranks(4, keep_gradients, "outer2", "optimizer", "local", **settings) == [True] * 4
 
 
-def keep_the_gradient_itself(way: str) -> None:
+@pytest.mark.always("optimizer", "by_hand")
+@pytest.mark.parametrize("way", ["optimizer", "model", "torch", "by_hand"])
+@on_ranks(2)
+def test_a_kept_gradient_shows_the_values_of_the_next_step(way: str) -> None:
     """Keep the DTensor that a parameter shows: it has no values until it shows the next ones."""
     model, optimizer, x = built("flat")
     parameter = list(model.parameters())[2]
@@ -110,14 +109,11 @@ def keep_the_gradient_itself(way: str) -> None:
     assert kept is parameter.grad and not kept.to_local().is_meta
 
 
-@pytest.mark.always("optimizer", "by_hand")
-@pytest.mark.parametrize("way", ["optimizer", "model", "torch", "by_hand"])
-def test_a_kept_gradient_shows_the_values_of_the_next_step(ranks: Ranks, way: str) -> None:
-    ranks(2, keep_the_gradient_itself, way)
-
-
-def storage_after_kept_ones_are_gone(level: int) -> int:
-    """Return the bytes of gradient shards after a step in which nothing is kept any more."""
+@pytest.mark.always("0", "3")
+@pytest.mark.parametrize("level", [0, 1, 3])
+@on_ranks(2)
+def test_gradient_shards_take_no_storage_after_kept_gradients_are_gone(level: int) -> None:
+    """Look at gradient shards after a step in which nothing is kept any more."""
     model, optimizer, x = built("flat", zero_dp_strategy=level)
     kept = None
     for step in range(3):
@@ -127,12 +123,4 @@ def storage_after_kept_ones_are_gone(level: int) -> int:
         elif step == 1:
             del kept
         optimizer.zero_grad()
-    return sum(stored(group.gradients._grad_sum._total) for group in model.groups)
-
-
-@pytest.mark.always("0", "3")
-@pytest.mark.parametrize("level", [0, 1, 3])
-def test_gradient_shards_take_no_storage_after_kept_gradients_are_gone(
-    ranks: Ranks, level: int
-) -> None:
-    assert ranks(2, storage_after_kept_ones_are_gone, level) == [0, 0]
+    assert not any(stored(group.gradients._grad_sum._total) for group in model.groups)

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from megatron_fsdp import fully_shard_model
 from tests.support.fsdp.meshes import shard_mesh
 from tests.support.fsdp.models import BATCH, WIDTH, ResidualBlock
-from tests.support.fsdp.reference import Ranks, loss_of
+from tests.support.fsdp.reference import Ranks, loss_of, on_ranks
 from tests.support.fsdp.watched_memory import (
     Deep,
     Sample,
@@ -26,7 +26,13 @@ from tests.support.fsdp.watched_memory import (
 )
 
 
-def watch_level_3(recompute: str, overlap: bool) -> None:
+@pytest.mark.always("plain-overlap", "non_reentrant-overlap")
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no_overlap"])
+@pytest.mark.parametrize(
+    "recompute", ["", "reentrant", "non_reentrant"], ids=["plain", "reentrant", "non_reentrant"]
+)
+@on_ranks(2)
+def test_level_3_gathers_one_unit_and_a_window(recompute: str, overlap: bool) -> None:
     settings = {"overlap_param_gather": overlap, "overlap_grad_reduce": overlap}
     model = build_deep(3, recompute, **settings)
     nothing = Sample([], [], 0, 0, 0)
@@ -69,16 +75,9 @@ def watch_level_3(recompute: str, overlap: bool) -> None:
         model.zero_grad()
 
 
-@pytest.mark.always("plain-overlap", "non_reentrant-overlap")
-@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no_overlap"])
-@pytest.mark.parametrize(
-    "recompute", ["", "reentrant", "non_reentrant"], ids=["plain", "reentrant", "non_reentrant"]
-)
-def test_level_3_gathers_one_unit_and_a_window(ranks: Ranks, recompute: str, overlap: bool) -> None:
-    ranks(2, watch_level_3, recompute, overlap)
-
-
-def watch_hybrid() -> None:
+@pytest.mark.exhaustive
+@on_ranks(4)
+def test_hybrid_sharding_gathers_one_unit_and_a_window() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
     for outer in (0, 1):
         model = fully_shard_model(
@@ -100,12 +99,8 @@ def watch_hybrid() -> None:
         )  # given back after the last microbatch
 
 
-@pytest.mark.exhaustive
-def test_hybrid_sharding_gathers_one_unit_and_a_window(ranks: Ranks) -> None:
-    ranks(4, watch_hybrid)
-
-
-def watch_level_2() -> None:
+@on_ranks(2)
+def test_level_2_keeps_the_gradients_of_one_unit_and_a_window() -> None:
     model = build_deep(2)
     for _ in range(2):
         with watching(model) as samples:
@@ -114,29 +109,20 @@ def watch_level_2() -> None:
         assert look_at(model).with_gradients == []
 
 
-def test_level_2_keeps_the_gradients_of_one_unit_and_a_window(ranks: Ranks) -> None:
-    ranks(2, watch_level_2)
-
-
 def test_every_level_peaks_below_the_one_before(ranks: Ranks) -> None:
     for peaks in ranks(4, peak_bytes):
         assert peaks == sorted(peaks, reverse=True)
         assert len(set(peaks)) == 4, peaks
 
 
-def step_after_step() -> list[int]:
-    """Return the bytes alive between steps."""
+@on_ranks(2)
+def test_nothing_piles_up_over_steps() -> None:
     model = build_deep(3)
     alive = []
     for _ in range(4):
         train_deep(model)
         alive.append(look_at(model).bytes)
-    return alive
-
-
-def test_nothing_piles_up_over_steps(ranks: Ranks) -> None:
-    for alive in ranks(2, step_after_step):
-        assert len(set(alive[1:])) == 1
+    assert len(set(alive[1:])) == 1, alive
 
 
 class Prompt(torch.nn.Module):
@@ -159,8 +145,11 @@ class WithPrompt(torch.nn.Module):
         return self.block(x + self.prompt()), self.prompt.weight
 
 
-def hooks_of_returned_parameters(level: int) -> int:
-    """Return the number of hooks on a parameter that a unit and the root return, after steps."""
+@pytest.mark.always("3")
+@pytest.mark.parametrize("level", [1, 3])
+@on_ranks(2)
+def test_hooks_do_not_pile_up_on_a_parameter_that_is_returned(level: int) -> None:
+    """Train a parameter that a unit and the root return."""
     model = fully_shard_model(
         WithPrompt(), shard_mesh(), fsdp_unit_modules=[ResidualBlock], zero_dp_strategy=level
     )
@@ -168,13 +157,7 @@ def hooks_of_returned_parameters(level: int) -> int:
         output, _ = model(torch.randn(BATCH, WIDTH))
         output.sum().backward()
     (compute,) = [each.compute for each in model.sharded_params if each.name == "prompt.weight"]
-    return len(compute._backward_hooks or {})
-
-
-@pytest.mark.always("3")
-@pytest.mark.parametrize("level", [1, 3])
-def test_hooks_do_not_pile_up_on_a_parameter_that_is_returned(ranks: Ranks, level: int) -> None:
-    assert ranks(2, hooks_of_returned_parameters, level) == [0, 0]
+    assert not compute._backward_hooks
 
 
 def gradients_without_units(level: int) -> tuple[int, int, int]:
@@ -200,7 +183,8 @@ def test_level_2_stays_below_level_1_with_units_and_without(ranks: Ranks) -> Non
 ENDS = {"embed.0", "embed.1", "head.1"}
 
 
-def watch_both_ends() -> None:
+@on_ranks(2)
+def test_embedding_and_output_layer_are_freed_as_any_unit() -> None:
     model = fully_shard_model(Deep(), shard_mesh(), fsdp_unit_modules=[ResidualBlock])
     train_deep(model)
     with watching(model) as samples:
@@ -218,21 +202,13 @@ def watch_both_ends() -> None:
     assert look_at(model).gathered == []
 
 
-def test_embedding_and_output_layer_are_freed_as_any_unit(ranks: Ranks) -> None:
-    ranks(2, watch_both_ends)
-
-
-def drop_a_model(level: int) -> bool:
-    """Train and drop a model; return True if nothing of it is left."""
+@pytest.mark.always("3")
+@pytest.mark.parametrize("level", [1, 3])
+@on_ranks(2)
+def test_a_model_that_is_dropped_is_freed(level: int) -> None:
     model = build_deep(level, "", overlap_param_gather=True)
     loss_of(model(torch.randn(BATCH, WIDTH))).backward()
     left = [weakref.ref(model), weakref.ref(model.module), weakref.ref(model._schedule)]
     del model
     gc.collect()
-    return all(each() is None for each in left)
-
-
-@pytest.mark.always("3")
-@pytest.mark.parametrize("level", [1, 3])
-def test_a_model_that_is_dropped_is_freed(ranks: Ranks, level: int) -> None:
-    assert ranks(2, drop_a_model, level) == [True, True]
+    assert all(each() is None for each in left)

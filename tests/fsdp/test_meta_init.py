@@ -15,7 +15,7 @@ from megatron_fsdp import MixedPrecisionPolicy, fully_shard_model
 from tests.support.fsdp.live_bytes import LiveBytes
 from tests.support.fsdp.meshes import Meshes
 from tests.support.fsdp.models import WIDTH, ResidualBlock, Stack
-from tests.support.fsdp.reference import Ranks, batch, close, loss_of
+from tests.support.fsdp.reference import Ranks, batch, close, loss_of, on_ranks
 from tests.support.fsdp.side_by_side import train_side_by_side
 from tests.support.pairwise import each_value
 
@@ -260,7 +260,8 @@ def test_no_more_than_one_unit_is_whole_at_a_time(
             assert peak > left + 2 * unit, (peak / unit, left / unit)
 
 
-def keep_what_is_there() -> None:
+@on_ranks(2)
+def test_parameters_with_values_keep_them() -> None:
     """Initialise only what is on the meta device: weights loaded by the user stay."""
     module = build()
     module.layers[1] = build(on_meta=True).layers[1]
@@ -284,10 +285,6 @@ def keep_what_is_there() -> None:
     for name, parameter in model.named_parameters():
         close(full_tensor(parameter), expected[name.removeprefix("module.")], name, 0.0)
     assert model.module.layers[0].statistics.running_mean.tolist() == [3.0] * HIDDEN
-
-
-def test_parameters_with_values_keep_them(ranks: Ranks) -> None:
-    ranks(2, keep_what_is_there)
 
 
 class TiedHeadWithBias(nn.Module):
@@ -393,7 +390,10 @@ def by_keywords(module: nn.Module, level: int) -> Any:
     )
 
 
-def initialise_nothing(level: int) -> None:
+@pytest.mark.always("3")
+@pytest.mark.parametrize("level", [0, 3])
+@on_ranks(2)
+def test_nothing_is_drawn_where_nothing_is_on_the_meta_device(level: int) -> None:
     torch.manual_seed(1)
     module = PreTrainedModel()
     expected = [parameter.detach().clone() for parameter in module.parameters()]
@@ -405,12 +405,11 @@ def initialise_nothing(level: int) -> None:
 
 
 @pytest.mark.always("3")
-@pytest.mark.parametrize("level", [0, 3])
-def test_nothing_is_drawn_where_nothing_is_on_the_meta_device(ranks: Ranks, level: int) -> None:
-    ranks(2, initialise_nothing, level)
-
-
-def initialise_one_layer(level: int) -> None:
+@pytest.mark.parametrize("level", [1, 3])
+@on_ranks(2)
+def test_a_block_initialises_only_those_of_its_layers_that_are_on_the_meta_device(
+    level: int,
+) -> None:
     """Leave one layer of a block on the meta device: the block would initialise the others too."""
     torch.manual_seed(1)
     module = PreTrainedModel()
@@ -422,11 +421,3 @@ def initialise_one_layer(level: int) -> None:
     assert found.pop("blocks.1.up.bias").eq(0).all()
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], value) for name, value in expected.items())
-
-
-@pytest.mark.always("3")
-@pytest.mark.parametrize("level", [1, 3])
-def test_a_block_initialises_only_those_of_its_layers_that_are_on_the_meta_device(
-    ranks: Ranks, level: int
-) -> None:
-    ranks(2, initialise_one_layer, level)

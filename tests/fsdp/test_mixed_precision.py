@@ -15,7 +15,15 @@ from megatron_fsdp import MixedPrecisionPolicy, fully_shard, fully_shard_model
 from megatron_fsdp.uneven_dtensor import uneven_dtensor_to_full_tensor
 from tests.support.fsdp import models
 from tests.support.fsdp.meshes import Meshes, shard_mesh
-from tests.support.fsdp.reference import LEVELS, Ranks, batch, compare_shards, loss_of
+from tests.support.fsdp.reference import (
+    LEVELS,
+    Ranks,
+    batch,
+    compare_shards,
+    loss_of,
+    on_ranks,
+    shown_gradients,
+)
 from tests.support.fsdp.watched_communication import watching_reductions
 
 
@@ -53,7 +61,10 @@ def gradient_of_numbers(
 SMALL = 2.0**-9  # 1 + SMALL is 1 in bfloat16, whose next number is 1 + 2**-7
 
 
-def travel_in_all_dtypes(level: int) -> None:
+@pytest.mark.always("0", "3")
+@pytest.mark.parametrize("level", LEVELS)
+@on_ranks(2)
+def test_gradients_travel_in_grad_comm_dtype(level: int) -> None:
     """Show that an addend is lost in a bf16 sum and kept in fp32; halving is exact in both."""
     inputs = [[1.0], [SMALL]]
     for comm, expected in (
@@ -68,30 +79,21 @@ def travel_in_all_dtypes(level: int) -> None:
             assert gradient.tolist() == [expected] * 5, (comm, dtype)
 
 
-@pytest.mark.always("0", "3")
-@pytest.mark.parametrize("level", LEVELS)
-def test_gradients_travel_in_grad_comm_dtype(ranks: Ranks, level: int) -> None:
-    ranks(2, travel_in_all_dtypes, level)
-
-
-def fp16_gradients(level: int, average_in_collective: bool) -> list[float]:
-    policy = MixedPrecisionPolicy(torch.float32, torch.float32, torch.float16)
-    inputs = [[60000.0], [60000.0]]
-    settings = {"average_in_collective": average_in_collective}
-    return gradient_of_numbers(torch.float32, policy, level, inputs, **settings).tolist()
-
-
 @pytest.mark.always("0-True", "3-False")
 @pytest.mark.parametrize(
     ("level", "average_in_collective"),
     [(0, True), (1, False), (2, True), (3, False), (3, True)],
 )
+@on_ranks(2)
 def test_fp16_gradients_do_not_overflow_where_their_mean_fits(
-    ranks: Ranks, level: int, average_in_collective: bool
+    level: int, average_in_collective: bool
 ) -> None:
     """Gloo divides a sum that may overflow, so it is not asked to average."""
-    for gradient in ranks(2, fp16_gradients, level, average_in_collective):
-        assert gradient == [60000.0] * 5
+    policy = MixedPrecisionPolicy(torch.float32, torch.float32, torch.float16)
+    inputs = [[60000.0], [60000.0]]
+    settings = {"average_in_collective": average_in_collective}
+    gradient = gradient_of_numbers(torch.float32, policy, level, inputs, **settings).tolist()
+    assert gradient == [60000.0] * 5, gradient
 
 
 def train_bf16(level: int, mesh: DeviceMesh) -> None:
@@ -121,7 +123,7 @@ def train_bf16(level: int, mesh: DeviceMesh) -> None:
         names = [name for name, _ in reference.named_parameters()]
         compare_shards(
             model,
-            {key: parameter.grad for key, parameter in model.named_parameters()},
+            shown_gradients(model),
             {name: master.grad for name, master in zip(names, masters)},
             f"gradient in step {step}",
             tolerance=0.0,
@@ -133,15 +135,12 @@ def train_bf16(level: int, mesh: DeviceMesh) -> None:
         optimizer.zero_grad()
 
 
-def train_bf16_at_all_levels() -> None:
+@on_ranks(2)
+def test_bf16_model_with_fp32_main_weights_is_bitwise_the_unsharded_one() -> None:
+    """A sum over two ranks has one order; a wrong bit would show in a later gradient."""
     mesh = shard_mesh()
     for level in LEVELS:
         train_bf16(level, mesh)
-
-
-def test_bf16_model_with_fp32_main_weights_is_bitwise_the_unsharded_one(ranks: Ranks) -> None:
-    """A sum over two ranks has one order; a wrong bit would show in a later gradient."""
-    ranks(2, train_bf16_at_all_levels)
 
 
 BF16_WITH_FP32 = MixedPrecisionPolicy(torch.float32, torch.float32)
@@ -150,7 +149,10 @@ BF16_WITH_FP32 = MixedPrecisionPolicy(torch.float32, torch.float32)
 BF16_WITH_BF16 = {"mixed_precision_policy": MixedPrecisionPolicy(torch.float32, torch.bfloat16)}
 
 
-def accumulate_small_numbers(mesh: str) -> None:
+@pytest.mark.seldom("outer2")
+@pytest.mark.parametrize("mesh", ["flat", "outer2"])
+@on_ranks(2)
+def test_gradients_of_bf16_weights_accumulate_in_main_grads_dtype(mesh: str) -> None:
     arguments = Meshes().arguments(mesh)
     precisions: list[tuple[dict[str, Any], float]] = [
         ({"mixed_precision_policy": BF16_WITH_FP32}, 1 + 8 * SMALL),
@@ -174,12 +176,6 @@ def accumulate_small_numbers(mesh: str) -> None:
         assert found.tolist() == [expected] * 5, (level, precision, sync)
 
 
-@pytest.mark.seldom("outer2")
-@pytest.mark.parametrize("mesh", ["flat", "outer2"])
-def test_gradients_of_bf16_weights_accumulate_in_main_grads_dtype(ranks: Ranks, mesh: str) -> None:
-    ranks(2, accumulate_small_numbers, mesh)
-
-
 def dtypes_that_travel(mesh: str) -> None:
     arguments = Meshes().arguments(mesh)
     for level in LEVELS:
@@ -200,15 +196,12 @@ def test_gradients_travel_in_the_dtype_that_was_asked_for(ranks: Ranks) -> None:
     ranks(2, dtypes_that_travel, "outer2")
 
 
-def large_fp16_gradients() -> bool:
+@on_ranks(2)
+def test_finite_fp16_gradients_whose_sum_overflows_are_no_alarm() -> None:
     net = nn.Linear(64, 64).half()
     model = fully_shard_model(net, report_nan_in_param_grad=True, zero_dp_strategy=1)
     model(torch.full((4, 64), 40.0, dtype=torch.float16)).float().mul(20).sum().backward()
-    return all(
+    assert all(
         torch.isfinite(parameter.grad._local_tensor).all().item()
         for parameter in model.parameters()
     )
-
-
-def test_finite_fp16_gradients_whose_sum_overflows_are_no_alarm(ranks: Ranks) -> None:
-    assert ranks(2, large_fp16_gradients) == [True, True]

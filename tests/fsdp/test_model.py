@@ -24,7 +24,7 @@ from megatron_fsdp import (
 from tests.support.fsdp import models
 from tests.support.fsdp.meshes import mesh_of, shard_mesh
 from tests.support.fsdp.models import WIDTH, ResidualBlock, build_stack
-from tests.support.fsdp.reference import Ranks, batch, close, loss_of, optimizer_over
+from tests.support.fsdp.reference import Ranks, batch, close, loss_of, on_ranks, optimizer_over
 from tests.support.fsdp.side_by_side import (
     compare_outputs,
     plain_backward,
@@ -74,7 +74,10 @@ def with_seed(model: nn.Module, step: int, rank: int) -> None:
     plain_backward(model, step, rank)
 
 
-def switch_modes(level: int) -> None:
+@pytest.mark.always("3")
+@pytest.mark.parametrize("level", [1, 3])
+@on_ranks(2)
+def test_dropout_and_running_statistics_follow_the_mode(level: int) -> None:
     mesh = shard_mesh()
     train_side_by_side(build_normalised, with_seed, level, mesh=mesh)
     reference, model = train_side_by_side(build_normalised, with_seed, level, steps=1, mesh=mesh)
@@ -97,13 +100,10 @@ def switch_modes(level: int) -> None:
     assert {f"module.{name}" for name, _ in model.module.named_buffers()} <= set(model.state_dict())
 
 
-@pytest.mark.always("3")
-@pytest.mark.parametrize("level", [1, 3])
-def test_dropout_and_running_statistics_follow_the_mode(ranks: Ranks, level: int) -> None:
-    ranks(2, switch_modes, level)
-
-
-def read_parameters(level: int) -> None:
+@pytest.mark.always("1", "3")
+@pytest.mark.parametrize("level", [0, 1, 3])
+@on_ranks(2)
+def test_weights_are_whole_inside_of_a_forward_and_sharded_outside_at_level_3(level: int) -> None:
     module = build_stack()
     expected = module.blocks[0].up.weight.detach().clone()
     model, optimizer = shard(module, level)
@@ -133,22 +133,13 @@ def read_parameters(level: int) -> None:
         assert model.module.blocks[0].up.weight is weight
 
 
-@pytest.mark.always("1", "3")
-@pytest.mark.parametrize("level", [0, 1, 3])
-def test_weights_are_whole_inside_of_a_forward_and_sharded_outside_at_level_3(
-    ranks: Ranks, level: int
-) -> None:
-    ranks(2, read_parameters, level)
-
-
-def try_to_copy(level: int) -> list[str]:
+@pytest.mark.always("3")
+@pytest.mark.parametrize("level", [0, 3])
+@on_ranks(2)
+def test_shallow_copies_of_the_model_are_refused_and_of_its_state_dict_work(level: int) -> None:
     model, _ = shard(build_stack(), level)
     messages = []
-    for attempt in (
-        copy.copy,
-        pickle.dumps,
-        lambda model: torch.save(model, io.BytesIO()),
-    ):
+    for attempt in (copy.copy, pickle.dumps, lambda model: torch.save(model, io.BytesIO())):
         with pytest.raises(NotImplementedError) as error:
             attempt(model)
         messages.append(str(error.value))
@@ -159,16 +150,7 @@ def try_to_copy(level: int) -> list[str]:
     for state in (kept, torch.load(file)):
         model.load_state_dict(state)
     compare_outputs(model, build_stack(), batch(0, 0, 0), "after loading a copy")
-    return messages
-
-
-@pytest.mark.always("3")
-@pytest.mark.parametrize("level", [0, 3])
-def test_shallow_copies_of_the_model_are_refused_and_of_its_state_dict_work(
-    ranks: Ranks, level: int
-) -> None:
-    for messages in ranks(2, try_to_copy, level):
-        assert len(messages) == 3 and all("state_dict" in message for message in messages)
+    assert len(messages) == 3 and all("state_dict" in message for message in messages), messages
 
 
 def convert(level: int) -> None:
@@ -201,7 +183,8 @@ def test_conversions_that_change_nothing_work_and_others_are_refused(
     ranks(2, convert, level)
 
 
-def precision_of_config() -> tuple:
+@on_ranks(1)
+def test_the_fields_of_the_config_are_used() -> None:
     config = DistributedDataParallelConfig(
         data_parallel_sharding_strategy="optim",
         check_for_nan_in_grad=True,
@@ -216,16 +199,13 @@ def precision_of_config() -> tuple:
         MixedPrecisionPolicy(main_params_dtype=torch.float64),
     )
     precision = model.groups[0].precision
-    return (
+    found = (
         precision.main_param,
         precision.main_grad,
         model._gradients._report_nonfinite is not None,
         other.groups[0].precision.main_param,
     )
-
-
-def test_the_fields_of_the_config_are_used(ranks: Ranks) -> None:
-    assert ranks(1, precision_of_config) == [(torch.bfloat16, torch.float32, True, torch.float64)]
+    assert found == (torch.bfloat16, torch.float32, True, torch.float64), found
 
 
 def poison_one_gradient(level: int) -> str:

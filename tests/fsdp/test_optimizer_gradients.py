@@ -12,7 +12,17 @@ from megatron_fsdp import MixedPrecisionPolicy, fully_shard
 from tests.support.fsdp import models
 from tests.support.fsdp.meshes import shard_mesh
 from tests.support.fsdp.optimizers import sharded_pair, sharding, unsharded_step, weights
-from tests.support.fsdp.reference import TOLERANCE, Ranks, batch, close, compare_shards, loss_of
+from tests.support.fsdp.reference import (
+    TOLERANCE,
+    Ranks,
+    batch,
+    close,
+    compare_shards,
+    loss_of,
+    mean_loss,
+    on_ranks,
+    shown_gradients,
+)
 from tests.support.fsdp.side_by_side import shard_two_layers
 
 
@@ -20,12 +30,9 @@ def clip_norms(name: str, level: int, max_norm: float, norms: list[float]) -> No
     """Compare norm and clipped gradients, by torch's own function on both sides."""
     reference = models.build(name)
     model, _ = sharded_pair(name, level)
-    world_size = dist.get_world_size()
     for kind in norms:
         reference.zero_grad()
-        (
-            sum(loss_of(reference(batch(0, rank, 0))) for rank in range(world_size)) / world_size
-        ).backward()
+        mean_loss(reference, 0).backward()
         for parameter in reference.parameters():
             if parameter.requires_grad and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -44,17 +51,8 @@ def clip_norms(name: str, level: int, max_norm: float, norms: list[float]) -> No
             f"norm {kind}",
             1e-6,
         )
-        trainable = {
-            key: parameter.grad
-            for key, parameter in reference.named_parameters()
-            if parameter.requires_grad
-        }
-        actual = {
-            key: parameter.grad
-            for key, parameter in model.named_parameters()
-            if parameter.requires_grad
-        }
-        compare_shards(model, actual, trainable, "clipped gradient", 1e-6)
+        actual, wanted = shown_gradients(model), shown_gradients(reference)
+        compare_shards(model, actual, wanted, "clipped gradient", 1e-6)
 
 
 @pytest.mark.always("scalars-3", "unused_parameters-0")
@@ -122,18 +120,18 @@ def backward_after_clearing(level: int, way: str) -> None:
             assert torch.equal(twice[name], 2 * gradient), f"{dtype} {name}"
 
 
-def clear_in_all_ways(level: int) -> None:
+@pytest.mark.always("3")
+@pytest.mark.parametrize("level", [0, 2, 3])
+@on_ranks(2)
+def test_cleared_gradients_do_not_come_back(level: int) -> None:
     for way in ("optimizer", "zeros", "model", "torch", "by_hand"):
         backward_after_clearing(level, way)
 
 
 @pytest.mark.always("3")
-@pytest.mark.parametrize("level", [0, 2, 3])
-def test_cleared_gradients_do_not_come_back(ranks: Ranks, level: int) -> None:
-    ranks(2, clear_in_all_ways, level)
-
-
-def keep_the_buffer(level: int) -> None:
+@pytest.mark.parametrize("level", [1, 3])
+@on_ranks(2)
+def test_zero_grad_clears_what_has_accumulated_unless_told_otherwise(level: int) -> None:
     model, optimizer = sharded_pair("several_units", level, sync_model_each_microbatch=False)
     x = batch(0, dist.get_rank(), 0)
     loss_of(model(x)).backward()
@@ -150,15 +148,10 @@ def keep_the_buffer(level: int) -> None:
     assert not any(parameter.grad.to_local().any() for parameter in model.parameters())
 
 
-@pytest.mark.always("3")
-@pytest.mark.parametrize("level", [1, 3])
-def test_zero_grad_clears_what_has_accumulated_unless_told_otherwise(
-    ranks: Ranks, level: int
-) -> None:
-    ranks(2, keep_the_buffer, level)
-
-
-def scale_and_overflow(fused: bool) -> None:
+@pytest.mark.always("fused")
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
+@on_ranks(2)
+def test_grad_scaler_skips_a_step_on_all_ranks(fused: bool) -> None:
     """Scale losses, and leave out the step in which one rank overflows on all ranks."""
     reference, module = models.build("scalars"), models.build("scalars")
     expected = torch.optim.AdamW(reference.parameters(), lr=0.02)
@@ -188,13 +181,10 @@ def scale_and_overflow(fused: bool) -> None:
         )
 
 
-@pytest.mark.always("fused")
-@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
-def test_grad_scaler_skips_a_step_on_all_ranks(ranks: Ranks, fused: bool) -> None:
-    ranks(2, scale_and_overflow, fused)
-
-
-def scale_early(level: int) -> None:
+@pytest.mark.always("1")
+@pytest.mark.parametrize("level", [0, 1, 2, 3])
+@on_ranks(2)
+def test_gradients_are_scaled_whether_reduced_or_not(level: int) -> None:
     results = []
     x = torch.ones(4, 64)
     for factor in (1.0, 0.5):
@@ -210,11 +200,8 @@ def scale_early(level: int) -> None:
 
 @pytest.mark.always("1")
 @pytest.mark.parametrize("level", [0, 1, 2, 3])
-def test_gradients_are_scaled_whether_reduced_or_not(ranks: Ranks, level: int) -> None:
-    ranks(2, scale_early, level)
-
-
-def attach_too_early(level: int) -> None:
+@on_ranks(2)
+def test_gradients_that_are_attached_too_early_are_not_lost(level: int) -> None:
     model, _ = shard_two_layers(level, sync_model_each_microbatch=False)
     results = []
     for attaches in (False, True):
@@ -228,13 +215,8 @@ def attach_too_early(level: int) -> None:
         torch.testing.assert_close(actual, expected)
 
 
-@pytest.mark.always("1")
-@pytest.mark.parametrize("level", [0, 1, 2, 3])
-def test_gradients_that_are_attached_too_early_are_not_lost(ranks: Ranks, level: int) -> None:
-    ranks(2, attach_too_early, level)
-
-
-def scale_after_clipping() -> None:
+@on_ranks(2)
+def test_scaling_gradients_does_not_undo_clipping() -> None:
     torch.manual_seed(0)
     module = nn.Linear(8, 8).bfloat16()
     model, _ = fully_shard(module, torch.optim.AdamW(module.parameters()))
@@ -247,11 +229,8 @@ def scale_after_clipping() -> None:
     assert norm == pytest.approx(2e-3, rel=1e-2)
 
 
-def test_scaling_gradients_does_not_undo_clipping(ranks: Ranks) -> None:
-    ranks(2, scale_after_clipping)
-
-
-def clear_one() -> None:
+@on_ranks(2)
+def test_the_gradient_of_one_parameter_can_be_cleared() -> None:
     model, _ = shard_two_layers()
     x = torch.ones(4, 64)
     model(x).sum().backward()
@@ -261,7 +240,3 @@ def clear_one() -> None:
     now = [full_tensor(parameter.grad) for parameter in model.parameters()]
     for number, (first, second) in enumerate(zip(once, now)):
         torch.testing.assert_close(second, first * (2 if number else 1))
-
-
-def test_the_gradient_of_one_parameter_can_be_cleared(ranks: Ranks) -> None:
-    ranks(2, clear_one)

@@ -6,11 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron_fsdp import (
-    MixedPrecisionPolicy,
-    fully_shard_model,
-    fully_shard_optimizer,
-)
+from megatron_fsdp import MixedPrecisionPolicy, fully_shard_model, fully_shard_optimizer
 from tests.support.fsdp import models
 from tests.support.fsdp.meshes import shard_mesh
 from tests.support.fsdp.optimizers import (
@@ -21,7 +17,15 @@ from tests.support.fsdp.optimizers import (
     unsharded_step,
     weights,
 )
-from tests.support.fsdp.reference import TOLERANCE, Ranks, batch, compare_shards, loss_of
+from tests.support.fsdp.reference import (
+    TOLERANCE,
+    Ranks,
+    batch,
+    compare_shards,
+    loss_of,
+    mean_loss,
+    on_ranks,
+)
 
 
 def grow_by_a_group(name: str, named: bool) -> None:
@@ -51,7 +55,8 @@ def grow_by_a_group(name: str, named: bool) -> None:
     assert [*first_group["param_names"], *second_group["param_names"]] == list(weights(model))
 
 
-def move_to_the_next_group() -> None:
+@on_ranks(1)
+def test_a_parameter_may_move_to_the_next_group() -> None:
     """Move the last parameter of the first group to the second one after two steps."""
     reference = models.build("several_units")
     model = fully_shard_model(models.build("several_units"), shard_mesh(), **sharding(reference))
@@ -70,10 +75,6 @@ def move_to_the_next_group() -> None:
         reference.zero_grad()
         model.zero_grad()
         compare_shards(model, weights(model), weights(reference), f"weight after step {step}")
-
-
-def test_a_parameter_may_move_to_the_next_group(ranks: Ranks) -> None:
-    ranks(1, move_to_the_next_group)
 
 
 def takes_new_groups(name: str) -> bool:
@@ -97,7 +98,8 @@ def test_param_groups_may_be_added_after_sharding(ranks: Ranks, name: str, named
     ranks(2, grow_by_a_group, name, named)
 
 
-def add_what_does_not_belong() -> list[str]:
+@on_ranks(1)
+def test_param_groups_of_other_parameters_are_refused() -> None:
     model, optimizer = sharded_pair("several_units")
     before = optimizer.state_dict()["param_groups"]
     messages = []
@@ -110,11 +112,6 @@ def add_what_does_not_belong() -> list[str]:
             optimizer.add_param_group({"params": parameter})
         messages.append(str(error.value))
     assert optimizer.state_dict()["param_groups"] == before
-    return messages
-
-
-def test_param_groups_of_other_parameters_are_refused(ranks: Ranks) -> None:
-    (messages,) = ranks(1, add_what_does_not_belong)
     assert ["take them from model.parameters()" in message for message in messages] == [
         True,
         False,
@@ -124,7 +121,17 @@ def test_param_groups_of_other_parameters_are_refused(ranks: Ranks) -> None:
     assert all("more than one parameter group" in message for message in messages[1:])
 
 
-def train_with_two_optimizers(level: int, main_grads: torch.dtype | None, auto_sync: bool) -> None:
+@pytest.mark.always("1-gradients_in_fp32", "3-same_dtype")
+@pytest.mark.parametrize(
+    "main_grads", [None, torch.float32], ids=["same_dtype", "gradients_in_fp32"]
+)
+@pytest.mark.parametrize(
+    ("level", "auto_sync"), [(1, True), (1, False), (3, True)], ids=["1", "1_in_step", "3"]
+)
+@on_ranks(2)
+def test_one_model_may_have_several_optimizers(
+    level: int, main_grads: torch.dtype | None, auto_sync: bool
+) -> None:
     """Train by two optimizers, each of which clears its gradients right after its step.
 
     A third of the parameters is in neither, and their gradients add up.
@@ -141,10 +148,7 @@ def train_with_two_optimizers(level: int, main_grads: torch.dtype | None, auto_s
     ]
     tolerance = TOLERANCE if main_grads is None else 1e-5
     for step in range(4):
-        world_size = dist.get_world_size()
-        (
-            sum(loss_of(reference(batch(step, rank, 0))) for rank in range(world_size)) / world_size
-        ).backward()
+        mean_loss(reference, step).backward()
         loss_of(model(batch(step, dist.get_rank(), 0))).backward()
         for one, other in zip(optimizers, expected):
             one.step()
@@ -168,20 +172,10 @@ def train_with_two_optimizers(level: int, main_grads: torch.dtype | None, auto_s
         )
 
 
-@pytest.mark.always("1-gradients_in_fp32", "3-same_dtype")
-@pytest.mark.parametrize(
-    "main_grads", [None, torch.float32], ids=["same_dtype", "gradients_in_fp32"]
-)
-@pytest.mark.parametrize(
-    ("level", "auto_sync"), [(1, True), (1, False), (3, True)], ids=["1", "1_in_step", "3"]
-)
-def test_one_model_may_have_several_optimizers(
-    ranks: Ranks, level: int, auto_sync: bool, main_grads: torch.dtype | None
-) -> None:
-    ranks(2, train_with_two_optimizers, level, main_grads, auto_sync)
-
-
-def begin_again(name: str, level: int) -> None:
+@pytest.mark.always("3-adamw")
+@pytest.mark.parametrize(("level", "name"), [(0, "adamw"), (1, "sgd_momentum"), (3, "adamw")])
+@on_ranks(2)
+def test_an_existing_optimizer_is_initialised_again_as_documented(name: str, level: int) -> None:
     """Put the parameters of the sharded model into the optimizer of the module, as documented."""
     reference, module = models.build("several_units"), models.build("several_units")
     expected, optimizer = (OPTIMIZERS[name](each.parameters()) for each in (reference, module))
@@ -206,11 +200,3 @@ def begin_again(name: str, level: int) -> None:
         expected_scheduler.step()
         compare_shards(model, weights(model), weights(reference), f"weight after step {step}")
     assert len(optimizer.state) == len(list(model.parameters()))
-
-
-@pytest.mark.always("3-adamw")
-@pytest.mark.parametrize(("level", "name"), [(0, "adamw"), (1, "sgd_momentum"), (3, "adamw")])
-def test_an_existing_optimizer_is_initialised_again_as_documented(
-    ranks: Ranks, level: int, name: str
-) -> None:
-    ranks(2, begin_again, name, level)

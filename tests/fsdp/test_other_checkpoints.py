@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron.fsdp.dtensor.tensor_part import full_tensor
 from megatron_fsdp import MegatronFSDP, fully_shard, fully_shard_model
-from tests.support.fsdp.reference import Ranks
+from tests.support.fsdp.reference import Ranks, on_ranks
 
 
 def plain_module(seed: int) -> nn.Module:
@@ -127,7 +127,10 @@ def only_on_rank_0(state: dict[str, Any]) -> dict[str, Any]:
     return copy.deepcopy(state) if dist.get_rank() == 0 else {}
 
 
-def load_from_rank_0(level: int, is_broadcast: bool) -> list[str]:
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("level", "is_broadcast"), [(0, True), (1, False), (3, True), (3, False)])
+@on_ranks(3)
+def test_full_state_dicts_are_set_by_torch(level: int, is_broadcast: bool) -> None:
     model, optimizer = trained(0, level)
     full = StateDictOptions(full_state_dict=True)
     weights = get_model_state_dict(model, options=full)
@@ -153,14 +156,7 @@ def load_from_rank_0(level: int, is_broadcast: bool) -> list[str]:
                 slot, mine = full_tensor(slot), full_tensor(mine)
             if not torch.equal(slot, mine):
                 problems.append(f"other {name}")
-    return problems
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(("level", "is_broadcast"), [(0, True), (1, False), (3, True), (3, False)])
-def test_full_state_dicts_are_set_by_torch(ranks: Ranks, level: int, is_broadcast: bool) -> None:
-    for problems in ranks(3, load_from_rank_0, level, is_broadcast):
-        assert not problems
+    assert not problems, problems
 
 
 def flat_and_whole(granularity: str) -> MegatronFSDP:

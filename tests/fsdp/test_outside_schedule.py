@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard_model
 from megatron_fsdp.uneven_dtensor import uneven_dtensor_to_full_tensor
-from tests.support.fsdp.reference import LEVELS, TOLERANCE, Ranks
+from tests.support.fsdp.reference import LEVELS, TOLERANCE, Ranks, on_ranks
 
 WIDTH, NUM_UNITS, NUM_MICROBATCHES = 6, 3, 3
 
@@ -227,25 +227,16 @@ def test_weight_gradients_may_come_after_a_backward(ranks: Ranks, level: int) ->
             assert not any(seen[-1])
 
 
-def order_of_calls() -> str:
-    """Job: a backward without its forward."""
+@on_ranks(2)
+def test_a_backward_without_a_forward_is_refused() -> None:
     model = build(3)[1]
-    with pytest.raises(RuntimeError) as caught:
+    with pytest.raises(RuntimeError, match="pre_backward expects a forward before it"):
         model.pre_backward()
-    return str(caught.value)
 
 
-def test_a_backward_without_a_forward_is_refused(ranks: Ranks) -> None:
-    assert "pre_backward expects a forward before it" in ranks(2, order_of_calls)[0]
-
-
-def slots() -> str:
-    """Job: a forward with memory slots."""
+@on_ranks(2)
+def test_memory_slots_are_refused() -> None:
     model = build(3, fsdp_double_buffer=True)[1]
-    with pytest.raises(NotImplementedError) as caught:
+    message = "memory slots, with a schedule outside of the model"
+    with pytest.raises(NotImplementedError, match=message):
         model.pre_forward()
-    return str(caught.value)
-
-
-def test_memory_slots_are_refused(ranks: Ranks) -> None:
-    assert "memory slots, with a schedule outside of the model" in ranks(2, slots)[0]

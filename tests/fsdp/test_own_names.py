@@ -23,7 +23,7 @@ from megatron.fsdp.weight_average import WeightAverage
 from megatron_fsdp import fully_shard
 from tests.support.fsdp.meshes import shard_mesh
 from tests.support.fsdp.optimizers import FLOAT64
-from tests.support.fsdp.reference import Ranks
+from tests.support.fsdp.reference import Ranks, on_ranks, shard_with_sgd
 from tests.support.fsdp.state_dicts import assert_equal, whole
 
 
@@ -99,14 +99,11 @@ def all_names(way: str, level: int) -> list[list[str]]:
     ]
 
 
-def names_of_all_ways() -> dict[str, list[list[str]]]:
-    return {way: all_names(way, (3, 1)[number % 2]) for number, way in enumerate(WAYS)}
-
-
-def test_names_are_those_of_the_plain_model(ranks: Ranks) -> None:
-    for names in ranks(2, names_of_all_ways):
-        assert "module.1.up.weight" in names["plain"][0]
-        assert names == dict.fromkeys(WAYS, names["plain"])
+@on_ranks(2)
+def test_names_are_those_of_the_plain_model() -> None:
+    names = {way: all_names(way, (3, 1)[number % 2]) for number, way in enumerate(WAYS)}
+    assert "module.1.up.weight" in names["plain"][0], names
+    assert names == dict.fromkeys(WAYS, names["plain"]), names
 
 
 def save(way: str, level: int, path: str) -> None:
@@ -164,7 +161,10 @@ def test_a_checkpoint_loads_with_other_wrappers(
     ranks(2, save_and_load, pairs, str(tmp_path))
 
 
-def load_names_of_wrappers(way: str) -> None:
+@pytest.mark.always("recomputed")
+@pytest.mark.parametrize("way", ["recomputed", "compiled"])
+@on_ranks(2)
+def test_states_with_the_names_of_wrappers_load(way: str) -> None:
     """Load what the wrapped and unsharded model and its optimizer have, names and all."""
     module = build(way)
     scratch = torch.optim.AdamW(module.named_parameters(), lr=0.05)
@@ -180,12 +180,6 @@ def load_names_of_wrappers(way: str) -> None:
         optimizer.load_state_dict(copy.deepcopy(scratch.state_dict()))
         slots = optimizer.state[dict(model.named_parameters())["module.1.up.weight"]]
         assert slots["step"].item() == 2
-
-
-@pytest.mark.always("recomputed")
-@pytest.mark.parametrize("way", ["recomputed", "compiled"])
-def test_states_with_the_names_of_wrappers_load(ranks: Ranks, way: str) -> None:
-    ranks(2, load_names_of_wrappers, way)
 
 
 def set_by_torch(way: str, level: int, is_broadcast: bool) -> None:
@@ -210,11 +204,6 @@ def set_by_torch(way: str, level: int, is_broadcast: bool) -> None:
     assert_equal(own(other), own(model), 1e-11)
 
 
-def set_all_by_torch(cases: list[tuple[str, bool]]) -> None:
-    for way, is_broadcast in cases:
-        set_by_torch(way, 3, is_broadcast)
-
-
 @pytest.mark.always("recomputed")
 @pytest.mark.parametrize(
     "cases",
@@ -224,9 +213,11 @@ def set_all_by_torch(cases: list[tuple[str, bool]]) -> None:
     ],
     ids=["recomputed", "compiled"],
 )
-def test_torch_sets_full_states(ranks: Ranks, cases: list[tuple[str, bool]]) -> None:
+@on_ranks(2)
+def test_torch_sets_full_states(cases: list[tuple[str, bool]]) -> None:
     """The plain model is in `test_other_checkpoints.py`."""
-    ranks(2, set_all_by_torch, cases)
+    for way, is_broadcast in cases:
+        set_by_torch(way, 3, is_broadcast)
 
 
 MISFITS = {
@@ -269,7 +260,7 @@ class Saved(nn.Sequential):
 
 def save_whole(way: str) -> list[str]:
     module = Saved(*build(way))
-    fully_shard(module, torch.optim.SGD(module.parameters(), lr=0.1), shard_mesh())
+    shard_with_sgd(module, shard_mesh())
     found: list[str] = []
     module.save_pretrained(found)
     return found
@@ -287,14 +278,11 @@ def test_save_pretrained_writes_own_names(ranks: Ranks) -> None:
         assert found == dict.fromkeys(WAYS, found["plain"])
 
 
-def load_compiled() -> None:
+@on_ranks(2)
+def test_a_compiled_wrapper_keeps_its_own_prefix() -> None:
     for level in (0, 3):
         model, _ = sharded("plain", level)
         outer = compiled(model)
         state = outer.state_dict()
         assert all(key.startswith("_orig_mod.module.") for key in state)
         outer.load_state_dict(state)
-
-
-def test_a_compiled_wrapper_keeps_its_own_prefix(ranks: Ranks) -> None:
-    ranks(2, load_compiled)

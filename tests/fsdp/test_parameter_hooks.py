@@ -16,7 +16,16 @@ from megatron_fsdp import (
 )
 from tests.support.fsdp.meshes import Meshes
 from tests.support.fsdp.models import ResidualBlock, Stack, build_stack
-from tests.support.fsdp.reference import LEVELS, Ranks, batch, compare_shards, loss_of
+from tests.support.fsdp.reference import (
+    LEVELS,
+    Ranks,
+    batch,
+    compare_shards,
+    loss_of,
+    mean_loss,
+    on_ranks,
+    shown_gradients,
+)
 from tests.support.fsdp.wrong_calls import message_of
 
 
@@ -31,12 +40,6 @@ def sharded_stack(level: int, mesh: str = "flat", **settings: Any) -> MegatronFS
     )
 
 
-def mean_loss(model: nn.Module, number: int) -> Tensor:
-    """Return the mean over all ranks of the losses of an unsharded model."""
-    ranks = range(dist.get_world_size())
-    return torch.stack([loss_of(model(batch(number, rank, 0))) for rank in ranks]).mean()
-
-
 def own_loss(model: nn.Module, number: int) -> Tensor:
     return loss_of(model(batch(number, dist.get_rank(), 0)))
 
@@ -45,7 +48,7 @@ def compare_gradients(
     model: MegatronFSDP, reference: nn.Module, what: str, attribute: str = "grad"
 ) -> None:
     shown = {name: getattr(parameter, attribute) for name, parameter in model.named_parameters()}
-    expected = {name: parameter.grad for name, parameter in reference.named_parameters()}
+    expected = shown_gradients(reference)
     compare_shards(model, shown, expected, what)
 
 
@@ -87,7 +90,10 @@ def test_a_hook_gets_what_each_pass_adds_in_hybrid_sharding(ranks: Ranks, level:
     ranks(4, accumulate_with_hooks, level, "outer2")
 
 
-def hooks_that_change_nothing(level: int) -> None:
+@pytest.mark.always("3")
+@pytest.mark.parametrize("level", [0, 3])
+@on_ranks(2)
+def test_hooks_that_change_nothing_leave_gradients_of_other_dtypes(level: int) -> None:
     """Accumulate in bfloat16, from which gradients move to the float32 of the main weights."""
     models = []
     for has_hooks in (False, True):
@@ -111,19 +117,14 @@ def hooks_that_change_nothing(level: int) -> None:
             assert torch.equal(plain.grad.to_local(), hooked.grad.to_local())
 
 
-@pytest.mark.always("3")
-@pytest.mark.parametrize("level", [0, 3])
-def test_hooks_that_change_nothing_leave_gradients_of_other_dtypes(
-    ranks: Ranks, level: int
-) -> None:
-    ranks(2, hooks_that_change_nothing, level)
-
-
 def triple(parameter: Tensor) -> None:
     parameter.grad.mul_(3.0)
 
 
-def mask_rows(level: int) -> None:
+@pytest.mark.always("3")
+@pytest.mark.parametrize("level", [0, 1, 3])
+@on_ranks(2)
+def test_hooks_mask_and_edit_gradients(level: int) -> None:
     """Mask by a whole tensor, which a rank takes its own part of; edit another in place."""
     reference, model = build_stack(), sharded_stack(level)
     for each in (reference, model):
@@ -134,12 +135,6 @@ def mask_rows(level: int) -> None:
     mean_loss(reference, 0).backward()
     own_loss(model, 0).backward()
     compare_gradients(model, reference, "masked")
-
-
-@pytest.mark.always("3")
-@pytest.mark.parametrize("level", [0, 1, 3])
-def test_hooks_mask_and_edit_gradients(ranks: Ranks, level: int) -> None:
-    ranks(2, mask_rows, level)
 
 
 def step_in_backward(model: nn.Module, shards: bool) -> None:
@@ -162,7 +157,11 @@ def step_in_backward(model: nn.Module, shards: bool) -> None:
         parameter.register_post_accumulate_grad_hook(hook_of(optimizer, number % 2 == 0))
 
 
-def train_in_backward(level: int, shards: bool) -> None:
+@pytest.mark.parametrize(
+    ("level", "shards"), [(0, True), (1, False), (2, True), (3, True), (3, False)]
+)
+@on_ranks(2)
+def test_optimizers_step_in_backward(level: int, shards: bool) -> None:
     reference, model = build_stack(), sharded_stack(level)
     step_in_backward(reference, shards=False)
     step_in_backward(model, shards)
@@ -174,14 +173,10 @@ def train_in_backward(level: int, shards: bool) -> None:
         compare_shards(model, dict(model.named_parameters()), weights, f"after step {number}")
 
 
-@pytest.mark.parametrize(
-    ("level", "shards"), [(0, True), (1, False), (2, True), (3, True), (3, False)]
-)
-def test_optimizers_step_in_backward(ranks: Ranks, level: int, shards: bool) -> None:
-    ranks(2, train_in_backward, level, shards)
-
-
-def numbers_of_calls(level: int) -> list[int]:
+@pytest.mark.always("3")
+@pytest.mark.parametrize("level", [1, 3])
+@on_ranks(2)
+def test_hooks_are_called_once_for_a_pass_that_brings_a_gradient(level: int) -> None:
     model = sharded_stack(level)
     calls: list[int] = [0, 0]
 
@@ -198,13 +193,7 @@ def numbers_of_calls(level: int) -> list[int]:
     assert calls == [0, 0]
     own_loss(model, 0).backward()
     model.finish_grad_sync()  # has nothing to do
-    return calls
-
-
-@pytest.mark.always("3")
-@pytest.mark.parametrize("level", [1, 3])
-def test_hooks_are_called_once_for_a_pass_that_brings_a_gradient(ranks: Ranks, level: int) -> None:
-    assert ranks(2, numbers_of_calls, level) == [[1, 1]] * 2
+    assert calls == [1, 1], calls
 
 
 def names_of_hooked_ones(level: int, find_unused: bool) -> list[str]:
@@ -227,7 +216,10 @@ def test_hooks_of_unused_parameters_see_zeros_unless_they_are_to_be_found(
     assert ranks(2, names_of_hooked_ones, level, find_unused=True) == [["embed"]] * 2
 
 
-def accumulate_without_synchronisation(level: int) -> None:
+@pytest.mark.always("1")
+@pytest.mark.parametrize("level", LEVELS)
+@on_ranks(2)
+def test_microbatches_without_synchronisation_are_hooked_together(level: int) -> None:
     reference, model = build_stack(), sharded_stack(level)
     for each in (reference, model):
         for parameter in each.parameters():
@@ -249,13 +241,10 @@ def accumulate_without_synchronisation(level: int) -> None:
     compare_gradients(model, reference, "after the error")
 
 
-@pytest.mark.always("1")
-@pytest.mark.parametrize("level", LEVELS)
-def test_microbatches_without_synchronisation_are_hooked_together(ranks: Ranks, level: int) -> None:
-    ranks(2, accumulate_without_synchronisation, level)
-
-
-def fail_in_between(level: int) -> None:
+@pytest.mark.always("3")
+@pytest.mark.parametrize("level", [1, 3])
+@on_ranks(2)
+def test_a_failed_pass_leaves_nothing_behind_for_hooks(level: int) -> None:
     reference, model = build_stack(), sharded_stack(level)
     for each in (reference, model):
         for parameter in each.parameters():
@@ -268,12 +257,6 @@ def fail_in_between(level: int) -> None:
     own_loss(model, 2).backward()  # gradients from before the failure are dropped
     mean_loss(reference, 2).backward()
     compare_gradients(model, reference, "after a failed pass")
-
-
-@pytest.mark.always("3")
-@pytest.mark.parametrize("level", [1, 3])
-def test_a_failed_pass_leaves_nothing_behind_for_hooks(ranks: Ranks, level: int) -> None:
-    ranks(2, fail_in_between, level)
 
 
 def refused_hooks(level: int) -> list[str]:
@@ -312,7 +295,10 @@ def step(optimizer: torch.optim.Optimizer) -> None:
     optimizer.step()
 
 
-def hooked_before(level: int) -> str:
+@pytest.mark.always("3")
+@pytest.mark.parametrize("level", [0, 3])
+@on_ranks(2)
+def test_hooks_from_before_sharding_see_local_gradients_and_step_nothing(level: int) -> None:
     torch.manual_seed(0)
     module = TriplesLocally().double()
     reference = build_stack()
@@ -330,13 +316,5 @@ def hooked_before(level: int) -> str:
     optimizer = torch.optim.SGD([module.weight], lr=0.1)
     module.weight.register_post_accumulate_grad_hook(lambda one: step(optimizer))
     model = fully_shard_model(module, zero_dp_strategy=level)
-    return message_of(RuntimeError, model(torch.ones(2, 4)).sum().backward)
-
-
-@pytest.mark.always("3")
-@pytest.mark.parametrize("level", [0, 3])
-def test_hooks_from_before_sharding_see_local_gradients_and_step_nothing(
-    ranks: Ranks, level: int
-) -> None:
-    for message in ranks(2, hooked_before, level):
-        assert "of a module that has been sharded since" in message
+    message = message_of(RuntimeError, model(torch.ones(2, 4)).sum().backward)
+    assert "of a module that has been sharded since" in message, message

@@ -16,7 +16,7 @@ from megatron_fsdp import MegatronFSDP, fully_shard, fully_shard_model
 from tests.support.fsdp import models
 from tests.support.fsdp.meshes import mesh_of, shard_mesh
 from tests.support.fsdp.models import WIDTH, ResidualBlock, build_stack
-from tests.support.fsdp.reference import LEVELS, Ranks, batch, close, loss_of
+from tests.support.fsdp.reference import LEVELS, Ranks, batch, close, loss_of, on_ranks
 from tests.support.fsdp.side_by_side import (
     compare_plain_gradients,
     inner,
@@ -29,7 +29,12 @@ from tests.support.fsdp.wrong_calls import message_of
 # ---- the view of parameters and gradients
 
 
-def view_of_module(level: int) -> None:
+@pytest.mark.always("1-2", "3-1")
+@pytest.mark.parametrize(
+    ("level", "num_ranks"), [*((level, 2) for level in LEVELS), (0, 1), (3, 1)]
+)
+@on_ranks()
+def test_gradients_are_on_the_parameters_of_the_module_too(level: int, num_ranks: int) -> None:
     """Look for gradients on the module inside the wrapper, as tests of strategies do."""
     model, optimizer = shard(build_stack(), level)
     outside = dict(model.named_parameters())
@@ -41,16 +46,6 @@ def view_of_module(level: int) -> None:
             assert parameter is outside[f"module.{name}"]
             assert isinstance(parameter, DTensor) and isinstance(parameter.grad, DTensor)
         optimizer.zero_grad()
-
-
-@pytest.mark.always("1-2", "3-1")
-@pytest.mark.parametrize(
-    ("level", "world_size"), [*((level, 2) for level in LEVELS), (0, 1), (3, 1)]
-)
-def test_gradients_are_on_the_parameters_of_the_module_too(
-    ranks: Ranks, level: int, world_size: int
-) -> None:
-    ranks(world_size, view_of_module, level)
 
 
 class ReadsItself(nn.Module):
@@ -67,7 +62,10 @@ class ReadsItself(nn.Module):
         return self.block(x)
 
 
-def list_inside(level: int) -> None:
+@pytest.mark.always("3")
+@pytest.mark.parametrize("level", [0, 3])
+@on_ranks(2)
+def test_a_forward_lists_what_it_computes_with(level: int) -> None:
     torch.manual_seed(3)
     reference = ReadsItself().double()
     torch.manual_seed(3)
@@ -79,16 +77,11 @@ def list_inside(level: int) -> None:
     close(full_tensor(scale.grad), reference.scale.grad, "gradient")
 
 
-@pytest.mark.always("3")
-@pytest.mark.parametrize("level", [0, 3])
-def test_a_forward_lists_what_it_computes_with(ranks: Ranks, level: int) -> None:
-    ranks(2, list_inside, level)
-
-
 # ---- members that clients call
 
 
-def exchange_as_automodel_does() -> None:
+@on_ranks(2)
+def test_members_that_exchange_parameters_elsewhere_have_nothing_to_do() -> None:
     """NeMo Automodel calls this after sharding, Megatron-Core's overlapped schedule the other."""
     model = fully_shard_model(build_stack(), shard_mesh(), fsdp_unit_modules=[ResidualBlock])
     model._replace_param_with_distributed_if_needed()
@@ -99,10 +92,6 @@ def exchange_as_automodel_does() -> None:
     plain_backward(model, 0, dist.get_rank())
     model._replace_param_with_distributed_if_needed()
     assert all(parameter.grad is not None for parameter in model.module.parameters())
-
-
-def test_members_that_exchange_parameters_elsewhere_have_nothing_to_do(ranks: Ranks) -> None:
-    ranks(2, exchange_as_automodel_does)
 
 
 # ---- tied weights
@@ -133,7 +122,10 @@ def tie_and_train(model: nn.Module, step: int, rank: int) -> None:
     plain_backward(model, step, rank)
 
 
-def tie_again(level: int) -> None:
+@pytest.mark.always("3")
+@pytest.mark.parametrize("level", [0, 3])
+@on_ranks(2)
+def test_tied_weights_can_be_tied_again(level: int) -> None:
     _, model = train_side_by_side(lambda: TiedPair().double(), tie_and_train, level, steps=2)
     assert set(dict(model.named_parameters())) == {"module.embed.weight", "module.head.bias"}
     assert model.module.head.weight is model.module.embed.weight
@@ -141,29 +133,22 @@ def tie_again(level: int) -> None:
 
 @pytest.mark.always("3")
 @pytest.mark.parametrize("level", [0, 3])
-def test_tied_weights_can_be_tied_again(ranks: Ranks, level: int) -> None:
-    ranks(2, tie_again, level)
-
-
-def tie_too_late(level: int) -> str:
+@on_ranks(2)
+def test_weights_that_were_two_when_sharded_cannot_be_tied(level: int) -> None:
     model, _ = shard(TiedPair(tied=False).double(), level)
     message = message_of(ValueError, model.module.tie_weights)
     loss_of(model(batch(0, 0, 0))).backward()  # nothing has changed
-    return message
-
-
-@pytest.mark.always("3")
-@pytest.mark.parametrize("level", [0, 3])
-def test_weights_that_were_two_when_sharded_cannot_be_tied(ranks: Ranks, level: int) -> None:
-    for message in ranks(2, tie_too_late, level):
-        assert "head.weight cannot be tied to embed.weight" in message
-        assert "before fully_shard" in message
+    assert "head.weight cannot be tied to embed.weight" in message, message
+    assert "before fully_shard" in message, message
 
 
 # ---- pickles
 
 
-def pickle_shards(level: int) -> None:
+@pytest.mark.always("3")
+@pytest.mark.parametrize("level", [0, 3])
+@on_ranks(2)
+def test_parameters_and_gradients_pickle_as_dtensors_of_torch(level: int) -> None:
     model, _ = shard(build_stack(), level)
     plain_backward(model, 0, dist.get_rank())
     weight = dict(model.named_parameters())["module.blocks.0.up.weight"]
@@ -188,12 +173,6 @@ def pickle_shards(level: int) -> None:
         assert torch.equal(loaded.to_local(), value.to_local())
     assert isinstance(pickle.loads(pickle.dumps(weight)), nn.Parameter)
     assert pickle.loads(pickle.dumps(weight)).is_special
-
-
-@pytest.mark.always("3")
-@pytest.mark.parametrize("level", [0, 3])
-def test_parameters_and_gradients_pickle_as_dtensors_of_torch(ranks: Ranks, level: int) -> None:
-    ranks(2, pickle_shards, level)
 
 
 # ---- full tensors into the module
@@ -253,7 +232,8 @@ def test_the_module_loads_full_tensors(ranks: Ranks, level: int, dtype: str) -> 
     ranks(2, load_into_module, level, torch.float64 if dtype == "main" else torch.bfloat16)
 
 
-def load_wrongly() -> str:
+@on_ranks(2)
+def test_what_does_not_fit_the_module_is_listed_as_torch_does() -> None:
     model, _ = shard(build_stack(), 3)
     before = full_tensor(model.module.head.weight)
     state = build_stack().state_dict()
@@ -261,13 +241,8 @@ def load_wrongly() -> str:
     state["head.weight"] = torch.zeros(2, 2)
     message = message_of(RuntimeError, model.module.load_state_dict, state)
     close(full_tensor(model.module.head.weight), before, "weight of a wrong shape")
-    return message
-
-
-def test_what_does_not_fit_the_module_is_listed_as_torch_does(ranks: Ranks) -> None:
-    for message in ranks(2, load_wrongly):
-        assert "Missing key" in message and "embed.bias" in message
-        assert "size mismatch for head.weight" in message
+    assert "Missing key" in message and "embed.bias" in message, message
+    assert "size mismatch for head.weight" in message, message
 
 
 # ---- weights that no loss reaches
@@ -301,7 +276,12 @@ WHICH = ((0, 0), (0, 1), (1, 1))
 """The branch that each of two ranks uses, in every step; nobody uses the third one."""
 
 
-def leave_unused_alone(level: int, sync_each: bool) -> None:
+@pytest.mark.always("1-False", "3-True")
+@pytest.mark.parametrize(
+    ("level", "sync_each"), [(0, True), (1, True), (1, False), (2, True), (3, False), (3, True)]
+)
+@on_ranks(2)
+def test_weights_that_no_loss_reaches_are_left_alone(level: int, sync_each: bool) -> None:
     reference, module = build_partly_used(), build_partly_used()
     settings: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.3, "fused": True}
     expected_optimizer = torch.optim.AdamW(reference.parameters(), **settings)
@@ -337,17 +317,13 @@ def leave_unused_alone(level: int, sync_each: bool) -> None:
             close(full_tensor(parameter), other, f"{name} after step {step}", 1e-6)
 
 
-@pytest.mark.always("1-False", "3-True")
-@pytest.mark.parametrize(
-    ("level", "sync_each"), [(0, True), (1, True), (1, False), (2, True), (3, False), (3, True)]
-)
-def test_weights_that_no_loss_reaches_are_left_alone(
-    ranks: Ranks, level: int, sync_each: bool
-) -> None:
-    ranks(2, leave_unused_alone, level, sync_each)
+def with_optimizer(module: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:
+    module = module.float()
+    return module, torch.optim.AdamW(module.parameters())
 
 
-def accumulate_partly_used() -> None:
+@on_ranks(2)
+def test_use_is_counted_until_gradients_are_cleared() -> None:
     """Count a parameter as used if one of the microbatches, on one of the ranks, has used it."""
     model, optimizer = fully_shard(
         *with_optimizer(build_partly_used()),
@@ -368,15 +344,6 @@ def accumulate_partly_used() -> None:
     loss_of(model(batch(0, 0, 0).float(), 2)).backward()
     assert named["module.branches.1.weight"].grad is None
     assert named["module.branches.2.weight"].grad is not None
-
-
-def with_optimizer(module: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:
-    module = module.float()
-    return module, torch.optim.AdamW(module.parameters())
-
-
-def test_use_is_counted_until_gradients_are_cleared(ranks: Ranks) -> None:
-    ranks(2, accumulate_partly_used)
 
 
 # ---- whole rows

@@ -22,6 +22,7 @@ from megatron_fsdp.utils import (
     get_mesh_names,
     is_mcore_tensor_model_parallel,
 )
+from tests.support.fsdp.reference import on_ranks
 
 MODULES = {
     "megatron_fsdp": """
@@ -150,7 +151,8 @@ def test_a_name_that_is_not_offered_says_what_does_its_work(module: str) -> None
     assert not hasattr(importlib.import_module(module), "anything_else")
 
 
-def find_the_wrapper() -> None:
+@on_ranks(1)
+def test_questions_about_models_and_parameters() -> None:
     class Outer(nn.Module):
         def __init__(self, module: nn.Module):
             super().__init__()
@@ -167,10 +169,6 @@ def find_the_wrapper() -> None:
         assert get_mcore_tensor_parallel_partition_dim(parameter) == 1
     assert not is_mcore_tensor_model_parallel(bias)
     assert get_mcore_tensor_parallel_partition_dim(bias) is None
-
-
-def test_questions_about_models_and_parameters(ranks: Callable[..., list[Any]]) -> None:
-    ranks(1, find_the_wrapper)
 
 
 @pytest.mark.parametrize("name", SIGNATURES)
@@ -196,7 +194,8 @@ def test_fully_shard_is_the_function_whatever_was_imported_first(
     assert inspect.ismodule(sys.modules["megatron_fsdp.fully_shard"])
 
 
-def config_of_a_sharded_model() -> None:
+@on_ranks(1)
+def test_the_configuration_of_a_sharded_model_has_its_settings() -> None:
     policy = megatron_fsdp.MixedPrecisionPolicy(None, torch.float32, torch.bfloat16)
     module = torch.nn.Linear(2, 2)
     model = megatron_fsdp.fully_shard_model(
@@ -209,22 +208,12 @@ def config_of_a_sharded_model() -> None:
     assert config.check_for_nan_in_grad and config.data_parallel_sharding_strategy == 2
 
 
-def test_the_configuration_of_a_sharded_model_has_its_settings(
-    ranks: Callable[..., list[Any]],
-) -> None:
-    ranks(1, config_of_a_sharded_model)
-
-
-def signatures_of_methods() -> list[str]:
+@on_ranks(1)
+def test_signatures_of_methods() -> None:
     linear = nn.Linear(3, 3)
     model, optimizer = megatron_fsdp.fully_shard(linear, torch.optim.AdamW(linear.parameters()))
     methods = (optimizer.step, optimizer.zero_grad, model.finish_grad_sync)
-    return [signature_of(method) for method in methods]
-
-
-def test_signatures_of_methods(ranks: Callable[..., list[Any]]) -> None:
-    (signatures,) = ranks(1, signatures_of_methods)
-    assert signatures == [
+    assert [signature_of(method) for method in methods] == [
         "closure=None, *, sync_grad_before_optimizer_step=True,"
         " install_optimized_model_weights=True",
         "set_to_none=True, *, zero_grad_buffer=True",
@@ -232,7 +221,8 @@ def test_signatures_of_methods(ranks: Callable[..., list[Any]]) -> None:
     ]
 
 
-def look_at_meshes() -> None:
+@on_ranks(4)
+def test_names_of_mesh_axes() -> None:
     mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("dp", "tp"))
     assert get_mesh_names(mesh) == ["dp", "tp"]
     mesh["dp", "tp"]._flatten("all")
@@ -252,7 +242,3 @@ def look_at_meshes() -> None:
         assert contains_submesh(mesh, names) is expected, names
     assert contains_submesh(None, "dp") is contains_submesh(mesh, None) is False
     assert megatron_fsdp.FSDPDistributedIndex(mesh, "all").size == dist.get_world_size()
-
-
-def test_names_of_mesh_axes(ranks: Callable[..., list[Any]]) -> None:
-    ranks(4, look_at_meshes)

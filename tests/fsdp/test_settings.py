@@ -26,7 +26,7 @@ from megatron_fsdp.translation import KEYWORDS
 from megatron_fsdp.uneven_dtensor import uneven_dtensor_to_full_tensor
 from tests.support.fsdp.meshes import mesh_of
 from tests.support.fsdp.models import WIDTH, ResidualBlock, build_stack
-from tests.support.fsdp.reference import Ranks, batch, loss_of
+from tests.support.fsdp.reference import batch, loss_of, on_ranks
 from tests.support.fsdp.wrong_calls import message_of
 
 WRONG: dict[str, tuple[Any, dict[str, Any], tuple[str, ...]]] = {
@@ -89,7 +89,8 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> list
     return [uneven_dtensor_to_full_tensor(parameter) for parameter in model.parameters()]
 
 
-def through_both_doors() -> bool:
+@on_ranks(2)
+def test_both_doors_lead_to_the_same_weights() -> None:
     device_mesh = mesh_of("dp")
     first, second = build_stack(), build_stack()
     model, optimizer = fully_shard(
@@ -115,14 +116,11 @@ def through_both_doors() -> bool:
     pairs = zip(
         train(model, optimizer, rank), train(published, published_optimizer, rank), strict=True
     )
-    return all(torch.equal(one, two) for one, two in pairs)
+    assert all(torch.equal(one, two) for one, two in pairs)
 
 
-def test_both_doors_lead_to_the_same_weights(ranks: Ranks) -> None:
-    assert ranks(2, through_both_doors) == [True, True]
-
-
-def without_arguments() -> None:
+@on_ranks(2)
+def test_the_door_needs_a_module_alone_and_lists_all_problems() -> None:
     model = fully_shard(nn.Linear(WIDTH, 3))
     model(torch.ones(2, WIDTH)).sum().backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
@@ -133,18 +131,11 @@ def without_arguments() -> None:
         assert part in message
 
 
-def test_the_door_needs_a_module_alone_and_lists_all_problems(ranks: Ranks) -> None:
-    ranks(2, without_arguments)
-
-
-def devices_on_the_second_gpu() -> list[str]:
-    """Return the devices that settings stand for where this rank's GPU is the second one."""
+@on_ranks(1)
+def test_a_device_without_a_number_is_the_one_of_the_rank() -> None:
+    """Let this rank's GPU be the second one."""
     mesh = Mesh(device_mesh=mesh_of("dp"))
     with mock.patch.object(Mesh, "device", torch.device("cuda", 1)):
         given = [Memory(device=name) for name in (None, "cuda", "cuda:0", "cpu")]
-        return [str(Settings(mesh=mesh, memory=memory).device) for memory in given]
-
-
-def test_a_device_without_a_number_is_the_one_of_the_rank(ranks: Ranks) -> None:
-    (devices,) = ranks(1, devices_on_the_second_gpu)
+        devices = [str(Settings(mesh=mesh, memory=memory).device) for memory in given]
     assert devices == ["cuda:1", "cuda:1", "cuda:0", "cpu"]

@@ -10,7 +10,7 @@ from megatron.fsdp import Strategy
 from megatron.fsdp import fully_shard as fully_shard_by_settings
 from megatron_fsdp import fully_shard, fully_shard_model
 from tests.support.fsdp.meshes import mesh_of
-from tests.support.fsdp.reference import Ranks
+from tests.support.fsdp.reference import Ranks, on_ranks
 from tests.support.fsdp.subclasses import Frozen4Bit
 from tests.support.fsdp.wrong_calls import Scene, WrongCall, check_refusals, message_of
 
@@ -64,8 +64,11 @@ def test_trained_weights_without_main_weights_are_refused_alike(ranks: Ranks) ->
     check_refusals(ranks, __name__)
 
 
-def shard_subclasses(level: int) -> str:
-    """Train a plain subclass; return the error of one that keeps its memory."""
+@pytest.mark.always("3")
+@pytest.mark.parametrize("level", [0, 3])
+@on_ranks(2)
+def test_subclasses_of_parameters_take_the_memory_of_the_buffer_or_are_refused(level: int) -> None:
+    """Train a plain subclass, and shard one that keeps its memory."""
     module = with_weight(Named(torch.ones(2, 2)))
     model, optimizer = fully_shard(
         module, torch.optim.SGD(module.parameters(), lr=1.0), zero_dp_strategy=level
@@ -76,13 +79,5 @@ def shard_subclasses(level: int) -> str:
     with torch.no_grad():
         assert torch.equal(model(x) - model(0 * x), torch.zeros(1, 2))  # weights of 1 less 1
     module = with_weight(KeepsItsMemory(torch.ones(2, 2)))
-    return message_of(NotImplementedError, fully_shard_model, module, zero_dp_strategy=level)
-
-
-@pytest.mark.always("3")
-@pytest.mark.parametrize("level", [0, 3])
-def test_subclasses_of_parameters_take_the_memory_of_the_buffer_or_are_refused(
-    ranks: Ranks, level: int
-) -> None:
-    for message in ranks(2, shard_subclasses, level):
-        assert "0.weight: a KeepsItsMemory cannot be sharded" in message
+    message = message_of(NotImplementedError, fully_shard_model, module, zero_dp_strategy=level)
+    assert "0.weight: a KeepsItsMemory cannot be sharded" in message, message

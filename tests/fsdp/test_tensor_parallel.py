@@ -22,6 +22,7 @@ from megatron.fsdp.dtensor.tensor_part import full_tensor
 from megatron_fsdp import MegatronFSDP, fully_shard
 from tests.support.fsdp.meshes import shard_mesh
 from tests.support.fsdp.reference import Ranks, close, optimizer_over
+from tests.support.fsdp.state_dicts import load_checkpoint, save_checkpoint
 
 WIDTH, LENGTH = 6, 8
 
@@ -180,10 +181,7 @@ def test_hidden_sizes_that_ranks_do_not_divide_match_too(ranks: Ranks, level: in
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    ("level", "outer"),
-    [(2, 0), (3, 1)],
-)
+@pytest.mark.parametrize(("level", "outer"), [(2, 0), (3, 1)])
 def test_hybrid_sharding_with_tensor_parallelism_matches(
     ranks: Ranks, level: int, outer: int
 ) -> None:
@@ -216,9 +214,7 @@ def sharded(
 def save(path: str, hidden: int, tensor_parallel: bool, level: int) -> None:
     model, optimizer = sharded(hidden, tensor_parallel, level)
     take_steps(model, optimizer, range(2))
-    checkpoint.save(
-        {"model": model.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint_id=path
-    )
+    save_checkpoint(path, model, optimizer)
 
 
 def load_and_go_on(path: str, hidden: int, tensor_parallel: bool, level: int) -> None:
@@ -229,10 +225,7 @@ def load_and_go_on(path: str, hidden: int, tensor_parallel: bool, level: int) ->
     take_steps(
         model, optimizer, range(5, 6)
     )  # weights and moments that are not those of the checkpoint
-    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    checkpoint.load(state, checkpoint_id=path)
-    model.load_state_dict(state["model"])
-    optimizer.load_state_dict(state["optimizer"])
+    load_checkpoint(path, model, optimizer)
     compare_all(model, dict(reference.named_parameters()), "loaded")
     take_steps(reference, expected_optimizer, range(2, 4))
     take_steps(model, optimizer, range(2, 4))

@@ -15,7 +15,14 @@ from torch import Tensor, nn
 from megatron.fsdp.engine.param_group import UNREADABLE
 from megatron_fsdp import fully_shard_model
 from tests.support.fsdp.models import WIDTH, ResidualBlock, Stack
-from tests.support.fsdp.reference import LEVELS, Ranks, batch, compare_shards, loss_of
+from tests.support.fsdp.reference import (
+    LEVELS,
+    Ranks,
+    batch,
+    compare_shards,
+    loss_of,
+    shown_gradients,
+)
 from tests.support.fsdp.side_by_side import inner, mean_gradients, plain_backward, shard
 
 UNREAD = f"is at version {UNREADABLE}; expected"
@@ -85,8 +92,7 @@ def outcome(level: int, when: str, backward: Callable[..., None], is_frozen: boo
             assert use is not plain_backward
             result = str(error)
             continue
-        shown = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
-        compare_shards(model, shown, expected, f"{when}, step {step}")
+        compare_shards(model, shown_gradients(model), expected, f"{when}, step {step}")
     return result
 
 

@@ -18,7 +18,7 @@ from megatron_fsdp import fully_shard, fully_shard_model
 from megatron_fsdp.uneven_dtensor import uneven_dtensor_to_full_tensor
 from tests.support.fsdp.meshes import mesh_of, shard_mesh
 from tests.support.fsdp.models import BATCH, WIDTH, ResidualBlock, build_stack
-from tests.support.fsdp.reference import Ranks
+from tests.support.fsdp.reference import Ranks, on_ranks, shard_with_sgd
 from tests.support.fsdp.watched_communication import watching_dtypes
 from tests.support.fsdp.wrong_calls import message_of
 
@@ -98,9 +98,8 @@ def side_by_side(name: str, level: int, casts: bool) -> dict[str, bool]:
     fsdp2_fully_shard(theirs, mesh=mesh, mp_policy=policy)
     expected = train(theirs, theirs, torch.optim.SGD(theirs.parameters(), lr=0.1))
     module = WatchedStack()
-    model, optimizer = fully_shard(
+    model, optimizer = shard_with_sgd(
         module,
-        torch.optim.SGD(module.parameters(), lr=0.1),
         mesh,
         fsdp_unit_modules=[ResidualBlock],
         mixed_precision_policy=policy,
@@ -129,7 +128,8 @@ def test_inputs_are_not_cast_where_the_policy_says_so(ranks: Ranks) -> None:
         assert all(same.values()), same
 
 
-def by_settings() -> tuple[list[Any], set[torch.dtype], set[torch.dtype]]:
+@on_ranks(2)
+def test_frozen_weights_keep_their_dtype_in_checkpoints() -> None:
     """Use the door of typed settings, with frozen weights and weights on meta."""
     module = WatchedStack()
     module.stack.embed.requires_grad_(False)
@@ -144,44 +144,35 @@ def by_settings() -> tuple[list[Any], set[torch.dtype], set[torch.dtype]]:
     model(*inputs(0))["output"].float().sum().backward()
     state = model.state_dict()
     assert torch.equal(whole(state["module.stack.embed.weight"]), before)  # no bit is lost
-    return module.dtypes, {value.dtype for value in state.values()}, set()
+    assert module.dtypes == [BF16, torch.int64, BF16, BF16], module.dtypes
+    assert {value.dtype for value in state.values()} == {FP32}
 
 
-def test_frozen_weights_keep_their_dtype_in_checkpoints(ranks: Ranks) -> None:
-    for dtypes, of_state, _ in ranks(2, by_settings):
-        assert dtypes == [BF16, torch.int64, BF16, BF16] and of_state == {FP32}
-
-
-def with_tensor_parallelism() -> str:
+@on_ranks(2)
+def test_dtensors_of_tensor_parallelism_are_not_cast() -> None:
     mesh = mesh_of("dp", "tp", sizes=(1, 2))
     module = nn.Linear(4, 4)
     weight = distribute_tensor(module.weight.detach(), mesh["tp"], [Shard(0)])
     module.weight = nn.Parameter(weight)
     policy = TorchPrecision(param_dtype=BF16)
     arguments = {"tp_dim": "tp", "mixed_precision_policy": policy}
-    return message_of(NotImplementedError, fully_shard_model, module, mesh, "dp", **arguments)
+    message = message_of(NotImplementedError, fully_shard_model, module, mesh, "dp", **arguments)
+    assert "weight is a DTensor" in message and "main_params_dtype" in message, message
 
 
-def test_dtensors_of_tensor_parallelism_are_not_cast(ranks: Ranks) -> None:
-    for message in ranks(2, with_tensor_parallelism):
-        assert "weight is a DTensor" in message and "main_params_dtype" in message
-
-
-def with_a_dtype_of_its_own_for_a_parameter() -> str:
+@on_ranks(2)
+def test_a_dtype_for_a_single_parameter_is_refused() -> None:
     policy = TorchPrecision(param_dtype=BF16)
     object.__setattr__(policy, "param_dtype_override_fn", lambda parameter: None)
-    return message_of(
+    message = message_of(
         NotImplementedError, fully_shard_model, nn.Linear(2, 2), mixed_precision_policy=policy
     )
+    assert "param_dtype_override_fn" in message, message
 
 
-def test_a_dtype_for_a_single_parameter_is_refused(ranks: Ranks) -> None:
-    for message in ranks(2, with_a_dtype_of_its_own_for_a_parameter):
-        assert "param_dtype_override_fn" in message
-
-
-def contradicting() -> str:
-    return message_of(
+@on_ranks(2)
+def test_a_policy_of_torch_and_an_older_keyword_contradict() -> None:
+    message = message_of(
         ValueError,
         fully_shard,
         module := nn.Linear(2, 2),
@@ -189,8 +180,4 @@ def contradicting() -> str:
         mixed_precision_policy=TorchPrecision(param_dtype=BF16),
         grad_reduce_in_fp32=True,
     )
-
-
-def test_a_policy_of_torch_and_an_older_keyword_contradict(ranks: Ranks) -> None:
-    for message in ranks(2, contradicting):
-        assert "mixed_precision_policy of torch" in message.replace("\n", " ")
+    assert "mixed_precision_policy of torch" in message.replace("\n", " "), message

@@ -30,10 +30,13 @@ from tests.support.fsdp.dtensor.dtensors import (
     uneven,
     users_own,
 )
-from tests.support.fsdp.reference import Ranks
+from tests.support.fsdp.reference import on_ranks
 
 
-def gather(kind: str) -> None:
+@pytest.mark.always("level3", "users_own")
+@pytest.mark.parametrize("kind", ["level0", "level3", "hybrid_optim", "tensor", "users_own"])
+@on_ranks(4)
+def test_whole_tensors_are_gathered(kind: str) -> None:
     is_users_own = kind == "users_own"
     tensors = users_own(with_runs_of_columns=True) if is_users_own else everything(*build(kind))
     for name, dtensor, whole in tensors:
@@ -52,13 +55,8 @@ def gather(kind: str) -> None:
     assert gather_uneven_dtensor_to_full_tensor(dtensor, target_device="meta").to_local().is_meta
 
 
-@pytest.mark.always("level3", "users_own")
-@pytest.mark.parametrize("kind", ["level0", "level3", "hybrid_optim", "tensor", "users_own"])
-def test_whole_tensors_are_gathered(ranks: Ranks, kind: str) -> None:
-    ranks(4, gather, kind)
-
-
-def look_for_odd_cases() -> None:
+@on_ranks(4)
+def test_the_models_have_element_runs_and_empty_shards() -> None:
     """Check that some local parts here are element runs and some are empty."""
     model = build("level3", train=False)[0]
     runs = {
@@ -76,11 +74,8 @@ def look_for_odd_cases() -> None:
     assert max(each["module.odd_cube"] for each in counts) > 2
 
 
-def test_the_models_have_element_runs_and_empty_shards(ranks: Ranks) -> None:
-    ranks(4, look_for_odd_cases)
-
-
-def gather_odd_placements() -> None:
+@on_ranks(2)
+def test_other_placements_and_wrong_sizes_are_summed_or_refused() -> None:
     line = init_device_mesh("cpu", (2,))
     partial = DTensor.from_local(torch.ones(3), line, [Partial()], run_check=False)
     assert torch.equal(uneven_dtensor_to_full_tensor(partial), torch.full((3,), 2.0))
@@ -99,31 +94,6 @@ def gather_odd_placements() -> None:
     )
     with pytest.raises(ValueError, match=r"hold 4 elements, but shape \(5,\) has 5"):
         uneven_dtensor_to_full_tensor(short)
-
-
-def test_other_placements_and_wrong_sizes_are_summed_or_refused(ranks: Ranks) -> None:
-    ranks(2, gather_odd_placements)
-
-
-def split_everything(kind: str) -> None:
-    tensors = users_own() if kind == "users_own" else everything(*build(kind))
-    for name, dtensor, whole in tensors:
-        if ("'s state dict" in name and "model" not in name) or name.endswith("state"):
-            continue  # like gradients, and like what is in the model's state dict
-        for dim in range(dtensor.ndim):
-            size = dtensor.shape[dim]
-            for sections in (-(-size // 3), [1, 0, size - 1]):
-                compare_parts(
-                    f"{name} {dim} {sections}", dtensor, whole.reshape(dtensor.shape), sections, dim
-                )
-        if dtensor.ndim:
-            compare_parts(
-                name,
-                dtensor,
-                whole.reshape(dtensor.shape),
-                max(dtensor.shape[0] - 1, 1),
-                -dtensor.ndim,
-            )
 
 
 def compare_parts(name: str, dtensor: DTensor, whole: Tensor, sections: Any, dim: int) -> None:
@@ -148,11 +118,30 @@ def compare_parts(name: str, dtensor: DTensor, whole: Tensor, sections: Any, dim
 
 @pytest.mark.always("users_own")
 @pytest.mark.parametrize("kind", ["level3", "tensor", "users_own"])
-def test_parts_are_those_of_torch_split(ranks: Ranks, kind: str) -> None:
-    ranks(4, split_everything, kind)
+@on_ranks(4)
+def test_parts_are_those_of_torch_split(kind: str) -> None:
+    tensors = users_own() if kind == "users_own" else everything(*build(kind))
+    for name, dtensor, whole in tensors:
+        if ("'s state dict" in name and "model" not in name) or name.endswith("state"):
+            continue  # like gradients, and like what is in the model's state dict
+        for dim in range(dtensor.ndim):
+            size = dtensor.shape[dim]
+            for sections in (-(-size // 3), [1, 0, size - 1]):
+                compare_parts(
+                    f"{name} {dim} {sections}", dtensor, whole.reshape(dtensor.shape), sections, dim
+                )
+        if dtensor.ndim:
+            compare_parts(
+                name,
+                dtensor,
+                whole.reshape(dtensor.shape),
+                max(dtensor.shape[0] - 1, 1),
+                -dtensor.ndim,
+            )
 
 
-def split_wrongly() -> None:
+@on_ranks(2)
+def test_wrong_sections_are_refused_at_the_call() -> None:
     mesh = init_device_mesh("cpu", (2,))
     matrix = distribute_tensor(torch.zeros(4, 3), mesh, [Shard(0)])
     for sections, dim, message in [
@@ -171,10 +160,6 @@ def split_wrongly() -> None:
     assert isinstance(halves, Iterator)
     chunks = [[tuple(chunk.sizes) for chunk in half.__create_chunk_list__()] for half in halves]
     assert chunks == ([[(2, 3)], []] if dist.get_rank() == 0 else [[], [(2, 3)]])
-
-
-def test_wrong_sections_are_refused_at_the_call(ranks: Ranks) -> None:
-    ranks(2, split_wrongly)
 
 
 def test_paths_lead_to_the_items_that_were_asked_for() -> None:

@@ -15,7 +15,7 @@ from megatron_fsdp import MegatronFSDP, fully_shard, fully_shard_model
 from tests.support.fsdp import models
 from tests.support.fsdp.models import Outer, ResidualBlock
 from tests.support.fsdp.optimizers import OPTIMIZERS
-from tests.support.fsdp.reference import Ranks, batch, close, evaluate, loss_of
+from tests.support.fsdp.reference import Ranks, batch, close, evaluate, loss_of, mean_loss, on_ranks
 from tests.support.fsdp.state_dicts import whole
 from tests.support.fsdp.watched_communication import watching_collectives
 from tests.support.fsdp.wrong_calls import message_of
@@ -41,7 +41,9 @@ def is_gathered(module: nn.Module, model: MegatronFSDP) -> bool:
     return any(group.compute.is_allocated for group in unit.groups)
 
 
-def gather_by_hand(asynchronous: bool) -> None:
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["at_once", "async"])
+@on_ranks(2)
+def test_a_unit_that_was_unsharded_by_hand_is_not_gathered_again(asynchronous: bool) -> None:
     """Show that a unit is gathered once, with the main weights, and freed by either end."""
     model, _ = sharded(3)
     block = model.module.blocks[1]
@@ -76,13 +78,6 @@ def gather_by_hand(asynchronous: bool) -> None:
         assert not is_gathered(model.module, model)
 
 
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["at_once", "async"])
-def test_a_unit_that_was_unsharded_by_hand_is_not_gathered_again(
-    ranks: Ranks, asynchronous: bool
-) -> None:
-    ranks(2, gather_by_hand, asynchronous)
-
-
 def train(level: int, name: str, settings: dict[str, Any]) -> None:
     """Unshard and reshard wherever code may, and compare with the unsharded model."""
     reference = models.build(name)
@@ -97,10 +92,7 @@ def train(level: int, name: str, settings: dict[str, Any]) -> None:
         )
     blocks[0].register_forward_hook(lambda *_: model.reshard(blocks[1]))  # gathered, not used yet
     for step in range(3):
-        (
-            sum(loss_of(reference(batch(step, rank, 0))) for rank in range(dist.get_world_size()))
-            / dist.get_world_size()
-        ).backward()
+        mean_loss(reference, step).backward()
         model.unshard(blocks[2], async_op=True)
         loss = loss_of(model(batch(step, dist.get_rank(), 0)))
         model.unshard()
@@ -139,7 +131,8 @@ def test_training_with_units_unsharded_by_hand_matches_the_unsharded_model(
     ranks(2, train, level, name, SETTINGS[settings])
 
 
-def install_below_level_3() -> None:
+@on_ranks(2)
+def test_below_level_3_unshard_installs_new_weights_and_reshard_does_nothing() -> None:
     """Show that weights are as new as the step, and that nothing is gathered twice or freed."""
     for level in (1, 2):
         model, optimizer = sharded(level)
@@ -156,11 +149,8 @@ def install_below_level_3() -> None:
                 close(sharded_param.compute.detach(), weight, sharded_param.name, 0.0)
 
 
-def test_below_level_3_unshard_installs_new_weights_and_reshard_does_nothing(ranks: Ranks) -> None:
-    ranks(2, install_below_level_3)
-
-
-def refuse() -> None:
+@on_ranks(1)
+def test_modules_that_are_no_units_are_refused_with_the_nearest_unit() -> None:
     module = models.build("nested_units")
     model = fully_shard_model(module, fsdp_unit_modules=[ResidualBlock, Outer])
     for call in (model.unshard, model.reshard):
@@ -172,7 +162,3 @@ def refuse() -> None:
     plain = megatron.fsdp.fully_shard(models.build_stack(), units=[ResidualBlock])
     plain.unshard(plain.module.blocks[0])
     plain.reshard(plain.module.blocks[0])
-
-
-def test_modules_that_are_no_units_are_refused_with_the_nearest_unit(ranks: Ranks) -> None:
-    ranks(1, refuse)

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from megatron_fsdp import fully_shard, fully_shard_model, fully_shard_optimizer
 from tests.support.fsdp.models import ResidualBlock, build_stack
-from tests.support.fsdp.reference import Ranks
+from tests.support.fsdp.reference import Ranks, on_ranks, shard_with_sgd
 from tests.support.fsdp.side_by_side import plain_backward
+from tests.support.fsdp.state_dicts import load_checkpoint, save_checkpoint
 
 
 class Messages(logging.Handler):
@@ -33,7 +33,10 @@ class Messages(logging.Handler):
         return texts
 
 
-def step_an_optimizer_from_before(level: int) -> list[str]:
+@pytest.mark.always("3")
+@pytest.mark.parametrize("level", [0, 3])
+@on_ranks(2)
+def test_the_step_of_an_optimizer_from_before_sharding_is_refused(level: int) -> None:
     module = nn.Linear(3, 5)
     optimizer = torch.optim.AdamW(module.parameters())
     model = fully_shard_model(module, zero_dp_strategy=level)
@@ -45,32 +48,21 @@ def step_an_optimizer_from_before(level: int) -> list[str]:
         messages.append(str(error.value))
     other = nn.Linear(3, 5)
     torch.optim.AdamW(other.parameters()).step()
-    return messages
+    assert len(messages) == 2, messages
+    assert all("2 of the optimizer's 2 parameters" in message for message in messages), messages
+    assert "fully_shard_optimizer" in messages[0], messages
 
 
-@pytest.mark.always("3")
-@pytest.mark.parametrize("level", [0, 3])
-def test_the_step_of_an_optimizer_from_before_sharding_is_refused(ranks: Ranks, level: int) -> None:
-    for messages in ranks(2, step_an_optimizer_from_before, level):
-        assert len(messages) == 2
-        assert all("2 of the optimizer's 2 parameters" in message for message in messages)
-        assert "fully_shard_optimizer" in messages[0]
-
-
-def step_again_after_sharding() -> str:
-    """Job: an optimizer that has stepped the plain module, while another model is sharded."""
+@on_ranks(2)
+def test_an_optimizer_that_stepped_before_sharding_is_refused_after_it() -> None:
+    """Step the plain module while another model is sharded."""
     fully_shard_model(nn.Linear(3, 5))
     module = nn.Linear(3, 5)
     optimizer = torch.optim.AdamW(module.parameters())
     optimizer.step()
     fully_shard_model(module)
-    with pytest.raises(RuntimeError) as error:
+    with pytest.raises(RuntimeError, match="would train nothing"):
         optimizer.step()
-    return str(error.value)
-
-
-def test_an_optimizer_that_stepped_before_sharding_is_refused_after_it(ranks: Ranks) -> None:
-    assert all("would train nothing" in message for message in ranks(2, step_again_after_sharding))
 
 
 def train_without_sharded_optimizer() -> tuple[list[str], list[str]]:
@@ -80,8 +72,7 @@ def train_without_sharded_optimizer() -> tuple[list[str], list[str]]:
         model(torch.ones(2, 3)).sum().backward()
     without = messages.take()
     fully_shard_optimizer(torch.optim.SGD(fully_shard_model(nn.Linear(3, 5)).parameters()))
-    module = nn.Linear(3, 5)
-    model, optimizer = fully_shard(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    model, optimizer = shard_with_sgd(nn.Linear(3, 5))
     model(torch.ones(2, 3)).sum().backward()
     optimizer.step()
     return without, messages.take()
@@ -113,17 +104,14 @@ def test_unit_classes_that_match_nothing_are_said(ranks: Ranks) -> None:
     assert "ResidualBlock" in message
 
 
-def give_units_of_another_model() -> str:
+@on_ranks(2)
+def test_modules_that_are_no_part_of_the_model_are_refused_as_units() -> None:
     blocks = nn.Sequential(ResidualBlock(), nn.Linear(5, 5))
     with pytest.raises(ValueError) as error:
         fully_shard_model(blocks, fsdp_unit_modules=[blocks[0], ResidualBlock()])
     fully_shard_model(blocks, fsdp_unit_modules=[blocks[0]])
-    return str(error.value)
-
-
-def test_modules_that_are_no_part_of_the_model_are_refused_as_units(ranks: Ranks) -> None:
-    for message in ranks(2, give_units_of_another_model):
-        assert "1 modules that are no part of the model (ResidualBlock)" in message
+    message = str(error.value)
+    assert "1 modules that are no part of the model (ResidualBlock)" in message, message
 
 
 def load_with_dcp(path: str, name: str, steps_first: bool) -> tuple[list[str], float]:
@@ -143,16 +131,13 @@ def load_with_dcp(path: str, name: str, steps_first: bool) -> tuple[list[str], f
     model, optimizer = make()
     for number in range(3):
         step(model, optimizer, number)
-    dcp.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint_id=path)
+    save_checkpoint(path, model, optimizer)
     step(model, optimizer, 3)
     resumed, fresh = make()
     if steps_first:
         step(resumed, fresh, 0)
     messages = Messages()
-    state = {"model": resumed.state_dict(), "optimizer": fresh.state_dict()}
-    dcp.load(state, checkpoint_id=path)
-    resumed.load_state_dict(state["model"])
-    fresh.load_state_dict(state["optimizer"])
+    load_checkpoint(path, resumed, fresh)
     step(resumed, fresh, 3)
     pairs = zip(model.parameters(), resumed.parameters())
     return messages.take(), max((left - right).abs().max().item() for left, right in pairs)

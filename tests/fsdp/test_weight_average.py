@@ -13,7 +13,7 @@ from megatron.fsdp.optimizer.host.host_memory import HostMemory
 from megatron.fsdp.weight_average import WeightAverage
 from megatron_fsdp import MixedPrecisionPolicy, fully_shard_model
 from tests.support.fsdp import models
-from tests.support.fsdp.reference import Ranks, evaluate
+from tests.support.fsdp.reference import Ranks, evaluate, on_ranks
 from tests.support.fsdp.state_dicts import assert_equal, sharded, train, whole
 
 
@@ -64,7 +64,10 @@ def test_an_average_follows_the_weights_and_is_saved(
     ranks(2, follow, level, str(tmp_path))
 
 
-def write_before_updates(level: int) -> None:
+@pytest.mark.always("1")
+@pytest.mark.parametrize("level", [0, 1, 3])
+@on_ranks(2)
+def test_an_average_has_what_code_has_just_written_to_weights(level: int) -> None:
     """Write to bfloat16 weights by name before the average is made, and before it is updated."""
     model = fully_shard_model(
         models.build_stack().bfloat16(),
@@ -81,13 +84,8 @@ def write_before_updates(level: int) -> None:
     assert torch.equal(found, torch.full_like(found, 2.0)), found
 
 
-@pytest.mark.always("1")
-@pytest.mark.parametrize("level", [0, 1, 3])
-def test_an_average_has_what_code_has_just_written_to_weights(ranks: Ranks, level: int) -> None:
-    ranks(2, write_before_updates, level)
-
-
-def wrong_averages() -> list[str]:
+@on_ranks(2)
+def test_wrong_arguments_of_an_average_are_named() -> None:
     module = models.build("scalars")
     messages = []
     with pytest.raises(ValueError) as error:
@@ -100,18 +98,15 @@ def wrong_averages() -> list[str]:
     with pytest.raises(RuntimeError) as error:
         WeightAverage(model).load_state_dict({"num_updates": 1})
     messages.append(str(error.value))
-    return messages
+    of_module, of_decay, of_state = messages
+    assert "fully_shard" in of_module
+    assert "1.5" in of_decay
+    assert "module." in of_state
 
 
-def test_wrong_arguments_of_an_average_are_named(ranks: Ranks) -> None:
-    for of_module, of_decay, of_state in ranks(2, wrong_averages):
-        assert "fully_shard" in of_module
-        assert "1.5" in of_decay
-        assert "module." in of_state
-
-
-def changed_units_at_waits() -> list[int]:
-    """Return how many units have another weight already whenever a unit's copies are awaited."""
+@on_ranks(2)
+def test_weights_that_may_still_be_copied_to_the_device_are_waited_for() -> None:
+    """Count the units that have another weight already whenever a unit's copies are awaited."""
     model, optimizer = sharded("tied_across_units", 3, offload_policy="host")
     average = WeightAverage(model)
     train(model, optimizer, 1)
@@ -124,9 +119,4 @@ def changed_units_at_waits() -> list[int]:
 
     with patch.object(HostMemory, "wait", count), average.applied():
         pass
-    return found
-
-
-def test_weights_that_may_still_be_copied_to_the_device_are_waited_for(ranks: Ranks) -> None:
-    for counts in ranks(2, changed_units_at_waits):
-        assert counts[: len(counts) // 2] == list(range(len(counts) // 2)) != []
+    assert found[: len(found) // 2] == list(range(len(found) // 2)) != [], found

@@ -17,7 +17,7 @@ from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard
 from tests.support.fsdp import models, side_by_side
 from tests.support.fsdp.meshes import Meshes
 from tests.support.fsdp.models import WIDTH, ResidualBlock, Stack
-from tests.support.fsdp.reference import LEVELS, Ranks, batch, optimizer_over
+from tests.support.fsdp.reference import LEVELS, Ranks, batch, on_ranks, optimizer_over
 from tests.support.fsdp.side_by_side import plain_backward, train_side_by_side
 
 
@@ -79,11 +79,7 @@ def build(dtype: torch.dtype, kind: type[Resettable] = Resettable) -> Resettable
 
 
 def shard(
-    dtype: torch.dtype,
-    level: int,
-    meshes: Meshes,
-    mesh: str,
-    kind: type[Resettable] = Resettable,
+    dtype: torch.dtype, level: int, meshes: Meshes, mesh: str, kind: type[Resettable] = Resettable
 ) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
     """Shard a model with main weights of float32, on an outer axis of two ranks for "outer2"."""
     module = build(dtype, kind)
@@ -200,7 +196,10 @@ STRATEGIES = {"flat": [(level, 0) for level in LEVELS], "outer2": [(2, 0), (3, 0
 """By mesh: levels, and whether the outer axis shards optimizer state."""
 
 
-def train_clamped(mesh: str) -> None:
+@pytest.mark.always("2-flat")
+@pytest.mark.parametrize(("num_ranks", "mesh"), [(2, "flat"), (2, "outer2"), (4, "outer2")])
+@on_ranks()
+def test_what_a_forward_writes_to_weights_is_trained_on(num_ranks: int, mesh: str) -> None:
     meshes = Meshes()
     for level, outer in STRATEGIES[mesh]:
         train_side_by_side(
@@ -211,14 +210,6 @@ def train_clamped(mesh: str) -> None:
             fsdp_unit_modules=[Clamped],
             outer_dp_sharding_strategy=outer,
         )
-
-
-@pytest.mark.always("2-flat")
-@pytest.mark.parametrize(("num_ranks", "mesh"), [(2, "flat"), (2, "outer2"), (4, "outer2")])
-def test_what_a_forward_writes_to_weights_is_trained_on(
-    ranks: Ranks, num_ranks: int, mesh: str
-) -> None:
-    ranks(num_ranks, train_clamped, mesh)
 
 
 class Decaying(Resettable):
@@ -235,7 +226,12 @@ IN_FORWARDS = [
 ]
 
 
-def write_in_forwards(mesh: str) -> None:
+@pytest.mark.always("1-flat")
+@pytest.mark.parametrize(
+    ("num_ranks", "mesh"), [(1, "flat"), (2, "flat"), (2, "outer2"), (4, "outer2")]
+)
+@on_ranks()
+def test_what_forwards_write_stays_in_main_weights_of_any_dtype(num_ranks: int, mesh: str) -> None:
     """Compare main weights with those of a module that computes in the same dtype."""
     meshes = Meshes()
     for level, dtype in IN_FORWARDS:
@@ -256,34 +252,22 @@ def write_in_forwards(mesh: str) -> None:
             model.load_state_dict(plain.state_dict())
 
 
-@pytest.mark.always("1-flat")
-@pytest.mark.parametrize(
-    ("num_ranks", "mesh"), [(1, "flat"), (2, "flat"), (2, "outer2"), (4, "outer2")]
-)
-def test_what_forwards_write_stays_in_main_weights_of_any_dtype(
-    ranks: Ranks, num_ranks: int, mesh: str
-) -> None:
-    ranks(num_ranks, write_in_forwards, mesh)
-
-
-def comparisons_of_plain_steps() -> int:
-    """Train models whose forwards write nothing; return how often weights were compared."""
+@pytest.mark.always("2")
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@on_ranks()
+def test_forwards_that_write_nothing_cost_no_comparison(num_ranks: int) -> None:
+    """Train models whose forwards write nothing."""
     meshes = Meshes()
     with patch.object(unit_access, "take_written") as take_written:
         for level, dtype in itertools.product(LEVELS, (torch.float32, torch.bfloat16)):
             model, optimizer = shard(dtype, level, meshes, "outer2")
             for _ in range(2):
                 train(model, optimizer, dtype)
-    return take_written.call_count
+    assert take_written.call_count == 0
 
 
-@pytest.mark.always("2")
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_forwards_that_write_nothing_cost_no_comparison(ranks: Ranks, num_ranks: int) -> None:
-    assert ranks(num_ranks, comparisons_of_plain_steps) == [0] * num_ranks
-
-
-def comparisons_of_tied_weights() -> int:
+@on_ranks(2)
+def test_weights_that_are_freed_early_are_not_taken_for_written() -> None:
     """Train a weight of two units, whose gradients free it before the first unit's backward."""
     with patch.object(unit_access, "take_written") as take_written:
         model, optimizer = side_by_side.shard(models.build("tied_across_units"), 3)
@@ -291,14 +275,11 @@ def comparisons_of_tied_weights() -> int:
             plain_backward(model, step, 0)
             optimizer.step()
             optimizer.zero_grad()
-    return take_written.call_count
+    assert take_written.call_count == 0
 
 
-def test_weights_that_are_freed_early_are_not_taken_for_written(ranks: Ranks) -> None:
-    assert ranks(2, comparisons_of_tied_weights) == [0, 0]
-
-
-def write_between_steps_that_are_not_installed() -> None:
+@on_ranks(2)
+def test_forwards_that_write_do_not_undo_a_step_that_is_not_installed() -> None:
     """Let a forward write while the new weights of an optimizer are not installed."""
     model, optimizer = shard(torch.bfloat16, 3, Meshes(), "flat", Decaying)
     train(model, optimizer, torch.bfloat16)
@@ -310,7 +291,3 @@ def write_between_steps_that_are_not_installed() -> None:
         model(x)
     for before, parameter in zip(stepped, model.parameters()):
         assert torch.equal(full_tensor(parameter), before)
-
-
-def test_forwards_that_write_do_not_undo_a_step_that_is_not_installed(ranks: Ranks) -> None:
-    ranks(2, write_between_steps_that_are_not_installed)

@@ -18,7 +18,7 @@ from torch import Tensor
 from megatron.fsdp.backends.gloo_messages import SMALLEST_ALL_GATHER, GlooMessages
 from megatron.fsdp.engine import collectives
 from megatron.fsdp.engine.device import CpuStreams, Pending
-from tests.support.fsdp.reference import Ranks
+from tests.support.fsdp.reference import Ranks, on_ranks
 from tests.support.rank_pool import RankFailure
 
 MESSAGES = GlooMessages(smallest_all_gather=0)
@@ -139,7 +139,8 @@ def test_shards_without_elements(ranks: Ranks) -> None:
     ranks(3, gathers_as_gloo, 0)
 
 
-def collectives_of_one_rank() -> None:
+@on_ranks(2)
+def test_one_rank_sends_nothing() -> None:
     group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     full, shard = torch.arange(4.0), torch.empty(4)
     with watching_messages() as (sent, received):
@@ -151,11 +152,8 @@ def collectives_of_one_rank() -> None:
     assert not sent and not received
 
 
-def test_one_rank_sends_nothing(ranks: Ranks) -> None:
-    ranks(2, collectives_of_one_rank)
-
-
-def write_during_a_gather() -> None:
+@on_ranks(2)
+def test_a_gather_in_place_does_not_write_the_own_shard() -> None:
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     full = torch.zeros(num_ranks * 500_000)
     own = full.chunk(num_ranks)[rank]
@@ -163,10 +161,6 @@ def write_during_a_gather() -> None:
     own.fill_(7.0)
     gather.wait()
     assert own.eq(7.0).all()
-
-
-def test_a_gather_in_place_does_not_write_the_own_shard(ranks: Ranks) -> None:
-    ranks(2, write_during_a_gather)
 
 
 @contextmanager
@@ -194,7 +188,9 @@ def total_bytes(tensors: list[Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 
-def bytes_of_each_collective() -> None:
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@on_ranks()
+def test_a_rank_sends_the_fewest_bytes(num_ranks: int) -> None:
     group, rank, num_ranks = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
     full = torch.randn(num_ranks * LARGE)
     own, shard = full.chunk(num_ranks)[rank], torch.empty(LARGE)
@@ -215,12 +211,8 @@ def bytes_of_each_collective() -> None:
     assert total_bytes(temporary) == (num_ranks - 2) * shard.nbytes
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_a_rank_sends_the_fewest_bytes(ranks: Ranks, num_ranks: int) -> None:
-    ranks(num_ranks, bytes_of_each_collective)
-
-
-def message_counts_by_size() -> tuple[int, int, int]:
+@on_ranks(3)
+def test_a_small_gather_is_that_of_gloo() -> None:
     """Count the messages of a small gather, of one in place, and of a larger one."""
     group, rank, num_ranks = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
     counts = []
@@ -231,14 +223,11 @@ def message_counts_by_size() -> tuple[int, int, int]:
         with watching_messages() as (sent, _):
             launch(GlooMessages().all_gather([full], [shard], group)).wait()
         counts.append(len(sent))
-    return tuple(counts)
+    assert counts == [0, 2, 2], counts
 
 
-def test_a_small_gather_is_that_of_gloo(ranks: Ranks) -> None:
-    assert ranks(3, message_counts_by_size) == [(0, 2, 2)] * 3
-
-
-def messages_of_another_backend() -> None:
+@on_ranks(2)
+def test_other_backends_keep_their_own_collectives() -> None:
     import torch.testing._internal.distributed.fake_pg  # registers the backend
 
     group = dist.new_group(backend="fake")
@@ -255,39 +244,6 @@ def messages_of_another_backend() -> None:
             launch(transport.all_gather([full, full.double()], [shard, shard.double()], group))
         assert question.call_count == 1
     assert not sent and not received
-
-
-def test_other_backends_keep_their_own_collectives(ranks: Ranks) -> None:
-    ranks(2, messages_of_another_backend)
-
-
-def random_interleaving(seed: int) -> None:
-    """Start gathers and reductions on overlapping groups; every rank waits in its own order."""
-    world, rank = list(range(dist.get_world_size())), dist.get_rank()
-    same = random.Random(seed)
-    own = random.Random(100 * seed + rank)
-    members = [world, world[::2], world[1:], world]
-    groups = [dist.group.WORLD, *map(dist.new_group, members[1:])]
-    under_way: list[tuple[Pending, Tensor, Tensor]] = []
-    for number in range(40):
-        choice, shard_size = same.randrange(len(groups)), same.choice([1, 1000, 100_000])
-        operation, dtype = same.choice([SUM, AVG]), same.choice(DTYPES)
-        is_gather, is_blocking = same.random() < 0.5, same.random() < 0.2
-        if rank in members[choice]:
-            case = (groups[choice], members[choice], shard_size, dtype, operation, number)
-            under_way.append(started_gather(*case) if is_gather else started_reduction(*case))
-        if is_blocking:
-            dist.all_reduce(torch.ones(1))  # while messages of other collectives are under way
-        if own.random() < 0.2:
-            time.sleep(own.random() * 0.01)
-        while len(under_way) > 6 or (under_way and own.random() < 0.3):
-            pending, result, expected = under_way.pop(own.randrange(len(under_way)))
-            pending.wait()
-            assert torch.equal(result, expected), number
-    own.shuffle(under_way)
-    for pending, result, expected in under_way:
-        pending.wait()
-        assert torch.equal(result, expected)
 
 
 def started_gather(
@@ -330,8 +286,34 @@ def started_reduction(
 
 @pytest.mark.always("1-3")
 @pytest.mark.parametrize(("seed", "num_ranks"), [(0, 4), (1, 3)])
-def test_ranks_wait_in_any_order(ranks: Ranks, num_ranks: int, seed: int) -> None:
-    ranks(num_ranks, random_interleaving, seed)
+@on_ranks()
+def test_ranks_wait_in_any_order(num_ranks: int, seed: int) -> None:
+    """Start gathers and reductions on overlapping groups; every rank waits in its own order."""
+    world, rank = list(range(dist.get_world_size())), dist.get_rank()
+    same = random.Random(seed)
+    own = random.Random(100 * seed + rank)
+    members = [world, world[::2], world[1:], world]
+    groups = [dist.group.WORLD, *map(dist.new_group, members[1:])]
+    under_way: list[tuple[Pending, Tensor, Tensor]] = []
+    for number in range(40):
+        choice, shard_size = same.randrange(len(groups)), same.choice([1, 1000, 100_000])
+        operation, dtype = same.choice([SUM, AVG]), same.choice(DTYPES)
+        is_gather, is_blocking = same.random() < 0.5, same.random() < 0.2
+        if rank in members[choice]:
+            case = (groups[choice], members[choice], shard_size, dtype, operation, number)
+            under_way.append(started_gather(*case) if is_gather else started_reduction(*case))
+        if is_blocking:
+            dist.all_reduce(torch.ones(1))  # while messages of other collectives are under way
+        if own.random() < 0.2:
+            time.sleep(own.random() * 0.01)
+        while len(under_way) > 6 or (under_way and own.random() < 0.3):
+            pending, result, expected = under_way.pop(own.randrange(len(under_way)))
+            pending.wait()
+            assert torch.equal(result, expected), number
+    own.shuffle(under_way)
+    for pending, result, expected in under_way:
+        pending.wait()
+        assert torch.equal(result, expected)
 
 
 def wait_for_a_dead_rank() -> None:

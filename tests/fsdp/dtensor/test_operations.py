@@ -15,7 +15,7 @@ from megatron.fsdp.dtensor.tensor_part import full_tensor
 from megatron_fsdp import MegatronFSDP, fully_shard_model
 from tests.support.fsdp.dtensor.operations import ELEMENTWISE, IN_PLACE, REFUSED, WHOLE, Operation
 from tests.support.fsdp.meshes import mesh_of
-from tests.support.fsdp.reference import Ranks
+from tests.support.fsdp.reference import Ranks, on_ranks
 
 
 class Weight(nn.Module):
@@ -144,7 +144,8 @@ def test_operations_give_what_the_whole_tensor_gives(
         assert kinds == {"rows", "flat", "empty"}
 
 
-def write_to_views() -> list[str]:
+@on_ranks(2)
+def test_writes_that_would_be_lost_are_refused_on_every_rank() -> None:
     messages = []
     parameter = odd_model(3).get_parameter("module.matrix.weight")
     before = full_tensor(parameter)
@@ -157,11 +158,7 @@ def write_to_views() -> list[str]:
                 messages.append(f"{title}: {error}")
     if not torch.equal(full_tensor(parameter), before):
         messages.append("something was written")
-    return messages
-
-
-def test_writes_that_would_be_lost_are_refused_on_every_rank(ranks: Ranks) -> None:
-    assert ranks(2, write_to_views) == [[], []]
+    assert messages == [], messages
 
 
 def draw(level: int, outer: int) -> list[Any]:
@@ -197,7 +194,8 @@ def test_ranks_with_different_seeds_draw_the_same_weights(
     assert others == [first] * len(others)
 
 
-def penalize() -> list[str]:
+@on_ranks(2)
+def test_a_penalty_on_sharded_parameters_is_refused_in_backward() -> None:
     model = odd_model(3)
     messages = []
     for term in (lambda p: p.square().sum(), lambda p: (p * 2).sum(), lambda p: p[0].norm()):
@@ -208,12 +206,7 @@ def penalize() -> list[str]:
             loss.backward()
         except RuntimeError as error:
             messages.append(str(error))
-    return messages
-
-
-def test_a_penalty_on_sharded_parameters_is_refused_in_backward(ranks: Ranks) -> None:
-    for messages in ranks(2, penalize):
-        assert messages == [NO_GRADIENT] * 3
+    assert messages == [NO_GRADIENT] * 3, messages
 
 
 def show_on_one_rank() -> str:
@@ -230,7 +223,10 @@ def test_a_parameter_is_printed_by_one_rank_alone(ranks: Ranks) -> None:
     assert "ShardedGradient" in text
 
 
-def edit_weights(level: int) -> list[float]:
+@pytest.mark.always("1", "3")
+@pytest.mark.parametrize("level", range(4))
+@on_ranks(2)
+def test_the_next_forward_uses_edited_weights(level: int) -> None:
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 1))
     model = fully_shard_model(module, zero_dp_strategy=level)
@@ -246,13 +242,7 @@ def edit_weights(level: int) -> list[float]:
     for parameter in model.state_dict().values():
         parameter[0] = 0.0
     outputs.append(model(x).item())
-    return outputs
-
-
-@pytest.mark.always("1", "3")
-@pytest.mark.parametrize("level", range(4))
-def test_the_next_forward_uses_edited_weights(ranks: Ranks, level: int) -> None:
-    first, twice, again, cut = ranks(2, edit_weights, level)[0]
+    first, twice, again, cut = outputs
     assert twice != first
     assert again == first
     assert cut == 0.0

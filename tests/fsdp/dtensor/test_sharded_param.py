@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from megatron.fsdp.dtensor.tensor_part import full_tensor
 from megatron_fsdp import fully_shard_model
 from tests.fsdp.test_tensor_parallel import data_place, mesh_arguments, whole
-from tests.support.fsdp.reference import Ranks, close
+from tests.support.fsdp.reference import Ranks, close, on_ranks
 
 
 class Marked(nn.Module):
@@ -92,7 +92,12 @@ def test_chunks_of_plain_tensors_with_attributes_make_up_the_whole(
         assert written.all(), name
 
 
-def gradient_of_marked(level: int) -> None:
+@pytest.mark.always("3")
+@pytest.mark.parametrize("level", [0, 1, 3])
+@on_ranks(4)
+def test_gradients_of_plain_tensors_with_attributes_have_the_shape_and_norm_of_the_whole(
+    level: int,
+) -> None:
     place = mesh_arguments("dp2_tp2")
     tp, (data_rank, data_size) = place["device_mesh"]["tp"], data_place(place["device_mesh"])
     model = fully_shard_model(
@@ -114,11 +119,3 @@ def gradient_of_marked(level: int) -> None:
         "norm",
         1e-9,
     )
-
-
-@pytest.mark.always("3")
-@pytest.mark.parametrize("level", [0, 1, 3])
-def test_gradients_of_plain_tensors_with_attributes_have_the_shape_and_norm_of_the_whole(
-    ranks: Ranks, level: int
-) -> None:
-    ranks(4, gradient_of_marked, level)

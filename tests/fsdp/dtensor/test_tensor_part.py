@@ -29,10 +29,19 @@ from tests.support.fsdp.dtensor.dtensors import (
     uneven,
     users_own,
 )
-from tests.support.fsdp.reference import Ranks
+from tests.support.fsdp.reference import Ranks, on_ranks
 
 
-def compare_chunks(kind: str) -> None:
+def at(whole: Tensor, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
+    return whole[
+        tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes))
+    ].reshape(-1)
+
+
+@pytest.mark.always("users_own")
+@pytest.mark.parametrize("kind", ["level1", "level3", "hybrid_optim", "tensor", "users_own"])
+@on_ranks(4)
+def test_chunks_have_the_offsets_of_the_local_elements(kind: str) -> None:
     """Compare chunks with the whole tensor, before and after the DTensor is annotated."""
     tensors = users_own() if kind == "users_own" else everything(*build(kind))
     for name, dtensor, whole in tensors:
@@ -61,18 +70,6 @@ def compare_chunks(kind: str) -> None:
             close(shard.reshape(-1), part, name)
         validate_uneven_dtensor(dtensor)
         close(uneven_dtensor_to_full_tensor(dtensor), whole, name)
-
-
-def at(whole: Tensor, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
-    return whole[
-        tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes))
-    ].reshape(-1)
-
-
-@pytest.mark.always("users_own")
-@pytest.mark.parametrize("kind", ["level1", "level3", "hybrid_optim", "tensor", "users_own"])
-def test_chunks_have_the_offsets_of_the_local_elements(ranks: Ranks, kind: str) -> None:
-    ranks(4, compare_chunks, kind)
 
 
 def own_nothing() -> list[Any]:

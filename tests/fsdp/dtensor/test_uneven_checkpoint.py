@@ -23,7 +23,7 @@ from megatron_fsdp.uneven_dtensor import (
     validate_uneven_dtensor,
 )
 from tests.support.fsdp.dtensor.dtensors import build, close, run_step, uneven
-from tests.support.fsdp.reference import Ranks, evaluate
+from tests.support.fsdp.reference import Ranks, evaluate, on_ranks
 
 
 def tell_different_tensors() -> str:
@@ -155,7 +155,8 @@ def test_checkpoint_of_a_users_own_dtensors_and_their_parts(ranks: Ranks, tmp_pa
     ranks(4, load_users_own, str(tmp_path))
 
 
-def copy_and_pickle() -> None:
+@on_ranks(2)
+def test_torch_save_keeps_chunks_and_copies_are_annotated_again() -> None:
     state = preprocess_state_dict_for_uneven_dtensor(make_users_own())
     parts = [*split_dtensor(state["runs"], 6), *split_dtensor(state["columns"], [1, 3], dim=1)]
     file = io.BytesIO()
@@ -174,7 +175,3 @@ def copy_and_pickle() -> None:
         assert torch.equal(
             uneven_dtensor_to_full_tensor(state[name]), uneven_dtensor_to_full_tensor(value)
         ), name
-
-
-def test_torch_save_keeps_chunks_and_copies_are_annotated_again(ranks: Ranks) -> None:
-    ranks(2, copy_and_pickle)

@@ -16,11 +16,12 @@ from megatron_fsdp.uneven_dtensor import (
     update_uneven_dtensor_chunk_metadata,
 )
 from tests.support.fsdp.meshes import mesh_of
-from tests.support.fsdp.reference import Ranks
+from tests.support.fsdp.reference import on_ranks
 from tests.support.fsdp.wrong_calls import message_of
 
 
-def make_from_rows(path: str) -> None:
+@on_ranks(2)
+def test_parts_of_any_size_make_a_dtensor(tmp_path: object) -> None:
     whole, rank = torch.arange(35.0).view(7, 5), dist.get_rank()
     mesh = mesh_of("dp")
     for parts in (whole.split([2, 5]), [whole.flatten()[:9], whole.flatten()[9:]]):
@@ -30,18 +31,15 @@ def make_from_rows(path: str) -> None:
         assert torch.equal(parts[rank].flatten(), made.to_local().flatten())  # the same storage
         made.to_local().div_(2)
         update_uneven_dtensor_chunk_metadata(made)
-        dcp.save({"value": made}, checkpoint_id=path)
+        dcp.save({"value": made}, checkpoint_id=tmp_path)
         loaded = {"value": torch.zeros(7, 5)}
-        dcp.load(loaded, checkpoint_id=path)
+        dcp.load(loaded, checkpoint_id=tmp_path)
         assert torch.equal(loaded["value"], whole)
     message_of(ValueError, make_uneven_dtensor, whole, whole.shape, mesh, [Shard(0), Replicate()])
 
 
-def test_parts_of_any_size_make_a_dtensor(ranks: Ranks, tmp_path: object) -> None:
-    ranks(2, make_from_rows, str(tmp_path))
-
-
-def make_of_parameter() -> None:
+@on_ranks(4)
+def test_the_part_of_a_parameter_makes_a_dtensor_of_its_whole_shape() -> None:
     mesh = mesh_of("dp", "tp", sizes=(2, 2))
     index = FSDPDistributedIndex(mesh, "dp", tp_dim="tp")
     data, tensor = mesh["dp"].get_local_rank(), mesh["tp"].get_local_rank()
@@ -65,25 +63,16 @@ def make_of_parameter() -> None:
     )
 
 
-def test_the_part_of_a_parameter_makes_a_dtensor_of_its_whole_shape(ranks: Ranks) -> None:
-    ranks(4, make_of_parameter)
-
-
-def state_of_both(path: str) -> None:
+@on_ranks(2)
+def test_state_dicts_of_model_and_optimizer_are_ready_for_checkpoints(tmp_path: object) -> None:
     module = nn.Linear(5, 7)
     model, optimizer = fully_shard(module, torch.optim.AdamW(module.parameters()))
     model(torch.ones(2, 5)).sum().backward()
     optimizer.step()
     model_state, optimizer_state = get_state_dict(model, optimizer)
     assert isinstance(model_state["module.weight"], DTensor)
-    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=path)
+    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=tmp_path)
     loaded = {"model": {"module.weight": torch.zeros(7, 5)}}
-    dcp.load(loaded, checkpoint_id=path)
+    dcp.load(loaded, checkpoint_id=tmp_path)
     weight = dict(model.named_parameters())["module.weight"]
     assert torch.equal(loaded["model"]["module.weight"], full_tensor(weight).detach())
-
-
-def test_state_dicts_of_model_and_optimizer_are_ready_for_checkpoints(
-    ranks: Ranks, tmp_path: object
-) -> None:
-    ranks(2, state_of_both, str(tmp_path))

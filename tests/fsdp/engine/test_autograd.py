@@ -14,7 +14,7 @@ from megatron.fsdp.dtensor.tensor_part import full_tensor
 from megatron_fsdp import fully_shard_model
 from tests.support.fsdp.meshes import shard_mesh
 from tests.support.fsdp.models import WIDTH, ResidualBlock, Stack, TanhLayer, build_stack
-from tests.support.fsdp.reference import LEVELS, Ranks, batch, close, loss_of
+from tests.support.fsdp.reference import LEVELS, Ranks, batch, close, loss_of, on_ranks
 from tests.support.fsdp.side_by_side import (
     Backward,
     compare_plain_gradients,
@@ -115,10 +115,13 @@ CUSTOM = (FunctionsOfOthers, ForcesOfSharedInput, PartlyDetached, SavedTensorHoo
 BUILDERS: dict[str, Callable[[], nn.Module]] = {each.__name__: each for each in CUSTOM}
 
 
-def train_at_two_levels(name: str) -> None:
+@pytest.mark.always("FunctionsOfOthers")
+@pytest.mark.parametrize("model", BUILDERS)
+@on_ranks(2)
+def test_models_with_functions_of_their_own_match_the_unsharded_ones(model: str) -> None:
     mesh = shard_mesh()
-    kind = BUILDERS[name]
-    for level in (3, list(BUILDERS).index(name) % 3):
+    kind = BUILDERS[model]
+    for level in (3, list(BUILDERS).index(model) % 3):
         train_side_by_side(
             lambda: kind().double(),
             plain_backward,
@@ -126,14 +129,6 @@ def train_at_two_levels(name: str) -> None:
             mesh=mesh,
             fsdp_unit_modules=list(kind.units),
         )
-
-
-@pytest.mark.always("FunctionsOfOthers")
-@pytest.mark.parametrize("model", BUILDERS)
-def test_models_with_functions_of_their_own_match_the_unsharded_ones(
-    ranks: Ranks, model: str
-) -> None:
-    ranks(2, train_at_two_levels, model)
 
 
 def backward_twice(model: nn.Module, step: int, rank: int) -> None:
@@ -196,16 +191,13 @@ USES: dict[str, Backward] = {
 }
 
 
-def use_at_two_levels(name: str) -> None:
-    mesh = shard_mesh()
-    for level in (3, list(USES).index(name) % 3):
-        train_side_by_side(build_stack, USES[name], level, mesh=mesh)
-
-
 @pytest.mark.always("backward_twice", "two_losses_of_one_forward", "gradient_of_a_hidden_state")
 @pytest.mark.parametrize("use", USES)
-def test_gradients_are_those_of_the_unsharded_model(ranks: Ranks, use: str) -> None:
-    ranks(2, use_at_two_levels, use)
+@on_ranks(2)
+def test_gradients_are_those_of_the_unsharded_model(use: str) -> None:
+    mesh = shard_mesh()
+    for level in (3, list(USES).index(use) % 3):
+        train_side_by_side(build_stack, USES[use], level, mesh=mesh)
 
 
 def gradient_penalty(model: nn.Module, step: int, rank: int) -> None:
@@ -250,7 +242,10 @@ def test_a_gradient_of_a_gradient_is_right_or_refused(ranks: Ranks, level: int, 
         assert outcome == "right", outcome
 
 
-def gradient_of_parameters(level: int) -> None:
+@pytest.mark.always("3")
+@pytest.mark.parametrize("level", [1, 3])
+@on_ranks(2)
+def test_autograd_grad_of_sharded_parameters_says_how_to_get_their_gradients(level: int) -> None:
     """Ask for gradients of the sharded parameters, which is refused, and train on."""
     model, _ = shard(build_stack(), level)
     loss = loss_of(model(batch(0, dist.get_rank(), 0)))
@@ -262,13 +257,8 @@ def gradient_of_parameters(level: int) -> None:
 
 @pytest.mark.always("3")
 @pytest.mark.parametrize("level", [1, 3])
-def test_autograd_grad_of_sharded_parameters_says_how_to_get_their_gradients(
-    ranks: Ranks, level: int
-) -> None:
-    ranks(2, gradient_of_parameters, level)
-
-
-def backward_after_freeing(level: int) -> None:
+@on_ranks(2)
+def test_a_second_backward_without_a_graph_is_refused_by_torch_and_does_no_harm(level: int) -> None:
     model, _ = shard(build_stack(), level)
     loss = loss_of(model(batch(0, dist.get_rank(), 0)))
     loss.backward()
@@ -279,26 +269,18 @@ def backward_after_freeing(level: int) -> None:
 
 @pytest.mark.always("3")
 @pytest.mark.parametrize("level", [1, 3])
-def test_a_second_backward_without_a_graph_is_refused_by_torch_and_does_no_harm(
-    ranks: Ranks, level: int
-) -> None:
-    ranks(2, backward_after_freeing, level)
-
-
-def jacobian_rows(level: int) -> None:
+@on_ranks(2)
+def test_the_jacobian_over_inputs_is_that_of_the_unsharded_model(level: int) -> None:
     reference, (model, _) = build_stack(), shard(build_stack(), level)
     x = batch(0, 0, 0)[:1]
     expected = torch.autograd.functional.jacobian(reference, x)
     close(torch.autograd.functional.jacobian(model, x), expected, "jacobian")
 
 
-@pytest.mark.always("3")
-@pytest.mark.parametrize("level", [1, 3])
-def test_the_jacobian_over_inputs_is_that_of_the_unsharded_model(ranks: Ranks, level: int) -> None:
-    ranks(2, jacobian_rows, level)
-
-
-def gradients_after_a_failed_backward(level: int) -> bool:
+@pytest.mark.always("0", "3")
+@pytest.mark.parametrize("level", range(4))
+@on_ranks(2)
+def test_a_step_after_a_failed_backward_begins_with_fresh_gradients(level: int) -> None:
     net = nn.Sequential(TanhLayer(), TanhLayer())
     model = fully_shard_model(
         net, fsdp_unit_modules=[TanhLayer], zero_dp_strategy=level, sync_model_each_microbatch=False
@@ -323,17 +305,9 @@ def gradients_after_a_failed_backward(level: int) -> bool:
     model.zero_grad()
     model(x).sum().backward()
     model.finish_grad_sync()
-    return all(
+    assert all(
         torch.equal(left, full_tensor(right.grad)) for left, right in zip(once, model.parameters())
-    ) and bool(dist.get_world_size())
-
-
-@pytest.mark.always("0", "3")
-@pytest.mark.parametrize("level", range(4))
-def test_a_step_after_a_failed_backward_begins_with_fresh_gradients(
-    ranks: Ranks, level: int
-) -> None:
-    assert ranks(2, gradients_after_a_failed_backward, level) == [True, True]
+    )
 
 
 class ForceField(nn.Module):
@@ -351,7 +325,8 @@ class ForceField(nn.Module):
         return force + self.shift
 
 
-def differentiate_inside() -> None:
+@on_ranks(2)
+def test_a_forward_that_differentiates_keeps_its_weights() -> None:
     torch.manual_seed(0)
     module = ForceField()
     reference = copy.deepcopy(module)
@@ -360,7 +335,3 @@ def differentiate_inside() -> None:
     )
     for _ in range(2):
         torch.testing.assert_close(model(torch.ones(2, 4)), reference(torch.ones(2, 4)))
-
-
-def test_a_forward_that_differentiates_keeps_its_weights(ranks: Ranks) -> None:
-    ranks(2, differentiate_inside)

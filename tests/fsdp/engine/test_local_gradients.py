@@ -15,7 +15,7 @@ from megatron.fsdp.engine.buffer import FlatBuffer, Storage
 from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard_model
 from tests.support.fsdp.meshes import shard_mesh
 from tests.support.fsdp.models import TanhLayer
-from tests.support.fsdp.reference import LEVELS, Ranks
+from tests.support.fsdp.reference import LEVELS, Ranks, on_ranks
 
 X = torch.linspace(-1, 1, 16, dtype=torch.float32).view(2, 8)
 DTYPES = (torch.float32, torch.bfloat16)
@@ -67,8 +67,10 @@ def unchanged(pair: Pair) -> Iterator[None]:
         assert torch.equal(old, new)
 
 
-def passes_between_looks(level: int) -> None:
-    """Job: look at gradients before, between and after passes that synchronise and others."""
+@pytest.mark.parametrize("num_ranks, level", WHOLE)
+@on_ranks()
+def test_gradients_are_right_whenever_one_looks(num_ranks: int, level: int) -> None:
+    """Look at gradients before, between and after passes that synchronise and others."""
     for dtype in DTYPES:
         pair = Pair(dtype, zero_dp_strategy=level)
         for _ in range(2):
@@ -88,13 +90,10 @@ def passes_between_looks(level: int) -> None:
             pair.zero_grad()
 
 
-@pytest.mark.parametrize("world_size, level", WHOLE)
-def test_gradients_are_right_whenever_one_looks(ranks: Ranks, world_size: int, level: int) -> None:
-    ranks(world_size, passes_between_looks, level)
-
-
-def zeros_before_a_pass() -> None:
-    """Job: show zeros, and run a pass that does not synchronise."""
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@on_ranks()
+def test_zeros_stay_zeros_until_gradients_are_reduced(num_ranks: int) -> None:
+    """Show zeros, and run a pass that does not synchronise."""
     for dtype in DTYPES:
         pair = Pair(dtype, zero_dp_strategy=0)
         for _ in range(2):
@@ -106,13 +105,10 @@ def zeros_before_a_pass() -> None:
             pair.check()
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_zeros_stay_zeros_until_gradients_are_reduced(ranks: Ranks, world_size: int) -> None:
-    ranks(world_size, zeros_before_a_pass)
-
-
-def attach_before_the_reduction() -> None:
-    """Job: show gradients of which none is reduced, and then scale and reduce them."""
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@on_ranks()
+def test_gradients_that_wait_survive_a_look_at_the_reduced_ones(num_ranks: int) -> None:
+    """Show gradients of which none is reduced, and then scale and reduce them."""
     for dtype in DTYPES:
         pair = Pair(dtype, zero_dp_strategy=0)
         pair.backward(is_last=False)
@@ -129,15 +125,9 @@ def attach_before_the_reduction() -> None:
         pair.check()
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_gradients_that_wait_survive_a_look_at_the_reduced_ones(
-    ranks: Ranks, world_size: int
-) -> None:
-    ranks(world_size, attach_before_the_reduction)
-
-
-def scale_waiting() -> None:
-    """Job: scale gradients that wait in the shard's tensor, and clear others there."""
+@on_ranks(2)
+def test_gradients_that_wait_are_scaled_and_cleared() -> None:
+    """Scale gradients that wait in the shard's tensor, and clear others there."""
     pair = Pair(torch.float32, zero_dp_strategy=0)
     pair.backward(is_last=False)
     pair.zero_grad()
@@ -147,10 +137,6 @@ def scale_waiting() -> None:
         parameter.grad.mul_(0.5)
     pair.backward()
     pair.check()
-
-
-def test_gradients_that_wait_are_scaled_and_cleared(ranks: Ranks) -> None:
-    ranks(2, scale_waiting)
 
 
 def hybrid_with_one_rank(outer: int, inner: int, sharded: int, level: int) -> None:
@@ -196,8 +182,13 @@ def test_hybrid_sharding_with_axes_of_one_rank_is_right(
     ranks(outer * inner, hybrid_with_one_rank, outer, inner, sharded, level)
 
 
-def reduce_in_another_dtype(level: int) -> None:
-    """Job: gradients accumulate in float32 and are reduced in bfloat16."""
+@pytest.mark.parametrize("num_ranks, level", [(1, 0), (1, 3), (2, 0)])
+@on_ranks()
+def test_gradients_are_rounded_for_reductions_alone(num_ranks: int, level: int) -> None:
+    """Accumulate gradients in float32, and reduce them in bfloat16.
+
+    One rank that has them all sends nothing, so they remain in float32.
+    """
     policy = MixedPrecisionPolicy(torch.float32, torch.float32, torch.bfloat16)
     pair = Pair(torch.float32, zero_dp_strategy=level, mixed_precision_policy=policy)
     for _ in range(2):
@@ -206,17 +197,9 @@ def reduce_in_another_dtype(level: int) -> None:
         pair.backward()
         for ours, parameter in zip(pair.gradients(), pair.plain.parameters()):
             torch.testing.assert_close(ours, parameter.grad, rtol=2e-2, atol=2e-2)
-            if torch.distributed.get_world_size() == 1:
+            if num_ranks == 1:
                 torch.testing.assert_close(ours, parameter.grad)
         pair.zero_grad()
-
-
-@pytest.mark.parametrize("world_size, level", [(1, 0), (1, 3), (2, 0)])
-def test_gradients_are_rounded_for_reductions_alone(
-    ranks: Ranks, world_size: int, level: int
-) -> None:
-    """One rank that has them all sends nothing, so they remain in float32."""
-    ranks(world_size, reduce_in_another_dtype, level)
 
 
 # ---- memory

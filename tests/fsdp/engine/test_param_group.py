@@ -18,12 +18,15 @@ from tests.fsdp.test_mixed_precision import BF16_WITH_FP32
 from tests.support.fsdp import models
 from tests.support.fsdp.meshes import Meshes
 from tests.support.fsdp.models import ResidualBlock
-from tests.support.fsdp.reference import LEVELS, Ranks, batch, loss_of
+from tests.support.fsdp.reference import LEVELS, Ranks, batch, loss_of, on_ranks
 from tests.support.fsdp.side_by_side import shard_two_layers, whole_weights
 from tests.support.fsdp.state_dicts import whole_state
 
 
-def main_weights_around_a_broadcast(level: int) -> bool:
+@pytest.mark.always("1", "3")
+@pytest.mark.parametrize("level", range(4))
+@on_ranks(2)
+def test_a_broadcast_keeps_fp32_main_weights(level: int) -> None:
     net = nn.Linear(8, 8).bfloat16()
     model, optimizer = fully_shard(
         net, torch.optim.AdamW(net.parameters(), lr=1e-5), zero_dp_strategy=level
@@ -32,18 +35,16 @@ def main_weights_around_a_broadcast(level: int) -> bool:
     optimizer.step()
     before = [full_tensor(parameter) for parameter in model.parameters()]
     model.broadcast_params()
-    return all(
+    assert all(
         torch.equal(left, full_tensor(right)) for left, right in zip(before, model.parameters())
     )
 
 
-@pytest.mark.always("1", "3")
-@pytest.mark.parametrize("level", range(4))
-def test_a_broadcast_keeps_fp32_main_weights(ranks: Ranks, level: int) -> None:
-    assert ranks(2, main_weights_around_a_broadcast, level) == [True, True]
-
-
-def write_after_steps(level: int) -> None:
+@pytest.mark.always("0")
+@pytest.mark.parametrize("level", [0, 1, 2, 3])
+@on_ranks(2)
+def test_weights_written_after_a_step_are_not_overwritten_by_its_gather(level: int) -> None:
+    """Gloo writes a rank's own shard too, at any time before an in-place all-gather ends."""
     model, optimizer = shard_two_layers(level)
     wanted = {name: torch.full(value.shape, 0.25) for name, value in model.state_dict().items()}
     for _ in range(8):
@@ -53,15 +54,6 @@ def write_after_steps(level: int) -> None:
         assert all(bool((weight == 0.25).all()) for weight in whole_weights(model))
         expected = torch.full((4, 64), 0.25 + 64 * 0.25 * (0.25 + 64 * 0.25))
         torch.testing.assert_close(model(torch.ones(4, 64)), expected)
-
-
-@pytest.mark.always("0")
-@pytest.mark.parametrize("level", [0, 1, 2, 3])
-def test_weights_written_after_a_step_are_not_overwritten_by_its_gather(
-    ranks: Ranks, level: int
-) -> None:
-    """Gloo writes a rank's own shard too, at any time before an in-place all-gather ends."""
-    ranks(2, write_after_steps, level)
 
 
 EDITS: dict[str, Callable[[DTensor], object]] = {
@@ -98,16 +90,13 @@ def edit_after_steps(edit: str, starts_early: bool, level: int) -> None:
         torch.testing.assert_close(model(x), (x @ first + one) @ second + other)
 
 
-def edit_in_all_ways(level: int) -> None:
+@pytest.mark.always("1", "3")
+@pytest.mark.parametrize("level", LEVELS)
+@on_ranks(2)
+def test_weights_may_be_edited_between_a_step_and_a_forward(level: int) -> None:
     """Edit in every way, and start gathers before every other edit, which levels share out."""
     for number, edit in enumerate(EDITS):
         edit_after_steps(edit, (number + level) % 2 == 0, level)
-
-
-@pytest.mark.always("1", "3")
-@pytest.mark.parametrize("level", LEVELS)
-def test_weights_may_be_edited_between_a_step_and_a_forward(ranks: Ranks, level: int) -> None:
-    ranks(2, edit_in_all_ways, level)
 
 
 @torch.no_grad()
@@ -128,10 +117,7 @@ def edit_main_weights_after_steps(edit: str, level: int, mesh: str, **settings: 
 
 
 @pytest.mark.always("3-data", "3-numpy", "1-*")
-@pytest.mark.parametrize(
-    ("level", "edit"),
-    [*((3, edit) for edit in EDITS), *zip(range(3), EDITS)],
-)
+@pytest.mark.parametrize(("level", "edit"), [*((3, edit) for edit in EDITS), *zip(range(3), EDITS)])
 def test_main_weights_of_another_dtype_may_be_edited_too(
     ranks: Ranks, level: int, edit: str
 ) -> None:
@@ -144,8 +130,11 @@ def test_main_weights_may_be_edited_in_hybrid_sharding(ranks: Ranks, outer: int)
     ranks(4, edit_main_weights_after_steps, "data", 3, "outer2", outer_dp_sharding_strategy=outer)
 
 
-def step_without_install_after_an_edit(level: int) -> None:
-    """Job: what a step installs is not what a later step that installs nothing has made of it."""
+@pytest.mark.always("1", "3")
+@pytest.mark.parametrize("level", LEVELS)
+@on_ranks(2)
+def test_a_step_that_installs_nothing_keeps_weights_that_no_forward_has_used(level: int) -> None:
+    """Check that what a step installs is not what a later one without installing makes of it."""
     model, optimizer = bf16_model(level)
     x = batch(0, dist.get_rank(), 0).bfloat16()
     loss_of(model(x)).backward()
@@ -160,15 +149,10 @@ def step_without_install_after_an_edit(level: int) -> None:
     outputs_are_those_of_the_main_weights(model, "several_units")
 
 
-@pytest.mark.always("1", "3")
-@pytest.mark.parametrize("level", LEVELS)
-def test_a_step_that_installs_nothing_keeps_weights_that_no_forward_has_used(
-    ranks: Ranks, level: int
-) -> None:
-    ranks(2, step_without_install_after_an_edit, level)
-
-
-def move_a_target(level: int) -> None:
+@pytest.mark.always("1")
+@pytest.mark.parametrize("level", [1, 3])
+@on_ranks(2)
+def test_weights_of_frozen_parameters_can_be_installed(level: int) -> None:
     torch.manual_seed(0)
     module = nn.Linear(8, 8).requires_grad_(False)
     model = fully_shard_model(nn.Sequential(module, nn.Linear(8, 8)), zero_dp_strategy=level)
@@ -176,12 +160,6 @@ def move_a_target(level: int) -> None:
         parameter.detach()._local_tensor.zero_()
     model.install_optimized_model_weights()
     assert model(torch.ones(1, 8)).abs().max() == 0
-
-
-@pytest.mark.always("1")
-@pytest.mark.parametrize("level", [1, 3])
-def test_weights_of_frozen_parameters_can_be_installed(ranks: Ranks, level: int) -> None:
-    ranks(2, move_a_target, level)
 
 
 def outputs_are_those_of_the_main_weights(model: MegatronFSDP, name: str) -> None:

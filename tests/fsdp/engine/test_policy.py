@@ -7,11 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.fsdp.engine.policy import (
-    MixedPrecisionPolicy,
-    Precision,
-    ShardingStrategy,
-)
+from megatron.fsdp.engine.policy import MixedPrecisionPolicy, Precision, ShardingStrategy
 from megatron.fsdp.settings import Gradients
 from megatron_fsdp.translation import precision_policy
 

@@ -28,7 +28,14 @@ from megatron_fsdp import fully_shard, fully_shard_model, fully_shard_optimizer
 from tests.support.fsdp import models
 from tests.support.fsdp.meshes import shard_mesh
 from tests.support.fsdp.models import WIDTH, Stack, TanhLayer, build_stack
-from tests.support.fsdp.reference import Ranks, batch, loss_of, optimizer_over
+from tests.support.fsdp.reference import (
+    Ranks,
+    batch,
+    loss_of,
+    on_ranks,
+    optimizer_over,
+    shard_with_sgd,
+)
 from tests.support.fsdp.side_by_side import (
     Backward,
     inner,
@@ -139,24 +146,26 @@ USES: dict[str, Backward] = {
 }
 
 
-def use_at_two_levels(name: str) -> None:
-    mesh = shard_mesh()
-    for level in (3, list(USES).index(name) % 3):
-        train_side_by_side(build_stack, USES[name], level, mesh=mesh)
-
-
 @pytest.mark.always("evaluation_in_between", "units_called_alone")
 @pytest.mark.parametrize("use", USES)
-def test_gradients_and_weights_are_those_of_the_unsharded_model(ranks: Ranks, use: str) -> None:
-    ranks(2, use_at_two_levels, use)
+@on_ranks(2)
+def test_gradients_and_weights_are_those_of_the_unsharded_model(use: str) -> None:
+    mesh = shard_mesh()
+    for level in (3, list(USES).index(use) % 3):
+        train_side_by_side(build_stack, USES[use], level, mesh=mesh)
 
 
 def raise_value_error(*unused: Any) -> None:
     raise ValueError("told so")
 
 
-def states_after_an_exception(interrupt: bool) -> set[str]:
-    """Return the states of groups at level 3 after one forward that failed and one that did not."""
+@pytest.mark.parametrize("interrupt", [False, True], ids=["exception", "interrupt"])
+@on_ranks(2)
+def test_a_failed_forward_leaves_no_unit_unsharded(interrupt: bool) -> None:
+    """Look at groups after a forward that failed and one that did not.
+
+    Torch calls no hooks after an interrupt, which is no Exception: the wrapper clears up.
+    """
     model, _ = shard(build_stack(), 3)
     handle = model.module.blocks[1].up.register_forward_hook(
         raise_interrupt if interrupt else raise_value_error
@@ -168,13 +177,8 @@ def states_after_an_exception(interrupt: bool) -> set[str]:
     with torch.no_grad():
         model(batch(0, 0, 0))
     assert isinstance(model.module.blocks[1].up.weight, DTensor)
-    return {group.state.name for group in model.groups}
-
-
-@pytest.mark.parametrize("interrupt", [False, True], ids=["exception", "interrupt"])
-def test_a_failed_forward_leaves_no_unit_unsharded(ranks: Ranks, interrupt: bool) -> None:
-    """Torch calls no hooks after an interrupt, which is no Exception: the wrapper clears up."""
-    assert ranks(2, states_after_an_exception, interrupt) == [{"SHARDED"}] * 2
+    found = {group.state.name for group in model.groups}
+    assert found == {"SHARDED"}, found
 
 
 def order_of_communication(name: str) -> list[tuple[str, str]]:
@@ -230,7 +234,9 @@ class TiedEmbedding(nn.Module):
         return self.output(self.layers(self.embedding(tokens)), weight=self.embedding.weight)
 
 
-def gathers_per_step() -> dict[str, int]:
+@on_ranks(2)
+def test_a_unit_whose_weight_another_unit_uses_costs_no_extra_gathers() -> None:
+    """Two gathers of every layer; the embedding is needed at both ends of both passes."""
     counts: collections.Counter = collections.Counter()
     original = ParamGroup.begin_unshard
 
@@ -239,11 +245,7 @@ def gathers_per_step() -> dict[str, int]:
         original(self, all_gather)
 
     net = TiedEmbedding()
-    model, optimizer = fully_shard(
-        net,
-        torch.optim.SGD(net.parameters(), lr=0.1),
-        fsdp_unit_modules=[TanhLayer, nn.Embedding, GivenWeight],
-    )
+    model, optimizer = shard_with_sgd(net, fsdp_unit_modules=[TanhLayer, nn.Embedding, GivenWeight])
     tokens = torch.randint(16, (2, 4))
     for step in range(3):
         if step == 2:
@@ -252,26 +254,16 @@ def gathers_per_step() -> dict[str, int]:
         optimizer.step()
         optimizer.zero_grad()
     ParamGroup.begin_unshard = original
-    return dict(counts)
-
-
-def test_a_unit_whose_weight_another_unit_uses_costs_no_extra_gathers(ranks: Ranks) -> None:
-    """Two gathers of every layer; the embedding is needed at both ends of both passes."""
-    counts, _ = ranks(2, gathers_per_step)
     assert {name: count for name, count in counts.items() if "layers" in name} == {
         f"layers.{number}.linear.weight": 2 for number in range(3)
-    }
-    assert counts["embedding.weight"] <= 4
+    }, counts
+    assert counts["embedding.weight"] <= 4, counts
 
 
 def states_after_a_step(overlap: bool) -> list[str]:
     """Return the state of the weights after a step, and when they have been asked for."""
-    net = nn.Linear(8, 8)
-    model, optimizer = fully_shard(
-        net,
-        torch.optim.SGD(net.parameters(), lr=0.1),
-        zero_dp_strategy=2,
-        overlap_param_gather=overlap,
+    model, optimizer = shard_with_sgd(
+        nn.Linear(8, 8), zero_dp_strategy=2, overlap_param_gather=overlap
     )
     model(torch.ones(1, 8)).sum().backward()
     optimizer.step()
@@ -286,7 +278,8 @@ def test_gathers_after_a_step_overlap_only_if_asked_to(ranks: Ranks) -> None:
     assert ranks(2, states_after_a_step, True) == [["STALE", "UNSHARDING"]] * 2
 
 
-def gathers_of_a_step_with_two_optimizers() -> list[str]:
+@on_ranks(2)
+def test_the_last_of_several_optimizers_starts_the_gathers_of_the_next_forward() -> None:
     module = models.Stack()
     model = fully_shard_model(module, fsdp_unit_modules=[models.ResidualBlock], zero_dp_strategy=3)
     parameters = list(model.parameters())
@@ -308,13 +301,8 @@ def gathers_of_a_step_with_two_optimizers() -> list[str]:
     with trace.record() as recorder:
         step()
     gathers = [entry for entry in recorder.entries if entry.track == GATHER and entry.is_collective]
-    return [entry.unit for entry in gathers if entry.phase == "step"]
-
-
-def test_the_last_of_several_optimizers_starts_the_gathers_of_the_next_forward(
-    ranks: Ranks,
-) -> None:
-    assert ranks(2, gathers_of_a_step_with_two_optimizers)[0] == ["root", "blocks.0"]
+    units = [entry.unit for entry in gathers if entry.phase == "step"]
+    assert units == ["root", "blocks.0"], units
 
 
 class Tree(nn.Module):
@@ -331,7 +319,8 @@ class Tree(nn.Module):
         return self(x, depth - 1) + self.linear(self(x * 2, depth - 1)) * self.scale
 
 
-def train_a_tree() -> None:
+@on_ranks(2)
+def test_a_model_may_call_itself() -> None:
     torch.manual_seed(0)
     module = Tree().double()
     reference = copy.deepcopy(module)
@@ -343,10 +332,6 @@ def train_a_tree() -> None:
             each(x).pow(2).mean().backward()
         for sharded, parameter in zip(model.parameters(), reference.parameters()):
             torch.testing.assert_close(full_tensor(sharded.grad), parameter.grad)
-
-
-def test_a_model_may_call_itself(ranks: Ranks) -> None:
-    ranks(2, train_a_tree)
 
 
 class ReadsWeightsOfItsLayers(Stack):
@@ -366,16 +351,11 @@ def read_in_a_method(model: nn.Module, step: int, rank: int) -> None:
     loss_of(model.method(batch(step, rank, 0))).backward()
 
 
-def read_before_calls() -> None:
+@on_ranks(2)
+def test_weights_that_were_read_before_their_layer_was_called_stay_for_that_backward() -> None:
     mesh = shard_mesh()
     for level, backward in itertools.product((2, 3), (plain_backward, read_in_a_method)):
         train_side_by_side(lambda: ReadsWeightsOfItsLayers().double(), backward, level, mesh=mesh)
-
-
-def test_weights_that_were_read_before_their_layer_was_called_stay_for_that_backward(
-    ranks: Ranks,
-) -> None:
-    ranks(2, read_before_calls)
 
 
 class TwoHeads(nn.Module):
@@ -401,23 +381,21 @@ def use_both_heads_on_one_rank(model: nn.Module, step: int, rank: int) -> None:
     loss_of(model(batch(step, rank, 0), both=rank == 0)).backward()
 
 
-def train_two_heads(level: int) -> None:
+@pytest.mark.always("1", "3")
+@pytest.mark.parametrize("level", [1, 2, 3])
+@on_ranks(2)
+def test_ranks_may_use_different_parameters_of_a_unit_whose_inputs_need_no_gradients(
+    level: int,
+) -> None:
+    """Units were reduced when all of their parameters had gradients, in another order each."""
     train_side_by_side(
         build_two_heads, use_both_heads_on_one_rank, level, find_unused_parameters=True
     )
 
 
-@pytest.mark.always("1", "3")
-@pytest.mark.parametrize("level", [1, 2, 3])
-def test_ranks_may_use_different_parameters_of_a_unit_whose_inputs_need_no_gradients(
-    ranks: Ranks, level: int
-) -> None:
-    """Units were reduced when all of their parameters had gradients, in another order each."""
-    ranks(2, train_two_heads, level)
-
-
-def errors_after_a_reduction_that_failed() -> list[str]:
-    """Return the errors of a backward, of `zero_grad`, and of another forward and backward."""
+@on_ranks(2)
+def test_a_reduction_that_fails_is_told_once() -> None:
+    """Run a backward, `zero_grad`, and another forward and backward."""
     model, optimizer = shard(build_stack(), 3)
     reduce_scatter = Communicator.reduce_scatter
     reductions: list[Pending] = []
@@ -440,10 +418,6 @@ def errors_after_a_reduction_that_failed() -> list[str]:
         return ""
 
     with patch.object(Communicator, "reduce_scatter", fail_once):
-        rank = dist.get_rank()
-        backward = partial(plain_backward, model, 0, rank)
-        return list(map(error_of, (backward, optimizer.zero_grad, backward)))
-
-
-def test_a_reduction_that_fails_is_told_once(ranks: Ranks) -> None:
-    assert ranks(2, errors_after_a_reduction_that_failed) == [["connection reset", "", ""]] * 2
+        backward = partial(plain_backward, model, 0, dist.get_rank())
+        errors = [error_of(each) for each in (backward, optimizer.zero_grad, backward)]
+    assert errors == ["connection reset", "", ""], errors

@@ -6,11 +6,7 @@ from itertools import product
 import pytest
 from torch import nn
 
-from megatron.fsdp.engine.unit_choice import (
-    assign_parameters,
-    find_units,
-    merge_small_units,
-)
+from megatron.fsdp.engine.unit_choice import assign_parameters, find_units, merge_small_units
 from megatron.fsdp.settings import resolve_unit_modules
 from tests.support.fsdp import models
 from tests.support.fsdp.models import Outer, ResidualBlock
@@ -60,10 +56,7 @@ def test_outside_of_units_every_module_that_owns_parameters_is_one() -> None:
     blocks = ["blocks.0", "blocks.1", "blocks.2"]
     assert [
         unit.name for unit in find_units(model, [ResidualBlock, Outer]) if unit.is_automatic
-    ] == [
-        "embed",
-        "head",
-    ]
+    ] == ["embed", "head"]
     units = [
         unit.name
         for unit in find_units(
@@ -95,14 +88,7 @@ def test_everything_wrong_with_unit_modules_is_listed() -> None:
         resolve_unit_modules(
             ["nowhere.Block", "torch.nn.Lineal", "Block", "math.pi", int, nn.Linear]
         )
-    for part in (
-        "nowhere.Block",
-        "torch.nn.Lineal",
-        "'Block'",
-        "math.pi",
-        "int",
-        "Settings.units",
-    ):
+    for part in ("nowhere.Block", "torch.nn.Lineal", "'Block'", "math.pi", "int", "Settings.units"):
         assert part in str(error.value)
     assert "Linear'" not in str(error.value)
 

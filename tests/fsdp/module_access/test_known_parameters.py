@@ -12,7 +12,7 @@ from torch.nn.utils import parametrize
 
 from megatron_fsdp import fully_shard_model
 from tests.support.fsdp.models import WIDTH, ResidualBlock, build_stack
-from tests.support.fsdp.reference import LEVELS, Ranks, batch, close, loss_of
+from tests.support.fsdp.reference import LEVELS, batch, close, loss_of, on_ranks
 from tests.support.fsdp.wrong_calls import message_of
 
 
@@ -82,7 +82,10 @@ CHANGES = {
 }
 
 
-def change_after_sharding(level: int) -> None:
+@pytest.mark.always("3")
+@pytest.mark.parametrize("level", LEVELS)
+@on_ranks(2)
+def test_parameters_that_come_or_go_after_sharding_are_named(level: int) -> None:
     for name, wanted in CHANGES.items():
         model = by_keywords(build_stack(), level)
         model(batch(0, 0, 0))
@@ -91,12 +94,6 @@ def change_after_sharding(level: int) -> None:
         looks += [lambda model=model: list(model.parameters())]
         for message in [message_of(RuntimeError, look) for look in looks]:
             assert all(part in message for part in wanted.parts), f"{name}: {message}"
-
-
-@pytest.mark.always("3")
-@pytest.mark.parametrize("level", LEVELS)
-def test_parameters_that_come_or_go_after_sharding_are_named(ranks: Ranks, level: int) -> None:
-    ranks(2, change_after_sharding, level)
 
 
 class Enclosing(nn.Module):
@@ -110,7 +107,10 @@ class Enclosing(nn.Module):
         return self._orig_mod(x)
 
 
-def change_what_may_change(level: int) -> None:
+@pytest.mark.always("3")
+@pytest.mark.parametrize("level", [1, 3])
+@on_ranks(2)
+def test_buffers_and_modules_around_the_same_parameters_come_and_go(level: int) -> None:
     reference, module = build_stack(), build_stack()
     parametrize.register_parametrization(module.embed, "weight", Same())
     model = by_keywords(module, level)
@@ -129,11 +129,3 @@ def change_what_may_change(level: int) -> None:
     message_of(RuntimeError, model, x)
     model.module.head = kept
     close(model(x), reference(x), "output with the head that was sharded")
-
-
-@pytest.mark.always("3")
-@pytest.mark.parametrize("level", [1, 3])
-def test_buffers_and_modules_around_the_same_parameters_come_and_go(
-    ranks: Ranks, level: int
-) -> None:
-    ranks(2, change_what_may_change, level)

@@ -11,18 +11,23 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_fsdp import fully_shard, fully_shard_model
-from megatron_fsdp.uneven_dtensor import (
-    uneven_dtensor_to_full_tensor,
-)
+from megatron_fsdp.uneven_dtensor import uneven_dtensor_to_full_tensor
 from tests.fsdp.test_warnings_once import Messages
 from tests.support.fsdp import models
 from tests.support.fsdp.meshes import shard_mesh
 from tests.support.fsdp.models import ResidualBlock
-from tests.support.fsdp.reference import Ranks, batch, evaluate, loss_of, optimizer_over
+from tests.support.fsdp.reference import Ranks, batch, evaluate, loss_of, on_ranks, optimizer_over
 from tests.support.fsdp.state_dicts import NAMES, assert_equal, sharded, train, whole, whole_state
 
 
-def look_at_any_moment(name: str, level: int) -> None:
+@pytest.mark.always("scalars-0", "frozen_in_part-3")
+@pytest.mark.parametrize(
+    ("name", "level"), [*zip(NAMES, range(3)), ("scalars", 3), ("frozen_in_part", 3)]
+)
+@on_ranks(3)
+def test_state_dict_has_full_shapes_and_current_weights_at_any_moment(
+    name: str, level: int
+) -> None:
     expected = {"module." + key: value for key, value in models.build(name).state_dict().items()}
     model, optimizer = sharded(name, level)
     x = batch(0, dist.get_rank(), 0)
@@ -44,17 +49,10 @@ def look_at_any_moment(name: str, level: int) -> None:
         assert torch.equal(left, right)
 
 
-@pytest.mark.always("scalars-0", "frozen_in_part-3")
-@pytest.mark.parametrize(
-    ("name", "level"), [*zip(NAMES, range(3)), ("scalars", 3), ("frozen_in_part", 3)]
-)
-def test_state_dict_has_full_shapes_and_current_weights_at_any_moment(
-    ranks: Ranks, name: str, level: int
-) -> None:
-    ranks(3, look_at_any_moment, name, level)
-
-
-def keep_the_best(level: int) -> None:
+@pytest.mark.always("0")
+@pytest.mark.parametrize("level", [0, 3])
+@on_ranks(2)
+def test_deepcopy_and_torch_save_keep_a_state(level: int) -> None:
     """Keep a state by copy.deepcopy, and by torch.save and torch.load (weights only)."""
     model, optimizer = sharded("scalars", level)
     train(model, optimizer, 1)
@@ -87,13 +85,10 @@ def keep_the_best(level: int) -> None:
     assert_equal(whole(model.state_dict()), later)
 
 
-@pytest.mark.always("0")
-@pytest.mark.parametrize("level", [0, 3])
-def test_deepcopy_and_torch_save_keep_a_state(ranks: Ranks, level: int) -> None:
-    ranks(2, keep_the_best, level)
-
-
-def load_unsharded(level: int) -> None:
+@pytest.mark.always("3")
+@pytest.mark.parametrize("level", [0, 1, 3])
+@on_ranks(2)
+def test_state_of_the_unsharded_model_and_optimizer_loads(level: int) -> None:
     """Load plain state dicts, under the module's own names and the wrapper's."""
     expected = models.build("scalars")
     expected_optimizer = torch.optim.AdamW(expected.named_parameters(), lr=0.02, weight_decay=0.1)
@@ -120,13 +115,8 @@ def load_unsharded(level: int) -> None:
         )
 
 
-@pytest.mark.always("3")
-@pytest.mark.parametrize("level", [0, 1, 3])
-def test_state_of_the_unsharded_model_and_optimizer_loads(ranks: Ranks, level: int) -> None:
-    ranks(2, load_unsharded, level)
-
-
-def load_what_does_not_fit() -> str:
+@on_ranks(2)
+def test_entries_that_do_not_fit_are_listed_and_nothing_is_loaded() -> None:
     model, optimizer = sharded("several_units", 3)
     before = whole(model.state_dict())
     state = models.build("several_units").state_dict()
@@ -147,22 +137,19 @@ def load_what_does_not_fit() -> str:
     _, other = fully_shard(other_module, other, shard_mesh())
     with pytest.raises(ValueError, match="param_groups"):
         optimizer.load_state_dict(other.state_dict())
-    return str(error.value)
+    message = str(error.value)
+    for part in (
+        "embed.weight",
+        "(5, 5)",
+        "(2, 2)",
+        "missing keys: head.bias",
+        "unexpected keys: stranger",
+    ):
+        assert part in message, message
 
 
-def test_entries_that_do_not_fit_are_listed_and_nothing_is_loaded(ranks: Ranks) -> None:
-    for message in ranks(2, load_what_does_not_fit):
-        for part in (
-            "embed.weight",
-            "(5, 5)",
-            "(2, 2)",
-            "missing keys: head.bias",
-            "unexpected keys: stranger",
-        ):
-            assert part in message
-
-
-def buffers_travel() -> None:
+@on_ranks(2)
+def test_buffers_are_in_the_state() -> None:
     module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     model = fully_shard_model(module, shard_mesh(), fsdp_unit_modules=[nn.Linear])
     model(torch.randn(5, 4))
@@ -175,11 +162,8 @@ def buffers_travel() -> None:
     assert torch.equal(fresh.module[1].running_mean, module[1].running_mean)
 
 
-def test_buffers_are_in_the_state(ranks: Ranks) -> None:
-    ranks(2, buffers_travel)
-
-
-def write_shard_of_the_same_size() -> None:
+@on_ranks(2)
+def test_a_shard_of_the_same_size_from_other_offsets_is_refused() -> None:
     model = fully_shard_model(nn.Linear(8, 8, bias=False), shard_mesh())
     state = model.state_dict()
     value = state["module.weight"]
@@ -189,10 +173,6 @@ def write_shard_of_the_same_size() -> None:
     value.part = replace(value.part, chunks=tuple(flat_range.chunks()), key=None)
     with pytest.raises(RuntimeError, match="sharded for another layout"):
         model.load_state_dict(state)
-
-
-def test_a_shard_of_the_same_size_from_other_offsets_is_refused(ranks: Ranks) -> None:
-    ranks(2, write_shard_of_the_same_size)
 
 
 def copy_and_train_on(level: int, dtype: torch.dtype) -> None:
@@ -231,16 +211,13 @@ def test_state_dicts_of_bf16_models_can_be_deep_copied(ranks: Ranks, level: int)
     ranks(2, copy_and_train_on, level, torch.bfloat16)
 
 
-def load_by_assignment() -> None:
+@on_ranks(2)
+def test_assigning_a_state_dict_copies_it() -> None:
     model = fully_shard_model(nn.Linear(4, 4))
     before = list(model.parameters())
     model.load_state_dict({"weight": torch.ones(4, 4), "bias": torch.ones(4)}, assign=True)
     for parameter, old in zip(model.parameters(), before, strict=True):
         assert parameter is old and (uneven_dtensor_to_full_tensor(parameter) == 1).all()
-
-
-def test_assigning_a_state_dict_copies_it(ranks: Ranks) -> None:
-    ranks(2, load_by_assignment)
 
 
 def load_a_part() -> tuple[list[str], str]:

@@ -12,11 +12,15 @@ from megatron.fsdp.dtensor.tensor_part import full_tensor
 from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard, fully_shard_model
 from tests.support.fsdp import models
 from tests.support.fsdp.models import ResidualBlock
-from tests.support.fsdp.reference import LEVELS, Ranks, batch, evaluate, loss_of
+from tests.support.fsdp.reference import LEVELS, Ranks, batch, evaluate, loss_of, on_ranks
 from tests.support.fsdp.state_dicts import sharded, train, whole
 
 
-def copy_and_train(name: str, level: int) -> bool:
+@pytest.mark.always("tied_across_units-3", "frozen_in_part-1")
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("name", ["tied_across_units", "frozen_in_part"])
+@on_ranks(2)
+def test_a_deep_copy_is_a_sharded_model_of_its_own(name: str, level: int) -> None:
     model, optimizer = sharded(name, level)
     train(model, optimizer, 1)
     copied = copy.deepcopy(model)
@@ -28,17 +32,11 @@ def copy_and_train(name: str, level: int) -> bool:
     kept = whole(copied.state_dict())
     assert all(torch.equal(before[key], value) for key, value in kept.items())
     loss_of(copied(batch(0, 0, 0), step=0)).backward()
-    return all(each.grad is not None for each in copied.parameters() if each.requires_grad)
+    assert all(each.grad is not None for each in copied.parameters() if each.requires_grad)
 
 
-@pytest.mark.always("tied_across_units-3", "frozen_in_part-1")
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("name", ["tied_across_units", "frozen_in_part"])
-def test_a_deep_copy_is_a_sharded_model_of_its_own(ranks: Ranks, name: str, level: int) -> None:
-    assert ranks(2, copy_and_train, name, level) == [True, True]
-
-
-def copy_main_weights_in_fp32() -> bool:
+@on_ranks(2)
+def test_a_copy_has_the_main_weights_in_their_own_precision() -> None:
     policy = MixedPrecisionPolicy(main_params_dtype=torch.float32)
     module = ResidualBlock().bfloat16()
     model = fully_shard_model(module, fsdp_unit_modules=[], mixed_precision_policy=policy)
@@ -48,23 +46,17 @@ def copy_main_weights_in_fp32() -> bool:
     copied = copy.deepcopy(model)
     assert {each.dtype for each in copied.parameters()} == {torch.float32}
     pairs = zip(model.parameters(), copied.parameters(), strict=True)
-    return all(torch.equal(full_tensor(left), full_tensor(right)) for left, right in pairs)
+    assert all(torch.equal(full_tensor(left), full_tensor(right)) for left, right in pairs)
 
 
-def test_a_copy_has_the_main_weights_in_their_own_precision(ranks: Ranks) -> None:
-    assert ranks(2, copy_main_weights_in_fp32) == [True, True]
-
-
-def copy_units_by_instance() -> list[str]:
+@on_ranks(2)
+def test_units_given_as_modules_are_units_of_the_copy() -> None:
     module = nn.Sequential(ResidualBlock(), ResidualBlock())
     model = fully_shard_model(module, fsdp_unit_modules=[module[0], module[1]])
     copied = copy.deepcopy(model)
     assert copied.module[0] is not module[0]
-    return [unit.name for unit in copied._units]
-
-
-def test_units_given_as_modules_are_units_of_the_copy(ranks: Ranks) -> None:
-    assert ranks(2, copy_units_by_instance) == [["", "0", "1"]] * 2
+    found = [unit.name for unit in copied._units]
+    assert found == ["", "0", "1"], found
 
 
 def hook_counts(module: nn.Module) -> list[dict[str, int]]:
@@ -78,34 +70,29 @@ def hook_counts(module: nn.Module) -> list[dict[str, int]]:
     ]
 
 
-def count_hooks_of_copies() -> list[list[dict[str, int]]]:
+@on_ranks(2)
+def test_a_copy_has_each_hook_once() -> None:
     model = fully_shard_model(nn.Sequential(ResidualBlock(), ResidualBlock()))
     model.module[0].register_forward_hook(lambda *unused: None)  # the user's, which is kept
     copied = copy.deepcopy(model)
-    return [hook_counts(each.module) for each in (model, copied, copy.deepcopy(copied))]
-
-
-def test_a_copy_has_each_hook_once(ranks: Ranks) -> None:
-    for original, copied, again in ranks(2, count_hooks_of_copies):
-        assert any("_load_state_dict_pre_hooks" in each for each in original)
-        assert original == copied == again
-
-
-def freeze_copy_and_thaw(level: int) -> list[bool]:
-    model, _ = sharded("several_units", level)
-    model.module.head.requires_grad_(False)
-    copied = copy.deepcopy(model)
-    flags = [each.requires_grad for each in copied.parameters()]
-    same = flags == [each.requires_grad for each in model.parameters()] and not all(flags)
-    copied.requires_grad_(True)
-    loss_of(copied(batch(0, 0, 0), step=0)).backward()
-    return [same, all(each.grad is not None for each in copied.parameters())]
+    models_in_turn = (model, copied, copy.deepcopy(copied))
+    original, first, again = (hook_counts(each.module) for each in models_in_turn)
+    assert any("_load_state_dict_pre_hooks" in each for each in original)
+    assert original == first == again
 
 
 @pytest.mark.always("3")
 @pytest.mark.parametrize("level", [1, 3])
-def test_what_is_frozen_is_frozen_in_the_copy_and_thaws_there(ranks: Ranks, level: int) -> None:
-    assert ranks(2, freeze_copy_and_thaw, level) == [[True, True]] * 2
+@on_ranks(2)
+def test_what_is_frozen_is_frozen_in_the_copy_and_thaws_there(level: int) -> None:
+    model, _ = sharded("several_units", level)
+    model.module.head.requires_grad_(False)
+    copied = copy.deepcopy(model)
+    flags = [each.requires_grad for each in copied.parameters()]
+    assert flags == [each.requires_grad for each in model.parameters()] and not all(flags)
+    copied.requires_grad_(True)
+    loss_of(copied(batch(0, 0, 0), step=0)).backward()
+    assert all(each.grad is not None for each in copied.parameters())
 
 
 def average(level: int) -> list[float]:
@@ -141,7 +128,14 @@ def test_averaged_model_of_torch_averages_a_sharded_model(ranks: Ranks, level: i
         assert ours == pytest.approx(theirs, rel=1e-12)
 
 
-def copy_the_module_inside() -> list[str]:
+def copy_by_pickle(module: nn.Module) -> Tensor:
+    import pickle
+
+    return pickle.loads(pickle.dumps(module))
+
+
+@on_ranks(2)
+def test_copies_of_the_module_inside_are_refused_with_the_call_to_use() -> None:
     model = fully_shard_model(models.build("scalars"))
     messages = []
     for attempt in (copy.deepcopy, copy_by_pickle):
@@ -149,15 +143,4 @@ def copy_the_module_inside() -> list[str]:
             attempt(model.module)
         messages.append(str(error.value))
     assert isinstance(copy.deepcopy(model), MegatronFSDP)
-    return messages
-
-
-def copy_by_pickle(module: nn.Module) -> Tensor:
-    import pickle
-
-    return pickle.loads(pickle.dumps(module))
-
-
-def test_copies_of_the_module_inside_are_refused_with_the_call_to_use(ranks: Ranks) -> None:
-    for messages in ranks(2, copy_the_module_inside):
-        assert all("copy.deepcopy(model)" in message for message in messages)
+    assert all("copy.deepcopy(model)" in message for message in messages), messages

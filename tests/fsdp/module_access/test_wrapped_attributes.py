@@ -11,10 +11,16 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from megatron.fsdp.dtensor.tensor_part import full_tensor
-from megatron_fsdp import fully_shard
 from tests.fsdp.test_hugging_face import LLAMA_LAYER, build_llama, build_tied_llama, tokens
 from tests.support.fsdp.models import WIDTH, ResidualBlock
-from tests.support.fsdp.reference import Ranks, batch, close
+from tests.support.fsdp.reference import (
+    Ranks,
+    batch,
+    close,
+    on_ranks,
+    shard_with_sgd,
+    shown_gradients,
+)
 
 
 class Scorer(nn.Module):
@@ -49,11 +55,13 @@ def build_scorer() -> Scorer:
     return Scorer()
 
 
-def call_methods(level: int) -> None:
+@pytest.mark.always("3")
+@pytest.mark.parametrize("level", [0, 1, 3])
+@on_ranks(2)
+def test_methods_of_the_module_compute_as_its_forward_does(level: int) -> None:
     reference, module = build_scorer(), build_scorer()
-    model, optimizer = fully_shard(
+    model, optimizer = shard_with_sgd(
         module,
-        torch.optim.SGD(module.parameters(), lr=0.1),
         fsdp_unit_modules=[ResidualBlock],
         zero_dp_strategy=level,
         preserve_fp32_weights=False,
@@ -69,7 +77,7 @@ def call_methods(level: int) -> None:
         close(loss, expected, call)
         loss.backward()
         expected.backward()
-        actual = {name: parameter.grad for name, parameter in model.named_parameters()}
+        actual = shown_gradients(model)
         for name, parameter in reference.named_parameters():
             close(full_tensor(actual[f"module.{name}"]), parameter.grad, name)
         for each in (optimizer, expected_optimizer):
@@ -84,15 +92,8 @@ def call_methods(level: int) -> None:
         assert {group.state.name for group in model.groups} == {"SHARDED"}
 
 
-@pytest.mark.always("3")
-@pytest.mark.parametrize("level", [0, 1, 3])
-def test_methods_of_the_module_compute_as_its_forward_does(ranks: Ranks, level: int) -> None:
-    ranks(2, call_methods, level)
-
-
 def ask_one_rank() -> int:
-    module = build_scorer()
-    model, _ = fully_shard(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    model, _ = shard_with_sgd(build_scorer())
     with pytest.raises(AttributeError, match=r"Scorer.*nothing"):
         model.nothing  # noqa: B018  # reading it is the test
     return model.num_weights() if dist.get_rank() == 0 else 0
@@ -102,15 +103,14 @@ def test_a_method_that_reads_no_weights_waits_for_no_rank(ranks: Ranks) -> None:
     assert ranks(2, ask_one_rank) == [build_scorer().num_weights(), 0]
 
 
-def generate_different_lengths(level: int) -> None:
+@pytest.mark.always("3")
+@pytest.mark.parametrize("level", [1, 3])
+@on_ranks(2)
+def test_generation_of_different_lengths_ends(level: int) -> None:
     """Rank 0 ends after one token, rank 1 after six."""
     reference, module = build_llama(), build_llama()
-    model, _ = fully_shard(
-        module,
-        torch.optim.SGD(module.parameters(), lr=0.1),
-        fsdp_unit_modules=[LLAMA_LAYER],
-        zero_dp_strategy=level,
-        preserve_fp32_weights=False,
+    model, _ = shard_with_sgd(
+        module, fsdp_unit_modules=[LLAMA_LAYER], zero_dp_strategy=level, preserve_fp32_weights=False
     )
     prompt = tokens(dist.get_rank(), 0)
     settings = {"max_new_tokens": 1 if dist.get_rank() == 0 else 6, "do_sample": False}
@@ -120,21 +120,10 @@ def generate_different_lengths(level: int) -> None:
         assert torch.equal(model.module.generate(prompt, **settings), expected)
 
 
-@pytest.mark.always("3")
-@pytest.mark.parametrize("level", [1, 3])
-def test_generation_of_different_lengths_ends(ranks: Ranks, level: int) -> None:
-    ranks(2, generate_different_lengths, level)
-
-
 def save_pretrained(path: str, is_tied: bool) -> list[str]:
     build = build_tied_llama if is_tied else build_llama
     module = build()
-    model, _ = fully_shard(
-        module,
-        torch.optim.SGD(module.parameters(), lr=0.1),
-        fsdp_unit_modules=[LLAMA_LAYER],
-        preserve_fp32_weights=False,
-    )
+    model, _ = shard_with_sgd(module, fsdp_unit_modules=[LLAMA_LAYER], preserve_fp32_weights=False)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(1.0)
@@ -156,8 +145,7 @@ def test_save_pretrained_writes_whole_weights(ranks: Ranks, tmp_path: Path, is_t
 
 
 def fail_to_save(path: str) -> str:
-    module = build_llama()
-    model, _ = fully_shard(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    model, _ = shard_with_sgd(build_llama())
     with pytest.raises(RuntimeError) as error:
         model.save_pretrained(path, max_shard_size="a lot")
     return str(error.value)
@@ -169,33 +157,28 @@ def test_a_failed_save_pretrained_is_an_error_on_every_rank(ranks: Ranks, tmp_pa
     assert "rank 0" in first
 
 
-def save_gathered_weights_on_the_first_rank(path: str) -> bool:
-    """Job: the usual code for a model whose weights were gathered by torch's own function."""
+@on_ranks(2)
+def test_one_rank_saves_weights_that_it_was_given(tmp_path: Path) -> None:
+    """Run the usual code for a model whose weights were gathered by torch's own function."""
     module = build_llama()
-    model, _ = fully_shard(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    model, _ = shard_with_sgd(module)
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     weights = get_model_state_dict(model.module, options=options)
     if dist.get_rank() == 0:
-        model.module.save_pretrained(path, state_dict=weights)
+        model.module.save_pretrained(tmp_path, state_dict=weights)
     dist.barrier()
-    loaded = type(module).from_pretrained(path, dtype=torch.float64)
+    loaded = type(module).from_pretrained(tmp_path, dtype=torch.float64)
     expected = build_llama().state_dict()
-    return all(torch.allclose(loaded.state_dict()[name], expected[name]) for name in expected)
+    assert all(torch.allclose(loaded.state_dict()[name], expected[name]) for name in expected)
 
 
-def test_one_rank_saves_weights_that_it_was_given(ranks: Ranks, tmp_path: Path) -> None:
-    assert ranks(2, save_gathered_weights_on_the_first_rank, str(tmp_path)) == [True, True]
-
-
-def convert_inner_modules(level: int) -> list[bool]:
+@pytest.mark.always("3")
+@pytest.mark.parametrize("level", [0, 3])
+@on_ranks(2)
+def test_moving_an_inner_module_leaves_its_weights_in_their_shards(level: int) -> None:
     module = build_scorer()
     module.register_buffer("offset", torch.zeros(2, dtype=torch.float64))
-    model, optimizer = fully_shard(
-        module,
-        torch.optim.SGD(module.parameters(), lr=0.1),
-        zero_dp_strategy=level,
-        preserve_fp32_weights=False,
-    )
+    model, optimizer = shard_with_sgd(module, zero_dp_strategy=level, preserve_fp32_weights=False)
     before = list(model.parameters())
     model.module.to("cpu")
     model.module.embed.double()
@@ -204,13 +187,6 @@ def convert_inner_modules(level: int) -> list[bool]:
     model(batch(0, dist.get_rank(), 0)).sum().backward()
     optimizer.step()
     after = list(model.parameters())
-    same = len(before) == len(after) and all(map(operator.is_, before, after))
-    return [same, all(each.grad is not None for each in after), bool(optimizer.state_dict())]
-
-
-@pytest.mark.always("3")
-@pytest.mark.parametrize("level", [0, 3])
-def test_moving_an_inner_module_leaves_its_weights_in_their_shards(
-    ranks: Ranks, level: int
-) -> None:
-    assert ranks(2, convert_inner_modules, level) == [[True] * 3] * 2
+    assert len(before) == len(after) and all(map(operator.is_, before, after))
+    assert all(each.grad is not None for each in after)
+    assert optimizer.state_dict()

@@ -15,11 +15,10 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron.fsdp.dtensor.tensor_part import full_tensor
-from megatron_fsdp import fully_shard
-from tests.fsdp.optimizer.test_matrix_owners import PLACES, Matrices, load, save
+from tests.fsdp.optimizer import test_matrix_owners
+from tests.fsdp.optimizer.test_matrix_owners import PLACES, load, save, sharded_pair
 from tests.support import emerging_optimizers_wheel
-from tests.support.fsdp.meshes import Meshes
-from tests.support.fsdp.optimizers import sharding, weights
+from tests.support.fsdp.optimizers import weights
 from tests.support.fsdp.reference import Ranks, batch, compare_shards, loss_of
 from tests.support.pairwise import each_value
 
@@ -45,36 +44,20 @@ def package() -> None:
     emerging_optimizers_wheel.require()
 
 
-def build() -> nn.Module:
-    torch.manual_seed(3)
-    return Matrices()
-
-
 def optimizers_of(name: str, model: nn.Module) -> list[torch.optim.Optimizer]:
     """Return the optimizer of the package over the matrices of blocks, AdamW over the rest."""
     emerging_optimizers_wheel.install()
     folder, kind, settings = OPTIMIZERS[name]
     make = getattr(importlib.import_module(f"emerging_optimizers.{folder}"), kind)
-    named = dict(model.named_parameters())
-    matrices = [each for key, each in named.items() if "blocks" in key and each.ndim == 2]
-    others = [each for key, each in named.items() if "blocks" not in key or each.ndim != 2]
-    return [make(matrices, **settings), torch.optim.AdamW(others, lr=0.02)]
-
-
-def sharded(name: str, place: str) -> tuple[nn.Module, list[Any]]:
-    _, mesh, settings = PLACES[place]
-    module = build()
-    return fully_shard(
-        module,
-        optimizers_of(name, module),
-        **{**sharding(module), **Meshes().arguments(mesh), **settings},
-    )
+    muon, adamw = test_matrix_owners.optimizers_of(model)
+    return [make(muon.param_groups[0]["params"], **settings), adamw]
 
 
 def train(name: str, place: str) -> None:
-    reference = build()
+    reference = test_matrix_owners.build().float()
     expected = optimizers_of(name, reference)
-    model, optimizers = sharded(name, place)
+    make = partial(optimizers_of, name)
+    model, optimizers = sharded_pair(*PLACES[place][1:], make, torch.float32)
     for step in range(3):
         loss_of(model(batch(step, dist.get_rank(), 0).float())).backward()
         model.finish_grad_sync()
@@ -89,11 +72,7 @@ def train(name: str, place: str) -> None:
 
 
 CASES = each_value(
-    always=[
-        ("muon", "level3"),
-        ("normuon", "hybrid_optim"),
-        ("soap", "level0"),
-    ],
+    always=[("muon", "level3"), ("normuon", "hybrid_optim"), ("soap", "level0")],
     name=OPTIMIZERS,
     place=PLACES,
 )

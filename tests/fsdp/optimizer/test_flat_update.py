@@ -17,7 +17,7 @@ from megatron_fsdp import MixedPrecisionPolicy, fully_shard_model, fully_shard_o
 from tests.fsdp.test_host_time import shard_layers, train
 from tests.support.fsdp.meshes import shard_mesh
 from tests.support.fsdp.optimizers import ONE_OF_EACH, OPTIMIZERS, two_groups
-from tests.support.fsdp.reference import Ranks
+from tests.support.fsdp.reference import Ranks, on_ranks
 
 Optimizer = torch.optim.Optimizer
 Pair = list[tuple[nn.Module, Optimizer]]
@@ -150,7 +150,9 @@ def test_updates_have_the_bits_of_single_updates(ranks: Ranks, names: str) -> No
     ranks(2, compare_with_single_updates, NAMES[names], torch.float32)
 
 
-def compare_small_segments() -> None:
+@pytest.mark.exhaustive
+@on_ranks(2)
+def test_segments_are_bounded() -> None:
     """Compare with single updates where a unit (65 + 13 + 13 + 65 + 5 elements) is too large."""
     with patch.object(flat_segments, "LARGEST", 40):
         pair = flat_and_single(sharded_models(), "adamw")
@@ -167,11 +169,6 @@ def compare_small_segments() -> None:
     assert len(segments) > 2 * len(groups)  # more than one for each param group of the optimizer
 
 
-@pytest.mark.exhaustive
-def test_segments_are_bounded(ranks: Ranks) -> None:
-    ranks(2, compare_small_segments)
-
-
 IN_16_BITS = ("adamw", "adamw_fused", "sgd_momentum")
 """Some of them round the last elements of a tensor in another way."""
 
@@ -181,7 +178,9 @@ def test_updates_in_16_bits_have_the_bits_of_single_updates(ranks: Ranks) -> Non
     ranks(2, compare_with_single_updates, IN_16_BITS, torch.bfloat16)
 
 
-def exchange_states() -> None:
+@pytest.mark.exhaustive
+@on_ranks(2)
+def test_states_are_those_of_single_updates() -> None:
     """Load the state of either optimizer into the other, after different numbers of steps."""
     models = sharded_models()
     for name in ("adamw", "sgd_momentum", "nadam", "asgd", "rprop"):
@@ -195,11 +194,6 @@ def exchange_states() -> None:
         for step in range(2):
             backward(other_pair, step)
             step_and_compare(other_pair, f"{name}, loaded")
-
-
-@pytest.mark.exhaustive
-def test_states_are_those_of_single_updates(ranks: Ranks) -> None:
-    ranks(2, exchange_states)
 
 
 def count_in_place(optimizer: Optimizer) -> None:
@@ -247,7 +241,8 @@ CHANGES = [
 ]
 
 
-def change_between_steps() -> None:
+@on_ranks(2)
+def test_changes_of_the_optimizer_between_steps_are_noticed() -> None:
     pair = flat_and_single(sharded_models(), "adamw")
     for step, change in enumerate([None, *CHANGES]):
         if change is not None:
@@ -258,11 +253,8 @@ def change_between_steps() -> None:
             step_and_compare(pair, f"{change and change.__name__}, step {again}")
 
 
-def test_changes_of_the_optimizer_between_steps_are_noticed(ranks: Ranks) -> None:
-    ranks(2, change_between_steps)
-
-
-def begin_momentum() -> None:
+@on_ranks(2)
+def test_momentum_can_begin_and_end_later() -> None:
     pair = flat_and_single(sharded_models(), "sgd")
     for step, momentum in enumerate((0.0, 0.9, 0.9, 0.0, 0.5)):
         for _, optimizer in pair:
@@ -272,22 +264,15 @@ def begin_momentum() -> None:
         step_and_compare(pair, f"momentum {momentum} at step {step}")
 
 
-def test_momentum_can_begin_and_end_later(ranks: Ranks) -> None:
-    ranks(2, begin_momentum)
-
-
-def write_to_a_counter() -> None:
+@on_ranks(1)
+def test_every_parameter_has_a_counter_of_its_own() -> None:
+    """An unsharded optimizer that loads counters which are one tensor would count several times."""
     (_, optimizer), _ = pair = flat_and_single(sharded_models(), "adamw")
     backward(pair, 0)
     step_and_compare(pair, "adamw")
     state = optimizer.state_dict()["state"]
     state[0]["step"].add_(1)
     assert [slots["step"].item() for slots in state.values()] == [2.0] + [1.0] * (len(state) - 1)
-
-
-def test_every_parameter_has_a_counter_of_its_own(ranks: Ranks) -> None:
-    """An unsharded optimizer that loads counters which are one tensor would count several times."""
-    ranks(1, write_to_a_counter)
 
 
 # ---- memory
@@ -336,8 +321,9 @@ def watch_storage(kept: str) -> list[int]:
     return stored
 
 
-def watch_storage_of_two_optimizers() -> list[list[int]]:
-    """Return the bytes of gradient shards after each of two optimizers has cleared its own."""
+@on_ranks(2)
+def test_gradient_shards_have_no_storage_after_all_optimizers_cleared_theirs() -> None:
+    """Look at gradient shards after each of two optimizers has cleared its own."""
     model, _ = shard_layers(2)
     parameters = list(model.parameters())
     first, second = (
@@ -353,20 +339,10 @@ def watch_storage_of_two_optimizers() -> list[list[int]]:
     model(torch.ones(2, 8)).sum().backward()
     for parameter, gradient in zip(parameters, expected):
         assert torch.equal(parameter.grad._local_tensor, gradient)
-    return stored
+    assert [any(sizes) for sizes in stored] == [True, False] * 2, stored
 
 
-def test_gradient_shards_have_no_storage_after_all_optimizers_cleared_theirs(ranks: Ranks) -> None:
-    for stored in ranks(2, watch_storage_of_two_optimizers):
-        assert [any(sizes) for sizes in stored] == [True, False] * 2
-
-
-def watch_storage_of_each() -> list[list[int]]:
-    return [watch_storage(kept) for kept in KEPT]
-
-
-def test_gradient_shards_have_no_storage_after_clearing_but_the_one_left_to_the_user(
-    ranks: Ranks,
-) -> None:
-    for stored in ranks(2, watch_storage_of_each):
-        assert not any(map(any, stored))
+@on_ranks(2)
+def test_gradient_shards_have_no_storage_after_clearing_but_the_one_left_to_the_user() -> None:
+    stored = [watch_storage(kept) for kept in KEPT]
+    assert not any(map(any, stored)), stored

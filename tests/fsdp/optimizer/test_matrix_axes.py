@@ -11,7 +11,7 @@ from megatron_fsdp import fully_shard, fully_shard_model, fully_shard_optimizer
 from tests.fsdp import test_expert_tensor_parallel as with_experts
 from tests.fsdp import test_tensor_parallel as divided
 from tests.support.fsdp.optimizers import IN_ONE_GROUP
-from tests.support.fsdp.reference import Ranks, close
+from tests.support.fsdp.reference import Ranks, close, on_ranks
 from tests.support.fsdp.wrong_calls import message_of
 
 EXACT = 1e-9
@@ -96,7 +96,10 @@ def test_hybrid_sharding_with_tensor_parallel_matrices(ranks: Ranks) -> None:
     ranks(8, train_divided, "outer2_dp2_tp2", 3, 10, "tensor", 1)
 
 
-def train_experts(kind: str, level: int) -> None:
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("kind", "level"), [("plain", 3), ("over_four", 1), ("over_one", 0)])
+@on_ranks(4)
+def test_matrices_of_experts_have_owners_on_their_own_mesh(kind: str, level: int) -> None:
     module, place = with_experts.parallelized(kind)
     reference = with_experts.build()
     expected = optimizers_of(reference)
@@ -116,14 +119,6 @@ def train_experts(kind: str, level: int) -> None:
         step_all(optimizers)
         compare(model, reference, step)
     assert_owned(optimizers[0])
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(("kind", "level"), [("plain", 3), ("over_four", 1), ("over_one", 0)])
-def test_matrices_of_experts_have_owners_on_their_own_mesh(
-    ranks: Ranks, kind: str, level: int
-) -> None:
-    ranks(4, train_experts, kind, level)
 
 
 # ---- assignment
@@ -195,7 +190,15 @@ def test_wrong_lists_of_optimizers_are_refused_alike_on_every_rank(ranks: Ranks)
 # ---- what steps change
 
 
-def use_a_subset(level: int) -> None:
+def data(step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(5, 6, generator=generator, dtype=torch.float64)
+
+
+@pytest.mark.always("3")
+@pytest.mark.parametrize("level", [0, 2, 3])
+@on_ranks(3)
+def test_groups_settings_and_weights_may_change_between_steps(level: int) -> None:
     """Freeze a matrix, add a group after steps, and edit weights between steps."""
     modules = []
     for _ in range(2):
@@ -224,14 +227,3 @@ def use_a_subset(level: int) -> None:
             optimizer.step()
             each.zero_grad()
         compare(model, reference, step)
-
-
-def data(step: int) -> Tensor:
-    generator = torch.Generator().manual_seed(step)
-    return torch.randn(5, 6, generator=generator, dtype=torch.float64)
-
-
-@pytest.mark.always("3")
-@pytest.mark.parametrize("level", [0, 2, 3])
-def test_groups_settings_and_weights_may_change_between_steps(ranks: Ranks, level: int) -> None:
-    ranks(3, use_a_subset, level)

@@ -23,7 +23,8 @@ from megatron_fsdp import fully_shard, fully_shard_model, fully_shard_optimizer
 from tests.support.fsdp import models
 from tests.support.fsdp.meshes import Meshes
 from tests.support.fsdp.optimizers import ONE_OF_EACH, OPTIMIZERS
-from tests.support.fsdp.reference import Ranks, batch, loss_of
+from tests.support.fsdp.reference import Ranks, batch, loss_of, on_ranks
+from tests.support.fsdp.state_dicts import load_checkpoint
 
 Make = Callable[..., torch.optim.Optimizer]
 
@@ -144,7 +145,15 @@ def test_training_has_the_bits_of_one_on_the_device(
     ranks(size, compare, str(tmp_path), OPTIMIZERS["adamw"], **settings)
 
 
-def step_in_blocks(names: Sequence[str]) -> None:
+SOME = ("adamw_fused", "adamw_tensor_rate", "sgd", "adagrad", "nadam", "rprop")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    "names", [SOME, tuple(name for name in ONE_OF_EACH if name not in SOME)], ids=["some", "others"]
+)
+@on_ranks(2)
+def test_every_element_wise_optimizer_steps_in_blocks(names: Sequence[str]) -> None:
     """Train with one optimizer after the other, and compare with the device each time."""
     of_device, of_host = sharded(None), sharded("host")
     for name in names:
@@ -159,30 +168,16 @@ def step_in_blocks(names: Sequence[str]) -> None:
             raise
 
 
-SOME = ("adamw_fused", "adamw_tensor_rate", "sgd", "adagrad", "nadam", "rprop")
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    "names", [SOME, tuple(name for name in ONE_OF_EACH if name not in SOME)], ids=["some", "others"]
-)
-def test_every_element_wise_optimizer_steps_in_blocks(ranks: Ranks, names: Sequence[str]) -> None:
-    ranks(2, step_in_blocks, names)
-
-
-def assert_share(fraction: float) -> None:
+@pytest.mark.always("0.4")
+@pytest.mark.parametrize("fraction", [0.0, 0.4, 1.0])
+@on_ranks(2)
+def test_a_fraction_of_the_elements_is_offloaded(fraction: float) -> None:
     trained = train(Offload(fraction=fraction), OPTIMIZERS["adamw"])
     assert_equal(trained, train(None, OPTIMIZERS["adamw"]))
     groups = trained.model.groups
     total = sum(group.layout.numel for group in groups)
     away = [group.layout.numel for group in groups if group.memory.is_offloaded]
     assert fraction * total <= sum(away) < fraction * total + (max(away) if away else 1)
-
-
-@pytest.mark.always("0.4")
-@pytest.mark.parametrize("fraction", [0.0, 0.4, 1.0])
-def test_a_fraction_of_the_elements_is_offloaded(ranks: Ranks, fraction: float) -> None:
-    ranks(2, assert_share, fraction)
 
 
 def losses_with_old_weights(offload: Any) -> list[float]:
@@ -202,14 +197,11 @@ def losses_with_old_weights(offload: Any) -> list[float]:
     return losses
 
 
-def compare_old_weights() -> None:
+@on_ranks(2)
+def test_steps_that_install_no_weights_are_those_on_the_device() -> None:
     expected = losses_with_old_weights(None)
     for offload in ("host", Offload(fraction=0.5)):
         assert losses_with_old_weights(offload) == expected
-
-
-def test_steps_that_install_no_weights_are_those_on_the_device(ranks: Ranks) -> None:
-    ranks(2, compare_old_weights)
 
 
 # ---- checkpoints
@@ -224,10 +216,7 @@ def resume(folder: str, checkpoint: str) -> None:
     for place in (folder, None):
         other = train(place, make, steps=1)
         optimizer = other_optimizer(other.model)
-        state = {"model": other.model.state_dict(), "optimizer": optimizer.state_dict()}
-        dcp.load(state, checkpoint_id=checkpoint)
-        other.model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
+        load_checkpoint(checkpoint, other.model, optimizer)
         for step in (2, 3):
             for microbatch in range(2):
                 data = batch(step, dist.get_rank(), microbatch).float()
@@ -254,8 +243,9 @@ def test_a_checkpoint_loads_into_files_and_onto_the_device(ranks: Ranks, tmp_pat
 # ---- memory
 
 
-def load_state_of_files(folder: str) -> None:
-    trained = train(folder, OPTIMIZERS["adamw"])
+@on_ranks(2)
+def test_state_that_is_loaded_takes_no_memory_on_its_way_to_the_files(tmp_path: Path) -> None:
+    trained = train(tmp_path, OPTIMIZERS["adamw"])
     optimizer = fully_shard_optimizer(OPTIMIZERS["adamw"](trained.model.parameters()))
     loaded: list[Tensor] = []
 
@@ -266,12 +256,6 @@ def load_state_of_files(folder: str) -> None:
     with mock.patch.object(flat_segments, "flat_moment", flat_moment):
         optimizer.load_state_dict(trained.state)
     assert loaded and all(map(lies_in_a_file, loaded))
-
-
-def test_state_that_is_loaded_takes_no_memory_on_its_way_to_the_files(
-    ranks: Ranks, tmp_path: Path
-) -> None:
-    ranks(2, load_state_of_files, str(tmp_path))
 
 
 def resident() -> int:
@@ -301,17 +285,14 @@ def highest_resident(folder: str, width: int, layers: int) -> int:
     return max(seen) - before
 
 
-def train_wide(folder: str) -> None:
-    width, layers = 512, 24
-    highest_resident(folder, 8, 2)  # pages of libraries come with the first use
-    own = 16 * layers * width**2 // dist.get_world_size()
-    assert highest_resident(folder, width, layers) < own / 8
-
-
 @pytest.mark.exhaustive
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="Linux tells what is resident")
-def test_files_take_memory_only_while_they_are_in_use(ranks: Ranks, tmp_path: Path) -> None:
-    ranks(2, train_wide, str(tmp_path))
+@on_ranks(2)
+def test_files_take_memory_only_while_they_are_in_use(tmp_path: Path) -> None:
+    width, layers = 512, 24
+    highest_resident(tmp_path, 8, 2)  # pages of libraries come with the first use
+    own = 16 * layers * width**2 // dist.get_world_size()
+    assert highest_resident(tmp_path, width, layers) < own / 8
 
 
 # ---- the interface
@@ -399,9 +380,6 @@ def test_state_that_would_not_lie_in_the_files_is_refused(ranks: Ranks, tmp_path
     ranks(2, refuse_later, str(tmp_path))
 
 
-def compare_muon() -> None:
+@on_ranks(2)
+def test_matrices_in_host_memory_have_owners_too() -> None:
     assert_equal(train("host", muon_over_matrices), train(None, muon_over_matrices))
-
-
-def test_matrices_in_host_memory_have_owners_too(ranks: Ranks) -> None:
-    ranks(2, compare_muon)

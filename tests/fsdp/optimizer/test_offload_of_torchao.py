@@ -25,7 +25,7 @@ from tests.fsdp.optimizer.test_quantized_state import (
     weights_of,
 )
 from tests.support.fsdp.meshes import mesh_of
-from tests.support.fsdp.reference import Ranks
+from tests.support.fsdp.reference import on_ranks
 
 logging.getLogger("torchao").setLevel(logging.ERROR)  # it says that it has no CUDA kernels here
 pytest.importorskip("torchao", reason="torchao is not installed")
@@ -72,7 +72,10 @@ def seen_as_cuda() -> contextlib.AbstractContextManager[Any]:
     )
 
 
-def step_copies(level: int) -> None:
+@pytest.mark.always("3")
+@pytest.mark.parametrize("level", [0, 1, 3])
+@on_ranks(2)
+def test_copies_on_the_host_are_stepped_as_without_sharding(level: int) -> None:
     """Compare bits with AdamW, which needs no copies."""
     reference = LayersInBlocks()
     expected = torch.optim.AdamW(reference.parameters(), lr=0.01, fused=True)
@@ -83,13 +86,8 @@ def step_copies(level: int) -> None:
     assert_same(weights_of(model), weights_of(reference))
 
 
-@pytest.mark.always("3")
-@pytest.mark.parametrize("level", [0, 1, 3])
-def test_copies_on_the_host_are_stepped_as_without_sharding(ranks: Ranks, level: int) -> None:
-    ranks(2, step_copies, level)
-
-
-def refuse_to_shard_it() -> None:
+@on_ranks(2)
+def test_sharding_it_is_refused_with_what_to_do() -> None:
     module = LayersInBlocks()
     with seen_as_cuda(), pytest.raises(ValueError, match="offload_policy='host'"):
         fully_shard(module, offloaded(module.parameters()), mesh_of("shard"))
@@ -98,11 +96,10 @@ def refuse_to_shard_it() -> None:
         fully_shard_optimizer(offloaded(model.parameters()))
 
 
-def test_sharding_it_is_refused_with_what_to_do(ranks: Ranks) -> None:
-    ranks(2, refuse_to_shard_it)
-
-
-def keep_state_on_the_host(kind: str) -> None:
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", ["AdamW8bit", "AdamW4bit"])
+@on_ranks(2)
+def test_quantized_state_on_the_host_has_the_same_bits(kind: str) -> None:
     reference, module = LayersInBlocks(), LayersInBlocks()
     expected, optimizer = optimizer_of(kind, reference), optimizer_of(kind, module)
     model, optimizer = fully_shard(
@@ -110,9 +107,3 @@ def keep_state_on_the_host(kind: str) -> None:
     )
     assert train(model, optimizer, range(4)) == train(reference, expected, range(4))
     assert_same(values_of(optimizer, model), values_of(expected, reference))
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("kind", ["AdamW8bit", "AdamW4bit"])
-def test_quantized_state_on_the_host_has_the_same_bits(ranks: Ranks, kind: str) -> None:
-    ranks(2, keep_state_on_the_host, kind)

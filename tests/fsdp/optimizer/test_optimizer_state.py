@@ -29,19 +29,8 @@ from tests.support.fsdp.optimizers import (
     two_groups,
     unsharded_step,
 )
-from tests.support.fsdp.reference import Ranks, batch, close, loss_of
+from tests.support.fsdp.reference import Ranks, batch, close, loss_of, on_ranks
 from tests.support.fsdp.state_dicts import whole_state
-
-
-def look_at_fresh_states() -> None:
-    mesh = shard_mesh()
-    after = fully_shard_model(models.build("scalars"), mesh, **IN_ONE_GROUP)
-    for make in (OPTIMIZERS[name] for name in ONE_OF_EACH):
-        module = models.build("scalars")
-        model, optimizer = fully_shard(module, make(module.parameters()), mesh, **IN_ONE_GROUP)
-        compare_fresh_states(
-            make, [(model, optimizer), (after, fully_shard_optimizer(make(after.parameters())))]
-        )
 
 
 def compare_fresh_states(
@@ -73,8 +62,16 @@ def compare_fresh_states(
 
 
 @pytest.mark.exhaustive
-def test_fresh_state_is_what_torch_would_make(ranks: Ranks) -> None:
-    ranks(2, look_at_fresh_states)
+@on_ranks(2)
+def test_fresh_state_is_what_torch_would_make() -> None:
+    mesh = shard_mesh()
+    after = fully_shard_model(models.build("scalars"), mesh, **IN_ONE_GROUP)
+    for make in (OPTIMIZERS[name] for name in ONE_OF_EACH):
+        module = models.build("scalars")
+        model, optimizer = fully_shard(module, make(module.parameters()), mesh, **IN_ONE_GROUP)
+        compare_fresh_states(
+            make, [(model, optimizer), (after, fully_shard_optimizer(make(after.parameters())))]
+        )
 
 
 def shards_by_name(optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Tensor]]:
@@ -117,7 +114,10 @@ def reordered(parameters: list[tuple[str, nn.Parameter]], way: str) -> list[dict
     )
 
 
-def load_by_name(source: str) -> None:
+@pytest.mark.always("sharded")
+@pytest.mark.parametrize("source", ["sharded", "torch_functions", "unsharded"])
+@on_ranks(2)
+def test_state_loads_by_name(source: str) -> None:
     """Save in one order and load in others.
 
     Sources are this package, torch's functions and an unsharded optimizer.
@@ -156,13 +156,8 @@ def load_by_name(source: str) -> None:
         assert_same_state(optimizer, saved)
 
 
-@pytest.mark.always("sharded")
-@pytest.mark.parametrize("source", ["sharded", "torch_functions", "unsharded"])
-def test_state_loads_by_name(ranks: Ranks, source: str) -> None:
-    ranks(2, load_by_name, source)
-
-
-def load_what_does_not_fit() -> None:
+@on_ranks(2)
+def test_state_that_does_not_fit_is_refused() -> None:
     """Check that a refused state changes nothing."""
     module = models.build("several_units")
     model, optimizer = fully_shard(
@@ -200,11 +195,12 @@ def load_what_does_not_fit() -> None:
     assert optimizer.state_dict()["param_groups"] == state["param_groups"]
 
 
-def test_state_that_does_not_fit_is_refused(ranks: Ranks) -> None:
-    ranks(2, load_what_does_not_fit)
-
-
-def copy_state(level: int, flatten: bool) -> None:
+@pytest.mark.always("0")
+@pytest.mark.parametrize(
+    ("level", "flatten"), [(0, False), (3, False), (3, True)], ids=["0", "3", "3_flat"]
+)
+@on_ranks(2)
+def test_state_can_be_copied_at_any_time(level: int, flatten: bool) -> None:
     """Copy state before the first step and after one, in every way that torch has."""
     options = torch_state_dict.StateDictOptions(flatten_optimizer_state_dict=flatten)
     model, optimizer = sharded_pair("frozen_in_part", level)
@@ -231,15 +227,8 @@ def copy_state(level: int, flatten: bool) -> None:
     assert next(iter(optimizer.state.values()))["step"].item() == 2  # looking has taken no step
 
 
-@pytest.mark.always("0")
-@pytest.mark.parametrize(
-    ("level", "flatten"), [(0, False), (3, False), (3, True)], ids=["0", "3", "3_flat"]
-)
-def test_state_can_be_copied_at_any_time(ranks: Ranks, level: int, flatten: bool) -> None:
-    ranks(2, copy_state, level, flatten)
-
-
-def load_before_the_first_step() -> None:
+@on_ranks(1)
+def test_state_exists_after_loading_none() -> None:
     """Load the state of an unsharded optimizer that has not stepped, which has none."""
     module = models.build("several_units")
     _, optimizer = sharded_pair("several_units")
@@ -248,11 +237,10 @@ def load_before_the_first_step() -> None:
     assert all(slots["step"].item() == 0 for slots in optimizer.state.values())
 
 
-def test_state_exists_after_loading_none(ranks: Ranks) -> None:
-    ranks(1, load_before_the_first_step)
-
-
-def look_at_a_fresh_optimizer(kind: str, level: int) -> None:
+@pytest.mark.always("AdamW-3")
+@pytest.mark.parametrize(("kind", "level"), [("Adam", 0), ("Adam", 3), ("AdamW", 1), ("AdamW", 3)])
+@on_ranks(2)
+def test_making_state_neither_counts_a_step_nor_decays_weights(kind: str, level: int) -> None:
     module, reference = models.build("several_units"), models.build("several_units")
     settings = {"lr": 0.1, "weight_decay": 0.5}
     optimizer, expected = (
@@ -275,14 +263,6 @@ def look_at_a_fresh_optimizer(kind: str, level: int) -> None:
         each_optimizer.step()
     for name, value in whole_state(model.state_dict()).items():
         close(value, reference.get_parameter(name).detach(), name)
-
-
-@pytest.mark.always("AdamW-3")
-@pytest.mark.parametrize(("kind", "level"), [("Adam", 0), ("Adam", 3), ("AdamW", 1), ("AdamW", 3)])
-def test_making_state_neither_counts_a_step_nor_decays_weights(
-    ranks: Ranks, kind: str, level: int
-) -> None:
-    ranks(2, look_at_a_fresh_optimizer, kind, level)
 
 
 class RowsOfShard(Simple):
@@ -337,7 +317,8 @@ def test_state_that_all_ranks_share_is_saved(ranks: Ranks) -> None:
     assert ranks(2, local_state, partial(RowsOfShard, is_local=True), 0) == [None, None]
 
 
-def load_local_state() -> None:
+@on_ranks(2)
+def test_state_of_shards_is_refused_where_it_is_loaded() -> None:
     """Load files of each rank that differ."""
     module = models.build("scalars")
     optimizer = RowsOfShard(module.parameters(), is_local=False)
@@ -350,12 +331,9 @@ def load_local_state() -> None:
     assert all(slots["rows"].ndim == 0 for slots in optimizer.state.values())  # as before
 
 
-def test_state_of_shards_is_refused_where_it_is_loaded(ranks: Ranks) -> None:
-    ranks(2, load_local_state)
-
-
-def flattened_names() -> tuple[int, list[str]]:
-    """Load a flattened state by DCP, and return the length of all lists in it."""
+@on_ranks(2)
+def test_flattened_state_does_not_repeat_all_names_for_each_parameter() -> None:
+    """Load a flattened state by DCP, and look at the lengths of all lists in it."""
     options = torch_state_dict.StateDictOptions(flatten_optimizer_state_dict=True)
     model, optimizer = sharded_pair("scalars")
     sharded_step(model, optimizer, 0)
@@ -367,9 +345,4 @@ def flattened_names() -> tuple[int, list[str]]:
     names = optimizer.param_groups[0]["param_names"]
     assert fresh.param_groups[0]["param_names"] == names
     assert optimizer.state_dict()["param_groups"][0]["param_names"] == names
-    return length, names
-
-
-def test_flattened_state_does_not_repeat_all_names_for_each_parameter(ranks: Ranks) -> None:
-    for length, names in ranks(2, flattened_names):
-        assert length == 0 and len(names) > 2
+    assert length == 0 and len(names) > 2

@@ -16,7 +16,7 @@ from megatron.fsdp.engine.param_group import ParamGroup
 from megatron.fsdp.optimizer.host.block_update import BlockUpdate
 from megatron.fsdp.optimizer.host.host_memory import HostMemory
 from megatron_fsdp import fully_shard
-from tests.support.fsdp.reference import Ranks
+from tests.support.fsdp.reference import Ranks, on_ranks
 
 COPY, WAIT, UPDATE = "copy", "wait", "update"
 METHODS = [
@@ -83,13 +83,10 @@ def test_a_step_waits_for_copies_of_main_weights(
     ranks(2, step_after, forward, **arguments)
 
 
-def scale_between_microbatches() -> None:
+@on_ranks(2)
+def test_scaling_waits_for_copies_of_gradients() -> None:
     model, _ = sharded()
     with events() as found, model.no_sync():
         loss(model).backward()
         model.scale_gradients(0.5)
     assert last_before(found, len(found)) == WAIT
-
-
-def test_scaling_waits_for_copies_of_gradients(ranks: Ranks) -> None:
-    ranks(2, scale_between_microbatches)

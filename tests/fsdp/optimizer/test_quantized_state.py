@@ -13,16 +13,12 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_state_dict,
-    set_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 from megatron.fsdp.dtensor.tensor_part import full_tensor
 from megatron_fsdp import fully_shard, fully_shard_model, fully_shard_optimizer
 from tests.support.fsdp.meshes import mesh_of
-from tests.support.fsdp.reference import Ranks
+from tests.support.fsdp.reference import Ranks, on_ranks
 
 logging.getLogger("torchao").setLevel(logging.ERROR)  # it says that it has no CUDA kernels here
 pytest.importorskip("torchao", reason="torchao is not installed")
@@ -183,7 +179,8 @@ def test_checkpoints_are_resharded_bit_by_bit(ranks: Ranks, kind: str, tmp_path:
         assert_same(actual, expected)
 
 
-def look_at_whole_state() -> None:
+@on_ranks(2)
+def test_whole_state_has_the_values_of_moments() -> None:
     """Compare whole and copied state with the values of moments."""
     module = LayersInBlocks()
     optimizer = optimizer_of("AdamW4bit", module)
@@ -200,11 +197,8 @@ def look_at_whole_state() -> None:
     assert torch.equal(full_tensor(moment), values["scale.exp_avg"])
 
 
-def test_whole_state_has_the_values_of_moments(ranks: Ranks) -> None:
-    ranks(2, look_at_whole_state)
-
-
-def load_moments_of_adam() -> None:
+@on_ranks(2)
+def test_moments_of_other_optimizers_are_quantized() -> None:
     """Load moments of fp32, which become quantized."""
     reference = LayersInBlocks()
     adam = torch.optim.AdamW(reference.parameters())
@@ -219,11 +213,8 @@ def load_moments_of_adam() -> None:
     assert (full_tensor(moment) - expected).abs().max() < 0.02 * expected.abs().max()
 
 
-def test_moments_of_other_optimizers_are_quantized(ranks: Ranks) -> None:
-    ranks(2, load_moments_of_adam)
-
-
-def thaw() -> None:
+@on_ranks(2)
+def test_thawed_parameters_get_state_in_blocks() -> None:
     """Train a parameter that was frozen when the optimizer was sharded."""
     reference, module = LayersInBlocks(), LayersInBlocks()
     expected = optimizer_of("AdamW8bit", reference)
@@ -236,7 +227,3 @@ def thaw() -> None:
         module.wide.requires_grad_(True)
         reference.wide.requires_grad_(True)
     assert_same(weights_of(model), weights_of(reference))
-
-
-def test_thawed_parameters_get_state_in_blocks(ranks: Ranks) -> None:
-    ranks(2, thaw)

@@ -33,7 +33,7 @@ from tests.support.fsdp.optimizers import (
     unsharded_step,
     weights,
 )
-from tests.support.fsdp.reference import Ranks, batch, compare_shards, loss_of
+from tests.support.fsdp.reference import Ranks, batch, compare_shards, loss_of, on_ranks
 from tests.support.fsdp.wrong_calls import Scene, WrongCall, check_refusals, sharded_linear
 
 
@@ -65,7 +65,8 @@ def test_state_made_before_sharding_is_kept(ranks: Ranks, name: str) -> None:
     ranks(3, train_both, OPTIMIZERS[name], before=2, level=2)
 
 
-def keep_state_of_scalars() -> None:
+@on_ranks(2)
+def test_state_of_scalars_alone_is_kept() -> None:
     """Shard an optimizer of scalars alone: shapes do not tell moments from counters."""
     for name in ("adamw", "nadam", "asgd"):
         reference, module = models.build("scalars"), models.build("scalars")
@@ -93,17 +94,16 @@ def keep_state_of_scalars() -> None:
         compare_shards(model, weights(model), weights(reference), f"{name}: weight")
 
 
-def test_state_of_scalars_alone_is_kept(ranks: Ranks) -> None:
-    ranks(2, keep_state_of_scalars)
-
-
 @pytest.mark.always("3")
 @pytest.mark.parametrize("level", [0, 1, 3])
 def test_optimizer_made_after_sharding(ranks: Ranks, level: int) -> None:
     ranks(2, train_both, OPTIMIZERS["adamw"], before=0, level=level, made_after=True)
 
 
-def step_with_closure(level: int) -> None:
+@pytest.mark.always("3")
+@pytest.mark.parametrize("level", [1, 3])
+@on_ranks(2)
+def test_closures_run_inside_the_step(level: int) -> None:
     reference = models.build("several_units")
     expected = OPTIMIZERS["adamw"](reference.parameters())
     model, optimizer = sharded_pair("several_units", level, sync_model_each_microbatch=False)
@@ -121,12 +121,6 @@ def step_with_closure(level: int) -> None:
         before = loss_of(model(x)).detach()
         assert torch.equal(optimizer.step(closure), before)
         compare_shards(model, weights(model), weights(reference), f"weight after step {step}")
-
-
-@pytest.mark.always("3")
-@pytest.mark.parametrize("level", [1, 3])
-def test_closures_run_inside_the_step(ranks: Ranks, level: int) -> None:
-    ranks(2, step_with_closure, level)
 
 
 def in_sequence(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
@@ -192,7 +186,10 @@ def test_learning_rate_schedulers_work_without_a_warning(
     ranks(2, train_with_scheduler, scheduler, optimizer, made_before)
 
 
-def step_with_keywords(level: int) -> None:
+@pytest.mark.always("1", "3")
+@pytest.mark.parametrize("level", [0, 1, 2, 3])
+@on_ranks(2)
+def test_step_can_leave_out_reductions_and_installing(level: int) -> None:
     module = models.build("several_units", torch.bfloat16)
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
     settings = {
@@ -222,13 +219,8 @@ def step_with_keywords(level: int) -> None:
     assert not torch.equal(model(x), output)
 
 
-@pytest.mark.always("1", "3")
-@pytest.mark.parametrize("level", [0, 1, 2, 3])
-def test_step_can_leave_out_reductions_and_installing(ranks: Ranks, level: int) -> None:
-    ranks(2, step_with_keywords, level)
-
-
-def count_hooks() -> None:
+@on_ranks(2)
+def test_step_hooks_run_once() -> None:
     model, optimizer = sharded_pair("several_units", sync_model_each_microbatch=False)
     calls = []
 
@@ -248,17 +240,14 @@ def count_hooks() -> None:
     assert calls == ["before", "after"] * 2
 
 
-def test_step_hooks_run_once(ranks: Ranks) -> None:
-    ranks(2, count_hooks)
-
-
 @pytest.mark.always("2")
 @pytest.mark.parametrize("before", [0, 2])
 def test_other_elementwise_optimizers_match_too(ranks: Ranks, before: int) -> None:
     ranks(2, train_both, Signs, before=before, level=3)
 
 
-def refusals() -> dict[str, str]:
+@on_ranks(2)
+def test_sparse_and_differentiable_updates_are_refused() -> None:
     messages = {}
     for kind in [torch.optim.SparseAdam, partial(torch.optim.AdamW, differentiable=True)]:
         module = models.build("several_units")
@@ -275,13 +264,8 @@ def refusals() -> dict[str, str]:
         model = fully_shard_model(module)
         with pytest.raises(NotImplementedError):
             fully_shard_optimizer(kind(model.parameters(), lr=0.1))
-    return messages
-
-
-def test_sparse_and_differentiable_updates_are_refused(ranks: Ranks) -> None:
-    for messages in ranks(2, refusals):
-        assert len(messages) == 2
-        assert all(message.startswith(name) for name, message in messages.items())
+    assert len(messages) == 2, messages
+    assert all(message.startswith(name) for name, message in messages.items()), messages
 
 
 def test_a_subclass_with_only_a_constructor_of_its_own_is_the_known_one() -> None:

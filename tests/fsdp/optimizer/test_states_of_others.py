@@ -10,7 +10,7 @@ from torch import nn
 
 from megatron_fsdp import fully_shard
 from megatron_fsdp.utils import state_of_other_optimizers
-from tests.support.fsdp.reference import Ranks
+from tests.support.fsdp.reference import on_ranks
 
 
 def stepped(make: Callable[[Any], torch.optim.Optimizer]) -> Any:
@@ -28,7 +28,8 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
-def take_state_of_others() -> None:
+@on_ranks(2)
+def test_frozen_parameters_have_no_state_and_sums_are_no_averages() -> None:
     adam, muon = stepped(torch.optim.AdamW), stepped(torch.optim.Muon)
     first = adam.state_dict()["state"][0]["exp_avg"].full_tensor()
     taken = state_of_other_optimizers(muon, [adam.state_dict()])
@@ -40,7 +41,3 @@ def take_state_of_others() -> None:
     for optimizer, other in ((adam, sums), (sums, adam)):
         with pytest.raises(ValueError, match="the momentum of SGD is a sum"):
             state_of_other_optimizers(optimizer, [other.state_dict()])
-
-
-def test_frozen_parameters_have_no_state_and_sums_are_no_averages(ranks: Ranks) -> None:
-    ranks(2, take_state_of_others)

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -18,14 +17,10 @@ from tests.fsdp.test_warnings_once import Messages
 from tests.support.fsdp import matrix_optimizers as written
 from tests.support.fsdp import models
 from tests.support.fsdp.meshes import Meshes, shard_mesh
-from tests.support.fsdp.optimizers import (
-    Signs,
-    sharded_step,
-    sharding,
-    unsharded_step,
-    weights,
-)
-from tests.support.fsdp.reference import TOLERANCE, Ranks, batch, compare_shards, loss_of
+from tests.support.fsdp.optimizers import Signs, sharded_step, sharding, unsharded_step, weights
+from tests.support.fsdp.reference import TOLERANCE, Ranks, batch, compare_shards, loss_of, on_ranks
+from tests.support.fsdp.state_dicts import load_checkpoint, save_checkpoint
+from tests.support.fsdp.state_dicts import train as train_alike
 from tests.support.pairwise import each_value
 
 Make = Callable[..., torch.optim.Optimizer]
@@ -121,7 +116,10 @@ def test_muon_for_dtensors_steps_as_on_one_rank(ranks: Ranks, level: int, how: s
     ranks(3, train, make, "flat", {"zero_dp_strategy": level})
 
 
-def minimise(level: int) -> None:
+@pytest.mark.always("3")
+@pytest.mark.parametrize("level", [1, 3])
+@on_ranks(2)
+def test_lbfgs_steps_with_losses_that_all_ranks_share(level: int) -> None:
     """Step LBFGS, whose closures return the same loss on all ranks."""
     reference, module = build(), build()
     settings = {"lr": 0.2, "max_iter": 4, "line_search_fn": "strong_wolfe"}
@@ -143,12 +141,6 @@ def minimise(level: int) -> None:
 
             stepped.step(closure)
         compare_shards(model, weights(model), weights(reference), "weight", 1e-8)
-
-
-@pytest.mark.always("3")
-@pytest.mark.parametrize("level", [1, 3])
-def test_lbfgs_steps_with_losses_that_all_ranks_share(ranks: Ranks, level: int) -> None:
-    ranks(2, minimise, level)
 
 
 # ---- what is gathered
@@ -193,30 +185,18 @@ def momentum_state(path: str, name: str, saves: bool) -> None:
     model, optimizer = fully_shard(
         module, make(module.parameters()), shard_mesh(), **sharding(module)
     )
-    for step in range(2 if saves else 1):
-        step_on_the_same_data(model, optimizer, step)
-    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    train_alike(model, optimizer, 2 if saves else 1)
     if saves:
-        dcp.save(state, checkpoint_id=path)
+        save_checkpoint(path, model, optimizer)
         return
-    dcp.load(state, checkpoint_id=path)
-    model.load_state_dict(state["model"])
-    optimizer.load_state_dict(state["optimizer"])
+    load_checkpoint(path, model, optimizer)
     reference = build()
     expected = make(reference.parameters())
-    for step in range(4):
-        step_on_the_same_data(reference, expected, step)
-    for step in range(2, 4):
-        step_on_the_same_data(model, optimizer, step)
+    train_alike(reference, expected, 4)
+    train_alike(model, optimizer, range(2, 4))
     compare_shards(model, weights(model), weights(reference), "weight", TOLERANCE)
     slots = optimizer.state[next(iter(model.parameters()))]
     assert any(isinstance(value, DTensor) for value in slots.values()) or name == "shampoo"
-
-
-def step_on_the_same_data(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
-    optimizer.zero_grad()
-    loss_of(model(batch(step, 0, 0))).backward()
-    optimizer.step()
 
 
 @pytest.mark.exhaustive
@@ -248,7 +228,8 @@ def shard_after_two_steps(make: Make) -> None:
         compare_shards(model, weights(model), weights(reference), "weight", TOLERANCE)
 
 
-def use_states_alone() -> None:
+@on_ranks(2)
+def test_a_rank_of_level_0_needs_no_other_for_its_states() -> None:
     """At level 0 every rank has all state, so one rank may save and load by itself."""
     model = fully_shard_model(nn.Linear(3, 3), zero_dp_strategy=0)
     optimizer = fully_shard_optimizer(written.RowMeans(model.parameters(), lr=0.1))
@@ -257,7 +238,3 @@ def use_states_alone() -> None:
     if dist.get_rank() == 0:
         optimizer.load_state_dict(optimizer.state_dict())
         model.load_state_dict(model.state_dict())
-
-
-def test_a_rank_of_level_0_needs_no_other_for_its_states(ranks: Ranks) -> None:
-    ranks(2, use_states_alone)

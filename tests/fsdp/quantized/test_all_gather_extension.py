@@ -22,7 +22,7 @@ from megatron.fsdp.dtensor.tensor_part import full_tensor
 from megatron.fsdp.engine.observe import GATHER
 from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard
 from tests.support.fsdp.meshes import mesh_of, shard_mesh
-from tests.support.fsdp.reference import TOLERANCE, Ranks
+from tests.support.fsdp.reference import TOLERANCE, Ranks, on_ranks, shard_with_sgd
 from tests.support.fsdp.subclasses import (
     CODES,
     Master,
@@ -127,17 +127,16 @@ def test_training_is_that_of_the_unsharded_model_in_hybrid_sharding(
 def shard(kind: type[Wrapper] = Master, level: int = 3, **settings: Any) -> Any:
     module = layers(kind, sharded=True, dtype=settings.pop("dtype", torch.float64))
     settings.setdefault("mixed_precision_policy", FLOAT64)
-    return fully_shard(
-        module,
-        torch.optim.SGD(module.parameters(), lr=0.1),
-        fsdp_unit_modules=[RoundedLayer],
-        zero_dp_strategy=level,
-        **settings,
+    return shard_with_sgd(
+        module, fsdp_unit_modules=[RoundedLayer], zero_dp_strategy=level, **settings
     )
 
 
-def look_inside(level: int) -> dict[str, Any]:
-    """Return what a class is called with, and what its forward reads."""
+@pytest.mark.always("3")
+@pytest.mark.parametrize("level", [1, 3])
+@on_ranks(2)
+def test_classes_are_called_as_fsdp2_calls_them(level: int) -> None:
+    """Look at the arguments of a class, and at what its forward reads."""
     mesh = shard_mesh()
     model, _ = shard(level=level, device_mesh=mesh, dp_shard_dim="dp_shard")
     read: list[Any] = []
@@ -150,7 +149,7 @@ def look_inside(level: int) -> dict[str, Any]:
     # The last layer is the last one that was gathered.
     given, size, stride, module, policy = Master.seen
     values = full_tensor(next(iter(model.parameters()))).detach()
-    return {
+    seen = {
         "mesh": given.get_group() is mesh.get_group(),
         "size": (tuple(size), tuple(stride)),
         "module": module is model.module[3],
@@ -159,32 +158,22 @@ def look_inside(level: int) -> dict[str, Any]:
         "codes of the main weights": torch.equal(codes, code(values, scale_of(values))),
         "outside": type(layer.weight).__name__,
     }
-
-
-@pytest.mark.always("3")
-@pytest.mark.parametrize("level", [1, 3])
-def test_classes_are_called_as_fsdp2_calls_them(ranks: Ranks, level: int) -> None:
-    for seen in ranks(2, look_inside, level):
-        assert seen == {
-            "mesh": True,
-            "size": ((3, 16), (16, 1)),
-            "module": True,
-            "dtypes": (torch.float64, torch.float64),
-            "read": "Coded",
-            "codes of the main weights": True,
-            "outside": "UnevenDTensor",
-        }
+    assert seen == {
+        "mesh": True,
+        "size": ((3, 16), (16, 1)),
+        "module": True,
+        "dtypes": (torch.float64, torch.float64),
+        "read": "Coded",
+        "codes of the main weights": True,
+        "outside": "UnevenDTensor",
+    }
 
 
 def gathered_bytes(kind: type[Wrapper] | None) -> tuple[int, int]:
     """Return the bytes that a forward gathers, and the number of its all-gathers."""
     torch.manual_seed(0)
     module = nn.Sequential(*(RoundedLayer(32, 32, kind) for _ in range(3)))
-    model, _ = fully_shard(
-        module,
-        torch.optim.SGD(module.parameters(), lr=0.1),
-        fsdp_unit_modules=[RoundedLayer],
-    )
+    model, _ = shard_with_sgd(module, fsdp_unit_modules=[RoundedLayer])
     with torch.no_grad():
         model(torch.randn(2, 32))
         with trace.record() as recording:
@@ -201,8 +190,10 @@ def test_codes_travel_and_not_the_values(ranks: Ranks) -> None:
     assert own_launches == launches  # those of a unit are one launch
 
 
-def memory_between_uses(kind: str) -> list[int]:
-    """Return the bytes of the storages that a unit has between its uses, and inside a forward."""
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks(2)
+def test_nothing_stays_gathered_between_uses(kind: str) -> None:
+    """Count the bytes of the storages of a unit, inside a forward and between uses."""
     model, optimizer = shard(KINDS[kind])
     layer, sizes = model.module[0], []
     group = next(one for one in model.groups if one.names == ["0.weight"])
@@ -224,14 +215,9 @@ def memory_between_uses(kind: str) -> list[int]:
     measure()
     optimizer.step()
     measure()
-    return sizes
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_nothing_stays_gathered_between_uses(ranks: Ranks, kind: str) -> None:
-    for inside, *between in ranks(2, memory_between_uses, kind):
-        assert inside >= 24 * 16
-        assert between == [0, 0]
+    inside, *between = sizes
+    assert inside >= 24 * 16, sizes
+    assert between == [0, 0], sizes
 
 
 def save_and_load(folder: str, level: int) -> None:
@@ -270,7 +256,10 @@ def test_checkpoints_hold_the_main_weights(ranks: Ranks, tmp_path: Path, level: 
     ranks(2, save_and_load, str(tmp_path / "checkpoint"), level)
 
 
-def use_what_users_use(level: int) -> None:
+@pytest.mark.always("3")
+@pytest.mark.parametrize("level", [1, 2, 3])
+@on_ranks(2)
+def test_parameters_are_used_as_plain_ones_are(level: int) -> None:
     """Attributes, tied weights, freezing, writes, frozen weights, copies and mixed precision."""
     module = layers(Master, sharded=True)
     module[0].weight.of_mine = "attribute"
@@ -317,12 +306,6 @@ def use_what_users_use(level: int) -> None:
     half_optimizer.step()
     assert output.dtype == torch.bfloat16
     assert {one.dtype for one in half.parameters()} == {torch.float32}
-
-
-@pytest.mark.always("3")
-@pytest.mark.parametrize("level", [1, 2, 3])
-def test_parameters_are_used_as_plain_ones_are(ranks: Ranks, level: int) -> None:
-    ranks(2, use_what_users_use, level)
 
 
 class Uncalled(Master):
@@ -380,20 +363,27 @@ def test_what_cannot_be_gathered_is_refused_on_all_ranks(ranks: Ranks) -> None:
         assert all(words in message for words in parts), message
 
 
-def shard_rows_of_ten() -> str:
+@on_ranks(4)
+def test_rows_that_shards_would_cut_are_refused() -> None:
     module = nn.Sequential(RoundedLayer(10, 4, Master))
-    return message_of(
+    message = message_of(
         NotImplementedError, fully_shard_by_settings, module, strategy=Strategy(level=3)
     )
+    assert "0.weight: a Master is sharded by rows of a multiple of 8 elements" in message, message
+    assert "10 in a row" in message, message
 
 
-def test_rows_that_shards_would_cut_are_refused(ranks: Ranks) -> None:
-    for message in ranks(4, shard_rows_of_ten):
-        assert "0.weight: a Master is sharded by rows of a multiple of 8 elements" in message
-        assert "10 in a row" in message
+def fill(layer: RoundedLayer) -> None:
+    with torch.no_grad():
+        inner = layer.weight.values if isinstance(layer.weight, Master) else layer.weight
+        inner.fill_(0.5)
+        layer.bias.zero_()
 
 
-def train_from_meta(level: int) -> None:
+@pytest.mark.always("3")
+@pytest.mark.parametrize("level", [1, 3])
+@on_ranks(2)
+def test_weights_are_initialised_from_the_meta_device(level: int) -> None:
     """Initialise on the meta device, and train as from values."""
     torch.manual_seed(0)
     with torch.device("meta"):
@@ -401,9 +391,8 @@ def train_from_meta(level: int) -> None:
     assert isinstance(module[0].weight, Master)
     for layer in (module[0], module[1], module[3]):
         layer.reset_parameters = lambda layer=layer: fill(layer)
-    model, _ = fully_shard(
+    model, _ = shard_with_sgd(
         module,
-        torch.optim.SGD(module.parameters(), lr=0.1),
         fsdp_unit_modules=[RoundedLayer],
         zero_dp_strategy=level,
         init_model_with_meta_device=True,
@@ -418,19 +407,6 @@ def train_from_meta(level: int) -> None:
         model.module[0].register_forward_hook(lambda *given: seen.append(given[-1]))
         model(data(0, 0))
         torch.testing.assert_close(seen[0], first, rtol=0, atol=1.0 / CODES)
-
-
-def fill(layer: RoundedLayer) -> None:
-    with torch.no_grad():
-        inner = layer.weight.values if isinstance(layer.weight, Master) else layer.weight
-        inner.fill_(0.5)
-        layer.bias.zero_()
-
-
-@pytest.mark.always("3")
-@pytest.mark.parametrize("level", [1, 3])
-def test_weights_are_initialised_from_the_meta_device(ranks: Ranks, level: int) -> None:
-    ranks(2, train_from_meta, level)
 
 
 def copy_model() -> str:

@@ -12,11 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.fsdp.quantized.test_transformer_engine_weights import (
-    WIDTH,
-    loss_of,
-    recipe_of,
-)
+from tests.fsdp.quantized.test_transformer_engine_weights import WIDTH, loss_of, recipe_of
 from tests.support.transformer_engine.ranks import RunOnRanks
 from tools import transformer_engine_on_cpu
 

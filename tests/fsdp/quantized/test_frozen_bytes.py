@@ -12,7 +12,7 @@ from torch import nn
 
 from megatron.fsdp.dtensor.tensor_part import full_tensor
 from megatron_fsdp import MegatronFSDP, fully_shard, fully_shard_model
-from tests.support.fsdp.reference import Ranks
+from tests.support.fsdp.reference import Ranks, on_ranks
 from tests.support.fsdp.subclasses import Frozen4Bit, RoundedLayer
 from tests.support.fsdp.wrong_calls import message_of
 
@@ -38,7 +38,13 @@ def shard(level: int, **settings: object) -> tuple[MegatronFSDP, torch.optim.Opt
     )
 
 
-def compare(level: int, uses_slots: bool) -> None:
+@pytest.mark.always("2-*")
+@pytest.mark.parametrize(
+    ("num_ranks", "level", "uses_slots"),
+    [(1, 0, False), (2, 1, False), (4, 2, False), (2, 3, False), (4, 3, True)],
+)
+@on_ranks()
+def test_forwards_read_the_same_bits(num_ranks: int, level: int, uses_slots: bool) -> None:
     reference = build()
     model, optimizer = shard(level, fsdp_double_buffer=uses_slots)
     plain = torch.optim.SGD([one for one in reference.parameters() if one.requires_grad], lr=0.1)
@@ -58,17 +64,6 @@ def compare(level: int, uses_slots: bool) -> None:
     layer.register_forward_pre_hook(lambda *_: read.append(layer.weight))
     model(x)
     assert isinstance(read[0], Frozen4Bit)
-
-
-@pytest.mark.always("2-*")
-@pytest.mark.parametrize(
-    ("num_ranks", "level", "uses_slots"),
-    [(1, 0, False), (2, 1, False), (4, 2, False), (2, 3, False), (4, 3, True)],
-)
-def test_forwards_read_the_same_bits(
-    ranks: Ranks, num_ranks: int, level: int, uses_slots: bool
-) -> None:
-    ranks(num_ranks, compare, level, uses_slots)
 
 
 def save_and_load(folder: str, level: int) -> None:

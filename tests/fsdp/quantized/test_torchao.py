@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron.fsdp.dtensor.tensor_part import full_tensor
 from megatron_fsdp import fully_shard
-from tests.support.fsdp.reference import Ranks
+from tests.support.fsdp.reference import Ranks, on_ranks
 from tests.support.pairwise import each_value
 
 logging.getLogger("torchao").setLevel(logging.ERROR)  # it says that it has no CUDA kernels here
@@ -175,7 +175,10 @@ class OnFourBits(nn.Module):
         return self.linear(x, self.weight) + self.up(self.down(x))
 
 
-def train_adapters(level: int) -> None:
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("level", [0, 1, 3])
+@on_ranks(2)
+def test_a_frozen_base_of_four_bits_is_sharded_under_adapters(level: int) -> None:
     def build_base() -> tuple[nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(0)
         module = nn.Sequential(OnFourBits(64, 256), nn.ReLU(), OnFourBits(256, 64))
@@ -199,9 +202,3 @@ def train_adapters(level: int) -> None:
         for one in (plain, optimizer):
             one.step()
             one.zero_grad()
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("level", [0, 1, 3])
-def test_a_frozen_base_of_four_bits_is_sharded_under_adapters(ranks: Ranks, level: int) -> None:
-    ranks(2, train_adapters, level)

@@ -133,9 +133,7 @@ def compare(recipe_name: str, level: int, variant: str = "flat") -> None:
     module = build(recipe)
     wanted = [first_values(parameter) for parameter in module.parameters()]
     model, optimizer = fully_shard(
-        module,
-        torch.optim.AdamW(module.parameters(), lr=0.01),
-        **settings_of(level, variant),
+        module, torch.optim.AdamW(module.parameters(), lr=0.01), **settings_of(level, variant)
     )
     for own, first in zip(model.parameters(), wanted, strict=True):
         assert torch.equal(full_tensor(own), first)  # the first main weights, bit by bit
@@ -164,10 +162,7 @@ FLAT = [("current", 2), ("block", 2), ("mxfp8", 1), ("nvfp4", 1)]
 
 
 @pytest.mark.always("mxfp8-1", "current-3", "nvfp4-3", "block-3")
-@pytest.mark.parametrize(
-    ("recipe", "level"),
-    [*FLAT, *((recipe, 3) for recipe in RECIPES)],
-)
+@pytest.mark.parametrize(("recipe", "level"), [*FLAT, *((recipe, 3) for recipe in RECIPES)])
 def test_weights_and_losses_have_the_bits_of_the_unsharded_model(
     blackwell: RunOnRanks, recipe: str, level: int
 ) -> None:
@@ -368,9 +363,7 @@ def gathered(recipe_name: str) -> tuple[int, int]:
     recipe = recipe_of(recipe_name)
     module = nn.Sequential(build(recipe)[2])
     model, _ = fully_shard(
-        module,
-        torch.optim.SGD(module.parameters(), lr=0.1),
-        fsdp_unit_modules=[te.Linear],
+        module, torch.optim.SGD(module.parameters(), lr=0.1), fsdp_unit_modules=[te.Linear]
     )
     with torch.no_grad(), trace.record() as recording:
         loss_of(model, recipe, 0, 0)

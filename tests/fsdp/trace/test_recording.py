@@ -22,7 +22,7 @@ from megatron.fsdp.trace.recorder import STORAGE, CollectiveError
 from megatron.fsdp.trace.recording import COLUMNS, lane_for
 from tests.support.fsdp.models import BATCH, WIDTH
 from tests.support.fsdp.recorded_steps import build_recorded, record_step, train_step
-from tests.support.fsdp.reference import Ranks, loss_of
+from tests.support.fsdp.reference import Ranks, loss_of, on_ranks
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
@@ -115,22 +115,20 @@ def test_wrong_options_are_one_error(
     assert ranks(2, error_of_record, [tmp_path] * 2, **options) == [message] * 2
 
 
-def record_twice() -> tuple[list[str], list[str]]:
+@on_ranks(1)
+def test_a_trace_inside_of_another_records_its_part() -> None:
     with trace.record() as outer:
         with trace.record() as inner:
             agree([])
         agree([])
     assert not observe.observers
-    return [each.name for each in outer.collectives], [each.name for each in inner.collectives]
+    assert [each.name for each in outer.collectives] == ["all_gather_object"] * 4
+    assert [each.name for each in inner.collectives] == ["all_gather_object"]
 
 
-def test_a_trace_inside_of_another_records_its_part(ranks: Ranks) -> None:
-    outer, inner = ranks(1, record_twice)[0]
-    assert len(outer) == 4 and len(inner) == 1 and set(outer + inner) == {"all_gather_object"}
-
-
-def storage_with_slots() -> tuple[dict[str, list[int]], list[list[tuple[str, int]]]]:
-    """Return the slots of a model, and what two steps allocate and release."""
+@on_ranks(2)
+def test_memory_slots_are_allocated_once() -> None:
+    """After the first step; then gradient shards alone are allocated and released."""
     model, optimizer = build_recorded(3, fsdp_double_buffer=True)
     steps = []
     for _ in range(2):
@@ -138,18 +136,13 @@ def storage_with_slots() -> tuple[dict[str, list[int]], list[list[tuple[str, int
             train_step(model, optimizer)
         entries = [entry for entry in own.entries if entry.track == STORAGE]
         steps.append([(entry.name, entry.num_bytes) for entry in entries])
-    return model.memory_slots, steps
-
-
-def test_memory_slots_are_allocated_once(ranks: Ranks) -> None:
-    """After the first step; then gradient shards alone are allocated and released."""
-    for slots, (first, second) in ranks(2, storage_with_slots):
-        assert set(slots["weights"]) & {size for name, size in first if name == "release"}
-        for size in {*slots["weights"], *slots["gradients"]}:
-            allocated, released = (first.count((name, size)) for name in ("allocate", "release"))
-            assert allocated >= released + 1
-        assert [name for name, _ in second] == ["allocate"] * 4 + ["release"] * 4
-        assert sum(size for _, size in second[:4]) == sum(size for _, size in second[4:])
+    slots, (first, second) = model.memory_slots, steps
+    assert set(slots["weights"]) & {size for name, size in first if name == "release"}
+    for size in {*slots["weights"], *slots["gradients"]}:
+        allocated, released = (first.count((name, size)) for name in ("allocate", "release"))
+        assert allocated >= released + 1
+    assert [name for name, _ in second] == ["allocate"] * 4 + ["release"] * 4
+    assert sum(size for _, size in second[:4]) == sum(size for _, size in second[4:])
 
 
 def test_nothing_is_wrapped_where_nothing_is_recorded() -> None:
@@ -162,15 +155,12 @@ def test_nothing_is_wrapped_where_nothing_is_recorded() -> None:
     assert observe.observed("gather", "all_gather", (operand,), None, collective) is collective
 
 
-def profiled_ranges() -> set[str]:
+@on_ranks(2)
+def test_ranges_of_torch_profiler_name_unit_and_phase() -> None:
     model, optimizer = build_recorded(3)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
         train_step(model, optimizer)
-    return {event.key for event in profiler.key_averages() if event.key.startswith("FSDP::")}
-
-
-def test_ranges_of_torch_profiler_name_unit_and_phase(ranks: Ranks) -> None:
-    names = ranks(2, profiled_ranges)[0]
+    names = {event.key for event in profiler.key_averages()}
     for unit in ("root", "blocks.0", "blocks.1", "blocks.2"):
         assert {
             f"FSDP::forward ({unit}, forward)",

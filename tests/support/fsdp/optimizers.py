@@ -17,7 +17,7 @@ from megatron_fsdp import (
 )
 from tests.support.fsdp import models
 from tests.support.fsdp.meshes import shard_mesh
-from tests.support.fsdp.reference import TOLERANCE, batch, compare_shards, loss_of
+from tests.support.fsdp.reference import TOLERANCE, batch, compare_shards, loss_of, mean_loss
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw": partial(torch.optim.AdamW, lr=0.02, weight_decay=0.1),
@@ -89,10 +89,7 @@ def two_groups(model: nn.Module) -> list[dict[str, Any]]:
 
 def unsharded_step(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
     optimizer.zero_grad()
-    world_size = dist.get_world_size()
-    (
-        sum(loss_of(model(batch(step, rank, 0))) for rank in range(world_size)) / world_size
-    ).backward()
+    mean_loss(model, step).backward()
     optimizer.step()
 
 

@@ -7,15 +7,18 @@ hides a constant factor), weights after every step and, through a forward in eva
 forward sees them.
 """
 
+import importlib
+import inspect
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, wraps
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from megatron.fsdp.engine.hooks import tensors_in
@@ -26,6 +29,39 @@ from tests.support.fsdp.random_models import Drawn, DrawnModel, ExpertPlaces
 
 Ranks = Callable[..., list[Any]]
 """The fixture `ranks`: calls a function on so many ranks and returns their results."""
+
+Test = Callable[..., None]
+
+
+def on_ranks(num_ranks: int | None = None) -> Callable[[Test], Test]:
+    """Run the body of a test on so many ranks; None: as many as its argument `num_ranks` says."""
+
+    def decorate(test: Test) -> Test:
+        @wraps(test)
+        def run(ranks: Ranks, **arguments: Any) -> None:
+            ranks(num_ranks or arguments["num_ranks"], BodyOfTest(test), **arguments)
+
+        fixture = inspect.Parameter("ranks", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        own = inspect.signature(test).parameters.values()
+        run.__signature__ = inspect.Signature([fixture, *own])
+        return run
+
+    return decorate
+
+
+class BodyOfTest:
+    """A reference to a test that :func:`on_ranks` wraps; what ranks unpickle is the test itself."""
+
+    def __init__(self, test: Test) -> None:
+        self._place = test.__module__, test.__name__
+
+    def __reduce__(self) -> tuple[Callable[..., Test], tuple[str, str]]:
+        return wrapped_test, self._place
+
+
+def wrapped_test(module: str, name: str) -> Test:
+    return getattr(importlib.import_module(module), name).__wrapped__
+
 
 LEVELS = (0, 1, 2, 3)
 
@@ -73,6 +109,12 @@ def loss_of(output: object) -> Tensor:
     )
 
 
+def mean_loss(model: nn.Module, step: int) -> Tensor:
+    """Return the mean of an unsharded model's losses on the data of all ranks."""
+    ranks = range(dist.get_world_size())
+    return torch.stack([loss_of(model(batch(step, rank, 0))) for rank in ranks]).mean()
+
+
 def loss_on(model: nn.Module, case: Case, step: int, rank: int, microbatch: int) -> Tensor:
     inputs = [
         batch(step, rank, microbatch, forward).to(case.dtype) for forward in range(case.forwards)
@@ -92,6 +134,13 @@ def optimizer_over(model: nn.Module, name: str = "adamw") -> torch.optim.Optimiz
         return torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9, weight_decay=0.1)
     fused = name == "fused_adamw"
     return torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.1, fused=fused)
+
+
+def shard_with_sgd(
+    module: nn.Module, *mesh: DeviceMesh, **settings: Any
+) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
+    """Shard a module and plain SGD over its parameters."""
+    return fully_shard(module, torch.optim.SGD(module.parameters(), lr=0.1), *mesh, **settings)
 
 
 def clip(model: nn.Module, order: float | None) -> float:
@@ -206,6 +255,11 @@ def evaluate(model: nn.Module, step: int, dtype: torch.dtype = torch.float64) ->
     return list(tensors_in(model(batch(99, 0, 0).to(dtype), step=step)))
 
 
+def shown_gradients(model: nn.Module) -> dict[str, Any]:
+    """Return what trainable parameters, of a sharded model or another, show as their gradients."""
+    return {name: each.grad for name, each in model.named_parameters() if each.requires_grad}
+
+
 def sharded_backward(case: Case, model: nn.Module, step: int) -> None:
     for microbatch in range(case.microbatches):
         last = microbatch == case.microbatches - 1
@@ -235,12 +289,7 @@ def compare(case: Case, meshes: Meshes) -> None:
             optimizer.step()
         else:
             compare_norm(case, clip(model, case.clip), step.norm, number)
-        gradients = {
-            key: parameter.grad
-            for key, parameter in model.named_parameters()
-            if parameter.requires_grad
-        }
-        what = f"gradient in step {number}"
+        gradients, what = shown_gradients(model), f"gradient in step {number}"
         compare_by_global_name(case, model, gradients, step.gradients, what, step.sizes)
         if case.sync != "step":
             optimizer.step()

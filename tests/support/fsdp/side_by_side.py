@@ -20,6 +20,7 @@ from tests.support.fsdp.reference import (
     compare_shards,
     loss_of,
     optimizer_over,
+    shown_gradients,
 )
 
 Backward = Callable[[nn.Module, int, int], None]
@@ -79,8 +80,9 @@ def train_side_by_side(
         expected = mean_gradients(reference, backward, step)
         optimizer.zero_grad()
         backward(model, step, dist.get_rank())
-        gradients = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
-        compare_shards(model, gradients, expected, f"gradient in step {step}", tolerance)
+        compare_shards(
+            model, shown_gradients(model), expected, f"gradient in step {step}", tolerance
+        )
         expected_optimizer.step()
         optimizer.step()
         weights = {name: parameter.detach() for name, parameter in reference.named_parameters()}
@@ -100,8 +102,7 @@ def compare_plain_gradients(model: nn.Module, reference: nn.Module, step: int, w
     expected = mean_gradients(reference, plain_backward, step)
     model.zero_grad()
     plain_backward(model, step, dist.get_rank())
-    gradients = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
-    compare_shards(model, gradients, expected, what)
+    compare_shards(model, shown_gradients(model), expected, what)
 
 
 def inner(model: nn.Module) -> nn.Module:

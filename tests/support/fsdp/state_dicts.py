@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sharded models whose state dicts are compared with those of the unsharded model."""
 
+from os import PathLike
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -31,12 +33,27 @@ def sharded(
     )
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int | range) -> None:
     """Train on the same data on every rank, so that the result is the same in every world."""
-    for step in range(steps):
+    for step in range(steps) if isinstance(steps, int) else steps:
         loss_of(model(batch(step, 0, 0), step=step)).backward()
         optimizer.step()
         optimizer.zero_grad()
+
+
+def save_checkpoint(
+    path: str | PathLike[str], model: nn.Module, optimizer: torch.optim.Optimizer
+) -> None:
+    dcp.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint_id=path)
+
+
+def load_checkpoint(
+    path: str | PathLike[str], model: nn.Module, optimizer: torch.optim.Optimizer
+) -> None:
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    dcp.load(state, checkpoint_id=path)
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
 
 
 def whole(state: dict[str, Any]) -> dict[str, Tensor]:

@@ -8,14 +8,7 @@ from random import Random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.fsdp.engine.layout import (
-    PREFER_ROWS,
-    ROWS,
-    Granularity,
-    Layout,
-    ParamPosition,
-    plan,
-)
+from megatron.fsdp.engine.layout import PREFER_ROWS, ROWS, Granularity, Layout, ParamPosition, plan
 from megatron.fsdp.engine.planner import MIN_ALIGNMENT, PADDING_BUDGET
 
 Shape = tuple[int, ...]

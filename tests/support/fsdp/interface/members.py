@@ -94,12 +94,7 @@ def shows_start_param_sync() -> None:
         close(gradient(model), mean_gradient(2), "gradient", 1e-5)
 
 
-@shows(
-    "members",
-    "start_grad_sync",
-    "finish_grad_sync",
-    "synchronize_gradient_reduce",
-)
+@shows("members", "start_grad_sync", "finish_grad_sync", "synchronize_gradient_reduce")
 def shows_gradient_members() -> None:
     for level in (1, 3):
         model = fully_shard_model(
