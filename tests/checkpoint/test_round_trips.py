@@ -193,10 +193,8 @@ def test_a_converted_sample_differs_from_the_published_file_where_it_must(
             assert same(ours.read_object(key), theirs.read_object(key)), key
     args, other = (vars(stored.read_object("args")) for stored in (ours, theirs))
     assert args.keys() >= other.keys() - {"local_rank"}
-    assert (
-        args["ckpt_format"] == other["ckpt_format"]
-        and args["use_megatron_fsdp"] == other["use_megatron_fsdp"]
-    )
+    assert args["ckpt_format"] == other["ckpt_format"]
+    assert args["use_megatron_fsdp"] == other["use_megatron_fsdp"]
     assert args["consumed_train_samples"] == other["consumed_train_samples"]
 
 

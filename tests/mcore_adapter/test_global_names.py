@@ -91,9 +91,8 @@ def test_expert_ranks_have_their_own_experts_and_all_of_the_rest() -> None:
     assert first | second == whole
     experts = {name for name in whole if ".local_experts." in name}
     assert first & second == whole - experts
-    assert {name for name in first if ".local_experts.1." in name} and {
-        name for name in second if ".local_experts.3." in name
-    }
+    assert {name for name in first if ".local_experts.1." in name}
+    assert {name for name in second if ".local_experts.3." in name}
 
 
 def test_names_of_one_rank_are_the_modules_own() -> None:

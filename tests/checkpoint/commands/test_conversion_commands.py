@@ -16,11 +16,9 @@ from tests.support.checkpoint.command_runs import TO_FSDP, TO_TORCH_DIST, run, r
 def test_a_conversion_says_what_it_did(tmp_path: Path) -> None:
     sample = samples.torch_dist(samples.DENSE)
     result = run_json(TO_FSDP, sample, tmp_path / "out")
-    assert (
-        result["output"] == str(tmp_path / "out" / "iter_0000003")
-        and result["notes"] == []
-        and result["parameters"] == 21
-    )
+    assert result["output"] == str(tmp_path / "out" / "iter_0000003")
+    assert result["notes"] == []
+    assert result["parameters"] == 21
     assert run_json("diff", sample, tmp_path / "out")["same"] is True
     text = run(TO_TORCH_DIST, tmp_path / "out", tmp_path / "back" / "iter_0000003").stdout
     assert "21 parameters with 122,304 elements, optimizer state of 21, iteration 3" in text
@@ -64,9 +62,8 @@ def test_gated_or_not_is_found_out(tmp_path: Path) -> None:
     assert "not gated" in run_json(TO_FSDP, gelu, tmp_path / "refused", "--swiglu", code=1)["error"]
     run(TO_FSDP, gelu, tmp_path / "out")
     keys = StoredCheckpoint(tmp_path / "out" / "iter_0000003").tensors
-    assert "model.module.decoder.layers.0.mlp.linear_fc1.weight" in keys and not any(
-        key.endswith("_w") for key in keys
-    )
+    assert "model.module.decoder.layers.0.mlp.linear_fc1.weight" in keys
+    assert not any(key.endswith("_w") for key in keys)
 
 
 def test_modules_that_are_named_as_gated_must_be(small: dict[str, Path], tmp_path: Path) -> None:

@@ -405,11 +405,9 @@ def test_overlap_is_found_as_a_count_of_elements_finds_it() -> None:
         assert chunks_overlap(boxes) == expected, boxes
         seen.add(expected)
     assert seen == {True, False}
-    assert (
-        chunks_overlap([Chunk((), ()), Chunk((), ())])
-        and not chunks_overlap([Chunk((), ())])
-        and Chunk((), ()).numel == 1
-    )
+    assert chunks_overlap([Chunk((), ()), Chunk((), ())])
+    assert not chunks_overlap([Chunk((), ())])
+    assert Chunk((), ()).numel == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)

@@ -147,9 +147,8 @@ def test_a_checkpoint_of_the_published_implementation_loads_strictly_and_ours_ha
     assert theirs.keys() - ours.keys() <= {"num_floating_point_operations_so_far"}
     assert ours.keys() <= theirs.keys()
     for key, entry in ours.items():
-        assert type(entry) is type(theirs[key]) and getattr(entry, "size", None) == getattr(
-            theirs[key], "size", None
-        )
+        assert type(entry) is type(theirs[key])
+        assert getattr(entry, "size", None) == getattr(theirs[key], "size", None)
 
 
 def load_other_model(path: Path, changes: dict[str, Any]) -> str:
@@ -233,10 +232,8 @@ def load_what_does_not_fit() -> list[str]:
 
 def test_the_second_try_of_the_loop_does_not_lose_the_error_of_the_first() -> None:
     ((missing, unexpected, strict, again, *partial),) = run_ranks(1, load_what_does_not_fit)
-    assert (
-        "is not loaded in part" in missing
-        and "missing keys: decoder.final_layernorm.weight" in missing
-    )
+    assert "is not loaded in part" in missing
+    assert "missing keys: decoder.final_layernorm.weight" in missing
     assert "is not loaded in part" in unexpected and "unexpected keys: other" in unexpected
     assert "is not loaded in part" not in strict and "is not loaded in part" in again
     assert partial == ["decoder.final_layernorm.weight"]

@@ -54,15 +54,11 @@ FSDP_RUN = f"""{MOCK} --use-megatron-fsdp --data-parallel-sharding-strategy opti
 @pytest.mark.parametrize("gpu", [False, True], ids=["cpu", "gpu"])
 def test_the_published_fsdp_run_is_accepted(gpu: bool) -> None:
     args, notes = parse(FSDP_RUN, world_size=4, cuda=gpu, transformer_engine=gpu)
-    assert (
-        args.data_parallel_sharding_strategy == "optim_grads_params"
-        and args.ckpt_format == "fsdp_dtensor"
-    )
+    assert args.data_parallel_sharding_strategy == "optim_grads_params"
+    assert args.ckpt_format == "fsdp_dtensor"
     assert args.data_parallel_size == 4 and args.global_batch_size == 8
-    assert (
-        args.megatron_fsdp_grad_comm_dtype == torch.bfloat16
-        and args.megatron_fsdp_main_params_dtype == torch.float32
-    )
+    assert args.megatron_fsdp_grad_comm_dtype == torch.bfloat16
+    assert args.megatron_fsdp_main_params_dtype == torch.float32
     assert (args.attention_backend is AttnBackend.flash) == gpu
     assert args.distributed_backend == ("nccl" if gpu else "gloo")
     assert ddp_config(args).use_megatron_fsdp and optimizer_config(args).use_distributed_optimizer
@@ -295,7 +291,8 @@ def test_files_in_the_place_of_directories_are_refused_together(below: str, tmp_
 def test_latent_attention_has_a_config_of_its_own() -> None:
     args, notes = parse(f"{MOCK} --multi-latent-attention --kv-channels 8 --rotary-base 500")
     config = transformer_config(args)
-    assert isinstance(config, MLATransformerConfig) and (config.rope_type, config.rotary_base) == (
+    assert isinstance(config, MLATransformerConfig)
+    assert (config.rope_type, config.rotary_base) == (
         "yarn",
         500,
     )
@@ -344,11 +341,9 @@ def test_fused_weight_gradients_follow_the_kernel_and_the_layers() -> None:
         return transformer_config(args).gradient_accumulation_fusion
 
     assert fused() and fused("--use-megatron-fsdp --transformer-impl local")
-    assert (
-        not fused(kernel=False)
-        and not fused("--no-gradient-accumulation-fusion")
-        and not fused("--use-megatron-fsdp")
-    )
+    assert not fused(kernel=False)
+    assert not fused("--no-gradient-accumulation-fusion")
+    assert not fused("--use-megatron-fsdp")
     assert not transformer_config(
         parse(MOCK, fused_weight_gradient=True)[0]
     ).gradient_accumulation_fusion
@@ -368,11 +363,9 @@ def test_a_prefix_is_checked_with_and_without_weights(tmp_path: Path) -> None:
         (tmp_path / f"a{suffix}").touch()
     good, bad = tmp_path / "a", tmp_path / "b"
     args, _ = parse(f"{SMALL} --data-path 0.3 {good} 0.7 {good}")
-    assert (
-        args.tokenizer_type == "ByteTokenizer"
-        and args.split == "969,30,1"
-        and args.dataloader_type == "single"
-    )
+    assert args.tokenizer_type == "ByteTokenizer"
+    assert args.split == "969,30,1"
+    assert args.dataloader_type == "single"
     assert problems(f"{SMALL} --data-path {good} {bad}") == [
         f"--data-path: {bad}.idx and {bad}.bin not found"
     ]
@@ -396,11 +389,9 @@ def test_sample_mode_derives_iterations_and_decay() -> None:
 
 def test_without_transformer_engine_a_gpu_uses_local_layers_unless_it_was_asked_for() -> None:
     args, notes = parse(MOCK, cuda=True)
-    assert (
-        args.transformer_impl == "local"
-        and args.distributed_backend == "nccl"
-        and args.bias_dropout_fusion
-    )
+    assert args.transformer_impl == "local"
+    assert args.distributed_backend == "nccl"
+    assert args.bias_dropout_fusion
     assert notes == [
         "no Transformer Engine, results are the same: transformer-impl local; off:"
         " persist-layer-norm",

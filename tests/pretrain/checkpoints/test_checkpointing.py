@@ -115,7 +115,8 @@ def test_the_optimizer_or_the_random_state_can_be_left_out_of_a_load(
         assert_equal(state.weights, full.weights)
         assert_equal(state.slots["exp_avg"], fresh.slots["exp_avg"])
         assert {float(step) for step in state.slots["step"].values()} == {0.0}
-    assert no_optim.args["iteration"] == 6 and finetune.args == {
+    assert no_optim.args["iteration"] == 6
+    assert finetune.args == {
         "iteration": 0,
         "consumed_train_samples": 0,
     }
@@ -149,11 +150,9 @@ def test_what_was_not_saved_is_missed_by_name_and_can_be_done_without(tmp_path: 
     }
     refusal = run_ranks(2, refuse, f"{line} --load {tmp_path}")
     assert refusal[0] == refusal[1]
-    assert (
-        "ValueError" in refusal[0]
-        and "opt_param_scheduler" in refusal[0]
-        and "--no-load-rng" in refusal[0]
-    )
+    assert "ValueError" in refusal[0]
+    assert "opt_param_scheduler" in refusal[0]
+    assert "--no-load-rng" in refusal[0]
     assert "--no-load-optim" in refusal[0]
     resumed = run_ranks(
         2, train, f"{line} --train-iters 3 --load {tmp_path} --no-load-optim --no-load-rng"
@@ -170,9 +169,8 @@ def test_a_pretrained_checkpoint_gives_the_weights_where_there_is_no_checkpoint_
         2, load_state, f"{LINE} --load {tmp_path / 'none'} --pretrained-checkpoint {folder}"
     )[0]
     assert_equal(state.weights, expected.weights)
-    assert state.args["iteration"] == 0 and not any(
-        value.any() for value in state.slots["exp_avg"].values()
-    )
+    assert state.args["iteration"] == 0
+    assert not any(value.any() for value in state.slots["exp_avg"].values())
     own = run_ranks(
         2, load_state, f"{LINE} --load {folder} --pretrained-checkpoint {tmp_path / 'none'}"
     )[0]
@@ -183,10 +181,8 @@ def test_a_run_starts_from_scratch_without_a_checkpoint_unless_told_to_stop(tmp_
     line = f"{LINE} --train-iters 1 --load {tmp_path}"
     assert run_ranks(2, train, line)[0][0].iteration == 1
     for refusal in run_ranks(2, refuse, f"{line} --exit-on-missing-checkpoint"):
-        assert (
-            refusal.startswith("ValueError: --exit-on-missing-checkpoint")
-            and str(tmp_path) in refusal
-        )
+        assert refusal.startswith("ValueError: --exit-on-missing-checkpoint")
+        assert str(tmp_path) in refusal
 
 
 def test_no_run_begins_from_scratch_beside_checkpoints_or_from_a_file(
@@ -384,10 +380,8 @@ def test_a_schedule_that_contradicts_the_checkpoint_is_refused_with_the_flags_th
     line = f"{LINE} --load {folder} --ckpt-step 3"
     for refusal in run_ranks(2, refuse, f"{line} --lr 1e-3"):
         assert refusal.startswith("ValueError") and "0.001" in refusal and "0.005" in refusal
-        assert (
-            "--override-opt-param-scheduler" in refusal
-            and "--use-checkpoint-opt-param-scheduler" in refusal
-        )
+        assert "--override-opt-param-scheduler" in refusal
+        assert "--use-checkpoint-opt-param-scheduler" in refusal
     kept, overridden = run_ranks(
         2,
         train,
