@@ -29,6 +29,7 @@ from tests.support.pretrain.training_runs import (
     State,
     assert_close,
     build,
+    error_of,
     load_checkpoint,
     load_state,
     refuse,
@@ -148,12 +149,9 @@ def test_what_was_not_saved_is_missed_by_name_and_can_be_done_without(tmp_path: 
         for key in expected_keys("module.module")
         if not key.startswith(("optimizer", "opt_param", "rng"))
     }
-    refusal = run_ranks(2, refuse, f"{line} --load {tmp_path}")
-    assert refusal[0] == refusal[1]
-    assert "ValueError" in refusal[0]
-    assert "opt_param_scheduler" in refusal[0]
-    assert "--no-load-rng" in refusal[0]
-    assert "--no-load-optim" in refusal[0]
+    error = error_of(f"{line} --load {tmp_path}")
+    assert "ValueError" in error and "opt_param_scheduler" in error
+    assert "--no-load-rng" in error and "--no-load-optim" in error
     resumed = run_ranks(
         2, train, f"{line} --train-iters 3 --load {tmp_path} --no-load-optim --no-load-rng"
     )[0][0]
@@ -180,9 +178,8 @@ def test_a_pretrained_checkpoint_gives_the_weights_where_there_is_no_checkpoint_
 def test_a_run_starts_from_scratch_without_a_checkpoint_unless_told_to_stop(tmp_path: Path) -> None:
     line = f"{LINE} --train-iters 1 --load {tmp_path}"
     assert run_ranks(2, train, line)[0][0].iteration == 1
-    for refusal in run_ranks(2, refuse, f"{line} --exit-on-missing-checkpoint"):
-        assert refusal.startswith("ValueError: --exit-on-missing-checkpoint")
-        assert str(tmp_path) in refusal
+    error = error_of(f"{line} --exit-on-missing-checkpoint")
+    assert error.startswith("ValueError: --exit-on-missing-checkpoint") and str(tmp_path) in error
 
 
 def test_no_run_begins_from_scratch_beside_checkpoints_or_from_a_file(
@@ -198,14 +195,13 @@ def test_no_run_begins_from_scratch_beside_checkpoints_or_from_a_file(
         (without_tracker / "iter_0000002", "has no .metadata: it is no complete checkpoint"),
     ):
         root = without_tracker if load.parent == without_tracker else load
-        first, second = run_ranks(2, refuse, f"{LINE} --load {root}")
-        assert first == second and first.startswith(f"ValueError: {load} {words}")
+        assert error_of(f"{LINE} --load {root}").startswith(f"ValueError: {load} {words}")
     for flags, words in (
         ("", f"--load {file}: {file} is a file, not a directory"),
         ("--use-checkpoint-args", f"--use-checkpoint-args: {file} is a file; a directory with"),
     ):
-        (refusal,) = run_ranks(1, refuse, f"{LINE} --load {file} {flags}")
-        assert "has 1 problem" in refusal and words in refusal
+        error = error_of(f"{LINE} --load {file} {flags}")
+        assert "has 1 problem" in error and words in error
     unfinished = tmp_path / "unfinished"
     (unfinished / ".writing_iter_0000002").mkdir(parents=True)
     run = run_ranks(1, train, f"{LINE} --train-iters 1 --load {unfinished}")[0][0]
@@ -215,8 +211,8 @@ def test_no_run_begins_from_scratch_beside_checkpoints_or_from_a_file(
 @pytest.mark.exhaustive
 def test_weights_that_are_not_there_are_not_replaced_by_random_ones(tmp_path: Path) -> None:
     for flags in (f"--pretrained-checkpoint {tmp_path}", f"--load {tmp_path} --finetune"):
-        for refusal in run_ranks(2, refuse, f"{LINE} {flags}"):
-            assert refusal.startswith("ValueError") and str(tmp_path) in refusal
+        error = error_of(f"{LINE} {flags}")
+        assert error.startswith("ValueError") and str(tmp_path) in error
 
 
 def train_with_members_pickled_by_getattr(line: str) -> None:
@@ -240,8 +236,8 @@ def test_a_checkpoint_of_an_early_python_3_11_loads(tmp_path: Path) -> None:
 
 def test_a_step_that_is_not_there_is_refused_with_those_that_are(fp32: tuple[Path, Record]) -> None:
     folder, _ = fp32
-    for refusal in run_ranks(2, refuse, f"{LINE} --load {folder} --ckpt-step 4"):
-        assert "iter_0000004" in refusal and "iter_0000003, iter_0000006" in refusal
+    error = error_of(f"{LINE} --load {folder} --ckpt-step 4")
+    assert "iter_0000004" in error and "iter_0000003, iter_0000006" in error
 
 
 @pytest.mark.exhaustive
@@ -259,8 +255,8 @@ def test_a_partial_load_takes_what_there_is_and_a_strict_one_says_what_is_missin
 ) -> None:
     folder, expected = fp32[0], fp32_state
     line = f"{LINE} --num-layers 3"
-    refusal = run_ranks(2, refuse, f"{line} --load {folder}")[0]
-    assert "not in the file" in refusal and "decoder.layers.2." in refusal
+    error = error_of(f"{line} --load {folder}")
+    assert "not in the file" in error and "decoder.layers.2." in error
     fresh = run_ranks(2, load_state, line)[0]
     state = run_ranks(2, load_state, f"{line} --load {folder} --no-strict-fsdp-dtensor-load")[0]
     third = {name: value for name, value in fresh.weights.items() if ".layers.2." in name}
@@ -271,7 +267,7 @@ def test_a_partial_load_takes_what_there_is_and_a_strict_one_says_what_is_missin
     }
     assert_equal(state.slots["exp_avg"], expected.slots["exp_avg"] | moments)
     assert state.args == expected.args
-    fewer = run_ranks(2, refuse, f"{LINE} --num-layers 1 --load {folder}")[0]
+    fewer = error_of(f"{LINE} --num-layers 1 --load {folder}")
     assert "not in the model" in fewer and "decoder.layers.1." in fewer
 
 
@@ -322,9 +318,8 @@ def test_a_save_that_fails_on_one_rank_leaves_the_checkpoint_before_it(
     failing_rank: int, tmp_path: Path
 ) -> None:
     line = f"{LINE} --train-iters 3 --save {tmp_path} --save-interval 1"
-    errors = run_ranks(2, failing_save, line, failing_rank)
-    assert errors[0] == errors[1]
-    assert "iteration 2 was not written" in errors[0] and "disk full" in errors[0]
+    error = error_of(line, failing_rank, job=failing_save)
+    assert "iteration 2 was not written" in error and "disk full" in error
     saved_at(tmp_path, 1)
     assert run_ranks(2, train, f"{line} --load {tmp_path}")[0][0].iteration == 3
     saved_at(tmp_path, 1, 2, 3)
@@ -378,10 +373,10 @@ def test_a_schedule_that_contradicts_the_checkpoint_is_refused_with_the_flags_th
 ) -> None:
     folder, unbroken = fp32
     line = f"{LINE} --load {folder} --ckpt-step 3"
-    for refusal in run_ranks(2, refuse, f"{line} --lr 1e-3"):
-        assert refusal.startswith("ValueError") and "0.001" in refusal and "0.005" in refusal
-        assert "--override-opt-param-scheduler" in refusal
-        assert "--use-checkpoint-opt-param-scheduler" in refusal
+    error = error_of(f"{line} --lr 1e-3")
+    assert error.startswith("ValueError") and "0.001" in error and "0.005" in error
+    assert "--override-opt-param-scheduler" in error
+    assert "--use-checkpoint-opt-param-scheduler" in error
     kept, overridden = run_ranks(
         2,
         train,
@@ -393,6 +388,6 @@ def test_a_schedule_that_contradicts_the_checkpoint_is_refused_with_the_flags_th
 
 
 def test_without_fsdp_a_run_refuses_the_format_of_fsdp(fp32: tuple[Path, Record]) -> None:
-    for refusal in run_ranks(2, refuse, f"{SIX} {GATED} --load {fp32[0]}"):
-        assert refusal.startswith("ValueError")
-        assert "in the format fsdp_dtensor, but this run reads torch_dist" in refusal
+    error = error_of(f"{SIX} {GATED} --load {fp32[0]}")
+    assert error.startswith("ValueError")
+    assert "in the format fsdp_dtensor, but this run reads torch_dist" in error

@@ -42,6 +42,7 @@ from megatron.pretrain.report.logging_setup import set_up_logging
 from megatron.pretrain.report.report import Report
 from megatron.pretrain.run_state import Progress
 from tests.support.model_parallel import initialize
+from tests.support.rank_pool import run_ranks
 
 SIZES = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2"
@@ -184,6 +185,13 @@ def refuse(command_line: str) -> str:
     except (ValueError, RuntimeError, NotImplementedError, OSError) as error:
         return f"{type(error).__name__}: {error}"
     raise AssertionError("the run did not fail")
+
+
+def error_of(command_line: str, *more: Any, job: Callable[..., str] = refuse) -> str:
+    """Return the error with which two ranks end a run: the same one."""
+    first, second = run_ranks(2, job, command_line, *more)
+    assert first == second
+    return first
 
 
 def assert_close(values: list[float], expected: list[float], relative: float) -> None:
