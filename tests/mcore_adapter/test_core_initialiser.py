@@ -27,6 +27,7 @@ from megatron.mcore_adapter.data_parallel import (
 from megatron.pretrain.arguments.configs import ddp_config, transformer_config
 from megatron.pretrain.model.layer_specs import layer_spec
 from megatron_fsdp import FSDPDistributedIndex, MixedPrecisionPolicy
+from tests.support.mcore_adapter.wrapped_models import loss_of
 from tests.support.pairwise import each_value
 from tests.support.pretrain.parity import DEEPSEEK, LLAMA, MTP, TIED, Combination
 from tests.support.pretrain.training_runs import NO_DROPOUT, SMALL, prepare, refuse, train
@@ -129,18 +130,9 @@ def compare_with_the_cpu(flags: str, on_cpu: bool) -> None:
         kept = vars(dict(model.named_parameters())[f"module.{name}"])
         assert all(kept[key] == value for key, value in values.items()), name
     assert all(not buffer.is_meta for buffer in model.buffers())
-    compare_losses(model, reference)
-
-
-def compare_losses(model: nn.Module, reference: nn.Module) -> None:
-    tokens, positions = torch.arange(66).view(2, 33), torch.arange(32).expand(2, 32)
-    mask = torch.ones(1, 1, 32, 32).triu(1).bool()
-    losses = [
-        each(tokens[:, :-1], positions, mask, labels=tokens[:, 1:].contiguous())
-        for each in (model, reference)
-    ]
-    assert torch.equal(losses[0], losses[1])
-    losses[0].sum().backward()
+    loss = loss_of(model, 1)
+    assert torch.equal(loss, loss_of(reference, 1))
+    loss.backward()
 
 
 @pytest.mark.always("tied-on_cpu=True")

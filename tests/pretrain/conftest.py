@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from tests.support.pretrain.number_corpora import write_numbers
 from tests.support.pretrain.saved_runs import LINE
 from tests.support.pretrain.training_runs import (
     Record,
@@ -21,6 +22,12 @@ from tests.support.rank_pool import run_ranks
 @pytest.fixture(scope="session", autouse=True)
 def counting_corpus() -> None:
     write_counting_corpus()
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> str:
+    """Write fifty documents of forty tokens, which are their numbers."""
+    return write_numbers(tmp_path / "corpus", [[i] * 40 for i in range(50)])
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from tests.support.model_parallel import forget_groups
 from tests.support.pairwise import each_value
 from tests.support.pretrain.saved_runs import DROPOUT, GATED, SIX, assert_equal, read, saved_at
-from tests.support.pretrain.training_runs import Record, build, error_of, load_checkpoint, train
+from tests.support.pretrain.training_runs import Record, error_of, lines_of_load, train
 from tests.support.rank_pool import run_ranks
 
 LAYOUTS = {
@@ -96,16 +96,6 @@ def test_without_fsdp_a_checkpoint_of_another_model_is_refused(one_step: OneStep
     for flags in ("--hidden-size 64", "--num-layers 3"):
         error = error_of(f"{SIX} {GATED} {flags} --load {folder}")
         assert error.startswith("ValueError") and str(folder) in error and "mismatch" in error
-
-
-def lines_of_load(command_line: str) -> list[str] | str:
-    """Job: return what a load prints, or its error."""
-    run = build(command_line)
-    try:
-        load_checkpoint(run)
-    except ValueError as error:
-        return str(error)
-    return [line for line in run.report.record.lines if "note: " in line]
 
 
 @pytest.mark.exhaustive

@@ -1,17 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """--full-validation reads every sample of every validation set once, on any number of ranks."""
 
-import argparse
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from megatron.pretrain.data.samplers import MicrobatchSampler, WholeDataset, build_iterator
-from tests.pretrain.data.test_gpt_datasets import NUMBERS, namespace, write_numbers
+from megatron.pretrain.data.samplers import WholeDataset
 from tests.support.pretrain.arguments.command_lines import MOCK, problems
+from tests.support.pretrain.number_corpora import (
+    NUMBERS,
+    NumberedSamples,
+    microbatches,
+    namespace,
+    write_numbers,
+)
 from tests.support.pretrain.saved_runs import FSDP
 from tests.support.pretrain.training_runs import (
     CORPUS,
@@ -23,19 +27,6 @@ from tests.support.pretrain.training_runs import (
     train,
 )
 from tests.support.rank_pool import run_ranks
-
-
-class Numbered(torch.utils.data.Dataset):
-    """Samples of one token, which is their number."""
-
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return {"tokens": torch.tensor([index]), "loss_mask": torch.ones(1)}
 
 
 @pytest.mark.parametrize("dataloader_type", ["single", "cyclic"])
@@ -56,25 +47,16 @@ def test_every_sample_counts_once(
     length: int,
     dataloader_type: str,
 ) -> None:
-    args = argparse.Namespace(
-        micro_batch_size=2,
-        global_batch_size=8,
+    args = namespace(
+        dataloader_type=dataloader_type,
         data_parallel_size=num_ranks,
         virtual_pipeline_model_parallel_size=stages,
     )
-    whole = WholeDataset(Numbered(length), args)
+    whole = WholeDataset(NumberedSamples(length), args)
     assert whole.num_microbatches == passes.get(length, whole.num_microbatches)
     counted: list[int] = []
     for rank in range(num_ranks):
-        sampler = MicrobatchSampler(
-            num_samples=len(whole),
-            consumed_samples=0,
-            micro_batch_size=2,
-            rank=rank,
-            num_ranks=num_ranks,
-            shuffle_seed=1 if dataloader_type == "cyclic" else None,
-        )
-        iterator = build_iterator(whole, sampler, seed=1, num_workers=0)
+        iterator = microbatches(whole, args, rank=rank, ranks=num_ranks)
         for _ in range(sum(whole.num_microbatches)):
             batch = next(iterator)
             counted += batch["tokens"][batch["loss_mask"] == 1].tolist()

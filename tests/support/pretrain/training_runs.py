@@ -242,6 +242,16 @@ def load_checkpoint(run: loop.TrainingRun) -> None:
     run.progress = checkpointing.load(run.args, run, run.report.say)
 
 
+def lines_of_load(command_line: str) -> list[str] | str:
+    """Job: return the notes that a load prints, or its error."""
+    run = build(command_line)
+    try:
+        load_checkpoint(run)
+    except ValueError as error:
+        return str(error)
+    return [line for line in run.report.record.lines if "note: " in line]
+
+
 def save_checkpoint(run: loop.TrainingRun) -> None:
     """Save a checkpoint where the command line says."""
     checkpointing.save(run.args, run, run.progress, run.report.say)
