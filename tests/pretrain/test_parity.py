@@ -4,10 +4,13 @@
 `benchmarks/parity/table.py` has more combinations.
 """
 
+from itertools import pairwise
+
 import pytest
 
 from benchmarks.parity.table import COVERING, PER_TOKEN
 from tests.support.pretrain.parity import (
+    GPT2,
     LLAMA,
     MOE,
     OPTIM_OUTSIDE,
@@ -43,6 +46,8 @@ FP16 = "--train-iters 6 --fp16 --initial-loss-scale 4194304 --hysteresis 1 --los
 FEATURES = {
     "evaluation_pp2": Combination(2, "pp2", 3, LLAMA, EVALUATED),
     "evaluation_vpp2": Combination(2, "pp2 vpp2", 3, LLAMA, EVALUATED, layers=4),
+    # Both sum gradients in float32: DDP's sums in float16 overflow where those of FSDP do not.
+    "fp16": Combination(2, "dp", 3, GPT2, f"{FP16} --accumulate-allreduce-grads-in-fp32"),
     "fp16_tp2": Combination(2, "tp2", 3, LLAMA, FP16),
     "fp16_pp2": Combination(2, "pp2", 3, LLAMA, FP16),
     "decoupled_lr_pp2": Combination(
@@ -68,6 +73,7 @@ def test_a_feature_gives_the_numbers_of_ddp(feature: str) -> None:
     assert_same_run(fsdp, ddp, loss=1e-2 if low else 1e-5, norm=1e-2 if low else 1e-5)
     if low:
         assert any(ddp.column("skipped")) and not all(ddp.column("skipped"))
+        assert any(later > earlier for earlier, later in pairwise(ddp.column("loss-scale")))
     else:
         assert fsdp.column("num-zeros") == ddp.column("num-zeros")
     if EVALUATED in combination.flags:

@@ -185,6 +185,8 @@ CONFLICTS = [
         "--profile --profile-step-start 20 --profile-step-end 30",
         "--profile-step-start 20 must be less than --train-iters 20",
     ),
+    ("--record-memory-history", "--record-memory-history needs "),
+    ("--device-peak-tflops 0", "--device-peak-tflops must be above 0, got 0.0"),
     ("--seq", "--seq: unknown flag"),
     ("--lr-decay-stile linear", "did you mean --lr-decay-style?"),
     ("--global-batch-size x", "invalid int value"),
