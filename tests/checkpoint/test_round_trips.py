@@ -62,12 +62,8 @@ def test_a_sample_says_what_the_ranks_had_in_memory(name: str, there_and_back: A
         state = opened.state()
         assert differing(state.weights, expected["param"]) == []
         for slot in ("exp_avg", "exp_avg_sq"):
-            assert (
-                differing(
-                    {key: slots[slot] for key, slots in state.moments.items()}, expected[slot]
-                )
-                == []
-            )
+            moments = {key: slots[slot] for key, slots in state.moments.items()}
+            assert differing(moments, expected[slot]) == []
         assert differing(state.buffers, expected.get("buffers", {})) == []
         assert {state.step_of(key) for key in state.weights} == {3.0}
         assert state.iteration == 3 and state.notes == []
@@ -110,17 +106,12 @@ def test_the_file_has_the_same_keys_and_tensors_again(name: str, there_and_back:
     is_optimizer = re.compile(r"^(chained_\d+\.)?optimizer\.|^common_state/")
     layout_is_kept = "dp_reshardable" not in name
     for kind in ("tensors", "objects"):
-        before = {
-            key for key in getattr(mine, kind) if layout_is_kept or not is_optimizer.match(key)
-        }
-        after = {
-            key for key in getattr(theirs, kind) if layout_is_kept or not is_optimizer.match(key)
-        }
-        assert before - after == (
-            {"common_state/shard_0_1"}
-            if name == samples.WITHOUT_COMMON_FILE and kind == "objects"
-            else set()
+        before, after = (
+            {key for key in getattr(file, kind) if layout_is_kept or not is_optimizer.match(key)}
+            for file in (mine, theirs)
         )
+        has_common_state = name == samples.WITHOUT_COMMON_FILE and kind == "objects"
+        assert before - after == ({"common_state/shard_0_1"} if has_common_state else set())
         assert after - before == set()
     for key in theirs.tensors.keys() & mine.tensors.keys():
         assert (mine.shape(key), mine.dtype(key)) == (theirs.shape(key), theirs.dtype(key)), key
@@ -158,14 +149,10 @@ def test_torch_itself_loads_the_converted_files(there_and_back: Any) -> None:
     nested = {"model": {f"module.{name}_w": gate, f"module.{name}_v": up}}
     dcp.load(nested, checkpoint_id=there.directory, no_dist=True)
     assert torch.equal(torch.cat([gate, up]), expected["param"][name])
-    stacked = {
-        "decoder.layers.mlp.linear_fc1.weight": torch.empty(3, 224, 64, dtype=torch.bfloat16)
-    }
-    dcp.load(stacked, checkpoint_id=back.directory, no_dist=True)
-    assert torch.equal(
-        stacked["decoder.layers.mlp.linear_fc1.weight"][1],
-        expected["param"][name].to(torch.bfloat16),
-    )
+    stacked = torch.empty(3, 224, 64, dtype=torch.bfloat16)
+    content = {"decoder.layers.mlp.linear_fc1.weight": stacked}
+    dcp.load(content, checkpoint_id=back.directory, no_dist=True)
+    assert torch.equal(stacked[1], expected["param"][name].to(torch.bfloat16))
 
 
 def test_a_converted_sample_differs_from_the_published_file_where_it_must(

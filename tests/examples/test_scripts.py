@@ -267,12 +267,8 @@ def test_every_word_for_the_conversion_is_accepted(recorder: Shell) -> None:
     options = ["--swiglu", "--output-model-weight-prefix", "model.module"]
     requests = words_of("sbatch_checkpoint_convert.sh", recorder, "in", "out", *options)
     assert len(requests) == 2 and [parsed(request) for request in requests] == [None, None]
-    assert requests[0]["words"][-6:] == [
-        "convert-torch-dist-to-fsdp-dtensor",
-        "in",
-        "out",
-        *options,
-    ]
+    expected = ["convert-torch-dist-to-fsdp-dtensor", "in", "out", *options]
+    assert requests[0]["words"][-6:] == expected
 
 
 @pytest.mark.exhaustive

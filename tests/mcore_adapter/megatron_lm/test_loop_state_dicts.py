@@ -40,34 +40,26 @@ VIRTUAL = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_s
 MOE = {"num_experts": 4, "expert_model_parallel_size": 2}
 
 
+LAYOUTS = {
+    "tied_on_four_ranks": (
+        (2, {"data_parallel_sharding_strategy": "no_shard"}),
+        (4, {}),
+        {"untie_embeddings_and_output_weights": False},
+    ),
+    "tensor_parallel_off": ((2, {"tensor_model_parallel_size": 2}), (2, {}), {}),
+    "tensor_parallel_on": ((1, {}), (4, {"tensor_model_parallel_size": 2}), {"swiglu": False}),
+    "experts": ((2, MOE), (1, {"num_experts": 4}), {}),
+    "virtual_stages_off": ((2, VIRTUAL), (1, {}), {"num_layers": 4, "fp16": True}),
+    "virtual_stages_on": (
+        (1, {}),
+        (2, VIRTUAL | {"data_parallel_sharding_strategy": "optim"}),
+        {"num_layers": 4, "swiglu": False, "bf16": True},
+    ),
+}
+
+
 @pytest.mark.always("virtual_stages_on")
-@pytest.mark.parametrize(
-    ("wrote", "reads", "changes"),
-    [
-        (
-            (2, {"data_parallel_sharding_strategy": "no_shard"}),
-            (4, {}),
-            {"untie_embeddings_and_output_weights": False},
-        ),
-        ((2, {"tensor_model_parallel_size": 2}), (2, {}), {}),
-        ((1, {}), (4, {"tensor_model_parallel_size": 2}), {"swiglu": False}),
-        ((2, MOE), (1, {"num_experts": 4}), {}),
-        ((2, VIRTUAL), (1, {}), {"num_layers": 4, "fp16": True}),
-        (
-            (1, {}),
-            (2, VIRTUAL | {"data_parallel_sharding_strategy": "optim"}),
-            {"num_layers": 4, "swiglu": False, "bf16": True},
-        ),
-    ],
-    ids=[
-        "tied_on_four_ranks",
-        "tensor_parallel_off",
-        "tensor_parallel_on",
-        "experts",
-        "virtual_stages_off",
-        "virtual_stages_on",
-    ],
-)
+@pytest.mark.parametrize(("wrote", "reads", "changes"), LAYOUTS.values(), ids=LAYOUTS)
 def test_a_run_resumes_in_another_layout(
     wrote: tuple[int, dict[str, Any]],
     reads: tuple[int, dict[str, Any]],

@@ -291,22 +291,15 @@ def test_what_follows_from_the_axes() -> None:
         " --expert-model-parallel-size 2",
         world_size=16,
     )
-    assert (args.data_parallel_size, args.global_batch_size, args.expert_tensor_parallel_size) == (
-        2,
-        4,
-        2,
-    )
+    assert (args.data_parallel_size, args.global_batch_size) == (2, 4)
+    assert args.expert_tensor_parallel_size == 2
     assert args.world_size == 16 and args.sequence_parallel
     config = transformer_config(args)
     assert not config.overlap_p2p_comm
     assert config.batch_p2p_comm
     assert config.cp_comm_type == "all_gather"
-    on_gpu, _ = parse(
-        f"{MOCK} --context-parallel-size 2 --cp-comm-type a2a",
-        world_size=2,
-        cuda=True,
-        transformer_engine=True,
-    )
+    line = f"{MOCK} --context-parallel-size 2 --cp-comm-type a2a"
+    on_gpu, _ = parse(line, world_size=2, cuda=True, transformer_engine=True)
     assert transformer_config(on_gpu).cp_comm_type == "a2a"
 
 
