@@ -30,7 +30,7 @@ from megatron_fsdp import FSDPDistributedIndex, MixedPrecisionPolicy
 from tests.support.mcore_adapter.wrapped_models import loss_of
 from tests.support.pairwise import each_value
 from tests.support.pretrain.parity import DEEPSEEK, LLAMA, MTP, TIED, Combination
-from tests.support.pretrain.training_runs import NO_DROPOUT, SMALL, prepare, refuse, train
+from tests.support.pretrain.training_runs import NO_DROPOUT, SMALL, prepare, refuse, trained
 from tests.support.rank_pool import run_ranks
 
 ON_META = "--init-model-with-meta-device"
@@ -56,7 +56,7 @@ def test_a_model_from_the_meta_device_trains_like_one_that_had_values_at_once(
     combination = INITIALISED[model].with_few_microbatches()
     line = combination.ours.replace(NO_DROPOUT, "--hidden-dropout 0.1 --attention-dropout 0.1")
     line = f"{line} --train-iters 1" + (" --use-cpu-initialization" if device == "cpu" else "")
-    at_once, later = run_ranks(2, train, line, f"{line} {ON_META}")[0]
+    at_once, later = trained(line, f"{line} {ON_META}")
     assert later.losses == at_once.losses
     assert later.column("params-norm") == at_once.column("params-norm")
 

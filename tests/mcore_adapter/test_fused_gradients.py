@@ -21,7 +21,7 @@ from megatron.mcore_adapter.fused_gradients import accept_fused_gradients
 from megatron_fsdp import MegatronFSDP, fully_shard_model
 from tests.support.mcore_adapter.fused_training import train_fused
 from tests.support.pretrain.parity import BF16, GPT2, LLAMA, MTP, SHORT, TIED, Combination
-from tests.support.pretrain.training_runs import assert_same_run, train
+from tests.support.pretrain.training_runs import assert_same_run, trained
 from tests.support.rank_pool import run_ranks
 
 RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
@@ -46,7 +46,7 @@ def test_fused_gradient_accumulation_gives_the_numbers_of_autograd(run: str) -> 
     combination = FUSED[run].with_few_microbatches()
     low = BF16 in combination.flags
     lines = combination.reference, combination.ours
-    ddp, plain = run_ranks(2, train, *lines)[0]
+    ddp, plain = trained(*lines)
     fused, products = run_ranks(2, train_fused, combination.ours)[0]
     assert products >= 3 * 2 * 4  # at least the linear layers of two layers, in every step
     assert_same_run(fused, plain, loss=1e-6, norm=1e-6)

@@ -13,7 +13,7 @@ from tests.support.pretrain.training_runs import (
     Record,
     State,
     load_state,
-    train,
+    trained,
     write_counting_corpus,
 )
 from tests.support.rank_pool import run_ranks
@@ -42,7 +42,7 @@ def one_rank() -> Iterator[None]:
 def fp32(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Record]:
     """Six steps at level 3 on two ranks, saved at three and six, without dropout."""
     folder = tmp_path_factory.mktemp("fp32")
-    return folder, run_ranks(2, train, f"{LINE} --save {folder} --save-interval 3")[0][0]
+    return folder, trained(f"{LINE} --save {folder} --save-interval 3")[0]
 
 
 @pytest.fixture(scope="session")

@@ -27,6 +27,7 @@ from tests.support.pretrain.training_runs import (
     load_checkpoint,
     load_state,
     train,
+    trained,
 )
 from tests.support.rank_pool import run_ranks
 
@@ -46,12 +47,10 @@ def torch_dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_with_fsdp_saves_what_runs_with_and_without_it_load(tmp_path: Path) -> None:
     line = f"{DROPOUT} {GATED}"
     save = f"--ckpt-format torch_dist --save {tmp_path} --save-interval 3"
-    (whole,) = run_ranks(2, train, f"{line} {FSDP} {save}")[0]
+    (whole,) = trained(f"{line} {FSDP} {save}")
     load = f"--load {tmp_path} --ckpt-step 3"
     strictly = "--use-distributed-optimizer --dist-ckpt-strictness raise_all"
-    with_fsdp, without = run_ranks(2, train, f"{line} {FSDP} {load}", f"{line} {strictly} {load}")[
-        0
-    ]
+    with_fsdp, without = trained(f"{line} {FSDP} {load}", f"{line} {strictly} {load}")
     assert with_fsdp.losses == whole.losses[3:]
     assert f"{tmp_path}/iter_0000003 is in the format torch_dist: converted in memory" in (
         with_fsdp.lines
@@ -117,7 +116,7 @@ def test_a_rank_reads_its_rows_and_its_share_of_the_comparisons(torch_dist: Path
 
 def test_only_weights_of_a_pretrained_checkpoint_are_loaded(torch_dist: Path) -> None:
     line = f"{LINE} --bf16 --train-iters 1"
-    (record,) = run_ranks(2, train, f"{line} --pretrained-checkpoint {torch_dist}")[0]
+    (record,) = trained(f"{line} --pretrained-checkpoint {torch_dist}")
     assert f"loaded the weights of {torch_dist}/iter_0000002" in record.lines
     assert [step["iteration"] for step in record.steps] == [1]
 
@@ -136,12 +135,12 @@ MODEL = (
 @pytest.mark.exhaustive
 def test_a_hugging_face_model_is_loaded_with_its_arguments(tmp_path: Path) -> None:
     run_ranks(1, save_model, tmp_path / "model")
-    (plain,) = run_ranks(2, train, f"{MODEL} {FSDP} --load {tmp_path}/model")[0]
+    (plain,) = trained(f"{MODEL} {FSDP} --load {tmp_path}/model")
     assert f"loaded the weights of {tmp_path}/model" in plain.lines
     padded: Record
-    (padded,) = run_ranks(
-        2, train, f"{MODEL} {FSDP} --pretrained-checkpoint {tmp_path}/model --padded-vocab-size 64"
-    )[0]
+    (padded,) = trained(
+        f"{MODEL} {FSDP} --pretrained-checkpoint {tmp_path}/model --padded-vocab-size 64"
+    )
     assert "note: its vocabulary of 40 rows is padded with zeros to 64" in padded.lines
     assert padded.losses[0] > plain.losses[0]  # rows of padding take part in it
     flags = shlex.join(model_flags(hugging_face.read(tmp_path / "model").args))

@@ -19,6 +19,7 @@ from tests.support.pretrain.training_runs import (
     assert_same_run,
     pretrain,
     train,
+    trained,
 )
 from tests.support.rank_pool import run_ranks
 
@@ -32,7 +33,7 @@ BEGINNING = 6
 @pytest.fixture(scope="module")
 def reference() -> Record:
     """Twenty steps with DistributedDataParallel, each rank with the whole optimizer state."""
-    return run_ranks(2, train, SMALL)[0][0]
+    return trained(SMALL)[0]
 
 
 def test_the_reference_learns(reference: Record) -> None:
@@ -87,7 +88,7 @@ def test_every_strategy_trains_as_ddp_does(strategy: str, reference: Record) -> 
 
 def compare(flags: str, loss: float, norm: float) -> Record:
     """Compare all numbers that runs with DDP and with FSDP report, by relative tolerances."""
-    ddp, fsdp = run_ranks(2, train, f"{SHORT} {flags}", f"{SHORT} {flags} {FSDP}")[0]
+    ddp, fsdp = trained(f"{SHORT} {flags}", f"{SHORT} {flags} {FSDP}")
     assert_same_run(fsdp, ddp, loss, norm)
     return fsdp
 
@@ -116,7 +117,7 @@ def test_zeros_in_the_gradient_are_counted_as_ddp_counts_them() -> None:
     # Tokens that do not occur have a gradient of exactly zero, unless the embedding is tied to the
     # output.
     line = f"{SHORT} --untie-embeddings-and-output-weights --vocab-size 999 --train-iters 2"
-    ddp, fsdp = run_ranks(2, train, line, f"{line} {FSDP}")[0]
+    ddp, fsdp = trained(line, f"{line} {FSDP}")
     assert fsdp.column("num-zeros") == ddp.column("num-zeros")
     assert all(number > 32 for number in fsdp.column("num-zeros"))
 
@@ -126,7 +127,7 @@ def test_zeros_in_the_gradient_are_counted_as_ddp_counts_them() -> None:
 def test_overlap_does_not_change_the_numbers(strategy: str) -> None:
     line = f"{SHORT} {FSDP} --data-parallel-sharding-strategy {strategy}"
     overlap = "--overlap-grad-reduce", "--overlap-grad-reduce --overlap-param-gather"
-    plain, reduced, both = run_ranks(2, train, line, *(f"{line} {flags}" for flags in overlap))[0]
+    plain, reduced, both = trained(line, *(f"{line} {flags}" for flags in overlap))
     for overlapped in (reduced, both):
         # Level 1 without overlap reduces every microbatch for itself, with it their sum: other
         # roundings.
@@ -142,9 +143,7 @@ def test_overlap_does_not_change_the_numbers(strategy: str) -> None:
 def test_recomputed_activations_do_not_change_a_number() -> None:
     line = f"{WITH_DROPOUT} {FSDP} --data-parallel-sharding-strategy optim_grads_params"
     full = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
-    plain, *recomputed = run_ranks(
-        2, train, line, f"{line} {full}", f"{line} --recompute-activations"
-    )[0]
+    plain, *recomputed = trained(line, f"{line} {full}", f"{line} --recompute-activations")
     for record in recomputed:
         assert record.losses == plain.losses
         assert record.column("grad-norm") == plain.column("grad-norm")
@@ -153,7 +152,7 @@ def test_recomputed_activations_do_not_change_a_number() -> None:
 @pytest.mark.exhaustive
 def test_evaluation_neither_disturbs_training_nor_depends_on_the_kind_of_data_parallelism() -> None:
     evaluated = SHORT.replace("--eval-iters 0", "--eval-iters 1 --eval-interval 1")
-    plain, ddp, fsdp = run_ranks(2, train, f"{SHORT} {FSDP}", evaluated, f"{evaluated} {FSDP}")[0]
+    plain, ddp, fsdp = trained(f"{SHORT} {FSDP}", evaluated, f"{evaluated} {FSDP}")
     assert fsdp.losses == plain.losses
     assert [iteration for iteration, _ in fsdp.evaluations["validation"]] == [1, 2, 3]
     for name in ("validation", "test"):
@@ -166,20 +165,18 @@ def test_evaluation_neither_disturbs_training_nor_depends_on_the_kind_of_data_pa
 
 @pytest.mark.exhaustive
 def test_without_validation_data_training_goes_on() -> None:
-    (record,) = run_ranks(
-        2,
-        train,
+    (record,) = trained(
         f"{SHORT} {FSDP} --split 100,0,0 --eval-interval 1 --eval-iters 1".replace(
             "--eval-iters 0 ", ""
-        ),
-    )[0]
+        )
+    )
     assert record.iteration == 3 and not record.evaluations
 
 
 @pytest.mark.exhaustive
 def test_a_run_that_was_told_to_stop_does_not_evaluate_first() -> None:
     line = f"{SHORT} {FSDP}".replace("--eval-iters 0", "--eval-iters 1")
-    stopped, whole = run_ranks(2, train, f"{line} --exit-interval 2", line)[0]
+    stopped, whole = trained(f"{line} --exit-interval 2", line)
     assert stopped.iteration == 2 and not stopped.evaluations
     assert list(whole.evaluations) == ["test"]
 

@@ -24,7 +24,7 @@ from megatron.pretrain.errors import RunError
 from tests.pretrain.test_pretrain_gpt import cut, tree
 from tests.support.checkpoint import samples
 from tests.support.pretrain.saved_runs import LINE
-from tests.support.pretrain.training_runs import Record, error_of, train
+from tests.support.pretrain.training_runs import Record, error_of, train, trained
 from tests.support.rank_pool import run_ranks
 
 SHORT = f"{LINE} --train-iters 3 --save-interval 1"
@@ -34,7 +34,7 @@ TWO = f"{SHORT} --exit-interval 2"
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Record]:
     folder = tmp_path_factory.mktemp("saved")
-    return folder, run_ranks(2, train, f"{TWO} --save {folder}")[0][0]
+    return folder, trained(f"{TWO} --save {folder}")[0]
 
 
 @pytest.fixture
@@ -67,14 +67,14 @@ def test_a_damaged_newest_checkpoint_is_named_and_replaced_in_time(
 ) -> None:
     DAMAGES[damage](folder / "iter_0000002")
     line = f"{TWO} --load {folder}"
-    looked, resumed = run_ranks(2, train, line, f"{line} --save {folder}")[0]
+    looked, resumed = trained(line, f"{line} --save {folder}")
     for record in (looked, resumed):
         (told,) = [text for text in record.lines if "is loaded instead" in text]
         assert str(folder / "iter_0000002") in told and "iter_0000001 is loaded instead" in told
         assert "\n" not in told
         assert record.losses == saved[1].losses[1:]
     assert (folder / TRACKER).read_text() == "2"
-    sound = run_ranks(2, train, f"{SHORT} --load {folder} --no-load-fallback")[0][0]
+    sound = trained(f"{SHORT} --load {folder} --no-load-fallback")[0]
     assert sound.column("iteration") == [3]
 
 
@@ -118,7 +118,7 @@ def test_an_unfinished_checkpoint_is_no_other_format(common_object: Path) -> Non
 def test_a_checkpoint_under_the_name_of_another_iteration_is_told(folder: Path) -> None:
     shutil.rmtree(folder / "iter_0000002")
     shutil.copytree(folder / "iter_0000001", folder / "iter_0000002")
-    lines = run_ranks(2, train, f"{TWO} --load {folder}")[0][0].lines
+    lines = trained(f"{TWO} --load {folder}")[0].lines
     (line,) = [each for each in lines if each.startswith("loaded ")]
     assert f"{folder / 'iter_0000002'}, iteration 1, which is not that of its name: " in line
 

@@ -20,8 +20,7 @@ from tests.support.pretrain.parity import (
     measure,
     runs_of,
 )
-from tests.support.pretrain.training_runs import DATA, NO_DROPOUT, assert_same_run, train
-from tests.support.rank_pool import run_ranks
+from tests.support.pretrain.training_runs import DATA, NO_DROPOUT, assert_same_run, trained
 
 STEPS = 3
 """The second uses weights that the first has changed, the third an optimizer with state."""
@@ -91,7 +90,7 @@ def test_a_growing_batch_is_the_same_batch() -> None:
         " --lr-decay-samples 64"
     )
     line = f"{sizes} {DATA} {NO_DROPOUT} {growing} --log-params-norm {LLAMA}"
-    ddp, fsdp = run_ranks(2, train, line, f"{line} --use-megatron-fsdp")[0]
+    ddp, fsdp = trained(line, f"{line} --use-megatron-fsdp")
     assert_same_run(fsdp, ddp, loss=1e-5, norm=1e-5)
     assert len(fsdp.steps) > 32 // 8
 
@@ -103,7 +102,7 @@ def test_how_weights_are_gathered_does_not_change_a_number() -> None:
     )
     line = row.with_few_microbatches().ours
     flags = ("--megatron-fsdp-enable-fine-grained-param-gather", "--create-all-gather-group")
-    plain, *others = run_ranks(2, train, line, *(f"{line} {flag}" for flag in flags))[0]
+    plain, *others = trained(line, *(f"{line} {flag}" for flag in flags))
     for other in others:
         # Weights lie in other places, so sums over them have other roundings.
         assert_same_run(other, plain, loss=1e-6, norm=1e-6)

@@ -26,7 +26,7 @@ from megatron.pretrain import loop
 from megatron.pretrain.data.corpus import write_corpus
 from megatron.pretrain.data.tokenizers import ByteTokenizer
 from megatron.pretrain.report.logging_setup import set_up_logging
-from tests.support.pretrain.training_runs import SMALL, Record, prepare, pretrain, train
+from tests.support.pretrain.training_runs import SMALL, Record, prepare, pretrain, train, trained
 from tests.support.rank_pool import run_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -157,7 +157,7 @@ def test_sigterm_to_torchrun_saves_a_checkpoint_that_resumes(corpus: str, tmp_pa
     # No traceback of ours; torchrun has one of its own, about the signal.
     assert "pretrain_gpt.py" not in errors and "warning" not in errors.lower(), errors
     assert (tmp_path / TRACKER).read_text() == str(stopped)
-    resumed = run_ranks(2, train, f"{line} --load {tmp_path} --exit-interval {stopped + 1}")[0][0]
+    resumed = trained(f"{line} --load {tmp_path} --exit-interval {stopped + 1}")[0]
     assert [step["iteration"] for step in resumed.steps] == [stopped + 1]
 
 

@@ -33,6 +33,7 @@ from tests.support.pretrain.training_runs import (
     pretrain,
     refuse,
     train,
+    trained,
 )
 from tests.support.pretrain.warm_writers import warm_writers
 from tests.support.rank_pool import run_ranks
@@ -118,7 +119,7 @@ def test_a_save_in_the_background_is_a_blocking_one(
         for folder in (tmp_path, blocking)
     ]
     assert_same_state(*states)
-    resumed = run_ranks(2, train, f"{LINE} --load {tmp_path} --ckpt-step 3")[0][0]
+    resumed = trained(f"{LINE} --load {tmp_path} --ckpt-step 3")[0]
     assert resumed.losses == record.losses[3:]
 
 

@@ -35,6 +35,7 @@ from tests.support.pretrain.training_runs import (
     error_of,
     prepare,
     train,
+    trained,
 )
 from tests.support.rank_pool import run_ranks
 
@@ -199,9 +200,9 @@ def test_a_model_that_means_something_else_is_refused_on_all_ranks_alike(
         " run's",
     ]
     assert error.startswith("ValueError") and "is a checkpoint of another model" in error
-    (run,) = run_ranks(2, train, f"{line} --no-check-checkpoint-args --exit-interval 1")[0]
+    (run,) = trained(f"{line} --no-check-checkpoint-args --exit-interval 1")
     assert len(run.steps) == 1 and not any("may differ" in words for words in run.lines)
-    (run,) = run_ranks(2, train, f"{SIX} {GATED} --seed 5 {load} --exit-interval 1")[0]
+    (run,) = trained(f"{SIX} {GATED} --seed 5 {load} --exit-interval 1")
     (told,) = [words for words in run.lines if "may differ" in words]
     assert "--seed: 1234 in the file, 5 in this run" in told
 
@@ -216,7 +217,7 @@ def test_the_model_of_the_checkpoint_takes_the_place_of_the_flags(
 ) -> None:
     folder, unbroken = fp32
     line = f"{OF_TRAINING} {BATCH} --num-layers 3 --norm-epsilon 1e-6 --use-checkpoint-args"
-    (run,) = run_ranks(2, train, f"{line} {FSDP} --load {folder} --ckpt-step 3")[0]
+    (run,) = trained(f"{line} {FSDP} --load {folder} --ckpt-step 3")
     assert run.losses == unbroken.losses[3:]
     args, notes = parse(f"{line} --load {without_fsdp}", world_size=2)
     assert (args.num_layers, args.hidden_size, args.seq_length) == (2, 32, 32)

@@ -36,6 +36,7 @@ from tests.support.pretrain.training_runs import (
     refuse,
     state_of,
     train,
+    trained,
 )
 from tests.support.rank_pool import run_ranks
 
@@ -48,9 +49,9 @@ def test_a_resumed_run_has_bitwise_the_losses_of_one_that_never_stopped(
     line = f"{DROPOUT} {GATED} {FSDP} --bf16 --data-parallel-sharding-strategy {strategy}"
     line = line.replace("--eval-iters 0", "--eval-iters 1 --eval-interval 2")
     saved = f"{line} --save {tmp_path} --save-interval 2"
-    unbroken, stopped, resumed = run_ranks(
-        2, train, line, f"{saved} --exit-interval 3", f"{saved} --load {tmp_path}"
-    )[0]
+    unbroken, stopped, resumed = trained(
+        line, f"{saved} --exit-interval 3", f"{saved} --load {tmp_path}"
+    )
     assert stopped.iteration == 3 and resumed.iteration == 6
     assert stopped.losses + resumed.losses == unbroken.losses
     for name in ("grad-norm", "learning-rate"):
@@ -69,7 +70,7 @@ def test_a_run_resumes_at_another_strategy(fp32: tuple[Path, Record]) -> None:
         f"{LINE} --load {folder} --ckpt-step 3 --data-parallel-sharding-strategy {name}"
         for name in ("optim", "no_shard")
     ]
-    for resumed in run_ranks(2, train, *lines)[0]:
+    for resumed in trained(*lines):
         assert_close(resumed.losses, unbroken.losses[3:], 1e-6)
 
 
@@ -79,12 +80,9 @@ def test_an_fp16_run_resumes_with_its_loss_scale(tmp_path: Path) -> None:
         f"{LINE} --fp16 --initial-loss-scale 4194304 --hysteresis 1 --loss-scale-window 2"
         " --train-iters 8"
     )
-    unbroken, resumed = run_ranks(
-        2,
-        train,
-        f"{line} --save {tmp_path} --save-interval 5",
-        f"{line} --load {tmp_path} --ckpt-step 5",
-    )[0]
+    unbroken, resumed = trained(
+        f"{line} --save {tmp_path} --save-interval 5", f"{line} --load {tmp_path} --ckpt-step 5"
+    )
     assert resumed.column("loss-scale") == unbroken.column("loss-scale")[5:]
     assert resumed.losses == unbroken.losses[5:]
 
@@ -118,13 +116,11 @@ def test_the_optimizer_or_the_random_state_can_be_left_out_of_a_load(
 @pytest.mark.exhaustive
 def test_without_the_random_state_dropout_goes_another_way(tmp_path: Path) -> None:
     line = f"{DROPOUT} {GATED} {FSDP} --train-iters 3"
-    first, same, other = run_ranks(
-        2,
-        train,
+    first, same, other = trained(
         f"{line} --save {tmp_path} --save-interval 2",
         f"{line} --load {tmp_path} --ckpt-step 2",
         f"{line} --load {tmp_path} --ckpt-step 2 --no-load-rng",
-    )[0]
+    )
     assert same.losses == first.losses[2:] != other.losses
     assert_close(other.losses, first.losses[2:], 0.1)
 
@@ -142,9 +138,7 @@ def test_what_was_not_saved_is_missed_by_name_and_can_be_done_without(tmp_path: 
     error = error_of(f"{line} --load {tmp_path}")
     assert "ValueError" in error and "opt_param_scheduler" in error
     assert "--no-load-rng" in error and "--no-load-optim" in error
-    resumed = run_ranks(
-        2, train, f"{line} --train-iters 3 --load {tmp_path} --no-load-optim --no-load-rng"
-    )[0][0]
+    resumed = trained(f"{line} --train-iters 3 --load {tmp_path} --no-load-optim --no-load-rng")[0]
     assert [step["iteration"] for step in resumed.steps] == [3]
 
 
@@ -167,7 +161,7 @@ def test_a_pretrained_checkpoint_gives_the_weights_where_there_is_no_checkpoint_
 
 def test_a_run_starts_from_scratch_without_a_checkpoint_unless_told_to_stop(tmp_path: Path) -> None:
     line = f"{LINE} --train-iters 1 --load {tmp_path}"
-    assert run_ranks(2, train, line)[0][0].iteration == 1
+    assert trained(line)[0].iteration == 1
     error = error_of(f"{line} --exit-on-missing-checkpoint")
     assert error.startswith("ValueError: --exit-on-missing-checkpoint") and str(tmp_path) in error
 
@@ -221,7 +215,7 @@ def test_a_checkpoint_of_an_early_python_3_11_loads(tmp_path: Path) -> None:
         train_with_members_pickled_by_getattr,
         f"{line} --save {tmp_path} --save-interval 1 --exit-interval 1",
     )
-    assert run_ranks(2, train, f"{line} --load {tmp_path}")[0][0].column("iteration") == [2]
+    assert trained(f"{line} --load {tmp_path}")[0].column("iteration") == [2]
 
 
 def test_a_step_that_is_not_there_is_refused_with_those_that_are(fp32: tuple[Path, Record]) -> None:
@@ -305,7 +299,7 @@ def test_a_save_that_fails_on_one_rank_leaves_the_checkpoint_before_it(
     error = error_of(line, failing_rank, job=failing_save)
     assert "iteration 2 was not written" in error and "disk full" in error
     saved_at(tmp_path, 1)
-    assert run_ranks(2, train, f"{line} --load {tmp_path}")[0][0].iteration == 3
+    assert trained(f"{line} --load {tmp_path}")[0].iteration == 3
     saved_at(tmp_path, 1, 2, 3)
 
 
@@ -361,12 +355,10 @@ def test_a_schedule_that_contradicts_the_checkpoint_is_refused_with_the_flags_th
     assert error.startswith("ValueError") and "0.001" in error and "0.005" in error
     assert "--override-opt-param-scheduler" in error
     assert "--use-checkpoint-opt-param-scheduler" in error
-    kept, overridden = run_ranks(
-        2,
-        train,
+    kept, overridden = trained(
         f"{line} --lr 1e-3 --use-checkpoint-opt-param-scheduler",
         f"{line} --lr 1e-3 --override-opt-param-scheduler",
-    )[0]
+    )
     assert kept.column("learning-rate") == unbroken.column("learning-rate")[3:]
     assert max(overridden.column("learning-rate")) < 1e-3
 

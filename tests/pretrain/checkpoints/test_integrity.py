@@ -21,7 +21,7 @@ from megatron.checkpoint.integrity.manifest import MANIFEST
 from megatron.checkpoint.store.directory import TRACKER
 from tests.support.checkpoint.changed_checkpoints import without_manifest
 from tests.support.checkpoint.command_runs import run, run_json
-from tests.support.pretrain.training_runs import error_of, train
+from tests.support.pretrain.training_runs import error_of, train, trained
 from tests.support.rank_pool import run_ranks
 
 FORMATS = pytest.mark.parametrize("form", LINES)
@@ -95,10 +95,10 @@ def test_a_damaged_file_is_named_with_the_tensors_in_it(form: str, copy: Path) -
 def test_damage_is_loaded_without_verification(form: str, copy: Path) -> None:
     source = copy / ITERATION
     line = f"{LINES[form]} --exit-interval 2 --load {copy}"
-    sound = run_ranks(2, train, line)[0][0]
+    sound = trained(line)[0]
     _, flip = bit_of_a_weight(source)
     toggle(source / flip.file, flip)
-    damaged = run_ranks(2, train, f"{line} --no-verify-integrity")[0][0]
+    damaged = trained(f"{line} --no-verify-integrity")[0]
     assert damaged.iteration == sound.iteration == 2 and damaged.losses != sound.losses
     with open(source / flip.file, "ab") as file:
         file.write(b"more")
@@ -160,7 +160,7 @@ def test_without_manifest_a_lost_file_of_torch_dist_is_damage_of_the_newest(
     verified = run("verify", newer, code=1)
     assert name in verified.output
     for line in LINES.values():
-        lines = run_ranks(2, train, f"{line} --exit-interval 2 --load {copy}")[0][0].lines
+        lines = trained(f"{line} --exit-interval 2 --load {copy}")[0].lines
         assert any(name in each and f"{ITERATION} is loaded instead" in each for each in lines)
 
 

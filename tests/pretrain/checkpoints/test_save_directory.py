@@ -30,7 +30,7 @@ from tests.pretrain.test_non_persistent_saves import broken_off
 from tests.pretrain.test_pretrain_gpt import tree
 from tests.support.fork_servers import FORKSERVER, INSTALLED, forks_from
 from tests.support.pretrain.saved_runs import LINE, saved_at
-from tests.support.pretrain.training_runs import error_of, refuse, train
+from tests.support.pretrain.training_runs import error_of, refuse, train, trained
 from tests.support.rank_pool import run_ranks
 
 SHORT = f"{LINE} --train-iters 3 --save-interval 1"
@@ -46,13 +46,11 @@ def test_a_run_overwrites_nothing_that_it_does_not_continue(tmp_path: Path) -> N
         for way_out in (f"--load {mine}", "another --save", "--overwrite"):
             assert way_out in error
         assert tree(tmp_path) == before
-    going_on, elsewhere, anew = run_ranks(
-        2,
-        train,
+    going_on, elsewhere, anew = trained(
         f"{SHORT} --save {mine} --load {mine}",
         f"{SHORT} --save {other} --load {mine} --ckpt-step 1",
         f"{SHORT} --save {mine} --overwrite --exit-interval 1",
-    )[0]
+    )
     assert going_on.column("iteration") == [3] and elsewhere.column("iteration") == [2, 3]
     assert anew.column("iteration") == [1]
     assert (
@@ -100,19 +98,17 @@ def test_what_a_run_replaces_is_moved_aside_and_can_be_loaded_from_there(tmp_pat
     assert "broken off" in run_ranks(2, broken_off, f"{line} 5 --save-interval 2", 5)[0]
     anew = f"{line} 5 --seed 7 --save-interval 3"
     weights = f"--load {tmp_path} --finetune --overwrite --exit-interval 3"
-    (other,) = run_ranks(2, train, f"{anew} {weights}")[0]
+    (other,) = trained(f"{anew} {weights}")
     assert f"loaded the weights of {tmp_path}/non_persistent/iter_0000005" in other.lines
     assert directory.iterations(tmp_path) == [3]
     assert not directory.iterations(tmp_path / "non_persistent")
     aside = tmp_path / "replaced_1"
     saved_at(aside, 2, 4)
     assert directory.iterations(tmp_path / "non_persistent" / "replaced_1") == [5]
-    resumed, old = run_ranks(
-        2,
-        train,
+    resumed, old = trained(
         f"{anew} --load {tmp_path} --exit-interval 4",
         f"{LINE} --load {aside} --save {aside} --exit-interval 5",
-    )[0]
+    )
     assert resumed.column("iteration") == [4] and old.column("iteration") == [5]
     for folder, last in ((tmp_path, 4), (aside, 5)):
         history = [json.loads(text) for text in (folder / HISTORY).read_text().splitlines()]

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from tests.support.model_parallel import forget_groups
 from tests.support.pairwise import each_value
 from tests.support.pretrain.saved_runs import DROPOUT, GATED, SIX, assert_equal, read, saved_at
-from tests.support.pretrain.training_runs import Record, error_of, lines_of_load, train
+from tests.support.pretrain.training_runs import Record, error_of, lines_of_load, train, trained
 from tests.support.rank_pool import run_ranks
 
 LAYOUTS = {
@@ -34,12 +34,9 @@ LAYOUTS = {
 def test_without_fsdp_a_run_resumes_bitwise(precision: str, layout: str, tmp_path: Path) -> None:
     flags = LAYOUTS[layout]
     line = f"{DROPOUT} {GATED} {flags} --train-iters 4" + (" --bf16" if precision == "bf16" else "")
-    unbroken, resumed = run_ranks(
-        2,
-        train,
-        f"{line} --save {tmp_path} --save-interval 2",
-        f"{line} --load {tmp_path} --ckpt-step 2",
-    )[0]
+    unbroken, resumed = trained(
+        f"{line} --save {tmp_path} --save-interval 2", f"{line} --load {tmp_path} --ckpt-step 2"
+    )
     assert resumed.losses == unbroken.losses[2:]
     assert resumed.column("grad-norm") == unbroken.column("grad-norm")[2:]
     assert resumed.flops == unbroken.flops > 0
@@ -70,7 +67,7 @@ def test_the_first_rank_alone_gathers_the_optimizer_to_write_it(tmp_path: Path) 
     assert_equal(read(tmp_path / "first", 2), read(tmp_path / "all", 2))
     override = "--disable-gloo-process-groups --override-opt-param-scheduler"
     resume = f"{line} {override} --load {tmp_path}"
-    resumed = [run_ranks(2, train, f"{resume}/{name}")[0][0] for name in writers]
+    resumed = [trained(f"{resume}/{name}")[0] for name in writers]
     assert len(resumed[0].steps) == 4 and resumed[0].steps == resumed[1].steps
 
 
@@ -131,7 +128,7 @@ def test_the_state_of_the_other_kind_of_optimizer_is_refused_with_the_way(
     assert error.startswith("ValueError: ") and str(folder) in error
     assert remedy in error and "--no-load-optim" in error
     line = f"{load} --train-iters 2 --no-load-optim --override-opt-param-scheduler"
-    weights = run_ranks(2, train, line)[0][0]
+    weights = trained(line)[0]
     assert weights.column("iteration") == [2]
 
 

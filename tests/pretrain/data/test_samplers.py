@@ -25,6 +25,7 @@ from tests.support.pretrain.training_runs import (
     assert_close,
     error_of,
     train,
+    trained,
 )
 from tests.support.rank_pool import run_ranks
 
@@ -112,7 +113,7 @@ def test_losses_of_whole_sets_are_those_of_fewer_ranks_in_interleaved_pipelines(
     stages += " --num-layers 4"
     whole = line(" ".join(sets), f"{MANY} {stages}")
     # Stages have seeds of their own, so weights are those of other runs with as many stages.
-    (reference,) = run_ranks(2, train, whole)[0]
+    (reference,) = trained(whole)
     (record,) = run_ranks(4, train, f"{whole} {FSDP}")[0]
     for name in ("validation-0", "validation-1"):
         assert_close(losses(record, name), losses(reference, name), 1e-5)
@@ -120,14 +121,9 @@ def test_losses_of_whole_sets_are_those_of_fewer_ranks_in_interleaved_pipelines(
 
 def test_each_of_several_sets_has_the_loss_that_it_has_alone(sets: tuple[str, str]) -> None:
     first, second = sets
-    both, one, other, blended = run_ranks(
-        2,
-        train,
-        line(f"{first} {second}", MANY),
-        line(first),
-        line(second),
-        line(f"{first} {second}"),
-    )[0]
+    both, one, other, blended = trained(
+        line(f"{first} {second}", MANY), line(first), line(second), line(f"{first} {second}")
+    )
     assert losses(both, "validation-0") == losses(one, "validation")
     assert losses(both, "validation-1") == losses(other, "validation")
     # All samples have as many tokens: the loss of both is the mean by their 21 and 5 samples.
@@ -146,14 +142,12 @@ def test_a_resumed_run_has_the_losses_of_one_that_did_not_stop(
         " ".join(sets), f"{MANY} {FSDP} --log-interval 1 --tensorboard-dir {tmp_path}/logs"
     )
     saved = f"{whole} --save {tmp_path}/run --save-interval 2"
-    straight, _, resumed, evaluated = run_ranks(
-        2,
-        train,
+    straight, _, resumed, evaluated = trained(
         whole,
         f"{saved} --exit-interval 2",
         f"{saved} --load {tmp_path}/run",
         f"{whole} --load {tmp_path}/run --skip-train",
-    )[0]
+    )
     for name in ("validation-0", "validation-1"):
         assert losses(resumed, name) == losses(straight, name)[1:]
         assert losses(evaluated, name) == losses(straight, name)[1:]

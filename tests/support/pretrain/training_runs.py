@@ -178,6 +178,12 @@ def train(*command_lines: str) -> list[Record]:
     return [pretrain(command_line) for command_line in command_lines]
 
 
+def trained(*command_lines: str) -> list[Record]:
+    """Train on two ranks, one run after the other; return the records of the first rank."""
+    records: list[Record] = run_ranks(2, train, *command_lines)[0]
+    return records
+
+
 def refuse(command_line: str) -> str:
     """Job: a run that must fail; type and message of the error."""
     try:
