@@ -20,12 +20,18 @@ from megatron.mcore_adapter import cpu
 from megatron.mcore_adapter.fused_gradients import accept_fused_gradients
 from megatron_fsdp import MegatronFSDP, fully_shard_model
 from tests.support.mcore_adapter.fused_training import train_fused
-from tests.support.pretrain.parity import BF16, GPT2, LLAMA, MTP, SHORT, TIED, Combination
+from tests.support.pretrain.parity import (
+    BF16,
+    GPT2,
+    LLAMA,
+    MTP,
+    RECOMPUTED,
+    SHORT,
+    TIED,
+    Combination,
+)
 from tests.support.pretrain.training_runs import assert_same_run, trained
 from tests.support.rank_pool import run_ranks
-
-RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
-
 
 FUSED = {
     "mtp_tied": Combination(2, "dp", 3, f"{TIED} {MTP}", SHORT),

@@ -17,7 +17,7 @@ from megatron.checkpoint.hugging_face.model_arguments import model_flags
 from tests.pretrain.checkpoints.test_background_save import train_with_warm_writers
 from tests.support.checkpoint.changed_checkpoints import rewritten
 from tests.support.checkpoint.command_runs import TO_FSDP, run
-from tests.support.checkpoint.hugging_face_models import RUN, saved_model
+from tests.support.checkpoint.hugging_face_models import SHORT_RUN, save_model
 from tests.support.pretrain.saved_runs import DROPOUT, FSDP, GATED, LINE, SIX, assert_same_state
 from tests.support.pretrain.training_runs import (
     Record,
@@ -121,20 +121,12 @@ def test_only_weights_of_a_pretrained_checkpoint_are_loaded(torch_dist: Path) ->
     assert [step["iteration"] for step in record.steps] == [1]
 
 
-def save_model(directory: Path) -> None:
-    """Job: a small random model of transformers."""
-    saved_model("llama", directory)
-
-
-MODEL = (
-    f"{RUN} --global-batch-size 4 --lr-decay-style constant --num-workers 0 --eval-iters 0"
-    f" --vocab-size 39 --train-iters 1 --lr 1e-3 --use-checkpoint-args"
-)
+MODEL = f"{SHORT_RUN} --use-checkpoint-args"
 
 
 @pytest.mark.exhaustive
 def test_a_hugging_face_model_is_loaded_with_its_arguments(tmp_path: Path) -> None:
-    run_ranks(1, save_model, tmp_path / "model")
+    run_ranks(1, save_model, "llama", tmp_path / "model")
     (plain,) = trained(f"{MODEL} {FSDP} --load {tmp_path}/model")
     assert f"loaded the weights of {tmp_path}/model" in plain.lines
     padded: Record

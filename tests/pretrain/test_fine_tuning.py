@@ -9,20 +9,10 @@ from pathlib import Path
 import pytest
 
 from tests.support.checkpoint.command_runs import run_json
-from tests.support.checkpoint.hugging_face_models import RUN, saved_model
+from tests.support.checkpoint.hugging_face_models import SHORT_RUN, save_model
 from tests.support.pairwise import each_value
 from tests.support.pretrain.training_runs import trained
 from tests.support.rank_pool import run_ranks
-
-SETTINGS = (
-    f"{RUN} --global-batch-size 4 --lr-decay-style constant --num-workers 0 --eval-iters 0"
-    " --vocab-size 39"
-)
-
-
-def save_model(family: str, directory: Path) -> None:
-    """Job: a small random model of transformers."""
-    saved_model(family, directory)
 
 
 @pytest.mark.exhaustive
@@ -41,7 +31,7 @@ def test_a_model_is_fine_tuned_and_exported_again(family: str, to: str, tmp_path
     # files of both kinds.
     kind = ("--transformer-impl", "local") if to == "torch_dist" else ()
     converted = run_json("convert-from-hf", original, tmp_path / "converted", "--format", to, *kind)
-    flags = f"{shlex.join(converted['model_flags'])} {SETTINGS}"
+    flags = f"{shlex.join(converted['model_flags'])} {SHORT_RUN}"
     flags += (
         " --use-megatron-fsdp"
         if to == "fsdp_dtensor"

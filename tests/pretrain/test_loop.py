@@ -9,7 +9,7 @@ from unittest.mock import patch
 import pytest
 
 from megatron.pretrain import loop
-from tests.support.pretrain.parity import LEVELS, LLAMA
+from tests.support.pretrain.parity import LEVELS, LLAMA, RECOMPUTED
 from tests.support.pretrain.saved_runs import FSDP
 from tests.support.pretrain.training_runs import (
     NO_DROPOUT,
@@ -142,8 +142,7 @@ def test_overlap_does_not_change_the_numbers(strategy: str) -> None:
 @pytest.mark.exhaustive
 def test_recomputed_activations_do_not_change_a_number() -> None:
     line = f"{WITH_DROPOUT} {FSDP} --data-parallel-sharding-strategy optim_grads_params"
-    full = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
-    plain, *recomputed = trained(line, f"{line} {full}", f"{line} --recompute-activations")
+    plain, *recomputed = trained(line, f"{line} {RECOMPUTED}", f"{line} --recompute-activations")
     for record in recomputed:
         assert record.losses == plain.losses
         assert record.column("grad-norm") == plain.column("grad-norm")

@@ -12,6 +12,7 @@ import functools
 import pytest
 
 from tests.support.mcore_adapter.fused_training import train_fused
+from tests.support.pretrain.parity import LLAMA, RECOMPUTED
 from tests.support.pretrain.training_runs import Record
 from tests.support.transformer_engine.ranks import ranks
 from tests.support.transformer_engine.training import (
@@ -27,11 +28,8 @@ SHORT = "--train-iters 3"
 """The second step has weights that were quantized after an update, the third scales of two."""
 FSDP = "--use-megatron-fsdp"
 DDP = "--use-distributed-optimizer"
-RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 EXPERTS = "--num-experts 4 --disable-bias-linear --moe-grouped-gemm --expert-model-parallel-size 2"
 DISPATCHED = f"{EXPERTS} --moe-token-dispatcher-type alltoall"
-LLAMA = """--swiglu --position-embedding-type rope --normalization RMSNorm --disable-bias-linear
-    --untie-embeddings-and-output-weights --group-query-attention --num-query-groups 2"""
 
 
 @pytest.fixture(scope="module", params=[2])
