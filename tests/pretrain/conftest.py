@@ -17,11 +17,17 @@ from tests.support.pretrain.training_runs import (
     write_counting_corpus,
 )
 from tests.support.rank_pool import run_ranks
+from tests.support.transformer_engine.ranks import RunOnRanks, ranks
 
 
 @pytest.fixture(scope="session", autouse=True)
 def counting_corpus() -> None:
     write_counting_corpus()
+
+
+@pytest.fixture(scope="session")
+def engine_ranks() -> RunOnRanks:
+    return ranks(2)
 
 
 @pytest.fixture

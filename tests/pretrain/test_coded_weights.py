@@ -11,14 +11,9 @@ import torch
 import torch.distributed as dist
 
 from tests.support.transformer_engine.core_gpt import make_gpt, make_sharded_gpt
-from tests.support.transformer_engine.ranks import RunOnRanks, ranks
+from tests.support.transformer_engine.ranks import RunOnRanks
 
 pytestmark = pytest.mark.exhaustive
-
-
-@pytest.fixture(scope="module")
-def engine_ranks() -> RunOnRanks:
-    return ranks(2)
 
 
 def bytes_of(recipe: str | None, strategy: str) -> dict[str, tuple[float, float]]:

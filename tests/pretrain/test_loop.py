@@ -132,11 +132,8 @@ def test_overlap_does_not_change_the_numbers(strategy: str) -> None:
         # Level 1 without overlap reduces every microbatch for itself, with it their sum: other
         # roundings.
         assert_close(overlapped.losses, plain.losses, 1e-6 if strategy == "optim" else 0)
-        assert_close(
-            overlapped.column("grad-norm"),
-            plain.column("grad-norm"),
-            1e-5 if strategy == "optim" else 0,
-        )
+        tolerance = 1e-5 if strategy == "optim" else 0
+        assert_close(overlapped.column("grad-norm"), plain.column("grad-norm"), tolerance)
 
 
 @pytest.mark.exhaustive
@@ -155,20 +152,13 @@ def test_evaluation_neither_disturbs_training_nor_depends_on_the_kind_of_data_pa
     assert fsdp.losses == plain.losses
     assert [iteration for iteration, _ in fsdp.evaluations["validation"]] == [1, 2, 3]
     for name in ("validation", "test"):
-        assert_close(
-            [loss for _, loss in fsdp.evaluations[name]],
-            [loss for _, loss in ddp.evaluations[name]],
-            1e-5,
-        )
+        assert_close(fsdp.evaluated(name), ddp.evaluated(name), 1e-5)
 
 
 @pytest.mark.exhaustive
 def test_without_validation_data_training_goes_on() -> None:
-    (record,) = trained(
-        f"{SHORT} {FSDP} --split 100,0,0 --eval-interval 1 --eval-iters 1".replace(
-            "--eval-iters 0 ", ""
-        )
-    )
+    line = SHORT.replace("--eval-iters 0", "--eval-iters 1 --eval-interval 1 --split 100,0,0")
+    (record,) = trained(f"{line} {FSDP}")
     assert record.iteration == 3 and not record.evaluations
 
 
@@ -190,7 +180,7 @@ def validation_after(command_line: str, consumed: int) -> list[float]:
         return progress
 
     with patch.object(loop.checkpointing, "load", load):
-        return [loss for _, loss in pretrain(command_line).evaluations["validation"]]
+        return pretrain(command_line).evaluated("validation")
 
 
 @pytest.mark.exhaustive

@@ -8,11 +8,11 @@ from pathlib import Path
 import click
 import pytest
 from click.testing import CliRunner, Result
-from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from megatron.pretrain.data.corpus import standard_library_files
 from megatron.pretrain.data.tokenizer_choice import PACKAGES, TokenizerChoice
 from megatron.pretrain.data.tokenizers import build_tokenizer
+from tests.pretrain.data.test_corpus import documents_of
 from tests.pretrain.data.test_tokenizers import settings_of
 from tests.support.pretrain.vocabularies import TEXT
 
@@ -33,11 +33,6 @@ def run(command: click.Command, *words: object) -> Result:
     result = CliRunner().invoke(command, list(map(str, words)))
     assert result.exit_code == 0, result.output
     return result
-
-
-def documents_of(prefix: str) -> list[list[int]]:
-    dataset = IndexedDataset(prefix)
-    return [dataset[i].tolist() for i in range(len(dataset))]
 
 
 def test_one_dataset_per_key_and_a_summary(command: click.Command, tmp_path: Path) -> None:

@@ -291,10 +291,7 @@ def test_latent_attention_has_a_config_of_its_own() -> None:
     args, notes = parse(f"{MOCK} --multi-latent-attention --kv-channels 8 --rotary-base 500")
     config = transformer_config(args)
     assert isinstance(config, MLATransformerConfig)
-    assert (config.rope_type, config.rotary_base) == (
-        "yarn",
-        500,
-    )
+    assert (config.rope_type, config.rotary_base) == ("yarn", 500)
     assert (config.q_lora_rank, config.kv_lora_rank) == (None, 32)
     assert config.rotary_scaling_factor == 1.0
     assert any("--kv-channels does nothing" in note for note in notes)

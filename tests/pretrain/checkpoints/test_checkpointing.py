@@ -56,10 +56,8 @@ def test_a_resumed_run_has_bitwise_the_losses_of_one_that_never_stopped(
     assert stopped.losses + resumed.losses == unbroken.losses
     for name in ("grad-norm", "learning-rate"):
         assert stopped.column(name) + resumed.column(name) == unbroken.column(name)
-    assert (
-        stopped.evaluations["validation"] + resumed.evaluations["validation"]
-        == unbroken.evaluations["validation"]
-    )
+    parts = [each.evaluations["validation"] for each in (stopped, resumed)]
+    assert parts[0] + parts[1] == unbroken.evaluations["validation"]
     assert resumed.flops == unbroken.flops > 0
     saved_at(tmp_path, 2, 3, 4, 6)
 
@@ -105,10 +103,7 @@ def test_the_optimizer_or_the_random_state_can_be_left_out_of_a_load(
         assert_equal(state.slots["exp_avg"], fresh.slots["exp_avg"])
         assert {float(step) for step in state.slots["step"].values()} == {0.0}
     assert no_optim.args["iteration"] == 6
-    assert finetune.args == {
-        "iteration": 0,
-        "consumed_train_samples": 0,
-    }
+    assert finetune.args == {"iteration": 0, "consumed_train_samples": 0}
     assert not any(value.any() for value in fresh.slots["exp_avg"].values())
     assert any(value.any() for value in full.slots["exp_avg"].values())
 

@@ -16,18 +16,13 @@ import torch.distributed as dist
 from megatron.checkpoint.dcp.stored_checkpoint import StoredCheckpoint
 from tests.support.checkpoint.command_runs import run_json
 from tests.support.transformer_engine.core_gpt import make_gpt, make_sharded_gpt
-from tests.support.transformer_engine.ranks import RunOnRanks, ranks
+from tests.support.transformer_engine.ranks import RunOnRanks
 from tools import transformer_engine_on_cpu
 
 pytestmark = pytest.mark.exhaustive
 
 FORMATS = ("fsdp_dtensor", "torch_dist")
 LAYERS = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1")
-
-
-@pytest.fixture(scope="module")
-def engine_ranks() -> RunOnRanks:
-    return ranks(2)
 
 
 class Run:

@@ -19,7 +19,7 @@ from megatron.pretrain.data.tokenizers import ByteTokenizer, NullTokenizer
 from tests.support.pretrain.tokenizer_arguments import BYTES
 
 
-def documents_of(prefix: Path) -> list[list[int]]:
+def documents_of(prefix: Path | str) -> list[list[int]]:
     # Lists, because the arrays of a dataset lie in mapped files and die with the dataset object.
     dataset = IndexedDataset(str(prefix))
     assert len(dataset.document_indices) == len(dataset) + 1

@@ -3,7 +3,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -87,10 +86,6 @@ def line(paths: str, flags: str = "") -> str:
 MANY = "--multiple-validation-sets"
 
 
-def losses(record: Any, name: str) -> list[float]:
-    return [loss for _, loss in record.evaluations[name]]
-
-
 @pytest.mark.exhaustive
 def test_losses_of_whole_sets_are_the_same_on_any_number_of_ranks(sets: tuple[str, str]) -> None:
     whole = line(" ".join(sets), MANY)
@@ -102,7 +97,7 @@ def test_losses_of_whole_sets_are_the_same_on_any_number_of_ranks(sets: tuple[st
         (record,) = run_ranks(ranks, train, f"{whole} {flags}")[0]
         assert [iteration for iteration, _ in record.evaluations["validation-1"]] == [2, 4]
         for name in reference.evaluations:
-            assert_close(losses(record, name), losses(reference, name), 1e-5)
+            assert_close(record.evaluated(name), reference.evaluated(name), 1e-5)
 
 
 @pytest.mark.exhaustive
@@ -116,7 +111,7 @@ def test_losses_of_whole_sets_are_those_of_fewer_ranks_in_interleaved_pipelines(
     (reference,) = trained(whole)
     (record,) = run_ranks(4, train, f"{whole} {FSDP}")[0]
     for name in ("validation-0", "validation-1"):
-        assert_close(losses(record, name), losses(reference, name), 1e-5)
+        assert_close(record.evaluated(name), reference.evaluated(name), 1e-5)
 
 
 def test_each_of_several_sets_has_the_loss_that_it_has_alone(sets: tuple[str, str]) -> None:
@@ -124,14 +119,14 @@ def test_each_of_several_sets_has_the_loss_that_it_has_alone(sets: tuple[str, st
     both, one, other, blended = trained(
         line(f"{first} {second}", MANY), line(first), line(second), line(f"{first} {second}")
     )
-    assert losses(both, "validation-0") == losses(one, "validation")
-    assert losses(both, "validation-1") == losses(other, "validation")
+    assert both.evaluated("validation-0") == one.evaluated("validation")
+    assert both.evaluated("validation-1") == other.evaluated("validation")
     # All samples have as many tokens: the loss of both is the mean by their 21 and 5 samples.
     means = [
         (21 * a + 5 * b) / 26
-        for a, b in zip(losses(one, "validation"), losses(other, "validation"))
+        for a, b in zip(one.evaluated("validation"), other.evaluated("validation"))
     ]
-    assert_close(losses(blended, "validation"), means, 1e-6)
+    assert_close(blended.evaluated("validation"), means, 1e-6)
 
 
 @pytest.mark.exhaustive
@@ -149,13 +144,13 @@ def test_a_resumed_run_has_the_losses_of_one_that_did_not_stop(
         f"{whole} --load {tmp_path}/run --skip-train",
     )
     for name in ("validation-0", "validation-1"):
-        assert losses(resumed, name) == losses(straight, name)[1:]
-        assert losses(evaluated, name) == losses(straight, name)[1:]
+        assert resumed.evaluated(name) == straight.evaluated(name)[1:]
+        assert evaluated.evaluated(name) == straight.evaluated(name)[1:]
     entries = [
         json.loads(text) for text in (tmp_path / "run/losses.jsonl").read_text().splitlines()
     ]
     kept = [entry["validation-1"] for entry in entries if "validation-1" in entry]
-    assert kept == losses(straight, "validation-1")
+    assert kept == straight.evaluated("validation-1")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(tmp_path / "logs"))

@@ -101,6 +101,10 @@ class Record:
     def losses(self) -> list[float]:
         return self.column("lm loss")
 
+    def evaluated(self, name: str) -> list[float]:
+        """Return the losses of all evaluations of a split."""
+        return [loss for _, loss in self.evaluations[name]]
+
 
 class RecordingReport(Report):
     """A report that keeps what it is told, on every rank, and prints nothing."""
@@ -306,9 +310,7 @@ def assert_same_run(fsdp: Record, ddp: Record, loss: float, norm: float) -> None
         assert [iteration for iteration, _ in fsdp.evaluations[name]] == [
             iteration for iteration, _ in expected
         ]
-        assert_close(
-            [loss for _, loss in fsdp.evaluations[name]], [loss for _, loss in expected], loss
-        )
+        assert_close(fsdp.evaluated(name), ddp.evaluated(name), loss)
 
 
 def name_of(name: str) -> str:
