@@ -45,11 +45,8 @@ def there_and_back(tmp_path_factory: pytest.TempPathFactory) -> Any:
     def convert(name: str) -> tuple[Opened, Opened, Opened]:
         sample, root = samples.torch_dist(name), tmp_path_factory.mktemp(name)
         there = converted(sample, root / "there", "fsdp_dtensor")
-        return (
-            open_checkpoint(sample),
-            there,
-            converted(there.directory, root / "back", "torch_dist"),
-        )
+        back = converted(there.directory, root / "back", "torch_dist")
+        return open_checkpoint(sample), there, back
 
     return convert
 
@@ -213,11 +210,8 @@ MODELS: dict[str, dict[str, Any]] = {
 
 def model_of(kind: str) -> TrainingState:
     settings = dict(MODELS[kind])
-    args, optimizer, scaler = (
-        settings.pop("args", {}),
-        settings.pop("with_optimizer", True),
-        settings.pop("grad_scaler", None),
-    )
+    args, optimizer = settings.pop("args", {}), settings.pop("with_optimizer", True)
+    scaler = settings.pop("grad_scaler", None)
     state = small_models.state_of(small_models.shapes_of(**settings), optimizer, **args)
     state.grad_scaler = scaler
     if not optimizer:
@@ -348,11 +342,9 @@ def test_weights_win_over_main_weights_that_contradict_them(tmp_path: Path) -> N
         assert torch.equal(there.weights[name].read(), kept), name
         assert there.step_of(name) == (0.0 if name in shifted else 3.0), name
         for slot, moment in there.moments[name].items():
-            expected = (
-                torch.zeros(tensor.shape)
-                if name in shifted
-                else original.moments[name][slot].read()
-            )
+            expected = original.moments[name][slot].read()
+            if name in shifted:
+                expected = torch.zeros_like(expected)
             assert torch.equal(moment.read(), expected), (name, slot)
 
 

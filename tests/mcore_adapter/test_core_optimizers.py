@@ -117,13 +117,9 @@ def test_gradients_are_final_after_backward_as_with_an_unsharded_model(
 def build_other_optimizer(precision: dict[str, Any]) -> str:
     """Job: the error of building Megatron-Core's optimizer without sharding."""
     model, _ = wrapped("optim_grads_params")
+    settings = {"optimizer": "adam", "lr": 1e-3, "use_distributed_optimizer": False}
     try:
-        get_megatron_optimizer(
-            OptimizerConfig(
-                optimizer="adam", lr=1e-3, use_distributed_optimizer=False, **precision
-            ),
-            [model],
-        )
+        get_megatron_optimizer(OptimizerConfig(**settings, **precision), [model])
     except ValueError as error:
         return str(error)
     return "accepted"

@@ -100,12 +100,8 @@ def test_the_largest_differences_come_first(tmp_path: Path, small: dict[str, Pat
     small_models.write(state, tmp_path / "other", "fsdp_dtensor")
     paths = small["torch_dist"], tmp_path / "other"
     result = run_json("diff", *paths, code=1)
-    names = [
-        "embedding.word_embeddings.weight",
-        "decoder.final_layernorm.weight",
-        "output_layer.weight",
-    ]
-    assert [value["name"] for value in result["values"]] == [f"{name} (weight)" for name in names]
+    names = [f"{name} (weight)" for name in reversed(changes)]
+    assert [value["name"] for value in result["values"]] == names
     assert [value["count"] for value in result["values"]] == [1, 1, 1]
     assert result["values"][0]["absolute"] == "NaN"  # JSON has none
     assert abs(result["values"][1]["absolute"] - 4) < 1e-6

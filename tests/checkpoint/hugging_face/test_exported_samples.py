@@ -17,11 +17,8 @@ def loss_of(model: str, batch: str) -> float:
     from transformers import AutoModelForCausalLM
 
     tokens = torch.load(batch, weights_only=True)["eval_tokens"].long()
-    logits = (
-        AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-        .eval()(tokens[:, :-1])
-        .logits
-    )
+    exported = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    logits = exported(tokens[:, :-1]).logits
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).item()
 
 

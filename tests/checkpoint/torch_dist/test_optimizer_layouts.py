@@ -48,10 +48,7 @@ SAMPLES = {
 )
 @pytest.mark.parametrize("name", SAMPLES)
 def test_a_sample_has_the_state_that_the_run_had(name: str) -> None:
-    file, expected = (
-        File(samples.torch_dist(name)),
-        torch.load(samples.torch_dist(name) / "expected.pt", weights_only=True),
-    )
+    file, expected = File(samples.torch_dist(name)), samples.expected(samples.torch_dist(name))
     found = file.read()
     assert found.layout == SAMPLES[name]
     assert_is(found, file.weights, expected)
@@ -81,11 +78,7 @@ def test_a_common_state_without_anything_gives_tensors_and_no_groups() -> None:
     name = "v015_dense_tp2_dp2_model_space"
     file = File(samples.torch_dist(name))
     file.common = {}
-    assert_is(
-        file.read(),
-        file.weights,
-        torch.load(samples.torch_dist(name) / "expected.pt", weights_only=True),
-    )
+    assert_is(file.read(), file.weights, samples.expected(samples.torch_dist(name)))
     assert file.read().param_groups == []
 
 
