@@ -43,7 +43,7 @@ def command_line(info: dict, checkpoint: Path, with_fsdp: bool) -> str:
 
 @dataclass
 class Continued:
-    """What a run reports of the step after the checkpoint, and losses of evaluations around it."""
+    """The report of a run on the step after the checkpoint, and losses of evaluations around it."""
 
     loss_before: float
     step: dict[str, float]
