@@ -45,11 +45,8 @@ def there_and_back(tmp_path_factory: pytest.TempPathFactory) -> Any:
     def convert(name: str) -> tuple[Opened, Opened, Opened]:
         sample, root = samples.torch_dist(name), tmp_path_factory.mktemp(name)
         there = converted(sample, root / "there", "fsdp_dtensor")
-        return (
-            open_checkpoint(sample),
-            there,
-            converted(there.directory, root / "back", "torch_dist"),
-        )
+        back = converted(there.directory, root / "back", "torch_dist")
+        return open_checkpoint(sample), there, back
 
     return convert
 
@@ -62,12 +59,8 @@ def test_a_sample_says_what_the_ranks_had_in_memory(name: str, there_and_back: A
         state = opened.state()
         assert differing(state.weights, expected["param"]) == []
         for slot in ("exp_avg", "exp_avg_sq"):
-            assert (
-                differing(
-                    {key: slots[slot] for key, slots in state.moments.items()}, expected[slot]
-                )
-                == []
-            )
+            moments = {key: slots[slot] for key, slots in state.moments.items()}
+            assert differing(moments, expected[slot]) == []
         assert differing(state.buffers, expected.get("buffers", {})) == []
         assert {state.step_of(key) for key in state.weights} == {3.0}
         assert state.iteration == 3 and state.notes == []
@@ -110,17 +103,12 @@ def test_the_file_has_the_same_keys_and_tensors_again(name: str, there_and_back:
     is_optimizer = re.compile(r"^(chained_\d+\.)?optimizer\.|^common_state/")
     layout_is_kept = "dp_reshardable" not in name
     for kind in ("tensors", "objects"):
-        before = {
-            key for key in getattr(mine, kind) if layout_is_kept or not is_optimizer.match(key)
-        }
-        after = {
-            key for key in getattr(theirs, kind) if layout_is_kept or not is_optimizer.match(key)
-        }
-        assert before - after == (
-            {"common_state/shard_0_1"}
-            if name == samples.WITHOUT_COMMON_FILE and kind == "objects"
-            else set()
+        before, after = (
+            {key for key in getattr(file, kind) if layout_is_kept or not is_optimizer.match(key)}
+            for file in (mine, theirs)
         )
+        has_common_state = name == samples.WITHOUT_COMMON_FILE and kind == "objects"
+        assert before - after == ({"common_state/shard_0_1"} if has_common_state else set())
         assert after - before == set()
     for key in theirs.tensors.keys() & mine.tensors.keys():
         assert (mine.shape(key), mine.dtype(key)) == (theirs.shape(key), theirs.dtype(key)), key
@@ -158,14 +146,10 @@ def test_torch_itself_loads_the_converted_files(there_and_back: Any) -> None:
     nested = {"model": {f"module.{name}_w": gate, f"module.{name}_v": up}}
     dcp.load(nested, checkpoint_id=there.directory, no_dist=True)
     assert torch.equal(torch.cat([gate, up]), expected["param"][name])
-    stacked = {
-        "decoder.layers.mlp.linear_fc1.weight": torch.empty(3, 224, 64, dtype=torch.bfloat16)
-    }
-    dcp.load(stacked, checkpoint_id=back.directory, no_dist=True)
-    assert torch.equal(
-        stacked["decoder.layers.mlp.linear_fc1.weight"][1],
-        expected["param"][name].to(torch.bfloat16),
-    )
+    stacked = torch.empty(3, 224, 64, dtype=torch.bfloat16)
+    content = {"decoder.layers.mlp.linear_fc1.weight": stacked}
+    dcp.load(content, checkpoint_id=back.directory, no_dist=True)
+    assert torch.equal(stacked[1], expected["param"][name].to(torch.bfloat16))
 
 
 def test_a_converted_sample_differs_from_the_published_file_where_it_must(
@@ -193,10 +177,8 @@ def test_a_converted_sample_differs_from_the_published_file_where_it_must(
             assert same(ours.read_object(key), theirs.read_object(key)), key
     args, other = (vars(stored.read_object("args")) for stored in (ours, theirs))
     assert args.keys() >= other.keys() - {"local_rank"}
-    assert (
-        args["ckpt_format"] == other["ckpt_format"]
-        and args["use_megatron_fsdp"] == other["use_megatron_fsdp"]
-    )
+    assert args["ckpt_format"] == other["ckpt_format"]
+    assert args["use_megatron_fsdp"] == other["use_megatron_fsdp"]
     assert args["consumed_train_samples"] == other["consumed_train_samples"]
 
 
@@ -228,11 +210,8 @@ MODELS: dict[str, dict[str, Any]] = {
 
 def model_of(kind: str) -> TrainingState:
     settings = dict(MODELS[kind])
-    args, optimizer, scaler = (
-        settings.pop("args", {}),
-        settings.pop("with_optimizer", True),
-        settings.pop("grad_scaler", None),
-    )
+    args, optimizer = settings.pop("args", {}), settings.pop("with_optimizer", True)
+    scaler = settings.pop("grad_scaler", None)
     state = small_models.state_of(small_models.shapes_of(**settings), optimizer, **args)
     state.grad_scaler = scaler
     if not optimizer:
@@ -363,11 +342,9 @@ def test_weights_win_over_main_weights_that_contradict_them(tmp_path: Path) -> N
         assert torch.equal(there.weights[name].read(), kept), name
         assert there.step_of(name) == (0.0 if name in shifted else 3.0), name
         for slot, moment in there.moments[name].items():
-            expected = (
-                torch.zeros(tensor.shape)
-                if name in shifted
-                else original.moments[name][slot].read()
-            )
+            expected = original.moments[name][slot].read()
+            if name in shifted:
+                expected = torch.zeros_like(expected)
             assert torch.equal(moment.read(), expected), (name, slot)
 
 

@@ -121,11 +121,7 @@ def is_elsewhere(page: str, commands: str) -> bool:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    "page",
-    list(COMMAND_PAGES),
-    ids=lambda page: Path(page).stem,
-)
+@pytest.mark.parametrize("page", COMMAND_PAGES, ids=lambda page: Path(page).stem)
 def test_the_commands_of_a_page_print_what_is_quoted(page: str, shell: Shell) -> None:
     settings = COMMAND_PAGES[page]
     blocks = [each for each in command_blocks(ROOT / page) if not is_elsewhere(page, each.commands)]

@@ -116,17 +116,15 @@ def test_deepseek_v3_is_accepted_on_64_nodes_and_has_its_published_size(
     assert launch.nnodes == "64" and launch.rdzv_endpoint.startswith("127.0.0.1:")
     assert launch.max_restarts == 3
     args = parsed(requests[0])
-    assert (
-        args is not None
-        and args.world_size == 512
-        and args.seed == 5
-        and args.bf16
-        and args.init_model_with_meta_device
-        and args.calculate_per_token_loss
-        and args.grad_reduce_in_bf16
-        and args.fsdp_double_buffer
-        and args.nccl_ub
-    )
+    assert args is not None
+    assert args.world_size == 512
+    assert args.seed == 5
+    assert args.bf16
+    assert args.init_model_with_meta_device
+    assert args.calculate_per_token_loss
+    assert args.grad_reduce_in_bf16
+    assert args.fsdp_double_buffer
+    assert args.nccl_ub
     assert not any("CUDA_DEVICE_MAX_CONNECTIONS" in request["environment"] for request in requests)
     main, active, predicting = deepseek_parameters(args)
     assert (round(main / 1e9), round(active / 1e9), round(predicting / 1e9, 1)) == (671, 37, 11.6)
@@ -213,11 +211,8 @@ def test_a_job_submitted_elsewhere_says_so(script: str, recorder: Shell, tmp_pat
     done = recorder.run(
         "sbatch", FOLDER / script, "in", "out", REPOSITORY=str(tmp_path / "elsewhere")
     )
-    assert (
-        done.returncode == 1
-        and "submit from the repository, or set REPOSITORY"
-        in (tmp_path / "slurm-1.out").read_text()
-    )
+    assert done.returncode == 1
+    assert "submit from the repository, or set REPOSITORY" in (tmp_path / "slurm-1.out").read_text()
 
 
 @pytest.mark.parametrize(
@@ -263,10 +258,8 @@ def test_llama3_8b_fine_tunes_a_hugging_face_model_in_small_and_goes_on(
     second = shell.run(*command, **environment)
     assert first.returncode == second.returncode == 0, first.stdout + second.stdout
     assert "loaded the weights of checkpoints/llama3_8b_converted/release" in first.stdout
-    assert (
-        "loaded checkpoints/llama3_8b/iter_0000002, iteration 2" in second.stdout
-        and "release" not in second.stdout
-    )
+    assert "loaded checkpoints/llama3_8b/iter_0000002, iteration 2" in second.stdout
+    assert "release" not in second.stdout
     assert list(losses(first.stdout)) == [1, 2] and list(losses(second.stdout)) == [3, 4]
     assert losses(second.stdout)[4] < losses(first.stdout)[1]
 
@@ -275,12 +268,8 @@ def test_every_word_for_the_conversion_is_accepted(recorder: Shell) -> None:
     options = ["--swiglu", "--output-model-weight-prefix", "model.module"]
     requests = words_of("sbatch_checkpoint_convert.sh", recorder, "in", "out", *options)
     assert len(requests) == 2 and [parsed(request) for request in requests] == [None, None]
-    assert requests[0]["words"][-6:] == [
-        "convert-torch-dist-to-fsdp-dtensor",
-        "in",
-        "out",
-        *options,
-    ]
+    expected = ["convert-torch-dist-to-fsdp-dtensor", "in", "out", *options]
+    assert requests[0]["words"][-6:] == expected
 
 
 @pytest.mark.exhaustive
@@ -336,7 +325,8 @@ def test_the_laptop_script_goes_from_tensor_and_pipeline_parallelism_to_hugging_
     assert [args.use_megatron_fsdp for args in runs if args is not None] == [
         False,
         True,
-    ] and runs.count(None) == 6
+    ]
+    assert runs.count(None) == 6
 
     short = "--mock-data --vocab-size 99 --num-workers 0 --log-interval 1 --train-iters 6"
     short += " --save-interval 3 --exit-interval 3"

@@ -131,7 +131,7 @@ def test_every_page_is_in_the_navigation() -> None:
 
 def test_every_link_of_a_page_and_every_file_that_it_names_exists() -> None:
     missing = []
-    for page in sorted(DOCS.rglob("*.md")):
+    for page in (ROOT / "README.md", *sorted(DOCS.rglob("*.md"))):
         links = re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", page.read_text())
         missing += [(page, link) for link in links if not (page.parent / link).exists()]
         named = re.findall(r"`((?:examples|tests|tools|docs)/[\w./]+)`", page.read_text())

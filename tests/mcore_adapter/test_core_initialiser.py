@@ -27,9 +27,10 @@ from megatron.mcore_adapter.data_parallel import (
 from megatron.pretrain.arguments.configs import ddp_config, transformer_config
 from megatron.pretrain.model.layer_specs import layer_spec
 from megatron_fsdp import FSDPDistributedIndex, MixedPrecisionPolicy
+from tests.support.mcore_adapter.wrapped_models import loss_of
 from tests.support.pairwise import each_value
 from tests.support.pretrain.parity import DEEPSEEK, LLAMA, MTP, TIED, Combination
-from tests.support.pretrain.training_runs import NO_DROPOUT, SMALL, prepare, refuse, train
+from tests.support.pretrain.training_runs import NO_DROPOUT, SMALL, prepare, refuse, trained
 from tests.support.rank_pool import run_ranks
 
 ON_META = "--init-model-with-meta-device"
@@ -55,7 +56,7 @@ def test_a_model_from_the_meta_device_trains_like_one_that_had_values_at_once(
     combination = INITIALISED[model].with_few_microbatches()
     line = combination.ours.replace(NO_DROPOUT, "--hidden-dropout 0.1 --attention-dropout 0.1")
     line = f"{line} --train-iters 1" + (" --use-cpu-initialization" if device == "cpu" else "")
-    at_once, later = run_ranks(2, train, line, f"{line} {ON_META}")[0]
+    at_once, later = trained(line, f"{line} {ON_META}")
     assert later.losses == at_once.losses
     assert later.column("params-norm") == at_once.column("params-norm")
 
@@ -64,10 +65,8 @@ def test_a_model_from_the_meta_device_trains_like_one_that_had_values_at_once(
 def test_an_embedding_of_two_stages_cannot_come_from_the_meta_device(model: str) -> None:
     # Its copy would be of other values, and nothing would say so.
     for error in run_ranks(2, refuse, f"{Combination(2, 'pp2', 3, model).ours} {ON_META}"):
-        assert (
-            error.startswith(("ValueError", "CommandLineError"))
-            and "embedding that two pipeline stages share" in error
-        )
+        assert error.startswith(("ValueError", "CommandLineError"))
+        assert "embedding that two pipeline stages share" in error
 
 
 LINE = f"{SMALL} --use-distributed-optimizer"
@@ -131,18 +130,9 @@ def compare_with_the_cpu(flags: str, on_cpu: bool) -> None:
         kept = vars(dict(model.named_parameters())[f"module.{name}"])
         assert all(kept[key] == value for key, value in values.items()), name
     assert all(not buffer.is_meta for buffer in model.buffers())
-    compare_losses(model, reference)
-
-
-def compare_losses(model: nn.Module, reference: nn.Module) -> None:
-    tokens, positions = torch.arange(66).view(2, 33), torch.arange(32).expand(2, 32)
-    mask = torch.ones(1, 1, 32, 32).triu(1).bool()
-    losses = [
-        each(tokens[:, :-1], positions, mask, labels=tokens[:, 1:].contiguous())
-        for each in (model, reference)
-    ]
-    assert torch.equal(losses[0], losses[1])
-    losses[0].sum().backward()
+    loss = loss_of(model, 1)
+    assert torch.equal(loss, loss_of(reference, 1))
+    loss.backward()
 
 
 @pytest.mark.always("tied-on_cpu=True")

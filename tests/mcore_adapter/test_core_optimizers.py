@@ -42,14 +42,22 @@ def train_with_torch(strategy: str) -> list[dict[str, torch.Tensor]]:
         ours.step()
         theirs.zero_grad()
         backward(plain, step)
-        for parameter in plain.parameters():
-            torch.distributed.all_reduce(parameter.grad, op=torch.distributed.ReduceOp.AVG)
+        average_gradients(plain)
         theirs.step()
-    found = {name: full_tensor(each) for name, each in model.named_parameters()}
-    return [
-        found,
-        {f"module.module.{name}": each.detach() for name, each in plain.named_parameters()},
-    ]
+    return weights_of_both(model, plain)
+
+
+def average_gradients(plain: torch.nn.Module) -> None:
+    for parameter in plain.parameters():
+        torch.distributed.all_reduce(parameter.grad, op=torch.distributed.ReduceOp.AVG)
+
+
+def weights_of_both(
+    model: FullyShardedDataParallel, plain: torch.nn.Module
+) -> list[dict[str, torch.Tensor]]:
+    """Return the weights of the sharded and of the plain model by the same names."""
+    expected = {f"module.module.{name}": each.detach() for name, each in plain.named_parameters()}
+    return [{name: full_tensor(each) for name, each in model.named_parameters()}, expected]
 
 
 @pytest.mark.always("optim_grads_params")
@@ -86,17 +94,8 @@ def train_in_a_way(strategy: str, way: str) -> list[dict[str, torch.Tensor]]:
     """Job: weights after two steps, sharded and on a plain copy."""
     model, plain = wrapped(strategy)
     take_steps(way, model)
-
-    def reduce() -> None:
-        for parameter in plain.parameters():
-            torch.distributed.all_reduce(parameter.grad, op=torch.distributed.ReduceOp.AVG)
-
-    take_steps(way, plain, reduce)
-    found = {name: full_tensor(each) for name, each in model.named_parameters()}
-    return [
-        found,
-        {f"module.module.{name}": each.detach() for name, each in plain.named_parameters()},
-    ]
+    take_steps(way, plain, lambda: average_gradients(plain))
+    return weights_of_both(model, plain)
 
 
 @pytest.mark.always("optim-clipped")
@@ -118,13 +117,9 @@ def test_gradients_are_final_after_backward_as_with_an_unsharded_model(
 def build_other_optimizer(precision: dict[str, Any]) -> str:
     """Job: the error of building Megatron-Core's optimizer without sharding."""
     model, _ = wrapped("optim_grads_params")
+    settings = {"optimizer": "adam", "lr": 1e-3, "use_distributed_optimizer": False}
     try:
-        get_megatron_optimizer(
-            OptimizerConfig(
-                optimizer="adam", lr=1e-3, use_distributed_optimizer=False, **precision
-            ),
-            [model],
-        )
+        get_megatron_optimizer(OptimizerConfig(**settings, **precision), [model])
     except ValueError as error:
         return str(error)
     return "accepted"

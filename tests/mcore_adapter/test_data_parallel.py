@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """FullyShardedDataParallel has the interface that Megatron-Core expects of its wrapper."""
 
-import inspect
 from argparse import Namespace
 from typing import Any
 
@@ -23,14 +22,20 @@ from megatron.mcore_adapter import FullyShardedDataParallel
 from megatron.mcore_adapter.axes import expert_tensor_group
 from megatron.mcore_adapter.data_parallel import default_unit_modules
 from megatron.pretrain.arguments.configs import ddp_config
-from tests.support.mcore_adapter.wrapped_models import LAYERS, backward, make_module, make_wrapper
+from tests.support.mcore_adapter.wrapped_models import (
+    LAYERS,
+    backward,
+    make_module,
+    make_wrapper,
+    wrap,
+)
 from tests.support.model_parallel import ONE_AXIS, initialize, initialize_data_parallel
 from tests.support.rank_pool import run_ranks
 
 
 def call_every_member() -> dict[str, Any]:
     """Job: the members and the calls that Megatron-Core makes, as it makes them."""
-    model = make_wrapper(disable_bucketing=False, pg_collection=None)
+    model = make_wrapper(disable_bucketing=False, pg_collection=None, device=torch.device("cpu"))
     model.force_all_reduce = False
     model.zero_grad_buffer()
     backward(model, 0)
@@ -78,19 +83,6 @@ def test_every_member_that_megatron_core_uses_takes_its_calls() -> None:
         }
 
 
-def test_the_constructor_takes_the_keywords_of_megatron_cores_wrapper() -> None:
-    names = set(inspect.signature(FullyShardedDataParallel).parameters)
-    assert names >= {
-        "config",
-        "ddp_config",
-        "module",
-        "disable_bucketing",
-        "pg_collection",
-        "fsdp_unit_modules",
-        "device",
-    }
-
-
 def describe_parameters(flags: str) -> dict[str, Any]:
     """Job: compare the parameters that the optimizer sees with those of the bare model."""
     args, config, module = make_module(flags)
@@ -99,9 +91,7 @@ def describe_parameters(flags: str) -> dict[str, Any]:
         name: (tuple(parameter.shape), dict(vars(parameter)))
         for name, parameter in module.named_parameters()
     }
-    model = FullyShardedDataParallel(
-        config=config, ddp_config=ddp_config(args, num_parameters=1), module=module
-    )
+    model = wrap(args, config, module)
     first, second = dict(model.named_parameters()), dict(model.named_parameters())
     backward(model, 0)
     model.finish_grad_sync()
@@ -206,9 +196,7 @@ def groups_of_a_mamba_layer() -> list[set[str]]:
         layer_number=2,
         pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
     )
-    model = FullyShardedDataParallel(
-        config=config, ddp_config=ddp_config(args, num_parameters=1), module=module
-    )
+    model = wrap(args, config, module)
     return [set(group.names) for group in model.module.groups]
 
 
@@ -217,15 +205,12 @@ def test_a_mamba_layer_is_a_unit() -> None:
     assert names in run_ranks(1, groups_of_a_mamba_layer)[0]
 
 
-def refusal(ddp_changes: dict[str, Any], config_changes: dict[str, Any]) -> str:
-    """Job: the error of a constructor call."""
+def refusal(changes: dict[str, Any]) -> str:
+    """Job: the error of a constructor call whose settings of data parallelism are changed."""
     args, config, module = make_module()
-    for name, value in config_changes.items():
-        setattr(config, name, value)
     try:
         settings = ddp_config(args, num_parameters=1)
-        for name, value in ddp_changes.items():
-            setattr(settings, name, value)
+        vars(settings).update(changes)
         FullyShardedDataParallel(config=config, ddp_config=settings, module=module)
     except (ValueError, NotImplementedError) as error:
         return f"{type(error).__name__}: {error}"
@@ -233,24 +218,23 @@ def refusal(ddp_changes: dict[str, Any], config_changes: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize(
-    ("ddp", "config", "words"),
+    ("changes", "words"),
     [
-        ({"use_megatron_fsdp": False}, {}, "ValueError: FullyShardedDataParallel needs"),
+        ({"use_megatron_fsdp": False}, "ValueError: FullyShardedDataParallel needs"),
         (
             {"num_distributed_optimizer_instances": 2},
-            {},
             "initialize_model_parallel(num_distributed_optimizer_instances=2)",
         ),
-        ({"outer_dp_sharding_strategy": "optim"}, {}, "outer_dp_sharding_strategy"),
-        ({"data_parallel_sharding_strategy": "zero4"}, {}, "data_parallel_sharding_strategy"),
-        ({"megatron_fsdp_offload_policy": "folder"}, {}, "has none in files"),
+        ({"outer_dp_sharding_strategy": "optim"}, "outer_dp_sharding_strategy"),
+        ({"data_parallel_sharding_strategy": "zero4"}, "data_parallel_sharding_strategy"),
+        ({"megatron_fsdp_offload_policy": "folder"}, "has none in files"),
     ],
     ids=["no_fsdp", "instances", "outer", "strategy", "offload"],
 )
 def test_configurations_that_would_train_wrongly_are_refused(
-    ddp: dict[str, Any], config: dict[str, Any], words: str
+    changes: dict[str, Any], words: str
 ) -> None:
-    for message in run_ranks(2, refusal, ddp, config):
+    for message in run_ranks(2, refusal, changes):
         assert words in message
 
 

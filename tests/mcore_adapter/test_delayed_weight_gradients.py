@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weight gradients that Transformer Engine computes after the backward of a layer, with FSDP."""
 
-from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
@@ -9,10 +8,9 @@ import pytest
 
 from tests.support.mcore_adapter.fused_training import train_fused
 from tests.support.pretrain.parity import ALLTOALL, LEVELS, Combination
-from tests.support.pretrain.training_runs import build, write_counting_corpus
+from tests.support.pretrain.training_runs import build
 from tests.support.rank_pool import run_ranks
-from tests.support.transformer_engine.ranks import ranks
-from tests.support.transformer_engine.training import LAYERS, train
+from tests.support.transformer_engine.training import LAYERS, Run, runner, train
 from tools import transformer_engine_on_cpu
 
 NUM_LAYERS, NUM_MICROBATCHES, NUM_STEPS = 3, 3, 2
@@ -26,7 +24,6 @@ OVERLAPPED = "--overlap-moe-expert-parallel-comm"
 DELAYED = f"{OVERLAPPED} --delay-wgrad-compute"
 
 Results = tuple[list[dict[str, Any]], int]
-Run = Callable[..., list[Results]]
 
 
 def results(*command_lines: str, fused: bool = False) -> list[Results]:
@@ -46,13 +43,10 @@ def results(*command_lines: str, fused: bool = False) -> list[Results]:
 @pytest.fixture(scope="module", params=[2])
 def run(request: pytest.FixtureRequest) -> Run:
     """Return a function that trains with each of some flags; it returns a rank's results."""
-    write_counting_corpus()
-    run_on_ranks = ranks(request.param)
 
     def run_lines(*flags: str, level: int = 3, fused: bool = False) -> list[Results]:
         sharded = f"--use-megatron-fsdp --data-parallel-sharding-strategy {LEVELS[level]}"
-        lines = (f"{MODEL} {sharded} {each}" for each in flags)
-        return run_on_ranks(results, *lines, fused=fused)[-1]
+        return runner(request.param, f"{MODEL} {sharded}")(*flags, job=results, fused=fused)
 
     return run_lines
 

@@ -20,12 +20,18 @@ from megatron.mcore_adapter import cpu
 from megatron.mcore_adapter.fused_gradients import accept_fused_gradients
 from megatron_fsdp import MegatronFSDP, fully_shard_model
 from tests.support.mcore_adapter.fused_training import train_fused
-from tests.support.pretrain.parity import BF16, GPT2, LLAMA, MTP, SHORT, TIED, Combination
-from tests.support.pretrain.training_runs import assert_same_run, train
+from tests.support.pretrain.parity import (
+    BF16,
+    GPT2,
+    LLAMA,
+    MTP,
+    RECOMPUTED,
+    SHORT,
+    TIED,
+    Combination,
+)
+from tests.support.pretrain.training_runs import assert_same_run, trained
 from tests.support.rank_pool import run_ranks
-
-RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
-
 
 FUSED = {
     "mtp_tied": Combination(2, "dp", 3, f"{TIED} {MTP}", SHORT),
@@ -46,7 +52,7 @@ def test_fused_gradient_accumulation_gives_the_numbers_of_autograd(run: str) -> 
     combination = FUSED[run].with_few_microbatches()
     low = BF16 in combination.flags
     lines = combination.reference, combination.ours
-    ddp, plain = run_ranks(2, train, *lines)[0]
+    ddp, plain = trained(*lines)
     fused, products = run_ranks(2, train_fused, combination.ours)[0]
     assert products >= 3 * 2 * 4  # at least the linear layers of two layers, in every step
     assert_same_run(fused, plain, loss=1e-6, norm=1e-6)
@@ -131,17 +137,14 @@ def write_into_flat_tensors(level: int, calls: int) -> tuple[int, int]:
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("level", [0, 1, 2, 3])
-def test_what_layers_write_themselves_is_not_copied(level: int, num_ranks: int) -> None:
-    for copied, biases in run_ranks(num_ranks, write_into_flat_tensors, level, 1):
+@pytest.mark.parametrize("calls", [1, 2])
+def test_what_layers_write_themselves_counts_once_and_is_not_copied(
+    calls: int, level: int, num_ranks: int
+) -> None:
+    for copied, biases in run_ranks(num_ranks, write_into_flat_tensors, level, calls):
         # Gradients of biases are added to zeros. An all-gather on a CPU may copy a rank's shard.
         own = 3 * 2 * 80 if level == 3 and num_ranks == 2 else 0
-        assert copied <= 3 * biases + own
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize("level", [0, 1, 2, 3])
-def test_a_product_that_waits_for_another_use_counts_once(level: int, num_ranks: int) -> None:
-    run_ranks(num_ranks, write_into_flat_tensors, level, 2)
+        assert calls == 2 or copied <= 3 * biases + own  # a product that waits is copied
 
 
 class NestedChain(WritingChain):
@@ -358,19 +361,6 @@ def fail_between_two_uses() -> None:
 
 def test_a_failed_backward_leaves_no_product_for_the_next_one() -> None:
     run_ranks(1, fail_between_two_uses)
-
-
-def compare_plain_use() -> None:
-    expected, weight = make_weight(), make_weight()
-    model = hold(weight)
-    once(linear, expected).backward()
-    model(once, linear).backward()
-    assert_same_gradient(model, expected)
-    assert_nothing_waits(model)
-
-
-def test_gradients_of_layers_that_write_nothing_stay_as_they_are() -> None:
-    run_ranks(1, compare_plain_use)
 
 
 def keep_dtype() -> None:

@@ -50,28 +50,19 @@ def names_by_place(ranks: int, layout: str, model: str) -> dict[Place, set[str]]
 WORDS = "embedding.word_embeddings.weight"
 
 
+STAGES = {
+    "untied": (2, "pp2", UNTIED, set()),
+    "tied": (2, "pp2", GPT2, {WORDS}),
+    "four_stages": (4, "pp4", GPT2, {WORDS}),
+    "tied_virtual_stages": (2, "pp2 vpp2", GPT2, {WORDS}),
+    "virtual_stages": (2, "pp2 vpp2", LLAMA, set()),
+    "mtp": (2, "pp2", f"{LLAMA} {MTP}", {WORDS}),
+    "experts": (4, "pp2 ep2", DEEPSEEK, set()),
+}
+
+
 @pytest.mark.always("untied", "virtual_stages")
-@pytest.mark.parametrize(
-    ("ranks", "layout", "model", "common"),
-    [
-        (2, "pp2", UNTIED, set()),
-        (2, "pp2", GPT2, {WORDS}),
-        (4, "pp4", GPT2, {WORDS}),
-        (2, "pp2 vpp2", GPT2, {WORDS}),
-        (2, "pp2 vpp2", LLAMA, set()),
-        (2, "pp2", f"{LLAMA} {MTP}", {WORDS}),
-        (4, "pp2 ep2", DEEPSEEK, set()),
-    ],
-    ids=[
-        "untied",
-        "tied",
-        "four_stages",
-        "tied_virtual_stages",
-        "virtual_stages",
-        "mtp",
-        "experts",
-    ],
-)
+@pytest.mark.parametrize(("ranks", "layout", "model", "common"), STAGES.values(), ids=STAGES)
 def test_stages_have_the_names_of_the_whole_model_between_them(
     ranks: int, layout: str, model: str, common: set[str]
 ) -> None:
@@ -91,9 +82,8 @@ def test_expert_ranks_have_their_own_experts_and_all_of_the_rest() -> None:
     assert first | second == whole
     experts = {name for name in whole if ".local_experts." in name}
     assert first & second == whole - experts
-    assert {name for name in first if ".local_experts.1." in name} and {
-        name for name in second if ".local_experts.3." in name
-    }
+    assert {name for name in first if ".local_experts.1." in name}
+    assert {name for name in second if ".local_experts.3." in name}
 
 
 def test_names_of_one_rank_are_the_modules_own() -> None:

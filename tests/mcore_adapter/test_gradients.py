@@ -7,20 +7,18 @@ from itertools import chain
 import pytest
 import torch
 import torch.distributed as dist
-from megatron.core.num_microbatches_calculator import get_num_microbatches
 
-from megatron.pretrain import loop
-from megatron.pretrain.model.forward_step import ForwardStep
 from tests.support.mcore_adapter.wrapped_models import (
     assert_same,
     backward,
     gradients,
+    loss_of,
     make_module,
     make_wrapper,
     step,
 )
-from tests.support.pretrain.parity import LLAMA, Combination
-from tests.support.pretrain.training_runs import assert_close, build, tokenizer_of
+from tests.support.pretrain.parity import Combination
+from tests.support.pretrain.training_runs import assert_close, build
 from tests.support.rank_pool import run_ranks
 
 
@@ -40,37 +38,6 @@ def drop_no_sync(command_line: str) -> list[bool]:
 
 def test_no_sync_ends_though_an_evaluation_never_leaves_it() -> None:
     assert run_ranks(1, drop_no_sync, Combination(1, "dp", 3).ours)[0] == [False, True, True]
-
-
-def zero_twice(command_line: str) -> list[float]:
-    """Job: return one batch's gradient norm: first, after an abandoned batch, after a whole one."""
-    run = build(command_line)
-    loop.connect(run)
-    loop.init_num_microbatches(dist.get_rank(), None, 8, 1, run.args.data_parallel_size)
-    data, _, _ = loop.build_datasets(run.args, tokenizer_of(run.args))
-    norms = []
-    for abandoned in (False, True, False):
-        with loop.batches(run.args, data, 0) as batches:
-            if abandoned:
-                with run.model[0].no_sync():
-                    forward_step = ForwardStep(run.args, run.device, 0, run.report.times)
-                    output, _ = forward_step(batches, run.model[0])
-                    output.sum().backward()
-        with loop.batches(run.args, data, 0) as batches:
-            for _ in range(2):  # the training loop does, and then the optimizer
-                run.model[0].zero_grad_buffer()
-            loop.forward_backward(run, batches, get_num_microbatches(), forward_only=False)
-            norms.append(run.optimizer.get_grad_norm())
-    return norms
-
-
-@pytest.mark.always("zero1")
-@pytest.mark.parametrize("level", [1, 3], ids=["zero1", "zero3"])
-def test_zero_grad_buffer_twice_forgets_everything_once(level: int) -> None:
-    norms = run_ranks(
-        2, zero_twice, Combination(2, "dp", level, LLAMA, "--overlap-grad-reduce").ours
-    )[0]
-    assert norms[0] > 0 and norms == [norms[0]] * 3
 
 
 def pieces(strategy: str) -> dict[str, tuple[int, tuple[int, ...]]]:
@@ -117,14 +84,13 @@ def ways_through_a_step(strategy: str) -> None:
         if not keep_alive:
             del context
         with torch.no_grad():
-            model(
-                torch.zeros(2, 32, dtype=torch.long),
-                torch.arange(32).expand(2, 32),
-                torch.ones(1, 1, 32, 32).triu(1).bool(),
-            )
+            loss_of(model, 3)
         assert_same(step(model), expected)
 
-    # The optimizer clears a second time; what was there before is forgotten.
+    # The optimizer clears a second time; what was there before is forgotten, also of a batch that
+    # was abandoned.
+    with model.no_sync():
+        backward(model, 9)
     model.zero_grad_buffer()
     assert all(parameter.grad is None for parameter in model.parameters())
     model.zero_grad_buffer()
@@ -166,15 +132,5 @@ def test_the_loss_of_an_evaluation_is_that_of_the_bare_model() -> None:
 
 def evaluations() -> tuple[float, float]:
     """Job: the loss without gradients, wrapped and bare."""
-    losses = []
-    for model in (make_wrapper(), make_module()[2]):
-        tokens = torch.arange(66).view(2, 33)
-        with torch.no_grad():
-            output = model(
-                tokens[:, :-1],
-                torch.arange(32).expand(2, 32),
-                torch.ones(1, 1, 32, 32).triu(1).bool(),
-                labels=tokens[:, 1:].contiguous(),
-            )
-        losses.append(float(output.mean()))
-    return losses[0], losses[1]
+    with torch.no_grad():
+        return float(loss_of(make_wrapper(), 1)), float(loss_of(make_module()[2], 1))

@@ -167,11 +167,9 @@ def compare_with_the_whole(groups: int, value_width: int, masked: bool) -> None:
     settings = config(num_query_groups=groups, **axis)
     layer = attention(LocalAttention, settings, k_channels=WIDTH, v_channels=value_width)
     tensors = inputs(groups, value_width)
-    hidden = (
-        torch.rand(2, 1, LENGTH, LENGTH) > 0.6
-        if masked
-        else torch.ones(LENGTH, LENGTH).triu(1).bool()
-    )
+    hidden = torch.ones(LENGTH, LENGTH).triu(1).bool()
+    if masked:
+        hidden = torch.rand(2, 1, LENGTH, LENGTH) > 0.6
     by_head = [tensor.permute(1, 2, 0, 3) for tensor in tensors]
     expected = (
         scaled_dot_product_attention(*by_head, attn_mask=~hidden, enable_gqa=True)
@@ -186,11 +184,10 @@ def compare_with_the_whole(groups: int, value_width: int, masked: bool) -> None:
         of_this_rank(tensor.detach().transpose(0, 1)).transpose(0, 1).requires_grad_()
         for tensor in tensors
     ]
-    mask = (
-        get_batch_on_this_cp_rank({"attention_mask": hidden}, dist.group.WORLD)["attention_mask"]
-        if masked
-        else None
-    )
+    mask = None
+    if masked:
+        batch = get_batch_on_this_cp_rank({"attention_mask": hidden}, dist.group.WORLD)
+        mask = batch["attention_mask"]
     output = layer(*parts, mask)
     torch.testing.assert_close(output.transpose(0, 1), of_this_rank(expected))
     (output.transpose(0, 1) * of_this_rank(weights)).sum().backward()

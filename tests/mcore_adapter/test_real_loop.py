@@ -17,7 +17,6 @@ from benchmarks.parity.real_loop import (
     ROOT,
     with_cells,
 )
-from tests.mcore_adapter.releases.test_tested import checkout
 
 
 def start(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -42,22 +41,6 @@ def test_contradictions_end_the_program_with_one_line(tmp_path: Path) -> None:
     assert done.stderr.splitlines()[-1].startswith(
         "megatron.mcore_adapter: --ckpt-format torch_dist with --use-megatron-fsdp"
     )
-
-
-def test_a_wheel_before_a_checkout_of_another_release_is_named_with_it(tmp_path: Path) -> None:
-    wheel = checkout(tmp_path / "lib" / "site-packages", "0.16.1")
-    newer = checkout(tmp_path / "checkout", "0.19.0", loop=True)
-    path = os.pathsep.join(map(str, (ROOT, wheel, newer)))
-    done = subprocess.run(
-        [sys.executable, "-c", "import megatron.mcore_adapter.drop_in"],
-        env={**os.environ, "PYTHONPATH": path},
-        cwd=tmp_path,
-        text=True,
-        capture_output=True,
-    )
-    line = done.stderr.splitlines()[-1]
-    assert str(wheel / "megatron" / "core" / "package_info.py") in line
-    assert str(newer / "megatron" / "training" / "__init__.py") in line
 
 
 def test_a_run_adds_its_cells_to_the_table_of_results() -> None:

@@ -7,20 +7,33 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from tests.support.pretrain.number_corpora import write_numbers
 from tests.support.pretrain.saved_runs import LINE
 from tests.support.pretrain.training_runs import (
     Record,
     State,
     load_state,
-    train,
+    trained,
     write_counting_corpus,
 )
 from tests.support.rank_pool import run_ranks
+from tests.support.transformer_engine.ranks import RunOnRanks, ranks
 
 
 @pytest.fixture(scope="session", autouse=True)
 def counting_corpus() -> None:
     write_counting_corpus()
+
+
+@pytest.fixture(scope="session")
+def engine_ranks() -> RunOnRanks:
+    return ranks(2)
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> str:
+    """Write fifty documents of forty tokens, which are their numbers."""
+    return write_numbers(tmp_path / "corpus", [[i] * 40 for i in range(50)])
 
 
 @pytest.fixture
@@ -35,7 +48,7 @@ def one_rank() -> Iterator[None]:
 def fp32(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Record]:
     """Six steps at level 3 on two ranks, saved at three and six, without dropout."""
     folder = tmp_path_factory.mktemp("fp32")
-    return folder, run_ranks(2, train, f"{LINE} --save {folder} --save-interval 3")[0][0]
+    return folder, trained(f"{LINE} --save {folder} --save-interval 3")[0]
 
 
 @pytest.fixture(scope="session")

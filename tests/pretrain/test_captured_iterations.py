@@ -10,7 +10,7 @@ from megatron.mcore_adapter.captured_iterations import captures_iterations
 from tests.support.fsdp.reference import Ranks
 from tests.support.pretrain.arguments.command_lines import MOCK, problems
 from tests.support.pretrain.captured_runs import give_another_size, run_on_the_model
-from tests.support.pretrain.parity import LLAMA, Combination
+from tests.support.pretrain.parity import LLAMA, RECOMPUTED, Combination
 from tests.support.pretrain.training_runs import train, write_counting_corpus
 
 WITHOUT_CHECKS = "--no-check-for-nan-in-loss-and-grad"
@@ -19,7 +19,6 @@ RUN = (
     " --overlap-grad-reduce"
 )
 GATHERS = f"{RUN} --overlap-param-gather"
-RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 ROWS = {
     "zero3": Combination(2, "", 3, LLAMA, GATHERS),
     "zero0": Combination(2, "", 0, LLAMA, RUN),

@@ -10,43 +10,22 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.transformer_engine.core_gpt import make_gpt
-from tests.support.transformer_engine.ranks import RunOnRanks, ranks
-from tools import transformer_engine_on_cpu
+from tests.support.transformer_engine.core_gpt import make_gpt, make_sharded_gpt
+from tests.support.transformer_engine.ranks import RunOnRanks
 
 pytestmark = pytest.mark.exhaustive
 
 
-@pytest.fixture(scope="module")
-def engine_ranks() -> RunOnRanks:
-    return ranks(2)
-
-
 def bytes_of(recipe: str | None, strategy: str) -> dict[str, tuple[float, float]]:
     """Return estimated and measured bytes: of weights and of the gathers of a forward."""
-    transformer_engine_on_cpu.use()
-    from megatron.mcore_adapter import cpu
-
-    cpu.install()
-    from megatron.core.distributed import DistributedDataParallelConfig
-
+    model = make_sharded_gpt(recipe, strategy)
     from megatron.fsdp import Strategy, trace
     from megatron.fsdp.engine.observe import GATHER
-    from megatron.mcore_adapter import FullyShardedDataParallel
     from megatron.mcore_adapter.coded_weights import code_bytes, coded_weights
     from megatron.mcore_adapter.data_parallel import default_unit_modules
     from megatron.mcore_adapter.releases.precision_fields import precision_policy
     from megatron.pretrain.memory_estimate import AxisSizes, MemoryPlan, estimate_memory
 
-    config, module = make_gpt(recipe)
-    ddp_config = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True,
-        use_distributed_optimizer=True,
-        use_megatron_fsdp=True,
-        fp8_param_gather=recipe is not None,
-        data_parallel_sharding_strategy=strategy,
-    )
-    model = FullyShardedDataParallel(config, ddp_config, module)
     storages = {}
     for group in model.module.groups:
         for tensor in (group.compute.flat, group.compute_shard, group.main_shard):
@@ -64,7 +43,7 @@ def bytes_of(recipe: str | None, strategy: str) -> dict[str, tuple[float, float]
     plan = MemoryPlan(
         default_unit_modules(plain),
         Strategy(level=strategy),
-        precision_policy(ddp_config),
+        precision_policy(model.ddp_config),
         AxisSizes(dist.get_world_size()),
         coded=frozenset(coded.values()),
         code_bytes=code_bytes(args) or 1.0,

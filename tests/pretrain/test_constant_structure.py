@@ -22,7 +22,7 @@ from megatron.checkpoint.dcp.save_planner import EvenPlanner, PlanReuse
 from megatron.checkpoint.dcp.signing_writer import SigningWriter
 from megatron.pretrain.checkpoints.torch_dist_saving import SaveStrategies, structure_of
 from tests.support.pretrain.saved_runs import FSDP, GATED, SIX, assert_equal, keys, read
-from tests.support.pretrain.training_runs import pretrain, train
+from tests.support.pretrain.training_runs import pretrain, trained
 from tests.support.rank_pool import run_ranks
 
 CONSTANT = "--ckpt-assume-constant-structure"
@@ -77,7 +77,7 @@ def test_saves_without_fsdp_are_planned_twice_and_are_the_same(tmp_path: Path) -
     )
     records = []
     for name in ("few", "anew"):
-        records += run_ranks(2, train, f"{resume} --load {tmp_path}/{name}")[0]
+        records += trained(f"{resume} --load {tmp_path}/{name}")
     assert len(records[0].steps) == 2 and records[0].steps == records[1].steps
 
 

@@ -9,12 +9,7 @@ import pytest
 
 from megatron.pretrain.data.gpt_datasets import build_datasets
 from megatron.pretrain.data.tokenizers import NullTokenizer
-from tests.pretrain.data.test_gpt_datasets import NUMBERS, namespace, write_numbers
-
-
-@pytest.fixture
-def corpus(tmp_path: Path) -> str:
-    return write_numbers(tmp_path / "corpus", [[i] * 40 for i in range(50)])
+from tests.support.pretrain.number_corpora import NUMBERS, namespace, write_numbers
 
 
 @pytest.mark.parametrize("surplus", [0.0, 0.5])

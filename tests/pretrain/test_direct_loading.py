@@ -17,16 +17,17 @@ from megatron.checkpoint.hugging_face.model_arguments import model_flags
 from tests.pretrain.checkpoints.test_background_save import train_with_warm_writers
 from tests.support.checkpoint.changed_checkpoints import rewritten
 from tests.support.checkpoint.command_runs import TO_FSDP, run
-from tests.support.checkpoint.hugging_face_models import RUN, saved_model
+from tests.support.checkpoint.hugging_face_models import SHORT_RUN, save_model
 from tests.support.pretrain.saved_runs import DROPOUT, FSDP, GATED, LINE, SIX, assert_same_state
 from tests.support.pretrain.training_runs import (
     Record,
     assert_close,
     build,
+    error_of,
     load_checkpoint,
     load_state,
-    refuse,
     train,
+    trained,
 )
 from tests.support.rank_pool import run_ranks
 
@@ -46,12 +47,10 @@ def torch_dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_with_fsdp_saves_what_runs_with_and_without_it_load(tmp_path: Path) -> None:
     line = f"{DROPOUT} {GATED}"
     save = f"--ckpt-format torch_dist --save {tmp_path} --save-interval 3"
-    (whole,) = run_ranks(2, train, f"{line} {FSDP} {save}")[0]
+    (whole,) = trained(f"{line} {FSDP} {save}")
     load = f"--load {tmp_path} --ckpt-step 3"
     strictly = "--use-distributed-optimizer --dist-ckpt-strictness raise_all"
-    with_fsdp, without = run_ranks(2, train, f"{line} {FSDP} {load}", f"{line} {strictly} {load}")[
-        0
-    ]
+    with_fsdp, without = trained(f"{line} {FSDP} {load}", f"{line} {strictly} {load}")
     assert with_fsdp.losses == whole.losses[3:]
     assert f"{tmp_path}/iter_0000003 is in the format torch_dist: converted in memory" in (
         with_fsdp.lines
@@ -117,58 +116,45 @@ def test_a_rank_reads_its_rows_and_its_share_of_the_comparisons(torch_dist: Path
 
 def test_only_weights_of_a_pretrained_checkpoint_are_loaded(torch_dist: Path) -> None:
     line = f"{LINE} --bf16 --train-iters 1"
-    (record,) = run_ranks(2, train, f"{line} --pretrained-checkpoint {torch_dist}")[0]
+    (record,) = trained(f"{line} --pretrained-checkpoint {torch_dist}")
     assert f"loaded the weights of {torch_dist}/iter_0000002" in record.lines
     assert [step["iteration"] for step in record.steps] == [1]
 
 
-def save_model(directory: Path) -> None:
-    """Job: a small random model of transformers."""
-    saved_model("llama", directory)
-
-
-MODEL = (
-    f"{RUN} --global-batch-size 4 --lr-decay-style constant --num-workers 0 --eval-iters 0"
-    f" --vocab-size 39 --train-iters 1 --lr 1e-3 --use-checkpoint-args"
-)
+MODEL = f"{SHORT_RUN} --use-checkpoint-args"
 
 
 @pytest.mark.exhaustive
 def test_a_hugging_face_model_is_loaded_with_its_arguments(tmp_path: Path) -> None:
-    run_ranks(1, save_model, tmp_path / "model")
-    (plain,) = run_ranks(2, train, f"{MODEL} {FSDP} --load {tmp_path}/model")[0]
+    run_ranks(1, save_model, "llama", tmp_path / "model")
+    (plain,) = trained(f"{MODEL} {FSDP} --load {tmp_path}/model")
     assert f"loaded the weights of {tmp_path}/model" in plain.lines
     padded: Record
-    (padded,) = run_ranks(
-        2, train, f"{MODEL} {FSDP} --pretrained-checkpoint {tmp_path}/model --padded-vocab-size 64"
-    )[0]
+    (padded,) = trained(
+        f"{MODEL} {FSDP} --pretrained-checkpoint {tmp_path}/model --padded-vocab-size 64"
+    )
     assert "note: its vocabulary of 40 rows is padded with zeros to 64" in padded.lines
     assert padded.losses[0] > plain.losses[0]  # rows of padding take part in it
     flags = shlex.join(model_flags(hugging_face.read(tmp_path / "model").args))
     other = MODEL.replace("--use-checkpoint-args", f"{flags} --rotary-base 500")
-    first, second = run_ranks(2, refuse, f"{other} {FSDP} --load {tmp_path}/model")
-    assert first == second and "--rotary-base: 10000 in the file, 500 in this run" in first
-    without = f"{MODEL} --use-distributed-optimizer --load {tmp_path}/model"
-    assert (
-        "is in the format hugging_face, but this run reads torch_dist"
-        in (run_ranks(2, refuse, without)[1])
-    )
+    error = error_of(f"{other} {FSDP} --load {tmp_path}/model")
+    assert "--rotary-base: 10000 in the file, 500 in this run" in error
+    error = error_of(f"{MODEL} --use-distributed-optimizer --load {tmp_path}/model")
+    assert "is in the format hugging_face, but this run reads torch_dist" in error
 
 
 @pytest.mark.exhaustive
 def test_damaged_files_and_other_models_are_refused(torch_dist: Path, tmp_path: Path) -> None:
     line = f"{LINE} --bf16 --load {torch_dist}"
-    first, second = run_ranks(2, refuse, f"{line} --rotary-base 500")
-    assert first == second and "--rotary-base: 10000 in the file, 500 in this run" in first
-    first, second = run_ranks(2, refuse, f"{line} --num-layers 3")
-    assert first == second and "not in the file: model.module.decoder.layers.2" in first
+    error = error_of(f"{line} --rotary-base 500")
+    assert "--rotary-base: 10000 in the file, 500 in this run" in error
+    assert "not in the file: model.module.decoder.layers.2" in error_of(f"{line} --num-layers 3")
     file = min((torch_dist / "iter_0000002").glob("*.distcp"))
     kept = file.read_bytes()
     content = bytearray(kept)
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
     try:
-        first, second = run_ranks(2, refuse, line)
+        assert "is damaged, nothing of it was loaded" in error_of(line)
     finally:
         file.write_bytes(kept)
-    assert first == second and "is damaged, nothing of it was loaded" in first

@@ -9,20 +9,10 @@ from pathlib import Path
 import pytest
 
 from tests.support.checkpoint.command_runs import run_json
-from tests.support.checkpoint.hugging_face_models import RUN, saved_model
+from tests.support.checkpoint.hugging_face_models import SHORT_RUN, save_model
 from tests.support.pairwise import each_value
-from tests.support.pretrain.training_runs import train
+from tests.support.pretrain.training_runs import trained
 from tests.support.rank_pool import run_ranks
-
-SETTINGS = (
-    f"{RUN} --global-batch-size 4 --lr-decay-style constant --num-workers 0 --eval-iters 0"
-    " --vocab-size 39"
-)
-
-
-def save_model(family: str, directory: Path) -> None:
-    """Job: a small random model of transformers."""
-    saved_model(family, directory)
 
 
 @pytest.mark.exhaustive
@@ -41,7 +31,7 @@ def test_a_model_is_fine_tuned_and_exported_again(family: str, to: str, tmp_path
     # files of both kinds.
     kind = ("--transformer-impl", "local") if to == "torch_dist" else ()
     converted = run_json("convert-from-hf", original, tmp_path / "converted", "--format", to, *kind)
-    flags = f"{shlex.join(converted['model_flags'])} {SETTINGS}"
+    flags = f"{shlex.join(converted['model_flags'])} {SHORT_RUN}"
     flags += (
         " --use-megatron-fsdp"
         if to == "fsdp_dtensor"
@@ -52,12 +42,10 @@ def test_a_model_is_fine_tuned_and_exported_again(family: str, to: str, tmp_path
             f"{flags} --lr {rate} --min-lr {rate} --weight-decay 0 --train-iters 2 --load"
             f" {tmp_path}/converted --finetune"
         )
-        (record,) = run_ranks(2, train, f"{line} --save {tmp_path / name} --save-interval 2")[0]
+        (record,) = trained(f"{line} --save {tmp_path / name} --save-interval 2")
         assert record.iteration == 2
         if to == "fsdp_dtensor" and name == "tuned":
-            (directly,) = run_ranks(
-                2, train, line.replace(f"{tmp_path}/converted --finetune", str(original))
-            )[0]
+            (directly,) = trained(line.replace(f"{tmp_path}/converted --finetune", str(original)))
             assert directly.losses == record.losses
         exported = tmp_path / f"{name}_exported"
         run_json("convert-to-hf", tmp_path / name, exported, "--template", original)

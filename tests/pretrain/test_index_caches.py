@@ -10,8 +10,8 @@ import pytest
 from megatron.pretrain.data import dataset_files
 from megatron.pretrain.data.dataset_files import check_samples
 from megatron.pretrain.data.gpt_datasets import build_datasets
-from tests.pretrain.data.test_gpt_datasets import NUMBERS, namespace, write_numbers
 from tests.support.pairwise import pairwise
+from tests.support.pretrain.number_corpora import NUMBERS, namespace, write_numbers
 
 
 def test_index_caches_of_other_data_of_the_same_name_are_refused(tmp_path: Path) -> None:

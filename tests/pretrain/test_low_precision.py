@@ -8,39 +8,34 @@ microbatches find other scales, so that numbers of ranks differ.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 
 from tests.support.mcore_adapter.fused_training import train_fused
-from tests.support.pretrain.training_runs import Record, write_counting_corpus
+from tests.support.pretrain.parity import LLAMA, RECOMPUTED
+from tests.support.pretrain.training_runs import Record
 from tests.support.transformer_engine.ranks import ranks
-from tests.support.transformer_engine.training import FP8, LAYERS, STORED, train
+from tests.support.transformer_engine.training import (
+    FP8,
+    LAYERS,
+    STORED,
+    Run,
+    runner,
+    train,
+)
 
 SHORT = "--train-iters 3"
 """The second step has weights that were quantized after an update, the third scales of two."""
 FSDP = "--use-megatron-fsdp"
 DDP = "--use-distributed-optimizer"
-RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 EXPERTS = "--num-experts 4 --disable-bias-linear --moe-grouped-gemm --expert-model-parallel-size 2"
 DISPATCHED = f"{EXPERTS} --moe-token-dispatcher-type alltoall"
-LLAMA = """--swiglu --position-embedding-type rope --normalization RMSNorm --disable-bias-linear
-    --untie-embeddings-and-output-weights --group-query-attention --num-query-groups 2"""
-
-Run = Callable[..., Any]
 
 
 @pytest.fixture(scope="module", params=[2])
 def run(request: pytest.FixtureRequest) -> Run:
     """Return a function that trains on ranks with Transformer Engine; it returns the records."""
-    write_counting_corpus()
-    run_on_ranks = ranks(request.param)
-
-    def run_lines(*flags: str, job: Callable[..., Any] = train) -> Any:
-        return run_on_ranks(job, *(f"{LAYERS} {SHORT} {each}" for each in flags))[-1]
-
-    return run_lines
+    return runner(request.param, f"{LAYERS} {SHORT}")
 
 
 four_ranks = pytest.mark.parametrize("run", [4], indirect=True)
@@ -60,8 +55,8 @@ def losses_in_bf16() -> list[float]:
 
 STRATEGIES = {
     "delayed": ("optim", "optim_grads_params"),
-    "tensorwise": ("optim_grads", "optim_grads_params"),
-    "blockwise": ("optim", "optim_grads"),
+    "tensorwise": ("optim", "optim_grads", "optim_grads_params"),
+    "blockwise": ("optim", "optim_grads", "optim_grads_params"),
     "mxfp8": ("optim_grads", "optim_grads_params"),
 }
 

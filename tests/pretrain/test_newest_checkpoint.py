@@ -23,18 +23,20 @@ from megatron.pretrain.checkpoints.save_directory import refuse_overwriting, set
 from megatron.pretrain.errors import RunError
 from tests.pretrain.test_pretrain_gpt import cut, tree
 from tests.support.checkpoint import samples
+from tests.support.checkpoint.changed_checkpoints import flip_a_bit
 from tests.support.pretrain.saved_runs import LINE
-from tests.support.pretrain.training_runs import Record, refuse, train
+from tests.support.pretrain.training_runs import Record, error_of, train, trained
 from tests.support.rank_pool import run_ranks
 
 SHORT = f"{LINE} --train-iters 3 --save-interval 1"
 TWO = f"{SHORT} --exit-interval 2"
+NORM = "model.module.decoder.final_layernorm.weight"
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Record]:
     folder = tmp_path_factory.mktemp("saved")
-    return folder, run_ranks(2, train, f"{TWO} --save {folder}")[0][0]
+    return folder, trained(f"{TWO} --save {folder}")[0]
 
 
 @pytest.fixture
@@ -43,18 +45,8 @@ def folder(saved: tuple[Path, Record], tmp_path: Path) -> Path:
     return Path(shutil.copytree(saved[0], tmp_path / "copy"))
 
 
-def flip(path: Path) -> None:
-    """Flip a bit in the elements of the first tensor of a file."""
-    content = bytearray(path.read_bytes())
-    record = b"archive/data/0"
-    name = content.index(record)
-    num_extra_bytes = int.from_bytes(content[name - 2 : name], "little")  # of the zip header
-    content[name + len(record) + num_extra_bytes] ^= 1
-    path.write_bytes(bytes(content))
-
-
 DAMAGES: dict[str, Callable[[Path], object]] = {
-    "flipped_bit": lambda source: flip(source / "__1_0.distcp"),
+    "flipped_bit": lambda source: flip_a_bit(source, NORM),
     "incomplete": lambda source: (source / ".metadata").unlink(),
     "gone": shutil.rmtree,
 }
@@ -67,14 +59,14 @@ def test_a_damaged_newest_checkpoint_is_named_and_replaced_in_time(
 ) -> None:
     DAMAGES[damage](folder / "iter_0000002")
     line = f"{TWO} --load {folder}"
-    looked, resumed = run_ranks(2, train, line, f"{line} --save {folder}")[0]
+    looked, resumed = trained(line, f"{line} --save {folder}")
     for record in (looked, resumed):
         (told,) = [text for text in record.lines if "is loaded instead" in text]
         assert str(folder / "iter_0000002") in told and "iter_0000001 is loaded instead" in told
         assert "\n" not in told
         assert record.losses == saved[1].losses[1:]
     assert (folder / TRACKER).read_text() == "2"
-    sound = run_ranks(2, train, f"{SHORT} --load {folder} --no-load-fallback")[0][0]
+    sound = trained(f"{SHORT} --load {folder} --no-load-fallback")[0]
     assert sound.column("iteration") == [3]
 
 
@@ -101,7 +93,7 @@ def common_object(tmp_path: Path) -> Path:
 @pytest.mark.exhaustive
 def test_files_of_tensors_are_left_to_all_ranks(common_object: Path) -> None:
     Manifest(common_object, digests_of_rank(common_object, 0, 1)).write()
-    flip(common_object / "__0_0.distcp")
+    flip_a_bit(common_object, "decoder.final_layernorm.weight")
     assert newest(common_object.parent)[1] == {}
     assert StoredCheckpoint(common_object).damaged_files()
 
@@ -118,14 +110,14 @@ def test_an_unfinished_checkpoint_is_no_other_format(common_object: Path) -> Non
 def test_a_checkpoint_under_the_name_of_another_iteration_is_told(folder: Path) -> None:
     shutil.rmtree(folder / "iter_0000002")
     shutil.copytree(folder / "iter_0000001", folder / "iter_0000002")
-    lines = run_ranks(2, train, f"{TWO} --load {folder}")[0][0].lines
+    lines = trained(f"{TWO} --load {folder}")[0].lines
     (line,) = [each for each in lines if each.startswith("loaded ")]
     assert f"{folder / 'iter_0000002'}, iteration 1, which is not that of its name: " in line
 
 
 @pytest.mark.exhaustive
 def test_a_load_writes_nothing(folder: Path) -> None:
-    flip(folder / "iter_0000002" / "__1_0.distcp")
+    flip_a_bit(folder / "iter_0000002", NORM)
     before = tree(folder)
     run_ranks(2, train, f"{TWO} --load {folder}")
     (folder / TRACKER).unlink()
@@ -135,11 +127,11 @@ def test_a_load_writes_nothing(folder: Path) -> None:
 
 @pytest.mark.exhaustive
 def test_the_newest_itself_can_be_insisted_on(folder: Path) -> None:
-    flip(folder / "iter_0000002" / "__1_0.distcp")
+    flip_a_bit(folder / "iter_0000002", NORM)
     before = tree(folder)
     for flags in ("--no-load-fallback", "--ckpt-step 2"):
-        first, second = run_ranks(2, refuse, f"{SHORT} --load {folder} --save {folder} {flags}")
-        assert first == second and "iter_0000002 is damaged, nothing of it was loaded" in first
+        error = error_of(f"{SHORT} --load {folder} --save {folder} {flags}")
+        assert "iter_0000002 is damaged, nothing of it was loaded" in error
     assert tree(folder) == before
 
 

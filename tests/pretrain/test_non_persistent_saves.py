@@ -10,7 +10,7 @@ import pytest
 from megatron.checkpoint.store import directory
 from megatron.pretrain import loop
 from tests.support.pretrain.saved_runs import LINE, saved_at
-from tests.support.pretrain.training_runs import Record, refuse, train
+from tests.support.pretrain.training_runs import Record, refuse, trained
 from tests.support.rank_pool import run_ranks
 
 LOADED = "--non-persistent-ckpt-type global"
@@ -46,9 +46,7 @@ def test_the_newer_checkpoint_of_both_kinds_is_loaded(
     assert (folder / "latest_checkpointed_iteration.txt").read_text() == "4"
 
     # Without the flag the newer one is named and left.
-    older, resumed, again = run_ranks(
-        2, train, f"{line} --exit-interval 5", saving, f"{line} {loading}"
-    )[0]
+    older, resumed, again = trained(f"{line} --exit-interval 5", saving, f"{line} {loading}")
     assert older.losses == record.losses[4:5]
     if not is_elsewhere:
         assert any(f"{extra} has a newer one, of iteration 5" in each for each in older.lines)
@@ -68,5 +66,5 @@ def test_a_run_that_went_back_goes_on_from_its_own_checkpoint(tmp_path: Path) ->
     assert (tmp_path / "replaced_1" / "iter_0000004").is_dir()
     assert (extra / "replaced_1" / "iter_0000005").is_dir()
     assert "broken off" in run_ranks(2, broken_off, back, 3)[0]
-    (resumed,) = run_ranks(2, train, f"{line} --save-interval 9 --exit-interval 4")[0]
+    (resumed,) = trained(f"{line} --save-interval 9 --exit-interval 4")
     assert f"loaded {extra}/iter_0000003, iteration 3" in resumed.lines

@@ -4,10 +4,13 @@
 `benchmarks/parity/table.py` has more combinations.
 """
 
+from itertools import pairwise
+
 import pytest
 
 from benchmarks.parity.table import COVERING, PER_TOKEN
 from tests.support.pretrain.parity import (
+    GPT2,
     LLAMA,
     MOE,
     OPTIM_OUTSIDE,
@@ -17,8 +20,7 @@ from tests.support.pretrain.parity import (
     measure,
     runs_of,
 )
-from tests.support.pretrain.training_runs import DATA, NO_DROPOUT, assert_same_run, train
-from tests.support.rank_pool import run_ranks
+from tests.support.pretrain.training_runs import DATA, NO_DROPOUT, assert_same_run, trained
 
 STEPS = 3
 """The second uses weights that the first has changed, the third an optimizer with state."""
@@ -42,6 +44,8 @@ FP16 = "--train-iters 6 --fp16 --initial-loss-scale 4194304 --hysteresis 1 --los
 FEATURES = {
     "evaluation_pp2": Combination(2, "pp2", 3, LLAMA, EVALUATED),
     "evaluation_vpp2": Combination(2, "pp2 vpp2", 3, LLAMA, EVALUATED, layers=4),
+    # Both sum gradients in float32: DDP's sums in float16 overflow where those of FSDP do not.
+    "fp16": Combination(2, "dp", 3, GPT2, f"{FP16} --accumulate-allreduce-grads-in-fp32"),
     "fp16_tp2": Combination(2, "tp2", 3, LLAMA, FP16),
     "fp16_pp2": Combination(2, "pp2", 3, LLAMA, FP16),
     "decoupled_lr_pp2": Combination(
@@ -67,6 +71,7 @@ def test_a_feature_gives_the_numbers_of_ddp(feature: str) -> None:
     assert_same_run(fsdp, ddp, loss=1e-2 if low else 1e-5, norm=1e-2 if low else 1e-5)
     if low:
         assert any(ddp.column("skipped")) and not all(ddp.column("skipped"))
+        assert any(later > earlier for earlier, later in pairwise(ddp.column("loss-scale")))
     else:
         assert fsdp.column("num-zeros") == ddp.column("num-zeros")
     if EVALUATED in combination.flags:
@@ -84,7 +89,7 @@ def test_a_growing_batch_is_the_same_batch() -> None:
         " --lr-decay-samples 64"
     )
     line = f"{sizes} {DATA} {NO_DROPOUT} {growing} --log-params-norm {LLAMA}"
-    ddp, fsdp = run_ranks(2, train, line, f"{line} --use-megatron-fsdp")[0]
+    ddp, fsdp = trained(line, f"{line} --use-megatron-fsdp")
     assert_same_run(fsdp, ddp, loss=1e-5, norm=1e-5)
     assert len(fsdp.steps) > 32 // 8
 
@@ -96,7 +101,7 @@ def test_how_weights_are_gathered_does_not_change_a_number() -> None:
     )
     line = row.with_few_microbatches().ours
     flags = ("--megatron-fsdp-enable-fine-grained-param-gather", "--create-all-gather-group")
-    plain, *others = run_ranks(2, train, line, *(f"{line} {flag}" for flag in flags))[0]
+    plain, *others = trained(line, *(f"{line} {flag}" for flag in flags))
     for other in others:
         # Weights lie in other places, so sums over them have other roundings.
         assert_same_run(other, plain, loss=1e-6, norm=1e-6)

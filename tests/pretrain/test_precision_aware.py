@@ -6,7 +6,6 @@ It is Transformer Engine's FusedAdam, as Megatron-Core makes it, with its kernel
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,9 +21,8 @@ from megatron.pretrain.memory_estimate import estimate_memory
 from megatron.pretrain.model import gpt_optimizer
 from megatron.pretrain.model.gpt_model import build_chunk
 from tests.support.pretrain import training_runs
-from tests.support.pretrain.training_runs import Record, State, write_counting_corpus
-from tests.support.transformer_engine.ranks import ranks
-from tests.support.transformer_engine.training import ONE_LAYER, STORED, train
+from tests.support.pretrain.training_runs import Record, State
+from tests.support.transformer_engine.training import ONE_LAYER, STORED, Run, runner, train
 
 FSDP = "--use-megatron-fsdp"
 AWARE = f"{FSDP} --use-precision-aware-optimizer"
@@ -32,27 +30,17 @@ MOMENTS = "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
 GRADIENTS = "--main-grads-dtype bf16"
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 
-Run = Callable[..., Any]
-
 
 @pytest.fixture(scope="module", params=[2])
 def run(request: pytest.FixtureRequest) -> Run:
     """Return a function that runs a job on ranks with Transformer Engine, with command lines."""
-    write_counting_corpus()
-    run_on_ranks = ranks(request.param)
-
-    def run_lines(*flags: str, job: Callable[..., Any] = train, **settings: Any) -> Any:
-        lines = (f"{ONE_LAYER} {each}" for each in flags)
-        return run_on_ranks(job, *lines, **settings)[0]
-
-    return run_lines
+    return runner(request.param, ONE_LAYER)
 
 
 @pytest.fixture(scope="module")
 def plain_losses() -> list[float]:
     """Return the losses of a run without the precision-aware optimizer."""
-    write_counting_corpus()
-    return ranks(2)(train, f"{ONE_LAYER} {FSDP}")[0][0].losses
+    return runner(2, ONE_LAYER)(FSDP)[0].losses
 
 
 four_ranks = pytest.mark.parametrize("run", [4], indirect=True)
@@ -181,7 +169,7 @@ def test_hybrid_sharding_has_the_losses_and_the_state_of_other_layouts(
     )
     assert flat.losses == replicated.losses == sharded.losses == ddp.losses
     state = run(f"{hybrid} --load {tmp_path}", job=loaded_state)
-    (alone,) = ranks(1)(loaded_state, f"{ONE_LAYER} {flags} --load {tmp_path}")
+    alone = runner(1, ONE_LAYER)(f"{flags} --load {tmp_path}", job=loaded_state)
     assert_converted(alone, state, torch.bfloat16)
 
 

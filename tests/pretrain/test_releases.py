@@ -19,9 +19,8 @@ from tests.support.pretrain.training_runs import (
     SMALL,
     Record,
     assert_same_run,
-    train,
+    trained,
 )
-from tests.support.rank_pool import run_ranks
 from tests.support.transformer_engine.ranks import ranks, require
 from tests.support.transformer_engine.training import LAYERS
 from tests.support.transformer_engine.training import train as train_with_engine
@@ -45,7 +44,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Reco
     """Train on the installed release; return a checkpoint and the records of all runs."""
     folder = tmp_path_factory.mktemp("installed")
     lines = (f"{FIRST} --save {folder}", RUN, GROWING, f"{TUNED} --load {folder}")
-    return folder, run_ranks(2, train, *lines)[0]
+    return folder, trained(*lines)
 
 
 @pytest.mark.exhaustive
@@ -71,7 +70,7 @@ def test_losses_norms_and_checkpoints_are_those_of_the_installed_release(
         assert_same_run(record, reference, loss=1e-6, norm=1e-5)
     assert saved.losses == pytest.approx(reference.losses[:2], rel=1e-6)
     assert resumed.losses == pytest.approx(reference.losses[2:], rel=1e-6)
-    (back,) = run_ranks(2, train, f"{RUN} {FSDP} --load {tmp_path}")[0]
+    (back,) = trained(f"{RUN} {FSDP} --load {tmp_path}")
     assert back.losses == pytest.approx(reference.losses[2:], rel=1e-6)
     assert tuned.losses == pytest.approx(expected.losses, rel=1e-6)
     assert grown.column("batch-size") == growing.column("batch-size") == [4, 4, 8, 8]

@@ -12,8 +12,7 @@ import pytest
 import torch.distributed.run
 
 from benchmarks.soak.restarts import LINE, PROGRAM, RestartedJob
-from tests.support.pretrain.training_runs import train
-from tests.support.rank_pool import run_ranks
+from tests.support.pretrain.training_runs import trained
 
 SHORT = f"{LINE} --train-iters 15 --save-interval 7"
 
@@ -40,4 +39,4 @@ def test_a_killed_rank_is_started_again_and_no_loss_changes(
     finally:
         job.stop()
     assert job.num_loads() == 1
-    assert [each["train"] for each in job.history()] == run_ranks(2, train, SHORT)[0][0].losses
+    assert [each["train"] for each in job.history()] == trained(SHORT)[0].losses

@@ -4,9 +4,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -22,9 +20,8 @@ from tests.pretrain.test_copies_during_a_step import train_with_late_copies
 from tests.pretrain.test_precision_aware import AWARE, FSDP, train_with_ddp
 from tests.support.pretrain import training_runs
 from tests.support.pretrain.saved_runs import read
-from tests.support.pretrain.training_runs import State, write_counting_corpus
-from tests.support.transformer_engine.ranks import ranks
-from tests.support.transformer_engine.training import ONE_LAYER, train
+from tests.support.pretrain.training_runs import State
+from tests.support.transformer_engine.training import ONE_LAYER, Run, runner
 from tools import transformer_engine_on_cpu
 
 DTYPES = {"fp16": torch.float16, "fp8": torch.uint8}
@@ -32,19 +29,11 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 WHOLE = "--tensor-model-parallel-size 2"
 """One data rank has all of a slice, so scales are those of Megatron-Core's DDP."""
 
-Run = Callable[..., Any]
-
 
 @pytest.fixture(scope="module")
 def run() -> Run:
     """Return a function that runs a job on two ranks with Transformer Engine."""
-    write_counting_corpus()
-    run_on_ranks = ranks(2)
-
-    def run_lines(*flags: str, job: Callable[..., Any] = train, **settings: Any) -> Any:
-        return run_on_ranks(job, *(f"{ONE_LAYER} {each}" for each in flags), **settings)[0]
-
-    return run_lines
+    return runner(2, ONE_LAYER)
 
 
 def moments(first: str, second: str) -> str:

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import click
 import pytest
-from click.testing import CliRunner
-from megatron.core.datasets.indexed_dataset import IndexedDataset
+from click.testing import CliRunner, Result
 
 from megatron.pretrain.data.corpus import standard_library_files
 from megatron.pretrain.data.tokenizer_choice import PACKAGES, TokenizerChoice
 from megatron.pretrain.data.tokenizers import build_tokenizer
+from tests.pretrain.data.test_corpus import documents_of
 from tests.pretrain.data.test_tokenizers import settings_of
 from tests.support.pretrain.vocabularies import TEXT
 
@@ -28,9 +28,11 @@ def command() -> click.Command:
     return module.preprocess_data
 
 
-def documents_of(prefix: str) -> list[list[int]]:
-    dataset = IndexedDataset(prefix)
-    return [dataset[i].tolist() for i in range(len(dataset))]
+def run(command: click.Command, *words: object) -> Result:
+    """Run the program, which must not fail."""
+    result = CliRunner().invoke(command, list(map(str, words)))
+    assert result.exit_code == 0, result.output
+    return result
 
 
 def test_one_dataset_per_key_and_a_summary(command: click.Command, tmp_path: Path) -> None:
@@ -38,10 +40,8 @@ def test_one_dataset_per_key_and_a_summary(command: click.Command, tmp_path: Pat
         '{"text": "hello", "title": "hi"}\n{"text": "world!", "title": "x"}\n'
     )
     output = tmp_path / "out"
-    arguments = ["--input", tmp_path / "in.jsonl", "--output-prefix", output]
-    arguments += ["--json-keys", "text", "--json-keys", "title"]
-    result = CliRunner().invoke(command, list(map(str, arguments)))
-    assert result.exit_code == 0, result.output
+    words = ["--input", tmp_path / "in.jsonl", "--output-prefix", output]
+    result = run(command, *words, "--json-keys", "text", "--json-keys", "title")
     assert result.output.splitlines() == [
         f"{output}_text_document: 2 documents, 13 tokens from 66 bytes",
         f"{output}_title_document: 2 documents, 5 tokens from 66 bytes",
@@ -52,26 +52,15 @@ def test_one_dataset_per_key_and_a_summary(command: click.Command, tmp_path: Pat
 def test_several_inputs_without_end_of_document(command: click.Command, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("1 2")
     (tmp_path / "b.txt").write_text("3")
-    arguments = [
-        "--input",
-        tmp_path / "a.txt",
-        "--input",
-        tmp_path / "b.txt",
-        "--output-prefix",
-        tmp_path / "out",
-    ]
-    arguments += ["--tokenizer-type", "NullTokenizer", "--vocab-size", 9, "--no-append-eod"]
-    result = CliRunner().invoke(command, list(map(str, arguments)))
-    assert result.exit_code == 0, result.output
+    words = ["--tokenizer-type", "NullTokenizer", "--vocab-size", 9, "--no-append-eod"]
+    words += ["--input", tmp_path / "a.txt", "--input", tmp_path / "b.txt"]
+    run(command, *words, "--output-prefix", tmp_path / "out")
     assert documents_of(f"{tmp_path / 'out'}_text_document") == [[1, 2], [3]]
 
 
 @pytest.mark.exhaustive
 def test_the_standard_library_as_input(command: click.Command, tmp_path: Path) -> None:
-    result = CliRunner().invoke(
-        command, ["--standard-library", "--output-prefix", str(tmp_path / "std")]
-    )
-    assert result.exit_code == 0, result.output
+    run(command, "--standard-library", "--output-prefix", tmp_path / "std")
     num_files = sum(1 for file in standard_library_files() if file.stat().st_size)
     assert len(documents_of(f"{tmp_path / 'std'}_text_document")) == num_files
 
@@ -121,12 +110,11 @@ def test_every_type_of_tokenizer_writes_its_ids(
 ) -> None:
     settings = settings_of(kind, tmp_path)
     (tmp_path / "in.txt").write_text(TEXT)
-    arguments = ["--input", tmp_path / "in.txt", "--output-prefix", tmp_path / "out"]
-    arguments += ["--tokenizer-type", kind]
+    words = ["--input", tmp_path / "in.txt", "--output-prefix", tmp_path / "out"]
+    words += ["--tokenizer-type", kind]
     for name, value in settings.items():
-        arguments += [f"--{name.replace('_', '-')}", value]
-    result = CliRunner().invoke(command, list(map(str, arguments)))
-    assert result.exit_code == 0, result.output
+        words += [f"--{name.replace('_', '-')}", value]
+    run(command, *words)
     tokenizer = build_tokenizer(TokenizerChoice(kind, **settings))
     expected = [*tokenizer.tokenize(TEXT).tolist(), tokenizer.eod]
     assert documents_of(f"{tmp_path / 'out'}_text_document") == [expected]

@@ -88,11 +88,9 @@ def test_what_is_no_checkpoint_ends_with_1_and_one_object(command: str, tmp_path
 
 def test_without_json_the_error_goes_to_stderr(tmp_path: Path) -> None:
     result = run("verify", tmp_path / "absent", code=1)
-    assert (
-        result.stdout == ""
-        and result.stderr.startswith("Error: ")
-        and str(tmp_path / "absent") in result.stderr
-    )
+    assert result.stdout == ""
+    assert result.stderr.startswith("Error: ")
+    assert str(tmp_path / "absent") in result.stderr
 
 
 @pytest.mark.parametrize(

@@ -12,13 +12,11 @@ import torch
 
 from megatron.checkpoint.commands.comparison import compare_states
 from megatron.checkpoint.core.lazy_tensor import in_memory
-from megatron.checkpoint.store.directory import OutputDirectory
 from tests.support.checkpoint import small_models
 from tests.support.checkpoint.changed_checkpoints import (
     TENSOR,
     contradicting,
     with_another_momentum,
-    write_entries,
 )
 from tests.support.checkpoint.command_runs import TO_FSDP, run, run_json
 from tests.support.checkpoint.small_models import shapes_of, state_of
@@ -83,14 +81,8 @@ def test_what_differs_is_told(kind: str, plain: Callable[..., Path]) -> None:
 
 @pytest.mark.parametrize("kind", EQUAL)
 def test_what_is_the_same_is_not_told(kind: str, plain: Callable[..., Path]) -> None:
-    assert (
-        run_json(
-            "compare-two-checkpoint",
-            plain("first", entry=EQUAL[kind]),
-            plain("second", entry=EQUAL[kind]),
-        )["same"]
-        is True
-    )
+    paths = plain("first", entry=EQUAL[kind]), plain("second", entry=EQUAL[kind])
+    assert run_json("compare-two-checkpoint", *paths)["same"] is True
 
 
 def test_the_largest_differences_come_first(tmp_path: Path, small: dict[str, Path]) -> None:
@@ -106,26 +98,18 @@ def test_the_largest_differences_come_first(tmp_path: Path, small: dict[str, Pat
         state.weights[name] = in_memory(tensor)
     state.args.seed, state.groups[0].fields["lr"], state.iteration = 5, 0.5, 3
     small_models.write(state, tmp_path / "other", "fsdp_dtensor")
-    result = run_json("diff", small["torch_dist"], tmp_path / "other", code=1)
-    names = [
-        "embedding.word_embeddings.weight",
-        "decoder.final_layernorm.weight",
-        "output_layer.weight",
-    ]
-    assert [value["name"] for value in result["values"]] == [f"{name} (weight)" for name in names]
+    paths = small["torch_dist"], tmp_path / "other"
+    result = run_json("diff", *paths, code=1)
+    names = [f"{name} (weight)" for name in reversed(changes)]
+    assert [value["name"] for value in result["values"]] == names
     assert [value["count"] for value in result["values"]] == [1, 1, 1]
     assert result["values"][0]["absolute"] == "NaN"  # JSON has none
     assert abs(result["values"][1]["absolute"] - 4) < 1e-6
     assert result["only_second"] == ["args.seed"]
     assert any(line.startswith("output_layer.weight: lr: 0.25, 0.5") for line in result["objects"])
-    text = run("diff", small["torch_dist"], tmp_path / "other", "--rows", 1, code=1).stdout
+    text = run("diff", *paths, "--rows", 1, code=1).stdout
     assert "1 of 256" in text and "largest difference" in text and "… and" in text
-    assert (
-        run_json("diff", "--weights-only", small["torch_dist"], tmp_path / "other", code=1)[
-            "objects"
-        ]
-        == []
-    )
+    assert run_json("diff", "--weights-only", *paths, code=1)["objects"] == []
 
 
 def test_a_difference_in_the_state_of_another_optimizer_is_seen() -> None:
@@ -146,19 +130,17 @@ def test_a_file_that_contradicts_itself_says_what_its_right_conversion_says(tmp_
 
 
 @pytest.mark.parametrize(
-    "value",
-    [io.BytesIO(b"abc"), numpy.array([1.0, float("nan")])],
+    ("value", "other"),
+    [
+        (io.BytesIO(b"abc"), io.BytesIO(b"abd")),
+        (numpy.array([1.0, float("nan")]), numpy.array([2.0, float("nan")])),
+    ],
     ids=["bytes of a file", "an array with NaN"],
 )
-def test_an_object_is_the_same_as_itself(value: Any, tmp_path: Path) -> None:
-    path = write_entries(
-        {"tensor": torch.ones(2), "object": [value]}, OutputDirectory(tmp_path / "plain")
-    )
-    other = (
-        io.BytesIO(b"abd") if isinstance(value, io.BytesIO) else numpy.array([2.0, float("nan")])
-    )
-    changed = write_entries(
-        {"tensor": torch.ones(2), "object": [other]}, OutputDirectory(tmp_path / "changed")
-    )
-    assert run_json("compare-two-checkpoint", path, path)["equal"] == 2
-    assert len(run_json("compare-two-checkpoint", path, changed, code=1)["objects"]) == 1
+def test_an_object_is_the_same_as_itself(
+    value: Any, other: Any, plain: Callable[..., Path]
+) -> None:
+    first = plain("first", tensor=torch.ones(2), object=[value])
+    second = plain("second", tensor=torch.ones(2), object=[other])
+    assert run_json("compare-two-checkpoint", first, first)["equal"] == 2
+    assert len(run_json("compare-two-checkpoint", first, second, code=1)["objects"]) == 1

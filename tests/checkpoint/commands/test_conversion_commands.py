@@ -12,15 +12,15 @@ from megatron.checkpoint.dcp.stored_checkpoint import StoredCheckpoint
 from tests.support.checkpoint import samples, small_models
 from tests.support.checkpoint.command_runs import TO_FSDP, TO_TORCH_DIST, run, run_json
 
+MAP = "--param-to-param-group-map-json"
+
 
 def test_a_conversion_says_what_it_did(tmp_path: Path) -> None:
     sample = samples.torch_dist(samples.DENSE)
     result = run_json(TO_FSDP, sample, tmp_path / "out")
-    assert (
-        result["output"] == str(tmp_path / "out" / "iter_0000003")
-        and result["notes"] == []
-        and result["parameters"] == 21
-    )
+    assert result["output"] == str(tmp_path / "out" / "iter_0000003")
+    assert result["notes"] == []
+    assert result["parameters"] == 21
     assert run_json("diff", sample, tmp_path / "out")["same"] is True
     text = run(TO_TORCH_DIST, tmp_path / "out", tmp_path / "back" / "iter_0000003").stdout
     assert "21 parameters with 122,304 elements, optimizer state of 21, iteration 3" in text
@@ -64,38 +64,25 @@ def test_gated_or_not_is_found_out(tmp_path: Path) -> None:
     assert "not gated" in run_json(TO_FSDP, gelu, tmp_path / "refused", "--swiglu", code=1)["error"]
     run(TO_FSDP, gelu, tmp_path / "out")
     keys = StoredCheckpoint(tmp_path / "out" / "iter_0000003").tensors
-    assert "model.module.decoder.layers.0.mlp.linear_fc1.weight" in keys and not any(
-        key.endswith("_w") for key in keys
-    )
+    assert "model.module.decoder.layers.0.mlp.linear_fc1.weight" in keys
+    assert not any(key.endswith("_w") for key in keys)
 
 
 def test_modules_that_are_named_as_gated_must_be(small: dict[str, Path], tmp_path: Path) -> None:
-    run(
-        TO_FSDP,
-        small["torch_dist"],
-        tmp_path / "out",
-        "--swiglu",
-        "--swiglu-modules",
-        "mlp.linear_fc1",
-    )
+    source, modules = small["torch_dist"], "--swiglu-modules"
+    run(TO_FSDP, source, tmp_path / "out", "--swiglu", modules, "mlp.linear_fc1")
     for wrong, told in (
         ("nothing", "there is no module nothing"),
         ("self_attention.linear_proj", "not the first layer"),
     ):
-        error = run_json(
-            TO_FSDP, small["torch_dist"], tmp_path / "no", "--swiglu-modules", wrong, code=1
-        )["error"]
+        error = run_json(TO_FSDP, source, tmp_path / "no", modules, wrong, code=1)["error"]
         assert told in error and not (tmp_path / "no").exists()
 
 
 def test_prefixes_are_those_that_are_asked_for(small: dict[str, Path], tmp_path: Path) -> None:
-    words = [
-        "--output-model-weight-prefix",
-        "model.module.module",
-        "--output-optimizer-state-prefix",
-        "optimizer.state.module",
-    ]
-    run(TO_FSDP, small["torch_dist"], tmp_path / "out", *words)
+    words = "--output-model-weight-prefix model.module.module"
+    words += " --output-optimizer-state-prefix optimizer.state.module"
+    run(TO_FSDP, small["torch_dist"], tmp_path / "out", *words.split())
     stored = StoredCheckpoint(tmp_path / "out" / "iter_0000003")
     assert {
         "model.module.module.output_layer.weight",
@@ -117,29 +104,14 @@ def test_param_groups_come_from_a_map_where_one_is_given(
         f"model.module.{name}": int(len(shape) > 1) for name, shape in names.items()
     }  # the other way round
     (tmp_path / "map.json").write_text(json.dumps(turned))
-    run(
-        TO_FSDP,
-        small["torch_dist"],
-        tmp_path / "out",
-        "--param-to-param-group-map-json",
-        tmp_path / "map.json",
-    )
+    run(TO_FSDP, small["torch_dist"], tmp_path / "out", MAP, tmp_path / "map.json")
     stored = StoredCheckpoint(tmp_path / "out" / "iter_0000003")
     start = "optimizer.param_to_group_meta.module.module.module."
-    assert {
-        stored.read_object(f"{start}{name}.wd_mult")
-        for name, shape in names.items()
-        if len(shape) > 1
-    } == {0.0}
+    for name in (name for name, shape in names.items() if len(shape) > 1):
+        assert stored.read_object(f"{start}{name}.wd_mult") == 0.0, name
     assert stored.read_object(f"{start}decoder.final_layernorm.weight.wd_mult") == 1.0
     (tmp_path / "part.json").write_text(json.dumps({"module.module.output_layer.weight": 1}))
-    run(
-        TO_FSDP,
-        small["torch_dist"],
-        tmp_path / "part",
-        "--param-to-param-group-map-json",
-        tmp_path / "part.json",
-    )
+    run(TO_FSDP, small["torch_dist"], tmp_path / "part", MAP, tmp_path / "part.json")
     stored = StoredCheckpoint(tmp_path / "part" / "iter_0000003")
     found = {
         name: stored.read_object(f"{start}{name}.wd_mult")
@@ -165,13 +137,7 @@ def test_a_wrong_map_is_refused(
 ) -> None:
     if content is not None:
         (tmp_path / "map.json").write_text(content)
-    words = [
-        TO_FSDP,
-        small["torch_dist"],
-        tmp_path / "out",
-        "--param-to-param-group-map-json",
-        tmp_path / "map.json",
-    ]
+    words = [TO_FSDP, small["torch_dist"], tmp_path / "out", MAP, tmp_path / "map.json"]
     assert message in run_json(*words, code=1)["error"]
     assert not (tmp_path / "out").exists()
 
@@ -187,25 +153,14 @@ def test_layers_that_predict_further_tokens_are_called_as_loaders_want(
     )
     path = small_models.write(state, tmp_path / "in")
     if module_name != "transformer_layer":
-        run(
-            "modify-state-dict",
-            path,
-            tmp_path / "renamed",
-            "--op",
-            rf"rename (?<=\.)transformer_layer {module_name}",
-        )
+        operation = rf"rename (?<=\.)transformer_layer {module_name}"
+        run("modify-state-dict", path, tmp_path / "renamed", "--op", operation)
         path = tmp_path / "renamed"
     run(TO_FSDP, path, tmp_path / "out")
-    assert (
-        "model.module.mtp.layers.0.transformer_layer.mlp.linear_fc2.weight"
-        in StoredCheckpoint(tmp_path / "out" / "iter_0000003").tensors
-    )
     run(TO_FSDP, path, tmp_path / "as modules", "--no-rename-mtp-keys")
-    assert (
-        "model.module.mtp.layers.0.mtp_model_layer.mlp.linear_fc2.weight"
-        in StoredCheckpoint(tmp_path / "as modules" / "iter_0000003").tensors
-    )
-    for name in ("out", "as modules"):
+    for name, inner in (("out", "transformer_layer"), ("as modules", "mtp_model_layer")):
+        tensors = StoredCheckpoint(tmp_path / name / "iter_0000003").tensors
+        assert f"model.module.mtp.layers.0.{inner}.mlp.linear_fc2.weight" in tensors
         assert run_json("diff", tmp_path / "in", tmp_path / name)["same"] is True
 
 
@@ -218,11 +173,8 @@ def test_unknown_keys_are_refused_or_carried_over_by_name(tmp_path: Path) -> Non
     assert "vision.patch.weight" in error and "--allow-unknown-keys" in error
     notes = run_json(TO_FSDP, path, tmp_path / "out", "--allow-unknown-keys")["notes"]
     assert notes == ["vision.patch.weight: no rule knows it; carried over as it is"]
-    assert run_json("print-tensor", tmp_path / "out", "model.module.vision.patch.weight")[
-        "value"
-    ] == [[0, 1, 2], [3, 4, 5]]
-    notes = run_json(TO_TORCH_DIST, tmp_path / "out", tmp_path / "back", "--allow-unknown-keys")[
-        "notes"
-    ]
-    assert len(notes) == 1
+    printed = run_json("print-tensor", tmp_path / "out", "model.module.vision.patch.weight")
+    assert printed["value"] == [[0, 1, 2], [3, 4, 5]]
+    back = run_json(TO_TORCH_DIST, tmp_path / "out", tmp_path / "back", "--allow-unknown-keys")
+    assert len(back["notes"]) == 1
     assert run_json("diff", path, tmp_path / "back", "--allow-unknown-keys")["same"] is True

@@ -9,13 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.checkpoint.commands import conversion
 from megatron.checkpoint.core.lazy_tensor import LazyTensor
 from megatron.checkpoint.core.param_groups import for_any_optimizer
-from megatron.checkpoint.core.spelling import choose_spelling
 from megatron.checkpoint.core.training_state import MOMENTS, OptimizerParamGroup, TrainingState
-from megatron.checkpoint.store import directory
-from megatron.checkpoint.torch_dist import checkpoint as torch_dist
+from tests.support.checkpoint import small_models
 
 ROOT = Path(__file__).parents[3]
 LAYERS, HIDDEN = 5, 768
@@ -69,11 +66,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
         OptimizerParamGroup(for_any_optimizer({"wd_mult": 1.0}, step=1.0), list(weights))
     ]
     root = tmp_path_factory.mktemp("large") / "torch_dist"
-    conversion.convert(
-        torch_dist.target(state, choose_spelling(state)),
-        directory.new_checkpoint(root, 1),
-        show_progress=False,
-    )
+    small_models.write(state, root)
     return root
 
 

@@ -123,10 +123,8 @@ def test_a_file_that_contradicts_itself_is_not_sound(tmp_path: Path) -> None:
     opened = open_checkpoint(contradicting(tmp_path))
     notes: list[str] = []
     (problem,) = find_problems(opened, lambda count: None, notes)
-    assert (
-        problem.startswith(f"{TENSOR}: its main weight in the optimizer is not its weight")
-        and notes == []
-    )
+    assert problem.startswith(f"{TENSOR}: its main weight in the optimizer is not its weight")
+    assert notes == []
     assert not run_json("verify", opened.directory, code=1)["sound"]
 
 

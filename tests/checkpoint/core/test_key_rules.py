@@ -178,15 +178,11 @@ def test_keys_are_taken_apart(key: str, shape: tuple[int, ...], expected: list[A
 
 
 @pytest.mark.parametrize(
-    "key",
-    [
-        "decoder.layers.mlp.linear_fc2.weight",
-        "decoder.layers.mlp.experts.experts.linear_fc1.weight",
-    ],
+    ("module", "shape"), [("linear_fc2", ()), ("experts.experts.linear_fc1", (3,))]
 )
-def test_a_key_without_its_axes_is_an_error(key: str) -> None:
+def test_a_key_without_its_axes_is_an_error(module: str, shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="axis of layers or experts"):
-        list(unstacked(key, () if "experts" not in key else (3,)))
+        list(unstacked(f"decoder.layers.mlp.{module}.weight", shape))
 
 
 def test_every_row_is_found_by_its_own_names_and_no_other() -> None:
@@ -277,10 +273,8 @@ def test_sizes_that_the_arguments_do_not_say_are_none() -> None:
     types = "embedding.tokentype_embeddings.weight"
     assert expected_shape(types, sizes) == (None, 4)
     assert expected_shape(types, argparse.Namespace(hidden_size=8, num_tokentypes=2)) == (2, 8)
-    assert expected_shape(
-        "decoder.layers.0.mlp.linear_fc1.weight",
-        argparse.Namespace(swiglu=True, ffn_hidden_size=None),
-    ) == (None, None)
+    without_width = argparse.Namespace(swiglu=True, ffn_hidden_size=None)
+    assert expected_shape("decoder.layers.0.mlp.linear_fc1.weight", without_width) == (None, None)
     assert expected_shape("strange", argparse.Namespace()) is None
 
 

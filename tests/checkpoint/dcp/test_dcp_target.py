@@ -7,12 +7,16 @@ import pytest
 import torch
 
 from megatron.checkpoint.commands import conversion
-from megatron.checkpoint.commands.conversion import convert
 from megatron.checkpoint.core.lazy_tensor import LazyTensor, in_memory
 from megatron.checkpoint.dcp import dcp_target
 from megatron.checkpoint.dcp.dcp_target import DcpTarget, ObjectEntry, TensorEntry, whole
 from megatron.checkpoint.dcp.stored_checkpoint import StoredCheckpoint
 from megatron.checkpoint.store.directory import OutputDirectory
+
+
+def converted(target: DcpTarget, folder: Path) -> StoredCheckpoint:
+    conversion.convert(target, OutputDirectory(folder / "out"), "a", show_progress=False)
+    return StoredCheckpoint(folder / "out")
 
 
 def test_every_tensor_is_read_once(tmp_path: Path) -> None:
@@ -26,13 +30,11 @@ def test_every_tensor_is_read_once(tmp_path: Path) -> None:
         return LazyTensor((8, 4), torch.float32, read_rows)
 
     entries = [whole(f"t{number}", lazy(number)) for number in range(20)]
-    convert(DcpTarget(entries), OutputDirectory(tmp_path / "out"), "a", show_progress=False)
+    stored = converted(DcpTarget(entries), tmp_path)
     assert sorted(reads) == list(range(20))
-    stored = StoredCheckpoint(tmp_path / "out")
-    assert all(
-        torch.equal(stored.lazy(f"t{number}").read(), torch.full((8, 4), float(number)))
-        for number in range(20)
-    )
+    for number in range(20):
+        expected = torch.full((8, 4), float(number))
+        assert torch.equal(stored.lazy(f"t{number}").read(), expected)
 
 
 def test_parts_are_closed_when_they_are_large(
@@ -42,7 +44,7 @@ def test_parts_are_closed_when_they_are_large(
     target = DcpTarget([whole(f"t{number}", in_memory(torch.zeros(32))) for number in range(5)])
     assert [part.num_bytes for part in target.parts] == [256, 256, 128]
     assert len({part.name for part in target.parts}) == 3
-    convert(target, OutputDirectory(tmp_path / "out"), "a", show_progress=False)
+    converted(target, tmp_path)
     assert len(list((tmp_path / "out").glob("*.distcp"))) == 3
 
 
@@ -55,13 +57,7 @@ def test_objects_empty_tensors_and_scalars_are_written(tmp_path: Path) -> None:
         TensorEntry("rows", (2, 3), (1, 0), in_memory(torch.ones(3))),
         TensorEntry("rows", (2, 3), (0, 0), in_memory(torch.zeros(3))),
     ]
-    convert(
-        DcpTarget(entries, extra_files={"beside": lambda: b"x"}),
-        OutputDirectory(tmp_path / "out"),
-        "a",
-        show_progress=False,
-    )
-    stored = StoredCheckpoint(tmp_path / "out")
+    stored = converted(DcpTarget(entries, extra_files={"beside": lambda: b"x"}), tmp_path)
     assert stored.read_object("object") == {"a": 1} and stored.read_object("late") == [2]
     assert stored.lazy("empty").read().shape == (0, 3) and stored.lazy("scalar").read() == 2.5
     assert stored.lazy("rows").read().tolist() == [[0.0] * 3, [1.0] * 3]
@@ -73,12 +69,8 @@ def test_notes_of_what_was_read_are_returned(tmp_path: Path) -> None:
     lazy = LazyTensor(
         (1,), torch.float32, lambda start, stop: (notes.append("seen"), torch.ones(1))[1]
     )
-    assert convert(
-        DcpTarget([whole("t", lazy)], notes=notes),
-        OutputDirectory(tmp_path / "out"),
-        "a",
-        show_progress=False,
-    ) == ["seen"]
+    target, output = DcpTarget([whole("t", lazy)], notes=notes), OutputDirectory(tmp_path / "out")
+    assert conversion.convert(target, output, "a", show_progress=False) == ["seen"]
 
 
 def test_a_conversion_in_parts_of_another_size_begins_anew(
@@ -101,14 +93,8 @@ def test_a_conversion_in_parts_of_another_size_begins_anew(
         )
 
     with pytest.raises(KeyboardInterrupt):
-        conversion.convert(
-            target(256, True), OutputDirectory(tmp_path / "out"), "a", show_progress=False
-        )
-    conversion.convert(
-        target(384, False), OutputDirectory(tmp_path / "out"), "a", show_progress=False
-    )
-    stored = StoredCheckpoint(tmp_path / "out")
-    assert [stored.lazy(f"t{n}").read().tolist() for n in range(8)] == [
-        [float(n)] * 32 for n in range(8)
-    ]
+        converted(target(256, True), tmp_path)
+    stored = converted(target(384, False), tmp_path)
+    for n in range(8):
+        assert stored.lazy(f"t{n}").read().tolist() == [float(n)] * 32
     assert len(list((tmp_path / "out").glob("*.distcp"))) == 3

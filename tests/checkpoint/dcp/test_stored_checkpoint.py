@@ -21,7 +21,7 @@ from megatron.checkpoint.commands.verification import find_problems
 from megatron.checkpoint.core.lazy_tensor import in_memory
 from megatron.checkpoint.dcp import safe_pickle, tensor_payload
 from megatron.checkpoint.dcp.chunk import Chunk, chunks_overlap
-from megatron.checkpoint.dcp.dcp_target import DcpTarget, ObjectEntry, TensorEntry
+from megatron.checkpoint.dcp.dcp_target import DcpTarget, TensorEntry
 from megatron.checkpoint.dcp.safe_pickle import RefusedPickleError
 from megatron.checkpoint.dcp.stored_checkpoint import StoredCheckpoint
 from megatron.checkpoint.integrity.manifest import DamagedCheckpointError
@@ -79,6 +79,12 @@ def chunked(path: Path, tensor: torch.Tensor, cuts: list[list[int]]) -> StoredCh
         )
     convert(DcpTarget(entries), OutputDirectory(path), show_progress=False)
     return StoredCheckpoint(without_manifest(path))
+
+
+def of_two_chunks(folder: Path) -> Path:
+    """Write a tensor of 6 times 4 elements in two chunks of rows; return its directory."""
+    chunked(folder / "out", torch.arange(24.0).reshape(6, 4), [[3], []])
+    return folder / "out"
 
 
 @pytest.mark.always("[[2], [1], []]")
@@ -195,8 +201,7 @@ WRONG = {
 def test_metadata_that_does_not_fit_the_files_never_gives_a_tensor(
     kind: str, tmp_path: Path
 ) -> None:
-    path = tmp_path / "out"
-    chunked(path, torch.arange(24.0).reshape(6, 4), [[3], []])
+    path = of_two_chunks(tmp_path)
     edit(path, WRONG[kind])
     with pytest.raises(DamagedCheckpointError):
         stored = StoredCheckpoint(path)
@@ -241,8 +246,7 @@ MALFORMED = {
 
 @pytest.mark.parametrize("kind", MALFORMED)
 def test_metadata_of_another_form_is_refused(kind: str, tmp_path: Path) -> None:
-    path = tmp_path / "out"
-    chunked(path, torch.arange(24.0).reshape(6, 4), [[3], []])
+    path = of_two_chunks(tmp_path)
     edit(path, MALFORMED[kind])
     with pytest.raises(DamagedCheckpointError, match="metadata"):
         StoredCheckpoint(path)
@@ -258,8 +262,7 @@ def point_outside(name: str) -> Callable[[Any], None]:
 
 @pytest.mark.parametrize("name", ["../secret", "/etc/hostname", "sub/../../secret"])
 def test_files_outside_of_the_checkpoint_are_not_read(name: str, tmp_path: Path) -> None:
-    path = tmp_path / "out"
-    chunked(path, torch.arange(24.0).reshape(6, 4), [[3], []])
+    path = of_two_chunks(tmp_path)
     shutil.copy(path / "__0_0.distcp", tmp_path / "secret")
     (path / "sub").mkdir()
     edit(path, point_outside(name))
@@ -269,9 +272,7 @@ def test_files_outside_of_the_checkpoint_are_not_read(name: str, tmp_path: Path)
 
 def test_links_to_files_elsewhere_are_followed(tmp_path: Path) -> None:
     """Storage is often mounted and linked; the owner of a directory makes its links."""
-    path = tmp_path / "out"
-    tensor = torch.arange(24.0).reshape(6, 4)
-    chunked(path, tensor, [[3], []])
+    path, tensor = of_two_chunks(tmp_path), torch.arange(24.0).reshape(6, 4)
     shutil.move(path / "__0_0.distcp", tmp_path / "elsewhere")
     (path / "__0_0.distcp").symlink_to(tmp_path / "elsewhere")
     (tmp_path / "link").symlink_to(path)
@@ -338,11 +339,7 @@ def test_no_directory_is_no_checkpoint(tmp_path: Path) -> None:
 @pytest.mark.parametrize("place", [".metadata", "object", "tensor"])
 def test_no_part_of_a_checkpoint_runs_anything(place: str, tmp_path: Path) -> None:
     path, marker = tmp_path / "out", tmp_path / "executed"
-    entries = [
-        TensorEntry("tensor", (4,), (0,), in_memory(torch.ones(4))),
-        ObjectEntry("object", [1]),
-    ]
-    convert(DcpTarget(entries), OutputDirectory(path), show_progress=False)
+    write_entries({"tensor": torch.ones(4), "object": [1]}, OutputDirectory(path))
     without_manifest(path)
     if place == ".metadata":
         (path / ".metadata").write_bytes(touch(marker))
@@ -368,13 +365,9 @@ def test_no_part_of_a_checkpoint_runs_anything(place: str, tmp_path: Path) -> No
 
 def test_a_tensor_that_repeats_few_bytes_is_refused(tmp_path: Path) -> None:
     """Strides of zero would make terabytes of them."""
-    path = tmp_path / "out"
-    convert(
-        DcpTarget([TensorEntry("tensor", (4,), (0,), in_memory(torch.ones(4)))]),
-        OutputDirectory(path),
-        show_progress=False,
+    path = without_manifest(
+        write_entries({"tensor": torch.ones(4)}, OutputDirectory(tmp_path / "out"))
     )
-    without_manifest(path)
     crafted = safe_pickle.save_torch(torch.ones(1).expand(1 << 45))
     (path / "crafted").write_bytes(crafted)
 
@@ -405,11 +398,9 @@ def test_overlap_is_found_as_a_count_of_elements_finds_it() -> None:
         assert chunks_overlap(boxes) == expected, boxes
         seen.add(expected)
     assert seen == {True, False}
-    assert (
-        chunks_overlap([Chunk((), ()), Chunk((), ())])
-        and not chunks_overlap([Chunk((), ())])
-        and Chunk((), ()).numel == 1
-    )
+    assert chunks_overlap([Chunk((), ()), Chunk((), ())])
+    assert not chunks_overlap([Chunk((), ())])
+    assert Chunk((), ()).numel == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)

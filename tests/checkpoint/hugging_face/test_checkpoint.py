@@ -72,13 +72,10 @@ def test_what_is_read_is_memory_of_its_own(tmp_path: Path) -> None:
 def test_all_tensors_that_do_not_fit_are_named_at_once(tmp_path: Path) -> None:
     saved(random_state("qwen3_moe"), tmp_path)
     content = load_file(tmp_path / SINGLE_FILE)
-    content["model.layers.7.self_attn.q_proj.weight"] = content.pop(
-        "model.layers.0.self_attn.q_proj.weight"
-    )
+    queries, up = "self_attn.q_proj.weight", "model.layers.1.mlp.up_proj.weight"
+    content[f"model.layers.7.{queries}"] = content.pop(f"model.layers.0.{queries}")
     content["model.norm.weight"] = torch.ones(33)
-    content["model.layers.1.mlp.up_proj.weight"] = content["model.layers.1.mlp.up_proj.weight"].to(
-        torch.int8
-    )
+    content[up] = content[up].to(torch.int8)
     save_file(content, tmp_path / SINGLE_FILE)
     with pytest.raises(ValueError) as refused:
         read(tmp_path)
@@ -112,28 +109,23 @@ def remove_tensors(directory: Path) -> None:
     (directory / INDEX).unlink()
 
 
-@pytest.mark.parametrize(
-    ("damage", "words"),
-    [
-        (damage_index, "model-00009-of-00009.safetensors"),
-        (lose_tensor, "model.strange.weight: not in model-00001-of-00004.safetensors"),
-        (cut_file, "model-00001-of-00004.safetensors cannot be read"),
-        (remove_tensors, "neither model.safetensors nor"),
-        (lambda directory: edited_config(directory, model_type="mamba"), "mamba"),
-        (
-            lambda directory: (directory / "config.json").write_text("{"),
-            "config.json cannot be read",
-        ),
-    ],
-    ids=[
-        "a file is missing",
-        "a tensor is not where it should be",
-        "a file is cut",
-        "no tensors",
-        "family",
-        "no JSON",
-    ],
-)
+DAMAGES = {
+    "a file is missing": (damage_index, "model-00009-of-00009.safetensors"),
+    "a tensor is not where it should be": (
+        lose_tensor,
+        "model.strange.weight: not in model-00001-of-00004.safetensors",
+    ),
+    "a file is cut": (cut_file, "model-00001-of-00004.safetensors cannot be read"),
+    "no tensors": (remove_tensors, "neither model.safetensors nor"),
+    "family": (lambda directory: edited_config(directory, model_type="mamba"), "mamba"),
+    "no JSON": (
+        lambda directory: (directory / "config.json").write_text("{"),
+        "config.json cannot be read",
+    ),
+}
+
+
+@pytest.mark.parametrize(("damage", "words"), DAMAGES.values(), ids=DAMAGES)
 def test_a_damaged_directory_is_named(damage: Any, words: str, tmp_path: Path) -> None:
     assert len(HuggingFaceTarget(random_state("llama"), shard_bytes=20_000).parts) == 4
     saved(random_state("llama"), tmp_path, shard_bytes=20_000)
@@ -195,12 +187,10 @@ def test_weights_are_in_the_dtype_of_the_run_unless_another_is_asked_for(tmp_pat
     for name, options in {"run": {}, "asked": {"dtype": torch.float16}}.items():
         dtype = options.get("dtype", torch.bfloat16)
         directory = saved(state, tmp_path / name, **options)
-        assert torch.equal(
-            load_file(directory / SINGLE_FILE)["model.norm.weight"], expected.to(dtype)
-        )
-        assert json.loads((directory / "config.json").read_text())["torch_dtype"] == str(
-            dtype
-        ).removeprefix("torch.")
+        written = load_file(directory / SINGLE_FILE)["model.norm.weight"]
+        assert torch.equal(written, expected.to(dtype))
+        config = json.loads((directory / "config.json").read_text())
+        assert f"torch.{config['torch_dtype']}" == str(dtype)
 
 
 def test_weights_that_the_template_keeps_in_another_dtype_have_it(tmp_path: Path) -> None:
@@ -237,23 +227,13 @@ def test_the_template_gives_tokenizer_and_other_settings_but_not_the_model(tmp_p
         (template / name).write_text(name)
     saved(random_state("llama", num_hidden_layers=3), tmp_path / "new", template=template)
     config = json.loads((tmp_path / "new" / "config.json").read_text())
-    assert (config["bos_token_id"], config["num_hidden_layers"], config["rms_norm_eps"]) == (
-        17,
-        3,
-        0.01,
-    )
+    assert config["bos_token_id"] == 17
+    assert (config["num_hidden_layers"], config["rms_norm_eps"]) == (3, 0.01)
     assert config["rope_parameters"] == {"rope_theta": 10000.0}  # means the same, so it stays
-    assert (
-        load_file(tmp_path / "new" / SINGLE_FILE)["lm_head.weight"].shape
-        == (config["vocab_size"], 32)
-        == (37, 32)
-    )
-    assert {path.name for path in (tmp_path / "new").iterdir()} == {
-        "config.json",
-        SINGLE_FILE,
-        "tokenizer.json",
-        "generation_config.json",
-    }
+    assert config["vocab_size"] == 37
+    assert load_file(tmp_path / "new" / SINGLE_FILE)["lm_head.weight"].shape == (37, 32)
+    written = {"config.json", SINGLE_FILE, "tokenizer.json", "generation_config.json"}
+    assert {path.name for path in (tmp_path / "new").iterdir()} == written
     assert read(tmp_path / "new").args.tokenizer_model == str(tmp_path / "new")
 
 

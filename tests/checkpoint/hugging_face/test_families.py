@@ -166,10 +166,8 @@ def test_predicting_layers_that_the_config_speaks_of_but_are_not_there_are_noted
     assert not read(tmp_path).notes
     edited_config(tmp_path, num_nextn_predict_layers=1)
     state = read(tmp_path)
-    assert (
-        state.args.mtp_num_layers is None
-        and "1 layers that predict further tokens" in state.notes[0]
-    )
+    assert state.args.mtp_num_layers is None
+    assert "1 layers that predict further tokens" in state.notes[0]
 
 
 def test_the_bias_of_experts_is_fp32_whatever_the_file_has(tmp_path: Path) -> None:

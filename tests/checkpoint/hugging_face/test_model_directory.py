@@ -57,38 +57,31 @@ def test_files_are_those_of_the_library_in_both_directions(tmp_path: Path) -> No
             assert torch.equal(found.float(), tensor.float()), name
 
 
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        (b"", "does not begin with a header"),
-        ((1 << 60).to_bytes(8, "little") + b"{}", "does not begin with a header"),
-        ((2).to_bytes(8, "little") + b"[]", "does not begin with a header"),
-        ((2).to_bytes(8, "little") + b"{x", "cannot be read"),
-        (
-            b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}',
-            "a: F32 \\(2,\\) is not what bytes 0 to 8 of 0",
-        ),
-        (
-            b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,0]}}',
-            "a: F32 \\(2,\\) is not what bytes 0 to 0",
-        ),
-        (
-            b'{"a":{"dtype":"F3","shape":[],"data_offsets":[0,0]}}',
-            "a: torch does not know its dtype F3",
-        ),
-        (b'{"a":{"dtype":"F32"}}', "a: its description is damaged"),
-    ],
-    ids=[
-        "empty",
-        "a length without end",
-        "no object",
-        "no JSON",
-        "cut off",
-        "wrong size",
-        "dtype",
-        "description",
-    ],
-)
+DAMAGED = {
+    "empty": (b"", "does not begin with a header"),
+    "a length without end": (
+        (1 << 60).to_bytes(8, "little") + b"{}",
+        "does not begin with a header",
+    ),
+    "no object": ((2).to_bytes(8, "little") + b"[]", "does not begin with a header"),
+    "no JSON": ((2).to_bytes(8, "little") + b"{x", "cannot be read"),
+    "cut off": (
+        b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}',
+        "a: F32 \\(2,\\) is not what bytes 0 to 8 of 0",
+    ),
+    "wrong size": (
+        b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,0]}}',
+        "a: F32 \\(2,\\) is not what bytes 0 to 0",
+    ),
+    "dtype": (
+        b'{"a":{"dtype":"F3","shape":[],"data_offsets":[0,0]}}',
+        "a: torch does not know its dtype F3",
+    ),
+    "description": (b'{"a":{"dtype":"F32"}}', "a: its description is damaged"),
+}
+
+
+@pytest.mark.parametrize(("content", "words"), DAMAGED.values(), ids=DAMAGED)
 def test_a_damaged_file_is_named_with_its_damage(
     content: bytes, words: str, tmp_path: Path
 ) -> None:

@@ -40,6 +40,12 @@ def fill(**files: bytes) -> None:
         MemoryFileSystem().pipe_file(name.replace("__", "/"), content)
 
 
+def store_at(path: str | Path) -> stores.Store:
+    store = store_of(path)
+    assert store is not None
+    return store
+
+
 def names(path: Path) -> list[str]:
     return sorted(each.name for each in path.iterdir())
 
@@ -91,8 +97,7 @@ def test_what_cannot_be_opened_is_named_in_one_message(url: str, message: str) -
 
 def test_a_store_that_cannot_be_written_to_is_told_before_there_is_anything_to_write() -> None:
     fsspec.register_implementation("readonly", ReadOnly, clobber=True)
-    store = store_of(local_path("readonly://bucket/run"))
-    assert store is not None
+    store = store_at(local_path("readonly://bucket/run"))
     with pytest.raises(ValueError, match="readonly://bucket/run: PermissionError: Access Denied"):
         store.check_writable()
     assert not MemoryFileSystem.store
@@ -130,8 +135,7 @@ def test_a_name_that_leads_out_of_the_directory_is_refused() -> None:
 
 def test_readers_see_an_upload_when_it_is_complete(tmp_path: Path) -> None:
     path = Path(local_path("memory://run"))
-    store = store_of(path)
-    assert store is not None
+    store = store_at(path)
     for name in ("a", "b"):
         (tmp_path / name).write_text(name)
     store.begin("iter_0000003")
@@ -191,8 +195,7 @@ def test_readers_see_the_old_checkpoint_or_the_new_one_or_none(tmp_path: Path) -
         MemoryFileSystem.store.clear()
         fill(run__iter_0000003__a=b"old a", run__iter_0000003__c=b"old c")
         path = Path(local_path("memory://run"))
-        store = store_of(path)
-        assert store is not None
+        store = store_at(path)
         with stopped_at(number) as changes, suppress(OSError):
             store.begin("iter_0000003")
             store.upload(tmp_path, "iter_0000003", ["a", "b"])
@@ -212,8 +215,7 @@ def test_what_a_killed_upload_has_left_is_no_part_of_the_next_one(tmp_path: Path
     MemoryFileSystem().pipe_file("run/iter_0000003/old", b"old")
     MemoryFileSystem().pipe_file("run/.incomplete_iter_0000003", b"")
     (tmp_path / "a").write_text("a")
-    store = store_of(local_path("memory://run"))
-    assert store is not None
+    store = store_at(local_path("memory://run"))
     store.begin("iter_0000003")
     store.upload(tmp_path, "iter_0000003", ["a"])
     store.finish("iter_0000003", {"a": 1})
@@ -259,8 +261,8 @@ def test_what_killed_uploads_and_deletions_have_left_is_removed() -> None:
         run__iter_0000001__part=b"1", run__iter_0000002__part=b"2", run__latest=b"2"
     )  # the first is incomplete
     MemoryFileSystem().pipe_file("run/.incomplete_iter_0000001", b"")
-    store = store_of(local_path("memory://run"))
-    assert store is not None and store.has("iter_0000002") and not store.has("iter_0000001")
+    store = store_at(local_path("memory://run"))
+    assert store.has("iter_0000002") and not store.has("iter_0000001")
     store.tidy()
     assert sorted(MemoryFileSystem.store) == ["/run/iter_0000002/part", "/run/latest"]
 

@@ -28,19 +28,14 @@ def test_frozen_layers_get_zeros_beside_layers_that_learn(tmp_path: Path) -> Non
         del state.moments[name]
     small_models.write(state, tmp_path / "in", "fsdp_dtensor")
     notes = run_json(TO_TORCH_DIST, tmp_path / "in", tmp_path / "out")["notes"]
-    assert [note for note in notes if "zeros are written" in note] == notes and len(notes) == len(
-        frozen
-    )
+    assert [note for note in notes if "zeros are written" in note] == notes
+    assert len(notes) == len(frozen)
     back = small_models.read(tmp_path / "out")
     for name in frozen:
         assert not any(tensor.read().any() for tensor in back.moments[name].values())
     for name, slots in state.moments.items():
-        assert (
-            samples.differing(
-                back.moments[name], {slot: tensor.read() for slot, tensor in slots.items()}
-            )
-            == []
-        )
+        expected = {slot: tensor.read() for slot, tensor in slots.items()}
+        assert samples.differing(back.moments[name], expected) == []
     assert run_json("verify", tmp_path / "out")["sound"]
 
 
@@ -73,16 +68,10 @@ def test_layers_of_other_widths_are_not_stacked(tmp_path: Path) -> None:
     small_models.write(state, tmp_path / "in", "fsdp_dtensor")
     run_json(TO_TORCH_DIST, tmp_path / "in", tmp_path / "out")
     opened = open_checkpoint(tmp_path / "out")
-    assert (
-        opened.stored.shape(TENSOR) == (8, 6)
-        and "decoder.layers.mlp.linear_fc2.weight" not in opened.stored.tensors
-    )
-    assert (
-        samples.differing(
-            opened.state().weights, {name: tensor.read() for name, tensor in state.weights.items()}
-        )
-        == []
-    )
+    assert opened.stored.shape(TENSOR) == (8, 6)
+    assert "decoder.layers.mlp.linear_fc2.weight" not in opened.stored.tensors
+    weights = {name: tensor.read() for name, tensor in state.weights.items()}
+    assert samples.differing(opened.state().weights, weights) == []
 
 
 @pytest.mark.parametrize(
@@ -102,11 +91,8 @@ def test_random_states_of_data_ranks_are_where_a_load_looks(
     small_models.write(state, tmp_path / "in", "fsdp_dtensor")
     run_json(TO_TORCH_DIST, tmp_path / "in", tmp_path / "out")
     stored = open_checkpoint(tmp_path / "out").stored
-    assert {
-        key: len(stored.read_object(key)[0])
-        for key in stored.objects
-        if key.startswith("rng_state")
-    } == expected
+    keys = [key for key in stored.objects if key.startswith("rng_state")]
+    assert {key: len(stored.read_object(key)[0]) for key in keys} == expected
 
 
 def test_a_release_stays_a_release(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from argparse import Namespace
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt import gpt_layer_specs
@@ -52,12 +53,9 @@ def members_around(stance: str) -> list[bool]:
     return [*differ, replaced() != before]
 
 
-def test_everything_is_restored() -> None:
-    assert run_ranks(1, members_around, "works") == [[True, False]]
-
-
-def test_an_error_in_the_constructor_undoes_its_replacements() -> None:
-    assert run_ranks(1, members_around, "fails") == [[True, False]]
+@pytest.mark.parametrize("stance", ["works", "fails"])
+def test_everything_is_restored_also_after_an_error_in_the_constructor(stance: str) -> None:
+    assert run_ranks(1, members_around, stance) == [[True, False]]
 
 
 def output_after_its_sending() -> tuple[list[float], list[float]]:

@@ -36,38 +36,31 @@ def load_train(path: Path, changes: dict[str, Any]) -> tuple[list[float], dict[s
         return run.train(2), scaler
 
 
+SLOTS = ("exp_avg", "exp_avg_sq")
 VIRTUAL = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
 MOE = {"num_experts": 4, "expert_model_parallel_size": 2}
 
 
+LAYOUTS = {
+    "tied_on_four_ranks": (
+        (2, {"data_parallel_sharding_strategy": "no_shard"}),
+        (4, {}),
+        {"untie_embeddings_and_output_weights": False},
+    ),
+    "tensor_parallel_off": ((2, {"tensor_model_parallel_size": 2}), (2, {}), {}),
+    "tensor_parallel_on": ((1, {}), (4, {"tensor_model_parallel_size": 2}), {"swiglu": False}),
+    "experts": ((2, MOE), (1, {"num_experts": 4}), {}),
+    "virtual_stages_off": ((2, VIRTUAL), (1, {}), {"num_layers": 4, "fp16": True}),
+    "virtual_stages_on": (
+        (1, {}),
+        (2, VIRTUAL | {"data_parallel_sharding_strategy": "optim"}),
+        {"num_layers": 4, "swiglu": False, "bf16": True},
+    ),
+}
+
+
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    ("wrote", "reads", "changes"),
-    [
-        (
-            (2, {"data_parallel_sharding_strategy": "no_shard"}),
-            (4, {}),
-            {"untie_embeddings_and_output_weights": False},
-        ),
-        ((2, {"tensor_model_parallel_size": 2}), (2, {}), {}),
-        ((1, {}), (4, {"tensor_model_parallel_size": 2}), {"swiglu": False}),
-        ((2, MOE), (1, {"num_experts": 4}), {}),
-        ((2, VIRTUAL), (1, {}), {"num_layers": 4, "fp16": True}),
-        (
-            (1, {}),
-            (2, VIRTUAL | {"data_parallel_sharding_strategy": "optim"}),
-            {"num_layers": 4, "swiglu": False, "bf16": True},
-        ),
-    ],
-    ids=[
-        "tied_on_four_ranks",
-        "tensor_parallel_off",
-        "tensor_parallel_on",
-        "experts",
-        "virtual_stages_off",
-        "virtual_stages_on",
-    ],
-)
+@pytest.mark.parametrize(("wrote", "reads", "changes"), LAYOUTS.values(), ids=LAYOUTS)
 def test_a_run_resumes_in_another_layout(
     wrote: tuple[int, dict[str, Any]],
     reads: tuple[int, dict[str, Any]],
@@ -80,11 +73,8 @@ def test_a_run_resumes_in_another_layout(
             expected, rel=2e-3 if "bf16" in changes or "fp16" in changes else 2e-6
         )
         assert scaler_read == scaler
-    assert scaler == (
-        {"scale": 2.0**15, "growth_tracker": 1.0, "hysteresis_tracker": 1.0}
-        if "fp16" in changes
-        else {}
-    )
+    after_growth = {"scale": 2.0**15, "growth_tracker": 1.0, "hysteresis_tracker": 1.0}
+    assert scaler == (after_growth if "fp16" in changes else {})
 
 
 @pytest.mark.exhaustive
@@ -125,11 +115,7 @@ def load_sample(path: Path) -> dict[str, dict[str, torch.Tensor]]:
         run = LoopRun(loop, **sample_arguments())
         run.load(SAMPLE / "iter_0000003")
         run.save(path)
-        return {
-            "param": run.weights(),
-            "exp_avg": run.slots("exp_avg"),
-            "exp_avg_sq": run.slots("exp_avg_sq"),
-        }
+        return {"param": run.weights()} | {slot: run.slots(slot) for slot in SLOTS}
 
 
 def test_a_checkpoint_of_the_published_implementation_loads_strictly_and_ours_has_its_keys(
@@ -147,9 +133,8 @@ def test_a_checkpoint_of_the_published_implementation_loads_strictly_and_ours_ha
     assert theirs.keys() - ours.keys() <= {"num_floating_point_operations_so_far"}
     assert ours.keys() <= theirs.keys()
     for key, entry in ours.items():
-        assert type(entry) is type(theirs[key]) and getattr(entry, "size", None) == getattr(
-            theirs[key], "size", None
-        )
+        assert type(entry) is type(theirs[key])
+        assert getattr(entry, "size", None) == getattr(theirs[key], "size", None)
 
 
 def load_other_model(path: Path, changes: dict[str, Any]) -> str:
@@ -233,10 +218,8 @@ def load_what_does_not_fit() -> list[str]:
 
 def test_the_second_try_of_the_loop_does_not_lose_the_error_of_the_first() -> None:
     ((missing, unexpected, strict, again, *partial),) = run_ranks(1, load_what_does_not_fit)
-    assert (
-        "is not loaded in part" in missing
-        and "missing keys: decoder.final_layernorm.weight" in missing
-    )
+    assert "is not loaded in part" in missing
+    assert "missing keys: decoder.final_layernorm.weight" in missing
     assert "is not loaded in part" in unexpected and "unexpected keys: other" in unexpected
     assert "is not loaded in part" not in strict and "is not loaded in part" in again
     assert partial == ["decoder.final_layernorm.weight"]

@@ -23,12 +23,8 @@ def groups_of_pairs() -> tuple[list[int], bool, bool]:
 
 
 def test_a_group_of_the_same_ranks_is_made_once() -> None:
-    assert run_ranks(4, groups_of_pairs) == [
-        ([0, 1], True, False),
-        ([0, 1], True, False),
-        ([2, 3], True, False),
-        ([2, 3], True, False),
-    ]
+    pairs = [[0, 1], [0, 1], [2, 3], [2, 3]]
+    assert run_ranks(4, groups_of_pairs) == [(pair, True, False) for pair in pairs]
 
 
 def test_the_group_of_a_collection_comes_first() -> None:

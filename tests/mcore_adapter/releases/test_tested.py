@@ -145,38 +145,34 @@ def test_an_editable_install_is_found_through_its_hook(
         assert tested.check() == tested.Release(core / "package_info.py", (0, 19, 0))
 
 
-@pytest.mark.parametrize("folder", ["lib/python3/dist-packages", "editable"])
-def test_a_checkout_before_what_site_has_added_is_used(
-    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("folder", "names_path"),
+    [
+        ("lib/python3/dist-packages", True),
+        ("editable", True),
+        ("lib/site-packages", False),
+    ],
+)
+def test_a_checkout_before_what_is_installed_is_used(
+    folder: str, names_path: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     front = checkout(tmp_path / "checkout", "0.19.0", loop=True)
-    monkeypatch.setenv("PYTHONPATH", str(front))
+    if names_path:
+        monkeypatch.setenv("PYTHONPATH", str(front))
     with path_of(front, checkout(tmp_path / folder, "0.16.1")):
         assert str(tested.check()) == "0.19.0"
 
 
-def test_a_checkout_before_what_is_installed_is_used(tmp_path: Path) -> None:
+def test_the_loop_must_be_of_the_release_of_the_wheel(tmp_path: Path) -> None:
     installed = checkout(tmp_path / "lib" / "site-packages", "0.16.1")
-    front = checkout(tmp_path / "checkout", "0.19.0", loop=True)
-    with path_of(front, installed):
-        assert str(tested.check()) == "0.19.0"
-
-
-def test_the_loop_of_another_release_than_the_wheel_is_refused(tmp_path: Path) -> None:
-    installed = checkout(tmp_path / "lib" / "site-packages", "0.16.1")
+    with path_of(installed, checkout(tmp_path / "same", "0.16.1", loop=True)):
+        assert str(tested.check()) == "0.16.1"
     behind = checkout(tmp_path / "checkout", "0.19.0", loop=True)
     with path_of(installed, behind):
         message = refusal()
     assert str(installed / "megatron" / "core" / "package_info.py") in message
     assert str(behind / "megatron" / "training" / "__init__.py") in message
     assert "pip install" not in message and "0.19.0" in message
-
-
-def test_the_loop_of_the_same_release_as_the_wheel_is_used(tmp_path: Path) -> None:
-    installed = checkout(tmp_path / "lib" / "site-packages", "0.16.1")
-    behind = checkout(tmp_path / "checkout", "0.16.1", loop=True)
-    with path_of(installed, behind):
-        assert str(tested.check()) == "0.16.1"
 
 
 @pytest.mark.exhaustive

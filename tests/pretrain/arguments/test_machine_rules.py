@@ -10,11 +10,6 @@ from megatron.pretrain.arguments import machine_rules
 from tests.support.pretrain.arguments.command_lines import MOCK, parse, problems
 
 
-def test_records_of_gpus_are_refused_on_a_cpu() -> None:
-    (problem,) = problems(f"{MOCK} --record-memory-history")
-    assert problem.startswith("--record-memory-history needs ")
-
-
 def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     found = importlib.util.find_spec
 
@@ -49,12 +44,6 @@ def test_replicas_are_compared_where_there_are_some() -> None:
         f"{line} optim {experts} --expert-data-parallel-sharding-strategy optim_grads_params"
     )
     assert "--expert-data-parallel-sharding-strategy optim_grads_params does not" in problem
-
-
-def test_the_peak_of_a_device_is_above_zero() -> None:
-    assert problems(f"{MOCK} --device-peak-tflops 0") == [
-        "--device-peak-tflops must be above 0, got 0.0"
-    ]
 
 
 def test_timers_that_are_off_are_told_with_the_way_to_turn_them_on() -> None:

@@ -285,30 +285,18 @@ def test_sizes_that_are_no_size_are_named_once() -> None:
 
 
 def test_what_follows_from_the_axes() -> None:
-    args, _ = parse(
-        f"{DEEP} --tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size"
-        " 2 --context-parallel-size 2 --num-experts 4 --disable-bias-linear"
-        " --expert-model-parallel-size 2",
-        world_size=16,
-    )
-    assert (args.data_parallel_size, args.global_batch_size, args.expert_tensor_parallel_size) == (
-        2,
-        4,
-        2,
-    )
+    axes = "--tensor-model-parallel-size 2 --sequence-parallel --context-parallel-size 2"
+    experts = f"{EXPERTS} --expert-model-parallel-size 2"
+    args, _ = parse(f"{DEEP} {axes} {PIPELINE} {experts}", world_size=16)
+    assert (args.data_parallel_size, args.global_batch_size) == (2, 4)
+    assert args.expert_tensor_parallel_size == 2
     assert args.world_size == 16 and args.sequence_parallel
     config = transformer_config(args)
-    assert (
-        not config.overlap_p2p_comm
-        and config.batch_p2p_comm
-        and config.cp_comm_type == "all_gather"
-    )
-    on_gpu, _ = parse(
-        f"{MOCK} --context-parallel-size 2 --cp-comm-type a2a",
-        world_size=2,
-        cuda=True,
-        transformer_engine=True,
-    )
+    assert not config.overlap_p2p_comm
+    assert config.batch_p2p_comm
+    assert config.cp_comm_type == "all_gather"
+    line = f"{MOCK} --context-parallel-size 2 --cp-comm-type a2a"
+    on_gpu, _ = parse(line, world_size=2, cuda=True, transformer_engine=True)
     assert transformer_config(on_gpu).cp_comm_type == "a2a"
 
 
@@ -330,15 +318,10 @@ def test_virtual_stages_and_what_only_they_can_do(flags: str, virtual: int | Non
     )
     args, _ = parse(f"{line} --use-distributed-optimizer {flags}", world_size=4)
     config = transformer_config(args)
-    assert (
-        args.virtual_pipeline_model_parallel_size
-        == config.virtual_pipeline_model_parallel_size
-        == virtual
-    )
+    assert args.virtual_pipeline_model_parallel_size == virtual
+    assert config.virtual_pipeline_model_parallel_size == virtual
     interleaved = virtual is not None
     assert config.overlap_p2p_comm == ddp_config(args).align_param_gather == interleaved
     assert config.batch_p2p_comm == (not interleaved)
-    assert (
-        args.pipeline_model_parallel_layout is None
-        or str(config.pipeline_model_parallel_layout) == flags.split()[1]
-    )
+    if args.pipeline_model_parallel_layout is not None:
+        assert str(config.pipeline_model_parallel_layout) == flags.split()[1]

@@ -54,15 +54,11 @@ FSDP_RUN = f"""{MOCK} --use-megatron-fsdp --data-parallel-sharding-strategy opti
 @pytest.mark.parametrize("gpu", [False, True], ids=["cpu", "gpu"])
 def test_the_published_fsdp_run_is_accepted(gpu: bool) -> None:
     args, notes = parse(FSDP_RUN, world_size=4, cuda=gpu, transformer_engine=gpu)
-    assert (
-        args.data_parallel_sharding_strategy == "optim_grads_params"
-        and args.ckpt_format == "fsdp_dtensor"
-    )
+    assert args.data_parallel_sharding_strategy == "optim_grads_params"
+    assert args.ckpt_format == "fsdp_dtensor"
     assert args.data_parallel_size == 4 and args.global_batch_size == 8
-    assert (
-        args.megatron_fsdp_grad_comm_dtype == torch.bfloat16
-        and args.megatron_fsdp_main_params_dtype == torch.float32
-    )
+    assert args.megatron_fsdp_grad_comm_dtype == torch.bfloat16
+    assert args.megatron_fsdp_main_params_dtype == torch.float32
     assert (args.attention_backend is AttnBackend.flash) == gpu
     assert args.distributed_backend == ("nccl" if gpu else "gloo")
     assert ddp_config(args).use_megatron_fsdp and optimizer_config(args).use_distributed_optimizer
@@ -107,11 +103,8 @@ SAMPLE_RUN = """--num-layers 3 --hidden-size 64 --ffn-hidden-size 112 --num-atte
 def test_flags_of_the_sample_checkpoints_give_their_model() -> None:
     args, _ = parse(SAMPLE_RUN, world_size=2)
     config = transformer_config(args)
-    assert (config.ffn_hidden_size, config.num_query_groups, config.normalization) == (
-        112,
-        2,
-        "RMSNorm",
-    )
+    assert (config.ffn_hidden_size, config.num_query_groups) == (112, 2)
+    assert config.normalization == "RMSNorm"
     assert args.lr_decay_iters == 20 and args.start_weight_decay == args.end_weight_decay == 0.1
     assert vars(pickle.loads(pickle.dumps(args))) == vars(args)
 
@@ -189,6 +182,8 @@ CONFLICTS = [
         "--profile --profile-step-start 20 --profile-step-end 30",
         "--profile-step-start 20 must be less than --train-iters 20",
     ),
+    ("--record-memory-history", "--record-memory-history needs "),
+    ("--device-peak-tflops 0", "--device-peak-tflops must be above 0, got 0.0"),
     ("--seq", "--seq: unknown flag"),
     ("--lr-decay-stile linear", "did you mean --lr-decay-style?"),
     ("--global-batch-size x", "invalid int value"),
@@ -295,15 +290,10 @@ def test_files_in_the_place_of_directories_are_refused_together(below: str, tmp_
 def test_latent_attention_has_a_config_of_its_own() -> None:
     args, notes = parse(f"{MOCK} --multi-latent-attention --kv-channels 8 --rotary-base 500")
     config = transformer_config(args)
-    assert isinstance(config, MLATransformerConfig) and (config.rope_type, config.rotary_base) == (
-        "yarn",
-        500,
-    )
-    assert (config.q_lora_rank, config.kv_lora_rank, config.rotary_scaling_factor) == (
-        None,
-        32,
-        1.0,
-    )
+    assert isinstance(config, MLATransformerConfig)
+    assert (config.rope_type, config.rotary_base) == ("yarn", 500)
+    assert (config.q_lora_rank, config.kv_lora_rank) == (None, 32)
+    assert config.rotary_scaling_factor == 1.0
     assert any("--kv-channels does nothing" in note for note in notes)
     assert type(transformer_config(parse(MOCK)[0])) is not MLATransformerConfig
 
@@ -344,14 +334,11 @@ def test_fused_weight_gradients_follow_the_kernel_and_the_layers() -> None:
         return transformer_config(args).gradient_accumulation_fusion
 
     assert fused() and fused("--use-megatron-fsdp --transformer-impl local")
-    assert (
-        not fused(kernel=False)
-        and not fused("--no-gradient-accumulation-fusion")
-        and not fused("--use-megatron-fsdp")
-    )
-    assert not transformer_config(
-        parse(MOCK, fused_weight_gradient=True)[0]
-    ).gradient_accumulation_fusion
+    assert not fused(kernel=False)
+    assert not fused("--no-gradient-accumulation-fusion")
+    assert not fused("--use-megatron-fsdp")
+    args, _ = parse(MOCK, fused_weight_gradient=True)
+    assert not transformer_config(args).gradient_accumulation_fusion
 
 
 def test_kernels_for_experts_are_replaced_where_there_is_no_transformer_engine() -> None:
@@ -368,11 +355,9 @@ def test_a_prefix_is_checked_with_and_without_weights(tmp_path: Path) -> None:
         (tmp_path / f"a{suffix}").touch()
     good, bad = tmp_path / "a", tmp_path / "b"
     args, _ = parse(f"{SMALL} --data-path 0.3 {good} 0.7 {good}")
-    assert (
-        args.tokenizer_type == "ByteTokenizer"
-        and args.split == "969,30,1"
-        and args.dataloader_type == "single"
-    )
+    assert args.tokenizer_type == "ByteTokenizer"
+    assert args.split == "969,30,1"
+    assert args.dataloader_type == "single"
     assert problems(f"{SMALL} --data-path {good} {bad}") == [
         f"--data-path: {bad}.idx and {bad}.bin not found"
     ]
@@ -384,38 +369,26 @@ def test_a_prefix_is_checked_with_and_without_weights(tmp_path: Path) -> None:
 def test_sample_mode_derives_iterations_and_decay() -> None:
     line = MOCK.replace("--train-iters 20", "--train-samples 21 --lr-warmup-samples 4")
     args, _ = parse(line)
-    assert (args.train_iters, args.lr_decay_samples, args.lr_decay_iters) == (
-        10,
-        21,
-        None,
-    )  # never more than asked for
-    assert any(
-        "less than one" in problem for problem in problems(line.replace("samples 21", "samples 1"))
-    )
+    assert args.train_iters == 10  # never more than asked for
+    assert (args.lr_decay_samples, args.lr_decay_iters) == (21, None)
+    found = problems(line.replace("samples 21", "samples 1"))
+    assert any("less than one" in problem for problem in found)
 
 
 def test_without_transformer_engine_a_gpu_uses_local_layers_unless_it_was_asked_for() -> None:
     args, notes = parse(MOCK, cuda=True)
-    assert (
-        args.transformer_impl == "local"
-        and args.distributed_backend == "nccl"
-        and args.bias_dropout_fusion
-    )
+    assert args.transformer_impl == "local"
+    assert args.distributed_backend == "nccl"
+    assert args.bias_dropout_fusion
     assert notes == [
         "no Transformer Engine, results are the same: transformer-impl local; off:"
         " persist-layer-norm",
         "no fused_weight_gradient_mlp_cuda, results are the same: off:"
         " gradient-accumulation-fusion",
     ]
-    assert (
-        "not installed" in problems(f"{MOCK} --transformer-impl transformer_engine", cuda=True)[0]
-    )
-    assert (
-        parse(f"{MOCK} --transformer-impl transformer_engine --distributed-backend nccl")[
-            0
-        ].transformer_impl
-        == "local"
-    )
+    asked = f"{MOCK} --transformer-impl transformer_engine"
+    assert "not installed" in problems(asked, cuda=True)[0]
+    assert parse(f"{asked} --distributed-backend nccl")[0].transformer_impl == "local"
 
 
 def test_fp16_with_a_dynamic_scale_turns_the_nan_check_off() -> None:
@@ -425,11 +398,8 @@ def test_fp16_with_a_dynamic_scale_turns_the_nan_check_off() -> None:
 
 
 def test_evaluation_alone_needs_no_schedule() -> None:
-    line = (
-        "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size"
-        " 2 --skip-train"
-    )
-    args, _ = parse(f"{line} --mock-data --vocab-size 9")
+    line = MOCK.replace("--lr 0.005 --train-iters 20", "--skip-train")
+    args, _ = parse(line)
     assert args.no_load_optim and args.train_iters == 0 and args.lr is None
 
 

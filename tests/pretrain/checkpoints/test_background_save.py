@@ -26,7 +26,15 @@ from tests.support.pretrain.saved_runs import (
     read,
     saved_at,
 )
-from tests.support.pretrain.training_runs import Record, load_state, pretrain, refuse, train
+from tests.support.pretrain.training_runs import (
+    Record,
+    error_of,
+    load_state,
+    pretrain,
+    refuse,
+    train,
+    trained,
+)
 from tests.support.pretrain.warm_writers import warm_writers
 from tests.support.rank_pool import run_ranks
 
@@ -111,7 +119,7 @@ def test_a_save_in_the_background_is_a_blocking_one(
         for folder in (tmp_path, blocking)
     ]
     assert_same_state(*states)
-    resumed = run_ranks(2, train, f"{LINE} --load {tmp_path} --ckpt-step 3")[0][0]
+    resumed = trained(f"{LINE} --load {tmp_path} --ckpt-step 3")[0]
     assert resumed.losses == record.losses[3:]
 
 
@@ -180,10 +188,9 @@ def test_a_full_disk_ends_the_run_on_all_ranks_and_leaves_the_checkpoint_before(
     tmp_path: Path,
 ) -> None:
     line = f"{IN_BACKGROUND} --use-persistent-ckpt-worker --save {tmp_path} --save-interval 1"
-    errors = run_ranks(2, refuse_on_full_disk, line)
-    assert errors[0] == errors[1]
-    assert "RunError: the checkpoint of iteration 2 was not written:" in errors[0]
-    assert "rank 1: OSError: [Errno 28] No space left on device" in errors[0]
+    error = error_of(line, job=refuse_on_full_disk)
+    assert "RunError: the checkpoint of iteration 2 was not written:" in error
+    assert "rank 1: OSError: [Errno 28] No space left on device" in error
     saved_at(tmp_path, 1)
 
 

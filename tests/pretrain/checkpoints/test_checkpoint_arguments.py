@@ -32,9 +32,10 @@ from tests.support.pretrain.training_runs import (
     NO_DROPOUT,
     STEPS,
     Record,
+    error_of,
     prepare,
-    refuse,
     train,
+    trained,
 )
 from tests.support.rank_pool import run_ranks
 
@@ -189,9 +190,8 @@ def test_a_model_that_means_something_else_is_refused_on_all_ranks_alike(
     if kind == "torch_dist":
         load = f"--load {without_fsdp} --ckpt-step 1"
     line = f"{SIX} {GATED} {OTHER} {load}"
-    first, second = run_ranks(2, refuse, line)
-    assert first == second
-    assert first.splitlines()[1:] == [
+    error = error_of(line)
+    assert error.splitlines()[1:] == [
         "  --num-attention-heads: 4 in the file, 8 in this run",
         "  --rotary-base: 10000 in the file, 500 in this run",
         "  --norm-epsilon: 1e-05 in the file, 1e-06 in this run",
@@ -199,10 +199,10 @@ def test_a_model_that_means_something_else_is_refused_on_all_ranks_alike(
         "--use-checkpoint-args takes the file's values, --no-check-checkpoint-args keeps this"
         " run's",
     ]
-    assert first.startswith("ValueError") and "is a checkpoint of another model" in first
-    (run,) = run_ranks(2, train, f"{line} --no-check-checkpoint-args --exit-interval 1")[0]
+    assert error.startswith("ValueError") and "is a checkpoint of another model" in error
+    (run,) = trained(f"{line} --no-check-checkpoint-args --exit-interval 1")
     assert len(run.steps) == 1 and not any("may differ" in words for words in run.lines)
-    (run,) = run_ranks(2, train, f"{SIX} {GATED} --seed 5 {load} --exit-interval 1")[0]
+    (run,) = trained(f"{SIX} {GATED} --seed 5 {load} --exit-interval 1")
     (told,) = [words for words in run.lines if "may differ" in words]
     assert "--seed: 1234 in the file, 5 in this run" in told
 
@@ -217,7 +217,7 @@ def test_the_model_of_the_checkpoint_takes_the_place_of_the_flags(
 ) -> None:
     folder, unbroken = fp32
     line = f"{OF_TRAINING} {BATCH} --num-layers 3 --norm-epsilon 1e-6 --use-checkpoint-args"
-    (run,) = run_ranks(2, train, f"{line} {FSDP} --load {folder} --ckpt-step 3")[0]
+    (run,) = trained(f"{line} {FSDP} --load {folder} --ckpt-step 3")
     assert run.losses == unbroken.losses[3:]
     args, notes = parse(f"{line} --load {without_fsdp}", world_size=2)
     assert (args.num_layers, args.hidden_size, args.seq_length) == (2, 32, 32)
@@ -276,7 +276,7 @@ def test_a_checkpoint_that_cannot_give_its_arguments_is_a_problem_of_the_command
     assert problem.startswith("--use-checkpoint-args") and "common.pt is damaged" in problem
 
 
-def refused_check(folder: str, line: str) -> str:
+def refused_check(line: str, folder: str) -> str:
     """Job: compare arguments with those of a checkpoint; the error."""
     args, _ = prepare(line)
     with pytest.raises(ValueError) as caught:
@@ -300,8 +300,8 @@ def test_arguments_that_cannot_be_read_end_all_ranks_alike(
     args.kv_channels = "eight"
     write_common(tmp_path, args)
     damage(tmp_path / "iter_0000001")
-    first, second = run_ranks(2, refused_check, str(tmp_path), f"{SIX} {GATED}")
-    assert first == second and words in first and "iter_0000001" in first
+    error = error_of(f"{SIX} {GATED}", str(tmp_path), job=refused_check)
+    assert words in error and "iter_0000001" in error
 
 
 ROUNDS = """activation_func_fp8_input_store disable_parameter_transpose_cache fp4_param

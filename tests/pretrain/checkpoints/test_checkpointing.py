@@ -29,11 +29,14 @@ from tests.support.pretrain.training_runs import (
     State,
     assert_close,
     build,
+    error_of,
+    lines_of_load,
     load_checkpoint,
     load_state,
     refuse,
     state_of,
     train,
+    trained,
 )
 from tests.support.rank_pool import run_ranks
 
@@ -46,17 +49,15 @@ def test_a_resumed_run_has_bitwise_the_losses_of_one_that_never_stopped(
     line = f"{DROPOUT} {GATED} {FSDP} --bf16 --data-parallel-sharding-strategy {strategy}"
     line = line.replace("--eval-iters 0", "--eval-iters 1 --eval-interval 2")
     saved = f"{line} --save {tmp_path} --save-interval 2"
-    unbroken, stopped, resumed = run_ranks(
-        2, train, line, f"{saved} --exit-interval 3", f"{saved} --load {tmp_path}"
-    )[0]
+    unbroken, stopped, resumed = trained(
+        line, f"{saved} --exit-interval 3", f"{saved} --load {tmp_path}"
+    )
     assert stopped.iteration == 3 and resumed.iteration == 6
     assert stopped.losses + resumed.losses == unbroken.losses
     for name in ("grad-norm", "learning-rate"):
         assert stopped.column(name) + resumed.column(name) == unbroken.column(name)
-    assert (
-        stopped.evaluations["validation"] + resumed.evaluations["validation"]
-        == unbroken.evaluations["validation"]
-    )
+    parts = [each.evaluations["validation"] for each in (stopped, resumed)]
+    assert parts[0] + parts[1] == unbroken.evaluations["validation"]
     assert resumed.flops == unbroken.flops > 0
     saved_at(tmp_path, 2, 3, 4, 6)
 
@@ -67,19 +68,8 @@ def test_a_run_resumes_at_another_strategy(fp32: tuple[Path, Record]) -> None:
         f"{LINE} --load {folder} --ckpt-step 3 --data-parallel-sharding-strategy {name}"
         for name in ("optim", "no_shard")
     ]
-    for resumed in run_ranks(2, train, *lines)[0]:
+    for resumed in trained(*lines):
         assert_close(resumed.losses, unbroken.losses[3:], 1e-6)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("num_ranks", [1, 4])
-def test_a_run_resumes_on_another_number_of_ranks(
-    num_ranks: int, fp32: tuple[Path, Record]
-) -> None:
-    folder, unbroken = fp32
-    resumed = run_ranks(num_ranks, train, f"{LINE} --load {folder} --ckpt-step 3")[0][0]
-    assert_close(resumed.losses, unbroken.losses[3:], 1e-5)
-    assert_close(resumed.column("grad-norm"), unbroken.column("grad-norm")[3:], 1e-4)
 
 
 @pytest.mark.exhaustive
@@ -88,12 +78,9 @@ def test_an_fp16_run_resumes_with_its_loss_scale(tmp_path: Path) -> None:
         f"{LINE} --fp16 --initial-loss-scale 4194304 --hysteresis 1 --loss-scale-window 2"
         " --train-iters 8"
     )
-    unbroken, resumed = run_ranks(
-        2,
-        train,
-        f"{line} --save {tmp_path} --save-interval 5",
-        f"{line} --load {tmp_path} --ckpt-step 5",
-    )[0]
+    unbroken, resumed = trained(
+        f"{line} --save {tmp_path} --save-interval 5", f"{line} --load {tmp_path} --ckpt-step 5"
+    )
     assert resumed.column("loss-scale") == unbroken.column("loss-scale")[5:]
     assert resumed.losses == unbroken.losses[5:]
 
@@ -115,10 +102,8 @@ def test_the_optimizer_or_the_random_state_can_be_left_out_of_a_load(
         assert_equal(state.weights, full.weights)
         assert_equal(state.slots["exp_avg"], fresh.slots["exp_avg"])
         assert {float(step) for step in state.slots["step"].values()} == {0.0}
-    assert no_optim.args["iteration"] == 6 and finetune.args == {
-        "iteration": 0,
-        "consumed_train_samples": 0,
-    }
+    assert no_optim.args["iteration"] == 6
+    assert finetune.args == {"iteration": 0, "consumed_train_samples": 0}
     assert not any(value.any() for value in fresh.slots["exp_avg"].values())
     assert any(value.any() for value in full.slots["exp_avg"].values())
 
@@ -126,13 +111,11 @@ def test_the_optimizer_or_the_random_state_can_be_left_out_of_a_load(
 @pytest.mark.exhaustive
 def test_without_the_random_state_dropout_goes_another_way(tmp_path: Path) -> None:
     line = f"{DROPOUT} {GATED} {FSDP} --train-iters 3"
-    first, same, other = run_ranks(
-        2,
-        train,
+    first, same, other = trained(
         f"{line} --save {tmp_path} --save-interval 2",
         f"{line} --load {tmp_path} --ckpt-step 2",
         f"{line} --load {tmp_path} --ckpt-step 2 --no-load-rng",
-    )[0]
+    )
     assert same.losses == first.losses[2:] != other.losses
     assert_close(other.losses, first.losses[2:], 0.1)
 
@@ -147,17 +130,10 @@ def test_what_was_not_saved_is_missed_by_name_and_can_be_done_without(tmp_path: 
         for key in expected_keys("module.module")
         if not key.startswith(("optimizer", "opt_param", "rng"))
     }
-    refusal = run_ranks(2, refuse, f"{line} --load {tmp_path}")
-    assert refusal[0] == refusal[1]
-    assert (
-        "ValueError" in refusal[0]
-        and "opt_param_scheduler" in refusal[0]
-        and "--no-load-rng" in refusal[0]
-    )
-    assert "--no-load-optim" in refusal[0]
-    resumed = run_ranks(
-        2, train, f"{line} --train-iters 3 --load {tmp_path} --no-load-optim --no-load-rng"
-    )[0][0]
+    error = error_of(f"{line} --load {tmp_path}")
+    assert "ValueError" in error and "opt_param_scheduler" in error
+    assert "--no-load-rng" in error and "--no-load-optim" in error
+    resumed = trained(f"{line} --train-iters 3 --load {tmp_path} --no-load-optim --no-load-rng")[0]
     assert [step["iteration"] for step in resumed.steps] == [3]
 
 
@@ -170,9 +146,8 @@ def test_a_pretrained_checkpoint_gives_the_weights_where_there_is_no_checkpoint_
         2, load_state, f"{LINE} --load {tmp_path / 'none'} --pretrained-checkpoint {folder}"
     )[0]
     assert_equal(state.weights, expected.weights)
-    assert state.args["iteration"] == 0 and not any(
-        value.any() for value in state.slots["exp_avg"].values()
-    )
+    assert state.args["iteration"] == 0
+    assert not any(value.any() for value in state.slots["exp_avg"].values())
     own = run_ranks(
         2, load_state, f"{LINE} --load {folder} --pretrained-checkpoint {tmp_path / 'none'}"
     )[0]
@@ -181,12 +156,9 @@ def test_a_pretrained_checkpoint_gives_the_weights_where_there_is_no_checkpoint_
 
 def test_a_run_starts_from_scratch_without_a_checkpoint_unless_told_to_stop(tmp_path: Path) -> None:
     line = f"{LINE} --train-iters 1 --load {tmp_path}"
-    assert run_ranks(2, train, line)[0][0].iteration == 1
-    for refusal in run_ranks(2, refuse, f"{line} --exit-on-missing-checkpoint"):
-        assert (
-            refusal.startswith("ValueError: --exit-on-missing-checkpoint")
-            and str(tmp_path) in refusal
-        )
+    assert trained(line)[0].iteration == 1
+    error = error_of(f"{line} --exit-on-missing-checkpoint")
+    assert error.startswith("ValueError: --exit-on-missing-checkpoint") and str(tmp_path) in error
 
 
 def test_no_run_begins_from_scratch_beside_checkpoints_or_from_a_file(
@@ -202,14 +174,13 @@ def test_no_run_begins_from_scratch_beside_checkpoints_or_from_a_file(
         (without_tracker / "iter_0000002", "has no .metadata: it is no complete checkpoint"),
     ):
         root = without_tracker if load.parent == without_tracker else load
-        first, second = run_ranks(2, refuse, f"{LINE} --load {root}")
-        assert first == second and first.startswith(f"ValueError: {load} {words}")
+        assert error_of(f"{LINE} --load {root}").startswith(f"ValueError: {load} {words}")
     for flags, words in (
         ("", f"--load {file}: {file} is a file, not a directory"),
         ("--use-checkpoint-args", f"--use-checkpoint-args: {file} is a file; a directory with"),
     ):
-        (refusal,) = run_ranks(1, refuse, f"{LINE} --load {file} {flags}")
-        assert "has 1 problem" in refusal and words in refusal
+        error = error_of(f"{LINE} --load {file} {flags}")
+        assert "has 1 problem" in error and words in error
     unfinished = tmp_path / "unfinished"
     (unfinished / ".writing_iter_0000002").mkdir(parents=True)
     run = run_ranks(1, train, f"{LINE} --train-iters 1 --load {unfinished}")[0][0]
@@ -219,8 +190,8 @@ def test_no_run_begins_from_scratch_beside_checkpoints_or_from_a_file(
 @pytest.mark.exhaustive
 def test_weights_that_are_not_there_are_not_replaced_by_random_ones(tmp_path: Path) -> None:
     for flags in (f"--pretrained-checkpoint {tmp_path}", f"--load {tmp_path} --finetune"):
-        for refusal in run_ranks(2, refuse, f"{LINE} {flags}"):
-            assert refusal.startswith("ValueError") and str(tmp_path) in refusal
+        error = error_of(f"{LINE} {flags}")
+        assert error.startswith("ValueError") and str(tmp_path) in error
 
 
 def train_with_members_pickled_by_getattr(line: str) -> None:
@@ -239,13 +210,13 @@ def test_a_checkpoint_of_an_early_python_3_11_loads(tmp_path: Path) -> None:
         train_with_members_pickled_by_getattr,
         f"{line} --save {tmp_path} --save-interval 1 --exit-interval 1",
     )
-    assert run_ranks(2, train, f"{line} --load {tmp_path}")[0][0].column("iteration") == [2]
+    assert trained(f"{line} --load {tmp_path}")[0].column("iteration") == [2]
 
 
 def test_a_step_that_is_not_there_is_refused_with_those_that_are(fp32: tuple[Path, Record]) -> None:
     folder, _ = fp32
-    for refusal in run_ranks(2, refuse, f"{LINE} --load {folder} --ckpt-step 4"):
-        assert "iter_0000004" in refusal and "iter_0000003, iter_0000006" in refusal
+    error = error_of(f"{LINE} --load {folder} --ckpt-step 4")
+    assert "iter_0000004" in error and "iter_0000003, iter_0000006" in error
 
 
 @pytest.mark.exhaustive
@@ -264,8 +235,8 @@ def test_a_partial_load_takes_what_there_is_and_a_strict_one_says_what_is_missin
 ) -> None:
     folder, expected = fp32[0], fp32_state
     line = f"{LINE} --num-layers 3"
-    refusal = run_ranks(2, refuse, f"{line} --load {folder}")[0]
-    assert "not in the file" in refusal and "decoder.layers.2." in refusal
+    error = error_of(f"{line} --load {folder}")
+    assert "not in the file" in error and "decoder.layers.2." in error
     fresh = run_ranks(2, load_state, line)[0]
     state = run_ranks(2, load_state, f"{line} --load {folder} --no-strict-fsdp-dtensor-load")[0]
     third = {name: value for name, value in fresh.weights.items() if ".layers.2." in name}
@@ -276,19 +247,14 @@ def test_a_partial_load_takes_what_there_is_and_a_strict_one_says_what_is_missin
     }
     assert_equal(state.slots["exp_avg"], expected.slots["exp_avg"] | moments)
     assert state.args == expected.args
-    fewer = run_ranks(2, refuse, f"{LINE} --num-layers 1 --load {folder}")[0]
+    fewer = error_of(f"{LINE} --num-layers 1 --load {folder}")
     assert "not in the model" in fewer and "decoder.layers.1." in fewer
 
 
-def lines_of_load(command_line: str, model_prefix: str = "module.") -> list[str] | str:
-    """Job: return what a load prints, or its error."""
-    run = build(command_line)
-    try:
-        with patch.object(fsdp_dtensor_format, "MODEL_PREFIX", model_prefix):
-            load_checkpoint(run)
-    except ValueError as error:
-        return str(error)
-    return [line for line in run.report.record.lines if "note: " in line]
+def lines_of_load_of_stranger(command_line: str) -> list[str] | str:
+    """Job: return what a load prints, or its error, where keys have another prefix."""
+    with patch.object(fsdp_dtensor_format, "MODEL_PREFIX", "stranger."):
+        return lines_of_load(command_line)
 
 
 @pytest.mark.exhaustive
@@ -301,9 +267,8 @@ def test_a_partial_load_counts_and_names_what_it_leaves_out(fp32: tuple[Path, Re
     (unused,) = run_ranks(2, lines_of_load, f"{line} --num-layers 1")[0]
     assert "7 entries of the file are not in the model" in unused and "layers.1." in unused
     assert run_ranks(2, lines_of_load, line)[0] == []
-    first, second = run_ranks(2, lines_of_load, line, "stranger.")
-    assert first == second
-    assert "has no weight of this model" in first and "stranger." in first
+    error = error_of(line, job=lines_of_load_of_stranger)
+    assert "has no weight of this model" in error and "stranger." in error
 
 
 def failing_save(command_line: str, failing_rank: int) -> str:
@@ -327,11 +292,10 @@ def test_a_save_that_fails_on_one_rank_leaves_the_checkpoint_before_it(
     failing_rank: int, tmp_path: Path
 ) -> None:
     line = f"{LINE} --train-iters 3 --save {tmp_path} --save-interval 1"
-    errors = run_ranks(2, failing_save, line, failing_rank)
-    assert errors[0] == errors[1]
-    assert "iteration 2 was not written" in errors[0] and "disk full" in errors[0]
+    error = error_of(line, failing_rank, job=failing_save)
+    assert "iteration 2 was not written" in error and "disk full" in error
     saved_at(tmp_path, 1)
-    assert run_ranks(2, train, f"{line} --load {tmp_path}")[0][0].iteration == 3
+    assert trained(f"{line} --load {tmp_path}")[0].iteration == 3
     saved_at(tmp_path, 1, 2, 3)
 
 
@@ -383,23 +347,19 @@ def test_a_schedule_that_contradicts_the_checkpoint_is_refused_with_the_flags_th
 ) -> None:
     folder, unbroken = fp32
     line = f"{LINE} --load {folder} --ckpt-step 3"
-    for refusal in run_ranks(2, refuse, f"{line} --lr 1e-3"):
-        assert refusal.startswith("ValueError") and "0.001" in refusal and "0.005" in refusal
-        assert (
-            "--override-opt-param-scheduler" in refusal
-            and "--use-checkpoint-opt-param-scheduler" in refusal
-        )
-    kept, overridden = run_ranks(
-        2,
-        train,
+    error = error_of(f"{line} --lr 1e-3")
+    assert error.startswith("ValueError") and "0.001" in error and "0.005" in error
+    assert "--override-opt-param-scheduler" in error
+    assert "--use-checkpoint-opt-param-scheduler" in error
+    kept, overridden = trained(
         f"{line} --lr 1e-3 --use-checkpoint-opt-param-scheduler",
         f"{line} --lr 1e-3 --override-opt-param-scheduler",
-    )[0]
+    )
     assert kept.column("learning-rate") == unbroken.column("learning-rate")[3:]
     assert max(overridden.column("learning-rate")) < 1e-3
 
 
 def test_without_fsdp_a_run_refuses_the_format_of_fsdp(fp32: tuple[Path, Record]) -> None:
-    for refusal in run_ranks(2, refuse, f"{SIX} {GATED} --load {fp32[0]}"):
-        assert refusal.startswith("ValueError")
-        assert "in the format fsdp_dtensor, but this run reads torch_dist" in refusal
+    error = error_of(f"{SIX} {GATED} --load {fp32[0]}")
+    assert error.startswith("ValueError")
+    assert "in the format fsdp_dtensor, but this run reads torch_dist" in error

@@ -21,7 +21,7 @@ from megatron.checkpoint.integrity.manifest import MANIFEST
 from megatron.checkpoint.store.directory import TRACKER
 from tests.support.checkpoint.changed_checkpoints import without_manifest
 from tests.support.checkpoint.command_runs import run, run_json
-from tests.support.pretrain.training_runs import refuse, train
+from tests.support.pretrain.training_runs import error_of, train, trained
 from tests.support.rank_pool import run_ranks
 
 FORMATS = pytest.mark.parametrize("form", LINES)
@@ -41,12 +41,8 @@ def copy(form: str, saved: dict[str, Path], tmp_path: Path) -> Path:
     return shutil.copytree(saved[form], tmp_path / "copy")
 
 
-def refusal(form: str, folder: Path, flags: str = "") -> str:
-    """Return the one error of all ranks."""
-    line = f"{LINES[form]} --exit-interval 2 --load {folder} {flags}"
-    first, second = run_ranks(2, refuse, line)
-    assert first == second
-    return first
+def refused_load(form: str, folder: Path, flags: str = "") -> str:
+    return error_of(f"{LINES[form]} --exit-interval 2 --load {folder} {flags}")
 
 
 def bit_of_a_weight(source: Path) -> tuple[str, Flip]:
@@ -88,7 +84,7 @@ def test_a_damaged_file_is_named_with_the_tensors_in_it(form: str, copy: Path) -
     key, flip = bit_of_a_weight(source)
     toggle(source / flip.file, flip)
     for _ in range(2):
-        error = refusal(form, copy)
+        error = refused_load(form, copy)
         assert f"{flip.file} has changed since it was written, in {key}" in error
         assert "nothing of it was loaded" in error
         without_manifest(copy)  # the second time by the checksum of the tensor
@@ -99,16 +95,16 @@ def test_a_damaged_file_is_named_with_the_tensors_in_it(form: str, copy: Path) -
 def test_damage_is_loaded_without_verification(form: str, copy: Path) -> None:
     source = copy / ITERATION
     line = f"{LINES[form]} --exit-interval 2 --load {copy}"
-    sound = run_ranks(2, train, line)[0][0]
+    sound = trained(line)[0]
     _, flip = bit_of_a_weight(source)
     toggle(source / flip.file, flip)
-    damaged = run_ranks(2, train, f"{line} --no-verify-integrity")[0][0]
+    damaged = trained(f"{line} --no-verify-integrity")[0]
     assert damaged.iteration == sound.iteration == 2 and damaged.losses != sound.losses
     with open(source / flip.file, "ab") as file:
         file.write(b"more")
-    assert f"{flip.file} has" in refusal(form, copy, "--no-verify-integrity")
+    assert f"{flip.file} has" in refused_load(form, copy, "--no-verify-integrity")
     (source / flip.file).unlink()
-    error = refusal(form, copy, "--no-verify-integrity")
+    error = refused_load(form, copy, "--no-verify-integrity")
     assert f"{flip.file} is missing; it has " in error
 
 
@@ -122,7 +118,7 @@ def test_a_file_of_another_checkpoint_or_rank_is_found(
     run_ranks(2, train, f"{line} --save-interval 1")
     for name in (".metadata", "__0_0.distcp", "__1_0.distcp"):
         shutil.copy(tmp_path / "more" / "iter_0000002" / name, copy / ITERATION / name)
-        assert name in refusal(form, copy)
+        assert name in refused_load(form, copy)
         assert name in str(run_json("verify", copy, "--fast", code=1))
         shutil.copy(saved[form] / ITERATION / name, copy / ITERATION / name)
         assert run_json("verify", copy, "--fast")["sound"]
@@ -130,7 +126,7 @@ def test_a_file_of_another_checkpoint_or_rank_is_found(
     (source / "__0_0.distcp").rename(source / "third")
     (source / "__1_0.distcp").rename(source / "__0_0.distcp")
     (source / "third").rename(source / "__1_0.distcp")
-    assert "__0_0.distcp" in refusal(form, copy) and run_json("verify", copy, code=1)
+    assert "__0_0.distcp" in refused_load(form, copy) and run_json("verify", copy, code=1)
 
 
 @pytest.mark.exhaustive
@@ -141,7 +137,7 @@ def test_a_damaged_marker_of_torch_dist_is_refused(
     copy = shutil.copytree(saved["torch_dist"], tmp_path / "copy")
     (copy / ITERATION / "metadata.json").write_text(content)
     for _ in range(2):
-        assert "metadata.json" in refusal("torch_dist", copy)
+        assert "metadata.json" in refused_load("torch_dist", copy)
         assert "metadata.json" in str(run_json("verify", copy, code=1))
         without_manifest(copy)
 
@@ -159,12 +155,12 @@ def test_without_manifest_a_lost_file_of_torch_dist_is_damage_of_the_newest(
         pytest.skip(f"this release of Megatron-Core writes no {name}")
     (newer / name).unlink()
     for flags in ("--no-load-fallback", "--ckpt-step 2"):
-        error = refusal("torch_dist", copy, flags)
+        error = refused_load("torch_dist", copy, flags)
         assert name in error and "iter_0000002" in error and "not in the file" not in error
     verified = run("verify", newer, code=1)
     assert name in verified.output
     for line in LINES.values():
-        lines = run_ranks(2, train, f"{line} --exit-interval 2 --load {copy}")[0][0].lines
+        lines = trained(f"{line} --exit-interval 2 --load {copy}")[0].lines
         assert any(name in each and f"{ITERATION} is loaded instead" in each for each in lines)
 
 
@@ -173,10 +169,10 @@ def test_a_marker_of_another_format_is_refused(saved: dict[str, Path], tmp_path:
     copy = shutil.copytree(saved["fsdp_dtensor"], tmp_path / "copy")
     shutil.copy(saved["torch_dist"] / ITERATION / "metadata.json", copy / ITERATION)
     unlisted = f"metadata.json is not listed in {MANIFEST}"
-    assert unlisted in refusal("fsdp_dtensor", copy)
+    assert unlisted in refused_load("fsdp_dtensor", copy)
     assert unlisted in str(run_json("verify", copy, code=1))
     without_manifest(copy)
-    assert "has neither common.pt" in refusal("fsdp_dtensor", copy)  # it is read as torch_dist
+    assert "has neither common.pt" in refused_load("fsdp_dtensor", copy)  # it is read as torch_dist
     run_json("verify", copy, code=1)
 
 
@@ -187,4 +183,4 @@ def test_the_manifest_of_another_checkpoint_is_refused(
 ) -> None:
     other = next(name for name in LINES if name != form)
     shutil.copy(saved[other] / ITERATION / MANIFEST, copy / ITERATION / MANIFEST)
-    assert "damaged" in refusal(form, copy) and "error" in run_json("verify", copy, code=1)
+    assert "damaged" in refused_load(form, copy) and "error" in run_json("verify", copy, code=1)

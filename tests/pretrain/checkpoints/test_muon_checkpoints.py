@@ -106,13 +106,8 @@ def test_muon_takes_the_momentum_of_adam_and_adam_that_of_muon(tmp_path: Path) -
     for slot in ("exp_avg", "exp_avg_sq"):
         assert_same(state.slots[slot], moments_in(muon, 4, slot))
     assert set(map(float, state.slots["step"].values())) == {4.0}
-    record = run(
-        2,
-        f"{ADAM.ours} --weight-decay 0 --override-opt-param-scheduler",
-        5,
-        tmp_path / "again",
-        muon,
-    )
+    line = f"{ADAM.ours} --weight-decay 0 --override-opt-param-scheduler"
+    record = run(2, line, 5, tmp_path / "again", muon)
     before, after = weights_in(muon, 4), weights_in(tmp_path / "again", 5)
     bound = 3.3 * record.column("learning-rate")[0]
     largest = [float((after[name] - before[name]).abs().max()) for name in matrices]

@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from megatron.checkpoint.dcp.stored_checkpoint import StoredCheckpoint
 from tests.support.checkpoint.command_runs import run_json
-from tests.support.transformer_engine.core_gpt import make_gpt
-from tests.support.transformer_engine.ranks import RunOnRanks, ranks
+from tests.support.transformer_engine.core_gpt import make_gpt, make_sharded_gpt
+from tests.support.transformer_engine.ranks import RunOnRanks
 from tools import transformer_engine_on_cpu
 
 pytestmark = pytest.mark.exhaustive
@@ -25,34 +25,15 @@ FORMATS = ("fsdp_dtensor", "torch_dist")
 LAYERS = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1")
 
 
-@pytest.fixture(scope="module")
-def engine_ranks() -> RunOnRanks:
-    return ranks(2)
-
-
 class Run:
     """A GPT under FSDP with its optimizer, as the training program has them."""
 
     def __init__(self, recipe: str | None, strategy: str):
-        transformer_engine_on_cpu.use()
-        from megatron.mcore_adapter import cpu
-
-        cpu.install()
-        from megatron.core.distributed import DistributedDataParallelConfig
+        self.model = make_sharded_gpt(recipe, strategy)
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
-        from megatron.mcore_adapter import FullyShardedDataParallel
         from megatron.mcore_adapter.core_optimizers import make_optimizer_state
 
-        config, module = make_gpt(recipe)
-        ddp_config = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True,
-            use_distributed_optimizer=True,
-            use_megatron_fsdp=True,
-            fp8_param_gather=recipe is not None,
-            data_parallel_sharding_strategy=strategy,
-        )
-        self.model = FullyShardedDataParallel(config, ddp_config, module)
         optimizer_config = OptimizerConfig(
             lr=0.01, bf16=True, use_distributed_optimizer=True, fp8_recipe=recipe
         )

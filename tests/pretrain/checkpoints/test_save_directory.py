@@ -30,7 +30,7 @@ from tests.pretrain.test_non_persistent_saves import broken_off
 from tests.pretrain.test_pretrain_gpt import tree
 from tests.support.fork_servers import FORKSERVER, INSTALLED, forks_from
 from tests.support.pretrain.saved_runs import LINE, saved_at
-from tests.support.pretrain.training_runs import refuse, train
+from tests.support.pretrain.training_runs import error_of, refuse, train, trained
 from tests.support.rank_pool import run_ranks
 
 SHORT = f"{LINE} --train-iters 3 --save-interval 1"
@@ -42,18 +42,16 @@ def test_a_run_overwrites_nothing_that_it_does_not_continue(tmp_path: Path) -> N
     run_ranks(2, train, f"{SHORT} --save {mine} --exit-interval 2")
     before = tree(tmp_path)
     for flags in ("", f"--load {other}", f"--load {mine} --finetune", f"--load {mine}/../mine/x"):
-        first, second = run_ranks(2, refuse, f"{SHORT} --save {mine} {flags}")
-        assert first == second and "iter_0000001, iter_0000002 already" in first
+        error = error_of(f"{SHORT} --save {mine} {flags}")
+        assert "iter_0000001, iter_0000002 already" in error
         for way_out in (f"--load {mine}", "another --save", "--overwrite"):
-            assert way_out in first
+            assert way_out in error
         assert tree(tmp_path) == before
-    going_on, elsewhere, anew = run_ranks(
-        2,
-        train,
+    going_on, elsewhere, anew = trained(
         f"{SHORT} --save {mine} --load {mine}",
         f"{SHORT} --save {other} --load {mine} --ckpt-step 1",
         f"{SHORT} --save {mine} --overwrite --exit-interval 1",
-    )[0]
+    )
     assert going_on.column("iteration") == [3] and elsewhere.column("iteration") == [2, 3]
     assert anew.column("iteration") == [1]
     assert (
@@ -67,8 +65,8 @@ def test_a_run_overwrites_nothing_that_it_does_not_continue(tmp_path: Path) -> N
 
 def test_a_tracker_file_that_is_a_directory_is_refused_at_the_start(tmp_path: Path) -> None:
     (tmp_path / TRACKER).mkdir()
-    first, second = run_ranks(2, refuse, f"{SHORT} --save {tmp_path} --load {tmp_path}")
-    assert first == second and f"--save {tmp_path}: {TRACKER} is a directory" in first
+    error = error_of(f"{SHORT} --save {tmp_path} --load {tmp_path}")
+    assert f"--save {tmp_path}: {TRACKER} is a directory" in error
     assert [path.name for path in tmp_path.iterdir()] == [TRACKER]
 
 
@@ -101,19 +99,17 @@ def test_what_a_run_replaces_is_moved_aside_and_can_be_loaded_from_there(tmp_pat
     assert "broken off" in run_ranks(2, broken_off, f"{line} 5 --save-interval 2", 5)[0]
     anew = f"{line} 5 --seed 7 --save-interval 3"
     weights = f"--load {tmp_path} --finetune --overwrite --exit-interval 3"
-    (other,) = run_ranks(2, train, f"{anew} {weights}")[0]
+    (other,) = trained(f"{anew} {weights}")
     assert f"loaded the weights of {tmp_path}/non_persistent/iter_0000005" in other.lines
     assert directory.iterations(tmp_path) == [3]
     assert not directory.iterations(tmp_path / "non_persistent")
     aside = tmp_path / "replaced_1"
     saved_at(aside, 2, 4)
     assert directory.iterations(tmp_path / "non_persistent" / "replaced_1") == [5]
-    resumed, old = run_ranks(
-        2,
-        train,
+    resumed, old = trained(
         f"{anew} --load {tmp_path} --exit-interval 4",
         f"{LINE} --load {aside} --save {aside} --exit-interval 5",
-    )[0]
+    )
     assert resumed.column("iteration") == [4] and old.column("iteration") == [5]
     for folder, last in ((tmp_path, 4), (aside, 5)):
         history = [json.loads(text) for text in (folder / HISTORY).read_text().splitlines()]
@@ -156,8 +152,7 @@ def test_the_directory_of_the_non_persistent_checkpoint_is_no_other_one(
     flags = f"--save {tmp_path}/save --load {tmp_path}/load --non-persistent-save-interval 2"
     flags += f" --non-persistent-ckpt-type global --non-persistent-global-ckpt-dir {extra}"
     line = f"{LINE} --train-iters 3 --save-interval 3 {flags}"
-    (refusal, _) = run_ranks(2, refuse, line)
-    assert f"is the directory of --{name}: name another" in refusal
+    assert f"is the directory of --{name}: name another" in error_of(line)
     assert not list(tmp_path.iterdir())
 
 
@@ -195,9 +190,8 @@ def test_a_second_run_is_refused_until_the_first_is_dead(
     holder: BaseProcess, tmp_path: Path
 ) -> None:
     folder = tmp_path / "run"
-    errors = run_ranks(2, refuse_without_waiting, f"{SHORT} --save {folder}")
-    assert errors[0] == errors[1]
-    assert f"in use by process {holder.pid} on {socket.gethostname()}, started 2" in errors[0]
+    error = error_of(f"{SHORT} --save {folder}", job=refuse_without_waiting)
+    assert f"in use by process {holder.pid} on {socket.gethostname()}, started 2" in error
     holder.kill()
     holder.join()
     # The child that it has forked lives, and has inherited the open file.

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from tests.support.model_parallel import forget_groups
 from tests.support.pairwise import each_value
 from tests.support.pretrain.saved_runs import DROPOUT, GATED, SIX, assert_equal, read, saved_at
-from tests.support.pretrain.training_runs import Record, build, load_checkpoint, refuse, train
+from tests.support.pretrain.training_runs import Record, error_of, lines_of_load, train, trained
 from tests.support.rank_pool import run_ranks
 
 LAYOUTS = {
@@ -34,12 +34,9 @@ LAYOUTS = {
 def test_without_fsdp_a_run_resumes_bitwise(precision: str, layout: str, tmp_path: Path) -> None:
     flags = LAYOUTS[layout]
     line = f"{DROPOUT} {GATED} {flags} --train-iters 4" + (" --bf16" if precision == "bf16" else "")
-    unbroken, resumed = run_ranks(
-        2,
-        train,
-        f"{line} --save {tmp_path} --save-interval 2",
-        f"{line} --load {tmp_path} --ckpt-step 2",
-    )[0]
+    unbroken, resumed = trained(
+        f"{line} --save {tmp_path} --save-interval 2", f"{line} --load {tmp_path} --ckpt-step 2"
+    )
     assert resumed.losses == unbroken.losses[2:]
     assert resumed.column("grad-norm") == unbroken.column("grad-norm")[2:]
     assert resumed.flops == unbroken.flops > 0
@@ -70,7 +67,7 @@ def test_the_first_rank_alone_gathers_the_optimizer_to_write_it(tmp_path: Path) 
     assert_equal(read(tmp_path / "first", 2), read(tmp_path / "all", 2))
     override = "--disable-gloo-process-groups --override-opt-param-scheduler"
     resume = f"{line} {override} --load {tmp_path}"
-    resumed = [run_ranks(2, train, f"{resume}/{name}")[0][0] for name in writers]
+    resumed = [trained(f"{resume}/{name}")[0] for name in writers]
     assert len(resumed[0].steps) == 4 and resumed[0].steps == resumed[1].steps
 
 
@@ -94,19 +91,8 @@ def one_step(tmp_path_factory: pytest.TempPathFactory) -> OneStep:
 def test_without_fsdp_a_checkpoint_of_another_model_is_refused(one_step: OneStep) -> None:
     folder = one_step(GATED)
     for flags in ("--hidden-size 64", "--num-layers 3"):
-        first, second = run_ranks(2, refuse, f"{SIX} {GATED} {flags} --load {folder}")
-        assert first == second and first.startswith("ValueError")
-        assert str(folder) in first and "mismatch" in first
-
-
-def lines_of_load(command_line: str) -> list[str] | str:
-    """Job: return what a load prints, or its error."""
-    run = build(command_line)
-    try:
-        load_checkpoint(run)
-    except ValueError as error:
-        return str(error)
-    return [line for line in run.report.record.lines if "note: " in line]
+        error = error_of(f"{SIX} {GATED} {flags} --load {folder}")
+        assert error.startswith("ValueError") and str(folder) in error and "mismatch" in error
 
 
 @pytest.mark.exhaustive
@@ -138,11 +124,11 @@ def test_the_state_of_the_other_kind_of_optimizer_is_refused_with_the_way(
 ) -> None:
     folder = one_step(f"{GATED} {LAYOUTS[saved]}".rstrip())
     load = f"{SIX} {GATED} {LAYOUTS[own]} --load {folder}"
-    first, second = run_ranks(2, refuse, load)
-    assert first == second and first.startswith("ValueError: ")
-    assert str(folder) in first and remedy in first and "--no-load-optim" in first
+    error = error_of(load)
+    assert error.startswith("ValueError: ") and str(folder) in error
+    assert remedy in error and "--no-load-optim" in error
     line = f"{load} --train-iters 2 --no-load-optim --override-opt-param-scheduler"
-    weights = run_ranks(2, train, line)[0][0]
+    weights = trained(line)[0]
     assert weights.column("iteration") == [2]
 
 

@@ -20,7 +20,7 @@ from megatron.checkpoint.store.url_staging import BASE_VARIABLE
 from tests.pretrain.checkpoints.test_background_save import train_with_warm_writers
 from tests.pretrain.test_pretrain_gpt import tree
 from tests.support.pretrain.saved_runs import LINE, saved_at
-from tests.support.pretrain.training_runs import Record, pretrain, refuse, train
+from tests.support.pretrain.training_runs import Record, error_of, pretrain, refuse, train
 from tests.support.rank_pool import run_ranks
 
 CHANGES = ("pipe_file", "put_file", "cp_file", "rm_file", "rm")
@@ -109,9 +109,8 @@ def test_checkpoints_at_a_url_are_not_overwritten_unasked(tmp_path: Path) -> Non
     url = f"local://{tmp_path}"
     run_ranks(2, train, f"{SHORT} --save {url} --exit-interval 2")
     before = tree(tmp_path)
-    first, second = run_ranks(2, refuse, f"{SHORT} --save {url}")
-    assert first == second and "iter_0000001, iter_0000002 already" in first
-    back = run_ranks(2, refuse, f"{SHORT} --save {url} --load {url} --ckpt-step 1")[0]
+    assert "iter_0000001, iter_0000002 already" in error_of(f"{SHORT} --save {url}")
+    back = error_of(f"{SHORT} --save {url} --load {url} --ckpt-step 1")
     assert "iter_0000002 already" in back and "begins at iteration 1" in back
     assert tree(tmp_path) == before
 
@@ -132,14 +131,9 @@ def refuse_interrupted(command_line: str) -> str:
 @pytest.mark.exhaustive
 def test_an_upload_that_fails_ends_the_run_with_the_checkpoint_before(tmp_path: Path) -> None:
     url = f"local://{tmp_path}"
-    first, second = run_ranks(2, refuse_interrupted, f"{SHORT} --save {url}")
-    assert (
-        first
-        == second
-        == (
-            "RunError: the checkpoint of iteration 2 was not written:\n"
-            f"rank 1: OSError: {url}: ConnectionError: reset by peer"
-        )
+    assert error_of(f"{SHORT} --save {url}", job=refuse_interrupted) == (
+        "RunError: the checkpoint of iteration 2 was not written:\n"
+        f"rank 1: OSError: {url}: ConnectionError: reset by peer"
     )
     saved_at(tmp_path, 1)
     ((record,), _) = run_ranks(2, train, f"{SHORT} --save {url} --load {url}")

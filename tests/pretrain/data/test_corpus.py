@@ -19,7 +19,7 @@ from megatron.pretrain.data.tokenizers import ByteTokenizer, NullTokenizer
 from tests.support.pretrain.tokenizer_arguments import BYTES
 
 
-def documents_of(prefix: Path) -> list[list[int]]:
+def documents_of(prefix: Path | str) -> list[list[int]]:
     # Lists, because the arrays of a dataset lie in mapped files and die with the dataset object.
     dataset = IndexedDataset(str(prefix))
     assert len(dataset.document_indices) == len(dataset) + 1
@@ -65,37 +65,27 @@ def test_large_vocabularies_are_stored_in_four_bytes(tmp_path: Path) -> None:
     assert documents_of(tmp_path / "out") == [[1, 99999, 100_000]]
 
 
-@pytest.mark.parametrize(
-    ("content", "tokenizer", "message"),
-    [
-        (b'{"text": "a"}\n{"text": \n', BYTES, r"in\.jsonl, line 2: not a JSON value"),
-        (
-            b'{"text": "a"}\n{"body": "b"}\n',
-            BYTES,
-            "line 2: .* with the key 'text', but got the keys 'body'",
-        ),
-        (b'["a"]\n', BYTES, "line 1: .* with the key 'text', but got a list"),
-        (b'{"text": 3}\n', BYTES, "line 1: expects a string under 'text', but got a int"),
-        (b'{"text": "\xff"}\n', BYTES, "line 1: not a JSON value"),
-        (b'{"text": "\\ud800"}\n', BYTES, "line 1: .*surrogates not allowed"),
-        (
-            b'{"text": "1"}\n{"text": "x"}\n',
-            NullTokenizer(9),
-            "line 2: NullTokenizer reads numbers",
-        ),
-        (b'{"text": ""}\n', BYTES, "there is no text in"),
-    ],
-    ids=[
-        "bad_json",
-        "no_key",
-        "no_object",
-        "no_string",
-        "bad_utf8",
-        "surrogate",
-        "bad_token",
-        "empty",
-    ],
-)
+BAD_INPUT = {
+    "bad_json": (b'{"text": "a"}\n{"text": \n', BYTES, r"in\.jsonl, line 2: not a JSON value"),
+    "no_key": (
+        b'{"text": "a"}\n{"body": "b"}\n',
+        BYTES,
+        "line 2: .* with the key 'text', but got the keys 'body'",
+    ),
+    "no_object": (b'["a"]\n', BYTES, "line 1: .* with the key 'text', but got a list"),
+    "no_string": (b'{"text": 3}\n', BYTES, "line 1: expects a string under 'text', but got a int"),
+    "bad_utf8": (b'{"text": "\xff"}\n', BYTES, "line 1: not a JSON value"),
+    "surrogate": (b'{"text": "\\ud800"}\n', BYTES, "line 1: .*surrogates not allowed"),
+    "bad_token": (
+        b'{"text": "1"}\n{"text": "x"}\n',
+        NullTokenizer(9),
+        "line 2: NullTokenizer reads numbers",
+    ),
+    "empty": (b'{"text": ""}\n', BYTES, "there is no text in"),
+}
+
+
+@pytest.mark.parametrize(("content", "tokenizer", "message"), BAD_INPUT.values(), ids=BAD_INPUT)
 def test_bad_input_is_named_and_leaves_nothing_behind(
     tmp_path: Path, content: bytes, tokenizer: Any, message: str
 ) -> None:

@@ -13,8 +13,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.pretrain import loop
 from megatron.pretrain.data import dataset_files
 from megatron.pretrain.data.dataset_files import checked_lengths
-from tests.support.pretrain.training_runs import SMALL, refuse
-from tests.support.rank_pool import run_ranks
+from tests.support.pretrain.training_runs import SMALL, error_of, refuse
 
 LENGTHS = [40, 1, 0, 17, 30, 8]
 VOCABULARY = 100
@@ -191,9 +190,7 @@ def test_damaged_data_ends_a_run_on_all_ranks_before_a_model_is_built(tmp_path: 
     source = "--split 1,0,0 --tokenizer-type NullTokenizer --vocab-size 99 --eval-iters 0"
     line = SMALL[: SMALL.index("--data-path")] + source
     line = f"{line} --data-path {prefixes[0]} {prefixes[1]} --train-iters 1 --lr 1"
-    first, second = run_ranks(2, refuse_before_a_model, line)
-    assert first == second
-    assert first == (
+    assert error_of(line, job=refuse_before_a_model) == (
         f"ValueError: the data is damaged:\n  {prefixes[0]}.idx: sequence 0 (byte 34) has the"
         f" length -40\n  {prefixes[1]}.bin: token 0 (byte 0) is 150, but the vocabulary has the ids"
         " 0 to 99: it was written with another tokenizer; give its --tokenizer-type and files"

@@ -1,17 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """--full-validation reads every sample of every validation set once, on any number of ranks."""
 
-import argparse
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
-from megatron.pretrain.data.samplers import MicrobatchSampler, WholeDataset, build_iterator
-from tests.pretrain.data.test_gpt_datasets import NUMBERS, namespace, write_numbers
+from megatron.pretrain.data.samplers import WholeDataset
 from tests.support.pretrain.arguments.command_lines import MOCK, problems
+from tests.support.pretrain.number_corpora import (
+    NUMBERS,
+    NumberedSamples,
+    microbatches,
+    namespace,
+    write_numbers,
+)
 from tests.support.pretrain.saved_runs import FSDP
 from tests.support.pretrain.training_runs import (
     CORPUS,
@@ -19,23 +22,11 @@ from tests.support.pretrain.training_runs import (
     SIZES,
     STEPS,
     assert_close,
-    refuse,
+    error_of,
     train,
+    trained,
 )
 from tests.support.rank_pool import run_ranks
-
-
-class Numbered(torch.utils.data.Dataset):
-    """Samples of one token, which is their number."""
-
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return {"tokens": torch.tensor([index]), "loss_mask": torch.ones(1)}
 
 
 @pytest.mark.parametrize("dataloader_type", ["single", "cyclic"])
@@ -56,25 +47,16 @@ def test_every_sample_counts_once(
     length: int,
     dataloader_type: str,
 ) -> None:
-    args = argparse.Namespace(
-        micro_batch_size=2,
-        global_batch_size=8,
+    args = namespace(
+        dataloader_type=dataloader_type,
         data_parallel_size=num_ranks,
         virtual_pipeline_model_parallel_size=stages,
     )
-    whole = WholeDataset(Numbered(length), args)
+    whole = WholeDataset(NumberedSamples(length), args)
     assert whole.num_microbatches == passes.get(length, whole.num_microbatches)
     counted: list[int] = []
     for rank in range(num_ranks):
-        sampler = MicrobatchSampler(
-            num_samples=len(whole),
-            consumed_samples=0,
-            micro_batch_size=2,
-            rank=rank,
-            num_ranks=num_ranks,
-            shuffle_seed=1 if dataloader_type == "cyclic" else None,
-        )
-        iterator = build_iterator(whole, sampler, seed=1, num_workers=0)
+        iterator = microbatches(whole, args, rank=rank, ranks=num_ranks)
         for _ in range(sum(whole.num_microbatches)):
             batch = next(iterator)
             counted += batch["tokens"][batch["loss_mask"] == 1].tolist()
@@ -104,10 +86,6 @@ def line(paths: str, flags: str = "") -> str:
 MANY = "--multiple-validation-sets"
 
 
-def losses(record: Any, name: str) -> list[float]:
-    return [loss for _, loss in record.evaluations[name]]
-
-
 @pytest.mark.exhaustive
 def test_losses_of_whole_sets_are_the_same_on_any_number_of_ranks(sets: tuple[str, str]) -> None:
     whole = line(" ".join(sets), MANY)
@@ -119,7 +97,7 @@ def test_losses_of_whole_sets_are_the_same_on_any_number_of_ranks(sets: tuple[st
         (record,) = run_ranks(ranks, train, f"{whole} {flags}")[0]
         assert [iteration for iteration, _ in record.evaluations["validation-1"]] == [2, 4]
         for name in reference.evaluations:
-            assert_close(losses(record, name), losses(reference, name), 1e-5)
+            assert_close(record.evaluated(name), reference.evaluated(name), 1e-5)
 
 
 @pytest.mark.exhaustive
@@ -130,31 +108,26 @@ def test_losses_of_whole_sets_are_those_of_fewer_ranks_in_interleaved_pipelines(
     stages += " --num-layers 4"
     whole = line(" ".join(sets), f"{MANY} {stages}")
     # Stages have seeds of their own, so weights are those of other runs with as many stages.
-    (reference,) = run_ranks(2, train, whole)[0]
+    (reference,) = trained(whole)
     (record,) = run_ranks(4, train, f"{whole} {FSDP}")[0]
     for name in ("validation-0", "validation-1"):
-        assert_close(losses(record, name), losses(reference, name), 1e-5)
+        assert_close(record.evaluated(name), reference.evaluated(name), 1e-5)
 
 
 @pytest.mark.exhaustive
 def test_each_of_several_sets_has_the_loss_that_it_has_alone(sets: tuple[str, str]) -> None:
     first, second = sets
-    both, one, other, blended = run_ranks(
-        2,
-        train,
-        line(f"{first} {second}", MANY),
-        line(first),
-        line(second),
-        line(f"{first} {second}"),
-    )[0]
-    assert losses(both, "validation-0") == losses(one, "validation")
-    assert losses(both, "validation-1") == losses(other, "validation")
+    both, one, other, blended = trained(
+        line(f"{first} {second}", MANY), line(first), line(second), line(f"{first} {second}")
+    )
+    assert both.evaluated("validation-0") == one.evaluated("validation")
+    assert both.evaluated("validation-1") == other.evaluated("validation")
     # All samples have as many tokens: the loss of both is the mean by their 21 and 5 samples.
     means = [
         (21 * a + 5 * b) / 26
-        for a, b in zip(losses(one, "validation"), losses(other, "validation"))
+        for a, b in zip(one.evaluated("validation"), other.evaluated("validation"))
     ]
-    assert_close(losses(blended, "validation"), means, 1e-6)
+    assert_close(blended.evaluated("validation"), means, 1e-6)
 
 
 @pytest.mark.exhaustive
@@ -165,22 +138,20 @@ def test_a_resumed_run_has_the_losses_of_one_that_did_not_stop(
         " ".join(sets), f"{MANY} {FSDP} --log-interval 1 --tensorboard-dir {tmp_path}/logs"
     )
     saved = f"{whole} --save {tmp_path}/run --save-interval 2"
-    straight, _, resumed, evaluated = run_ranks(
-        2,
-        train,
+    straight, _, resumed, evaluated = trained(
         whole,
         f"{saved} --exit-interval 2",
         f"{saved} --load {tmp_path}/run",
         f"{whole} --load {tmp_path}/run --skip-train",
-    )[0]
+    )
     for name in ("validation-0", "validation-1"):
-        assert losses(resumed, name) == losses(straight, name)[1:]
-        assert losses(evaluated, name) == losses(straight, name)[1:]
+        assert resumed.evaluated(name) == straight.evaluated(name)[1:]
+        assert evaluated.evaluated(name) == straight.evaluated(name)[1:]
     entries = [
         json.loads(text) for text in (tmp_path / "run/losses.jsonl").read_text().splitlines()
     ]
     kept = [entry["validation-1"] for entry in entries if "validation-1" in entry]
-    assert kept == losses(straight, "validation-1")
+    assert kept == straight.evaluated("validation-1")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(tmp_path / "logs"))
@@ -214,8 +185,7 @@ def test_a_damaged_tokenizer_is_one_message_on_every_rank(tmp_path: Path) -> Non
     (tmp_path / "damaged.model").write_bytes(b"no model")
     flags = f"--tokenizer-type Llama2Tokenizer --tokenizer-model {tmp_path}/damaged.model"
     command = f"{SIZES} {STEPS} --data-path {CORPUS} {flags}"
-    first, second = run_ranks(2, refuse, command)
-    assert first == second and "\n" not in first
-    assert first.startswith(
-        f"ValueError: {tmp_path}/damaged.model: no model that sentencepiece can"
-    )
+    error = error_of(command)
+    assert "\n" not in error
+    path = f"{tmp_path}/damaged.model"
+    assert error.startswith(f"ValueError: {path}: no model that sentencepiece can")

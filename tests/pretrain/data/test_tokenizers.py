@@ -21,6 +21,7 @@ from tests.support.pretrain.vocabularies import (
     TEXT,
     gpt2_bpe,
     hugging_face,
+    save_words,
     sentence_piece,
     tiktoken_json,
 )
@@ -238,37 +239,19 @@ def test_tokenizer_arguments_that_do_not_fit_are_refused(
 
 
 def test_hugging_face_tokenizer_reads_a_local_folder(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
-    tokenizers = pytest.importorskip("tokenizers")
-    words = {"<eos>": 0, "hello": 1, "world": 5}
-    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<eos>"))
-    backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    transformers.PreTrainedTokenizerFast(
-        tokenizer_object=backend, eos_token="<eos>"
-    ).save_pretrained(tmp_path)
-
+    save_words(tmp_path, {"<eos>": 0, "hello": 1, "world": 5}, unk="<eos>", eos="<eos>")
     tokenizer = tokenizer_with("HuggingFaceTokenizer", str(tmp_path))
     assert tokenizer.tokenize(b"hello world").tolist() == [1, 5]
     assert tokenizer.detokenize([1, 5, 0]) == "hello world"
     assert (tokenizer.vocab_size, tokenizer.eod, tokenizer.pad) == (6, 0, -1)
-    transformers.PreTrainedTokenizerFast(
-        tokenizer_object=backend, eos_token="<eos>", pad_token="<eos>"
-    ).save_pretrained(tmp_path)
-    tokenizer = tokenizer_with("HuggingFaceTokenizer", str(tmp_path))
-    assert tokenizer.pad == 0 and is_ambiguous(tokenizer)
 
 
-@pytest.mark.parametrize("name", ["unk_token", "bos_token", None])
+@pytest.mark.parametrize("name", ["eos_token", "unk_token", "bos_token", None])
 def test_padding_that_is_another_special_token_is_known(name: str | None, tmp_path: Path) -> None:
     """As in Megatron-LM: such tokens stand in texts, and their loss counts unless it is told."""
-    transformers = pytest.importorskip("transformers")
-    tokenizers = pytest.importorskip("tokenizers")
     words = {"<eos>": 0, "<pad>": 1, "<unk>": 2, "hello": 3}
-    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
     shared = {name: "<pad>"} if name else {}
-    transformers.PreTrainedTokenizerFast(
-        tokenizer_object=backend, eos_token="<eos>", pad_token="<pad>", **shared
-    ).save_pretrained(tmp_path)
+    save_words(tmp_path, words, unk="<unk>", eos="<eos>", pad_token="<pad>", **shared)
     tokenizer = tokenizer_with("HuggingFaceTokenizer", str(tmp_path))
     assert tokenizer.pad == 1 and is_ambiguous(tokenizer) == (name is not None)
 

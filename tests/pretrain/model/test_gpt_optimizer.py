@@ -14,7 +14,7 @@ from megatron.pretrain.model.gpt_model import build_model
 from megatron.pretrain.model.gpt_optimizer import build_optimizer
 from tests.support.pretrain.parity import LLAMA, Combination
 from tests.support.pretrain.saved_runs import FSDP, SIX
-from tests.support.pretrain.training_runs import SMALL, build, name_of, prepare, train
+from tests.support.pretrain.training_runs import SMALL, build, name_of, prepare, train, trained
 from tests.support.rank_pool import run_ranks
 
 
@@ -42,7 +42,7 @@ def test_the_optimizer_is_bare_and_the_loop_knows() -> None:
     combination = Combination(2, "dp", 3, LLAMA, "--train-iters 1")
     kind, is_chain, states = run_ranks(2, look_at_the_optimizer, combination.ours)[0]
     assert kind is DistributedOptimizer and not is_chain and states == 15
-    assert run_ranks(2, train, combination.ours)[0][0].iteration == 1
+    assert trained(combination.ours)[0].iteration == 1
 
 
 def decay_of_unowned_weights(command_line: str) -> dict[str, tuple[int, float]]:

@@ -7,7 +7,7 @@ import pytest
 
 from tests.pretrain.report.test_timing import scalars
 from tests.support.pretrain.saved_runs import FSDP
-from tests.support.pretrain.training_runs import SMALL, Record, assert_close, train
+from tests.support.pretrain.training_runs import SMALL, Record, assert_close, train, trained
 from tests.support.rank_pool import run_ranks
 
 EXPERTS = (
@@ -28,7 +28,7 @@ def column(record: Record, name: str) -> list[float]:
 @pytest.mark.parametrize("layout", ["", "--expert-model-parallel-size 2"], ids=["dp2", "ep2"])
 def test_router_losses_are_those_of_one_rank(layout: str) -> None:
     alone = run_ranks(1, train, LINE)[0][0]
-    ddp, fsdp = run_ranks(2, train, f"{LINE} {layout}", f"{LINE} {layout} {FSDP}")[0]
+    ddp, fsdp = trained(f"{LINE} {layout}", f"{LINE} {layout} {FSDP}")
     for name in NAMES:
         assert_close(column(fsdp, name), column(ddp, name), 1e-5)
     # Balance is a mean over the microbatches of all ranks; the first rank reports its own z-loss.
@@ -40,7 +40,7 @@ def test_router_losses_are_those_of_one_rank(layout: str) -> None:
 @pytest.mark.exhaustive
 def test_every_layer_is_logged_if_asked(tmp_path: Path) -> None:
     board = f"--moe-per-layer-logging --tensorboard-dir {tmp_path}"
-    record = run_ranks(2, train, f"{LINE} {board} {FSDP} --mtp-num-layers 1 {ROTARY}")[0][0]
+    record = trained(f"{LINE} {board} {FSDP} --mtp-num-layers 1 {ROTARY}")[0]
     step = record.steps[0]
     layers = [step[f"moe/z_loss_layer_{number}"] for number in range(3)]
     assert layers[0] > 0 and layers[1] == 0  # the second layer is dense, see --moe-layer-freq

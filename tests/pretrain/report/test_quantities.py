@@ -35,22 +35,12 @@ def test_a_number_keeps_its_significant_digits(value: float, shown: str) -> None
 
 
 def test_quantities_have_units_that_fit_their_size() -> None:
-    assert [duration(each) for each in (0.000312, 0.2054, 12.34)] == [
-        "0.312 ms",
-        "205 ms",
-        "12.3 s",
-    ]
-    assert [clock(each) for each in (0, 35.4, 3723, 273906)] == [
-        "0:00",
-        "0:35",
-        "1:02:03",
-        "3 d 04:05:06",
-    ]
-    assert [size(each * 2**20) for each in (0.5, 812, 80_000)] == [
-        "0.500 MiB",
-        "812 MiB",
-        "78.1 GiB",
-    ]
+    durations = [duration(each) for each in (0.000312, 0.2054, 12.34)]
+    assert durations == ["0.312 ms", "205 ms", "12.3 s"]
+    clocks = [clock(each) for each in (0, 35.4, 3723, 273906)]
+    assert clocks == ["0:00", "0:35", "1:02:03", "3 d 04:05:06"]
+    sizes = [size(each * 2**20) for each in (0.5, 812, 80_000)]
+    assert sizes == ["0.500 MiB", "812 MiB", "78.1 GiB"]
     assert [count(each) for each in (312, 3_212_544, 70_553_706_496)] == ["312", "3.21 M", "70.6 B"]
 
 

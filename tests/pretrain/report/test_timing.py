@@ -16,7 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from megatron.mcore_adapter import cpu
 from megatron.pretrain.report.timing import BATCH, PhaseTimes
 from tests.support.pretrain.saved_runs import FSDP
-from tests.support.pretrain.training_runs import SMALL, Record, pretrain, train
+from tests.support.pretrain.training_runs import SMALL, Record, pretrain, trained
 from tests.support.rank_pool import run_ranks
 
 SHARDED = f"{SMALL} {FSDP} --data-parallel-sharding-strategy optim_grads_params"
@@ -38,7 +38,7 @@ def scalars(folder: Path) -> dict[str, list[int]]:
 def test_phases_of_a_sharded_run_are_timed_on_the_log_and_in_tensorboard(tmp_path: Path) -> None:
     line = f"{LINE} --tensorboard-dir {tmp_path}/board"
     timed = f"{line} --timing-log-level 2 --log-timers-to-tensorboard --save {tmp_path}/run"
-    plain, record = run_ranks(2, train, LINE, f"{timed} --save-interval 4")[0]
+    plain, record = trained(LINE, f"{timed} --save-interval 4")
     assert record.losses == plain.losses
     texts = [each for each in record.lines if each.startswith("(min, max) time across ranks (ms)")]
     load, first, last, second, save = map(times_of, texts)
@@ -70,7 +70,7 @@ def test_phases_of_a_sharded_run_are_timed_on_the_log_and_in_tensorboard(tmp_pat
 )
 def test_times_of_ranks_are_shown_as_asked(option: str, shown: str) -> None:
     line = f"{LINE} --exit-interval 2 --timing-log-level 1 --timing-log-option {option}"
-    lines = run_ranks(2, train, f"{line} --no-barrier-with-level-1-timing")[0][0].lines
+    lines = trained(f"{line} --no-barrier-with-level-1-timing")[0].lines
     assert any(re.search(shown, each) for each in lines)
     assert not any("forward-compute" in each for each in lines)
 
@@ -111,7 +111,7 @@ def test_level_0_calls_no_collective_and_level_1_waits_unless_told() -> None:
 @pytest.mark.exhaustive
 def test_an_evaluation_is_not_timed() -> None:
     line = LINE.replace("--eval-iters 0", "--eval-iters 4 --eval-interval 1")
-    record = run_ranks(2, train, f"{line} --timing-log-level 2")[0][0]
+    record = trained(f"{line} --timing-log-level 2")[0]
     times = [times_of(each) for each in record.lines if "forward-compute" in each]
     assert record.evaluations["validation"] and len(times) == 3
     for each in times:

@@ -15,7 +15,7 @@ from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.pretrain import loop, training_step
 from megatron.pretrain.watch.rerun import RerunExitError
 from tests.support.pretrain.saved_runs import DROPOUT, FSDP, saved_at
-from tests.support.pretrain.training_runs import Record, pretrain, train
+from tests.support.pretrain.training_runs import Record, pretrain, trained
 from tests.support.rank_pool import run_ranks
 
 SHORT = f"{DROPOUT} --exit-interval 4 --log-interval 1"
@@ -109,12 +109,7 @@ def test_an_error_that_stays_is_looked_at_on_another_machine(
     assert [code for code, _ in run_ranks(2, stopped, resumed)] == [16, 16]  # the same machine
     assert [code for code, _ in run_ranks(2, stopped, resumed, "second")] == [17, 17]
     # Without the machine the run goes on, as if it had never been stopped.
-    rest, whole = run_ranks(
-        2,
-        train,
-        f"{SHORT} {flags} --load {tmp_path}",
-        f"{SHORT} {flags}",
-    )[0]
+    rest, whole = trained(f"{SHORT} {flags} --load {tmp_path}", f"{SHORT} {flags}")
     assert rest.steps == whole.steps[1:]
 
 
@@ -143,7 +138,7 @@ def train_with_low_limits(command_line: str, name: str) -> tuple[Record, int]:
 )
 def test_spikes_are_repeated_and_training_goes_on(flag: str, name: str, flags: str) -> None:
     line = f"{SHORT} {flags}"
-    plain = run_ranks(2, train, line)[0][0]
+    plain = trained(line)[0]
     checked = f"{line} {flag} --rerun-mode validate_results"
     record, count = run_ranks(2, train_with_low_limits, checked, name)[0]
     assert record.steps == plain.steps

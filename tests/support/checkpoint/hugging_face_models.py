@@ -132,6 +132,11 @@ RUN = (
     " --tokenizer-type NullTokenizer"
 )
 """Flags of a run that have nothing to do with its model."""
+SHORT_RUN = (
+    f"{RUN} --global-batch-size 4 --lr-decay-style constant --num-workers 0 --eval-iters 0"
+    f" --vocab-size {VOCABULARY - 1}"
+)
+"""Flags of a run on two ranks, for models of any family."""
 
 
 def randomize(model: torch.nn.Module) -> None:
@@ -166,6 +171,11 @@ def saved_model(kind: str, directory: Path, **options: Any) -> Any:
     randomize(model)
     model.save_pretrained(directory, **options)
     return model.eval()
+
+
+def save_model(kind: str, directory: Path) -> None:
+    """Job: save a small random model."""
+    saved_model(kind, directory)
 
 
 def config_of(kind: str, **changes: Any) -> dict[str, Any]:

@@ -212,9 +212,7 @@ def matrices_are_stepped_as_without_sharding(names: Names) -> None:
 
 
 def before_offload() -> Names:
-    torch.manual_seed(3)
-    names = {"model": ModelOfMatrices(), "Block": TwoMatrices, "fully_shard": fully_shard}
-    return names | {"CPUOffloadPolicy": CPUOffloadPolicy}
+    return before_matrices() | {"CPUOffloadPolicy": CPUOffloadPolicy}
 
 
 def the_model_trains_as_on_the_device(names: Names) -> None:
@@ -402,10 +400,12 @@ def the_settings_shard_a_model(names: Names) -> None:
 def the_class_is_the_drop_ins(names: Names) -> None:
     import megatron.core.distributed as core_distributed
 
+    from megatron.mcore_adapter import drop_in
+
     try:
         module = core_distributed.__dict__["FullyShardedDataParallel"].__module__
     finally:
-        names["drop_in"].uninstall()
+        drop_in.uninstall()
     assert module.startswith("megatron.mcore_adapter.")
 
 

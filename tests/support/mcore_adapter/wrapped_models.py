@@ -26,19 +26,29 @@ def make_module(flags: str = "") -> tuple[Any, Any, torch.nn.Module]:
 
 
 def make_wrapper(flags: str = "", **arguments: Any) -> FullyShardedDataParallel:
-    args, config, module = make_module(flags)
+    return wrap(*make_module(flags), **arguments)
+
+
+def wrap(
+    args: Any, config: Any, module: torch.nn.Module, **arguments: Any
+) -> FullyShardedDataParallel:
     return FullyShardedDataParallel(
         config=config, ddp_config=ddp_config(args, num_parameters=1), module=module, **arguments
     )
 
 
-def backward(model: torch.nn.Module, seed: int) -> None:
-    """Forward and backward of one microbatch that no other rank has."""
+def loss_of(model: torch.nn.Module, seed: int) -> torch.Tensor:
+    """Return the summed loss of one microbatch that no other rank has."""
     generator = torch.Generator().manual_seed(100 * dist.get_rank() + seed)
     tokens = torch.randint(99, (2, 33), generator=generator)
     mask = torch.ones(1, 1, 32, 32).triu(1).bool()
     positions = torch.arange(32).expand(2, 32)
-    model(tokens[:, :-1], positions, mask, labels=tokens[:, 1:].contiguous()).sum().backward()
+    loss: torch.Tensor = model(tokens[:, :-1], positions, mask, labels=tokens[:, 1:].contiguous())
+    return loss.sum()
+
+
+def backward(model: torch.nn.Module, seed: int) -> None:
+    loss_of(model, seed).backward()
 
 
 def gradients(model: FullyShardedDataParallel) -> dict[str, torch.Tensor]:

@@ -57,6 +57,7 @@ MLA = """--multi-latent-attention --q-lora-rank 16 --kv-lora-rank 16 --qk-head-d
     --normalization RMSNorm --swiglu --disable-bias-linear --untie-embeddings-and-output-weights"""
 
 MTP = "--mtp-num-layers 1"
+RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 
 DEEPSEEK = f"""{MLA} --num-experts 4 --moe-ffn-hidden-size 32 --moe-router-topk 2 --moe-layer-freq
     ([0]*1+[1]*3) {SHARED} {BIAS} --moe-aux-loss-coeff 1e-3 --moe-token-dispatcher-type alltoall

@@ -42,6 +42,7 @@ from megatron.pretrain.report.logging_setup import set_up_logging
 from megatron.pretrain.report.report import Report
 from megatron.pretrain.run_state import Progress
 from tests.support.model_parallel import initialize
+from tests.support.rank_pool import run_ranks
 
 SIZES = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2"
@@ -99,6 +100,10 @@ class Record:
     @property
     def losses(self) -> list[float]:
         return self.column("lm loss")
+
+    def evaluated(self, name: str) -> list[float]:
+        """Return the losses of all evaluations of a split."""
+        return [loss for _, loss in self.evaluations[name]]
 
 
 class RecordingReport(Report):
@@ -177,6 +182,12 @@ def train(*command_lines: str) -> list[Record]:
     return [pretrain(command_line) for command_line in command_lines]
 
 
+def trained(*command_lines: str) -> list[Record]:
+    """Train on two ranks, one run after the other; return the records of the first rank."""
+    records: list[Record] = run_ranks(2, train, *command_lines)[0]
+    return records
+
+
 def refuse(command_line: str) -> str:
     """Job: a run that must fail; type and message of the error."""
     try:
@@ -184,6 +195,13 @@ def refuse(command_line: str) -> str:
     except (ValueError, RuntimeError, NotImplementedError, OSError) as error:
         return f"{type(error).__name__}: {error}"
     raise AssertionError("the run did not fail")
+
+
+def error_of(command_line: str, *more: Any, job: Callable[..., str] = refuse) -> str:
+    """Return the error with which two ranks end a run: the same one."""
+    first, second = run_ranks(2, job, command_line, *more)
+    assert first == second
+    return first
 
 
 def assert_close(values: list[float], expected: list[float], relative: float) -> None:
@@ -234,6 +252,16 @@ def load_checkpoint(run: loop.TrainingRun) -> None:
     run.progress = checkpointing.load(run.args, run, run.report.say)
 
 
+def lines_of_load(command_line: str) -> list[str] | str:
+    """Job: return the notes that a load prints, or its error."""
+    run = build(command_line)
+    try:
+        load_checkpoint(run)
+    except ValueError as error:
+        return str(error)
+    return [line for line in run.report.record.lines if "note: " in line]
+
+
 def save_checkpoint(run: loop.TrainingRun) -> None:
     """Save a checkpoint where the command line says."""
     checkpointing.save(run.args, run, run.progress, run.report.say)
@@ -282,9 +310,7 @@ def assert_same_run(fsdp: Record, ddp: Record, loss: float, norm: float) -> None
         assert [iteration for iteration, _ in fsdp.evaluations[name]] == [
             iteration for iteration, _ in expected
         ]
-        assert_close(
-            [loss for _, loss in fsdp.evaluations[name]], [loss for _, loss in expected], loss
-        )
+        assert_close(fsdp.evaluated(name), ddp.evaluated(name), loss)
 
 
 def name_of(name: str) -> str:

@@ -54,19 +54,36 @@ def tiktoken_json(folder: Path) -> str:
     return str(path)
 
 
-def hugging_face(folder: Path) -> str:
-    """Save a tokenizer of words that puts <bos> before texts; return the folder."""
+def save_words(
+    folder: Path, words: dict[str, int], unk: str, eos: str, begin: str = "", **special: str
+) -> None:
+    """Save a tokenizer of words, with further special tokens by their names.
+
+    Args:
+        folder: where it is saved.
+        words: word -> its number.
+        unk: stands for unknown words.
+        eos: ends a text.
+        begin: a word that is put before texts.
+        **special: tokens by the names that transformers has for them.
+    """
     import tokenizers
     import transformers
 
-    words = {"<eos>": 0, "<bos>": 1, **{word: 2 + i for i, word in enumerate(set(TEXT.split()))}}
-    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<eos>"))
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token=unk))
     backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    backend.post_processor = tokenizers.processors.TemplateProcessing(
-        single="<bos> $A", special_tokens=[("<bos>", 1)]
-    )
-    saved = folder / "words"
+    if begin:
+        backend.post_processor = tokenizers.processors.TemplateProcessing(
+            single=f"{begin} $A", special_tokens=[(begin, words[begin])]
+        )
     transformers.PreTrainedTokenizerFast(
-        tokenizer_object=backend, eos_token="<eos>", bos_token="<bos>"
-    ).save_pretrained(saved)
-    return str(saved)
+        tokenizer_object=backend, **{"eos_token": eos, **special}
+    ).save_pretrained(folder)
+
+
+def hugging_face(folder: Path) -> str:
+    """Save a tokenizer of words that puts <bos> before texts; return the folder."""
+    words = {"<eos>": 0, "<bos>": 1, **{word: 2 + i for i, word in enumerate(set(TEXT.split()))}}
+    special = {"unk": "<eos>", "eos": "<eos>", "bos_token": "<bos>"}
+    save_words(folder / "words", words, begin="<bos>", **special)
+    return str(folder / "words")

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from tools import transformer_engine_on_cpu
+
 
 def make_gpt(recipe: str | None, **settings: Any) -> tuple[Any, Any]:
     """Return the config of a GPT, with further `settings`, and the GPT in bf16, or FP8 weights."""
@@ -39,3 +41,24 @@ def make_gpt(recipe: str | None, **settings: Any) -> tuple[Any, Any]:
     spec = get_gpt_layer_with_transformer_engine_spec()
     model = GPTModel(config, spec, vocab_size=64, max_sequence_length=32)
     return config, Float16Module(config, model)
+
+
+def make_sharded_gpt(recipe: str | None, strategy: str) -> Any:
+    """Return a GPT in the adapter's wrapper, with main weights for a distributed optimizer."""
+    transformer_engine_on_cpu.use()
+    from megatron.mcore_adapter import cpu
+
+    cpu.install()
+    from megatron.core.distributed import DistributedDataParallelConfig
+
+    from megatron.mcore_adapter import FullyShardedDataParallel
+
+    config, module = make_gpt(recipe)
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=True,
+        use_megatron_fsdp=True,
+        fp8_param_gather=recipe is not None,
+        data_parallel_sharding_strategy=strategy,
+    )
+    return FullyShardedDataParallel(config, ddp_config, module)

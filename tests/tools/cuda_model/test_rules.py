@@ -82,10 +82,7 @@ def test_a_report_names_both_accesses_with_stack_and_stream() -> None:
 
 def test_two_reads_need_no_order() -> None:
     def program() -> None:
-        x, side = torch.zeros(4), torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            y = x * 2
+        x, side, y = doubled_on_another_stream()
         x * 3
         torch.cuda.current_stream().wait_stream(side)
         del y
@@ -126,11 +123,16 @@ def test_lists_of_tensors_and_gradients_are_seen() -> None:
 # ---- the caching allocator
 
 
-def use_on_another_stream(before_free: Callable[[torch.Tensor, torch.cuda.Stream], object]) -> None:
+def doubled_on_another_stream() -> tuple[torch.Tensor, torch.cuda.Stream, torch.Tensor]:
+    """Return a tensor, and another stream that waits for it and then computes a result of it."""
     x, side = torch.zeros(4), torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        result = x * 2
+        return x, side, x * 2
+
+
+def use_on_another_stream(before_free: Callable[[torch.Tensor, torch.cuda.Stream], object]) -> None:
+    x, side, result = doubled_on_another_stream()
     before_free(x, side)
     del x
     torch.empty(4)  # may get the memory of x
@@ -151,10 +153,7 @@ def test_freed_memory_serves_its_own_stream_at_once() -> None:
 
 def test_memory_that_is_freed_too_early_is_safe_until_its_stream_allocates() -> None:
     def program() -> None:
-        x, side = torch.zeros(4), torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            result = x * 2
+        x, side, result = doubled_on_another_stream()
         del x
         torch.cuda.current_stream().wait_stream(side)
         torch.empty(4)
@@ -192,10 +191,7 @@ def test_memory_belongs_to_the_stream_that_allocates_it() -> None:
 
 def test_storage_that_is_resized_is_freed_and_allocated() -> None:
     def free_while_used(waits: bool) -> None:
-        x, side = torch.zeros(4), torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            result = x * 2
+        x, side, result = doubled_on_another_stream()
         if waits:
             torch.cuda.current_stream().wait_stream(side)
         x.untyped_storage().resize_(0)

@@ -73,9 +73,8 @@ def assert_is(found: OptimizerTensors, weights: dict[str, LazyTensor], expected:
             if slot == "param"
             else {name: slots[slot] for name, slots in found.moments.items()}
         )
-        assert set(tensors) >= set(expected[slot]) and (
-            tensors is weights or set(tensors) == set(expected[slot])
-        )
+        assert set(tensors) >= set(expected[slot])
+        assert tensors is weights or set(tensors) == set(expected[slot])
         for name, value in expected[slot].items():
             assert tensors[name].shape == tuple(value.shape) and tensors[name].dtype == value.dtype
             assert torch.equal(tensors[name].read(), value), (slot, name)

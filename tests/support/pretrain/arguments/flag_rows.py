@@ -40,8 +40,16 @@ def changes(
     return FlagRow(flag, beside, changes=named, base=base, gpu=gpu)
 
 
-def shown(flag: str, test: str) -> FlagRow:
-    return FlagRow(flag, shown_by=test)
+def shown(table: str) -> list[FlagRow]:
+    """Return a row for each flag of a table of tests, each followed by the flags that it shows."""
+    rows = []
+    test = ""
+    for word in table.split():
+        if word.startswith("--"):
+            rows.append(FlagRow(word, shown_by=test))
+        else:
+            test = word
+    return rows
 
 
 FSDP = "--use-megatron-fsdp"

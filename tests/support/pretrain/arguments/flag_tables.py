@@ -22,20 +22,8 @@ VIRTUAL = "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-ra
 VIRTUAL_OF_FOUR = "--pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 2"
 EXPERTS = "--num-experts 8 --disable-bias-linear"
 FP8 = "--fp8-format hybrid"
-BF16_LAYERS = f"{FP8} --fp8-recipe tensorwise --first-last-layers-bf16"
 OFFLOAD = f"{FSDP} --optimizer-cpu-offload"
-bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
-
-SAVES_IN_BACKGROUND = "--save s --save-interval 1 --async-save"
-IN_BACKGROUND = "test_background_save.py::test_a_save_in_the_background_is_a_blocking_one"
-NON_PERSISTENT = "test_non_persistent_saves.py::test_the_newer_checkpoint_of_both_kinds_is_loaded"
-CHECKPOINTING = "test_checkpointing.py::"
-LEFT_OUT_OF_SAVE = (
-    f"{CHECKPOINTING}test_what_was_not_saved_is_missed_by_name_and_can_be_done_without"
-)
-LEFT_OUT_OF_LOAD = (
-    f"{CHECKPOINTING}test_the_optimizer_or_the_random_state_can_be_left_out_of_a_load"
-)
+bf16, fp32 = torch.bfloat16, torch.float32
 
 DATA_PARALLELISM = (
     changes(
@@ -67,10 +55,6 @@ DATA_PARALLELISM = (
         ddp__fsdp_double_buffer=True,
         ddp__fsdp_manual_registration=True,
         gpu=True,
-    ),
-    shown(
-        "--fsdp-manual-registration",
-        "test_rules.py::test_user_buffers_are_registered_after_the_first_step_with_fsdp_only",
     ),
     changes(
         "--megatron-fsdp-max-pool-double-buffer",
@@ -116,38 +100,12 @@ DATA_PARALLELISM = (
         model__fp8_param=True,
         ddp__fp8_param_gather=True,
     ),
-    shown(
-        "--reuse-grad-buf-for-mxfp8-param-ag",
-        "test_low_precision.py::test_strategies_train_as_the_ddp_of_megatron_core",
-    ),
-    shown("--fp4-param-gather", "test_releases.py::test_weights_in_fp4_train_like_ddp"),
-    *(
-        shown(
-            flag,
-            "test_precision_aware.py::test_strategies_have_the_losses_of_ddp_with_the_same_dtypes",
-        )
-        for flag in (
-            "--use-precision-aware-optimizer",
-            "--main-grads-dtype",
-            "--main-params-dtype",
-            "--exp-avg-dtype",
-            "--exp-avg-sq-dtype",
-        )
-    ),
     changes("--optimizer-cpu-offload", FSDP, ddp__megatron_fsdp_offload_policy=Offload()),
     changes(
         "--optimizer-offload-fraction 0.5",
         OFFLOAD,
         ddp__megatron_fsdp_offload_policy=Offload(fraction=0.5),
         optimizer__optimizer_offload_fraction=0.5,
-    ),
-    shown(
-        "--cuda-graph-impl",
-        "test_captured_iterations.py::test_iterations_have_the_bits_of_a_run_without_graphs",
-    ),
-    shown(
-        "--no-align-grad-reduce",
-        "test_flags.py::test_gradients_of_stages_are_reduced_together_unless_told_otherwise",
     ),
     changes("--no-align-param-gather", f"{OVERLAP} {VIRTUAL}", ddp__align_param_gather=False),
     changes("--use-sharp", gpu=True, groups__use_sharp=True),
@@ -157,7 +115,6 @@ DATA_PARALLELISM = (
         gpu=True,
         groups__sharp_enabled_group="dp_replica",
     ),
-    shown("--nccl-communicator-config-path", "test_nccl_settings.py::test_settings_reach_core"),
 )
 
 OPTIMIZER = (
@@ -230,97 +187,17 @@ OPTIMIZER = (
 )
 
 CHECKPOINTS = (
-    shown(
-        "--save",
-        f"{CHECKPOINTING}test_a_resumed_run_has_bitwise_the_losses_of_one_that_never_stopped",
-    ),
-    shown(
-        "--load",
-        f"{CHECKPOINTING}test_a_resumed_run_has_bitwise_the_losses_of_one_that_never_stopped",
-    ),
-    shown(
-        "--save-interval", "test_torch_dist_checkpoint.py::test_without_fsdp_a_run_resumes_bitwise"
-    ),
-    shown(
-        "--save-retain-interval",
-        f"{CHECKPOINTING}test_old_checkpoints_are_dropped_but_for_multiples_and_the_newest",
-    ),
-    shown(
-        "--ckpt-format",
-        "test_direct_loading.py::test_a_run_with_fsdp_saves_what_runs_with_and_without_it_load",
-    ),
-    shown(
-        "--no-strict-fsdp-dtensor-load",
-        f"{CHECKPOINTING}test_a_partial_load_takes_what_there_is_and_a_strict_one_says_what_is_missing",
-    ),
     changes("--dist-ckpt-strictness raise_all", torch_dist__strict="raise_all"),
     changes(
         "--dist-ckpt-optim-fully-reshardable",
         SHARDED,
         torch_dist__distrib_optim_sharding_type="fully_reshardable",
     ),
-    shown(
-        "--distrib-optim-fully-reshardable-mem-efficient",
-        "test_torch_dist_checkpoint.py::test_the_first_rank_alone_gathers_the_optimizer_to_write_it",
+    changes(
+        "--async-strategy mcore",
+        "--save s --save-interval 1 --async-save",
+        args__async_strategy="mcore",
     ),
-    shown("--async-save", IN_BACKGROUND),
-    shown(
-        "--ckpt-assume-constant-structure",
-        "test_constant_structure.py::test_saves_with_fsdp_are_planned_once_and_are_the_same",
-    ),
-    shown("--use-persistent-ckpt-worker", IN_BACKGROUND),
-    changes("--async-strategy mcore", SAVES_IN_BACKGROUND, args__async_strategy="mcore"),
-    shown("--non-persistent-save-interval", NON_PERSISTENT),
-    shown("--non-persistent-ckpt-type", NON_PERSISTENT),
-    shown("--non-persistent-global-ckpt-dir", NON_PERSISTENT),
-    shown(
-        "--no-ckpt-fully-parallel-save",
-        "test_constant_structure.py::test_without_shared_work_the_first_rank_writes_what_all_have",
-    ),
-    shown(
-        "--ckpt-fully-parallel-load",
-        "test_torch_dist_checkpoint.py::test_ranks_read_parts_and_exchange_them",
-    ),
-    shown("--no-save-optim", LEFT_OUT_OF_SAVE),
-    shown("--no-save-rng", LEFT_OUT_OF_SAVE),
-    shown("--no-load-optim", LEFT_OUT_OF_LOAD),
-    shown(
-        "--no-load-rng", f"{CHECKPOINTING}test_without_the_random_state_dropout_goes_another_way"
-    ),
-    shown("--finetune", LEFT_OUT_OF_LOAD),
-    shown(
-        "--no-load-fallback",
-        "test_newest_checkpoint.py::test_the_newest_itself_can_be_insisted_on",
-    ),
-    shown(
-        "--overwrite",
-        "test_save_directory.py::test_a_run_overwrites_nothing_that_it_does_not_continue",
-    ),
-    shown(
-        "--ckpt-step",
-        f"{CHECKPOINTING}test_a_step_that_is_not_there_is_refused_with_those_that_are",
-    ),
-    shown(
-        "--exit-on-missing-checkpoint",
-        f"{CHECKPOINTING}test_a_run_starts_from_scratch_without_a_checkpoint_unless_told_to_stop",
-    ),
-    shown(
-        "--use-checkpoint-args",
-        "test_checkpoint_arguments.py::test_the_model_of_the_checkpoint_takes_the_place_of_the_flags",
-    ),
-    shown(
-        "--no-check-checkpoint-args",
-        "test_checkpoint_arguments.py::test_a_model_that_means_something_else_is_refused_on_all_ranks_alike",
-    ),
-    shown(
-        "--pretrained-checkpoint",
-        f"{CHECKPOINTING}test_a_pretrained_checkpoint_gives_the_weights_where_there_is_no_checkpoint_yet",
-    ),
-    shown(
-        "--dump-param-to-param-group-map",
-        "test_gpt_optimizer.py::test_the_map_of_parameters_to_groups_is_a_checkpoint_that_torch_reads",
-    ),
-    shown("--no-verify-integrity", "test_integrity.py::test_damage_is_loaded_without_verification"),
 )
 
 PARALLELISM = (
@@ -379,7 +256,6 @@ PARALLELISM = (
         start__timeout=timedelta(minutes=7),
         groups__distributed_timeout_minutes=7,
     ),
-    shown("--data-parallel-random-init", "test_loop.py::test_flags_change_fsdp_as_they_change_ddp"),
     changes("--disable-gloo-process-groups", groups__create_gloo_process_groups=False),
     changes(
         "--high-priority-stream-groups dp_cp",
@@ -396,4 +272,62 @@ PARALLELISM = (
     ),
 )
 
-ROWS = [*DATA_PARALLELISM, *OPTIMIZER, *CHECKPOINTS, *PARALLELISM]
+SHOWN = """
+    test_background_save.py::test_a_save_in_the_background_is_a_blocking_one
+        --async-save --use-persistent-ckpt-worker
+    test_captured_iterations.py::test_iterations_have_the_bits_of_a_run_without_graphs
+        --cuda-graph-impl
+    test_checkpoint_arguments.py::test_the_model_of_the_checkpoint_takes_the_place_of_the_flags
+        --use-checkpoint-args
+    test_checkpoint_arguments.py::test_a_model_that_means_something_else_is_refused_on_all_ranks_alike
+        --no-check-checkpoint-args
+    test_checkpointing.py::test_a_resumed_run_has_bitwise_the_losses_of_one_that_never_stopped
+        --save --load
+    test_checkpointing.py::test_old_checkpoints_are_dropped_but_for_multiples_and_the_newest
+        --save-retain-interval
+    test_checkpointing.py::test_a_partial_load_takes_what_there_is_and_a_strict_one_says_what_is_missing
+        --no-strict-fsdp-dtensor-load
+    test_checkpointing.py::test_what_was_not_saved_is_missed_by_name_and_can_be_done_without
+        --no-save-optim --no-save-rng
+    test_checkpointing.py::test_the_optimizer_or_the_random_state_can_be_left_out_of_a_load
+        --no-load-optim --finetune
+    test_checkpointing.py::test_without_the_random_state_dropout_goes_another_way --no-load-rng
+    test_checkpointing.py::test_a_step_that_is_not_there_is_refused_with_those_that_are --ckpt-step
+    test_checkpointing.py::test_a_run_starts_from_scratch_without_a_checkpoint_unless_told_to_stop
+        --exit-on-missing-checkpoint
+    test_checkpointing.py::test_a_pretrained_checkpoint_gives_the_weights_where_there_is_no_checkpoint_yet
+        --pretrained-checkpoint
+    test_constant_structure.py::test_saves_with_fsdp_are_planned_once_and_are_the_same
+        --ckpt-assume-constant-structure
+    test_constant_structure.py::test_without_shared_work_the_first_rank_writes_what_all_have
+        --no-ckpt-fully-parallel-save
+    test_direct_loading.py::test_a_run_with_fsdp_saves_what_runs_with_and_without_it_load
+        --ckpt-format
+    test_flags.py::test_gradients_of_stages_are_reduced_together_unless_told_otherwise
+        --no-align-grad-reduce
+    test_gpt_optimizer.py::test_the_map_of_parameters_to_groups_is_a_checkpoint_that_torch_reads
+        --dump-param-to-param-group-map
+    test_integrity.py::test_damage_is_loaded_without_verification --no-verify-integrity
+    test_loop.py::test_flags_change_fsdp_as_they_change_ddp --data-parallel-random-init
+    test_low_precision.py::test_strategies_train_as_the_ddp_of_megatron_core
+        --reuse-grad-buf-for-mxfp8-param-ag
+    test_nccl_settings.py::test_settings_reach_core --nccl-communicator-config-path
+    test_newest_checkpoint.py::test_the_newest_itself_can_be_insisted_on --no-load-fallback
+    test_non_persistent_saves.py::test_the_newer_checkpoint_of_both_kinds_is_loaded
+        --non-persistent-save-interval --non-persistent-ckpt-type --non-persistent-global-ckpt-dir
+    test_precision_aware.py::test_strategies_have_the_losses_of_ddp_with_the_same_dtypes
+        --use-precision-aware-optimizer --main-grads-dtype --main-params-dtype
+        --exp-avg-dtype --exp-avg-sq-dtype
+    test_releases.py::test_weights_in_fp4_train_like_ddp --fp4-param-gather
+    test_rules.py::test_user_buffers_are_registered_after_the_first_step_with_fsdp_only
+        --fsdp-manual-registration
+    test_save_directory.py::test_a_run_overwrites_nothing_that_it_does_not_continue --overwrite
+    test_torch_dist_checkpoint.py::test_without_fsdp_a_run_resumes_bitwise --save-interval
+    test_torch_dist_checkpoint.py::test_the_first_rank_alone_gathers_the_optimizer_to_write_it
+        --distrib-optim-fully-reshardable-mem-efficient
+    test_torch_dist_checkpoint.py::test_ranks_read_parts_and_exchange_them
+        --ckpt-fully-parallel-load
+"""
+"""Tests whose runs show what flags of the training loop do, each before its flags."""
+
+ROWS = [*DATA_PARALLELISM, *OPTIMIZER, *CHECKPOINTS, *PARALLELISM, *shown(SHOWN)]
