@@ -46,9 +46,7 @@ RUNS = [
 """Numbers of ranks, and the modules with entries for them."""
 
 
-@pytest.mark.seldom(
-    "2-tests.support.fsdp.interface.members", "4-tests.support.fsdp.interface.mesh_arguments"
-)
+@pytest.mark.always("*.wrapper")
 @pytest.mark.parametrize(("world_size", "module"), RUNS)
 def test_every_entry_has_its_documented_effect(ranks: Ranks, world_size: int, module: str) -> None:
     ranks(world_size, run_entries, world_size, module)

@@ -116,7 +116,7 @@ def compare_parts(name: str, dtensor: DTensor, whole: Tensor, sections: Any, dim
     validate_uneven_dtensor(part)
 
 
-@pytest.mark.always("users_own")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", ["level3", "tensor", "users_own"])
 @on_ranks(4)
 def test_parts_are_those_of_torch_split(kind: str) -> None:

@@ -62,6 +62,7 @@ def train_with_slots(command_line: str) -> tuple[Record, list[str]]:
         logger.removeHandler(told)
 
 
+@pytest.mark.exhaustive
 def test_a_run_with_memory_slots_tells_their_number_and_bytes(reference: Record) -> None:
     line = f"{SMALL} {FSDP} --data-parallel-sharding-strategy optim_grads_params --exit-interval 3"
     (run, told), (_, nothing) = run_ranks(2, train_with_slots, f"{line} --fsdp-double-buffer")

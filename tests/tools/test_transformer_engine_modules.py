@@ -13,6 +13,9 @@ from tests.support.pairwise import each_value, pairwise
 from tests.support.transformer_engine.ranks import RunOnRanks
 from tools.transformer_engine_on_cpu import use
 
+pytestmark = pytest.mark.exhaustive
+"""`make test` starts ranks with Transformer Engine for few files: a start takes seconds."""
+
 ERRORS = {
     "DelayedScaling": 0.15,
     "Float8CurrentScaling": 0.12,
@@ -97,7 +100,6 @@ def errors_of_module(name: str, recipe_name: str, quantized: bool) -> list[float
     return [((b - a).norm() / a.norm()).item() for a, b in zip(expected, found)]
 
 
-@pytest.mark.always("linear-*")
 @pytest.mark.parametrize(
     ("name", "recipe", "quantized"),
     pairwise(name=MODULES, recipe=RECIPES, quantized=[False, True]),
@@ -111,7 +113,6 @@ def test_modules_compute_within_the_error_of_the_format(
         assert first == second
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("name", "recipe", "quantized"),
     each_value(
@@ -135,7 +136,6 @@ def gradient_with_a_stale_copy() -> tuple[bool, bool]:
     return bool(output.any()), bool(grad.any())
 
 
-@pytest.mark.exhaustive
 def test_a_stale_transposed_copy_is_read_as_on_the_device(hopper: RunOnRanks) -> None:
     assert hopper(gradient_with_a_stale_copy)[0] == (True, False)
 
@@ -148,7 +148,6 @@ def gradients_of_groups(recipe_name: str) -> list[bool]:
     return [bool(getattr(module, name).grad.any()) for name in ("weight0", "weight1")]
 
 
-@pytest.mark.always("MXFP8BlockScaling")
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_groups_may_be_empty(blackwell: RunOnRanks, recipe: str) -> None:
     assert blackwell(gradients_of_groups, recipe)[0] == [False, True]
@@ -313,7 +312,6 @@ def test_parts_of_master_weights_are_quantized_as_the_whole(
     assert blackwell(quantize_parts, recipe, cut, sharded) == [[], []]
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("recipe", RECIPES[:3])
 def test_parts_of_transposed_weights_are_quantized_as_the_whole(
     hopper: RunOnRanks, recipe: str
@@ -352,7 +350,6 @@ def accumulate_into_main_grad(recipe_name: str) -> bool:
     return bool(difference.norm() < 0.01 * expected.norm())
 
 
-@pytest.mark.always("MXFP8BlockScaling")
 @pytest.mark.parametrize("recipe", RECIPES[1:4])
 def test_gradients_of_quantized_weights_are_added_to_main_gradients(
     blackwell: RunOnRanks, recipe: str
@@ -379,7 +376,6 @@ def train_with_adam(recipe_name: str) -> tuple[bool, float]:
     return torch.equal(weight.dequantize(dtype=torch.float32), quantized), error.item()
 
 
-@pytest.mark.always("MXFP8BlockScaling", "DelayedScaling")
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_fused_adam_updates_quantized_weights(blackwell: RunOnRanks, recipe: str) -> None:
     for is_quantized, error in blackwell(train_with_adam, recipe):

@@ -64,6 +64,7 @@ def printed_by(*words: str) -> str:
     return printed.getvalue()
 
 
+@pytest.mark.exhaustive
 def test_the_program_of_the_readme_trains(blackwell: RunOnRanks, tmp_path: Path) -> None:
     page = README.read_text()
     (program,) = re.findall(r'```python title="train.py"\n(.*?)```', page, re.DOTALL)
@@ -89,6 +90,7 @@ def what_is_there() -> tuple[bool, ...]:
     return tuple(name in sys.modules for name in names)
 
 
+@pytest.mark.exhaustive
 def test_only_ranks_that_use_it_see_the_package(blackwell: RunOnRanks) -> None:
     expected = (True, *(name in sys.modules for name in ("triton", "onnxscript", "onnx")))
     assert blackwell(what_is_there) == [expected] * 2
@@ -108,6 +110,7 @@ def call_what_is_missing() -> list[str]:
     return [str(compiled.value), str(in_triton.value)]
 
 
+@pytest.mark.exhaustive
 def test_a_kernel_that_is_not_emulated_says_so(blackwell: RunOnRanks) -> None:
     assert blackwell(call_what_is_missing)[0] == [
         "the kernel fused_rope_forward is not emulated",
@@ -208,6 +211,7 @@ def compare_nvfp4(dtype: torch.dtype, tile: tuple[int, int], rotated: bool) -> N
     assert torch.equal(result._amax_columnwise, expected.global_amax_col)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("dtype", "tile", "rotated"),
     [
@@ -244,7 +248,7 @@ def compare_delayed_scaling(algorithm: str, margin: int) -> None:
     assert torch.equal(history, expected_history)
 
 
-@pytest.mark.always("max-2")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("margin", [0, 2])
 @pytest.mark.parametrize("algorithm", ["max", "most_recent"])
 def test_delayed_scaling_is_updated_as_without_the_kernel(
@@ -277,6 +281,7 @@ def block_by_block(x: torch.Tensor, largest: float = 448.0) -> tuple[torch.Tenso
     return result, torch.tensor(scales, dtype=torch.uint8).reshape(x.shape[0], -1)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 def test_mxfp8_has_a_power_of_two_for_32_values(blackwell: RunOnRanks, dtype: torch.dtype) -> None:
     x = matrix(64, 160, dtype=dtype)
@@ -317,6 +322,7 @@ def tile_by_tile(x: torch.Tensor, rows: int, power_of_two: bool) -> torch.Tensor
     return result
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("power_of_two", [True, False], ids=["power_of_two", "any_scale"])
 @pytest.mark.parametrize("dims", [1, 2], ids=["rows", "tiles"])
 def test_blocks_are_scaled_as_the_package_reads_them(

@@ -133,6 +133,7 @@ def test_an_interrupted_command_continues(
         assert run_json("verify", tmp_path / "out")["sound"]
 
 
+@pytest.mark.seldom("options0")
 @pytest.mark.parametrize("options", [["--params-dtype", "fp16"], ["--format", "torch_dist"]])
 def test_a_command_with_other_arguments_begins_anew(
     options: list[str], inputs: dict[str, Path], tmp_path: Path

@@ -135,7 +135,7 @@ def test_sizes_that_ranks_stored_must_be_those_of_the_buckets(folders: dict[str,
         file.read()
 
 
-@pytest.mark.seldom("param")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("slot", ["param", "exp_avg_sq"])
 def test_copies_of_tied_embeddings_must_agree(slot: str, folders: dict[str, Path]) -> None:
     file = File(folders["buckets"])

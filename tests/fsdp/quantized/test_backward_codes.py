@@ -138,10 +138,12 @@ def train_hidden(level: int) -> list[float]:
     return losses
 
 
+@pytest.mark.exhaustive
 def test_layers_that_recompute_in_their_own_backward_find_both(blackwell: RunOnRanks) -> None:
     assert blackwell(train_hidden, 3) == blackwell(train_hidden, 2)
 
 
+@pytest.mark.exhaustive
 def test_each_pass_gathers_its_own_codes(blackwell: RunOnRanks) -> None:
     unit = 2 * NUMEL  # bytes of a block's codes, of one side
     for _, gathers in blackwell(train_blocks, "none", 3, False):
@@ -191,7 +193,7 @@ def pass_by_pass(level: int) -> None:
         assert float(loss_of(model, recipe, 0, 0)) > 2 * float(first.detach())
 
 
-@pytest.mark.always("3")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("level", [2, 3])
 def test_weights_have_the_codes_of_the_pass(blackwell: RunOnRanks, level: int) -> None:
     blackwell(pass_by_pass, level)

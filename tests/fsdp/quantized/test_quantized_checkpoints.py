@@ -79,7 +79,7 @@ def same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
     return tables and one[1] == other[1]
 
 
-@pytest.mark.always("current-3-1")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("recipe", "level", "other"), [("current", 3, 1), ("block", 1, 3), ("nvfp4", 3, 1)]
 )

@@ -359,6 +359,7 @@ def test_a_schedule_that_contradicts_the_checkpoint_is_refused_with_the_flags_th
     assert max(overridden.column("learning-rate")) < 1e-3
 
 
+@pytest.mark.exhaustive
 def test_without_fsdp_a_run_refuses_the_format_of_fsdp(fp32: tuple[Path, Record]) -> None:
     error = error_of(f"{SIX} {GATED} --load {fp32[0]}")
     assert error.startswith("ValueError")

@@ -35,6 +35,7 @@ def scalars(folder: Path) -> dict[str, list[int]]:
     return {tag: [event.step for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
 
 
+@pytest.mark.exhaustive
 def test_phases_of_a_sharded_run_are_timed_on_the_log_and_in_tensorboard(tmp_path: Path) -> None:
     line = f"{LINE} --tensorboard-dir {tmp_path}/board"
     timed = f"{line} --timing-log-level 2 --log-timers-to-tensorboard --save {tmp_path}/run"
