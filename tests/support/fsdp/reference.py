@@ -39,7 +39,8 @@ def on_ranks(num_ranks: int | None = None) -> Callable[[Test], Test]:
     def decorate(test: Test) -> Test:
         @wraps(test)
         def run(ranks: Ranks, **arguments: Any) -> None:
-            ranks(num_ranks or arguments["num_ranks"], BodyOfTest(test), **arguments)
+            place = test.__module__, test.__name__
+            ranks(num_ranks or arguments["num_ranks"], run_body, *place, **arguments)
 
         fixture = inspect.Parameter("ranks", inspect.Parameter.POSITIONAL_OR_KEYWORD)
         own = inspect.signature(test).parameters.values()
@@ -49,18 +50,9 @@ def on_ranks(num_ranks: int | None = None) -> Callable[[Test], Test]:
     return decorate
 
 
-class BodyOfTest:
-    """A reference to a test that :func:`on_ranks` wraps; what ranks unpickle is the test itself."""
-
-    def __init__(self, test: Test) -> None:
-        self._place = test.__module__, test.__name__
-
-    def __reduce__(self) -> tuple[Callable[..., Test], tuple[str, str]]:
-        return wrapped_test, self._place
-
-
-def wrapped_test(module: str, name: str) -> Test:
-    return getattr(importlib.import_module(module), name).__wrapped__
+def run_body(module: str, name: str, /, **arguments: Any) -> None:
+    """Job: the body of a test, which is found by the name that :func:`on_ranks` has taken."""
+    getattr(importlib.import_module(module), name).__wrapped__(**arguments)
 
 
 LEVELS = (0, 1, 2, 3)
