@@ -39,7 +39,7 @@ def test_losses_and_norms_are_those_of_megatron_cores_data_parallelism(name: str
 
 
 EVALUATED = f"{SHORT} --eval-iters 1 --eval-interval 1 --overlap-grad-reduce"
-FP16 = "--train-iters 6 --fp16 --initial-loss-scale 4194304 --hysteresis 1 --loss-scale-window 2"
+FP16 = "--train-iters 6 --fp16 --initial-loss-scale 4194304 --hysteresis 1 --loss-scale-window 1"
 
 FEATURES = {
     "evaluation_pp2": Combination(2, "pp2", 3, LLAMA, EVALUATED),
