@@ -40,15 +40,16 @@ def selections(line: BrokenLine, root: Path) -> list[tuple[str, list[str]]]:
     for name in folders:
         files = sorted((root / name).rglob(f"test_*{stem}*.py"))
         own += [file.relative_to(root).as_posix() for file in files]
-    default = ["-m", "not exhaustive"]
+    default, others = ["-m", "not exhaustive"], ["-m", "exhaustive"]
+    elsewhere = ["tests", *(f"--ignore={name}" for name in folders)]
     chosen = [
         ("make test", [*dict.fromkeys(own), *default]),
         *(("make test", [folder, *default]) for folder in folders),
-        ("make test-all", folders),
-        ("make test", ["tests", *default]),
-        ("make test-all", ["tests"]),
+        *(("make test-all", [folder, *others]) for folder in folders),
+        ("make test", [*elsewhere, *default]),
+        ("make test-all", [*elsewhere, *others]),
     ]
-    return [(who, arguments) for who, arguments in chosen if arguments and arguments[0] != "-m"]
+    return [(who, arguments) for who, arguments in chosen if arguments[0] != "-m"]
 
 
 def first_failure(root: Path, arguments: list[str]) -> str | None:
