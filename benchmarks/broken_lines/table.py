@@ -277,7 +277,7 @@ BROKEN_LINES = [
         "megatron/fsdp/module_access/model_state.py",
         "            group.install_main_weights()\n",
         "            pass\n",
-        "tests/fsdp/test_public_clients.py",
+        "tests/fsdp/engine/test_param_group.py",
     ),
     BrokenLine(
         "chunks: the offset of a tensor-parallel slice",

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from megatron.fsdp.dtensor.operations import NO_GRADIENT, STALE_VIEW
 from megatron.fsdp.dtensor.tensor_part import full_tensor
@@ -142,6 +142,14 @@ def test_operations_give_what_the_whole_tensor_gives(
         kinds |= own_kinds
     if level == 3:
         assert kinds == {"rows", "flat", "empty"}
+
+
+@on_ranks(2)
+def test_a_parameter_is_copied_into_a_tensor_that_torch_has_divided() -> None:
+    parameter = odd_model(3).get_parameter("module.matrix.weight").detach()
+    copy = distribute_tensor(torch.zeros(5, 7), parameter.device_mesh, [Shard(0)])
+    copy.copy_(parameter)
+    assert torch.equal(copy.full_tensor(), full_tensor(parameter))
 
 
 @on_ranks(2)

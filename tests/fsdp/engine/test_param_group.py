@@ -149,6 +149,16 @@ def test_a_step_that_installs_nothing_keeps_weights_that_no_forward_has_used(lev
     outputs_are_those_of_the_main_weights(model, "several_units")
 
 
+@on_ranks(2)
+def test_weights_loaded_after_a_step_that_installs_nothing_are_installed() -> None:
+    model, optimizer = bf16_model(3)
+    loss_of(model(batch(0, dist.get_rank(), 0).bfloat16())).backward()
+    optimizer.step(install_optimized_model_weights=False)
+    other = {name: value / 2 for name, value in models.build("several_units").state_dict().items()}
+    model.module.load_state_dict(other)
+    outputs_are_those_of_the_main_weights(model, "several_units")
+
+
 @pytest.mark.always("1")
 @pytest.mark.parametrize("level", [1, 3])
 @on_ranks(2)
