@@ -13,12 +13,14 @@ from tests.support.costs import (
     ROOT,
     SHARED,
     FileCost,
+    Usage,
     over_budget,
     read_table,
     reference_seconds,
     table_of,
     with_figures,
 )
+from tests.support.rank_pool import RankFailure, run_ranks
 
 COST = FileCost(cases=3, default_cases=2, seconds=1.5, processor_seconds=2.0, references=40.0)
 
@@ -77,6 +79,26 @@ def test_the_last_test_of_a_file_over_its_budget_fails(tmp_path: Path) -> None:
     assert done.returncode == 1 and "4 passed, 1 error" in done.stdout, done.stdout
     (error,) = errors
     assert error.startswith("ERROR test_busy.py::test_last - Failed: test_busy.py costs")
+
+
+def start_a_busy_child_and_fail() -> None:
+    program = """
+import time
+while time.process_time() < 1:
+    pass
+print(flush=True)
+time.sleep(600)
+"""
+    child = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
+    assert child.stdout is not None and not child.stdout.readline().strip()
+    raise RuntimeError("ranks are killed with their children")
+
+
+def test_the_time_of_a_child_stays_when_its_rank_is_killed() -> None:
+    before = Usage.now()
+    with pytest.raises(RankFailure):
+        run_ranks(1, start_a_busy_child_and_fail)
+    assert Usage.now().processor_seconds - before.processor_seconds >= 1
 
 
 def test_the_reference_costs_processor_time() -> None:

@@ -170,7 +170,7 @@ class Usage:
     def now(cls) -> Usage:
         """Read the counts of this moment."""
         return cls(
-            processor_seconds=processor_seconds(),
+            processor_seconds=processor_seconds() + rank_pool.counts.lost_seconds,
             processes=_started_here + rank_pool.counts.processes,
             ranks=rank_pool.counts.calls,
             steps=_steps_here + rank_pool.counts.steps,

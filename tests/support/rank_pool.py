@@ -27,6 +27,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from tests.support import rank_process
 from tests.support.fork_servers import FORKSERVER, INSTALLED, Packages, forks_from, stop_servers
 from tests.support.rank_process import Job, RankPlace, RankReport
@@ -152,11 +154,16 @@ def shut_down() -> None:
 
 @dataclass
 class Counts:
-    """Processes that were started for ranks, calls on ranks, and optimizer steps in these."""
+    """Processes that were started for ranks, calls on ranks, and optimizer steps in these.
+
+    `lost_seconds` is the processor time of children of ranks that were killed: no process waits
+    for them, so none has their time.
+    """
 
     processes: int = 0
     calls: int = 0
     steps: int = 0
+    lost_seconds: float = 0.0
 
 
 counts = Counts()
@@ -351,6 +358,7 @@ class RankGroup:
     def kill(self) -> None:
         """End all ranks and their children at once, and wait until they are gone."""
         for process in self._processes:
+            counts.lost_seconds += _seconds_of_children(process.pid or 0)
             process.kill()
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid or 0, signal.SIGKILL)
@@ -359,6 +367,15 @@ class RankGroup:
         for connection in self._connections:
             connection.close()
         self._directory.cleanup()
+
+
+def _seconds_of_children(pid: int) -> float:
+    seconds = 0.0
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for child in psutil.Process(pid).children(recursive=True):
+            times = child.cpu_times()
+            seconds += times.user + times.system + times.children_user + times.children_system
+    return seconds
 
 
 def _is_worn(group_counts: set[int]) -> bool:
