@@ -31,6 +31,7 @@ import psutil
 import pytest
 
 from tests.support import fork_servers, rank_pool
+from tests.support.processor_time import descendants, seconds_of
 from tests.support.selection import file_of
 
 ROOT = Path(__file__).parents[2]
@@ -204,17 +205,7 @@ def processor_seconds() -> float:
     That of servers, which import what all files use, is no file's.
     """
     here = psutil.Process()
-    servers = fork_servers.process_ids()
-    total = 0.0
-    for process in [here, *here.children(recursive=True)]:
-        try:
-            times = process.cpu_times()
-        except psutil.Error:  # it has just ended: its parent has its time
-            continue
-        total += times.children_user + times.children_system
-        if process.pid not in servers:
-            total += times.user + times.system
-    return total
+    return seconds_of([here, *descendants(here.pid)], fork_servers.process_ids())
 
 
 def reference_seconds() -> float:

@@ -27,10 +27,9 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from tests.support import rank_process
 from tests.support.fork_servers import FORKSERVER, INSTALLED, Packages, forks_from, stop_servers
+from tests.support.processor_time import descendants, seconds_of
 from tests.support.rank_process import Job, RankPlace, RankReport
 
 MAX_WORLD_SIZE = 8
@@ -358,7 +357,7 @@ class RankGroup:
     def kill(self) -> None:
         """End all ranks and their children at once, and wait until they are gone."""
         for process in self._processes:
-            counts.lost_seconds += _seconds_of_children(process.pid or 0)
+            counts.lost_seconds += seconds_of(descendants(process.pid or 0))
             process.kill()
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid or 0, signal.SIGKILL)
@@ -367,15 +366,6 @@ class RankGroup:
         for connection in self._connections:
             connection.close()
         self._directory.cleanup()
-
-
-def _seconds_of_children(pid: int) -> float:
-    seconds = 0.0
-    with contextlib.suppress(psutil.NoSuchProcess):
-        for child in psutil.Process(pid).children(recursive=True):
-            times = child.cpu_times()
-            seconds += times.user + times.system + times.children_user + times.children_system
-    return seconds
 
 
 def _is_worn(group_counts: set[int]) -> bool:
