@@ -33,7 +33,10 @@ TIMEOUT = 3600
 
 
 def selections(line: BrokenLine, root: Path) -> list[tuple[str, list[str]]]:
-    """Return (who notices, arguments of pytest), the cheapest first."""
+    """Return (who notices, arguments of pytest), the cheapest first.
+
+    What `make test-all` is said to notice may be noticed by tests of other folders in `make test`.
+    """
     stem = Path(line.file).stem
     folders = [name for name in line.tests.split() if (root / name).exists()]
     own: list[str] = []
@@ -101,6 +104,11 @@ def known(tests: str) -> dict[str, dict]:
     return {row["name"]: row for row in rows if row["tests"] == tests}
 
 
+def is_known(row: dict | None, deep: bool) -> bool:
+    """Return False for a line that has not run, or that only likely tests have not noticed."""
+    return row is not None and (row["by"] is not None or row["deep"] or not deep)
+
+
 def report(lines: list[BrokenLine], tests: str) -> None:
     """Print a table of the parts of the library: lines, noticed at all, and by `make test`."""
     rows = known(tests)
@@ -143,8 +151,9 @@ def main(words: tuple[str, ...], tests_of: str | None, deep: bool, only_report: 
             root = Path(directory, "repository")
             copy_with_tests_of(tests_of, root)
             for line in chosen:
-                if line.name not in done:
-                    row = {"name": line.name, "tests": tests, **notice(line, root, deep)}
+                if not is_known(done.get(line.name), deep):
+                    found = notice(line, root, deep)
+                    row = {"name": line.name, "tests": tests, "deep": deep, **found}
                     RESULTS.parent.mkdir(exist_ok=True)
                     with RESULTS.open("a") as file:
                         file.write(json.dumps(row) + "\n")
