@@ -252,6 +252,14 @@ class Prompted(nn.Module):
         return x
 
 
+class FrozenLayers(Prompted):
+    """Trains what comes before frozen units, and the prompt: their gradients come one by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers.requires_grad_(False)
+
+
 class Lender(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -283,6 +291,11 @@ def backward_once(model: nn.Module, step: int, rank: int) -> None:
     loss_of(model(batch(step, rank, 0), batch(step, rank, 1))).backward()
 
 
+def backward_to_a_trained_prompt(model: nn.Module, step: int, rank: int) -> None:
+    prompt = batch(step, rank, 1).requires_grad_()
+    loss_of(model(batch(step, rank, 0), prompt)).backward()
+
+
 def backward_three_times(model: nn.Module, step: int, rank: int) -> None:
     loss = loss_of(model(batch(step, rank, 0), batch(step, rank, 1)))
     for _ in range(2):
@@ -297,11 +310,14 @@ def backward_to_the_prompt_first(model: nn.Module, step: int, rank: int) -> None
     (loss * gradient.sum().detach()).backward()
 
 
-@pytest.mark.always("Prompted-backward_once", "Lending-backward_to_the_prompt_first")
+@pytest.mark.always(
+    "Prompted-backward_once", "FrozenLayers-*", "Lending-backward_to_the_prompt_first"
+)
 @pytest.mark.parametrize(
     ("kind", "backward"),
     [
         (Prompted, backward_once),
+        (FrozenLayers, backward_to_a_trained_prompt),
         (Lending, backward_three_times),
         (Lending, backward_to_the_prompt_first),
     ],
