@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from megatron.fsdp.warnings_once import warn_of_unmatched_units
 from megatron_fsdp import fully_shard, fully_shard_model, fully_shard_optimizer
 from tests.support.fsdp.models import ResidualBlock, build_stack
 from tests.support.fsdp.reference import Ranks, on_ranks, shard_with_sgd
@@ -94,6 +95,17 @@ def name_units_that_are_not_there() -> list[str]:
     blocks = nn.Sequential(ResidualBlock(), ResidualBlock(), nn.Linear(5, 5))
     fully_shard_model(blocks, fsdp_unit_modules=[NotThere, nn.Linear])
     return messages.take()
+
+
+def test_the_hint_names_the_five_most_repeated_modules(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    layers: list[nn.Module] = []
+    for count, letter in enumerate("ABCDEF", start=2):
+        kind = type(letter, (nn.Sequential,), {})
+        layers += [kind(nn.Linear(1, 1)) for _ in range(count)]
+    warn_of_unmatched_units(nn.Sequential(*layers), [NotThere])
+    assert caplog.messages[0].endswith("Its repeated modules are F, E, D, C, B")
 
 
 def test_unit_classes_that_match_nothing_are_said(ranks: Ranks) -> None:
