@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.checkpoint.hugging_face.families import FAMILIES
 from megatron.checkpoint.hugging_face.model_arguments import model_flags
 from megatron.checkpoint.hugging_face.model_reader import read
 from megatron.checkpoint.hugging_face.model_writer import HuggingFaceTarget
@@ -175,3 +176,20 @@ def test_arguments_without_a_counterpart_are_refused_by_name(
     with pytest.raises(ValueError) as refused:
         HuggingFaceTarget(state, family=KINDS[kind][0])
     assert words in str(refused.value)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_setting_that_is_left_out_has_the_value_of_transformers_or_is_refused(name: str) -> None:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    family = FAMILIES[name]
+    config = {**CONFIG_MAPPING[name]().to_dict(), "model_type": name}
+    args, problems = family.read_config(config)
+    assert problems == []
+    for key in family.keys & config.keys():
+        others = {other: value for other, value in config.items() if other != key}
+        without, problems = family.read_config(others)
+        if problems:
+            assert any("is missing" in problem for problem in problems), key
+        else:
+            assert vars(without) == vars(args), key
