@@ -19,6 +19,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from megatron.fsdp import Memory, MixedPrecisionPolicy, Offload, clip_grad_norm_
 from megatron.fsdp.optimizer import flat_segments
 from megatron.fsdp.optimizer.host import block_update, host_state
+from megatron.fsdp.optimizer.host.host_memory import HostMemory
 from megatron_fsdp import fully_shard, fully_shard_model, fully_shard_optimizer
 from tests.support.fsdp import models
 from tests.support.fsdp.meshes import Meshes
@@ -241,6 +242,15 @@ def test_a_checkpoint_loads_into_files_and_onto_the_device(ranks: Ranks, tmp_pat
 
 
 # ---- memory
+
+
+def test_moments_that_lie_in_one_tensor_are_not_copied() -> None:
+    memory = HostMemory(torch.device("cpu"), Offload())
+    whole = memory.empty(8, torch.float32).copy_(torch.arange(8))
+    places = [(0, whole[1:4]), (3, whole[4:6])]
+    assert host_state.flat_moment(memory, places, 5).data_ptr() == whole[1:].data_ptr()
+    apart = host_state.flat_moment(memory, [(0, whole[1:4]), (4, whole[4:6])], 6)
+    assert apart.tolist() == [1, 2, 3, 0, 4, 5]
 
 
 @on_ranks(2)
