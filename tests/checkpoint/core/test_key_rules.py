@@ -243,6 +243,7 @@ def test_names_are_ordered_as_modules_register_them() -> None:
         ("decoder.layers.2.mlp.experts.local_experts.0.linear_fc1.bias", 0, True),
         ("decoder.layers.11.mlp.shared_experts.linear_fc1.weight", 0, True),
         ("mtp.layers.0.transformer_layer.mlp.linear_fc1.weight", 0, True),
+        ("mtp.layers.0.eh_proj.weight", 0, False),
         ("decoder.layers.0.mlp.router.weight", None, False),
         ("decoder.layers.0.mlp.router.expert_bias", None, False),
         ("embedding.word_embeddings.weight", 0, False),

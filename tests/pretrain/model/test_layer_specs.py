@@ -15,7 +15,9 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import nn
 
+from megatron.checkpoint.core.key_rules import split_dim
 from megatron.checkpoint.core.spelling import canonical_name
+from megatron.fsdp.dtensor.tensor_part import get_mcore_tensor_parallel_partition_dim
 from megatron.mcore_adapter import cpu
 from megatron.mcore_adapter.core_initialiser import MegatronCoreInitialiser
 from megatron.mcore_adapter.releases.process_groups import batch_on_this_rank
@@ -154,6 +156,10 @@ def train_each() -> dict[str, list[str]]:
             if parameter.grad is not None
         ]
         assert len(names[kind]) == len(list(model.parameters())), kind
+        for name, parameter in model.named_parameters():
+            if "_down_proj" not in name:  # Transformer Engine's, in most files, are not divided
+                divided = get_mcore_tensor_parallel_partition_dim(parameter)
+                assert split_dim(canonical_name(name)) == divided, (kind, name)
     return names
 
 
