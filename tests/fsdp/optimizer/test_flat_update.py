@@ -122,10 +122,6 @@ FEW_EVENTS = [None, None, drop_a_gradient, None]
 WITH_ALL_EVENTS = ("adamw", "sgd_dampening", "nadam_decoupled")
 
 
-def members(segments: flat_segments.Segments) -> list[flat_segments.Member]:
-    return list(chain.from_iterable(segment.members for segment in segments.all()))
-
-
 def compare_with_single_updates(names: tuple[str, ...], dtype: torch.dtype) -> None:
     """Compare optimizers one after the other on the same models."""
     models = sharded_models(dtype)
@@ -139,7 +135,8 @@ def compare_with_single_updates(names: tuple[str, ...], dtype: torch.dtype) -> N
             step_and_compare(pair, f"{name} in {dtype}, step {step}")
         segments = pair[0][1]._fsdp_flat._segments
         of_blocks = sharded_param_of(models[0].get_parameter("module.3.weight"))
-        assert of_blocks in [member.sharded_param for member in members(segments)]
+        flat = chain.from_iterable(segment.members for segment in segments.all())
+        assert of_blocks in [member.sharded_param for member in flat]
         if "fused" not in name and dtype != torch.bfloat16:
             assert not any(segments.others)
             assert max(len(segment.members) for segment in segments.all()) > 1

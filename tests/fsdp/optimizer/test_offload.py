@@ -247,10 +247,8 @@ def test_a_checkpoint_loads_into_files_and_onto_the_device(ranks: Ranks, tmp_pat
 def test_moments_that_lie_in_one_tensor_are_not_copied() -> None:
     memory = HostMemory(torch.device("cpu"), Offload())
     whole = memory.empty(8, torch.float32).copy_(torch.arange(8))
-    places = [(0, whole[1:4]), (3, whole[4:6])]
-    assert host_state.flat_moment(memory, places, 5).data_ptr() == whole[1:].data_ptr()
-    apart = host_state.flat_moment(memory, [(0, whole[1:4]), (4, whole[4:6])], 6)
-    assert apart.tolist() == [1, 2, 3, 0, 4, 5]
+    flat = host_state.flat_moment(memory, [(0, whole[1:4]), (3, whole[4:6])], 5)
+    assert flat.data_ptr() == whole[1:].data_ptr()
 
 
 @on_ranks(2)
