@@ -40,6 +40,7 @@ def test_a_table_is_read_as_it_was_written(tmp_path: Path) -> None:
 def test_a_file_over_its_budget_is_told(in_table: float | None) -> None:
     budget = MARGIN * (in_table or 0.0) + SHARED
     assert over_budget("tests/test_a.py", budget, in_table) is None
+    assert over_budget("tests/gpu/test_a.py", budget + 1, in_table) is None
     problem = over_budget("tests/test_a.py", budget + 1, in_table)
     assert problem is not None and f"its budget is {budget:.0f}" in problem
 

@@ -310,9 +310,7 @@ def backward_to_the_prompt_first(model: nn.Module, step: int, rank: int) -> None
     (loss * gradient.sum().detach()).backward()
 
 
-@pytest.mark.always(
-    "Prompted-backward_once", "FrozenLayers-*", "Lending-backward_to_the_prompt_first"
-)
+@pytest.mark.always("Prompted-*", "FrozenLayers-*", "Lending-backward_to_the_prompt_first")
 @pytest.mark.parametrize(
     ("kind", "backward"),
     [

@@ -20,8 +20,5 @@ def test_differences_are_told_by_shape_and_key() -> None:
         "not in the file: optimizer.step",
     ]
     assert between("optimizer.step").problems(is_partial=True) == []
-
-
-def test_only_random_states_concern_them() -> None:
     assert between("rng_state.rank_7").concern_random_state
     assert not between("optimizer.step", rows=4).concern_random_state
