@@ -47,7 +47,7 @@ SHARED = 300.0
 MARGIN = 1.5
 """Factor between the cost in the table and the budget."""
 ON_GPUS = "tests/gpu/"
-"""Files without a budget: the whole run skips them, and only a rehearsal or a GPU runs them."""
+"""Files without a budget: the run that the table is from skips their cases."""
 FILES_BETWEEN_REFERENCES = 20
 SHOWN_FILES = 10
 

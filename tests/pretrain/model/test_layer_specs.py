@@ -157,7 +157,8 @@ def train_each() -> dict[str, list[str]]:
         ]
         assert len(names[kind]) == len(list(model.parameters())), kind
         for name, parameter in model.named_parameters():
-            if "_down_proj" not in name:  # Transformer Engine's, in most files, are not divided
+            # Rules say what Transformer Engine's layers do, which have whole ones on each rank.
+            if "_down_proj" not in name:
                 divided = get_mcore_tensor_parallel_partition_dim(parameter)
                 assert split_dim(canonical_name(name)) == divided, (kind, name)
     return names
