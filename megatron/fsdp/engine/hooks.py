@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,12 +13,13 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from megatron.fsdp.engine import observe
 from megatron.fsdp.engine.device import current_pass, in_backward
 from megatron.fsdp.engine.schedule import Schedule
 from megatron.fsdp.engine.states import CallState
+from megatron.fsdp.engine.tensor_parallel import local_tensor
 from megatron.fsdp.engine.unit import Unit, UnitCall
 
 # [Note: one call of a unit]
@@ -107,17 +109,36 @@ class UnitHooks:
         if torch.is_grad_enabled():
             self._watch_inputs(call, (args, kwargs))
 
-    def _post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def _post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         call = self.calls.pop()
         observe.end_forward(call)
+        output = self._copy_returned_weights(call, output)
         if torch.is_grad_enabled():
             self._watch_outputs(call, output)
         call.inputs.clear()
-        if in_backward():  # recomputation
-            return
-        self.end_use(call, call.used_units)
-        if module is self._root.module:
-            self._schedule.prefetcher.stop_recording()
+        if not in_backward():  # else it is recomputation
+            self.end_use(call, call.used_units)
+            if module is self._root.module:
+                self._schedule.prefetcher.stop_recording()
+        return output
+
+    def _copy_returned_weights(self, call: UnitCall, output: Any) -> Any:
+        """Return ``output`` with copies of the weights in it that may be freed before its use."""
+        # Linear layers may return their bias, for the caller to add. Copies cost less memory than
+        # keeping the unit until the caller is done, which is the whole model's forward at worst.
+        freed = {
+            group.compute.flat.untyped_storage()._cdata
+            for unit in call.used_units
+            for group in unit.groups
+            if group.reshards_after_use
+        }
+
+        def is_freed(tensor: torch.Tensor) -> bool:
+            return local_tensor(tensor).untyped_storage()._cdata in freed
+
+        if not freed or not any(map(is_freed, tensors_in(output))):
+            return output
+        return map_tensors(lambda tensor: tensor.clone() if is_freed(tensor) else tensor, output)
 
     def forget_calls(self) -> None:
         """End the forwards under way after an exception for which torch calls no hooks."""
@@ -259,6 +280,28 @@ class UnitHooks:
         if not call.has_leaf_inputs:
             self.end_use(call, call.borrowed)
         self._schedule.inputs_arrived(call)
+
+
+def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    """Return ``value`` with ``function`` applied to the tensors that :func:`tensors_in` finds."""
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    if isinstance(value, Mapping):
+        mapped = copy.copy(value)
+        for key, item in value.items():
+            mapped[key] = map_tensors(function, item)
+        return mapped
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        mapped = copy.copy(value)
+        for field in dataclasses.fields(value):
+            item = map_tensors(function, getattr(value, field.name))
+            object.__setattr__(mapped, field.name, item)  # it may be frozen
+        return mapped
+
+    def map_leaf(leaf: Any) -> Any:
+        return leaf if leaf is value else map_tensors(function, leaf)
+
+    return tree_map(map_leaf, value, is_leaf=lambda leaf: leaf is not value)
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:

@@ -366,6 +366,56 @@ class WithKeywords(Stack):
         return x
 
 
+class BiasApart(nn.Linear):
+    """Returns its bias beside the result, as Megatron-Core's layers do, and a view of its weight."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.form = form
+
+    def forward(self, x: Tensor) -> object:
+        hidden = nn.functional.linear(x, self.weight)
+        if self.form == "tuple":
+            return hidden, (self.bias, self.weight[1:2])
+        if self.form == "dict":
+            return {"hidden": hidden, "extra": [self.bias, self.weight.t()[:1]]}
+        return UnitOutput(hidden, {"bias": self.bias, "row": self.weight.view(-1)[:WIDTH]})
+
+
+class AddsTheBias(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(map(BiasApart, ("tuple", "dict", "dataclass")))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden, (bias, row) = self.layers[0](x)
+        x = torch.tanh(hidden + bias) * row
+        output = self.layers[1](x)
+        x = torch.tanh(output["hidden"]) * output["extra"][0] + output["extra"][1]
+        output = self.layers[2](x)
+        return output.hidden * output.extra["row"] + output.extra["bias"]
+
+
+class ReturnsWeights(Stack):
+    """Weights leave their units in results, and the callers read them after that."""
+
+    units = (ResidualBlock, BiasApart)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = nn.ModuleList(AddsTheBias() for _ in range(3))
+
+    def forward(self, x: Tensor, step: int = 0) -> object:
+        x = self.inside[0](self.embed(x))
+        x = checkpoint(self.inside[1], x, use_reentrant=True)
+        x = checkpoint(self.inside[2], x, use_reentrant=False)
+        return self.head(self.body(x, step))
+
+
+class NestedReturnsWeights(ReturnsWeights):
+    units = (ResidualBlock, AddsTheBias, BiasApart)
+
+
 class TanhLayer(nn.Module):
     """A layer of width 8, which ranks divide."""
 
@@ -401,6 +451,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "leaf_input": LeafInput,
     "called_under_no_grad": CalledUnderNoGrad,
     "keyword_inputs": WithKeywords,
+    "returned_weights": ReturnsWeights,
+    "returned_weights_in_nested_units": NestedReturnsWeights,
 }
 
 
