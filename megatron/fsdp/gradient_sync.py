@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.fsdp.agreement import FreezingAgreement
+from megatron.fsdp.dtensor.process_link import ProcessLink
 from megatron.fsdp.dtensor.sharded_param import GradientFamily, ShardedGradient, ShardedParam
 from megatron.fsdp.engine import observe
 from megatron.fsdp.engine.buffer import RunningSum, shard_view
@@ -152,7 +153,8 @@ class GradientSync(StateOwner[ShownState]):
         for sharded_param in sharded_params:
             if sharded_param.group.requires_grad:
                 trainable.setdefault(sharded_param.group, []).append(sharded_param)
-                sharded_param.parameter.on_hook = partial(self._note_hook, sharded_param)
+                note_hook: Callable[[], None] = partial(self._note_hook, sharded_param)
+                sharded_param.parameter.on_hook = ProcessLink(note_hook)
         self._attribute = attribute = "decoupled_grad" if use_decoupled_grad else "grad"
         # Parameters with hooks, each with the number of reductions when they were last called.
         self._hooked: dict[ShardedParam, int] = {}

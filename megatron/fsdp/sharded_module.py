@@ -18,6 +18,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 from megatron.fsdp.agreement import FreezingAgreement
 from megatron.fsdp.builder import shard_parameters
 from megatron.fsdp.checks import check_all
+from megatron.fsdp.dtensor.process_link import ProcessLink
 from megatron.fsdp.dtensor.sharded_param import ShardedParam, is_linked, sharded_param_of
 from megatron.fsdp.engine import observe
 from megatron.fsdp.engine.collectives import agree
@@ -105,7 +106,7 @@ class ShardedModule(nn.Module):
         reversed_names = reversed(self._by_name.items())  # the first name of each stays
         self._name_of = {parameter: f"module.{name}" for name, parameter in reversed_names}
         for parameter in self._name_of:
-            setattr(parameter, OWNER, self)
+            setattr(parameter, OWNER, ProcessLink(self))
         gradients, overlap = settings.gradients, settings.overlap
         self._trainability = Trainability(units, sharded)
         self._microbatches = Microbatches(gradients.sync_each_microbatch)
@@ -437,10 +438,10 @@ class ShardedModule(nn.Module):
 
 def owner_of(parameter: torch.Tensor) -> ShardedModule:
     """Return the model that a parameter belongs to for which :func:`is_owned` is True."""
-    model: ShardedModule = getattr(parameter, OWNER)
+    model: ShardedModule = getattr(parameter, OWNER).target
     return model
 
 
 def is_owned(parameter: torch.Tensor) -> bool:
     """Return True if a parameter belongs to a sharded model."""
-    return hasattr(parameter, OWNER)
+    return getattr(parameter, OWNER, None) is not None

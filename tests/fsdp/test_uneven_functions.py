@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
+from megatron.fsdp.dtensor.sharded_param import sharded_param_of
 from megatron_fsdp.uneven_dtensor import (
     filter_unflattened_state_dict,
     gather_and_compute_chunk_metadata,
@@ -60,7 +61,7 @@ def test_the_models_have_element_runs_and_empty_shards() -> None:
     """Check that some local parts here are element runs and some are empty."""
     model = build("level3", train=False)[0]
     runs = {
-        name: parameter._fsdp_sharded.flat_range for name, parameter in model.named_parameters()
+        name: sharded_param_of(parameter).flat_range for name, parameter in model.named_parameters()
     }
     cut = {name for name, run in runs.items() if not run.by_rows}
     assert cut == {"module.odd", "module.odd_cube", "module.inner.weight", "module.scale"}

@@ -264,7 +264,7 @@ def _report_writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 def _report_write(dtensor: DTensor) -> None:
     if (on_write := getattr(dtensor, "on_write", None)) is not None:
-        on_write()
+        on_write.target()
 
 
 def _version(tensor: torch.Tensor) -> int | None:

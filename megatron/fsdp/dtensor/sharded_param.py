@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
+from megatron.fsdp.dtensor.process_link import ProcessLink
 from megatron.fsdp.dtensor.tensor_part import (
     ChunkedTensor,
     TensorPart,
@@ -39,11 +40,11 @@ AnyUneven = TypeVar("AnyUneven", bound=UnevenDTensor)
 _grad_of = attrgetter("grad")
 _local_tensor_of = attrgetter("_local_tensor")
 _version_of = attrgetter("_local_tensor._version")
-_norm_group_of = attrgetter("norm_group")
+_norm_group_of = attrgetter("norm_group.target")
 _dtype_of = attrgetter("dtype")
 _groups_of = attrgetter("groups")
 _copies_of = attrgetter("copies")
-_is_offloaded = attrgetter("memory.is_offloaded")
+_is_offloaded = attrgetter("memory.target.is_offloaded")
 
 
 @dataclass(frozen=True, eq=False)  # its hash is not computed in Python
@@ -99,7 +100,7 @@ class ShardedParam:
         self.parameter = self.over(group.main_view(index))
         self.parameter.requires_grad_(group.requires_grad)
         self.parameter._is_param = True  # what `isinstance(…, nn.Parameter)` looks at
-        self.parameter.on_write = group.note_edit
+        self.parameter.on_write = ProcessLink(group.note_edit)
 
     @property
     def compute(self) -> nn.Parameter:
@@ -112,8 +113,9 @@ class ShardedParam:
         """Return a DTensor over this parameter's gradient in ``flat``, the shard of its group."""
         shard = shard_view(flat, self.group.layout, self.index, self.group.rank)
         gradient = self._over(ShardedGradient, shard)
-        gradient.norm_group, gradient.family = self._norm_group, family
-        gradient.memory = self.group.memory
+        gradient.norm_group = ProcessLink(self._norm_group)
+        gradient.family = ProcessLink(family)
+        gradient.memory = ProcessLink(self.group.memory)
         return gradient
 
     def over(self, local: torch.Tensor) -> UnevenDTensor:
@@ -213,18 +215,18 @@ class ShardedParam:
 
 def link(tensor: torch.Tensor, sharded: ShardedParam) -> None:
     """Record the sharded parameter of a DTensor for :func:`sharded_param_of`."""
-    tensor._fsdp_sharded = sharded  # type: ignore[attr-defined]  # an attribute of our own
+    tensor._fsdp_sharded = ProcessLink(sharded)  # type: ignore[attr-defined]  # an attribute of our own
 
 
 def sharded_param_of(tensor: torch.Tensor) -> ShardedParam:
     """Return the sharded parameter of a parameter or gradient; no other tensor has one."""
-    sharded: ShardedParam = tensor._fsdp_sharded  # type: ignore[attr-defined]  # see `link`
+    sharded: ShardedParam = tensor._fsdp_sharded.target  # type: ignore[attr-defined]  # see `link`
     return sharded
 
 
 def is_linked(tensor: object) -> bool:
     """Return True if a value belongs to a sharded parameter."""
-    return hasattr(tensor, "_fsdp_sharded")
+    return getattr(tensor, "_fsdp_sharded", None) is not None
 
 
 # ---- gradients
@@ -237,9 +239,9 @@ def is_linked(tensor: object) -> bool:
 class ShardedGradient(UnevenDTensor):
     """The gradient of a sharded parameter; see [Note: norms of gradients]."""
 
-    norm_group: NormGroup
-    family: GradientFamily
-    memory: ShardMemory
+    norm_group: ProcessLink[NormGroup]
+    family: ProcessLink[GradientFamily]
+    memory: ProcessLink[ShardMemory]
 
 
 class GradientFamily:
@@ -319,7 +321,7 @@ def _in_turn(gradients: Iterable[ShardedGradient]) -> Iterator[torch.Tensor]:
     """Yield local tensors, of which those in files take memory in turn."""
     for gradient in gradients:
         yield gradient._local_tensor
-        gradient.memory.release(gradient._local_tensor)
+        gradient.memory.target.release(gradient._local_tensor)
 
 
 def _all_reduce(
@@ -408,7 +410,7 @@ def _norm(
     is_plain = dim is None and not keepdim and out is None and isinstance(order, int | float)
     if not is_plain or order <= 0 or type(gradient) is not ShardedGradient:
         return NotImplemented
-    return gradient.family.norm(gradient, float(order), dtype)
+    return gradient.family.target.norm(gradient, float(order), dtype)
 
 
 def _mul_(tensor: DTensor, factor: Any) -> Any:

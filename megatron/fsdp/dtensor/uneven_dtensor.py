@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from megatron.fsdp.dtensor.operations import operate
+from megatron.fsdp.dtensor.process_link import ProcessLink
 from megatron.fsdp.dtensor.tensor_part import (
     ChunkedTensor,
     TensorPart,
@@ -25,11 +26,6 @@ from megatron.fsdp.dtensor.tensor_part import (
     full_tensor,
     part_of,
     wrap_local,
-)
-
-# Attributes of parameters and gradients that refer to the model and to process groups.
-PROCESS_ATTRIBUTES = frozenset(
-    {"_fsdp_sharded", "_fsdp_model", "norm_group", "family", "on_write", "on_hook"}
 )
 
 NO_PARTIAL_BACKWARD = (
@@ -54,9 +50,9 @@ class UnevenDTensor(DTensor):
     # What the local tensor contains; None if the ranks do not know, or the placements tell it.
     part: TensorPart | None = None
     # Called after an operation has written to the tensor or an alias of it.
-    on_write: Callable[[], None] | None = None
+    on_write: ProcessLink[Callable[[], None]] | None = None
     # Called before a hook is registered on a parameter that a model hands gradients to.
-    on_hook: Callable[[], None] | None = None
+    on_hook: ProcessLink[Callable[[], None]] | None = None
     # Functions in place of torch's. They return NotImplemented for calls that torch handles.
     replacements: ClassVar[Mapping[Callable[..., Any], Callable[..., Any]]] = {}
 
@@ -169,7 +165,7 @@ class UnevenDTensor(DTensor):
         if type(local) is torch.Tensor:  # a view; pickle would take the whole storage
             local = local.detach().clone()
         plain = dtensor_over(local, self.device_mesh, self.placements, self.shape)
-        attributes = {k: v for k, v in vars(self).items() if k not in PROCESS_ATTRIBUTES}
+        attributes = {k: v for k, v in vars(self).items() if not isinstance(v, ProcessLink)}
         vars(plain).update({**attributes, **vars(plain)})
         plain.requires_grad_(self.requires_grad)
         reduce: Callable[..., Any] = DTensor.__reduce_ex__  # torch has no types for it
@@ -184,7 +180,7 @@ def _register(
 ) -> Any:
     if parameter.on_hook is None:
         return NotImplemented
-    parameter.on_hook()
+    parameter.on_hook.target()
     return register(parameter, hook)
 
 

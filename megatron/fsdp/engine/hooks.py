@@ -286,6 +286,7 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) ->
     """Return ``value`` with ``function`` applied to the tensors that :func:`tensors_in` finds."""
     if isinstance(value, torch.Tensor):
         return function(value)
+    mapped: Any
     if isinstance(value, Mapping):
         mapped = copy.copy(value)
         for key, item in value.items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.staging import BlockingAsyncStager, DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from megatron_fsdp import fully_shard
 from tests.fsdp.optimizer import test_matrix_owners, test_quantized_state
@@ -132,3 +135,56 @@ def test_a_save_has_the_state_before_the_step_that_follows(
 ) -> None:
     name, settings = CASES[case]
     ranks(2, save_in_background, name, settings, str(tmp_path))
+
+
+# ---- without a writer
+
+
+STAGERS: dict[str, Callable[[], dict[str, Any]]] = {
+    "default": dict,
+    "plain": lambda: {
+        "async_stager": DefaultStager(StagingOptions(False, False, False, False)),
+    },
+    "blocking": lambda: {"async_stager": BlockingAsyncStager()},
+    "process": lambda: {"async_checkpointer_type": AsyncCheckpointerType.PROCESS},
+}
+"""Arguments of ``async_save``."""
+
+
+def save_without_a_writer(name: str, settings: dict[str, Any], path: str) -> None:
+    """Save by each stager what torch's functions return, and what the objects themselves do."""
+    model, optimizers = build(name, settings)
+    group = dist.new_group(backend="gloo")
+    step(name, model, optimizers, 0)
+    dcp.save(states(model, optimizers), checkpoint_id=f"{path}/blocking")
+    blocking = loaded(model, optimizers, f"{path}/blocking")
+    for stager, arguments in STAGERS.items():
+        place = f"{path}/{stager}"
+        contents = {
+            place: states(model, optimizers),
+            f"{place}_of_objects": {
+                "model": model.state_dict(),
+                "optimizers": [optimizer.state_dict() for optimizer in optimizers],
+                "parameters": dict(model.named_parameters()),
+            },
+        }
+        for place_of_one, content in contents.items():
+            started = dcp.async_save(
+                content, checkpoint_id=place_of_one, process_group=group, **arguments()
+            )
+            getattr(started, "upload_completion", started).result()
+        background = loaded(model, optimizers, place)
+        assert background.keys() == blocking.keys()
+        different = [key for key in blocking if not torch.equal(background[key], blocking[key])]
+        assert different == [], stager
+        again = {"model": {name: each.clone() for name, each in model.state_dict().items()}}
+        dcp.load(again, checkpoint_id=f"{place}_of_objects")
+        for name_of_weight, weight in model.state_dict().items():
+            assert torch.equal(again["model"][name_of_weight].to_local(), weight.to_local()), stager
+
+
+@pytest.mark.always("adamw_on_host")
+@pytest.mark.parametrize("case", ["muon", "adamw_on_host"])
+def test_torchs_stagers_save_without_a_writer(ranks: Ranks, tmp_path: Path, case: str) -> None:
+    name, settings = CASES[case]
+    ranks(2, save_without_a_writer, name, settings, str(tmp_path))

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
+from megatron.fsdp.dtensor.sharded_param import sharded_param_of
 from tests.support.fsdp import models
 from tests.support.fsdp.inductor_training import compiling
 from tests.support.fsdp.reference import batch, close, loss_of, optimizer_over
@@ -126,7 +127,7 @@ def check(
     model: nn.Module, actual: dict[str, Tensor], expected: dict[str, Tensor], what: str
 ) -> None:
     assert list(actual) == list(expected)
-    members = {clean(name): parameter._fsdp_sharded for name, parameter in model.named_parameters()}
+    members = {clean(name): sharded_param_of(each) for name, each in model.named_parameters()}
     for name, whole in expected.items():
         run = members[name].flat_range
         shard = actual[name].to_local().detach().reshape(-1)

@@ -367,7 +367,7 @@ class WithKeywords(Stack):
 
 
 class BiasApart(nn.Linear):
-    """Returns its bias beside the result, as Megatron-Core's layers do, and a view of its weight."""
+    """Returns its bias, as Megatron-Core's layers do, and a view of its weight."""
 
     def __init__(self, form: str) -> None:
         super().__init__(WIDTH, WIDTH)

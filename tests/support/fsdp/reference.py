@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from megatron.fsdp.dtensor.sharded_param import sharded_param_of
 from megatron.fsdp.engine.hooks import tensors_in
 from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard
 from tests.support.fsdp import models
@@ -342,7 +343,7 @@ def compare_shards(
     parameters = dict(model.named_parameters())
     assert list(actual) == ["module." + key for key in expected]
     for key, whole in expected.items():
-        run = parameters["module." + key]._fsdp_sharded.flat_range
+        run = sharded_param_of(parameters["module." + key]).flat_range
         shard = actual["module." + key].to_local().detach().reshape(-1)
         wanted = whole.reshape(-1)[run.start : run.stop]
         if tolerance is not None or dtype == torch.float64:
