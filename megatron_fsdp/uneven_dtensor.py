@@ -87,6 +87,7 @@ def make_uneven_dtensor(
 
 def uneven_dtensor_to_full_tensor(dtensor: DTensor) -> torch.Tensor:
     """Gather the whole tensor on every rank, detached, in new storage."""
+    _check_is_dtensor(dtensor)
     return full_tensor(dtensor)
 
 
@@ -99,6 +100,7 @@ def gather_uneven_dtensor_to_full_tensor(
     dtensor: DTensor, target_device: torch.device | str | None = None
 ) -> DTensor:
     """Gather the whole tensor as a replicated DTensor whose local tensors are on another device."""
+    _check_is_dtensor(dtensor)
     whole, mesh = full_tensor(dtensor), dtensor.device_mesh
     if target_device is not None:
         whole = whole.to(target_device)
@@ -113,6 +115,7 @@ def update_uneven_dtensor_chunk_metadata(dtensor: DTensor) -> None:
 
     Placements other than ``Shard`` and ``Replicate`` are left to torch.
     """
+    _check_is_dtensor(dtensor)
     _attach_chunks({"": dtensor})
 
 
@@ -257,7 +260,13 @@ def _part_at(
     return TensorPart(shape, tuple(chunks), is_flat), tuple(offsets)
 
 
+def _check_is_dtensor(value: Any) -> None:
+    if not isinstance(value, DTensor):
+        raise TypeError(f"expects a DTensor but got {type(value).__name__}")
+
+
 def _check_placements(dtensor: DTensor) -> None:
+    _check_is_dtensor(dtensor)
     if not is_sharded_or_replicated(dtensor.placements):
         raise NotImplementedError(
             f"expects the placements Shard and Replicate but got {dtensor.placements}: redistribute"
@@ -344,6 +353,7 @@ def split_dtensor(
     ``update_uneven_dtensor_chunk_meta`` has no effect. Dims other than 0 of flat ranges are a
     ``NotImplementedError``.
     """
+    _check_is_dtensor(dtensor)
     pieces = torch.empty(dtensor.shape, device="meta").split(split_size_or_sections, dim)
     dim %= dtensor.ndim
     lengths = [piece.shape[dim] for piece in pieces]

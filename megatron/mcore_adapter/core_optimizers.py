@@ -364,7 +364,7 @@ def gradient_of(parameter: torch.Tensor) -> Any:
 
 def _preparing_init(original: Any) -> Any:
     @functools.wraps(original)
-    def init(optimizer: DistributedOptimizer, *args: Any, **kwargs: Any) -> None:
+    def init(optimizer: DistributedOptimizer, /, *args: Any, **kwargs: Any) -> None:
         original(optimizer, *args, **kwargs)
         inner, config, own = optimizer.optimizer, optimizer.config, optimizer.get_parameters()
         if inner is None or not own or not all(map(is_owned, own)):

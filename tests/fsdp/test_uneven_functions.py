@@ -87,6 +87,14 @@ def test_other_placements_and_wrong_sizes_are_summed_or_refused() -> None:
     ):
         with pytest.raises(NotImplementedError, match="redistribute first"):
             function(partial)
+    for function in (
+        uneven_dtensor_to_full_tensor,
+        gather_and_compute_chunk_metadata,
+        validate_uneven_dtensor,
+        lambda value: split_dtensor(value, 1),
+    ):
+        with pytest.raises(TypeError, match="expects a DTensor but got Tensor"):
+            function(torch.ones(3))
     nothing = uneven(torch.empty(0, 3), line, [0, 0])
     assert uneven_dtensor_to_full_tensor(nothing).shape == (0, 3)
     validate_uneven_dtensor(nothing)

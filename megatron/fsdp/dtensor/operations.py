@@ -34,6 +34,13 @@ RESHAPES = frozenset({aten.view.default, aten._unsafe_view.default, aten.expand.
 FACTORIES = frozenset(
     getattr(aten, name).default for name in ("new_empty", "new_full", "new_ones", "new_zeros")
 )
+# Functions that draw a number for each element; whole tensors have the numbers in their order.
+RANDOM = frozenset(
+    {
+        *(torch.rand_like, torch.randn_like, torch.randint_like),
+        *(torch.bernoulli, torch.Tensor.bernoulli, torch.poisson),
+    }
+)
 # Functions that read the memory of a tensor without an operation that a mode sees.
 ON_WHOLE_TENSORS = frozenset({torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__})
 # Methods that share or replace the memory of a tensor, where a DTensor has none.
@@ -86,7 +93,7 @@ def operate(
             return _without_gradient(result)
         except NeedsWholeTensor:
             pass
-    return _on_whole_tensors(func, args, kwargs)
+    return _on_whole_tensors(func, args, kwargs, dtensor_class)
 
 
 # ---- local tensors
@@ -142,22 +149,16 @@ class OnLocalTensors(TorchDispatchMode):
         def wrap(local: torch.Tensor, pattern: DTensor) -> DTensor:
             if id(local) in of_local:
                 return of_local[id(local)]
-            return self._divided_like(pattern, local, func in ALIASES or func in RESHAPES)
+            result = _divided_like(pattern, local, self._class)
+            if func in ALIASES or func in RESHAPES:  # in the same memory
+                result.on_write = getattr(pattern, "on_write", None)  # type: ignore[attr-defined]
+            return result
 
         if is_list:
             return None if result is None else list(map(wrap, result, patterns))
         if isinstance(result, torch.Tensor):
             return wrap(result, patterns[0])
         return tree_map_only(torch.Tensor, lambda local: wrap(local, patterns[0]), result)
-
-    def _divided_like(self, pattern: DTensor, local: torch.Tensor, shares: bool) -> DTensor:
-        """Return a DTensor with the part of ``pattern``; ``shares``: in the same memory."""
-        mesh, placements, shape = pattern.device_mesh, pattern.placements, pattern.shape
-        result = wrap_local(self._class, local, mesh, placements, shape)
-        result.part = getattr(pattern, "part", None)  # type: ignore[attr-defined]
-        if shares:
-            result.on_write = getattr(pattern, "on_write", None)  # type: ignore[attr-defined]
-        return result
 
     def _own_parts_of_operands(self, func: Any, args: Any, is_list: bool) -> Any:
         """Replace whole operands of an operation in place by this rank's parts."""
@@ -183,7 +184,7 @@ class OnLocalTensors(TorchDispatchMode):
                 return value
             value = full_tensor(value)
         local = part.of(value.expand(pattern.shape)).view(pattern._local_tensor.shape)
-        return self._divided_like(pattern, local, shares=False)
+        return _divided_like(pattern, local, self._class)
 
     def _check_lists(self, func: Any, arguments: Sequence[Any]) -> list[DTensor]:
         """Return the first list of tensors; those at one position of all lists must be alike."""
@@ -202,6 +203,14 @@ class OnLocalTensors(TorchDispatchMode):
         if isinstance(value, (list, tuple)):
             return [self._local(each) for each in value]
         return value._local_tensor if isinstance(value, self._class) else value
+
+
+def _divided_like(pattern: DTensor, local: torch.Tensor, dtensor_class: type[DTensor]) -> DTensor:
+    """Return a DTensor over ``local`` with the part of ``pattern``."""
+    mesh, placements, shape = pattern.device_mesh, pattern.placements, pattern.shape
+    result = wrap_local(dtensor_class, local, mesh, placements, shape)
+    result.part = getattr(pattern, "part", None)  # type: ignore[attr-defined]
+    return result
 
 
 def _leaves(*arguments: Any) -> Iterator[Any]:
@@ -340,7 +349,9 @@ class WholeView(torch.Tensor):
         return self.detach().as_subclass(torch.Tensor).clone().__reduce_ex__(protocol)
 
 
-def _on_whole_tensors(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def _on_whole_tensors(
+    func: Callable[..., Any], args: Any, kwargs: Any, dtensor_class: type[DTensor]
+) -> Any:
     wholes: dict[int, Whole] = {}
 
     def tensor_of(dtensor: DTensor) -> torch.Tensor:
@@ -350,7 +361,14 @@ def _on_whole_tensors(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
     with torch.inference_mode(False):  # which would not count what is written
         args, kwargs = tree_map_only(DTensor, tensor_of, (args, kwargs))
-    result = _without_gradient(_call_on_wholes(func, args, kwargs, list(wholes.values())))
+    result = _call_on_wholes(func, args, kwargs, list(wholes.values()))
+    if func in RANDOM and "out" not in kwargs:
+        pattern = next(iter(wholes.values())).dtensor
+        part = part_of(pattern)
+        if part is not None and isinstance(pattern, dtensor_class):
+            local = part.of(result).view(pattern._local_tensor.shape)
+            return _divided_like(pattern, local, dtensor_class)
+    result = _without_gradient(result)
     own = {id(whole.tensor): whole.dtensor for whole in wholes.values()}
     return own.get(id(result), result) if isinstance(result, torch.Tensor) else result
 
