@@ -20,6 +20,12 @@ from megatron.fsdp.engine.device import current_pass, in_backward
 from megatron.fsdp.engine.schedule import Schedule
 from megatron.fsdp.engine.states import CallState
 from megatron.fsdp.engine.tensor_parallel import local_tensor
+from megatron.fsdp.engine.transforms import (
+    before_backward,
+    has_other_backward,
+    outside_transforms,
+    unwrapped,
+)
 from megatron.fsdp.engine.unit import Unit, UnitCall
 
 # [Note: one call of a unit]
@@ -114,7 +120,7 @@ class UnitHooks:
         observe.end_forward(call)
         output = self._copy_returned_weights(call, output)
         if torch.is_grad_enabled():
-            self._watch_outputs(call, output)
+            output = self._watch_outputs(call, output)
         call.inputs.clear()
         if not in_backward():  # else it is recomputation
             self.end_use(call, call.used_units)
@@ -134,7 +140,7 @@ class UnitHooks:
         }
 
         def is_freed(tensor: torch.Tensor) -> bool:
-            return local_tensor(tensor).untyped_storage()._cdata in freed
+            return local_tensor(unwrapped(tensor)).untyped_storage()._cdata in freed
 
         if not freed or not any(map(is_freed, tensors_in(output))):
             return output
@@ -163,7 +169,7 @@ class UnitHooks:
             raise
         self.calls.remove(call)
         if torch.is_grad_enabled() and call.borrowed:
-            self._watch_outputs(call, output)
+            output = self._watch_outputs(call, output)
         self.end_use(call, call.borrowed)
         return output
 
@@ -181,8 +187,11 @@ class UnitHooks:
 
     # ---- backward
 
-    def _watch_outputs(self, call: UnitCall, output: Any) -> None:
+    def _watch_outputs(self, call: UnitCall, output: Any) -> Any:
+        """Return ``output``, whose backward begins with :meth:`_pre_backward`."""
         call.end_forward()
+        if has_other_backward():
+            return self._watch_transformed_outputs(call, output)
         pre_backward = partial(self._pre_backward, call)
         pre_backward_of_node = partial(self._pre_backward_of_node, call)
         for tensor in tensors_in(output):
@@ -206,11 +215,25 @@ class UnitHooks:
             base = tensor._base
             if base is not None and base.grad_fn is not None and not call.is_unchanged_input(base):
                 base.grad_fn.register_prehook(pre_backward_of_node)
+        return output
+
+    def _watch_transformed_outputs(self, call: UnitCall, output: Any) -> Any:
+        """Do the same inside of function transforms: see [Note: function transforms]."""
+        pre_backward = partial(self._pre_backward_of_node, call)
+
+        def watch(tensor: torch.Tensor) -> torch.Tensor:
+            has_gradient = tensor.is_floating_point() or tensor.is_complex()
+            if not has_gradient or call.is_unchanged_input(tensor):
+                return tensor
+            return before_backward(pre_backward, tensor)
+
+        return map_tensors(watch, output)
 
     def _grad_arrived(self, parameter: nn.Parameter) -> None:
         self._enter_backward()
         self._schedule.grad_arrived(self.unit_of[parameter], parameter)
 
+    @outside_transforms
     def _enter_backward(self, gradient: Any = None) -> None:
         if not self._schedule.is_in_backward:
             self._gradients.begin_backward()  # which may refuse the pass, before there is one
@@ -218,6 +241,7 @@ class UnitHooks:
             self._awaiting.clear()
             torch.autograd.Variable._execution_engine.queue_callback(self._end_pass)
 
+    @outside_transforms
     def _end_pass(self) -> None:
         self._schedule.finish_backward()
         self._gradients.end_backward()

@@ -20,6 +20,7 @@ from megatron.fsdp.engine.layout import PREFER_ROWS, Granularity, Layout, plan
 from megatron.fsdp.engine.policy import Precision, ShardingStrategy
 from megatron.fsdp.engine.states import MainState, WeightState, change_state
 from megatron.fsdp.engine.tensor_parallel import local_tensor, set_local_tensor
+from megatron.fsdp.engine.transforms import outside_transforms
 
 # [Note: the weights of a group]
 #     compute parameter  the parameter that the module's forward reads, in the module's dtype: a
@@ -224,6 +225,7 @@ class ParamGroup:
         self.form.fill(shard, main, self.layout, self.rank)
         self.memory.release(self.main_shard)
 
+    @outside_transforms
     def wait_for_unshard(self) -> None:
         """Make compute wait for the all-gather that :func:`unshard` has started, if any."""
         if self._all_gather is not None:
@@ -236,6 +238,7 @@ class ParamGroup:
                 self._versions = None
             self.state = change_state(self, self.state, WeightState.UNSHARDED)
 
+    @outside_transforms
     def reshard(self) -> None:
         """Free the compute parameters at level 3; at other levels do nothing."""
         if self.reshards_after_use:
@@ -302,6 +305,7 @@ class ParamGroup:
             self.install_main_weights()
 
 
+@outside_transforms
 def unshard(groups: Sequence[ParamGroup]) -> None:
     """Start the all-gathers of groups of a unit, unless they are done or under way."""
     # In one launch where the ranks are the same: see [Note: one launch for several gathers].

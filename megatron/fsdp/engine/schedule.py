@@ -21,7 +21,8 @@ from megatron.fsdp.engine.gradients import GroupGradients
 from megatron.fsdp.engine.param_group import unshard
 from megatron.fsdp.engine.policy import Overlap
 from megatron.fsdp.engine.states import GradientState
-from megatron.fsdp.engine.unit import GRAPH, Unit, UnitCall
+from megatron.fsdp.engine.transforms import is_traced
+from megatron.fsdp.engine.unit import FORWARD, GRAPH, TRACE, Unit, UnitCall
 
 
 class Microbatches:
@@ -126,6 +127,8 @@ class Schedule:
     def _reshard(self, unit: Unit) -> None:
         if unit.users:
             pass
+        elif is_traced():
+            unit.users[TRACE] = FORWARD
         elif self._keeps_graph:
             # The unit stays unsharded until the end of the next backward pass that is not recorded.
             unit.users[GRAPH] = max(current_pass(), 0)
@@ -213,8 +216,11 @@ class Schedule:
         """End the backward pass: finish the units that have not been finished yet."""
         self.is_in_backward = False
         for unit in reversed(self.units):
+            was_traced = unit.users.pop(TRACE, None) is not None
             if unit.is_in_backward:
                 self._finish_unit(unit)
+            elif was_traced:
+                self._reshard(unit)
             for group in unit.trainable_groups:
                 group.gradients.forget_written()
         self._keeps_graph = False

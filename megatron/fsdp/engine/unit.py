@@ -22,6 +22,8 @@ FORWARD = -1
 
 # A user of a unit's weights: the graph that autograd records of a backward (create_graph=True).
 GRAPH = "graph"
+# Another: operations that were recorded in a forward, to run until the next backward is over.
+TRACE = "trace"
 
 KEPT_ASIDE = (
     "%s: gradients reach its parameters, but none a result of its forward, so its weights are not"

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Function transforms of ``torch.func`` (jvp, vjp, vmap, ...) around a forward."""
+
+# [Note: function transforms] Inside of a transform, tensors are wrapped, one wrapper for each
+# transform, and operations dispatch to the innermost. Weights are constants to all of them: the
+# engine gathers and frees them outside of the transforms, where they are plain tensors. Hooks on
+# outputs would miss the passes of other levels (the tangent of a jvp has a backward too), so
+# outputs pass through an autograd function, which every transform takes along. Dual numbers without
+# a transform have tangents as well.
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from operator import attrgetter
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+is_transformed: Callable[[], bool] = torch._C._are_functorch_transforms_active
+
+
+def has_other_backward() -> bool:
+    """Return True if an output may have a backward that its hooks miss, as its tangent has."""
+    return is_transformed() or forward_ad._current_level >= 0
+
+
+def is_traced() -> bool:
+    """Return True if the operations under way are recorded, as by ``linearize``, to run later."""
+    return get_proxy_mode() is not None
+
+
+def outside_transforms(function: Callable[P, R]) -> Callable[P, R]:
+    """Let a function on plain tensors run outside of the transforms under way."""
+
+    @wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not (is_transformed() or is_traced()):
+            return function(*args, **kwargs)
+        with torch._C._DisableFuncTorch(), disable_proxy_modes_tracing():
+            return function(*args, **kwargs)
+
+    return run
+
+
+def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the plain tensor inside of the wrappers of transforms."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
+
+
+class BeforeBackward(torch.autograd.Function):
+    """The identity, which calls a function with the gradient before backward goes on."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(callback: Callable[[Any], None], tensor: torch.Tensor) -> torch.Tensor:
+        """Return ``tensor``."""
+        return tensor
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        """Keep the function."""
+        ctx.callback, _ = inputs
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> tuple[None, Any]:
+        """Call the function, and pass the gradient on."""
+        ctx.callback(gradient)
+        return None, gradient
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, tangent: Any) -> Any:
+        """Let the backward of the tangent call the function too."""
+        return None if tangent is None else before_backward(ctx.callback, tangent)
+
+
+before_backward: Callable[[Callable[[Any], None], torch.Tensor], torch.Tensor]
+before_backward = attrgetter("apply")(BeforeBackward)
