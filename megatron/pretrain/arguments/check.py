@@ -73,6 +73,8 @@ class Check:
     """Destination -> the flag as it is written."""
     defaults: dict[str, Any]
     machine: Machine
+    refused: set[str] = field(default_factory=set)
+    """Destinations whose values were no values of theirs, which `problems` says."""
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -93,6 +95,12 @@ class Check:
         """Record the problem unless the condition holds."""
         if not condition:
             self.problems.append(problem)
+
+    def require_given(self, condition: object, *dests: str) -> None:
+        """Record that a flag is missing, unless the condition holds or its value was refused."""
+        if not self.refused.intersection(dests):
+            flags = " or ".join(map(self.flag, dests))
+            self.require(condition, f"required but not given: {flags}")
 
     def require_multiple(self, dest: str, divisor: int, why: str) -> None:
         """Record a problem unless the value of `dest`, if given, is a multiple of `divisor`."""

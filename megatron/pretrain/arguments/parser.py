@@ -80,6 +80,8 @@ LAST_RULES: tuple[Rule, ...] = (
     forget_precision_aware,
     note_flags_without_effect,
 )
+EMPTY_FOR_NONE = ("config_logger_dir", "wandb_project", "wandb_entity", "wandb_exp_name")
+"""Destinations for which an empty text says that there is none, as in Megatron-LM."""
 TITLES = (
     *("data parallelism", "optimizer", "model", "multi-latent attention", "mixture of experts"),
     *("low precision and graphs", "model parallelism"),
@@ -191,7 +193,7 @@ def parse_arguments(
     parser, defaults = parser_of_given_flags()
     defaults = copy.deepcopy(defaults)  # a default that is a list belongs to one run
     names = {action.dest: action.option_strings[0] for action in parser._actions}
-    given, problems = parse_given(parser, list(argv))
+    given, refused, problems = parse_given(parser, list(argv))
     args = argparse.Namespace(**(defaults | given))
     if fused_weight_gradient is None:
         fused_weight_gradient = has_package("fused_weight_gradient_mlp_cuda")
@@ -209,7 +211,7 @@ def parse_arguments(
         emerging_optimizers,
         environment,
     )
-    check = Check(args, given, names, defaults, machine, problems)
+    check = Check(args, given, names, defaults, machine, refused, problems)
     apply_rules(check)
     if check.problems:
         raise CommandLineError(check.problems)
@@ -232,8 +234,10 @@ def has_package(name: str) -> bool:
 
 def parse_given(
     parser: argparse.ArgumentParser, argv: list[str]
-) -> tuple[dict[str, Any], list[str]]:
+) -> tuple[dict[str, Any], set[str], list[str]]:
     """Return the values that the command line gives by destination, and problems of single flags.
+
+    Between them come the destinations whose values were refused.
 
     argparse stops at the first bad value, so flags are parsed one at a time, each with the words
     that follow it.
@@ -241,6 +245,7 @@ def parse_given(
     known = set(parser._option_string_actions)
     absent = absent_flags() - known
     given: dict[str, Any] = {}
+    refused: set[str] = set()
     problems: list[str] = []
     for words in one_flag_each(argv):
         name = words[0].split("=", 1)[0]
@@ -254,15 +259,22 @@ def parse_given(
         elif name not in known:
             problems.append(f"{name}: unknown flag{suggestion(name, known)}")
         else:
+            dest = parser._option_string_actions[name].dest
+            is_empty = words[0].endswith("=") or "" in words
+            if is_empty and dest not in EMPTY_FOR_NONE:
+                problems.append(f"{name}: its value is empty, as that of an unset shell variable")
+                refused.add(dest)
+                continue
             try:
                 namespace, rest = parser.parse_known_args(words)
             except CommandLineError as error:
                 problems.extend(error.problems)
+                refused.add(dest)
                 continue
             given |= vars(namespace)
             if rest:
                 problems.append(f"{name}: does not take {' '.join(rest)}")
-    return given, problems
+    return given, refused, problems
 
 
 def one_flag_each(argv: list[str]) -> list[list[str]]:

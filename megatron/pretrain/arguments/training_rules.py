@@ -65,8 +65,9 @@ def check_numbers(check: Check) -> bool:
     """
     args = check.args
     missing = [check.flag(dest) for dest in REQUIRED.split() if getattr(args, dest) is None]
-    check.require(not missing, f"required but not given: {', '.join(missing)}")
     has_sizes = not missing
+    missing = [flag for flag in missing if flag not in map(check.flag, check.refused)]
+    check.require(not missing, f"required but not given: {', '.join(missing)}")
     infinite = check_finite(check)
     for dests, is_met, words in RANGES:
         for dest in dests.split():
@@ -172,10 +173,8 @@ def complete_length(check: Check) -> None:
     """Check that the length of the run is given once."""
     args = check.args
     check.at_most_one("train_iters", "train_samples")
-    check.require(
-        args.skip_train or args.train_iters or args.train_samples,
-        "required but not given: --train-iters or --train-samples",
-    )
+    is_there = args.skip_train or args.train_iters or args.train_samples
+    check.require_given(is_there, "train_iters", "train_samples")
     args.train_iters = args.train_iters or 0
     args.no_load_optim = args.no_load_optim or args.skip_train
 
@@ -260,7 +259,7 @@ def whole_iterations(samples: int, growth: list[int] | None, batch: int) -> int:
 def complete_schedule(check: Check) -> None:
     """Complete the schedules of learning rate and weight decay."""
     args = check.args
-    check.require(args.lr is not None or args.skip_train, "required but not given: --lr")
+    check.require_given(args.lr is not None or args.skip_train, "lr")
     if args.lr is not None:
         check.require(
             args.min_lr <= args.lr, f"--min-lr {args.min_lr} must be at most --lr {args.lr}"

@@ -99,6 +99,19 @@ def test_required_flags_are_listed_together() -> None:
     assert any(p.startswith("NullTokenizer needs --vocab-size") for p in found)
 
 
+def test_a_value_that_is_refused_is_not_required_as_well() -> None:
+    found = problems("--mock-data --lr 0,001 --num-layers 2,5")
+    assert not any(p.startswith("required") and ("--lr" in p or "--num-layers" in p) for p in found)
+    assert sum("--lr" in p for p in found) == 1
+
+
+def test_empty_values_are_refused_but_where_they_mean_none() -> None:
+    given = "--save '' --load= --data-path 0.5 '' --wandb-project ''"
+    found = problems(f"{MOCK} {given}")
+    empty = [each.split(": its value is empty")[0] for each in found if "is empty" in each]
+    assert empty == ["--save", "--load", "--data-path"]
+
+
 @pytest.mark.parametrize("spelling", ["opt_param-scheduler", "opt-param-scheduler"])
 def test_both_spellings_of_the_scheduler_flags(spelling: str) -> None:
     assert parse(f"{MOCK} --override-{spelling}")[0].override_opt_param_scheduler

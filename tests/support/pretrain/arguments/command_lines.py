@@ -3,6 +3,7 @@
 
 import argparse
 import json
+import shlex
 from collections.abc import Iterable
 from itertools import chain
 from pathlib import Path
@@ -41,7 +42,7 @@ def parse(line: str, **machine: object) -> tuple[argparse.Namespace, list[str]]:
         "emerging_optimizers": True,
     } | machine
     settings.setdefault("environment", {})
-    return parse_arguments(line.split(), **settings)
+    return parse_arguments(shlex.split(line), **settings)
 
 
 def problems(line: str, **machine: object) -> list[str]:
