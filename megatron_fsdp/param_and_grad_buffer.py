@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from torch.distributed.tensor import Placement, Replicate, Shard
 
 from megatron.fsdp.dtensor.sharded_param import is_linked, sharded_param_of
 from megatron.fsdp.dtensor.tensor_part import TensorSlice
@@ -67,7 +68,10 @@ def make_fsdp_dtensor(
         slice_ = sharded_param_of(param).slice
     else:
         slice_ = TensorSlice.of_parameter(param, tuple(local_of(param).shape), axes.tensor)
-    placements = slice_.placements(axes.tensor, mesh.ndim, is_sharded_param)
+    data: Placement = (
+        Shard(0) if is_sharded_param else Replicate()
+    )  # ranks may have rows of any number
+    placements = slice_.placements(axes.tensor, mesh.ndim, data)
     dtensor = make_uneven_dtensor(local_tensor, slice_.shape or (1,), mesh, placements)
     if run_check:
         validate_uneven_dtensor(dtensor)

@@ -28,6 +28,7 @@ from megatron.fsdp.dtensor.tensor_part import (
     wrap_local,
 )
 from megatron.fsdp.dtensor.uneven_dtensor import UnevenDTensor, dtensor_over
+from megatron.fsdp.dtensor.uneven_shard import UnevenShard
 from megatron.fsdp.engine.buffer import ShardMemory, shard_view
 from megatron.fsdp.engine.collectives import all_reduce_over
 from megatron.fsdp.engine.layout import row_size
@@ -80,9 +81,6 @@ class ShardedParam:
         shape, axis = self.flat_range.shape, mesh.axes.tensor
         self.slice = TensorSlice.of_parameter(group.parameters[index], shape, axis)
         self._mesh = mesh.mesh
-        self._placements = self.slice.placements(
-            mesh.axes.tensor, mesh.mesh.ndim, group.strategy.shards_optimizer
-        )
         self._norm_group = (
             mesh.norm_group_of_copies if self.slice.dim is None else mesh.norm_group_of_slices
         )
@@ -97,6 +95,9 @@ class ShardedParam:
             # To the optimizer, a scalar is a vector of one element, which can be sharded.
             element = (((0,), (1,)),) if self.flat_range.numel else ()
             self._optimizer_part = replace(self._part, shape=(1,), chunks=element)
+        is_sharded = group.strategy.shards_optimizer
+        data = UnevenShard(self._optimizer_part) if is_sharded else Replicate()
+        self._placements = self.slice.placements(mesh.axes.tensor, mesh.mesh.ndim, data)
         self.parameter = self.over(group.main_view(index))
         self.parameter.requires_grad_(group.requires_grad)
         self.parameter._is_param = True  # what `isinstance(…, nn.Parameter)` looks at

@@ -54,6 +54,11 @@ class TensorPart:
     key: Hashable = None  # equal for tensors that all ranks divide alike; None: nobody knows
     replicas: tuple[dist.ProcessGroup, ...] = ()  # ranks outside of the mesh with the same part
 
+    @property
+    def numel(self) -> int:
+        """Number of elements of the part."""
+        return sum(prod(sizes) for _, sizes in self.chunks)
+
     def of(self, whole: torch.Tensor) -> torch.Tensor:
         """Return the elements of this part of ``whole``, flat."""
         elements = [whole.new_empty(0)]
@@ -94,10 +99,9 @@ class TensorSlice(NamedTuple):
         shape = replaced(local, dim, local[dim] * axis.size())
         return cls(shape, dim, local[dim] * axis.get_local_rank())
 
-    def placements(self, axis: DeviceMesh | None, ndim: int, is_sharded: bool) -> list[Placement]:
+    def placements(self, axis: DeviceMesh | None, ndim: int, data: Placement) -> list[Placement]:
         """List those on a mesh of ``ndim`` axes: the tensor axis, if any, and the data axes."""
         own: Placement = Replicate() if self.dim is None else Shard(self.dim)
-        data: Placement = Shard(0) if is_sharded else Replicate()
         return [data] * ndim if axis is None else [own] + [data] * (ndim - 1)
 
     def chunks(self, flat_range: FlatRange) -> tuple[Chunk, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import partial, wraps
 from operator import attrgetter
 from typing import Any, ClassVar, SupportsIndex
 
@@ -27,6 +27,7 @@ from megatron.fsdp.dtensor.tensor_part import (
     part_of,
     wrap_local,
 )
+from megatron.fsdp.dtensor.uneven_shard import part_in
 
 NO_PARTIAL_BACKWARD = (
     "torch.autograd.grad cannot return gradients of sharded parameters, which backward() reduces"
@@ -137,7 +138,8 @@ class UnevenDTensor(DTensor):
         everywhere = [Replicate()] * self.device_mesh.ndim
         wanted = tuple(placements or everywhere)
         # Only one rank may have the element of a scalar, which is called Replicate.
-        if wanted == tuple(self.placements) and self.shape:
+        is_own = all(type(each) is type(own) for each, own in zip(wanted, self.placements))
+        if is_own and wanted == tuple(self.placements) and self.shape:
             return self
         whole = full_tensor(self)
         replicated = wrap_local(DTensor, whole, self.device_mesh, everywhere, self.shape)
@@ -207,6 +209,36 @@ def _assign(dtensor: UnevenDTensor, value: torch.Tensor) -> None:
         )
     # Below `__torch_function__`, where a call of `copy_` would not come back to it.
     operate(torch.Tensor.copy_, (dtensor, value), {}, UnevenDTensor)
+
+
+def _of_parts(make: Callable[..., DTensor]) -> Callable[..., DTensor]:
+    @wraps(make)
+    def from_local(
+        local_tensor: torch.Tensor,
+        device_mesh: DeviceMesh | None = None,
+        placements: Sequence[Placement] | None = None,
+        **options: Any,
+    ) -> DTensor:
+        part = part_in(placements)
+        if part is None or device_mesh is None or placements is None:
+            return make(local_tensor, device_mesh, placements, **options)
+        shape, expected = options.get("shape") or part.shape, part.numel
+        if tuple(shape) != part.shape or local_tensor.numel() != expected:
+            raise ValueError(
+                f"the placements are those of a sharded tensor of shape {part.shape}, of which this"
+                f" rank has {expected} elements, not {local_tensor.numel()} of {tuple(shape)}: use"
+                " Shard(0) of torch for tensors that torch divides"
+            )
+        dtensor = dtensor_over(local_tensor.detach(), device_mesh, placements, part.shape)
+        dtensor.part = part
+        dtensor.requires_grad_(local_tensor.requires_grad)
+        return dtensor
+
+    return from_local
+
+
+# Programs rebuild a DTensor of a local tensor and the placements of another one.
+DTensor.from_local = staticmethod(_of_parts(DTensor.from_local))  # type: ignore[method-assign]
 
 
 def dtensor_over(

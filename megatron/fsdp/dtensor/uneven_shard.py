@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The placement of uneven DTensors: torch's Shard(0) that knows the part of each rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
+
+from megatron.fsdp.dtensor.tensor_part import TensorPart
+from megatron.fsdp.engine.collectives import all_gather_uneven
+
+
+class UnevenShard(Shard):
+    """``Shard(0)``, to which it is equal, of which ranks have rows or flat ranges of any size.
+
+    A DTensor that torch makes with it of local tensors has this part of the whole tensor, and what
+    torch has divided evenly is gathered rightly too.
+    """
+
+    part: TensorPart
+
+    def __new__(cls, part: TensorPart) -> UnevenShard:
+        """Return a placement for dim 0, which torch's constructor takes."""
+        return super().__new__(cls, 0)  # type: ignore[call-arg]  # it is in C++
+
+    def __init__(self, part: TensorPart):
+        super().__init__(0)
+        self.part = part
+
+    def _to_replicate_tensor(
+        self,
+        local_tensor: torch.Tensor,
+        mesh: DeviceMesh,
+        mesh_dim: int,
+        current_logical_shape: Sequence[Any],
+    ) -> torch.Tensor:
+        flat = torch.cat(all_gather_uneven(local_tensor.reshape(-1), mesh.get_group(mesh_dim)))
+        # Between two axes that divide dim 0, parts need not be whole rows.
+        is_whole = flat.numel() == prod(current_logical_shape)
+        return flat.view(tuple(current_logical_shape)) if is_whole else flat
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> UnevenShard:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Shard, (0,)  # pickled tensors know their parts themselves
+
+
+def part_in(placements: Sequence[Any] | None) -> TensorPart | None:
+    """Return the part that placements know, if any of them does."""
+    for placement in placements or ():
+        if isinstance(placement, UnevenShard):
+            return placement.part
+    return None
