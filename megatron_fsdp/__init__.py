@@ -10,6 +10,7 @@ The keywords become settings of :func:`megatron.fsdp.fully_shard`, which has the
 
 # From the modules of this package: importing one binds its name here, and `fully_shard` has to end
 # up as the function.
+from megatron.fsdp import clip_grad_norm_
 from megatron_fsdp.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron_fsdp.fully_shard import (
     ShardingStrategy,
@@ -29,6 +30,7 @@ __all__ = [
     "MixedPrecisionPolicy",
     "ShardingStrategy",
     "__version__",
+    "clip_grad_norm_",
     "fully_shard",
     "fully_shard_model",
     "fully_shard_optimizer",

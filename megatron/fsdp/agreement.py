@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron.fsdp.engine.collectives import agree
 from megatron.fsdp.engine.mesh import Mesh
 from megatron.fsdp.engine.unit import Unit
 from megatron.fsdp.engine.unit_choice import is_expert_parameter
 from megatron.fsdp.module_access.trainability import Trainability
+from megatron.fsdp.problems import refuse_differences
 from megatron.fsdp.settings import Settings
 
 _num_models: Counter[tuple[int, ...]] = Counter()  # that were sharded over the same ranks
@@ -46,24 +46,13 @@ def check_agreement(
     for number, (name, buffer) in enumerate(buffers.items()):
         values[f"buffer {number}"] = f"{name} {tuple(buffer.shape)} {buffer.dtype}"
     values["the number of buffers"] = len(buffers)
-    axes = settings.own_mesh.dense
-    groups = [axis.get_group() for axis in (axes.inner, axes.outer) if axis is not None]
-    # The separator sorts before all other characters.
-    given = agree([f"{name}\0{value}" for name, value in values.items()], groups)
-    values_of: dict[str, list[str]] = {name: [] for name in values}
-    for text in given:
-        name, _, value = text.partition("\0")
-        # A rank with fewer parameters or buffers ignores those that only other ranks have. Their
-        # numbers then differ too, and are reported.
-        if name in values_of:
-            values_of[name].append(value)
-    differences = [
-        f"{name} differs between ranks: {'; '.join(found)}"
-        for name, found in values_of.items()
-        if len(found) > 1
-    ]
-    if differences:
-        raise ValueError("\n".join(differences[:10]))
+    refuse_differences(values, data_groups(settings.own_mesh))
+
+
+def data_groups(mesh: Mesh) -> list[dist.ProcessGroup]:
+    """List groups that together reach the ranks which share the parameters of this one."""
+    axes = mesh.dense
+    return [axis.get_group() for axis in (axes.inner, axes.outer) if axis is not None]
 
 
 class FreezingAgreement:

@@ -101,8 +101,9 @@ def shard_both(
 ) -> tuple[Wrapper, Optimizers]:
     """Shard a model, by the constructor ``wrapper``, and its optimizer or several of them."""
     optimizers = several(problems, optimizer)
-    for each in optimizers:
-        check_optimizer(problems, each, model, settings)
+    for number, each in enumerate(optimizers):
+        which = f"optimizer {number}" if len(optimizers) > 1 else "the optimizer"
+        check_optimizer(problems, each, which, model, settings)
     sharded = wrapper(model, with_fitting_boundaries(settings, optimizers), problems)
     for each in optimizers:
         swap_parameters(each, sharded)

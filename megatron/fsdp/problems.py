@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from typing import ParamSpec, TypeVar
 
 import torch.distributed as dist
@@ -26,10 +27,15 @@ class Problems:
     def __init__(self, groups: Sequence[dist.ProcessGroup | None] = (None,)) -> None:
         self._groups = groups
         self._found: dict[str, None] = {}  # prefixed texts in order, each once
+        self._compared: dict[str, object] = {}
 
     def add(self, text: str) -> None:
         """Add the text of a problem, which becomes part of a ``ValueError``."""
         self._found[_WRONG + text] = None
+
+    def compare(self, values: Mapping[str, object]) -> None:
+        """Add values, by their names, that must be equal on all ranks."""
+        self._compared.update(values)
 
     def check(
         self,
@@ -54,8 +60,37 @@ class Problems:
         found = list(self._found)
         if dist.is_initialized():
             found = agree(found, self._groups)
-        if not found:
-            return
-        is_wrong = any(text.startswith(_WRONG) for text in found)
-        message = "\n".join(text[1:] for text in found)
-        raise ValueError(message) if is_wrong else NotImplementedError(message)
+        if found:
+            is_wrong = any(text.startswith(_WRONG) for text in found)
+            message = "\n".join(text[1:] for text in found)
+            raise ValueError(message) if is_wrong else NotImplementedError(message)
+        if dist.is_initialized():
+            refuse_differences(self._compared, self._groups)
+
+
+def refuse_differences(
+    values: Mapping[str, object], groups: Sequence[dist.ProcessGroup | None]
+) -> None:
+    """Raise one ``ValueError`` on every rank that names the values which differ; a collective."""
+    # Only what differs is exchanged with the ranks that have it. The separator sorts before all
+    # other characters.
+    texts = agree([f"{name}\0{value}" for name, value in values.items()], groups)
+    counts = Counter(text.partition("\0")[0] for text in texts)
+    # What only some ranks have, as the last parameter of a larger model, is no difference: their
+    # numbers differ then.
+    different = [name for name in counts if counts[name] > 1]
+    if not different:
+        return
+    own = [f"{name}\0{values.get(name, 'nothing')}\0{dist.get_rank()}" for name in different]
+    ranks_of: dict[str, dict[str, list[int]]] = {name: defaultdict(list) for name in different}
+    for text in agree(own, groups):
+        name, value, rank = text.split("\0")
+        ranks_of[name][value].append(int(rank))
+    lines = []
+    for name, of_values in ranks_of.items():
+        found = [
+            f"{value} on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, sorted(ranks)))}"
+            for value, ranks in of_values.items()
+        ]
+        lines.append(f"{name} differs between ranks: {'; '.join(found)}")
+    raise ValueError("\n".join(lines[:10]))

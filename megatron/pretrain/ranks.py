@@ -22,6 +22,7 @@ from megatron.core import parallel_state, tensor_parallel
 
 from megatron.checkpoint.store.url_staging import with_urls
 from megatron.fsdp.backends import memory_slots, rendezvous
+from megatron.fsdp.problems import refuse_differences
 from megatron.mcore_adapter import cpu
 from megatron.mcore_adapter.captured_iterations import captures_iterations
 from megatron.mcore_adapter.releases import process_groups
@@ -34,6 +35,9 @@ GROUP_SETTINGS = """tensor_model_parallel_size pipeline_model_parallel_size
     num_distributed_optimizer_instances distributed_timeout_minutes use_sharp sharp_enabled_group
     nccl_communicator_config_path high_priority_stream_groups"""
 """Arguments of a run that Megatron-Core's process groups follow from, by the same names."""
+OF_ONE_MACHINE = """data_cache_path tensorboard_dir wandb_save_dir config_logger_dir
+    non_persistent_local_ckpt_dir"""
+"""Arguments that may be others on other ranks: folders of their machine."""
 
 
 def environment_rank() -> int:
@@ -78,11 +82,23 @@ def start(args: argparse.Namespace) -> torch.device:
         timeout=timedelta(minutes=args.distributed_timeout_minutes),
         device_id=device if device.type == "cuda" else None,
     )
+    agree_on_arguments(args)
     initialize_model_parallel(args)
     if args.tp_comm_overlap:
         start_user_buffers(args)
     seed(args.seed, args.data_parallel_random_init, captures_iterations(args))
     return device
+
+
+def agree_on_arguments(args: argparse.Namespace) -> None:
+    """Raise one ``ValueError`` on all ranks if their command lines differ; a collective."""
+    # Ranks with other sizes would wait for each other, and with other rates train other models.
+    values = {
+        f"--{dest.replace('_', '-')}": repr(value)
+        for dest, value in vars(args).items()
+        if dest not in OF_ONE_MACHINE.split()
+    }
+    refuse_differences(values, [None])
 
 
 def initialize_model_parallel(args: argparse.Namespace) -> None:

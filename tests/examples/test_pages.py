@@ -9,6 +9,7 @@ from functools import cache
 from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
+from pkgutil import resolve_name
 
 import pytest
 import torch
@@ -42,6 +43,32 @@ def test_operations_on_parameters_do_what_the_table_says() -> None:
     assert len(rows) == 8 and all(operations for operations, _, _ in rows)
     for found in run_ranks(2, wrong_rows, rows):
         assert not found, "\n".join(found)
+
+
+OWN = r"(?:megatron_fsdp|megatron\.(?:fsdp|checkpoint|pretrain|mcore_adapter|planning|huggingface))"
+DOTTED = re.compile(rf"(?<![\w/.]){OWN}(?:\.[A-Za-z_]\w*)*(?![\w/]|\.\w)")
+IMPORTED = re.compile(rf"from ({OWN}(?:\.\w+)*) import ([\w, ]+)|`(\w+)` of `({OWN}[\w.]*)`")
+
+
+def names_in(text: str) -> set[str]:
+    """Return the names of our own that a page mentions, with their modules."""
+    names = set(DOTTED.findall(text))
+    for module, imported, name, of_module in IMPORTED.findall(text):
+        names |= {f"{module}.{each.strip()}" for each in imported.split(",") if each.strip()}
+        names |= {f"{of_module}.{name}"} if name else set()
+    return names
+
+
+def test_every_name_that_a_page_mentions_is_there() -> None:
+    names = set().union(*(names_in((ROOT / page).read_text()) for page in PAGES))
+    assert {"megatron_fsdp.fully_shard", "megatron_fsdp.clip_grad_norm_"} <= names
+    absent = []
+    for name in sorted(names):
+        try:
+            resolve_name(name)
+        except (ImportError, AttributeError) as error:
+            absent.append(f"{name}: {error}")
+    assert absent == []
 
 
 # ---- commands

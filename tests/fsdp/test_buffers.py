@@ -129,5 +129,5 @@ def test_buffers_of_other_shapes_are_named() -> None:
     module = nn.Linear(2, 2)
     module.register_buffer("cache", torch.zeros(2 + dist.get_rank()))
     message = message_of(ValueError, fully_shard_model, module)
-    told = "buffer 0 differs between ranks: cache (2,) torch.float32; cache (3,)"
+    told = "buffer 0 differs between ranks: cache (2,) torch.float32 on rank 0; cache (3,)"
     assert told in message, message

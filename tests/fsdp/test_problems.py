@@ -69,7 +69,11 @@ WRONG_CALLS: dict[str, WrongCall] = {
         NotImplementedError,
     ),
     "strategies differ": WrongCall(
-        ("zero_dp_strategy differs between ranks", "optim_grads;", "optim_grads_params"),
+        (
+            "zero_dp_strategy differs between ranks",
+            "optim_grads on rank 0; ",
+            "optim_grads_params on rank 1",
+        ),
         differing(zero_dp_strategy=(2, 3)),
     ),
     "policies differ": WrongCall(
@@ -118,6 +122,28 @@ WRONG_CALLS: dict[str, WrongCall] = {
     "shapes differ on one of four": WrongCall(
         ("differs between ranks", "weight (3, 2)", "weight (4, 2)"),
         lambda scene: fully_shard_model(nn.Linear(2, 3 + (scene.rank == 2))),
+        world_size=4,
+    ),
+    "classes of optimizers differ": WrongCall(
+        ("the class of the optimizer differs between ranks: AdamW on rank 1; SGD on rank 0",),
+        lambda scene: fully_shard(
+            scene.module,
+            [torch.optim.SGD, torch.optim.AdamW][scene.rank](scene.module.parameters(), lr=0.1),
+        ),
+    ),
+    "rates and groups of optimizers differ": WrongCall(
+        (
+            "lr of param group 0 of the optimizer differs between ranks: 0.0 on rank 0; 1.0 on"
+            " ranks 1, 2, 3",
+            "the list of parameters of param group 0 of the optimizer differs",
+        ),
+        lambda scene: fully_shard(
+            scene.module,
+            torch.optim.SGD(
+                list(scene.module.parameters())[:: -1 if scene.rank == 2 else 1],
+                lr=float(scene.rank > 0),
+            ),
+        ),
         world_size=4,
     ),
     "several things": WrongCall(

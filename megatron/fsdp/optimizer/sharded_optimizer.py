@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any, cast
@@ -17,6 +17,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from megatron.fsdp.agreement import data_groups
 from megatron.fsdp.dtensor.sharded_param import ShardedParam, is_linked, sharded_param_of
 from megatron.fsdp.dtensor.tensor_part import gathered_bytes
 from megatron.fsdp.gradient_sync import clear_gradient_shard
@@ -37,7 +38,7 @@ from megatron.fsdp.optimizer.optimizer_state import (
     refuse_local_state,
     shard_slots,
 )
-from megatron.fsdp.problems import Problems
+from megatron.fsdp.problems import Problems, refuse_differences
 from megatron.fsdp.quantized.quantized_state import LocalUpdate, quantizes_state
 from megatron.fsdp.settings import Settings
 from megatron.fsdp.sharded_module import ShardedModule, is_owned, owner_of
@@ -278,6 +279,9 @@ def shard_optimizer(
         raise ValueError("the optimizer is sharded already")
     refuse_optimizer(optimizer)
     _refuse_unsharded(parameters_of(optimizer))
+    names = [_names(group["params"]) for group in optimizer.param_groups]
+    for model in dict.fromkeys(map(owner_of, parameters_of(optimizer))):
+        refuse_differences(_compared(optimizer, names, "the optimizer"), data_groups(model._mesh))
     on_local = LocalUpdate(optimizer, kind) if quantizes_state(kind) else None
     _keep_scheduler(optimizer)
     optimizer.__class__ = type(
@@ -291,8 +295,8 @@ def shard_optimizer(
     sharded._find_models()
     for model in sharded._fsdp_models:
         refuse_state_in_files(kind, model._settings.offload)
-    for group in sharded.param_groups:
-        group["param_names"] = _names(group["params"])
+    for group, own in zip(sharded.param_groups, names):
+        group["param_names"] = own
     sharded._make_missing_state()
     return sharded
 
@@ -337,15 +341,23 @@ def several(problems: Problems, given: Any) -> list[Any]:
 def check_optimizer(
     problems: Problems,
     optimizer: torch.optim.Optimizer,
+    which: str,
     module: nn.Module,
     settings: Settings,
 ) -> None:
-    """Add every reason why the user's arguments, of any type, do not fit to ``problems``."""
+    """Add every reason why the user's arguments, of any type, do not fit to ``problems``.
+
+    ``which`` names the optimizer in messages.
+    """
     problems.check(refuse_optimizer, optimizer)
     if not isinstance(optimizer, torch.optim.Optimizer):
         return
     if isinstance(module, nn.Module):  # otherwise the check of the module reports it
         problems.check(_refuse_strangers, optimizer, set(module.parameters()))
+        name_of = {parameter: name for name, parameter in module.named_parameters()}
+        groups = [group["params"] for group in optimizer.param_groups]
+        names = [[name_of.get(parameter, "?") for parameter in own] for own in groups]
+        problems.compare(_compared(optimizer, names, which))
     problems.check(refuse_state_in_files, type(optimizer), settings.offload)
     if settings.gradients.are_decoupled and type(optimizer).__module__.startswith(
         ("torch.optim", "torchao.optim")
@@ -355,6 +367,28 @@ def check_optimizer(
             f" {type(optimizer).__name__} does not read: it would not train. Leave it False, or"
             " pass a precision-aware optimizer"
         )
+
+
+def _compared(
+    optimizer: torch.optim.Optimizer, names: Sequence[Sequence[str]], which: str
+) -> dict[str, object]:
+    """Return what must be equal on all ranks, each of which would update its shards otherwise.
+
+    ``names`` are those of the parameters of each param group.
+    """
+    values: dict[str, object] = {
+        f"the class of {which}": type(optimizer).__name__,
+        f"the number of param groups of {which}": len(optimizer.param_groups),
+    }
+    for number, (group, own) in enumerate(zip(optimizer.param_groups, names)):
+        of_group = f"of param group {number} of {which}"
+        values[f"the list of parameters {of_group}"] = ", ".join(own)
+        for name, value in group.items():
+            if isinstance(value, torch.Tensor) and value.numel() == 1:
+                value = value.item()
+            if value is None or isinstance(value, bool | int | float | str | tuple):
+                values[f"{name} {of_group}"] = value
+    return values
 
 
 def refuse_optimizer(optimizer: torch.optim.Optimizer) -> None:
