@@ -4,13 +4,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 
+import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from megatron.fsdp.backends.memory_slots import problems_of_nccl
 from megatron.fsdp.dtensor.sharded_param import is_linked
 from megatron.fsdp.engine.mesh import Mesh
+from megatron.fsdp.engine.tensor_parallel import local_tensor
 from megatron.fsdp.engine.unit_choice import is_expert_parameter
 from megatron.fsdp.meta_initialisation import Initialiser, problems_of_initialisation
 from megatron.fsdp.optimizer.host.host_memory import problems_of_offload
@@ -49,6 +52,7 @@ def check_all(
         own = {name: one for name, one in named.items() if kinds[name] == is_expert}
         problems.check(refuse_parameters, own, Sharding(*strategy.of(is_expert), slots, has_slices))
     found = [*_problems_of_units(module, units or ()), *_problems_of_dtypes(named)]
+    found += _problems_of_shared_memory(named)
     if foreign := len(ignored - set(module.parameters())):
         found.append(
             f"Strategy.ignored has {foreign} parameters that are no part of the model: take them"
@@ -125,7 +129,27 @@ def _problems_of_meta_tensors(module: nn.Module) -> Iterator[str]:
         )
 
 
+def _problems_of_shared_memory(named: dict[str, nn.Parameter]) -> Iterator[str]:
+    ranges = []
+    for name, parameter in named.items():
+        local = local_tensor(parameter)
+        is_plain = local.layout is torch.strided and not hasattr(local, "__tensor_flatten__")
+        if is_plain and local.is_contiguous() and local.numel() and not local.is_meta:
+            start = local.data_ptr()
+            ranges.append((str(local.device), start, start + local.nbytes, name))
+    ranges.sort()
+    for (device, _, end, name), (other_device, start, _, other_name) in pairwise(ranges):
+        if device == other_device and start < end:
+            yield (
+                f"{name} and {other_name} overlap in memory, and would become parameters of their"
+                " own: to tie them, let both names be one nn.Parameter; otherwise clone one"
+            )
+
+
 def _problems_of_devices(named: dict[str, nn.Parameter], settings: Settings) -> Iterator[str]:
+    device = settings.device
+    if device.type not in ("cpu", "meta") and not torch.get_device_module(device).is_available():
+        yield f"device {device}: this machine has none, or torch was built without it"
     others = {str(one.device) for one in named.values() if one.device.type not in ("cpu", "meta")}
     if others - {str(settings.device)} and settings.device.type != "meta":
         yield (

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,12 @@ _COMMAND_FOR = {
     FSDP_DTENSOR: "convert-fsdp-dtensor-to-torch-dist, or convert-to-hf",
     HUGGING_FACE: "convert-from-hf",
 }
+
+
+def _positive(context: click.Context, parameter: click.Parameter, value: float) -> float:
+    if not (math.isfinite(value) and value > 0):
+        raise click.BadParameter(f"expects a positive number but got {value}")
+    return value
 
 
 def _open(path: Path, verify_integrity: bool, expected: str = "") -> Opened:
@@ -260,6 +267,7 @@ def convert_fsdp_dtensor_to_torch_dist(
     default=4.0,
     show_default=True,
     metavar="GIB",
+    callback=_positive,
     help="Of one safetensors file.",
 )
 @click.option("--fp8", is_flag=True, help="Linear layers in FP8, a scale a block: DeepSeek-V3's.")
