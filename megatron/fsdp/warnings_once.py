@@ -63,6 +63,16 @@ def warn_of_absent_state(optimizer: str) -> None:
     )
 
 
+def warn_of_frozen_parameters(optimizer: str, names: Sequence[str]) -> None:
+    """Warn of frozen parameters that a state dict has no state for, while others have some."""
+    more = ", ..." if len(names) > 5 else ""
+    warn(
+        f"load_state_dict of {optimizer} got no state for {len(names)} frozen parameters"
+        f" ({', '.join(names[:5])}{more}). torch.distributed.checkpoint.state_dict leaves them out:"
+        " to keep their moments, load before they are frozen, or by optimizer.load_state_dict"
+    )
+
+
 def warn_of_no_optimizer() -> None:
     """Warn that gradients are computed that no sharded optimizer uses."""
     warn(

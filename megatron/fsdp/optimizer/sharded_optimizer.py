@@ -42,7 +42,7 @@ from megatron.fsdp.problems import Problems, refuse_differences
 from megatron.fsdp.quantized.quantized_state import LocalUpdate, quantizes_state
 from megatron.fsdp.settings import Settings
 from megatron.fsdp.sharded_module import ShardedModule, is_owned, owner_of
-from megatron.fsdp.warnings_once import warn, warn_of_absent_state
+from megatron.fsdp.warnings_once import warn, warn_of_absent_state, warn_of_frozen_parameters
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -189,6 +189,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._make_missing_state()  # the saved optimizer may not have stepped yet
         if not state and any(makes_state_late(kind, group) for group in groups):
             warn_of_absent_state(kind.__name__)
+        without = [own for key, own in sharded_params.items() if not state.get(key)]
+        frozen = [own.name for own in without if not own.parameter.requires_grad]
+        if frozen and any(state.values()):
+            warn_of_frozen_parameters(kind.__name__, frozen)
 
     def _refuse_local_state(
         self, sharded_params: dict[Any, ShardedParam], state: dict[Any, Any]
