@@ -33,8 +33,8 @@ class Room(NamedTuple):
 ROOMS = [
     # folder                                lines  files
     Room("megatron_fsdp",                   1_900, 14),
-    Room("megatron/fsdp/engine",            3_820, 17),  # memory of collectives that have failed
-    Room("megatron/fsdp",                  10_730, 56),  # messages, operations without pytree
+    Room("megatron/fsdp/engine",            4_110, 19),  # function transforms, guards of weights
+    Room("megatron/fsdp",                  11_300, 59),  # placements that know parts, agreement
     Room("megatron/mcore_adapter",          3_800, 30),
     Room("megatron/checkpoint",            12_200, 64),
     Room("megatron/pretrain",              14_500, 80),
@@ -49,7 +49,7 @@ ADDED_ROOMS = [
 
 # The engine: the algorithm, which one reads in an afternoon.
 ENGINE = "megatron/fsdp/engine"
-ENGINE_CODE_LINES = 2_410
+ENGINE_CODE_LINES = 2_600
 ENGINE_DOCSTRINGS = 0.20  # of all lines, at most: accessors need one line
 ENGINE_COMMENTS = 0.05  # of all lines, at least: decisions need reasons
 ENGINE_IGNORES = re.compile(
@@ -62,7 +62,7 @@ PARAMETERS = 12  # of a function
 REBOUND_FIELDS = 7  # of a class: those that methods other than __init__ assign
 FILES_PER_SETTING = 3
 SETTINGS = ("fsdp_double_buffer", "granularity", "average_in_collective")
-OVERRIDES_OF_TORCH = 3
+OVERRIDES_OF_TORCH = 4
 FORBIDDEN = {
     # What an object needs comes with its constructor; no other object finishes it later.
     "late wiring": re.compile(
@@ -76,7 +76,7 @@ FORBIDDEN = {
 # Everywhere.
 MODULE_LINES = 450
 FUNCTION_LINES = 60
-FILES_OF_A_FOLDER = 17
+FILES_OF_A_FOLDER = 19  # the engine has that many
 NAMES_OF_SEVERAL_FILES = 4
 """File names below `megatron` that occur more than once."""
 PUBLISHED_SIGNATURES = ("fully_shard", "fully_shard_model")
@@ -84,7 +84,7 @@ PUBLISHED_SIGNATURES = ("fully_shard", "fully_shard_model")
 QUESTION_WORDS = ("What ", "Whether ", "Where ", "How ", "Which ")
 
 # Pages.
-DESIGN_LINES = 280
+DESIGN_LINES = 290
 EXAMPLE_FROM_SCRATCH_LINES = 200
 UNRELEASED_WORDS = 900
 VERSION_WORDS = 450

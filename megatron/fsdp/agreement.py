@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import fields
 from itertools import chain, compress
 
@@ -53,6 +54,29 @@ def data_groups(mesh: Mesh) -> list[dist.ProcessGroup]:
     """List groups that together reach the ranks which share the parameters of this one."""
     axes = mesh.dense
     return [axis.get_group() for axis in (axes.inner, axes.outer) if axis is not None]
+
+
+def compared_settings(
+    optimizer: torch.optim.Optimizer, names: Sequence[Sequence[str]], which: str
+) -> dict[str, object]:
+    """Return the settings of an optimizer that must be equal on all ranks, by their names.
+
+    Otherwise each rank would update its shards in its own way. ``names`` are those of the
+    parameters of each param group.
+    """
+    values: dict[str, object] = {
+        f"the class of {which}": type(optimizer).__name__,
+        f"the number of param groups of {which}": len(optimizer.param_groups),
+    }
+    for number, (group, own) in enumerate(zip(optimizer.param_groups, names)):
+        of_group = f"of param group {number} of {which}"
+        values[f"the list of parameters {of_group}"] = ", ".join(own)
+        for name, value in group.items():
+            if isinstance(value, torch.Tensor) and value.numel() == 1:
+                value = value.item()
+            if value is None or isinstance(value, bool | int | float | str | tuple):
+                values[f"{name} {of_group}"] = value
+    return values
 
 
 class FreezingAgreement:

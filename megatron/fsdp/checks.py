@@ -133,7 +133,7 @@ def _problems_of_shared_memory(named: dict[str, nn.Parameter]) -> Iterator[str]:
     ranges = []
     for name, parameter in named.items():
         local = local_tensor(parameter)
-        is_plain = local.layout is torch.strided and not hasattr(local, "__tensor_flatten__")
+        is_plain = type(local.data) is torch.Tensor and local.layout is torch.strided
         if is_plain and local.is_contiguous() and local.numel() and not local.is_meta:
             start = local.data_ptr()
             ranges.append((str(local.device), start, start + local.nbytes, name))

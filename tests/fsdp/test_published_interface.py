@@ -27,7 +27,8 @@ from tests.support.fsdp.reference import on_ranks
 MODULES = {
     "megatron_fsdp": """
         DistributedDataParallelConfig FSDPDistributedIndex MegatronFSDP MixedPrecisionPolicy
-        ShardingStrategy __version__ fully_shard fully_shard_model fully_shard_optimizer
+        ShardingStrategy __version__ clip_grad_norm_ fully_shard fully_shard_model
+        fully_shard_optimizer
     """,
     "megatron_fsdp.fully_shard": """
         ShardingStrategy fully_shard fully_shard_model fully_shard_optimizer

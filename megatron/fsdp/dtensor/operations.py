@@ -12,7 +12,14 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from megatron.fsdp.dtensor.tensor_part import full_tensor, is_replicated, part_of, wrap_local
+from megatron.fsdp.dtensor.tensor_part import (
+    divided_like,
+    full_tensor,
+    is_replicated,
+    own_part,
+    part_of,
+    wrap_local,
+)
 from megatron.fsdp.engine.collectives import broadcast_over
 
 aten = torch.ops.aten
@@ -149,7 +156,7 @@ class OnLocalTensors(TorchDispatchMode):
         def wrap(local: torch.Tensor, pattern: DTensor) -> DTensor:
             if id(local) in of_local:
                 return of_local[id(local)]
-            result = _divided_like(pattern, local, self._class)
+            result = divided_like(pattern, local, self._class)
             if func in ALIASES or func in RESHAPES:  # in the same memory
                 result.on_write = getattr(pattern, "on_write", None)  # type: ignore[attr-defined]
             return result
@@ -176,15 +183,14 @@ class OnLocalTensors(TorchDispatchMode):
         """Return this rank's part of ``value``, divided like ``pattern``; numbers unchanged."""
         if not isinstance(value, torch.Tensor) or not isinstance(pattern, self._class):
             return value
-        part = part_of(pattern)
-        if part is None or (value.ndim == 0 and not isinstance(value, DTensor)):
+        is_number = value.ndim == 0 and not isinstance(value, DTensor)
+        if is_number or part_of(pattern) is None:
             return value
         if isinstance(value, DTensor):
             if isinstance(value, self._class) and _are_alike(pattern, value):
                 return value
             value = full_tensor(value)
-        local = part.of(value.expand(pattern.shape)).view(pattern._local_tensor.shape)
-        return _divided_like(pattern, local, self._class)
+        return own_part(pattern, value, self._class)
 
     def _check_lists(self, func: Any, arguments: Sequence[Any]) -> list[DTensor]:
         """Return the first list of tensors; those at one position of all lists must be alike."""
@@ -203,14 +209,6 @@ class OnLocalTensors(TorchDispatchMode):
         if isinstance(value, (list, tuple)):
             return [self._local(each) for each in value]
         return value._local_tensor if isinstance(value, self._class) else value
-
-
-def _divided_like(pattern: DTensor, local: torch.Tensor, dtensor_class: type[DTensor]) -> DTensor:
-    """Return a DTensor over ``local`` with the part of ``pattern``."""
-    mesh, placements, shape = pattern.device_mesh, pattern.placements, pattern.shape
-    result = wrap_local(dtensor_class, local, mesh, placements, shape)
-    result.part = getattr(pattern, "part", None)  # type: ignore[attr-defined]
-    return result
 
 
 def _leaves(*arguments: Any) -> Iterator[Any]:
@@ -349,9 +347,7 @@ class WholeView(torch.Tensor):
         return self.detach().as_subclass(torch.Tensor).clone().__reduce_ex__(protocol)
 
 
-def _on_whole_tensors(
-    func: Callable[..., Any], args: Any, kwargs: Any, dtensor_class: type[DTensor]
-) -> Any:
+def _on_whole_tensors(func: Callable[..., Any], args: Any, kwargs: Any, cls: type[DTensor]) -> Any:
     wholes: dict[int, Whole] = {}
 
     def tensor_of(dtensor: DTensor) -> torch.Tensor:
@@ -361,14 +357,11 @@ def _on_whole_tensors(
 
     with torch.inference_mode(False):  # which would not count what is written
         args, kwargs = tree_map_only(DTensor, tensor_of, (args, kwargs))
-    result = _call_on_wholes(func, args, kwargs, list(wholes.values()))
+    result = _without_gradient(_call_on_wholes(func, args, kwargs, list(wholes.values())))
     if func in RANDOM and "out" not in kwargs:
         pattern = next(iter(wholes.values())).dtensor
-        part = part_of(pattern)
-        if part is not None and isinstance(pattern, dtensor_class):
-            local = part.of(result).view(pattern._local_tensor.shape)
-            return _divided_like(pattern, local, dtensor_class)
-    result = _without_gradient(result)
+        if isinstance(pattern, cls) and part_of(pattern) is not None:
+            return own_part(pattern, result, cls)
     own = {id(whole.tensor): whole.dtensor for whole in wholes.values()}
     return own.get(id(result), result) if isinstance(result, torch.Tensor) else result
 

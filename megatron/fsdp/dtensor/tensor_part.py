@@ -272,6 +272,24 @@ def wrap_local(
     return result
 
 
+def divided_like(
+    pattern: DTensor, local: torch.Tensor, dtensor_class: type[AnyDTensor]
+) -> AnyDTensor:
+    """Return a DTensor over ``local`` with the part of ``pattern``."""
+    mesh, placements, shape = pattern.device_mesh, pattern.placements, pattern.shape
+    result = wrap_local(dtensor_class, local, mesh, placements, shape)
+    result.part = getattr(pattern, "part", None)  # type: ignore[attr-defined]
+    return result
+
+
+def own_part(pattern: DTensor, whole: torch.Tensor, dtensor_class: type[AnyDTensor]) -> AnyDTensor:
+    """Return this rank's part of ``whole``, which is expanded, divided like ``pattern``."""
+    part = part_of(pattern)
+    assert part is not None  # checked by the caller
+    local = part.of(whole.expand(pattern.shape)).view(pattern._local_tensor.shape)
+    return divided_like(pattern, local, dtensor_class)
+
+
 def is_replicated(dtensor: DTensor) -> bool:
     """Return True if every rank of the mesh has the whole tensor."""
     return all(isinstance(placement, Replicate) for placement in dtensor.placements)

@@ -419,7 +419,8 @@ class GroupGradients(StateOwner[GradientState]):
         self._inner_sum.drop()
         self.forget_written()
         self._drop_local()
-        set_all(self._parameters, "grad", repeat(None))
+        with torch._C.DisableTorchFunctionSubclass():  # guarded ones call Python
+            set_all(self._parameters, "grad", repeat(None))
 
     def forget_written(self) -> None:
         """Forget what layers have written and autograd has not brought, and will not bring."""

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.func import debug_unwrap
 from torch.utils._pytree import tree_leaves, tree_map
 
 from megatron.fsdp.engine import observe
@@ -24,7 +25,6 @@ from megatron.fsdp.engine.transforms import (
     before_backward,
     has_other_backward,
     outside_transforms,
-    unwrapped,
 )
 from megatron.fsdp.engine.unit import Unit, UnitCall
 
@@ -132,15 +132,15 @@ class UnitHooks:
         """Return ``output`` with copies of the weights in it that may be freed before its use."""
         # Linear layers may return their bias, for the caller to add. Copies cost less memory than
         # keeping the unit until the caller is done, which is the whole model's forward at worst.
+        groups = chain.from_iterable(unit.groups for unit in call.used_units)
         freed = {
             group.compute.flat.untyped_storage()._cdata
-            for unit in call.used_units
-            for group in unit.groups
+            for group in groups
             if group.reshards_after_use
         }
 
         def is_freed(tensor: torch.Tensor) -> bool:
-            return local_tensor(unwrapped(tensor)).untyped_storage()._cdata in freed
+            return local_tensor(debug_unwrap(tensor)).untyped_storage()._cdata in freed
 
         if not freed or not any(map(is_freed, tensors_in(output))):
             return output
@@ -233,13 +233,16 @@ class UnitHooks:
         self._enter_backward()
         self._schedule.grad_arrived(self.unit_of[parameter], parameter)
 
-    @outside_transforms
     def _enter_backward(self, gradient: Any = None) -> None:
         if not self._schedule.is_in_backward:
-            self._gradients.begin_backward()  # which may refuse the pass, before there is one
-            self._schedule.begin_backward()
-            self._awaiting.clear()
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_pass)
+            self._begin_pass()
+
+    @outside_transforms
+    def _begin_pass(self) -> None:
+        self._gradients.begin_backward()  # which may refuse the pass, before there is one
+        self._schedule.begin_backward()
+        self._awaiting.clear()
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_pass)
 
     @outside_transforms
     def _end_pass(self) -> None:

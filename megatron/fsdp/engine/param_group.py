@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Sequence
+from functools import partial
 from itertools import chain
-from operator import attrgetter
 
 import torch
 from torch import nn
@@ -21,6 +21,7 @@ from megatron.fsdp.engine.policy import Precision, ShardingStrategy
 from megatron.fsdp.engine.states import MainState, WeightState, change_state
 from megatron.fsdp.engine.tensor_parallel import local_tensor, set_local_tensor
 from megatron.fsdp.engine.transforms import outside_transforms
+from megatron.fsdp.engine.weight_guard import WeightGuard
 
 # [Note: the weights of a group]
 #     compute parameter  the parameter that the module's forward reads, in the module's dtype: a
@@ -34,15 +35,6 @@ from megatron.fsdp.engine.transforms import outside_transforms
 #                        dtypes are equal, it is the owned shard itself. Otherwise it is cast into
 #                        the compute shard, at the first use after a step or before each all-gather
 # Gradients have a class of their own: see [Note: the way of a gradient].
-
-# [Note: weights that backward may not read] A tensor may leave a unit by another way than as its
-# result (kept on the module, or in a list). No hook tells the schedule of its backward, which would
-# read freed memory at level 3, or what an all-gather has not filled yet. So compute parameters have
-# the version counters that graphs know while the unit is unsharded only. Otherwise they have this
-# one, and autograd, which compares it with what it has saved, raises before it reads.
-UNREADABLE = 1 << 31  # "is at version 2147483648; expected version 0" in its message
-_set_versions = torch._C._autograd._unsafe_set_version_counter
-_version_of = attrgetter("_version")
 
 
 class StoredForm:
@@ -132,7 +124,7 @@ class ParamGroup:
         self.main_state = MainState.INSTALLED
         self._kept: torch.Tensor | None = None  # the compute shard to gather while HELD, if cast
         self._all_gather: Pending | None = None
-        self._versions: tuple[int, ...] | None = None  # of the compute parameters while unreadable
+        self.guard = WeightGuard(self.parameters, self.names, unit_name)
         self.gradients = GroupGradients(
             self.parameters,
             self.layout,
@@ -185,12 +177,12 @@ class ParamGroup:
         """Return the part of main parameter ``index`` that this rank owns; it may be empty."""
         return shard_view(self.main_shard, self.layout, index, self.rank)
 
-    @property
-    def versions(self) -> tuple[int, ...]:
-        """The version counters of the compute parameters as autograd knows them."""
-        return self._versions or tuple(map(_version_of, self.parameters))
-
     # ---- unshard and reshard
+
+    @property
+    def is_readable(self) -> bool:
+        """True if compute parameters have values, of now or of before a step."""
+        return self.state in (WeightState.UNSHARDED, WeightState.STALE)
 
     def needs_unshard(self) -> bool:
         """Return True if there is something to gather for a use in the pass under way."""
@@ -232,10 +224,7 @@ class ParamGroup:
             with observe.work(self.unit_name, "wait for unshard"):
                 self._all_gather.wait()
             self._all_gather = None
-            self.form.finish(self.compute.flat)
-            if self._versions is not None:
-                _set_versions(tuple(self.parameters), self._versions)
-                self._versions = None
+            self.guard.open(partial(self.form.finish, self.compute.flat))
             self.state = change_state(self, self.state, WeightState.UNSHARDED)
 
     @outside_transforms
@@ -249,9 +238,7 @@ class ParamGroup:
                 self.compute.is_in_failed_collective = True
             else:
                 self.wait_for_unshard()
-            if self._versions is None:
-                self._versions = tuple(map(_version_of, self.parameters))
-                _set_versions(tuple(self.parameters), (UNREADABLE,) * len(self._versions))
+            self.guard.close()
             with observe.work(self.unit_name, "reshard"):
                 self.compute.free()
                 self.form.release()

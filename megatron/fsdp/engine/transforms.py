@@ -48,13 +48,6 @@ def outside_transforms(function: Callable[P, R]) -> Callable[P, R]:
     return run
 
 
-def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the plain tensor inside of the wrappers of transforms."""
-    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        tensor = torch._C._functorch.get_unwrapped(tensor)
-    return tensor
-
-
 class BeforeBackward(torch.autograd.Function):
     """The identity, which calls a function with the gradient before backward goes on."""
 

@@ -5,20 +5,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import chain, compress
-from operator import attrgetter, ne
+from operator import ne
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import UnshardHandle
 
 from megatron.fsdp.engine.device import in_backward
-from megatron.fsdp.engine.param_group import UNREADABLE, ParamGroup
+from megatron.fsdp.engine.param_group import ParamGroup
 from megatron.fsdp.engine.schedule import Prefetcher
-from megatron.fsdp.engine.states import MainState, WeightState
+from megatron.fsdp.engine.states import MainState
 from megatron.fsdp.engine.unit import Unit
 from megatron.fsdp.module_access.trainability import Trainability
-
-_version = attrgetter("_version")
 
 
 class KnownParameters:
@@ -77,13 +75,10 @@ class UnitAccess:
     def __init__(self, units: Sequence[Unit], trainability: Trainability, known: KnownParameters):
         self._trainability = trainability
         self._known = known
-        # The parameters of each unit that are not the main weights, and their version counters.
-        self._parameters: dict[Unit, list[torch.Tensor]] = {}
-        for unit in units:
-            for group in unit.groups:
-                if _takes_writes(group):
-                    self._parameters.setdefault(unit, []).extend(group.parameters)
-        self._versions = {unit: self._read(unit) for unit in self._parameters}
+        # The version counters of each unit's parameters that are not the main weights.
+        own = {unit: list(filter(_takes_writes, unit.groups)) for unit in units}
+        self._groups = {unit: groups for unit, groups in own.items() if groups}
+        self._versions = {unit: self._read(unit) for unit in self._groups}
 
     def before_call(self) -> None:
         """Follow what code has frozen; refuse parameters that it has added or removed."""
@@ -94,21 +89,21 @@ class UnitAccess:
     def after_use(self, unit: Unit) -> None:
         """Copy what a call has written to compute weights into the main weights."""
         before = self._versions.get(unit)
-        if before is None or before == (now := self._read(unit)) or UNREADABLE in now:
+        if before is None or before == (now := self._read(unit)):
             return
         self._versions[unit] = now
-        written = set(compress(self._parameters[unit], map(ne, before, now)))
-        for group in unit.groups:
+        parameters = chain.from_iterable(group.parameters for group in self._groups[unit])
+        written = set(compress(parameters, map(ne, before, now)))
+        for group in self._groups[unit]:
             # Not after an exception, and not between a step and its weights that are installed
             # later: what a forward writes then is lost.
-            has_values = group.state in (WeightState.UNSHARDED, WeightState.STALE)
-            if has_values and group.main_state is not MainState.HELD and _takes_writes(group):
+            if group.is_readable and group.main_state is not MainState.HELD:
                 for index, parameter in enumerate(group.parameters):
                     if parameter in written:
                         take_written(group, index)
 
     def _read(self, unit: Unit) -> list[int]:
-        return list(map(_version, self._parameters[unit]))
+        return list(chain.from_iterable(group.guard.versions for group in self._groups[unit]))
 
 
 def _takes_writes(group: ParamGroup) -> bool:

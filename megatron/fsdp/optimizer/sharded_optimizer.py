@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import chain
 from typing import Any, cast
@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from megatron.fsdp.agreement import data_groups
+from megatron.fsdp.agreement import compared_settings, data_groups
 from megatron.fsdp.dtensor.sharded_param import ShardedParam, is_linked, sharded_param_of
 from megatron.fsdp.dtensor.tensor_part import gathered_bytes
 from megatron.fsdp.gradient_sync import clear_gradient_shard
@@ -285,7 +285,9 @@ def shard_optimizer(
     _refuse_unsharded(parameters_of(optimizer))
     names = [_names(group["params"]) for group in optimizer.param_groups]
     for model in dict.fromkeys(map(owner_of, parameters_of(optimizer))):
-        refuse_differences(_compared(optimizer, names, "the optimizer"), data_groups(model._mesh))
+        refuse_differences(
+            compared_settings(optimizer, names, "the optimizer"), data_groups(model._mesh)
+        )
     on_local = LocalUpdate(optimizer, kind) if quantizes_state(kind) else None
     _keep_scheduler(optimizer)
     optimizer.__class__ = type(
@@ -361,7 +363,7 @@ def check_optimizer(
         name_of = {parameter: name for name, parameter in module.named_parameters()}
         groups = [group["params"] for group in optimizer.param_groups]
         names = [[name_of.get(parameter, "?") for parameter in own] for own in groups]
-        problems.compare(_compared(optimizer, names, which))
+        problems.compare(compared_settings(optimizer, names, which))
     problems.check(refuse_state_in_files, type(optimizer), settings.offload)
     if settings.gradients.are_decoupled and type(optimizer).__module__.startswith(
         ("torch.optim", "torchao.optim")
@@ -371,28 +373,6 @@ def check_optimizer(
             f" {type(optimizer).__name__} does not read: it would not train. Leave it False, or"
             " pass a precision-aware optimizer"
         )
-
-
-def _compared(
-    optimizer: torch.optim.Optimizer, names: Sequence[Sequence[str]], which: str
-) -> dict[str, object]:
-    """Return what must be equal on all ranks, each of which would update its shards otherwise.
-
-    ``names`` are those of the parameters of each param group.
-    """
-    values: dict[str, object] = {
-        f"the class of {which}": type(optimizer).__name__,
-        f"the number of param groups of {which}": len(optimizer.param_groups),
-    }
-    for number, (group, own) in enumerate(zip(optimizer.param_groups, names)):
-        of_group = f"of param group {number} of {which}"
-        values[f"the list of parameters {of_group}"] = ", ".join(own)
-        for name, value in group.items():
-            if isinstance(value, torch.Tensor) and value.numel() == 1:
-                value = value.item()
-            if value is None or isinstance(value, bool | int | float | str | tuple):
-                values[f"{name} {of_group}"] = value
-    return values
 
 
 def refuse_optimizer(optimizer: torch.optim.Optimizer) -> None:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as torch_state_dict
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from megatron_fsdp import fully_shard, fully_shard_model, fully_shard_optimizer
 from tests.support.fsdp import models
@@ -280,7 +280,7 @@ class EvenParts(Simple):
 
     def direction(self, parameter: Tensor, grad: Tensor, group: dict[str, Any]) -> Tensor:
         local = torch.zeros(parameter.to_local().numel())
-        mesh, placements = parameter.device_mesh, parameter.placements
+        mesh, placements = parameter.device_mesh, [Shard(0)] * parameter.device_mesh.ndim
         self.state[parameter]["codes"] = DTensor.from_local(local, mesh, placements)
         return grad
 

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.support.fsdp.returned_weights import AddsTheBias, BiasApart
+
 WIDTH, HIDDEN, BATCH = 5, 7, 3
 
 Pair = namedtuple("Pair", ["left", "right"])
@@ -366,36 +368,6 @@ class WithKeywords(Stack):
         return x
 
 
-class BiasApart(nn.Linear):
-    """Returns its bias, as Megatron-Core's layers do, and a view of its weight."""
-
-    def __init__(self, form: str) -> None:
-        super().__init__(WIDTH, WIDTH)
-        self.form = form
-
-    def forward(self, x: Tensor) -> object:
-        hidden = nn.functional.linear(x, self.weight)
-        if self.form == "tuple":
-            return hidden, (self.bias, self.weight[1:2])
-        if self.form == "dict":
-            return {"hidden": hidden, "extra": [self.bias, self.weight.t()[:1]]}
-        return UnitOutput(hidden, {"bias": self.bias, "row": self.weight.view(-1)[:WIDTH]})
-
-
-class AddsTheBias(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(map(BiasApart, ("tuple", "dict", "dataclass")))
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden, (bias, row) = self.layers[0](x)
-        x = torch.tanh(hidden + bias) * row
-        output = self.layers[1](x)
-        x = torch.tanh(output["hidden"]) * output["extra"][0] + output["extra"][1]
-        output = self.layers[2](x)
-        return output.hidden * output.extra["row"] + output.extra["bias"]
-
-
 class ReturnsWeights(Stack):
     """Weights leave their units in results, and the callers read them after that."""
 
@@ -403,7 +375,7 @@ class ReturnsWeights(Stack):
 
     def __init__(self) -> None:
         super().__init__()
-        self.inside = nn.ModuleList(AddsTheBias() for _ in range(3))
+        self.inside = nn.ModuleList(AddsTheBias(WIDTH) for _ in range(3))
 
     def forward(self, x: Tensor, step: int = 0) -> object:
         x = self.inside[0](self.embed(x))
