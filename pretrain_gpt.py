@@ -15,6 +15,7 @@ import os
 import signal
 import sys
 import time
+from functools import partial
 
 if __name__ == "__main__":
     # Until main() watches signals, Ctrl-C ends the process without a traceback of the imports.
@@ -49,6 +50,7 @@ from megatron.pretrain.data.gpt_datasets import BuildDatasets, build_datasets  #
 from megatron.pretrain.dry_run import print_dry_run  # noqa: E402
 from megatron.pretrain.errors import RunError  # noqa: E402
 from megatron.pretrain.loop import pretrain  # noqa: E402
+from megatron.pretrain.trial import check_model  # noqa: E402
 from megatron.pretrain.watch.rerun import RerunExitError  # noqa: E402
 from megatron.pretrain.watch.watch import Watch  # noqa: E402
 
@@ -62,17 +64,19 @@ def main(build: BuildDatasets = build_datasets) -> int:
     Other programs pass a function that makes other samples of the data than documents in a row:
     see examples/finetune/sft_packed.py.
     """
+    parse = partial(
+        parse_arguments,
+        world_size=dry_run_ranks(sys.argv[1:]) or ranks.environment_world_size(),
+        cuda=torch.cuda.is_available(),
+        transformer_engine=HAVE_TE,
+    )
     try:
-        args, notes = parse_arguments(
-            sys.argv[1:],
-            world_size=dry_run_ranks(sys.argv[1:]) or ranks.environment_world_size(),
-            cuda=torch.cuda.is_available(),
-            transformer_engine=HAVE_TE,
-        )
+        args, notes = parse(sys.argv[1:])
+        set_up_logging(args.logging_level)
+        check_model(args, sys.argv[1:], parse)
     except CommandLineError as error:
         complain(str(error))
         return 2
-    set_up_logging(args.logging_level)
     for note in notes:
         ranks.say(note)
     if args.dry_run:

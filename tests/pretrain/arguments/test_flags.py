@@ -62,7 +62,9 @@ def keywords_of(module: Any, name: str, call: Callable[[], Any]) -> dict[str, An
 
 def start(args: argparse.Namespace) -> dict[str, Any]:
     """Return the keywords with which the program opens its process group."""
-    nothing = {"initialize_model_parallel": lambda args: None, "seed": lambda *args: None}
+    nothing = dict.fromkeys(
+        ("agree_on_arguments", "initialize_model_parallel", "seed"), lambda *args: None
+    )
     with (
         patch.multiple(ranks, **nothing),
         patch.object(ranks.cpu, "install"),

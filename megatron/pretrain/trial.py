@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A trial of the model of a command line: its layers, small, on one rank, before the run.
+
+Megatron-Core checks some combinations of its settings only where a layer runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
+from typing import TypeAlias
+
+import torch
+
+from megatron.mcore_adapter.coded_weights import PLAIN
+from megatron.pretrain.arguments import CommandLineError, all_flags
+from megatron.pretrain.arguments.configs import transformer_config
+from megatron.pretrain.arguments.parser import one_flag_each
+from megatron.pretrain.dry_run import pretending
+from megatron.pretrain.model import router_losses
+from megatron.pretrain.model.gpt_model import build_chunk
+
+Parse: TypeAlias = Callable[[list[str]], tuple[argparse.Namespace, list[str]]]
+"""Completes the arguments of a command line, see `parse_arguments`."""
+ONE = """tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size
+    expert_model_parallel_size expert_tensor_parallel_size data_parallel_size world_size
+    num_distributed_optimizer_instances"""
+NONE = """virtual_pipeline_model_parallel_size num_layers_per_virtual_pipeline_stage
+    num_virtual_stages_per_pipeline_rank pipeline_model_parallel_layout
+    decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers
+    hierarchical_context_parallel_sizes"""
+OFF = """sequence_parallel tp_comm_overlap overlap_moe_expert_parallel_comm delay_wgrad_compute
+    account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split
+    init_model_with_meta_device enable_gloo_process_groups"""
+ONE_RANK = (
+    dict.fromkeys(ONE.split(), 1) | dict.fromkeys(NONE.split()) | dict.fromkeys(OFF.split(), False)
+)
+"""Arguments that divide a model between ranks."""
+SIZES = {
+    "hidden_size": 64,
+    "ffn_hidden_size": 64,
+    "kv_channels": 16,
+    "moe_ffn_hidden_size": 32,
+    "moe_shared_expert_intermediate_size": 32,
+    "moe_latent_size": 32,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_head_dim": 16,
+    "qk_pos_emb_head_dim": 16,
+    "v_head_dim": 16,
+    "seq_length": 16,
+    "mtp_num_layers": 1,
+}
+"""Sizes of which no setting depends on the value, and the most of each that a trial needs."""
+ROWS = 64
+TOGGLES = ("model", "multi-latent attention", "mixture of experts")
+"""Sections of --help-all whose switches may be the cure."""
+NAMED = 4
+"""Flags that a message names, at most."""
+
+
+def small(args: argparse.Namespace) -> argparse.Namespace:
+    """Return the arguments of a small model on one rank with the same kinds of layers."""
+    values = vars(args) | PLAIN | ONE_RANK
+    for name, most in SIZES.items():
+        if values.get(name):
+            values[name] = min(values[name], most)
+    if not args.spec and args.hybrid_layer_pattern is None:
+        values["num_layers"] = kept = layers_of_each_kind(args)
+        for name, value in vars(args).items():
+            if isinstance(value, list) and len(value) == args.num_layers:  # one for each layer
+                values[name] = value[:kept]
+        if values["recompute_num_layers"]:
+            values["recompute_num_layers"] = min(values["recompute_num_layers"], kept)
+    return argparse.Namespace(**values)
+
+
+def layers_of_each_kind(args: argparse.Namespace) -> int:
+    """Return the number of first layers among which are a dense one and one with experts."""
+    frequency = args.moe_layer_freq
+    if args.num_experts and isinstance(frequency, list):
+        kinds = [bool(each) for each in frequency]
+        return max(kinds.index(kind) for kind in set(kinds)) + 1
+    return min(args.num_layers, 2 if args.num_experts and frequency > 1 else 1)
+
+
+def check_model(
+    args: argparse.Namespace,
+    argv: Sequence[str],
+    parse: Parse,
+) -> None:
+    """Run forward and backward of a small model, before there are process groups.
+
+    Layers of Transformer Engine are tried where there is a GPU only.
+
+    Args:
+        args: completed arguments.
+        argv: the words of the command line.
+        parse: completes the arguments of other words, to find the flags that matter.
+
+    Raises:
+        CommandLineError: Megatron-Core cannot run the model.
+    """
+    if (error := error_of(args)) is None:
+        return
+    cures = ", ".join(list(cures_of(list(argv), parse))[:NAMED]) or "no single flag of it"
+    raise CommandLineError(
+        [
+            f"Megatron-Core cannot run this model: {type(error).__name__}: {error}\n"
+            f"     What makes a small model of this kind run: {cures}"
+        ]
+    )
+
+
+def error_of(args: argparse.Namespace) -> Exception | None:
+    """Return the error of a small model, if it has one."""
+    has_gpu = torch.cuda.is_available()
+    if args.transformer_impl == "transformer_engine" and not has_gpu:
+        return None
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) if has_gpu else 0)
+    with pretending(tried := small(args), stage=0):
+        try:
+            run(tried, device if has_gpu else torch.device("cpu"))
+        except Exception as error:  # of any kind: it would end the run too
+            return error
+        finally:
+            router_losses.forget()
+    return None
+
+
+def run(args: argparse.Namespace, device: torch.device) -> None:
+    """Build a model, and run a forward and a backward of one sample."""
+    model = build_chunk(args, transformer_config(args), ROWS, device, None)
+    length = args.seq_length
+    tokens = torch.arange(length, device=device)[None] % ROWS
+    mask = None
+    if args.create_attention_mask_in_dataloader:
+        mask = torch.ones(1, 1, length, length, dtype=torch.bool, device=device).triu(1)
+    positions = torch.arange(length, device=device)[None]
+    weights = torch.ones(1, length, device=device)
+    model(tokens, positions, mask, labels=tokens, loss_mask=weights).sum().backward()
+
+
+def cures_of(argv: list[str], parse: Parse) -> Iterator[str]:
+    """Yield the changes of single flags with which a small model runs."""
+    flags = one_flag_each(argv)
+    given = {words[0] for words in flags}
+    tried = {f"with {flag}": [*argv, flag] for flag in switches() if flag not in given}
+    for number, words in enumerate(flags):
+        others = flags[:number] + flags[number + 1 :]
+        tried[f"without {words[0]}"] = [word for each in others for word in each]
+    for change, words in tried.items():
+        try:
+            args, _ = parse(words)
+        except CommandLineError:
+            continue
+        if error_of(args) is None:
+            yield change
+
+
+def switches() -> Iterator[str]:
+    """Yield the flags without a value that change a model."""
+    groups = all_flags()
+    for flag in chain.from_iterable(map(groups.__getitem__, TOGGLES)):
+        if flag.kind != "value":
+            yield flag.names[0]
