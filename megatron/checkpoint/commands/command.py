@@ -99,18 +99,27 @@ def readable(num_bytes: float) -> str:
 
 
 class Location(click.Path):
-    """The directory of a checkpoint or a model: a path, or a URL."""
+    """The directory of a checkpoint or a model: a path, or a URL.
+
+    Args:
+        is_output: whether the command writes it.
+    """
+
+    def __init__(self, is_output: bool = False) -> None:
+        super().__init__(exists=False, path_type=Path)
+        self._is_output = is_output
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """Return the path."""
         try:
-            value = local_path(value) if isinstance(value, str) else value
+            value = local_path(value, self._is_output) if isinstance(value, str) else value
         except ValueError as error:
             self.fail(str(error), param, ctx)
         return super().convert(value, param, ctx)
 
 
-CHECKPOINT = Location(exists=False, path_type=Path)
+CHECKPOINT = Location()
+OUTPUT = Location(is_output=True)
 transformer_impl = click.option(
     "--transformer-impl",
     type=click.Choice(IMPLEMENTATIONS),

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Execution of conversions: ranks share the parts, and the output appears when it is complete.
 
-A conversion that was killed is continued by the next one of the same files with the same arguments.
+A conversion that was killed is continued by the next one of the same files with the same arguments:
+a file in its directory identifies it, and goes last, when the tracker names the directory and the
+result is printed.
 """
 
 from __future__ import annotations
@@ -21,11 +23,17 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from megatron.checkpoint.core.listing import some
 from megatron.checkpoint.core.parts import Part, Target, progress_of
 from megatron.checkpoint.dcp import safe_pickle
-from megatron.checkpoint.store import durable
-from megatron.checkpoint.store.directory import CONVERSION_JOURNAL, OutputDirectory
-from megatron.checkpoint.store.stores import store_of
+from megatron.checkpoint.integrity.manifest import digest_of
+from megatron.checkpoint.store import directory, durable
+from megatron.checkpoint.store.directory import (
+    CONVERSION_IDENTITY,
+    CONVERSION_JOURNAL,
+    OutputDirectory,
+)
+from megatron.checkpoint.store.stores import BROKEN_OFF, Store, store_of
 from megatron.checkpoint.store.url_staging import directory_token
 from megatron.fsdp.backends import rendezvous
 from megatron.fsdp.engine.collectives import agree
@@ -34,13 +42,14 @@ Result = TypeVar("Result")
 
 _FAILED = ".failed"
 """File in the journal by which a rank tells the others that it has failed."""
-_IDENTITY = ".identity"
-"""File in the journal with the digest of the conversion."""
 OUT_OF_MEMORY = "out of memory; with torchrun each rank needs its own (--oom-traceback tells where)"
 
 
 class ConversionError(RuntimeError):
-    """A conversion that could not be finished; nothing of it is left."""
+    """A conversion that could not be finished.
+
+    Nothing of it is left, but where it was published already: the next one then ends it.
+    """
 
 
 def fingerprint(*facts: Any) -> str:
@@ -54,6 +63,7 @@ def convert(
     identity: str | None = None,
     show_progress: bool = True,
     oom_traceback: bool = False,
+    report: Callable[[list[str]], None] = lambda notes: None,
 ) -> list[str]:
     """Write ``target`` and publish it as ``output``. Called on all ranks with equal arguments.
 
@@ -67,30 +77,46 @@ def convert(
             begins anew, and cannot be continued.
         show_progress: whether to show the progress of the first rank's share.
         oom_traceback: whether to print where memory ran out.
+        report: function that is called on every rank when the output is published, with what this
+            function returns; until it has returned, the conversion is not at its end.
 
     Returns:
         On the first rank, the notes of all parts.
 
     Raises:
-        ConversionError: on every rank, with the errors of all ranks. The output is removed.
+        ConversionError: on every rank, with the errors of all ranks, and if something else is at
+            the place of the output.
     """
     # Another release of this program may cut the same output into parts of other sizes.
     sizes = [(part.name, part.num_bytes) for part in target.parts]
     identity = fingerprint(identity or uuid.uuid4().hex, sizes)
-    known = output.staging / CONVERSION_JOURNAL / _IDENTITY
-    is_continued = known.is_file() and known.read_bytes() == identity.encode()
+    _check_url(output, identity)
+    is_published = bool(_on_first_rank(lambda: output.is_published(identity)))
+    if _distributed():
+        is_published = bool(agree(["is published"] if is_published else []))
+    if not is_published:
+        _write(target, output, identity, show_progress, oom_traceback)
+    notes = _on_first_rank(lambda: _finish(target, output)) or []
+    report(notes)
+    _on_first_rank(output.complete)
+    return notes
+
+
+def _write(
+    target: Target,
+    output: OutputDirectory,
+    identity: str,
+    show_progress: bool,
+    oom_traceback: bool,
+) -> None:
+    """Write all parts that an interrupted conversion has not, and publish the output."""
+    is_continued = directory.has_identity(output.staging, identity)
     # What was finished before outlasts an error of a rank that has not come to its parts.
     removed_on_error = None if is_continued else output.staging
-    finished = (
-        _on_first_rank(lambda: _prepare(output.staging, identity, is_continued), removed_on_error)
-        or []
-    )
-    if _distributed():  # other nodes may see an older state of a shared file system
-        finished = agree(finished)
-    parts = _share([part for part in target.parts if part.name not in finished])
+    _on_first_rank(lambda: _prepare(output.staging, identity, is_continued), removed_on_error)
     problem = None
     try:
-        _write_parts(parts, output.staging, show_progress and _is_first())
+        _write_parts(_share(target.parts), output.staging, show_progress and _is_first())
     except Exception as error:  # a full disk, a damaged source: anything, on any rank
         if oom_traceback and is_out_of_memory(error):
             traceback.print_exception(error)
@@ -98,18 +124,18 @@ def convert(
         with suppress(OSError):
             (output.staging / CONVERSION_JOURNAL / _FAILED).touch()
     _raise_together(problem, output.staging)
-    return _on_first_rank(lambda: _finish(target, output), output.staging) or []
+    _on_first_rank(lambda: _publish(target, output), output.staging)
 
 
-def _prepare(staging: Path, identity: str, is_continued: bool) -> list[str]:
-    """Make the staging directory, or keep it, and return the names of the finished parts."""
+def _prepare(staging: Path, identity: str, is_continued: bool) -> None:
+    """Make the staging directory, or keep it."""
     journal = staging / CONVERSION_JOURNAL
     if not is_continued:
-        shutil.rmtree(staging, ignore_errors=True)
+        if staging.exists():
+            shutil.rmtree(staging)
         journal.mkdir(parents=True)
-        durable.write_text(journal / _IDENTITY, identity)
+        durable.write_text(staging / CONVERSION_IDENTITY, identity)
     (journal / _FAILED).unlink(missing_ok=True)
-    return [path.name for path in journal.iterdir() if not path.name.startswith(".")]
 
 
 def _write_parts(parts: Sequence[Part], staging: Path, show_progress: bool) -> None:
@@ -120,21 +146,54 @@ def _write_parts(parts: Sequence[Part], staging: Path, show_progress: bool) -> N
         for part in parts:
             if (journal / _FAILED).exists():
                 break
-            durable.write_bytes(journal / part.name, pickle.dumps(part.write(staging, advance)))
+            if _is_whole(part, staging):
+                advance(part.num_bytes)
+                continue
+            result = pickle.dumps(part.write(staging, advance))
+            durable.sync_directory(staging)  # the file is there before its result is
+            digest = hashlib.sha256(result).digest()
+            durable.write_bytes(journal / part.name, digest + result)
+
+
+def _is_whole(part: Part, staging: Path) -> bool:
+    """Return True for a part that an interrupted conversion has written, and is as it was."""
+    result = _result_of(part, staging)
+    if result is None or "file" not in result:
+        return result is not None
+    name, digest = result["file"]
+    return (staging / name).is_file() and digest_of(staging / name) == digest
+
+
+def _result_of(part: Part, place: Path) -> Any:
+    """Return the recorded result of a part; None if it has none, or a damaged one."""
+    path = place / CONVERSION_JOURNAL / part.name
+    if not path.is_file():
+        return None
+    content = path.read_bytes()
+    digest, result = content[:32], content[32:]
+    return safe_pickle.load(result) if hashlib.sha256(result).digest() == digest else None
+
+
+def _publish(target: Target, output: OutputDirectory) -> None:
+    """Write the files that depend on all parts, and publish the output."""
+    results = {part.name: _result_of(part, output.staging) for part in target.parts}
+    lost = [name for name, result in results.items() if result is None]
+    if lost:
+        raise RuntimeError(f"{output.staging} has lost the results of its parts {some(lost)}")
+    target.finish(output.staging, results)
+    output.publish()
 
 
 def _finish(target: Target, output: OutputDirectory) -> list[str]:
-    """Write the files that depend on all parts, publish the output, and return all notes."""
-    journal = output.staging / CONVERSION_JOURNAL
-    results = {}
-    for part in target.parts:
-        results[part.name] = safe_pickle.load((journal / part.name).read_bytes())
-    target.finish(output.staging, results)
-    shutil.rmtree(journal)
-    output.publish()
+    """Let the tracker name the published output, remove the journal, and return all notes."""
+    output.track()
     notes: set[str] = set()
-    for result in results.values():
+    for part in target.parts:
+        result = _result_of(part, output.final) or {}
         notes.update(result.get("notes", []))
+    journal = output.final / CONVERSION_JOURNAL
+    if journal.is_dir():
+        shutil.rmtree(journal)
     return sorted(notes)
 
 
@@ -157,8 +216,10 @@ def _share(parts: Sequence[Part]) -> Sequence[Part]:
 # ---- outputs at URLs
 
 
-def check_output(output: OutputDirectory) -> None:
+def _check_url(output: OutputDirectory, identity: str) -> None:
     """Check that an output at a URL can be written; called on all ranks.
+
+    The upload of a conversion with this identity that was broken off is made anew.
 
     Raises:
         ConversionError: on every rank, if not. All ranks write into one staged directory, so they
@@ -171,9 +232,24 @@ def check_output(output: OutputDirectory) -> None:
     if _distributed() and len(agree([here])) > 1:
         raise ConversionError(f"{store.url}: the ranks of a conversion to a URL are on one node")
     _on_first_rank(store.check_writable)
-    name = output.final.relative_to(store.staged).as_posix()
-    if name != "." and _on_first_rank(lambda: store.has(name)):
-        raise ValueError(f"{store.url}/{name} exists; nothing is overwritten: name a new one")
+
+    def check() -> None:
+        name = _name_at(store, output)
+        marker = store.marker(name)
+        if marker == identity.encode():
+            output.tracker.unlink(missing_ok=True)  # the local copy of the one it has written
+        elif marker is not None and not name:
+            raise ValueError(f"{store.url}: {BROKEN_OFF}")
+        elif name and store.has(name):
+            output.is_published(identity)
+            raise ValueError(f"{store.url}/{name} exists; nothing is overwritten: name a new one")
+
+    _on_first_rank(check)
+
+
+def _name_at(store: Store, output: OutputDirectory) -> str:
+    """Return the name of an output in a store, empty for one that is the whole store."""
+    return "" if output.final == store.staged else output.final.relative_to(store.staged).as_posix()
 
 
 def upload(output: OutputDirectory) -> None:
@@ -186,19 +262,17 @@ def upload(output: OutputDirectory) -> None:
     if store is None:
         return
     final = output.final
-    name = "" if final == store.staged else final.relative_to(store.staged).as_posix()
+    name = _name_at(store, output)
+    identity = (final / CONVERSION_IDENTITY).read_bytes()
     sizes = {}
     for path in sorted(final.rglob("*")):
-        if path.is_file():
+        if path.is_file() and path.name != CONVERSION_IDENTITY:
             sizes[path.relative_to(final).as_posix()] = path.stat().st_size
     rank, world_size = rank_and_world_size()
     try:
-        _on_first_rank(lambda: store.begin(name))
+        _on_first_rank(lambda: store.begin(name, identity))
         agreed(lambda: store.upload(final, name, list(sizes)[rank::world_size]), _message_of_rank)
-        _on_first_rank(lambda: store.finish(name, sizes))
-        if output.tracked is not None:
-            tracked = output.tracked
-            _on_first_rank(lambda: store.write_tracker(tracked))
+        _on_first_rank(lambda: store.finish(name, sizes, output.tracked))
     except ConversionError:
         if _is_first():
             with suppress(OSError):  # what has failed may fail again; no reader sees it

@@ -14,6 +14,7 @@ import torch
 from megatron.checkpoint.commands import conversion, editing
 from megatron.checkpoint.commands.command import (
     CHECKPOINT,
+    OUTPUT,
     Printer,
     allow_unknown_keys,
     command,
@@ -36,7 +37,10 @@ from megatron.checkpoint.hugging_face import model_reader as hugging_face
 from megatron.checkpoint.hugging_face.model_arguments import model_flags
 from megatron.checkpoint.hugging_face.model_directory import read_json
 from megatron.checkpoint.hugging_face.model_writer import HuggingFaceTarget
+from megatron.checkpoint.integrity.manifest import digest_of
 from megatron.checkpoint.store import directory
+from megatron.checkpoint.store.stores import is_staged
+from megatron.checkpoint.store.url_staging import with_urls
 from megatron.checkpoint.torch_dist import checkpoint as torch_dist
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -86,26 +90,37 @@ def _convert(
     report: Mapping[str, Any],
 ) -> None:
     """Carry out a conversion and report it: ``lines`` for people, ``notes``, more for machines."""
-    if output.final.resolve().is_relative_to(opened.directory.resolve()):
+    if opened.directory.resolve() in output.final.resolve().parents:
         raise ValueError(
             f"{output.final} is inside of the checkpoint that is converted: name another directory"
         )
-    conversion.check_output(output)
-    new_notes = conversion.convert(
-        target, output, _identity(opened), printer.show_progress, printer.oom_traceback
+
+    def upload_and_print(new_notes: list[str]) -> None:
+        conversion.upload(output)
+        notes = sorted({*report.get("notes", []), *new_notes})
+        found = {"output": output.final, "input": opened.directory, **report, "notes": notes}
+        printer.result(found)
+        for note in notes:
+            printer.say(f"note: {note}")
+        for line in report.get("lines", []):
+            printer.say(line)
+        printer.say(f"{opened.directory} ({opened.format}) -> {output.final}")
+
+    conversion.convert(
+        target,
+        output,
+        _identity(opened, output),
+        printer.show_progress,
+        printer.oom_traceback,
+        upload_and_print,
     )
-    conversion.upload(output)
-    notes = sorted({*report.get("notes", []), *new_notes})
-    printer.result({"output": output.final, "input": opened.directory, **report, "notes": notes})
-    for note in notes:
-        printer.say(f"note: {note}")
-    for line in report.get("lines", []):
-        printer.say(line)
-    printer.say(f"{opened.directory} ({opened.format}) -> {output.final}")
 
 
-def _identity(opened: Opened) -> str:
-    """Return a digest of the command, its arguments, and all files that it reads."""
+def _identity(opened: Opened, output: directory.OutputDirectory) -> str:
+    """Return a digest of the command, its arguments, and all files that it reads.
+
+    Local copies of what is at a URL are new in every run: their content counts, not their times.
+    """
     context = click.get_current_context()
     given = {
         name: value for name, value in context.params.items() if name not in _NOT_OF_THE_OUTPUT
@@ -113,9 +128,11 @@ def _identity(opened: Opened) -> str:
     files = {}
     for source in (opened.directory, *given.values()):  # a template is a directory, too
         for path in (source, *source.rglob("*")) if isinstance(source, Path) else ():
-            if path.is_file():
-                status = path.stat()
-                files[str(path.absolute())] = (status.st_size, status.st_mtime_ns)
+            is_output = {output.final, output.staging}.intersection((path, *path.parents))
+            if path.is_file() and not is_output:
+                status, name = path.stat(), with_urls(str(path.absolute()))
+                time_or_digest = digest_of(path) if is_staged(path) else status.st_mtime_ns
+                files[name] = (status.st_size, time_or_digest)
     return conversion.fingerprint(context.command.name, given, files)
 
 
@@ -147,7 +164,7 @@ def _iteration(opened: Opened, state: TrainingState) -> int | str:
 
 def _from_one_to_another(function: Callable[..., None]) -> click.Command:
     """Turn a function into a command that reads a checkpoint and writes another one."""
-    output = click.argument("output_dir", type=CHECKPOINT)
+    output = click.argument("output_dir", type=OUTPUT)
     return command(click.argument("input_dir", type=CHECKPOINT)(output(function)))
 
 

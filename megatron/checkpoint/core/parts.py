@@ -26,8 +26,9 @@ class Part:
             file name without a dot at its beginning.
         num_bytes: number of bytes of the tensors that it writes, as reported to the progress.
         write: function that writes the part into a directory, waits until the disk has it, reports
-            its progress, and returns a dict for :meth:`Target.finish`, with ``notes`` to the user.
-            The dict has values that :mod:`megatron.checkpoint.dcp.safe_pickle` reads.
+            its progress, and returns a dict for :meth:`Target.finish`: with ``notes`` to the user,
+            and with ``file``, the name and the digest of what it has written. The dict has values
+            that :mod:`megatron.checkpoint.dcp.safe_pickle` reads.
     """
 
     name: str

@@ -131,7 +131,7 @@ class DcpTarget:
             )
             planner = EntryPlanner(entries, progress)
             written = SigningWriter(staging).write_data(plan, planner).wait()
-            return {"written": written, "notes": self._notes[known:]}
+            return {"written": written, "file": written[-1], "notes": self._notes[known:]}
 
         return write
 

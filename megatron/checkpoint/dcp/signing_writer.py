@@ -10,7 +10,6 @@ depends on shape and dtype alone, so it is made once for all tensors of a shape 
 from __future__ import annotations
 
 import io
-import os
 import pickle
 import struct
 from collections.abc import Mapping
@@ -69,15 +68,13 @@ class SigningWriter(FileSystemWriter):
         name = f"{plan.storage_data.prefix}0{DEFAULT_SUFFIX}"
         results: list[Any] = []
         numbers: dict[tuple[Any, ...], bytes] = {}
-        with ThreadPoolExecutor(1) as thread, open(Path(self.path) / name, "wb") as file:
+        with ThreadPoolExecutor(1) as thread, durable.written(Path(self.path) / name) as file:
             stream = _Stream(file, thread, self._signs)
             for item in sorted(plan.items, key=lambda item: item.type != WriteItemType.BYTE_IO):
                 start = stream.size
                 _write(planner.resolve_data(item), stream, numbers)
                 info = _StorageInfo(name, start, stream.size - start)
                 results.append(WriteResult(item.index, info.length, info))
-            file.flush()
-            os.fsync(file.fileno())
             results.append((name, stream.digest))
         done: Future[list[Any]] = Future()
         done.set_result(results)
@@ -102,8 +99,8 @@ class SigningWriter(FileSystemWriter):
         directory = Path(self.path)
         durable.write_bytes(directory / METADATA, pickle.dumps(metadata))
         for name, content in self._beside.items():
-            (directory / name).write_bytes(content)
-            durable.sync_file(directory / name)
+            with durable.written(directory / name) as file:
+                file.write(content)
         if self._signs:
             files = dict(written[-1] for written in results)
             for name in (METADATA, *self._beside):

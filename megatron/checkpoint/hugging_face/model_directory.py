@@ -16,7 +16,6 @@ file, or whole tensors. A conversion has to do with less memory than either.
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -26,6 +25,9 @@ import torch
 from torch import nn
 
 from megatron.checkpoint.core.lazy_tensor import LazyTensor
+from megatron.checkpoint.integrity.block_digest import BlockDigest
+from megatron.checkpoint.integrity.manifest import FileDigest
+from megatron.checkpoint.store import durable
 from megatron.checkpoint.store.directory import METADATA
 
 CONFIG = "config.json"
@@ -66,7 +68,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Write a JSON object, with keys in order."""
-    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
+    durable.write_text(path, json.dumps(content, indent=2, sort_keys=True) + "\n")
 
 
 def read_tensors(directory: Path) -> dict[str, LazyTensor]:
@@ -292,17 +294,19 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
 
 def write_shard(
     path: Path, tensors: dict[str, LazyTensor], progress: Callable[[int], None]
-) -> None:
+) -> FileDigest:
     """Write, or replace, a file of tensors in this order, with one of them in memory at a time.
 
-    The disk has it afterwards.
+    The disk has it afterwards. Returns its size and digest.
 
     Raises:
         ValueError: for a dtype that the format does not have.
         RuntimeError: if a tensor has another shape or dtype when it is read than it has declared.
     """
-    with open(path, "wb") as file:
-        file.write(_header(tensors))
+    digest, header = BlockDigest(), _header(tensors)
+    with durable.written(path) as file:
+        file.write(header)
+        digest.update(header)
         for name, tensor in tensors.items():
             values = tensor.read()
             if values.shape != tensor.shape or values.dtype != tensor.dtype:
@@ -310,10 +314,11 @@ def write_shard(
                     f"{name} should be {tensor.dtype} {tensor.shape} but was read as {values.dtype}"
                     f" {tuple(values.shape)}"
                 )
-            file.write(_bytes_of(values.contiguous()))
+            values = values.contiguous()
+            file.write(_bytes_of(values))
+            digest.update(_bytes_of(values))
             progress(tensor.num_bytes)
-        file.flush()
-        os.fsync(file.fileno())
+    return FileDigest(path.stat().st_size, digest.hexdigest())
 
 
 def _header(tensors: dict[str, LazyTensor]) -> bytes:

@@ -33,6 +33,7 @@ from megatron.checkpoint.hugging_face.model_directory import (
     write_shard,
 )
 from megatron.checkpoint.hugging_face.setting_rules import Config
+from megatron.checkpoint.store import durable
 
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json"),
@@ -126,6 +127,7 @@ class HuggingFaceTarget:
         for name in TOKENIZER_FILES:
             if (self.template / name).is_file():
                 shutil.copyfile(self.template / name, staging / name)
+                durable.sync_file(staging / name)
 
     def _whole_config(self, base: Config, config: Config, dtype: torch.dtype) -> Config:
         """Return the family's settings, completed by those of the template.
@@ -303,7 +305,7 @@ def _part(file: str, tensors: dict[str, LazyTensor], notes: list[str]) -> Part:
 
     def write(staging: Path, progress: Progress) -> dict[str, Any]:
         known = len(notes)
-        write_shard(staging / file, ordered, progress)
-        return {"tensors": list(ordered), "notes": notes[known:]}
+        digest = write_shard(staging / file, ordered, progress)
+        return {"tensors": list(ordered), "file": (file, digest), "notes": notes[known:]}
 
     return Part(file, sum(tensor.num_bytes for tensor in tensors.values()), write)

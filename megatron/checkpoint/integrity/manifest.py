@@ -138,10 +138,8 @@ class Manifest:
 
     def write(self) -> None:
         """Write the manifest, and wait until the disk has it."""
-        with open(self.directory / MANIFEST, "w") as file:
-            file.write(self._text())
-            file.flush()
-            os.fsync(file.fileno())
+        with durable.written(self.directory / MANIFEST) as file:
+            file.write(self._text().encode())
 
     def _text(self) -> str:
         files = {}

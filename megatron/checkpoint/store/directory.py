@@ -23,6 +23,8 @@ RELEASE = "release"
 
 CONVERSION_JOURNAL = ".conversion"
 """Directory in the staging directory of a conversion, with the result of every finished part."""
+CONVERSION_IDENTITY = ".conversion_identity"
+"""File in the output of a conversion that has not come to its end: the digest of the conversion."""
 
 _ITERATION = re.compile(r"^iter_(\d{7,})$")
 _TEMPORARY = (".*.tmp", f"{Path(TRACKER).stem}.new")
@@ -137,24 +139,68 @@ class OutputDirectory:
         final: path of the directory.
         tracked: its iteration, which the tracker beside it then names; None for a directory without
             a tracker.
+        must_be_new: paths where nothing may be, but for what an interrupted conversion has left.
     """
 
     final: Path
     tracked: int | str | None = None
+    must_be_new: tuple[Path, ...] = ()
 
     @property
     def staging(self) -> Path:
         """Directory in which it is written before; no reader looks there."""
         return self.final.with_name(f".writing_{self.final.name}")
 
+    @property
+    def tracker(self) -> Path:
+        """The tracker file beside the directory."""
+        return self.final.parent / TRACKER
+
+    def is_published(self, identity: str) -> bool:
+        """Return True if a conversion with this identity was interrupted after it was renamed.
+
+        Raises:
+            ValueError: if there is anything else.
+        """
+        is_own = has_identity(self.final, identity)
+        leftovers: set[Path] = set()
+        if is_own:
+            leftovers = {self.final, durable.temporary_of(self.tracker)}
+            if self.tracker.is_file() and self.tracker.read_text() == str(self.tracked):
+                leftovers.add(self.tracker)
+        for path in self.must_be_new:
+            is_link = path == self.final and path.is_symlink()  # which no rename replaces
+            if is_link or not (path in leftovers or leftovers.issuperset(_content(path))):
+                raise ValueError(
+                    f"{path} exists; nothing is overwritten: name a new directory, or remove it"
+                )
+        return is_own
+
     def publish(self) -> None:
-        """Make the directory visible; called on one rank."""
-        if self.tracked is not None:
-            publish(self.final.parent, self.tracked)
-            return
+        """Make the directory visible; called on one rank, when the disk has its files.
+
+        Each step is on the disk before the next one, as in :func:`publish`.
+        """
+        _sync_directories(self.staging)
         if self.final.exists():
             self.final.rmdir()  # it was empty
         durable.rename(self.staging, self.final)
+        self.track()
+
+    def track(self) -> None:
+        """Name the iteration in the tracker file."""
+        if self.tracked is not None:
+            write_tracker(self.final.parent, self.tracked)
+
+    def complete(self) -> None:
+        """Forget what a conversion would be continued by; the last step of one, on one rank."""
+        (self.final / CONVERSION_IDENTITY).unlink(missing_ok=True)
+
+
+def has_identity(path: Path, identity: str) -> bool:
+    """Return True for the staging or final directory of a conversion with this identity."""
+    known = path / CONVERSION_IDENTITY
+    return known.is_file() and known.read_bytes() == identity.encode()
 
 
 def new_checkpoint(path: str | Path, iteration: int | str) -> OutputDirectory:
@@ -163,19 +209,17 @@ def new_checkpoint(path: str | Path, iteration: int | str) -> OutputDirectory:
     It is in the directory ``path``, or ``path`` itself if that is the name of an iteration.
 
     Raises:
-        ValueError: if something is there already.
+        ValueError: if ``path`` is the name of another iteration.
     """
     path = Path(path)
     if not is_checkpoint_name(path.name):
-        _refuse_existing(path)
-        return OutputDirectory(iteration_directory(path, iteration), iteration)
+        return OutputDirectory(iteration_directory(path, iteration), iteration, (path,))
     if path.name != iteration_directory("", iteration).name:
         raise ValueError(
             f"{path}: the checkpoint is of {iteration_directory('', iteration)}, not {path.name}"
         )
-    _refuse_existing(path)
-    _refuse_existing(path.parent / TRACKER)  # which would name this iteration instead of the newest
-    return OutputDirectory(path, iteration)
+    # A tracker that is there would name this iteration instead of the newest.
+    return OutputDirectory(path, iteration, (path, path.parent / TRACKER))
 
 
 def same_iteration(source: Path, path: str | Path) -> OutputDirectory:
@@ -187,18 +231,16 @@ def same_iteration(source: Path, path: str | Path) -> OutputDirectory:
 
 
 def new_directory(path: str | Path) -> OutputDirectory:
-    """Return a new directory without iterations; there must be nothing yet."""
-    _refuse_existing(Path(path))
-    return OutputDirectory(Path(os.path.abspath(path)))
+    """Return a new directory without iterations."""
+    path = Path(os.path.abspath(path))
+    return OutputDirectory(path, must_be_new=(path,))
 
 
-def _refuse_existing(path: Path) -> None:
-    content = path.iterdir() if path.is_dir() else []
-    has_content = any(not found.name.startswith(".writing_") for found in content)
-    if path.is_file() or has_content:
-        raise ValueError(
-            f"{path} exists; nothing is overwritten: name a new directory, or remove it"
-        )
+def _content(path: Path) -> list[Path]:
+    """Return what is at a path: it itself, or what is in the directory, without what is staged."""
+    if not path.is_dir():
+        return [path] if os.path.lexists(path) else []
+    return [found for found in path.iterdir() if not found.name.startswith(".writing_")]
 
 
 def prepare(root: str | Path, iteration: int | str) -> Path:
@@ -253,8 +295,7 @@ def publish(root: str | Path, iteration: int | str) -> Path:
     """
     staging, final = staging_directory(root, iteration), iteration_directory(root, iteration)
     old = _replaced(final)
-    for directory, _, _ in os.walk(staging, topdown=False):
-        durable.sync_directory(Path(directory))
+    _sync_directories(staging)
     if final.exists():
         if old.exists():
             shutil.rmtree(old)
@@ -263,6 +304,11 @@ def publish(root: str | Path, iteration: int | str) -> Path:
     write_tracker(root, iteration)
     shutil.rmtree(old, ignore_errors=True)
     return final
+
+
+def _sync_directories(path: Path) -> None:
+    for directory, _, _ in os.walk(path, topdown=False):
+        durable.sync_directory(Path(directory))
 
 
 def discard(root: str | Path, iteration: int) -> None:

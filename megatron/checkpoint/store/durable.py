@@ -5,15 +5,38 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 UNSUPPORTED = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)
 """Errors of file systems that cannot write a directory out, and need not be told to."""
 
 
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Let errors of reading, writing and fsync, which have no name of a file, name this one."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno is not None:
+            error.filename = str(path)
+        raise
+
+
+@contextmanager
+def written(path: Path) -> Iterator[BinaryIO]:
+    """Open a file for writing. The disk has it after the context; errors name it."""
+    with naming(path), open(path, "wb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+
+
 def sync_file(path: Path) -> None:
     """Wait until the disk has the content of a file."""
-    with open(path, "rb") as file:
+    with naming(path), open(path, "rb") as file:
         os.fsync(file.fileno())
 
 
@@ -21,7 +44,8 @@ def sync_directory(path: Path) -> None:
     """Wait until the disk has the names in a directory: new, renamed and removed ones."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        os.fsync(descriptor)
+        with naming(path):
+            os.fsync(descriptor)
     except OSError as error:
         if error.errno not in UNSUPPORTED:
             raise
@@ -48,8 +72,6 @@ def write_text(path: Path, text: str) -> None:
 def write_bytes(path: Path, content: bytes) -> None:
     """Write a file, or replace one, so that it has the old or the new content at any time."""
     temporary = temporary_of(path)
-    with open(temporary, "wb") as file:
+    with written(temporary) as file:
         file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
     rename(temporary, path)

@@ -32,6 +32,7 @@ INCOMPLETE = ".incomplete"
 
 _TELLING = (directory.TRACKER, ".metadata", "config.json")
 """Small files that tell what a directory is."""
+BROKEN_OFF = "an upload to it was broken off: remove what is there"
 
 
 class Store:
@@ -59,17 +60,24 @@ class Store:
         """True if the content lives and dies with one process."""
         return isinstance(self._system, MemoryFileSystem)
 
-    def refresh(self) -> None:
+    def refresh(self, is_output: bool = False) -> None:
         """Give the staged directory the names that are at the URL.
 
         Directories and files are empty there until they are fetched, but for the small files that
         tell what the directory is.
 
+        Args:
+            is_output: whether to show nothing of an upload to the URL that was broken off, for a
+                command that may upload it anew.
+
         Raises:
-            ValueError: if the URL cannot be reached, or is a file.
+            ValueError: if the URL cannot be reached, is a file, or has only a part of an upload.
         """
         with errors_of(self.url, ValueError):
             entries = self._entries()
+            if INCOMPLETE in entries and not is_output:
+                raise ValueError(BROKEN_OFF)
+            entries = {} if INCOMPLETE in entries else entries
             with alone_in(self.staged.parent):
                 self._show(entries)
 
@@ -103,8 +111,6 @@ class Store:
             is_hidden = entry["type"] == "directory" and name.startswith(".")
             if name and not is_hidden:
                 entries[name] = entry
-        if INCOMPLETE in entries:
-            raise ValueError("an upload to it was broken off: remove what is there")
         for marker in [name for name in entries if name.startswith(f"{INCOMPLETE}_")]:
             entries.pop(marker)
             entries.pop(marker.removeprefix(f"{INCOMPLETE}_"), None)
@@ -147,6 +153,17 @@ class Store:
         with errors_of(self.url):
             is_rest = self._system.exists(self._remote(_marker(name)))
             return not is_rest and bool(self._files(self._remote(name)))
+
+    def marker(self, name: str) -> bytes | None:
+        """Return what the marker of an upload that has not ended says; None without one.
+
+        Raises:
+            OSError: if the URL cannot be reached.
+        """
+        with errors_of(self.url):
+            self._system.invalidate_cache()
+            path = self._remote(_marker(name))
+            return self._system.cat_file(path) if self._system.exists(path) else None
 
     def _files(self, remote: str) -> dict[str, tuple[str, int | None]]:
         """Return all files below a path of the store: name -> path in the store and size."""
@@ -192,13 +209,14 @@ class Store:
             self._write(name, b"")
             self._remove(name)
 
-    def begin(self, name: str) -> None:
+    def begin(self, name: str, content: bytes = b"an upload has not ended") -> None:
         """Mark a directory as incomplete, and remove what is in it; called on one rank.
 
-        The empty name stands for the whole store, which has no files then.
+        The empty name stands for the whole store, which has no files then, or those of an upload
+        with the same ``content`` of the marker, which are replaced.
         """
         with errors_of(self.url):
-            self._write(_marker(name), b"an upload has not ended")
+            self._write(_marker(name), content)
             if name:
                 self._remove(name)
 
@@ -211,8 +229,10 @@ class Store:
             if files:
                 self._system.put([str(folder / file) for file in files], targets)
 
-    def finish(self, name: str, sizes: Mapping[str, int]) -> None:
+    def finish(self, name: str, sizes: Mapping[str, int], tracked: int | str | None = None) -> None:
         """Make a directory visible whose files all ranks have uploaded; called on one rank.
+
+        ``tracked`` is an iteration, the first one of a store, that the tracker file names before.
 
         Raises:
             OSError: if some file is not there with its size in ``sizes``.
@@ -223,6 +243,8 @@ class Store:
             wrong = [f"{name}/{file}" for file, size in sizes.items() if there.get(file) != size]
             if wrong:
                 raise ValueError(f"not completely uploaded: {some(wrong)}")
+            if tracked is not None:
+                self.write_tracker(tracked)
             self._system.rm_file(self._remote(_marker(name)))
 
     def abandon(self, name: str) -> None:
@@ -300,11 +322,12 @@ def _marker(name: str) -> str:
 # ---- paths that may be staged
 
 
-def local_path(location: str) -> str:
+def local_path(location: str, is_output: bool = False) -> str:
     """Return the local path of a location.
 
     That is a path unchanged, the path of a URL ``file://``, and for any other URL the directory in
-    which its checkpoints are staged, with the names that are at the URL now.
+    which its checkpoints are staged, with the names that are at the URL now. ``is_output`` is that
+    of :meth:`Store.refresh`.
 
     Raises:
         ValueError: if there is no file system for the URL, or it cannot be reached.
@@ -320,7 +343,7 @@ def local_path(location: str) -> str:
     above, _, name = url.rpartition("/")
     is_iteration = directory.is_checkpoint_name(name) and not above.endswith("/")
     store = Store(above if is_iteration else url, staged_directory(above if is_iteration else url))
-    store.refresh()
+    store.refresh(is_output)
     if not is_iteration:
         return str(store.staged)
     store.fetch_telling(name)

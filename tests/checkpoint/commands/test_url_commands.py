@@ -10,7 +10,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from megatron.checkpoint.store.directory import TRACKER
-from megatron.checkpoint.store.stores import Store
+from megatron.checkpoint.store.stores import INCOMPLETE, Store
 from megatron.checkpoint.store.url_staging import BASE_VARIABLE
 from tests.support.checkpoint.command_runs import TO_FSDP, TO_TORCH_DIST, run, run_json
 from tests.support.checkpoint.samples import torch_dist
@@ -20,6 +20,7 @@ from tests.support.checkpoint.samples import torch_dist
 def memory(tmp_path: Path) -> Iterator[None]:
     """Put a checkpoint into memory, and staged directories below the test's own."""
     MemoryFileSystem.store.clear()
+    MemoryFileSystem.pseudo_dirs[:] = [""]
     MemoryFileSystem().put(f"{torch_dist('dense_swiglu_bf16_tp2_dp2')}/", "/in/", recursive=True)
     with patch.dict(os.environ, {BASE_VARIABLE: str(tmp_path)}):
         yield
@@ -64,6 +65,36 @@ def test_a_conversion_whose_upload_fails_leaves_nothing_at_the_url() -> None:
         message = run(TO_FSDP, "memory://in", "memory://out", code=1).output
     assert "memory://out: ConnectionError: reset by peer" in message
     assert not [name for name in MemoryFileSystem.store if name.startswith("/out")]
+
+
+@pytest.mark.parametrize("killed_in", ["put", "rm_file"], ids=["upload", "last step"])
+@pytest.mark.parametrize("command", [TO_FSDP, "convert-to-hf"])
+def test_an_upload_that_was_killed_is_ended_by_the_same_command_and_no_other(
+    command: str, killed_in: str
+) -> None:
+    words = [command, "memory://in", "memory://out"]
+    call = getattr(MemoryFileSystem, killed_in)
+
+    def call_or_die(self: MemoryFileSystem, path: Any, *arguments: Any) -> None:
+        if killed_in == "put" or path.endswith((INCOMPLETE, "_iter_0000003")):
+            raise KeyboardInterrupt
+        call(self, path, *arguments)
+
+    with patch.object(MemoryFileSystem, killed_in, call_or_die):
+        run(*words, code=1)
+    is_model = command == "convert-to-hf"
+    run("inspect", "memory://out", code=2 if is_model else 1)
+    if is_model:
+        message = run(*words, "--dtype", "fp32", code=1).output
+        assert "an upload to it was broken off: remove what is there" in message
+    run(*words)
+    run("inspect", "memory://out")
+    run(command, "memory://in", "memory://whole")
+    names = {"out": set(), "whole": set()}
+    for name in MemoryFileSystem.store:
+        root, _, below = name.strip("/").partition("/")
+        names.setdefault(root, set()).add(below)
+    assert names["out"] == names["whole"] != set()
 
 
 @pytest.mark.parametrize(
