@@ -23,7 +23,14 @@ if __name__ == "__main__":
     # The imports take seconds. Without a run there is no need to wait for anything.
     without_run = {"-h", "--help", "--help-all", "--dry-run"}
     if os.environ.get("RANK", "0") == "0" and not without_run.intersection(sys.argv):
-        print("pretrain_gpt.py: loading torch and Megatron-Core", flush=True)
+        try:
+            print("pretrain_gpt.py: loading torch and Megatron-Core", flush=True)
+        except OSError as error:
+            os.dup2(
+                os.open(os.devnull, os.O_WRONLY), 1
+            )  # the end of the process prints what is left
+            print(f"pretrain_gpt.py: error: standard output: {error}", file=sys.stderr)
+            sys.exit(1)
 
 import torch
 
@@ -74,11 +81,14 @@ def main(build: BuildDatasets = build_datasets) -> int:
         args, notes = parse(sys.argv[1:])
         set_up_logging(args.logging_level)
         check_model(args, sys.argv[1:], parse)
+        for note in notes:
+            ranks.say(note)
     except CommandLineError as error:
         complain(str(error))
         return 2
-    for note in notes:
-        ranks.say(note)
+    except OSError as error:  # a file that a flag names, a line that cannot be printed
+        complain(f"error: {error}")
+        return 2
     if args.dry_run:
         return dry_run(args)
     with Watch(args) as watch:

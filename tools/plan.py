@@ -12,6 +12,7 @@ best settings are simulated by the engine itself on the meta device: no GPU is n
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 import shlex
 import sys
@@ -29,6 +30,7 @@ from megatron.pretrain.report.logging_setup import set_up_logging
 
 set_up_logging()
 
+from megatron.checkpoint.commands.command import Program  # noqa: E402
 from megatron.planning.candidates import Choices  # noqa: E402
 from megatron.planning.machine import MACHINES, Cluster, find_machine  # noqa: E402
 from megatron.planning.picture import draw_plan  # noqa: E402
@@ -69,6 +71,7 @@ class NumberList(click.ParamType):
 
 
 @click.command(
+    cls=Program,
     help=__doc__.split("\n\n")[0] if __doc__ else None,
     epilog="Other flags are those of pretrain_gpt.py.",
     context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
@@ -109,7 +112,7 @@ def main(
         problems.append("--gpus expects the number of GPUs, at least 1")
     if show < 1:
         problems.append(f"--show expects at least 1 but got {show}")
-    if memory_limit is not None and memory_limit <= 0:
+    if memory_limit is not None and not 0 < memory_limit < math.inf:
         problems.append(f"--memory-limit expects GiB above 0 but got {memory_limit:g}")
     if picture is not None and not picture.absolute().parent.is_dir():
         problems.append(f"--picture {picture}: there is no folder {picture.absolute().parent}")

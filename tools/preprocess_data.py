@@ -12,6 +12,9 @@ from typing import Any
 
 import click
 
+from megatron.checkpoint.commands.command import Program
+from megatron.checkpoint.store import durable
+
 with warnings.catch_warnings():
     # Megatron-Core warns of every GPU library that is absent; writing data needs none of them.
     warnings.simplefilter("ignore", UserWarning)
@@ -21,7 +24,7 @@ with warnings.catch_warnings():
     from megatron.pretrain.data.tokenizers import build_tokenizer
 
 
-@click.command()
+@click.command(cls=Program)
 @click.option(
     "--input",
     "inputs",
@@ -127,10 +130,11 @@ def preprocess_data(
                 append_eod=append_eod,
                 record=record_text(prefix, choice, tokenizer),
             )
-            click.echo(
-                f"{prefix}: {summary.documents} documents, {summary.tokens} tokens from"
-                f" {summary.bytes} bytes"
-            )
+            with durable.standard_output():
+                click.echo(
+                    f"{prefix}: {summary.documents} documents, {summary.tokens} tokens from"
+                    f" {summary.bytes} bytes"
+                )
     except (ValueError, OSError, ImportError) as error:
         raise click.ClickException(str(error)) from error
 

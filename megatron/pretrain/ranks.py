@@ -20,6 +20,7 @@ import torch.distributed as dist
 import yaml  # type: ignore[import-untyped]
 from megatron.core import parallel_state, tensor_parallel
 
+from megatron.checkpoint.store import durable
 from megatron.checkpoint.store.url_staging import with_urls
 from megatron.fsdp.backends import memory_slots, rendezvous
 from megatron.fsdp.problems import refuse_differences
@@ -53,7 +54,8 @@ def environment_world_size() -> int:
 def say(message: str) -> None:
     """Print on the first rank."""
     if environment_rank() == 0:
-        print(with_urls(message), flush=True)
+        with durable.standard_output():
+            print(with_urls(message), flush=True)
 
 
 def complain(message: str) -> None:
@@ -119,7 +121,8 @@ def start_user_buffers(args: argparse.Namespace) -> None:
     base = importlib.import_module("transformer_engine.pytorch.module.base")
     settings: dict[str, Any] = {}
     if args.tp_comm_overlap_cfg:
-        settings = yaml.safe_load(Path(args.tp_comm_overlap_cfg).read_text()) or {}
+        path = durable.file_at(Path(args.tp_comm_overlap_cfg))
+        settings = yaml.safe_load(path.read_text()) or {}
     tokens = args.seq_length * args.micro_batch_size // args.context_parallel_size
     options = {
         "shape": [tokens, args.hidden_size],

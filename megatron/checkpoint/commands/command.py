@@ -10,7 +10,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -20,6 +20,7 @@ from megatron.checkpoint.commands import conversion
 from megatron.checkpoint.commands.conversion import ConversionError
 from megatron.checkpoint.core.parts import Progress, progress_of
 from megatron.checkpoint.core.spelling import IMPLEMENTATIONS
+from megatron.checkpoint.store import durable
 from megatron.checkpoint.store.stores import local_path
 from megatron.checkpoint.store.url_staging import with_urls
 
@@ -42,16 +43,19 @@ class Printer:
     def say(self, text: str) -> None:
         """Print text for people."""
         if self.is_first and not self.as_json:
-            click.echo(with_urls(text))
+            with durable.standard_output():
+                click.echo(with_urls(text))
 
     def result(self, content: Mapping[str, Any]) -> None:
         """Print the JSON object for machines. A command calls this once."""
         if self.is_first and self.as_json:
-            click.echo(json.dumps(_as_json(content), default=str))
+            with durable.standard_output():
+                click.echo(json.dumps(_as_json(content), default=str))
 
     def fail(self, error: ConversionError) -> NoReturn:
         """Print the error and end with exit code 1."""
-        self.result({"error": str(error)})
+        with suppress(OSError):  # standard output may be what has failed
+            self.result({"error": str(error)})
         if self.is_first:
             click.echo(with_urls(f"Error: {error}"), err=True)
         sys.exit(1)
@@ -96,6 +100,27 @@ def readable(num_bytes: float) -> str:
 
 
 # ---- the frame of a command
+
+
+class InWords:
+    """A command of click that ends with a message where standard output cannot be written."""
+
+    def main(self, *args: Any, **options: Any) -> Any:
+        """Run the command."""
+        try:
+            with durable.standard_output():
+                return super().main(*args, **options)  # type: ignore[misc]
+        except OSError as error:
+            click.echo(f"Error: {error}", err=True)
+            sys.exit(1)
+
+
+class Program(InWords, click.Command):
+    """A program of one command."""
+
+
+class Programs(InWords, click.Group):
+    """A program of several commands."""
 
 
 class Location(click.Path):

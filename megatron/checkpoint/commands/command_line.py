@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import click
 
+from megatron.checkpoint.commands.command import Programs
 from megatron.checkpoint.commands.conversion_commands import (
     convert_from_hf,
     convert_fsdp_dtensor_to_torch_dist,
@@ -26,8 +27,10 @@ from megatron.checkpoint.commands.inspection_commands import (
     verify,
 )
 
+SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 120}
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
+
+@click.group(cls=Programs, context_settings=SETTINGS)
 def main() -> None:
     """Inspect, verify, compare and convert checkpoints.
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -90,7 +91,7 @@ def _convert(
     report: Mapping[str, Any],
 ) -> None:
     """Carry out a conversion and report it: ``lines`` for people, ``notes``, more for machines."""
-    if opened.directory.resolve() in output.final.resolve().parents:
+    if Path(os.path.realpath(opened.directory)) in Path(os.path.realpath(output.final)).parents:
         raise ValueError(
             f"{output.final} is inside of the checkpoint that is converted: name another directory"
         )
@@ -276,7 +277,7 @@ def convert_fsdp_dtensor_to_torch_dist(
 )
 @click.option(
     "--vocab-size",
-    type=int,
+    type=click.IntRange(min=1),
     help="Rows of the vocabulary that are real. Default: from the run's arguments.",
 )
 @click.option(
@@ -341,7 +342,7 @@ def convert_to_hf(
 )
 @click.option(
     "--vocab-multiple",
-    type=int,
+    type=click.IntRange(min=1),
     help="Pad the vocabulary to a multiple of this, as tensor parallelism needs it.",
 )
 @transformer_impl

@@ -268,7 +268,9 @@ def compare_two_checkpoint(
     is_flag=True,
     help="No optimizer, no arguments. So it is wherever a Hugging Face model is one of them.",
 )
-@click.option("--rows", default=20, show_default=True, help="Length of the lists.")
+@click.option(
+    "--rows", type=click.IntRange(min=1), default=20, show_default=True, help="Length of the lists."
+)
 @allow_unknown_keys
 @verify_integrity
 def diff(

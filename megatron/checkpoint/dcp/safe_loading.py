@@ -21,6 +21,7 @@ from megatron.checkpoint.core.reading_threads import in_threads
 from megatron.checkpoint.dcp import safe_pickle
 from megatron.checkpoint.dcp.stored_metadata import read_metadata
 from megatron.checkpoint.dcp.tensor_payload import TensorPayload, read_chunk, read_header
+from megatron.checkpoint.store import durable
 
 
 class SafeReader(FileSystemReader):
@@ -44,7 +45,7 @@ class SafeReader(FileSystemReader):
             info: _StorageInfo = self.storage_data[item.storage_index]
             places.setdefault(info.relative_path, []).append((info, item))
         for name, items in places.items():
-            with open(Path(self.path) / name, "rb", buffering=0) as file:
+            with durable.opened(Path(self.path) / name, 0) as file:
                 items.sort(key=lambda place: place[0].offset)
                 in_threads(partial(_read_tensor, file, planner), _tensors(file, items, planner))
         done: Future[None] = Future()

@@ -29,6 +29,7 @@ from megatron.checkpoint.dcp.tensor_payload import (
     read_header,
 )
 from megatron.checkpoint.integrity.manifest import DamagedCheckpointError, FileIntegrity, is_of_rank
+from megatron.checkpoint.store import durable
 from megatron.checkpoint.store.directory import METADATA
 
 
@@ -200,7 +201,7 @@ class StoredCheckpoint:
         out = torch.empty(chunk.sizes, dtype=self.dtype(key))
         for (stored, part), payload in zip(found, payloads):
             starts = [offset - first for offset, first in zip(part.offsets, stored.offsets)]
-            with open(payload.file, "rb", buffering=0) as file:
+            with durable.opened(payload.file, 0) as file:
                 read_chunk(file, payload, starts, out[part.slices(chunk.offsets)])
         return out
 
@@ -217,7 +218,7 @@ class StoredCheckpoint:
         position = (info.relative_path, info.offset)
         if position not in self._payloads:
             try:
-                with open(self.directory / info.relative_path, "rb", buffering=0) as file:
+                with durable.opened(self.directory / info.relative_path, 0) as file:
                     payload = read_header(file, info)
             except DamagedCheckpointError as error:
                 raise DamagedCheckpointError(f"{error}; {key} should be there") from error
@@ -234,7 +235,7 @@ class StoredCheckpoint:
         """Read all of a chunk, once, and compare its checksum."""
         if payload in self._unchanged:
             return
-        with open(payload.file, "rb", buffering=0) as file:
+        with durable.opened(payload.file, 0) as file:
             checksum = checksum_of(file, payload)
         if payload.checksum not in (None, checksum):
             raise DamagedCheckpointError(
@@ -255,7 +256,7 @@ class StoredCheckpoint:
 
     def _unpickle(self, key: str) -> Any:
         info = self._storage[key, ()]
-        with open(self.directory / info.relative_path, "rb") as file:
+        with durable.opened(self.directory / info.relative_path) as file:
             file.seek(info.offset)
             data = file.read(info.length)
         try:

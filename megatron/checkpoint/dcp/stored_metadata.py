@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from megatron.checkpoint.dcp import safe_pickle
 from megatron.checkpoint.integrity.manifest import DamagedCheckpointError
+from megatron.checkpoint.store import durable
 from megatron.checkpoint.store.directory import METADATA
 
 _kept: dict[bytes, Any] | None = None
@@ -45,7 +46,8 @@ def read_metadata(directory: Path) -> Any:
     path = Path(directory) / METADATA
     if not path.is_file():
         raise DamagedCheckpointError(f"{directory} has no {METADATA}: it is no complete checkpoint")
-    data = path.read_bytes()
+    with durable.opened(path) as file:
+        data = file.read()
     if _kept is not None and data in _kept:
         return _kept[data]
     try:

@@ -58,8 +58,8 @@ def read_json(path: Path) -> dict[str, Any]:
         ValueError: if the file cannot be read, or has anything else.
     """
     try:
-        content = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+        content = json.loads(durable.file_at(path).read_text())
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} should hold one JSON object")
@@ -212,10 +212,10 @@ def stored_tensors(path: Path) -> dict[str, LazyTensor]:
     """
     try:
         size = path.stat().st_size
-        with open(path, "rb") as file:
+        with durable.opened(durable.file_at(path)) as file:
             start = 8 + int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(start - 8)) if 8 < start <= size else None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} cannot be read as a safetensors file: {error}") from error
     if not isinstance(header, dict):
         raise ValueError(
@@ -278,7 +278,7 @@ def _stored_tensor(path: Path, start: int, entry: dict[str, Any]) -> LazyTensor:
 
     def read_rows(first: int, last: int) -> torch.Tensor:
         values = torch.empty((last - first, *shape[1:]) if shape else (), dtype=dtype)
-        with open(path, "rb") as file:
+        with durable.opened(path) as file:
             file.seek(start + entry["data_offsets"][0] + first * row_bytes)
             if file.readinto(_bytes_of(values)) != values.nbytes:
                 raise ValueError(f"{path} is shorter than it was")

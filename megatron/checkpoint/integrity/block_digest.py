@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.checkpoint.core.reading_threads import in_threads, number_of_threads
+from megatron.checkpoint.store import durable
 
 try:  # with the processor's instructions for polynomials
     from zlib_ng.zlib_ng import crc32
@@ -81,7 +82,7 @@ def digest_of_blocks(path: Path) -> tuple[int, str]:
 
     The size is the number of bytes that were read.
     """
-    with open(path, "rb", buffering=0) as file:
+    with durable.opened(path, 0) as file:
         size = os.fstat(file.fileno()).st_size
         step = max(-(-size // (number_of_threads() * BLOCK)), _BLOCKS_OF_THREAD) * BLOCK
 

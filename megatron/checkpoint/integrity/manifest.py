@@ -57,7 +57,7 @@ def digest_of(path: Path, algorithm: str = BLOCKS) -> FileDigest:
     if algorithm == BLOCKS:
         return FileDigest(*digest_of_blocks(path))
     digest = hashlib.sha256()
-    with open(path, "rb") as file:
+    with durable.opened(path) as file:
         while block := file.read(1 << 22):
             digest.update(block)
     return FileDigest(path.stat().st_size, digest.hexdigest(), SHA256)
@@ -120,14 +120,15 @@ class Manifest:
             return None
         if not path.is_file():
             raise DamagedCheckpointError(f"{path} is no file, but a directory or a link to nothing")
-        text = path.read_text(errors="replace")
+        with durable.naming(path):
+            text = path.read_text(errors="replace")
         try:
             files = {}
             for name, entry in json.loads(text)["files"].items():
                 algorithm = BLOCKS if BLOCKS in entry else SHA256
                 files[name] = FileDigest(entry["bytes"], entry[algorithm], algorithm)
             manifest = cls(directory, files)
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             manifest = cls(directory, {})
         if manifest._text() != text:
             raise DamagedCheckpointError(

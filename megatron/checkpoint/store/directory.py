@@ -91,7 +91,8 @@ def read_tracker(root: str | Path) -> int | str | None:
     path = Path(root) / TRACKER
     if not path.is_file():
         return None
-    text = path.read_text(errors="replace").strip()
+    with durable.naming(path):
+        text = path.read_text(errors="replace").strip()
     if text == RELEASE:
         return RELEASE
     if not text.isdecimal():

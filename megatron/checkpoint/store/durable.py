@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Changes of files that outlast a loss of power: written, and then on the disk."""
+"""Changes of files that outlast a loss of power: written, and then on the disk.
+
+Errors of reading and writing name the file.
+"""
 
 from __future__ import annotations
 
 import errno
 import os
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import IO
 
 UNSUPPORTED = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)
 """Errors of file systems that cannot write a directory out, and need not be told to."""
@@ -26,7 +30,40 @@ def naming(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def written(path: Path) -> Iterator[BinaryIO]:
+def standard_output() -> Iterator[None]:
+    """Let errors of printing name standard output, to which nothing is printed afterwards.
+
+    The end of the process would print what is left, and fail without a word of what it was.
+    """
+    try:
+        with naming(Path("standard output")):
+            yield
+    except OSError:
+        with suppress(OSError, ValueError):  # one that is no file
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise
+
+
+def file_at(path: Path) -> Path:
+    """Return a path to read or append to, whatever it is, but for what would be waited for.
+
+    Raises:
+        OSError: for a pipe, a socket or a device.
+    """
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise OSError(errno.EINVAL, "a file is expected, but this is a pipe or a device", str(path))
+    return path
+
+
+@contextmanager
+def opened(path: Path, buffering: int = -1) -> Iterator[IO[bytes]]:
+    """Open a file for reading; errors name it."""
+    with naming(path), open(path, "rb", buffering=buffering) as file:
+        yield file
+
+
+@contextmanager
+def written(path: Path) -> Iterator[IO[bytes]]:
     """Open a file for writing. The disk has it after the context; errors name it."""
     with naming(path), open(path, "wb") as file:
         yield file

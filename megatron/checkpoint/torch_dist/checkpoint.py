@@ -28,6 +28,7 @@ from megatron.checkpoint.dcp import safe_pickle
 from megatron.checkpoint.dcp.dcp_target import DcpTarget, Entry, ObjectEntry, TensorEntry
 from megatron.checkpoint.dcp.stored_checkpoint import StoredCheckpoint
 from megatron.checkpoint.integrity.manifest import DamagedCheckpointError
+from megatron.checkpoint.store import durable
 from megatron.checkpoint.torch_dist.exact_weights import add_optimizer_state
 from megatron.checkpoint.torch_dist.optimizer_keys import is_optimizer_key
 from megatron.checkpoint.torch_dist.optimizer_layouts import OptimizerTensors, read_optimizer
@@ -135,8 +136,9 @@ def check_marker(directory: Path) -> None:
             f"{directory} has no {MARKER}, which is written last: the checkpoint was not finished"
         )
     try:
-        content = json.loads(path.read_text())
-    except ValueError as error:
+        with durable.naming(path):
+            content = json.loads(path.read_text())
+    except (ValueError, RecursionError) as error:
         raise DamagedCheckpointError(f"{path} is damaged: {error}") from error
     is_known = isinstance(content, dict) and "sharded_backend" in content
     if not is_known or not content.items() <= _MARKER_CONTENT.items():

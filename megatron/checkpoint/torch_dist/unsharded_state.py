@@ -20,6 +20,7 @@ from megatron.checkpoint.core.training_state import OptimizerParamGroup, Trainin
 from megatron.checkpoint.dcp import safe_pickle
 from megatron.checkpoint.dcp.stored_checkpoint import StoredCheckpoint
 from megatron.checkpoint.integrity.manifest import DamagedCheckpointError
+from megatron.checkpoint.store import durable
 from megatron.checkpoint.torch_dist.optimizer_keys import OptimizerOfRank
 
 COMMON_FILE = "common.pt"
@@ -47,7 +48,8 @@ def read_common(stored: StoredCheckpoint) -> dict[str, Any]:
     path = stored.directory / COMMON_FILE
     if path.is_file():
         try:
-            common = safe_pickle.load_torch(path.read_bytes())
+            with durable.naming(path):
+                common = safe_pickle.load_torch(path.read_bytes())
         except safe_pickle.RefusedPickleError as error:
             raise safe_pickle.RefusedPickleError(f"{path}: {error}") from None
         except ValueError as error:
@@ -62,6 +64,8 @@ def read_common(stored: StoredCheckpoint) -> dict[str, Any]:
         raise DamagedCheckpointError(
             f"{stored.directory}: the common state is a {type(common).__name__}, not a dict"
         )
+    if not common:
+        raise DamagedCheckpointError(f"{stored.directory}: the common state is empty")
     return common
 
 

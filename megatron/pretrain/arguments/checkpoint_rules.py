@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import argparse
+import errno
+import os
 from pathlib import Path
 
 from megatron.checkpoint.hugging_face.model_arguments import ARGUMENTS, Argument, completed
@@ -25,6 +27,7 @@ EXTRA_SAVES = "non_persistent_global_ckpt_dir"
 """A directory, or a URL ``file://``."""
 PATHS = (EXTRA_SAVES, "data_cache_path", "tensorboard_dir", "wandb_save_dir")
 """Further directories, which need not exist."""
+ENDS_OF_PATHS = ("_path", "_dir", "_file", "_filename", "_cfg", "_model")
 SOURCES = ("load", "pretrained_checkpoint")
 """Directories that --use-checkpoint-args reads."""
 LEFT_TO_THE_RUN = ("bf16", "fp16", "apply_layernorm_1p")
@@ -35,6 +38,31 @@ OF_STATE = "dist_ckpt_optim_fully_reshardable distrib_optim_fully_reshardable_me
 OF_TIMERS = "timing_log_option barrier_with_L1_time log_timers_to_tensorboard"
 UNLESS_GIVEN = ("max_position_embeddings", "padded_vocab_size")
 """Sizes that a run may choose anew, like arguments of training such as dropout."""
+
+
+def check_names(check: Check) -> None:
+    """Refuse paths that the file system cannot follow: too long ones, and links that go in circles.
+
+    Their flags are taken as not given, for the rules that look at what is there.
+    """
+    for dest, value in list(check.given.items()):
+        is_path = dest in (*LOCATIONS, *PATHS) or dest.endswith(ENDS_OF_PATHS)
+        words = value if isinstance(value, list) else [value]
+        for word in words if is_path else ():
+            try:
+                if isinstance(word, str) and "://" not in word:
+                    os.stat(word)
+            except OSError as error:
+                if error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
+                    problem = f"{check.flag(dest)} {shortened(word)}: {error.strerror}"
+                    check.problems.append(problem)
+                    check.set_default(dest)
+                    break
+
+
+def shortened(text: str) -> str:
+    """Return the beginning and the end of a long text."""
+    return text if len(text) < 100 else f"{text[:40]}...{text[-40:]} ({len(text)} characters)"
 
 
 def replace_urls(check: Check) -> None:

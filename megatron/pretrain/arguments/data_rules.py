@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from megatron.checkpoint.store import durable
 from megatron.pretrain.arguments.check import Check
 from megatron.pretrain.data.splits import DEFAULT_SPLIT, check_weights, parse_blend
 from megatron.pretrain.data.tokenizer_choice import TokenizerChoice
@@ -99,7 +100,7 @@ def read_paths_of_splits(check: Check) -> dict[str, list[str]]:
         return {}
     try:
         paths: Any = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         check.problems.append(f"{flag}: no JSON: {error}")
         return {}
     if not isinstance(paths, dict) or set(paths) != set(SPLIT_PATHS):
@@ -121,7 +122,7 @@ def read_paths_of_splits(check: Check) -> dict[str, list[str]]:
 def read_text(check: Check, flag: str, path: str) -> str:
     """Return the text of a file; empty, with a problem, if there is none."""
     try:
-        text = Path(path).read_text()
+        text = durable.file_at(Path(path)).read_text()
     except (OSError, UnicodeDecodeError) as error:
         check.problems.append(f"{flag} {path}: cannot be read: {error}")
         return ""

@@ -10,8 +10,11 @@ from pathlib import Path
 import yaml  # type: ignore[import-untyped]
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
+from megatron.checkpoint.store import durable
 from megatron.pretrain.arguments.check import Check
 
+UNREADABLE = (OSError, ValueError, AttributeError, TypeError, RecursionError, yaml.YAMLError)
+"""Errors of a YAML file that cannot be read, or has something else than settings of groups."""
 STRICT = ("raise_all", "raise_unexpected")
 LENIENT = ("log_all", "ignore_all")
 """Values of --dist-ckpt-strictness that loads of fsdp_dtensor can follow."""
@@ -66,9 +69,9 @@ def check_communicators(check: Check) -> None:
     """Check the flags that set up NCCL's communicators, which Megatron-Core creates."""
     args, path = check.args, check.args.nccl_communicator_config_path
     try:
-        settings = yaml.safe_load(Path(path).read_text()) if path else {}
+        settings = yaml.safe_load(durable.file_at(Path(path)).read_text()) if path else {}
         names = set().union(*settings.values())
-    except (OSError, yaml.YAMLError, AttributeError, TypeError) as error:
+    except UNREADABLE as error:
         settings, names = {}, set()
         check.problems.append(f"{path}: {error}; expected are lines as dp_cp: {{max_ctas: 32}}")
     for group in sorted({*settings, *args.high_priority_stream_groups} - {*NCCL_GROUPS}):

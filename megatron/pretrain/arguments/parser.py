@@ -14,9 +14,11 @@ from typing import Any, NoReturn
 
 import megatron.core
 
+from megatron.checkpoint.store import durable
 from megatron.pretrain.arguments.check import Check, CommandLineError, Machine
 from megatron.pretrain.arguments.checkpoint_rules import (
     check_directories,
+    check_names,
     check_saves,
     note_flags_without_effect,
     replace_urls,
@@ -154,7 +156,8 @@ class PrintHelp(argparse.Action):
         option_string: str | None = None,
     ) -> None:
         """Print and exit."""
-        print(help_text(all_flags(), refusal, is_all=option_string == "--help-all"))
+        with durable.standard_output():
+            print(help_text(all_flags(), refusal, option_string == "--help-all"), flush=True)
         parser.exit()
 
 
@@ -298,6 +301,7 @@ def suggestion(name: str, known: set[str]) -> str:
 
 def apply_rules(check: Check) -> None:
     """Complete and check the arguments."""
+    check_names(check)
     replace_urls(check)
     take_checkpoint_arguments(check)
     refuse_not_built(check)

@@ -24,7 +24,7 @@ POSITIVE = f"""{REQUIRED} ffn_hidden_size kv_channels num_query_groups max_posit
     decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers moe_ffn_hidden_size
     moe_shared_expert_intermediate_size moe_router_topk moe_router_num_groups
     moe_router_group_topk q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim
-    mtp_num_layers muon_num_ns_steps"""
+    mtp_num_layers muon_num_ns_steps suggested_communication_unit_size"""
 """Destinations of whole numbers that are at least 1, if they are given."""
 RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     ("attention_dropout hidden_dropout", lambda value: 0 <= value <= 1, "from 0 to 1"),
@@ -35,7 +35,8 @@ RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     (POSITIVE, lambda value: value > 0, "at least 1"),
     ("cuda_graph_warmup_steps", lambda v: v > 1, "at least 2"),  # they find the memory first
     (
-        "loss_scale initial_loss_scale min_loss_scale loss_scale_window device_peak_tflops",
+        "loss_scale initial_loss_scale min_loss_scale loss_scale_window device_peak_tflops"
+        " softmax_scale",
         lambda value: value > 0,
         "above 0",
     ),
@@ -43,7 +44,7 @@ RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
         """lr min_lr clip_grad weight_decay lr_warmup_iters lr_warmup_samples lr_warmup_init
         eval_iters num_workers manual_gc_interval init_method_std embedding_init_method_std
         layernorm_epsilon adam_eps decoupled_lr decoupled_min_lr error_injection_rate ckpt_step
-        seed""",
+        seed logging_level""",
         lambda value: value >= 0,
         "at least 0",
     ),
@@ -51,6 +52,7 @@ RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
 """Destinations, what holds for their values if they are given, and how an error says it."""
 LARGEST_FLOAT = torch.finfo(torch.float32).max
 """The largest number in single precision, in which tensors have them."""
+LARGEST_INTEGER = torch.iinfo(torch.int64).max
 LONGEST_TIMEOUT = 10**9
 """Minutes; :class:`datetime.timedelta` ends soon after."""
 SEEDS = 2**32
@@ -100,7 +102,12 @@ def check_finite(check: Check) -> set[str]:
     infinite = set()
     for dest, value in check.given.items():
         for number in value if isinstance(value, list) else [value]:
-            if not isinstance(number, float) or abs(number) <= LARGEST_FLOAT:
+            largest = LARGEST_FLOAT if isinstance(number, float) else LARGEST_INTEGER
+            if not isinstance(number, (int, float)) or abs(number) <= largest:
+                continue
+            if isinstance(number, int):
+                check.problems.append(f"{check.flag(dest)} must fit in 64 bits, got {number}")
+                infinite.add(dest)
                 continue
             kind = "number that fits in 32 bits" if math.isfinite(number) else "finite number"
             check.problems.append(f"{check.flag(dest)} must be a {kind}, got {number}")

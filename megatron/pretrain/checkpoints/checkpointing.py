@@ -325,9 +325,13 @@ def _read(
     """Read ``source`` into the model and the optimizer, and return the rest of it."""
     try:
         with unscaled_moments(parts.optimizer, is_load=True):
-            return format_for(args).load(args, state, parts, source, say)
+            loaded = format_for(args).load(args, state, parts, source, say)
+        for key in state.keys() & {"args", "iteration", "opt_param_scheduler"}:
+            loaded[key]  # used by all loads
+        return loaded
     except (KeyError, FileNotFoundError) as error:
-        raise ValueError(f"{source} cannot be loaded: {error}") from error
+        lacks = "it lacks " if isinstance(error, KeyError) else ""
+        raise ValueError(f"{source} cannot be loaded: {lacks}{error}") from error
     except CheckpointException as error:
         lines = [f"{source} cannot be loaded, its files are damaged or of another run:"]
         lines += [str(cause_of(error, rank)) for rank in sorted(error.failures)]

@@ -10,9 +10,10 @@ import os
 import platform
 import random
 import shutil
+import socket
 import sysconfig
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -206,10 +207,11 @@ def _add_documents(
 def _documents(file: Path, json_key: str) -> Iterator[tuple[str, str | bytes, int]]:
     """Yield every document: its file and line, its text, and its bytes in the file."""
     if file.suffix.lower() not in JSON_LINES_SUFFIXES:
-        data = file.read_bytes()
+        with durable.naming(file):
+            data = file.read_bytes()
         yield str(file), data, len(data)
         return
-    with file.open("rb") as lines:
+    with durable.opened(file) as lines:
         for number, line in enumerate(lines, start=1):
             where = f"{file}, line {number}"
             if line.strip():
@@ -219,7 +221,7 @@ def _documents(file: Path, json_key: str) -> Iterator[tuple[str, str | bytes, in
 def _text_of_json_line(line: bytes, json_key: str, where: str) -> str:
     try:
         record = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(
             f"{where}: not a JSON value ({error}); the file must hold one JSON object per line"
         ) from error
@@ -244,9 +246,13 @@ def _published_together(prefix: str, record: str | None) -> Iterator[tuple[str, 
     any tokenizer. After an error the temporary files are removed.
     """
     Path(prefix).parent.mkdir(parents=True, exist_ok=True)
+    _remove_leftovers(prefix)
     bin_path, idx_path = _temporary(prefix, ".bin"), _temporary(prefix, ".idx")
     try:
-        yield bin_path, idx_path
+        with durable.naming(bin_path):
+            yield str(bin_path), str(idx_path)
+        for path in (bin_path, idx_path):
+            durable.sync_file(path)
         # Without its index a dataset does not exist. The old index is removed first, so that no
         # reader ever sees the index of one corpus with the tokens of another.
         Path(get_idx_path(prefix)).unlink(missing_ok=True)
@@ -254,16 +260,28 @@ def _published_together(prefix: str, record: str | None) -> Iterator[tuple[str, 
         # Megatron-Core caches sample indices here by name alone. They would describe the corpus
         # that is replaced.
         for folder in Path(prefix, "cache").glob("*Dataset_indices"):
-            shutil.rmtree(folder, ignore_errors=True)
-        os.replace(bin_path, get_bin_path(prefix))
+            shutil.rmtree(folder)
+        durable.rename(bin_path, Path(get_bin_path(prefix)))
         if record is not None:
             durable.write_text(record_path(prefix), record)
-        os.replace(idx_path, get_idx_path(prefix))
+        durable.rename(idx_path, Path(get_idx_path(prefix)))
     finally:
         for path in (bin_path, idx_path):
-            Path(path).unlink(missing_ok=True)
+            with suppress(OSError):  # the error before it says more
+                path.unlink(missing_ok=True)
 
 
-def _temporary(prefix: str, suffix: str) -> str:
+def _temporary(prefix: str, suffix: str) -> Path:
+    """Return the name of a temporary file, with the process that writes it."""
     path = Path(prefix)
-    return str(path.with_name(f".{path.name}.{os.getpid()}.tmp{suffix}"))
+    return path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.tmp{suffix}")
+
+
+def _remove_leftovers(prefix: str) -> None:
+    """Remove the temporary files of processes of this host that were killed."""
+    start = f".{Path(prefix).name}.{socket.gethostname()}."
+    for path in Path(prefix).parent.iterdir():
+        process, _, end = path.name.removeprefix(start).partition(".")
+        is_temporary = path.name.startswith(start) and end in ("tmp.bin", "tmp.idx")
+        if is_temporary and process.isdecimal() and not Path("/proc", process).exists():
+            path.unlink()

@@ -16,6 +16,8 @@ from pathlib import Path
 
 import numpy as np
 
+from megatron.checkpoint.store import durable
+
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
 """Magic, version, code of the tokens' dtype, numbers of sequences and of document bounds."""
@@ -82,7 +84,7 @@ class DatasetIndex:
 def _read_index(path: Path) -> DatasetIndex:
     """Map an index file, which has the size that its header says."""
     size = path.stat().st_size
-    with path.open("rb") as file:
+    with durable.opened(durable.file_at(path)) as file:
         header = file.read(HEADER.size)
     if not header.startswith(MAGIC[: len(header)]) or not header:
         raise ValueError(f"{path}: no index of a dataset: it begins with {header[:9]!r}")

@@ -11,6 +11,8 @@ import importlib.util
 from dataclasses import dataclass, fields
 from pathlib import Path
 
+from megatron.checkpoint.store import durable
+
 PACKAGES = {
     "HuggingFaceTokenizer": "transformers",
     "GPT2BPETokenizer": "tokenizers",
@@ -129,6 +131,12 @@ class TokenizerChoice:
                         f" there is no folder {path!r}; nothing is downloaded here, so fetch it"
                         " first"
                     )
+                    continue
+                try:
+                    for file in Path(path).iterdir():
+                        durable.file_at(file)
+                except OSError as error:
+                    problems.append(f"{_flag(name)}: {error}")
             elif not Path(path).is_file():
                 problems.append(f"{_flag(name)} {path}: no such file")
         return problems

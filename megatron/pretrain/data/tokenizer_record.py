@@ -15,6 +15,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from megatron.checkpoint.store import durable
 from megatron.pretrain.data.tokenizer_choice import TOKENIZER_TYPES, TokenizerChoice
 from megatron.pretrain.data.tokenizers import Tokenizer
 
@@ -82,7 +83,8 @@ def read_record(prefix: str | Path) -> TokenizerRecord | None:
         return None
     names = {field.name for field in fields(TokenizerChoice)} - set(LEFT_TO_THE_RUN)
     try:
-        content = json.loads(path.read_text())
+        with durable.naming(path):
+            content = json.loads(path.read_text())
         kind, settings, identity = (
             content[key] for key in ("tokenizer_type", "settings", "identity")
         )
@@ -93,7 +95,7 @@ def read_record(prefix: str | Path) -> TokenizerRecord | None:
         for name in names.intersection(PATHS).intersection(settings):
             settings[name] = os.path.normpath(path.parent / settings[name])
         return TokenizerRecord(path, TokenizerChoice(kind, **settings), dict(identity))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(
             f"{path}: no record of a tokenizer ({type(error).__name__}: {error}); remove it and"
             " name the tokenizer by flags, or write the data again"
@@ -131,7 +133,8 @@ def _digest(path: Path) -> str:
         )
     digest = hashlib.sha256()
     for file in files:
-        content = file.read_bytes()
+        with durable.naming(file):
+            content = durable.file_at(file).read_bytes()
         digest.update(f"{file.name if path.is_dir() else ''} {len(content)}\n".encode())
         digest.update(content)
     return digest.hexdigest()

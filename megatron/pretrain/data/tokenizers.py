@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
+from megatron.checkpoint.store import durable
 from megatron.pretrain.data.tokenizer_choice import TokenizerChoice
 
 NUM_BYTES = 256
@@ -313,8 +314,8 @@ def _check_tiktoken_file(path: str, size: int, num_special_tokens: int) -> None:
     if not path.endswith(".json"):
         raise ValueError(f"{path}: TikTokenizer reads a vocabulary in a file that ends in .json")
     try:
-        entries = json.loads(Path(path).read_bytes())
-    except (OSError, ValueError) as error:
+        entries = json.loads(durable.file_at(Path(path)).read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
         raise _unreadable(f"{path}: no JSON that TikTokenizer", error) from error
     if not isinstance(entries, list):
         raise ValueError(f"{path}: expects a list of tokens, but got a {type(entries).__name__}")

@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 from megatron.checkpoint.core.parts import terminal_bar
 from megatron.checkpoint.hugging_face.model_directory import CONFIG
+from megatron.checkpoint.store import durable
 from megatron.checkpoint.store.url_staging import with_urls
 from megatron.pretrain.model.router_losses import LAYERS
 from megatron.pretrain.ranks import environment_rank
@@ -89,10 +90,11 @@ class Report:
         """Print a line, above the progress bar if there is one."""
         if not self._speaks:
             return
-        if self._bar is not None:
-            tqdm.write(with_urls(line))
-        else:
-            print(with_urls(line), flush=True)
+        with durable.standard_output():
+            if self._bar is not None:
+                tqdm.write(with_urls(line))
+            else:
+                print(with_urls(line), flush=True)
 
     def is_due(self, progress: Progress, is_last: bool = False) -> bool:
         """Return True if a step that has been counted is reported, the same on every rank."""
@@ -224,7 +226,7 @@ class Report:
         self.keep()
         if self._speaks and self._args.log_progress:
             path = Path(self._args.save) / PROGRESS
-            with self._decorations.guard(PROGRESS), path.open("a") as file:
+            with self._decorations.guard(PROGRESS), durable.file_at(path).open("a") as file:
                 file.write(
                     f"iteration {progress.iteration}\tsamples {progress.consumed_train_samples}\t"
                     f"operations {progress.num_floating_point_operations_so_far:.4e}\n"

@@ -41,6 +41,7 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
+from megatron.checkpoint.store import durable
 from megatron.checkpoint.store.stores import is_staged
 from megatron.fsdp.engine import observe
 from megatron.pretrain.ranks import complain, environment_rank
@@ -324,7 +325,7 @@ def _add(path: Path, text: str) -> None:
     when = time.strftime("%Y-%m-%d %H:%M:%S")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a") as file:
+        with durable.file_at(path).open("a") as file:
             file.write(f"---- {when}, process {os.getpid()}\n{text}\n")
     except OSError as error:
         print(f"cannot write {path}: {error}\n{text}", file=sys.stderr, flush=True)

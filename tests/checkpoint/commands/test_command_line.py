@@ -5,6 +5,7 @@ import json
 import os
 import pickle
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,34 @@ def test_all_commands_are_there() -> None:
 )
 def test_wrong_usage_ends_with_2(words: str) -> None:
     assert "Error" in run(*words.split(), code=2).output
+
+
+@pytest.mark.parametrize(
+    "words", ["--help", "inspect --help", "inspect PATH", "verify PATH --json"]
+)
+def test_standard_output_on_a_full_disk_is_one_message(
+    words: str, plain: Callable[..., Path], tmp_path: Path
+) -> None:
+    path = plain("checkpoint", tensor=torch.ones(2))
+    child = os.fork()
+    if child == 0:
+        try:
+            errors = (tmp_path / "errors").open("w")
+            os.dup2(os.open("/dev/full", os.O_WRONLY), 1)
+            os.dup2(errors.fileno(), 2)
+            sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+            try:
+                main(words.replace("PATH", str(path)).split())
+            except SystemExit as end:
+                sys.stdout.flush()  # as the end of the process does
+                errors.write(f"exit code {end.code}")
+                errors.flush()
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    text = (tmp_path / "errors").read_text()
+    assert text.count("No space left on device: 'standard output'") == 1 and "Trace" not in text
+    assert text.endswith("exit code 1")
 
 
 def arguments(command: str, path: Path, out: Path) -> list[Any]:

@@ -2,6 +2,7 @@
 """Damaged checkpoints: every flipped bit, cut file and changed letter is reported or harmless."""
 
 import functools
+import os
 import random
 import re
 import shutil
@@ -14,9 +15,11 @@ from megatron.checkpoint.commands.formats import open_checkpoint
 from megatron.checkpoint.commands.verification import find_problems
 from megatron.checkpoint.core.training_state import TrainingState
 from megatron.checkpoint.dcp.stored_checkpoint import StoredCheckpoint
+from megatron.checkpoint.hugging_face.model_directory import read_json, read_tensors
 from megatron.checkpoint.integrity.manifest import MANIFEST, DamagedCheckpointError
+from megatron.checkpoint.torch_dist.checkpoint import check_marker
 from tests.support.checkpoint import small_models
-from tests.support.checkpoint.changed_checkpoints import without_manifest
+from tests.support.checkpoint.changed_checkpoints import change_common, without_manifest
 
 
 @pytest.fixture(scope="module")
@@ -154,6 +157,40 @@ def test_a_changed_letter_of_a_key_is_told(
     assert old.encode() in data
     (copy / ".metadata").write_bytes(data.replace(old.encode(), new.encode()))
     assert not says_the_same(copy, small["fsdp_dtensor"])
+
+
+def test_json_that_is_nested_too_deeply_is_damage(small: dict[str, Path], tmp_path: Path) -> None:
+    nested = "[" * 10**6
+    copy = shutil.copytree(small["torch_dist"], tmp_path / "copy")
+    (copy / MANIFEST).write_text(nested)
+    with pytest.raises(DamagedCheckpointError, match="has changed since it was written"):
+        StoredCheckpoint(copy)
+    (copy / "metadata.json").write_text(nested)
+    with pytest.raises(DamagedCheckpointError, match=r"metadata\.json is damaged: maximum recur"):
+        check_marker(copy)
+    (tmp_path / "config.json").write_text(nested)
+    with pytest.raises(ValueError, match=r"config\.json cannot be read: maximum recursion"):
+        read_json(tmp_path / "config.json")
+    header = nested.encode()
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(ValueError, match="cannot be read as a safetensors file: maximum recurs"):
+        read_tensors(tmp_path)
+
+
+def test_a_pipe_in_place_of_a_file_is_not_waited_for(tmp_path: Path) -> None:
+    for name in ("config.json", "model.safetensors", "model.safetensors.index.json"):
+        os.mkfifo(tmp_path / name)
+    with pytest.raises(ValueError, match=r"config\.json.*this is a pipe or a device"):
+        read_json(tmp_path / "config.json")
+    with pytest.raises(ValueError, match="has neither"):
+        read_tensors(tmp_path)
+
+
+def test_an_empty_common_state_is_damage(small: dict[str, Path], tmp_path: Path) -> None:
+    copy = shutil.copytree(small["torch_dist"], tmp_path / "copy")
+    change_common(copy, dict.clear)
+    with pytest.raises(DamagedCheckpointError, match="the common state is empty"):
+        open_checkpoint(copy).state()
 
 
 @pytest.mark.parametrize("kind", ["directory", "link to nowhere"])

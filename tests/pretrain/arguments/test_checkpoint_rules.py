@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rules of the flags of checkpoints: which conflict, which have no effect, and where URLs lead."""
 
+from pathlib import Path
+
 import pytest
 
 from megatron.checkpoint.store.url_staging import with_urls
@@ -25,6 +27,21 @@ from tests.support.pretrain.arguments.command_lines import MOCK, parse, problems
 def test_flags_of_saves_that_do_not_fit_are_refused(flags: str, problem: str) -> None:
     found = problems(f"{MOCK} --save s --save-interval 10 {flags}")
     assert any(problem in each for each in found), found
+
+
+def test_paths_that_no_file_system_follows_are_refused_by_flag(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "loop").symlink_to("loop")
+    name = "n" * 300
+    line = f"{MOCK} --save {name} --load loop --tensorboard-dir loop/x --data-path 0.5 {name}"
+    assert problems(line.replace("--mock-data", "")) == [
+        f"--save {name[:40]}...{name[:40]} (300 characters): File name too long",
+        "--load loop: Too many levels of symbolic links",
+        "--tensorboard-dir loop/x: Too many levels of symbolic links",
+        f"--data-path {name[:40]}...{name[:40]} (300 characters): File name too long",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -226,6 +226,13 @@ def test_numbers_that_no_clock_and_no_float_holds_are_refused_together() -> None
         "--distributed-timeout-minutes must be at most 1000000000, got 2000000000000",
     ]
     parse(f"{MOCK} --clip-grad 3e38 --distributed-timeout-minutes 1000000000")
+    units = f"{MOCK} --use-megatron-fsdp --suggested-communication-unit-size"
+    assert problems(f"{units} {2**63}") == [
+        f"--suggested-communication-unit-size must fit in 64 bits, got {2**63}"
+    ]
+    assert problems(f"{units} -1") == [
+        "--suggested-communication-unit-size must be at least 1, got -1"
+    ]
 
 
 def test_numbers_with_which_a_run_fails_later_or_trains_nonsense_are_refused_together() -> None:

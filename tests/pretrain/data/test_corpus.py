@@ -16,6 +16,7 @@ from megatron.pretrain.data.corpus import (
     write_corpus,
 )
 from megatron.pretrain.data.tokenizers import ByteTokenizer, NullTokenizer
+from tests.support.checkpoint.strikes import Strike, fail, kill, strike_everywhere
 from tests.support.pretrain.tokenizer_arguments import BYTES
 
 
@@ -132,6 +133,27 @@ def test_an_interrupted_rewrite_keeps_the_old_corpus(
     write_corpus([tmp_path / "new.txt"], folder / "corpus", BYTES)
     assert texts_of(folder / "corpus") == ["new"]
     assert not stale.exists()
+
+
+@pytest.mark.parametrize("strike", [kill, fail])
+def test_a_corpus_whose_writer_is_struck_anywhere_is_written_by_the_next(
+    strike: Strike, tmp_path: Path
+) -> None:
+    (tmp_path / "old.txt").write_text("old")
+    (tmp_path / "new.txt").write_text("new")
+
+    def prepare(folder: Path) -> None:
+        write_corpus([tmp_path / "old.txt"], folder / "corpus", BYTES, record="{}")
+        (folder / "corpus" / "cache" / "GPTDataset_indices").mkdir(parents=True)
+
+    def rewrite(folder: Path) -> str:
+        try:
+            write_corpus([tmp_path / "new.txt"], folder / "corpus", BYTES, record="{}")
+        except OSError as error:
+            return str(error)
+        return ""
+
+    assert strike_everywhere(rewrite, tmp_path, strike, prepare) > 10
 
 
 @pytest.fixture

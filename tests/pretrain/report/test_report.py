@@ -3,6 +3,7 @@
 
 import argparse
 import json
+import os
 import re
 from functools import cache
 from pathlib import Path
@@ -263,6 +264,15 @@ def test_what_only_decorates_may_fail_and_is_told_once(
     report.saved(progress)
     assert history(tmp_path) == [{"iteration": 1, "train": 5.0}]
     assert (tmp_path / PROGRESS).read_text().startswith("iteration 1\tsamples 4\toperations ")
+
+
+def test_a_pipe_in_place_of_a_file_is_not_waited_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report, progress = steps(namespace(save=str(tmp_path), log_progress=True), [5.0])
+    os.mkfifo(tmp_path / PROGRESS)
+    report.saved(progress)
+    assert "this is a pipe or a device" in capsys.readouterr().out
 
 
 def test_training_goes_on_where_tensorboard_cannot_begin(
