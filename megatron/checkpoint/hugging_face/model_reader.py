@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import cast
@@ -54,7 +55,7 @@ def read(directory: Path, *, vocabulary_multiple: int | None = None) -> Training
     stored = read_tensors(directory)
     if config.get("quantization_config"):
         stored = dequantized(stored, config["quantization_config"], directory)
-    stored = _with_base(stored, family.base)
+    stored = _with_single_experts(_with_base(stored, family.base), family)
     args.mtp_num_layers = _num_predicting_layers(family, args.num_layers, stored)
     args.padded_vocab_size = _padded_size(args.vocab_size, vocabulary_multiple)
     pairings = [pairing for pairing in family.pairings(args) if not pairing.is_copy]
@@ -86,6 +87,41 @@ def _with_base(stored: dict[str, LazyTensor], base: str) -> dict[str, LazyTensor
         name if name.startswith("lm_head.") else base + name: tensor
         for name, tensor in stored.items()
     }
+
+
+def _with_single_experts(stored: dict[str, LazyTensor], family: Family) -> dict[str, LazyTensor]:
+    """Return tensors of single experts, also where a file has those of all experts as one.
+
+    So transformers saves its own modules with ``save_original_format=False``:
+    ``mlp.experts.gate_up_proj`` of the shape (experts, rows of gate and up, columns), and
+    ``mlp.experts.down_proj``. The router is ``mlp.gate`` there in every family.
+    """
+    found: dict[str, LazyTensor] = {}
+    pattern = re.compile(
+        rf"({re.escape(family.layers)}\d+\.)(mlp\.(experts\.\w+_proj|gate\.weight))"
+    )
+    for name, tensor in stored.items():
+        match = pattern.fullmatch(name)
+        found |= {name: tensor} if match is None else _renamed(match[1], match[2], tensor, family)
+    return found
+
+
+def _renamed(layer: str, own: str, tensor: LazyTensor, family: Family) -> dict[str, LazyTensor]:
+    """Return the tensor ``own`` of a layer of transformers' modules under the names of a family."""
+    number_of_parts = {"mlp.experts.gate_up_proj": 2, "mlp.experts.down_proj": 1}.get(own)
+    found: dict[str, LazyTensor] = {}
+    for row in family.layer:
+        theirs = row.theirs.split()
+        if number_of_parts is None and row.ours == "mlp.router.weight":
+            found[layer + row.theirs] = tensor
+        elif "{expert}" in row.theirs and len(theirs) == number_of_parts and len(tensor.shape) == 3:
+            for expert in range(tensor.num_rows):
+                one = tensor.rows(expert, expert + 1).map(tensor.shape[1:], lambda rows: rows[0])
+                size = one.num_rows // number_of_parts
+                for part, their in enumerate(theirs):
+                    rows = one.rows(part * size, (part + 1) * size)
+                    found[layer + their.format(expert=expert)] = rows
+    return found or {layer + own: tensor}
 
 
 def _num_predicting_layers(family: Family, num_layers: int, stored: Iterable[str]) -> int | None:

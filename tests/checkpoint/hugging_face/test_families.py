@@ -41,6 +41,7 @@ FEW = (
     "gpt2_exact_gelu_untied",
 )
 """A kind of most families."""
+WITH_EXPERTS = ("mixtral", "qwen3_moe", "deepseek_v3")
 SHARES = [FEW, [kind for kind in KINDS if kind not in FEW]]
 
 
@@ -168,6 +169,28 @@ def test_predicting_layers_that_the_config_speaks_of_but_are_not_there_are_noted
     state = read(tmp_path)
     assert state.args.mtp_num_layers is None
     assert "1 layers that predict further tokens" in state.notes[0]
+
+
+def test_experts_of_transformers_own_modules_are_read(tmp_path: Path) -> None:
+    for kind, same in of_each(models.read_both_formats, WITH_EXPERTS, tmp_path).items():
+        assert same, kind
+
+
+@pytest.mark.parametrize("kind", WITH_EXPERTS)
+def test_stacked_experts_of_another_shape_are_refused(kind: str, tmp_path: Path) -> None:
+    whole = saved(random_state(kind), tmp_path) / SINGLE_FILE
+    content = load_file(whole)
+    layer = "model.layers.2." if kind == "deepseek_v3" else "model.layers.0."
+    for name in [name for name in content if name.startswith(layer) and ".experts." in name]:
+        content.pop(name)
+    content[f"{layer}mlp.experts.gate_up_proj"] = torch.zeros(4, 32, 48)  # transposed
+    content[f"{layer}mlp.experts.down_proj"] = torch.zeros(4, 24)
+    save_file(content, whole)
+    with pytest.raises(
+        ValueError, match=r"experts\.3\..*: \(16, 48\), but by config.json"
+    ) as caught:
+        read(tmp_path)
+    assert "experts.down_proj: unknown" in str(caught.value)
 
 
 def test_the_bias_of_experts_is_fp32_whatever_the_file_has(tmp_path: Path) -> None:

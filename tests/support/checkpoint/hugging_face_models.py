@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from safetensors.torch import load_file
 
 from megatron.checkpoint.core.key_rules import expected_shape, is_buffer
 from megatron.checkpoint.core.lazy_tensor import in_memory
@@ -23,7 +24,7 @@ from megatron.checkpoint.core.training_state import TrainingState
 from megatron.checkpoint.hugging_face import model_reader as hugging_face
 from megatron.checkpoint.hugging_face.families import FAMILIES
 from megatron.checkpoint.hugging_face.model_arguments import model_flags
-from megatron.checkpoint.hugging_face.model_directory import INDEX
+from megatron.checkpoint.hugging_face.model_directory import INDEX, SINGLE_FILE
 from megatron.checkpoint.hugging_face.model_writer import HuggingFaceTarget
 from megatron.mcore_adapter import cpu
 from megatron.pretrain.arguments import parse_arguments
@@ -295,6 +296,18 @@ def import_and_compare(kind: str, directory: Path) -> float:
     ours = megatron_model(parsed(model_flags(state.args)))
     load(ours, state)
     return difference(our_logits(ours), their_logits(model))
+
+
+def read_both_formats(kind: str, directory: Path) -> bool:
+    """Compare a model in transformers' own format with the same one in the original format."""
+    model = saved_model(kind, directory / "original")
+    model.save_pretrained(directory / "own", save_original_format=False)
+    names = load_file(directory / "own" / SINGLE_FILE).keys()
+    assert any(name.endswith("mlp.experts.gate_up_proj") for name in names)
+    one, other = (hugging_face.read(directory / name).weights for name in ("original", "own"))
+    return one.keys() == other.keys() and all(
+        torch.equal(one[name].read(), other[name].read()) for name in one
+    )
 
 
 def export_and_compare(kind: str, directory: Path) -> tuple[float, str]:
