@@ -97,9 +97,8 @@ def _with_single_experts(stored: dict[str, LazyTensor], family: Family) -> dict[
     ``mlp.experts.down_proj``. The router is ``mlp.gate`` there in every family.
     """
     found: dict[str, LazyTensor] = {}
-    pattern = re.compile(
-        rf"({re.escape(family.layers)}\d+\.)(mlp\.(experts\.\w+_proj|gate\.weight))"
-    )
+    own = r"mlp\.(?:experts\.(?:gate_up|down)_proj|gate\.weight)"
+    pattern = re.compile(rf"({re.escape(family.layers)}\d+\.)({own})")
     for name, tensor in stored.items():
         match = pattern.fullmatch(name)
         found |= {name: tensor} if match is None else _renamed(match[1], match[2], tensor, family)

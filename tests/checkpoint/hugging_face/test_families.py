@@ -186,9 +186,7 @@ def test_stacked_experts_of_another_shape_are_refused(kind: str, tmp_path: Path)
     content[f"{layer}mlp.experts.gate_up_proj"] = torch.zeros(4, 32, 48)  # transposed
     content[f"{layer}mlp.experts.down_proj"] = torch.zeros(4, 24)
     save_file(content, whole)
-    with pytest.raises(
-        ValueError, match=r"experts\.3\..*: \(16, 48\), but by config.json"
-    ) as caught:
+    with pytest.raises(ValueError, match=r"experts\.3\..*: \(16, 48\), but by config") as caught:
         read(tmp_path)
     assert "experts.down_proj: unknown" in str(caught.value)
 
