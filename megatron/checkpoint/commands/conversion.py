@@ -161,7 +161,7 @@ def _is_whole(part: Part, staging: Path) -> bool:
     if result is None or "file" not in result:
         return result is not None
     name, digest = result["file"]
-    return (staging / name).is_file() and digest_of(staging / name) == digest
+    return (staging / name).is_file() and bool(digest_of(staging / name) == digest)
 
 
 def _result_of(part: Part, place: Path) -> Any:

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 UNSUPPORTED = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)
 """Errors of file systems that cannot write a directory out, and need not be told to."""
@@ -56,8 +56,8 @@ def file_at(path: Path) -> Path:
 
 
 @contextmanager
-def opened(path: Path, buffering: int = -1) -> Iterator[IO[bytes]]:
-    """Open a file for reading; errors name it."""
+def opened(path: Path, buffering: int = -1) -> Iterator[Any]:
+    """Open a file for reading, with or without a buffer; errors name it."""
     with naming(path), open(path, "rb", buffering=buffering) as file:
         yield file
 

@@ -249,7 +249,7 @@ def write_common(folder: Path, args: argparse.Namespace | None) -> None:
     source.mkdir(parents=True)
     (folder / TRACKER).write_text("1")
     dcp.save({}, checkpoint_id=source, no_dist=True)
-    torch.save({} if args is None else {"args": args}, source / "common.pt")
+    torch.save({"iteration": 1} | ({} if args is None else {"args": args}), source / "common.pt")
     (source / MARKER).write_text(json.dumps({"sharded_backend": "torch_dist"}))
 
 
