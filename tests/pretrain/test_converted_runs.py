@@ -49,6 +49,14 @@ CHANGES = {
         layout(2, "ep2", f"{DEEPSEEK} {MTP}", 4),
     ),
     "experts_ep2": (layout(4, "ep2", ALLTOALL), layout(2, "ep2", ALLTOALL)),
+    "experts_of_all_ranks": (
+        layout(4, "ep2", f"{ALLTOALL} --bf16"),
+        layout(2, "dp", f"{ALLTOALL} --bf16"),
+    ),
+    "deepseek_pp2": (
+        layout(2, "pp2", f"{DEEPSEEK} {MTP}", 4),
+        layout(2, "ep2", f"{DEEPSEEK} {MTP}", 4),
+    ),
     "bf16": (layout(2, "tp2", f"{LLAMA} --bf16"), layout(2, "dp", f"{LLAMA} --bf16")),
 }
 

@@ -51,6 +51,8 @@ SHARDING_TYPE = "distrib_optim_sharding_type"
 """The field of the description that names the distributed optimizer's layout; absent without it."""
 MEMORY_EFFICIENT = "distrib_optim_fully_reshardable_mem_efficient"
 """The field of the description that says how a save gathers the optimizer's state."""
+EXPERT = "is_expert_parallel"
+"""The field of a param group of weights of experts that ranks divide among them."""
 LENIENT = ("log_", "return_", "ignore_")
 """Beginnings of the values of --dist-ckpt-strictness with which differences are no errors."""
 
@@ -296,13 +298,39 @@ def load_optimizer(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None:
         inner._set_main_param_and_optimizer_states = _keeping_step(inner)
     try:
         with torch.no_grad():  # in fp32 runs main parameters are views of the model's
-            optimizer.load_state_dict(state)
+            optimizer.load_state_dict(_for_chain(optimizer, state))
     finally:
         for inner in distributed_optimizers(optimizer):
             del inner._set_main_param_and_optimizer_states  # the method of the class again
             for slots in inner.optimizer.state.values():
                 if isinstance(slots.get("step"), torch.Tensor):
                     slots["step"] = slots["step"].clone()
+
+
+def _for_chain(optimizer: MegatronOptimizer, state: dict[Any, Any]) -> dict[Any, Any]:
+    """Return loaded state with an entry for each distributed optimizer of this rank.
+
+    Experts have an optimizer of their own where they are divided among ranks, so that a file of
+    another layout may have one more or one less. Each is given the param groups of all. Param
+    groups of experts and of other weights stand for each other where only one of them is there.
+    """
+    chain = getattr(optimizer, "chained_optimizers", [optimizer])
+    numbers = sorted(key for key in state if isinstance(key, int))
+    stored = [state] if "optimizer" in state else [state[number] for number in numbers]
+    stored = [each for each in stored if "optimizer" in each]
+    fits = ("optimizer" in state) == (len(chain) == 1) and len(stored) == len(chain)
+    if fits or not stored or len(list(distributed_optimizers(optimizer))) < len(chain):
+        return state
+    groups: list[dict[str, Any]] = []
+    for each in stored:
+        groups += each["optimizer"]["param_groups"]
+    others = [{**each, EXPERT: not each.get(EXPERT)} for each in groups]  # what follows replaces it
+    shared = {key: value for key, value in stored[0].items() if not isinstance(key, int)}
+    shared["optimizer"] = {**shared["optimizer"], "param_groups": [*others, *groups]}
+    if len(chain) == 1:
+        own = {key: value for key, value in state.items() if not isinstance(key, int)}
+        return {**shared, **own}
+    return {number: {**shared, **state.get(number, {})} for number in range(len(chain))}
 
 
 def _keeping_step(
