@@ -209,6 +209,18 @@ def test_the_configuration_of_a_sharded_model_has_its_settings() -> None:
     assert config.check_for_nan_in_grad and config.data_parallel_sharding_strategy == 2
 
 
+@on_ranks(2)
+def test_torchs_own_data_parallelism_around_a_sharded_model_is_refused() -> None:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    for level in (0, 1, 3):
+        model = megatron_fsdp.fully_shard_model(
+            nn.Linear(5, 5), device_mesh=mesh, dp_shard_dim="dp", zero_dp_strategy=level
+        )
+        with pytest.raises(RuntimeError, match="DistributedDataParallel around a sharded model"):
+            nn.parallel.DistributedDataParallel(model)
+        model(torch.ones(2, 5)).sum().backward()
+
+
 @on_ranks(1)
 def test_signatures_of_methods() -> None:
     linear = nn.Linear(3, 3)
