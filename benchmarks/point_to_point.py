@@ -48,7 +48,7 @@ def make_ways(numel: int, dtype: torch.dtype) -> tuple[Ways, Callable[[], None]]
     small = torch.randint(-8, 8, (max(full.nbytes // 128, num_ranks),)).double()
     small_shard = small.chunk(num_ranks)[rank].clone()
     smalls = [small_shard.new_zeros(num_ranks * small_shard.numel()) for _ in range(2)]
-    messages = GlooMessages(smallest_all_gather=0)
+    messages = GlooMessages()
     pairs = [[torch.zeros_like(full), each] for each in smalls]
     two_shards = [shard, small_shard]
     own = [buffer.chunk(num_ranks)[rank] for buffer in fulls]

@@ -49,6 +49,7 @@ from megatron.fsdp.module_access.wrapped_module import (
 )
 from megatron.fsdp.problems import Problems
 from megatron.fsdp.settings import Settings
+from megatron.fsdp.trace import failed_collectives
 from megatron.fsdp.warnings_once import (
     warn_of_no_optimizer,
     warn_of_unmatched_units,
@@ -81,6 +82,7 @@ class ShardedModule(nn.Module):
 
     def __init__(self, module: nn.Module, settings: Settings, problems: Problems | None = None):
         super().__init__()
+        failed_collectives.watch()
         problems = Problems(settings.own_mesh.all_groups()) if problems is None else problems
         initialiser = self.initialiser.for_model(module, settings.initialisation)
         check_all(problems, module, settings, initialiser)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from megatron.fsdp.backends.messages import PeerMessages
+from megatron.fsdp.backends.messages import FIRST_TAG, PeerMessages
 from megatron.fsdp.engine.collectives import Transport
 from megatron.fsdp.engine.device import Collective, Pending, Work
 
@@ -16,21 +16,14 @@ from megatron.fsdp.engine.device import Collective, Pending, Work
 # own thread completes them. So collectives may be waited for in any order. The messages between two
 # ranks match in the order of their issue: all ranks start the gathers of a group in the same order,
 # and its reductions. These two have different tags, and gloo's own collectives have none of them.
-_GATHER_TAG = 0x66_73_64_70  # the letters "fsdp"
-_REDUCE_TAG = _GATHER_TAG + 1
-
-# Smaller all-gathers into another buffer are gloo's: neither way is clearly faster, and its own
-# costs the calling thread one call instead of two for each other rank. Reduce-scatters and gathers
-# in place are faster as messages at every size, since gloo copies the whole buffer and a shard for
-# them. The measurement is in ``benchmarks/results/point_to_point.md``.
-SMALLEST_ALL_GATHER = 2 * 1024 * 1024  # bytes of the whole buffer
+_GATHER_TAG = FIRST_TAG
+_REDUCE_TAG = FIRST_TAG + 1
 
 
 class GlooMessages(Transport):
-    """All-gathers and reduce-scatters over gloo as messages, where these are faster."""
+    """All-gathers and reduce-scatters over gloo as messages, which are faster from 2 MiB on."""
 
-    def __init__(self, smallest_all_gather: int = SMALLEST_ALL_GATHER) -> None:
-        self._smallest_all_gather = smallest_all_gather  # in bytes of all buffers
+    def __init__(self) -> None:
         self._sends_by_gloo: dict[dist.ProcessGroup, bool] = {}
 
     def all_gather(
@@ -39,18 +32,12 @@ class GlooMessages(Transport):
         shards: Sequence[torch.Tensor],
         group: dist.ProcessGroup,
     ) -> Collective:
-        """Gather in place and large buffers by messages; this rank's slice is not written."""
+        """Gather by messages at every size; this rank's slice is not written."""
         # At levels 1 and 2 the shard that a rank sends is a slice of the buffer that it receives.
         # gloo's own all-gather writes its unchanged values to that slice at any time before the
-        # end, which would undo a concurrent write. Messages do not, and neither does NCCL.
-        sends_messages = self._uses_gloo(fulls[0], group) and (
-            sum(full.nbytes for full in fulls) >= self._smallest_all_gather
-            or any(
-                full.untyped_storage()._cdata == shard.untyped_storage()._cdata
-                for full, shard in zip(fulls, shards, strict=True)
-            )
-        )
-        if not sends_messages:
+        # end, which would undo a concurrent write. Messages do not, and neither does NCCL. And
+        # gloo's own would end the process where another rank gathers a buffer of another size.
+        if not self._uses_gloo(fulls[0], group):
             return super().all_gather(fulls, shards, group)
 
         def start() -> Work:

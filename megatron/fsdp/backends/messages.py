@@ -22,9 +22,19 @@ UnderWay = dict[dist.Work, torch.Tensor]
 dropped: WeakKeyDictionary[dist.ProcessGroup, dict[int, deque[UnderWay]]] = WeakKeyDictionary()
 """By group and by tag the messages that nobody waits for, in the order of their issue."""
 
+# [Note: sizes in tags] Where a rank runs another collective than its peer, gloo would write a short
+# message into a longer buffer, and end the process for a long one. With the size in the tag, such
+# messages never meet: both ranks wait for the timeout, which then says what each has begun.
+# Tags of collectives begin here, and leave room for the sizes; those of users' messages are small.
+FIRST_TAG = 1 << 30
+_SIZE_BITS = 28
+
 
 class PeerMessages:
-    """The messages of one collective of a group, which match those of other ranks by their tag."""
+    """The messages of one collective of a group, which match those of others by tag and size.
+
+    ``tag`` is one of four from ``FIRST_TAG`` on, see [Note: sizes in tags].
+    """
 
     __slots__ = ("_group", "_tag", "_under_way")
 
@@ -37,15 +47,18 @@ class PeerMessages:
 
     def receive(self, tensor: torch.Tensor, rank: int) -> dist.Work:
         """Start to receive a contiguous tensor from a rank of the group."""
-        work: dist.Work = self._group.recv([tensor], rank, self._tag)
+        work: dist.Work = self._group.recv([tensor], rank, self._tag_of(tensor))
         self._under_way[work] = tensor
         return work
 
     def send(self, tensor: torch.Tensor, rank: int) -> dist.Work:
         """Start to send a contiguous tensor, which must not change until it has arrived."""
-        work: dist.Work = self._group.send([tensor], rank, self._tag)
+        work: dist.Work = self._group.send([tensor], rank, self._tag_of(tensor))
         self._under_way[work] = tensor
         return work
+
+    def _tag_of(self, tensor: torch.Tensor) -> int:
+        return self._tag + 4 * (tensor.nbytes % (1 << _SIZE_BITS))
 
     def wait_for(self, work: dist.Work) -> None:
         """Wait for one message."""

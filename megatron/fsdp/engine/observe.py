@@ -61,6 +61,9 @@ class Observer:
 # Observers belong to the process and not to a model, because one recording covers all models and
 # the collectives between them. Without an observer, each place that tells costs an empty loop.
 observers: tuple[Observer, ...] = ()
+# One more, which is told last, and of collectives only, in every run: it explains those that fail.
+memory: Observer | None = None
+last_unit = ""  # of the work that began last, which collectives of weights and gradients are for
 _forwards: dict[Hashable, AbstractContextManager[None]] = {}  # the observed ones under way
 
 
@@ -94,6 +97,8 @@ def current_phase() -> str:
 
 def work(unit: str, work: str) -> AbstractContextManager[None]:
     """Return a context for work on a unit; collectives and storage inside it are the unit's."""
+    global last_unit
+    last_unit = unit
     return _told_work(unit, work) if observers or profiler._is_profiler_enabled else NOTHING
 
 
@@ -134,7 +139,7 @@ class _ObservedCollective(AbstractContextManager[object]):
     def __init__(self, kind: str, name: str, operands: Operands, group: Group):
         self._told = [
             (observer, observer.begin_collective(kind, name, operands, group))
-            for observer in observers
+            for observer in (observers if memory is None else (*observers, memory))
         ]
         self.work: Work | None = None
 
@@ -160,7 +165,7 @@ def observed(
 
     ``kind`` is ``GATHER``, ``REDUCE`` or ``OTHER``, ``name`` that of the operation.
     """
-    if not observers:
+    if not observers and memory is None:
         return collective
 
     def start(asynchronous: bool) -> Work | None:
@@ -176,6 +181,6 @@ def observing(
     name: str, operand: torch.Tensor | None, group: Group
 ) -> AbstractContextManager[object]:
     """Return a context for a synchronous collective, of which observers are told."""
-    if not observers:
+    if not observers and memory is None:
         return NOTHING
     return _ObservedCollective(OTHER, name, () if operand is None else (operand,), group)

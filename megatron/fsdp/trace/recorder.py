@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -15,10 +14,6 @@ from megatron.fsdp.engine import observe
 from megatron.fsdp.engine.observe import BACKWARD, FORWARD, Group, Observer, Operands
 
 COMPUTE, STORAGE = "compute", "storage"  # tracks beside the kinds of collectives
-
-
-class CollectiveError(RuntimeError):
-    """A collective that failed while it was recorded; the cause is torch's error."""
 
 
 # [Note: recorded times] Times are of the host. A collective begins when it is launched, and ends on
@@ -62,10 +57,6 @@ class Recorder(Observer):
 
     def __init__(self) -> None:
         self.entries: list[TraceEntry] = []
-        # The message for a collective that failed, with torch's error.
-        self.explain: Callable[[TraceEntry, Exception], str] = lambda entry, error: (
-            f"failed: {entry}: {error}"
-        )
         self._num_passes = {FORWARD: 0, BACKWARD: 0}
         self._num_collectives: Counter[tuple[int, ...]] = Counter()
         self._ranks: dict[Group, tuple[int, ...]] = {}
@@ -150,7 +141,3 @@ class Recorder(Observer):
     def end_collective(self, begun: TraceEntry) -> None:
         """Note the end of a collective."""
         begun.end = self.now()
-
-    def fail_collective(self, begun: TraceEntry, error: Exception) -> None:
-        """Raise an error with the last collectives of this rank."""
-        raise CollectiveError(self.explain(begun, error)) from error

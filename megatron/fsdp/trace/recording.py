@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megatron.fsdp.engine import observe
 from megatron.fsdp.engine.collectives import agree
 from megatron.fsdp.engine.observe import GATHER, OTHER, REDUCE
-from megatron.fsdp.trace.divergence import DivergenceWatch
+from megatron.fsdp.trace import failed_collectives
 from megatron.fsdp.trace.recorder import COMPUTE, STORAGE, Recorder, TraceEntry
 
 TRACKS = (COMPUTE, GATHER, REDUCE, OTHER)  # as threads, in the order in which viewers show them
@@ -40,10 +40,7 @@ def record(
             train_one_step()
 
     Every rank writes files at its end, after an error too: ``traces/rank0.json`` for Perfetto
-    (https://ui.perfetto.dev) or chrome://tracing, and a table, ``traces/rank0.tsv``. If a
-    collective fails, the error shows the last ones of its rank and names the first rank that
-    differs; the other ranks print theirs. Over NCCL a timeout is an error only with
-    ``TORCH_NCCL_BLOCKING_WAIT=1``; otherwise torch ends the process.
+    (https://ui.perfetto.dev) or chrome://tracing, and a table, ``traces/rank0.tsv``.
 
     Args:
         directory: gets the files, and is created; None: no files.
@@ -55,16 +52,15 @@ def record(
     """
     if not dist.is_initialized():
         raise RuntimeError("record() expects that torch.distributed is initialised")
+    failed_collectives.watch()
     check_directory(directory, ranks)
     origin = min(map(float, agree([repr(time.time())])))
     own = Recorder()
     observe.add(own)
-    watch = DivergenceWatch(own, repr(origin))
     try:
         yield own
     finally:
         observe.remove(own)
-        watch.stop()
         if directory is not None and _writes(ranks):
             write_trace(Path(directory), dist.get_rank(), own.entries, origin, own.now())
 

@@ -24,6 +24,8 @@ from dataclasses import asdict, dataclass
 
 import psutil
 
+from megatron.fsdp.trace.divergence import named_ranks
+
 RUNNING, WAITING, LEFT, TERMINATED = "running", "waiting", "left", "terminated"
 """States of a rank: trains; its collective has failed; needs no others any more; had SIGTERM."""
 
@@ -168,17 +170,18 @@ ADVICE = {
         " it needs longer"
     ),
     "differs": "data or settings of rank {rank} that differ from those of other ranks; --profile",
-    "": "the network between the hosts; --distributed-timeout-minutes if a step needs longer",
+    "": "what the ranks do there; --distributed-timeout-minutes if a step needs longer; --profile",
 }
 """Trouble -> what to look at."""
 
 
-def message(verdict: Verdict, error: str) -> str:
+def message(verdict: Verdict, error: str, explanation: str | None = None) -> str:
     """Return the one message about a failure.
 
     Args:
         verdict: who has failed.
         error: the first line of torch's error, or another reason of the end.
+        explanation: what the last collectives of the ranks say of it.
     """
     lines = []
     for beat in verdict.failed[:SHOWN]:
@@ -187,8 +190,10 @@ def message(verdict: Verdict, error: str) -> str:
     if len(verdict.failed) > SHOWN:
         others = [beat.rank for beat in verdict.failed[SHOWN:]]
         lines.append(f"the same holds for {named_ranks(others)}")
-    if not verdict.failed:
+    if not verdict.failed and not explanation:
         lines.append("a collective failed, and the ranks' heartbeats name no cause")
+    if explanation:
+        lines += explanation.splitlines()
     lines += _waiting(verdict.waiting)
     first = verdict.failed[0] if verdict.failed else verdict.waiting[0]
     lines.append(f"look at: {_filled(ADVICE[verdict.trouble], first)}")
@@ -226,18 +231,6 @@ def _waiting(beats: Sequence[Heartbeat]) -> list[str]:
         verb = "waits" if len(there) == 1 else "wait"
         lines.append(f"{named} {verb} in {position} since {since}, in iteration {iteration + 1}")
     return lines
-
-
-def named_ranks(ranks: Sequence[int]) -> str:
-    """Return ``rank 3`` or ``ranks 0-2, 5``."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    parts = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(parts)}"
 
 
 def _moment(when: float) -> str:

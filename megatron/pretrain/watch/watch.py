@@ -39,11 +39,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-import torch.distributed as dist
-
 from megatron.checkpoint.store import durable
 from megatron.checkpoint.store.stores import is_staged
 from megatron.fsdp.engine import observe
+from megatron.fsdp.trace.failed_collectives import explanation_of, is_of_collective
 from megatron.pretrain.ranks import complain, environment_rank
 from megatron.pretrain.run_state import Progress
 from megatron.pretrain.watch import position
@@ -155,7 +154,7 @@ class Watch:
 
         Other errors are reported by who raised them, and are only made known to the other ranks.
         """
-        if _is_of_collective(error):
+        if is_of_collective(error):
             self._error = error
             self._wake()
             self._thread.join()
@@ -247,20 +246,24 @@ class Watch:
             self._exit(self.interrupted())
         _add(self._file, "".join(traceback.format_exception(error)))
         self._hearts.locate(position.of_error(error))
-        text = str(error).splitlines()[0]
+        cause = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        text = str(cause).splitlines()[0]
         try:
             self._hearts.send(WAITING)
             verdict = judge(self._hearts.gather())
             if self._signals[signal.SIGTERM] and verdict.trouble not in DEAD:
                 self._exit(SIGTERM_CODE)  # others were sent it too, and have ended sooner
-            self._report(verdict, text)
+            explanation = None if verdict.trouble in DEAD else explanation_of(error)
+            self._report(verdict, text, explanation)
         except StoreError as store_error:
             self._report_alone(str(store_error), text)
 
-    def _report(self, verdict: Verdict, text: str) -> NoReturn:
+    def _report(self, verdict: Verdict, text: str, explanation: str | None = None) -> NoReturn:
         """Print the message, unless another rank does, and end the process."""
         if self._hearts.claim():
-            self._say(message(verdict, text))
+            self._say(message(verdict, text, explanation))
         else:
             self._hearts.wait_for_report()
             self._hearts.note_report()  # if it was a stall, it ends the run now
@@ -334,18 +337,6 @@ def _add(path: Path, text: str) -> None:
 def _is_new(path: Path) -> bool:
     """Return True for a file that was written to a moment ago."""
     return path.exists() and time.time() - path.stat().st_mtime < 4 * LEAVE_SECONDS
-
-
-def _is_of_collective(error: BaseException | None) -> bool:
-    """Return True for an error of torch.distributed, which other ranks have probably caused."""
-    while error is not None:
-        if isinstance(error, dist.DistError):
-            return True
-        # gloo raises RuntimeError, with the file of its own source where it happened.
-        if isinstance(error, RuntimeError) and "/gloo/" in str(error):
-            return True
-        error = error.__cause__
-    return False
 
 
 def _restore(number: int, handler: Any) -> None:

@@ -7,6 +7,7 @@ import random
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 from unittest.mock import patch
 
@@ -15,16 +16,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.fsdp.backends.gloo_messages import SMALLEST_ALL_GATHER, GlooMessages
+from megatron.fsdp.backends.gloo_messages import GlooMessages
 from megatron.fsdp.engine import collectives
 from megatron.fsdp.engine.device import CpuStreams, Pending
 from tests.support.fsdp.reference import Ranks, on_ranks
 from tests.support.rank_pool import RankFailure
 
-MESSAGES = GlooMessages(smallest_all_gather=0)
+MESSAGES = GlooMessages()
 SUM, AVG = dist.ReduceOp.SUM, dist.ReduceOp.AVG
-LARGE = SMALLEST_ALL_GATHER // 4
-"""Elements in fp32 of a buffer of the smallest size that is gathered as messages."""
+LARGE = 1 << 19
+"""Elements of a buffer that no socket takes as a whole."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -124,14 +125,10 @@ def gathers_of_several(shard_sizes: list[int], is_in_place: bool) -> int:
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 def test_several_buffers_are_gathered_together(ranks: Ranks, num_ranks: int) -> None:
-    """Small ones by gloo's own collective; as messages if they are large, or one is in place."""
     messages = len(DTYPES) * 3 * (num_ranks - 1)
-    for sizes, is_in_place, expected in (
-        ([3, 1003, 0], False, 0),
-        ([3, 1003, 0], True, messages),
-        ([3, 1003, LARGE // 8], False, messages),
-    ):
-        assert ranks(num_ranks, gathers_of_several, sizes, is_in_place) == [expected] * num_ranks
+    for is_in_place in (False, True):
+        sent = ranks(num_ranks, gathers_of_several, [3, 1003, 0], is_in_place)
+        assert sent == [messages] * num_ranks
 
 
 def test_shards_without_elements(ranks: Ranks) -> None:
@@ -211,19 +208,22 @@ def test_a_rank_sends_the_fewest_bytes(num_ranks: int) -> None:
     assert total_bytes(temporary) == (num_ranks - 2) * shard.nbytes
 
 
-@on_ranks(3)
-def test_a_small_gather_is_that_of_gloo() -> None:
-    """Count the messages of a small gather, of one in place, and of a larger one."""
-    group, rank, num_ranks = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
-    counts = []
-    for numel, is_in_place in ((96, False), (96, True), (3 * LARGE, False)):
-        full = torch.empty(numel)
-        own = full.chunk(num_ranks)[rank]
-        shard = own if is_in_place else torch.empty_like(own)
-        with watching_messages() as (sent, _):
-            launch(GlooMessages().all_gather([full], [shard], group)).wait()
-        counts.append(len(sent))
-    assert counts == [0, 2, 2], counts
+def other_sizes(turn: int) -> str:
+    """Gather a buffer of another size than the peer, as a rank does that skips a unit."""
+    group, rank = dist.new_group([0, 1], timeout=timedelta(seconds=1)), dist.get_rank()
+    numel = (8, 24)[rank ^ turn]
+    gather = GlooMessages().all_gather([torch.zeros(2 * numel)], [torch.ones(numel)], group)
+    with pytest.raises(RuntimeError) as caught:
+        launch(gather).wait()
+    return str(caught.value)
+
+
+@pytest.mark.always("0")
+@pytest.mark.parametrize("turn", [0, 1])
+def test_buffers_of_other_sizes_never_meet(ranks: Ranks, turn: int) -> None:
+    """Gloo would end the process that gets too many bytes, and keep quiet about too few."""
+    for message in ranks(2, other_sizes, turn):
+        assert "Timed out" in message or "Connection closed" in message
 
 
 @on_ranks(2)

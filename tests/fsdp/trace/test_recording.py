@@ -1,28 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Traces: their files, their errors, ranges in torch.profiler, and ranks that differ."""
+"""Traces: their files, their errors, ranges in torch.profiler."""
 
-import contextlib
-import io
 import json
-import time
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from megatron.fsdp import trace
 from megatron.fsdp.engine import observe
 from megatron.fsdp.engine.collectives import agree
-from megatron.fsdp.trace.divergence import PublishedCollective, first_difference
-from megatron.fsdp.trace.recorder import STORAGE, CollectiveError
+from megatron.fsdp.trace.recorder import STORAGE
 from megatron.fsdp.trace.recording import COLUMNS, lane_for
-from tests.support.fsdp.models import BATCH, WIDTH
 from tests.support.fsdp.recorded_steps import build_recorded, record_step, train_step
-from tests.support.fsdp.reference import Ranks, loss_of, on_ranks
+from tests.support.fsdp.reference import Ranks, on_ranks
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
@@ -145,10 +138,11 @@ def test_memory_slots_are_allocated_once() -> None:
     assert sum(size for _, size in second[:4]) == sum(size for _, size in second[4:])
 
 
-def test_nothing_is_wrapped_where_nothing_is_recorded() -> None:
+def test_nothing_is_wrapped_before_a_model_is_sharded() -> None:
     def collective(asynchronous: bool) -> None:
         raise AssertionError
 
+    assert observe.memory is None
     assert observe.work("unit", "work") is observe.NOTHING
     assert observe.observing("broadcast", None, None) is observe.NOTHING
     operand = torch.empty(0)
@@ -169,128 +163,3 @@ def test_ranges_of_torch_profiler_name_unit_and_phase() -> None:
             f"FSDP::accumulate gradients ({unit}, backward)",
             f"FSDP::reduce ({unit}, backward)",
         } <= names
-
-
-def mesh_of_a_new_group() -> DeviceMesh:
-    return DeviceMesh.from_group(dist.new_group([0, 1]), "cpu", mesh_dim_names=("dp_shard",))
-
-
-def end_patience(mesh: DeviceMesh) -> None:
-    """Let collectives that a rank begins from now on fail soon, when all earlier ones are over."""
-    dist.barrier()  # of another group
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1), mesh.get_group())
-
-
-def leave_one_rank_behind(directory: Path) -> str:
-    """Train on two ranks, of which one runs no backward; return what each of them tells."""
-    mesh = mesh_of_a_new_group()
-    model, optimizer = build_recorded(3, mesh)
-    train_step(model, optimizer)
-    printed = io.StringIO()
-    with contextlib.redirect_stderr(printed), trace.record(directory):
-        loss = loss_of(model(torch.randn(BATCH, WIDTH)))
-        end_patience(mesh)
-        if dist.get_rank() == 0:
-            with pytest.raises(CollectiveError) as caught:
-                loss.backward()
-            assert "imed out" in str(caught.value.__cause__)
-            return str(caught.value)
-        deadline = time.monotonic() + 60
-        while "last collectives" not in printed.getvalue() and time.monotonic() < deadline:
-            time.sleep(0.05)
-    return printed.getvalue()
-
-
-@pytest.mark.exhaustive
-def test_a_timeout_names_the_first_rank_that_differs(ranks: Ranks, tmp_path: Path) -> None:
-    error, printed = ranks(2, leave_one_rank_behind, tmp_path)
-    what = "all_gather of 448 bytes float32 of blocks.1"
-    assert error.startswith("failed: all_gather 4 of ranks [0, 1]: 448 bytes float32, blocks.1")
-    assert error.endswith(
-        "rank 1 is the first that differs, in collective 4 of ranks [0, 1]:\n"
-        f"  rank 0: {what}\n"
-        "  rank 1: not started"
-    )
-    last = "all_gather 3 of ranks [0, 1]: 448 bytes float32, blocks.2, forward, microbatch 0"
-    assert "the last collectives of rank 0:" in error and last in error
-    assert printed.startswith("the last collectives of rank 1:\n") and last in printed
-    # What was recorded until then is written.
-    cells = [event["args"] for event in read_events(tmp_path / "rank0.json")]
-    under_way = [each["unit"] for each in cells if each.get("is_over") is False]
-    assert under_way == ["blocks.1", "blocks.2"]  # a gather, and the reduction behind it
-
-
-def end_one_rank_early(fails: bool) -> str:
-    """Train on two ranks, of which one has no more data, or fails; return what the other tells."""
-    mesh = mesh_of_a_new_group()
-    model, optimizer = build_recorded(3, mesh)
-    train_step(model, optimizer)
-    try:
-        with trace.record():
-            train_step(model, optimizer)
-            end_patience(mesh)
-            if dist.get_rank() == 0:
-                train_step(model, optimizer)
-            elif fails:
-                raise ZeroDivisionError
-    except (CollectiveError, ZeroDivisionError) as error:
-        return str(error)
-    return ""
-
-
-@pytest.mark.always("ends")
-@pytest.mark.parametrize("fails", [False, True], ids=["ends", "fails"])
-def test_a_rank_that_has_ended_its_recording_is_compared_too(ranks: Ranks, fails: bool) -> None:
-    error, _ = ranks(2, end_one_rank_early, fails)
-    assert "no answer" not in error
-    assert "rank 1 is the first that differs, in collective 10 of ranks [0, 1]:" in error
-    assert error.endswith("rank 1: not started")
-
-
-def sequence(
-    *whats: str, ranks: tuple[int, ...] = (0, 1, 2), first: int = 0, begin: float = 0.0
-) -> list[PublishedCollective]:
-    return [
-        PublishedCollective(ranks, first + place, begin + place, what)
-        for place, what in enumerate(whats)
-    ]
-
-
-@pytest.mark.parametrize(
-    ("sequences", "difference"),
-    [
-        ({0: sequence("a", "b"), 1: sequence("a", "b"), 2: sequence("a", "b")}, None),
-        (
-            {0: sequence("a", "c"), 1: sequence("a", "b"), 2: sequence("a", "b")},
-            "rank 0 is the first that differs, in collective 1 of ranks [0, 1, 2]:"
-            "\n  rank 0: c\n  rank 1: b\n  rank 2: b",
-        ),
-        (
-            {0: sequence("a"), 1: sequence("a", "b"), 2: sequence("a", "b")},
-            "rank 0 is the first that differs, in collective 1 of ranks [0, 1, 2]:"
-            "\n  rank 0: not started\n  rank 1: b\n  rank 2: b",
-        ),
-        # Rank 0 has forgotten its first collectives, and rank 1 does not answer.
-        (
-            {0: sequence("b", "c", first=1), 2: sequence("a", "b", "d")},
-            "rank 2 is the first that differs, in collective 2 of ranks [0, 1, 2]:"
-            "\n  rank 0: c\n  rank 2: d",
-        ),
-        # Rank 1 has skipped a collective with rank 0, which therefore never meets rank 2.
-        (
-            {
-                0: sequence("a", ranks=(0, 1), begin=1.0),
-                1: [],
-                2: sequence("b", ranks=(0, 2), begin=2.0),
-            },
-            "rank 1 is the first that differs, in collective 0 of ranks [0, 1]:"
-            "\n  rank 0: a\n  rank 1: not started",
-        ),
-        ({0: [], 1: []}, None),
-    ],
-    ids=["same", "other_operation", "behind", "forgotten", "two_groups", "none"],
-)
-def test_the_first_difference_is_found(
-    sequences: dict[int, list[PublishedCollective]], difference: str | None
-) -> None:
-    assert first_difference(sequences) == difference

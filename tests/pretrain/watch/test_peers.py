@@ -31,7 +31,6 @@ from megatron.pretrain.watch.peers import (
     Peer,
     judge,
     message,
-    named_ranks,
     this_machine,
 )
 
@@ -128,6 +127,11 @@ def test_a_rank_in_another_collective_is_named() -> None:
     assert trouble(Peer(beat(0), False), odd) == ("", [])
     text = message(judge([Peer(beat(0), False), odd]), "")
     assert f"rank 0 waits in {GATHER}" in text and "rank 2 waits in barrier at" in text
+    assert "network" not in text
+    found = "these two ranks differ first, in collective 7 of ranks 0, 2:\n  rank 0: all_gather"
+    text = message(judge([Peer(beat(0), False), odd]), "", found)
+    assert text.startswith("error: these two ranks differ first") and "name no cause" not in text
+    assert "\n    rank 0: all_gather\n  rank 0 waits in" in text
 
 
 def test_a_rank_that_has_left_is_not_blamed() -> None:
@@ -143,11 +147,6 @@ def test_many_ranks_make_a_short_message() -> None:
     text = message(judge(peers), "")
     assert "the same holds for ranks 8-29" in text and "ranks 30-999 wait in" in text
     assert "and 992 more" in text and len(text) < 4000
-
-
-def test_ranks_are_named_by_ranges() -> None:
-    assert named_ranks([3]) == "rank 3"
-    assert named_ranks([5, 0, 2, 1]) == "ranks 0-2, 5"
 
 
 def test_a_heartbeat_survives_the_store() -> None:

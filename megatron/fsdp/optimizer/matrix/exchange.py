@@ -9,13 +9,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _coalescing_manager
 
-from megatron.fsdp.backends.messages import PeerMessages
+from megatron.fsdp.backends.messages import FIRST_TAG, PeerMessages
 from megatron.fsdp.engine.device import Pending, Work
 from megatron.fsdp.engine.observe import OTHER, observed
 
 # The messages between two ranks match in the order of their issue, which is that of the matrices.
 # No other messages have this tag.
-_TAG = 0x66_73_64_72  # after those of the transport over gloo
+_TAG = FIRST_TAG + 2  # after those of the transport over gloo
 
 
 class Exchange:

@@ -1,0 +1,398 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Explanations of collectives that fail: the rank that has ended, or the first that differs.
+
+[Note: explanations] A collective that fails names no rank: all ranks see a closed connection or a
+timeout, whoever caused it. So every process remembers its last collectives, which sends nothing.
+Only when one has failed, the ranks tell each other through the store:
+
+    a rank whose collective fails    asks all others, and tells its last collectives
+    any other rank                   has a thread, which asks the store once a second while no
+                                     collective has begun for some seconds, and answers
+    a rank that ends                 has told so, with the first line of its error
+    a rank that was killed           its process is gone, for those on the same machine
+
+The first rank that has asked compares the answers, and all ranks raise what it has found. Nothing
+here is a collective.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import socket
+import sys
+import sysconfig
+import threading
+import time
+import traceback
+import weakref
+from collections import Counter, deque
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed import FileStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+from megatron.fsdp.engine import observe
+from megatron.fsdp.engine.device import in_backward
+from megatron.fsdp.engine.observe import Group, Observer, Operands
+from megatron.fsdp.trace.divergence import PublishedCollective, first_difference, named_ranks
+
+NUM_REMEMBERED = 200  # the last collectives of a rank
+QUIET_SECONDS = 2.0  # without a new collective, after which a rank asks the store
+POLL_SECONDS = 1.0  # between two looks at the store
+PATIENCE_SECONDS = 5.0  # that a failed rank waits for the answers of the others
+SHOWN_RANKS = 8  # whose places in the program a message shows
+
+_FSDP = os.path.join("megatron", "fsdp", "")
+_OF_PYTHON = os.path.dirname(torch.__file__), sysconfig.get_paths()["stdlib"]
+
+
+class CollectiveError(RuntimeError):
+    """A collective that failed, with what the ranks know of it; the cause is torch's error.
+
+    Attributes:
+        explanation: which rank has ended or differs, the same text on all ranks.
+    """
+
+    def __init__(self, explanation: str, failed: str):
+        super().__init__(f"{explanation}\n{failed}")
+        self.explanation = explanation
+
+
+class Remembered(NamedTuple):
+    """A collective that this rank has begun."""
+
+    name: str
+    unit: str
+    num_bytes: int
+    dtype: torch.dtype | None
+    phase: str
+    ranks: tuple[int, ...]
+    group: str  # its name, which differs between groups of the same ranks
+    number: int  # among the collectives of these ranks, from 0
+    begin: float  # in seconds since the epoch
+
+    def __str__(self) -> str:
+        dtype = "" if self.dtype is None else f" {str(self.dtype).removeprefix('torch.')}"
+        size = f" of {self.num_bytes} bytes{dtype}" if self.num_bytes else ""
+        return f"{self.name}{size} of {self.unit}{self.phase}" if self.unit else self.name + size
+
+
+class LastCollectives(Observer):
+    """The last collectives of this rank, with the numbers that all ranks have in common."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.remembered: deque[Remembered] = deque(maxlen=NUM_REMEMBERED)
+        self.num_begun = 0
+        self._numbers: Counter[tuple[int, ...]] = Counter()
+        # A process group that is destroyed must not live on here.
+        self._known = weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[tuple[int, ...], str]]()
+
+    def begin_collective(
+        self, kind: str, name: str, operands: Operands, group: Group
+    ) -> Remembered:
+        """Remember a collective; it costs microseconds."""
+        group = dist.group.WORLD if group is None else group
+        assert group is not None
+        known = self._known.get(group)
+        if known is None:
+            known = tuple(dist.get_process_group_ranks(group)), group.group_name
+            self._known[group] = known
+        ranks, group_name = known
+        phase = "" if torch.is_grad_enabled() else ", without gradients"
+        begun = Remembered(
+            name,
+            unit="" if kind == observe.OTHER else observe.last_unit,
+            num_bytes=sum([operand.nbytes for operand in operands]),
+            dtype=operands[0].dtype if operands else None,
+            phase=", in backward" if in_backward() else phase,
+            ranks=ranks,
+            group=group_name,
+            number=self._numbers[ranks],
+            begin=time.time(),
+        )
+        self._numbers[ranks] += 1
+        self.num_begun += 1
+        self.remembered.append(begun)
+        return begun
+
+    def fail_collective(self, begun: Remembered, error: Exception) -> None:
+        """Raise an error that says which rank has ended or differs."""
+        if is_of_collective(error) and _failures is not None:
+            text = str(error).splitlines()[0]
+            failed = f"rank {self.rank} failed in collective {begun.number}: {begun}: {text}"
+            raise CollectiveError(_failures.explain(begun.group), failed) from error
+
+    def published(self) -> list[PublishedCollective]:
+        """Return the last collectives as other ranks see them."""
+        return [
+            PublishedCollective(seen.ranks, seen.number, seen.begin, str(seen))
+            for seen in list(self.remembered)
+        ]
+
+
+class Answer(NamedTuple):
+    """The answer of a rank to one whose collective has failed."""
+
+    place: str  # in the program, of its main thread
+    collectives: list[PublishedCollective]
+
+
+class Failures:
+    """The talk of this rank with the others, through the store of the process group.
+
+    Args:
+        store: a connection that nothing else uses.
+        rank: this rank.
+        num_ranks: number of ranks of the program.
+        last: the last collectives of this rank.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, num_ranks: int, last: LastCollectives):
+        self._store = store
+        self.rank, self._num_ranks = rank, num_ranks
+        self._last = last
+        self.pid = os.getpid()
+        self._answered: set[str] = set()  # the failures of which this rank has told the others
+        self._failure = ""  # the last one that this rank has explained
+        self._explained: dict[str, str] = {}  # explanations, by the name of the group that failed
+        self._is_over = threading.Event()
+        store.set(f"process/{rank}", f"{_this_machine()} {self.pid}")
+        self._thread = threading.Thread(target=self._look, name="failures", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Answer no more."""
+        self._is_over.set()
+        self._thread.join(POLL_SECONDS)
+
+    def note_end(self, error: BaseException | None) -> None:
+        """Tell that this rank ends, and with which error."""
+        with suppress(RuntimeError):  # the store has ended with the process that has it
+            self._store.set(f"ended/{self.rank}", "" if error is None else first_line(error))
+
+    def explain(self, group: str) -> str:
+        """Return what the ranks know of a failure, the same text on each that has one.
+
+        Args:
+            group: name of the process group whose collective has failed; its next ones fail too.
+        """
+        if group not in self._explained:
+            try:
+                self._explained[group] = self._explanation()
+            except RuntimeError as error:
+                self._explained[group] = (
+                    "a collective failed, and the store of the process group does not answer"
+                    f" either: rank 0, or torchrun, has probably ended ({first_line(error)})"
+                )
+        return self._explained[group]
+
+    def _explanation(self) -> str:
+        # The first rank of a failure names it; all others join, unless they have explained it.
+        own = f"{self.rank}.{len(self._explained)}"
+        self._failure = self._store.compare_set("failed", self._failure, own).decode()
+        self._answer(self._failure)
+        answers = PrefixStore(self._failure, self._store)
+        if self._failure != own:
+            for _ in _pauses(2 * PATIENCE_SECONDS):
+                if answers.check(["explanation"]):
+                    return str(answers.get("explanation").decode())
+        explanation = self._compare(answers)
+        answers.set("explanation", explanation)
+        return explanation
+
+    def _look(self) -> None:
+        num_begun, since = -1, 0.0
+        with suppress(RuntimeError):  # as in `note_end`
+            while not self._is_over.wait(POLL_SECONDS):
+                if self._last.num_begun != num_begun:
+                    num_begun, since = self._last.num_begun, time.monotonic()
+                    continue
+                # A store whose process has ended would be complained of by torch.
+                is_quiet = time.monotonic() - since > QUIET_SECONDS and dist.is_initialized()
+                if is_quiet and self._store.check(["failed"]):
+                    self._answer(self._store.get("failed").decode())
+
+    def _answer(self, failure: str) -> None:
+        if failure not in self._answered:
+            self._answered.add(failure)
+            answer = Answer(_place_in_program(), self._last.published())
+            self._store.set(f"{failure}/{self.rank}", json.dumps(answer))
+
+    def _compare(self, store: dist.Store) -> str:
+        """Wait for answers, and return what follows from them."""
+        answers: dict[int, Answer] = {}
+        missing = list(range(self._num_ranks))
+        for _ in _pauses(PATIENCE_SECONDS):
+            for rank in missing:
+                if store.check([str(rank)]):
+                    place, rows = json.loads(store.get(str(rank)))
+                    collectives = [PublishedCollective(tuple(row[0]), *row[1:]) for row in rows]
+                    answers[rank] = Answer(place, collectives)
+            missing = [rank for rank in missing if rank not in answers]
+            if ended := list(filter(None, map(self._end_of, missing))):
+                return "\n".join(ended[:SHOWN_RANKS])
+            if not missing:
+                break
+        lines = [f"no answer from {named_ranks(missing)}"] if missing else []
+        difference = first_difference({rank: each.collectives for rank, each in answers.items()})
+        if difference is not None:
+            lines.append(difference)
+        elif not missing:
+            lines.append(
+                "a collective failed, and all ranks have begun the same: the network between their"
+                " hosts has failed, or the timeout of the process group is too short"
+            )
+        for rank in sorted(answers)[:SHOWN_RANKS]:
+            lines.append(f"  rank {rank} is now at {answers[rank].place}")
+        return "\n".join(lines)
+
+    def _end_of(self, rank: int) -> str | None:
+        """Return a sentence about a rank that has ended, None for one that is not known to."""
+        if self._store.check([f"ended/{rank}"]):
+            error = self._store.get(f"ended/{rank}").decode()
+            return f"rank {rank} has ended, with {error}" if error else f"rank {rank} has ended"
+        if not self._store.check([f"process/{rank}"]):
+            return None
+        machine, _, pid = self._store.get(f"process/{rank}").decode().rpartition(" ")
+        if machine != _this_machine() or _runs(int(pid)):
+            return None
+        return (
+            f"rank {rank} has ended: process {pid} is gone, without an error of Python"
+            " (os._exit, a signal, or the kernel for lack of memory: see `dmesg -T`)"
+        )
+
+
+# ---- of this process
+
+_failures: Failures | None = None
+_world: Any = None  # a weak reference to the process group that `_failures` is for
+_num_worlds = 0
+
+
+def watch() -> None:
+    """Remember the collectives of this process from now on, and explain those that fail."""
+    global _failures, _world, _num_worlds
+    world = dist.group.WORLD
+    if world is None or (_world is not None and _world() is world):
+        return
+    if _failures is None:
+        atexit.register(_at_exit)
+    else:
+        _failures.stop()
+    _world = weakref.ref(world)
+    _num_worlds += 1
+    _failures = None
+    observe.memory = None
+    store = dist.distributed_c10d._get_default_store()
+    if world.size() == 1 or not isinstance(_underlying(store), (TCPStore, FileStore)):
+        return
+    own_store = PrefixStore(f"fsdp_failures/{_num_worlds}", store.clone())
+    last = LastCollectives(world.rank())
+    _failures = Failures(own_store, world.rank(), world.size(), last)
+    observe.memory = last
+
+
+def explanation_of(error: BaseException) -> str | None:
+    """Return what the ranks know of a collective that failed; None if nothing is known."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, CollectiveError):
+            return cause.explanation
+        cause = cause.__cause__
+    return None if _failures is None else _failures.explain("")
+
+
+def is_of_collective(error: BaseException | None) -> bool:
+    """Return True for an error of torch.distributed, which other ranks have probably caused."""
+    while error is not None:
+        if isinstance(error, dist.DistError):
+            return True
+        # gloo raises RuntimeError, with the file of its own source where it happened.
+        if isinstance(error, RuntimeError) and "/gloo/" in str(error):
+            return True
+        error = error.__cause__
+    return False
+
+
+def first_line(error: BaseException) -> str:
+    """Return the type and the first line of an error."""
+    lines = str(error).splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def _at_exit() -> None:
+    # Python has set `sys.last_value` if the program ends with an error, and has printed it.
+    if _failures is None or os.getpid() != _failures.pid:
+        return
+    _failures.stop()
+    error = getattr(sys, "last_value", None)
+    if error is not None and is_of_collective(error):
+        if not isinstance(error, CollectiveError):  # of the program, or of torch
+            text = f"a collective failed on rank {_failures.rank}: {explanation_of(error)}"
+            print(text, file=sys.stderr, flush=True)
+    else:
+        _failures.note_end(error)
+
+
+def _underlying(store: dist.Store) -> dist.Store:
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return store
+
+
+def _this_machine() -> str:
+    """Return a name for the processes that this process sees by their numbers."""
+    with suppress(OSError):
+        return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
+    return socket.gethostname()
+
+
+def _runs(pid: int) -> bool:
+    with suppress(OSError):  # not on Linux, or gone
+        # "17 (python) Z ...": a zombie is what nobody has waited for.
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] not in "ZX"
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
+def _pauses(seconds: float) -> Iterator[None]:
+    """Yield at once and after each pause, for so long."""
+    pause, deadline = 0.02, time.monotonic() + seconds
+    yield
+    while time.monotonic() < deadline:
+        time.sleep(pause)
+        pause = min(1.5 * pause, POLL_SECONDS)
+        yield
+
+
+def _place_in_program() -> str:
+    """Return the innermost line of the main thread outside of torch and of this library."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    places = [] if frame is None else [*traceback.walk_stack(frame)]
+    ended_with = getattr(sys, "last_traceback", None)
+    if ended_with is not None:  # the program ends
+        places = [*traceback.walk_tb(ended_with)][::-1]
+    own = [place for place in places if _is_of_user(place[0].f_code.co_filename)]
+    if not places:
+        return "an unknown place"
+    innermost, line = [*own, *places][0]
+    parts = innermost.f_code.co_filename.split(os.sep)[-2:]
+    return f"{os.sep.join(parts)}:{line} in {innermost.f_code.co_name}"
+
+
+def _is_of_user(filename: str) -> bool:
+    is_of_library = _FSDP in filename or "megatron_fsdp" in filename
+    is_installed = "site-packages" in filename
+    return not (is_of_library or is_installed or filename.startswith((*_OF_PYTHON, "<")))
