@@ -24,6 +24,7 @@ from megatron.checkpoint.store import durable
 from megatron.checkpoint.store.url_staging import with_urls
 from megatron.fsdp.backends import memory_slots, rendezvous
 from megatron.fsdp.problems import refuse_differences
+from megatron.fsdp.trace import failed_collectives
 from megatron.mcore_adapter import cpu
 from megatron.mcore_adapter.captured_iterations import captures_iterations
 from megatron.mcore_adapter.releases import process_groups
@@ -84,6 +85,7 @@ def start(args: argparse.Namespace) -> torch.device:
         timeout=timedelta(minutes=args.distributed_timeout_minutes),
         device_id=device if device.type == "cuda" else None,
     )
+    failed_collectives.watch()
     agree_on_arguments(args)
     initialize_model_parallel(args)
     if args.tp_comm_overlap:

@@ -28,7 +28,7 @@ import time
 import traceback
 import weakref
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -236,7 +236,7 @@ class Failures:
                     collectives = [PublishedCollective(tuple(row[0]), *row[1:]) for row in rows]
                     answers[rank] = Answer(place, collectives)
             missing = [rank for rank in missing if rank not in answers]
-            if ended := list(filter(None, map(self._end_of, missing))):
+            if ended := list(filter(None, map(self.end_of, missing))):
                 return "\n".join(ended[:SHOWN_RANKS])
             if not missing:
                 break
@@ -253,7 +253,7 @@ class Failures:
             lines.append(f"  rank {rank} is now at {answers[rank].place}")
         return "\n".join(lines)
 
-    def _end_of(self, rank: int) -> str | None:
+    def end_of(self, rank: int) -> str | None:
         """Return a sentence about a rank that has ended, None for one that is not known to."""
         if self._store.check([f"ended/{rank}"]):
             error = self._store.get(f"ended/{rank}").decode()
@@ -309,10 +309,19 @@ def explanation_of(error: BaseException) -> str | None:
     return None if _failures is None else _failures.explain("")
 
 
+def refuse_ended(ranks: Iterable[int], what: str) -> None:
+    """Raise an error if one of the ranks has ended, for which this one waits outside of torch."""
+    if _failures is None:
+        return
+    if ended := list(filter(None, map(_failures.end_of, ranks))):
+        waits = f"rank {_failures.rank} waited for it before a {what}"
+        raise CollectiveError("\n".join(ended[:SHOWN_RANKS]), waits)
+
+
 def is_of_collective(error: BaseException | None) -> bool:
     """Return True for an error of torch.distributed, which other ranks have probably caused."""
     while error is not None:
-        if isinstance(error, dist.DistError):
+        if isinstance(error, (dist.DistError, CollectiveError)):
             return True
         # gloo raises RuntimeError, with the file of its own source where it happened.
         if isinstance(error, RuntimeError) and "/gloo/" in str(error):

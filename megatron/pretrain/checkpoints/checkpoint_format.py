@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megatron.checkpoint.core.listing import some
 from megatron.checkpoint.integrity.manifest import FileDigest, Manifest, digests_of_rank
 from megatron.fsdp.engine.collectives import agree
+from megatron.pretrain.checkpoints.entered_together import PeerError, entered_together
 from megatron.pretrain.first_rank import Say
 from megatron.pretrain.run_state import TrainedParts
 
@@ -72,10 +73,16 @@ class CheckpointFormat(Protocol):
 
 
 def attempt(action: Callable[[], object]) -> list[str]:
-    """Run ``action`` and return the problems of all ranks, the same on every rank."""
+    """Run ``action`` and return the problems of all ranks, the same on every rank.
+
+    A rank that fails does not wait for those that are in a collective of the action: they leave it.
+    """
     problem = None
     try:
-        action()
+        with entered_together():
+            action()
+    except PeerError:
+        pass  # which its rank reports
     except CheckpointException as error:
         # This is raised on every rank, and is no Exception: each rank reports its own problem.
         problem = cause_of(error, dist.get_rank())

@@ -40,6 +40,7 @@ from megatron.pretrain.checkpoints.checkpoint_source import (
     pass_over,
 )
 from megatron.pretrain.checkpoints.converted_source import format_of
+from megatron.pretrain.checkpoints.entered_together import entered_together
 from megatron.pretrain.checkpoints.fsdp_dtensor_format import FsdpDtensorFormat
 from megatron.pretrain.checkpoints.fsdp_torch_dist import FsdpTorchDistFormat
 from megatron.pretrain.checkpoints.saved_state import (
@@ -201,11 +202,13 @@ def load(args: argparse.Namespace, parts: TrainedParts, say: Say) -> Progress:
     Raises:
         ValueError: on every rank, if there is no such checkpoint, or none that is sound, or it is
             of another model or in a format that this run does not read.
+        RunError: on the ranks that could read it, if another one could not.
     """
     source = _choose_source(args, say)
     progress = Progress()
     if source is not None:
-        progress = _load_source(source, args, parts, say)
+        with entered_together():
+            progress = _load_source(source, args, parts, say)
     for line in on_first_rank(lambda: save_directory.settle(args, source)):
         say(line)
     return progress

@@ -24,6 +24,7 @@ from megatron.fsdp.engine import observe
 
 ENGINE = os.path.join("megatron", "fsdp", "")
 COLLECTIVES = os.path.join("torch", "distributed", "distributed_c10d.py")
+GATES = os.path.join("checkpoints", "entered_together.py")
 WORKS = {
     "shard": "broadcast",
     "broadcast": "broadcast",
@@ -160,8 +161,13 @@ def _place(frames: list[tuple[FrameType, int]]) -> tuple[FrameType, int]:
 
 
 def _is_of_torch(frame: FrameType) -> bool:
-    """Return True for files of torch and of Python, which are not what a user looks for."""
+    """Return True for files of torch and of Python, which are not what a user looks for.
+
+    And for the gates before collectives of torch.
+    """
     filename = frame.f_code.co_filename
+    if filename.endswith(GATES):
+        return True
     if "site-packages" in filename:
         return filename.startswith(TORCH)
     return filename.startswith((TORCH, STANDARD_LIBRARY, "<"))
