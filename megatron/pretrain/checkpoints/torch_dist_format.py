@@ -40,6 +40,7 @@ from megatron.pretrain.checkpoints.checkpoint_format import (
 )
 from megatron.pretrain.checkpoints.torch_dist_saving import (
     SaveStrategies,
+    error_of_disk,
     load_strategy,
     written_by_threads,
 )
@@ -79,7 +80,15 @@ class TorchDistFormat:
             metadata = metadata_of(args)
             with without_warnings(), written_by_threads():
                 strategy = self._strategies.strategy(args, content)
-                dist_checkpointing.save(content, str(target), strategy, content_metadata=metadata)
+                try:
+                    dist_checkpointing.save(
+                        content, str(target), strategy, content_metadata=metadata
+                    )
+                except RuntimeError as error:
+                    found = error_of_disk(error, target)
+                    if found is error:
+                        raise
+                    raise found from error
 
         problems = attempt(save)
         if problems:

@@ -13,7 +13,9 @@ error without its text.
 from __future__ import annotations
 
 import argparse
+import os
 import queue
+import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -36,6 +38,8 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from megatron.fsdp.engine.collectives import agree
 
 Structure = list[tuple[Any, ...]]
+
+_PROBE_BYTES = 1 << 20
 
 _WRITING = ("write_preloaded_data_multithread", "write_preloaded_data_multiproc")
 """The method that writes, of release 0.17 and newer, and of 0.16."""
@@ -113,6 +117,29 @@ def load_strategy(args: argparse.Namespace) -> Any:
     )
 
 
+def error_of_disk(error: Exception, folder: Path) -> Exception:
+    """Return the error of the disk for which torch's writer of archives has raised its own.
+
+    That one tells positions in the file ("unexpected pos 64 vs 0"). If torch has opened the file
+    itself, nobody has the error of the disk, and a write to ``folder`` shows it.
+    """
+    if "inline_container" not in str(error):
+        return error
+    before: BaseException | None = error
+    while before is not None:
+        if isinstance(before, OSError):
+            return before
+        before = before.__cause__ or before.__context__
+    try:
+        with tempfile.TemporaryFile(dir=folder) as probe:
+            probe.write(bytes(_PROBE_BYTES))
+            probe.flush()
+            os.fsync(probe.fileno())
+    except OSError as found:
+        return OSError(found.errno, found.strerror, str(folder))
+    return error
+
+
 def structure_of(content: dict[str, Any]) -> Structure:
     """Return key, dtype, shapes and offsets of every entry of this rank, without their content."""
     found: Structure = []
@@ -172,5 +199,8 @@ def write_in_threads(
 
     with ThreadPoolExecutor(max(len(buckets), 1)) as threads:
         written = list(threads.map(write, range(len(buckets))))
-    errors = [result for result in written if isinstance(result, Exception)]
-    results.put(errors[0] if errors else dict(enumerate(written)))
+    for bucket, result in zip(buckets, written):
+        if isinstance(result, Exception):
+            results.put(error_of_disk(result, Path(bucket[0]).parent))
+            return
+    results.put(dict(enumerate(written)))

@@ -170,7 +170,7 @@ ADVICE = {
         " it needs longer"
     ),
     "differs": "data or settings of rank {rank} that differ from those of other ranks; --profile",
-    "": "what the ranks do there; --distributed-timeout-minutes if a step needs longer; --profile",
+    "": "the logs of these ranks; --distributed-timeout-minutes if a step needs longer; --profile",
 }
 """Trouble -> what to look at."""
 

@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 
-from megatron.pretrain.checkpoints.torch_dist_saving import write_in_threads
+from megatron.pretrain.checkpoints.torch_dist_saving import error_of_disk, write_in_threads
 from tests.support.pretrain.saved_runs import GATED, SIX, saved_at
 from tests.support.pretrain.training_runs import error_of, refuse, train
 from tests.support.rank_pool import run_ranks
@@ -52,6 +52,28 @@ def test_a_killed_rank_leaves_no_process_of_its_save(tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_written_ends_the_save_on_all_ranks(tmp_path: Path) -> None:
     error = error_of(f"{LINE} --save {tmp_path}", job=refuse_a_full_disk)
     assert "No space left on device" in error and error.startswith("RunError")
+
+
+def archive_error(context: Exception | None) -> Exception:
+    """Return an error of torch's writer of archives, raised while another one was handled."""
+    error = RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 64 vs 0")
+    error.__context__ = context
+    return error
+
+
+def test_errors_of_torch_are_told_as_those_of_the_disk(tmp_path: Path) -> None:
+    full = OSError(28, "No space left on device")
+    assert error_of_disk(archive_error(full), tmp_path) is full
+    other = RuntimeError("a defect")
+    other.__context__ = full
+    assert error_of_disk(other, tmp_path) is other
+    # Torch has opened the file itself: there is no other error.
+    sound = archive_error(None)
+    assert error_of_disk(sound, tmp_path) is sound
+    with mock.patch.object(os, "fsync", side_effect=full):
+        found = error_of_disk(sound, tmp_path)
+    assert str(found) == f"[Errno 28] No space left on device: '{tmp_path}'"
+    assert not list(tmp_path.iterdir())
 
 
 def test_no_file_is_no_result() -> None:
