@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Set
 from functools import partial
 from itertools import starmap
 from typing import Any, NamedTuple
@@ -18,7 +19,7 @@ from megatron.fsdp.backends.memory_slots import EngineSlots, NcclMemory, allocat
 from megatron.fsdp.dtensor.sharded_param import NormGroup, ParameterMesh, ShardedParam, link
 from megatron.fsdp.engine.buffer import Storage
 from megatron.fsdp.engine.collectives import Communicator, agree
-from megatron.fsdp.engine.device import streams_for
+from megatron.fsdp.engine.device import Streams, streams_for
 from megatron.fsdp.engine.mesh import Axes
 from megatron.fsdp.engine.param_group import ParamGroup
 from megatron.fsdp.engine.tensor_parallel import local_tensor, set_local_tensor
@@ -42,13 +43,26 @@ ShardedParams = dict[nn.Parameter, ShardedParam]  # by the module's own paramete
 
 
 def shard_parameters(
-    module: nn.Module, settings: Settings, initialiser: Initialiser | None
+    module: nn.Module,
+    settings: Settings,
+    initialiser: Initialiser | None,
+    sharded_before: Set[nn.Parameter] = frozenset(),
+    streams: Streams | None = None,
 ) -> tuple[list[Unit], ShardedParams, EngineSlots | None]:
     """Move a module to its device and shard its parameters, as views of buffers; a collective.
 
-    Return the units, the root first, the sharded parameters, and the memory slots, if any.
+    Args:
+        module: the module.
+        settings: its settings.
+        initialiser: of parameters on the meta device; None: there are none.
+        sharded_before: parameters of modules inside that an earlier call has sharded, and the
+            compute parameters of these. They are left as they are.
+        streams: the streams of collectives. None: streams of this call.
+
+    Returns:
+        The units, the root first, the sharded parameters, and the memory slots, if any.
     """
-    strategy, ignored = settings.strategy, settings.strategy.ignored
+    strategy, ignored = settings.strategy, settings.strategy.ignored | sharded_before
     move(module, settings.device, ignored)  # tensors on meta are allocated later
     wanted = resolve_unit_modules(settings.units)
     units = [Unit("", module)]
@@ -65,7 +79,7 @@ def shard_parameters(
     check_agreement(settings, parameters_of, dict(module.named_buffers()))
     slots = _make_memory_slots(settings)
     numel = sum(sum(map(nn.Parameter.numel, given.values())) for given in parameters_of.values())
-    sharder = Sharder(module, settings, slots, numel)
+    sharder = Sharder(module, settings, slots, numel, streams or streams_for(settings.device))
     sharded_params = sharder.shard(parameters_of, initialiser)
     if initialiser is not None:
         sharder.initialise(units, sharded_params, initialiser)
@@ -111,12 +125,17 @@ class Sharder:
     """Shards the parameters of units over the ranks of the mesh."""
 
     def __init__(
-        self, module: nn.Module, settings: Settings, slots: EngineSlots | None, numel: int
+        self,
+        module: nn.Module,
+        settings: Settings,
+        slots: EngineSlots | None,
+        numel: int,
+        streams: Streams,
     ):
         self._module = module
         self._settings = settings
         self._slots = slots
-        self._streams = streams_for(settings.device)
+        self._streams = streams
         self._memories = Memories(settings.device, settings.offload, numel)
         # Of dense parameters (False) and of expert parameters (True).
         kinds = [False] if settings.own_mesh.expert is None else [False, True]
@@ -219,7 +238,7 @@ class Sharder:
             outer=axes.outer.get_group() if axes.outer is not None else None,
             all_gather_group=axes.all_gather_group,
             # Expert gradients are summed over fewer ranks, but the loss is the mean over all.
-            divisor=1 if gradients.sum_only else mesh.dense.num_data_ranks,
+            divisor=1 if gradients.sum_only else mesh.dense.num_data_ranks * gradients.divisor,
             average_in_collective=gradients.average_in_collective,
             streams=self._streams,
             transport=GlooMessages(),

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from itertools import pairwise
 
 import torch
@@ -24,9 +24,16 @@ from megatron.fsdp.warnings_once import IS_COMPUTE
 
 
 def check_all(
-    problems: Problems, module: nn.Module, settings: Settings, initialiser: Initialiser | None
+    problems: Problems,
+    module: nn.Module,
+    settings: Settings,
+    initialiser: Initialiser | None,
+    sharded_before: Set[nn.Parameter] = frozenset(),
 ) -> None:
-    """Add every reason why ``module``, of any type, cannot be sharded with ``settings``."""
+    """Add every reason why ``module``, of any type, cannot be sharded with ``settings``.
+
+    ``sharded_before`` are parameters of modules inside that an earlier call has sharded.
+    """
     mesh, strategy = settings.mesh, settings.strategy
     for name in ("outer", "expert_outer") if mesh is not None and mesh.outer is None else ():
         if getattr(strategy, name):
@@ -39,19 +46,24 @@ def check_all(
         problems.add(f"module expects a torch.nn.Module but got {type(module).__name__}")
         return
     # The wrapper again, or the module inside it, which may be compiled.
-    if any(is_linked(own) or hasattr(own, IS_COMPUTE) for own in module.parameters()):
+    own = [one for one in module.parameters() if one not in sharded_before]
+    if any(is_linked(one) or hasattr(one, IS_COMPUTE) for one in own):
         problems.add("the module is sharded already")
         return
     ignored = strategy.ignored
-    named = {name: one for name, one in module.named_parameters() if one not in ignored}
+    others = ignored | sharded_before
+    named = {name: one for name, one in module.named_parameters() if one not in others}
     problems.check(_refuse_casts_of_dtensors, named, settings)
     has_slices = mesh is not None and mesh.tensor is not None
     has_mesh, slots = mesh is not None and mesh.expert is not None, settings.memory.uses_slots
     kinds = {name: has_mesh and is_expert_parameter(name, one) for name, one in named.items()}
     for is_expert in (False, True):
-        own = {name: one for name, one in named.items() if kinds[name] == is_expert}
-        problems.check(refuse_parameters, own, Sharding(*strategy.of(is_expert), slots, has_slices))
+        of_kind = {name: one for name, one in named.items() if kinds[name] == is_expert}
+        sharding = Sharding(*strategy.of(is_expert), slots, has_slices)
+        problems.check(refuse_parameters, of_kind, sharding)
     found = [*_problems_of_units(module, units or ()), *_problems_of_dtypes(named)]
+    if not named and not sharded_before:
+        found.append("the module has no parameters to shard")
     found += _problems_of_shared_memory(named)
     if foreign := len(ignored - set(module.parameters())):
         found.append(
@@ -107,8 +119,6 @@ def _problems_of_units(module: nn.Module, units: Units) -> Iterator[str]:
 
 
 def _problems_of_dtypes(parameters: dict[str, nn.Parameter]) -> Iterator[str]:
-    if not parameters:
-        yield "the module has no parameters to shard"
     wrong = [
         f"{name} ({parameter.dtype})"
         for name, parameter in parameters.items()

@@ -168,6 +168,8 @@ class Gradients:
         find_unused: leave ``param.grad`` None, not zero, if the parameter got no gradient on any
             rank since gradients were cleared. It costs a small all-reduce for each
             synchronisation, and levels 0 and 1 reduce when backward is over.
+        divisor: what averaged gradients are divided by further: the size of expert parallelism for
+            experts that are sharded as a model of their own.
     """
 
     sum_only: bool = False
@@ -176,9 +178,12 @@ class Gradients:
     report_nonfinite: bool = False
     are_decoupled: bool = False
     find_unused: bool = False
+    divisor: int = 1
 
     def __post_init__(self) -> None:
         problems = problems_of_flags(self)
+        if not isinstance(self.divisor, int) or self.divisor < 1:
+            problems.append(f"Gradients.divisor expects a positive int but got {self.divisor!r}")
         if self.sum_only and self.average_in_collective:
             problems.append(
                 "Gradients.sum_only cannot be combined with Gradients.average_in_collective"

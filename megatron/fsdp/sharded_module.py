@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
@@ -16,7 +16,8 @@ from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from megatron.fsdp.agreement import FreezingAgreement
-from megatron.fsdp.builder import shard_parameters
+from megatron.fsdp.backends.memory_slots import EngineSlots
+from megatron.fsdp.builder import ShardedParams, shard_parameters
 from megatron.fsdp.checks import check_all
 from megatron.fsdp.dtensor.process_link import ProcessLink
 from megatron.fsdp.dtensor.sharded_param import ShardedParam, is_linked, sharded_param_of
@@ -25,6 +26,7 @@ from megatron.fsdp.engine.collectives import agree
 from megatron.fsdp.engine.hooks import UnitHooks
 from megatron.fsdp.engine.param_group import ParamGroup, StoredForm
 from megatron.fsdp.engine.schedule import Microbatches, Schedule
+from megatron.fsdp.engine.unit import Unit
 from megatron.fsdp.gradient_sync import GradientError, GradientSync
 from megatron.fsdp.meta_initialisation import Initialiser
 from megatron.fsdp.module_access.model_state import (
@@ -33,6 +35,7 @@ from megatron.fsdp.module_access.model_state import (
     copy_main_weights,
     load_model_state,
     remove_hooks,
+    show_main_weights,
 )
 from megatron.fsdp.module_access.own_names import lead_by_own_names, own_name
 from megatron.fsdp.module_access.shown_parameters import ShownParameters
@@ -79,13 +82,16 @@ class ShardedModule(nn.Module):
     _has_optimizer = False  # a sharded optimizer steps the parameters
     _shows_attributes = True  # attributes of `module` can be read on the wrapper
     _is_copyable = True
+    _prefix = "module."  # of the names of parameters
+    # Parameters of models inside that earlier calls have sharded, and their compute parameters.
+    _sharded_before: Set[nn.Parameter] = frozenset()
 
     def __init__(self, module: nn.Module, settings: Settings, problems: Problems | None = None):
         super().__init__()
         failed_collectives.watch()
         problems = Problems(settings.own_mesh.all_groups()) if problems is None else problems
         initialiser = self.initialiser.for_model(module, settings.initialisation)
-        check_all(problems, module, settings, initialiser)
+        check_all(problems, module, settings, initialiser, self._sharded_before)
         problems.raise_everywhere()
         if self._gives_advice:
             warn_of_unmatched_units(module, settings.units or ())
@@ -94,9 +100,7 @@ class ShardedModule(nn.Module):
         self._mesh = settings.own_mesh
         self.module = module
         # The parts follow in the order in which they need each other.
-        units, self._sharded_params, self._memory_slots = shard_parameters(
-            module, settings, initialiser
-        )
+        units, self._sharded_params, self._memory_slots = self._shard_parameters(initialiser)
         self._units = units
         sharded: dict[nn.Parameter, Any] = {}
         for compute, sharded_param in self._sharded_params.items():
@@ -106,7 +110,7 @@ class ShardedModule(nn.Module):
         named = module.named_parameters(remove_duplicate=False)
         self._by_name = {own_name(name): sharded.get(each, each) for name, each in named}
         reversed_names = reversed(self._by_name.items())  # the first name of each stays
-        self._name_of = {parameter: f"module.{name}" for name, parameter in reversed_names}
+        self._name_of = {parameter: self._prefix + name for name, parameter in reversed_names}
         for parameter in self._name_of:
             setattr(parameter, OWNER, ProcessLink(self))
         gradients, overlap = settings.gradients, settings.overlap
@@ -126,7 +130,8 @@ class ShardedModule(nn.Module):
         access = UnitAccess(units, self._trainability, self._known)
         self._hooks = UnitHooks(self._schedule, self._gradients, access)
         ShownParameters(self._hooks, sharded, self._trainability, module)
-        self._hooks.handles |= cast_at_units(units, settings.precision)
+        self._casts = cast_at_units(units, settings.precision)
+        self._hooks.handles |= self._casts
         self._hooks.handles |= accept_full_tensors(module)
         watch_optimizers(list(self._sharded_params))
         gathers_layers = self.strategy.shards_parameters and self._mesh.dense.inner.size() > 1
@@ -137,6 +142,11 @@ class ShardedModule(nn.Module):
                 group.guard.close()
 
     # ---- the parts
+
+    def _shard_parameters(
+        self, initialiser: Initialiser | None
+    ) -> tuple[list[Unit], ShardedParams, EngineSlots | None]:
+        return shard_parameters(self.module, self._settings, initialiser)
 
     @property
     def sharded_params(self) -> list[ShardedParam]:
@@ -182,9 +192,9 @@ class ShardedModule(nn.Module):
         self._known.check()
         # Whatever `recurse` is: torch's `set_state_dict` asks module by module.
         self._trainability.follow()
-        prefix = f"{prefix}.module." if prefix else "module."
+        prefix = f"{prefix}.{self._prefix}" if prefix else self._prefix
         for name, parameter in self._by_name.items():
-            if not remove_duplicate or self._name_of[parameter] == f"module.{name}":
+            if not remove_duplicate or self._name_of[parameter] == self._prefix + name:
                 yield prefix + name, parameter
 
     def state_dict(  # type: ignore[override]  # one signature for torch's two overloads
@@ -202,20 +212,9 @@ class ShardedModule(nn.Module):
             prefix=prefix,
             keep_vars=True,
         )
-        for raw, value in list(state.items()):
-            if not raw.startswith(prefix):
-                continue
-            key = prefix + own_name(raw[len(prefix) :])
-            state[key] = state.pop(raw)  # all of them, which keeps their order
-            sharded_param = self._sharded_param_of(value)
-            if not isinstance(value, torch.Tensor):
-                continue
-            if sharded_param is None:
-                state[key] = value if keep_vars else value.detach()
-            elif keep_vars:
-                state[key] = sharded_param.parameter
-            else:
-                state[key] = sharded_param.checkpoint_tensor(with_chunks=self.checkpoint_ready)
+        show_main_weights(
+            state, prefix, self._sharded_param_of, keep_vars, with_chunks=self.checkpoint_ready
+        )
         return state
 
     def load_state_dict(

@@ -81,7 +81,7 @@ class ShardedParam:
         shape, axis = self.flat_range.shape, mesh.axes.tensor
         self.slice = TensorSlice.of_parameter(group.parameters[index], shape, axis)
         self._mesh = mesh.mesh
-        self._norm_group = (
+        self.norm_group = (
             mesh.norm_group_of_copies if self.slice.dim is None else mesh.norm_group_of_slices
         )
         layout, start = group.layout, group.layout.positions[index].start
@@ -114,7 +114,7 @@ class ShardedParam:
         """Return a DTensor over this parameter's gradient in ``flat``, the shard of its group."""
         shard = shard_view(flat, self.group.layout, self.index, self.group.rank)
         gradient = self._over(ShardedGradient, shard)
-        gradient.norm_group = ProcessLink(self._norm_group)
+        gradient.norm_group = ProcessLink(self.norm_group)
         gradient.family = ProcessLink(family)
         gradient.memory = ProcessLink(self.group.memory)
         return gradient

@@ -69,14 +69,15 @@ class CpuStreams:
 class CudaStreams:
     """Runs collectives of tensors on ``device`` on streams of their own, ordered by events."""
 
-    def __init__(self, device: torch.device):
+    def __init__(self, device: torch.device, is_one: bool = False):
         self._device = device
+        self._is_one = is_one  # all collectives run on the same stream
         self._streams = defaultdict[str, torch.cuda.Stream](lambda: torch.cuda.Stream(device))
 
     def launch(self, stream_name: str, *collectives: Collective) -> Pending:
         """Run ``collectives`` on a stream; each may use the results of those before it."""
-        # The streams are "gather" and "reduce": neither waits for the other.
-        stream = self._streams[stream_name]
+        # The streams are "gather" and "reduce": neither waits for the other, unless they are one.
+        stream = self._streams["" if self._is_one else stream_name]
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
             for collective in collectives:
@@ -101,9 +102,9 @@ def wait_on_host(device: torch.device) -> None:
 Streams = CpuStreams | CudaStreams
 
 
-def streams_for(device: torch.device) -> Streams:
-    """Return the streams for collectives of tensors on ``device``."""
-    return CudaStreams(device) if device.type == "cuda" else CpuStreams()
+def streams_for(device: torch.device, is_one: bool = False) -> Streams:
+    """Return the streams for collectives of tensors on ``device``; on CPU there are none."""
+    return CudaStreams(device, is_one) if device.type == "cuda" else CpuStreams()
 
 
 # Returns the number of the backward pass that autograd is running in this thread, or -1. Activation

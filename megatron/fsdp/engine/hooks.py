@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.func import debug_unwrap
 from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.hooks import RemovableHandle
 
 from megatron.fsdp.engine import observe
 from megatron.fsdp.engine.device import current_pass, in_backward
@@ -76,6 +77,7 @@ class UnitHooks:
         self._awaiting: dict[UnitCall, None] = {}  # their backward awaits gradients of inputs
         # Ids of the hooks on modules, which a copy of the module must not have.
         self.handles: set[int] = set()
+        self._on_parameters: list[RemovableHandle] = []
         post_forward = torch.compiler.disable(self._post_forward)
         for unit in schedule.units:
             pre_forward = torch.compiler.disable(partial(self._pre_forward, unit))
@@ -90,7 +92,13 @@ class UnitHooks:
                 for parameter in group.parameters if group.requires_grad else ():
                     # Python's collector does not see what these hooks refer to.
                     grad_arrived = partial(UnitHooks._grad_arrived, weakref.proxy(self))
-                    parameter.register_post_accumulate_grad_hook(grad_arrived)
+                    handle = parameter.register_post_accumulate_grad_hook(grad_arrived)
+                    self._on_parameters.append(handle)
+
+    def remove_from_parameters(self) -> None:
+        """Remove the hooks on parameters; those on modules are known by ``handles``."""
+        for handle in self._on_parameters:
+            handle.remove()
 
     # ---- forward
 

@@ -24,16 +24,50 @@ from megatron.fsdp.settings import Settings
 from megatron.fsdp.warnings_once import IS_COMPUTE, warn
 
 
+def show_main_weights(
+    state: dict[str, Any],
+    prefix: str,
+    find: Callable[[Any], ShardedParam | None],
+    keep_vars: bool,
+    with_chunks: bool,
+) -> None:
+    """Replace weights in a module's state dict by main weights, and names by own names, in place.
+
+    Args:
+        state: taken with ``keep_vars=True``.
+        prefix: of the names that belong to the module.
+        find: returns the sharded parameter of a weight, and None for other values.
+        keep_vars: show the parameters; otherwise tensors without a graph.
+        with_chunks: let tensors describe their chunks to torch.distributed.checkpoint.
+    """
+    for raw, value in list(state.items()):
+        if not raw.startswith(prefix):
+            continue
+        key = prefix + own_name(raw[len(prefix) :])
+        state[key] = state.pop(raw)  # all of them, which keeps their order
+        sharded_param = find(value)
+        if not isinstance(value, torch.Tensor):
+            continue
+        if sharded_param is None:
+            state[key] = value if keep_vars else value.detach()
+        elif keep_vars:
+            state[key] = sharded_param.parameter
+        else:
+            state[key] = sharded_param.checkpoint_tensor(with_chunks=with_chunks)
+
+
 def load_model_state(
     module: nn.Module,
     find: Callable[[Any], ShardedParam | None],
     state: Mapping[str, Any],
     strict: bool,
     groups: Sequence[dist.ProcessGroup],
+    load_buffers: Callable[..., Any] | None = None,
 ) -> _IncompatibleKeys:
     """Copy ``state`` into main weights, which ``find`` knows by entry, and buffers, if all fits.
 
-    A collective of ``groups``: every rank raises the problems of all ranks.
+    A collective of ``groups``: every rank raises the problems of all ranks. ``load_buffers`` is
+    ``load_state_dict`` of the module without sharding; None: its own.
     """
     if not isinstance(state, Mapping):
         raise TypeError(f"state_dict expects a mapping but got {type(state).__name__}")
@@ -77,7 +111,7 @@ def load_model_state(
         for name, shard in shards.items():
             sharded_params[name].parameter._local_tensor.copy_(shard)
     buffers = {paths[name]: value for name, value in own.items() if name in expected}
-    module.load_state_dict(buffers, strict=False)
+    (load_buffers or module.load_state_dict)(buffers, strict=False)
     for group in dict.fromkeys(sharded_params[name].group for name in shards):
         group.install_main_weights()  # quantized with scales that are among the buffers
     return _IncompatibleKeys(missing, unexpected)

@@ -1,0 +1,289 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models that are sharded in place, module by module: layers first, then the module around them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import cache
+from itertools import chain
+from typing import Any, NoReturn, SupportsIndex
+
+import torch
+from torch import nn
+
+from megatron.fsdp.agreement import data_groups
+from megatron.fsdp.backends.memory_slots import EngineSlots
+from megatron.fsdp.builder import ShardedParams, shard_parameters
+from megatron.fsdp.dtensor.process_link import ProcessLink
+from megatron.fsdp.dtensor.sharded_param import NormGroup, ShardedParam
+from megatron.fsdp.engine.device import Streams, in_backward, streams_for
+from megatron.fsdp.engine.unit import Unit
+from megatron.fsdp.meta_initialisation import Initialiser
+from megatron.fsdp.module_access.model_state import (
+    load_model_state,
+    remove_hooks,
+    show_main_weights,
+)
+from megatron.fsdp.module_access.own_names import own_name
+from megatron.fsdp.module_access.shown_parameters import WatchedParameters
+from megatron.fsdp.problems import Problems
+from megatron.fsdp.settings import Settings
+from megatron.fsdp.sharded_module import ShardedModule
+
+MODEL = "_fsdp_model_in_place"
+"""Attribute of modules that were sharded, and of compute parameters: the model that has them."""
+
+REFUSED_COPY = (
+    "a sharded module cannot be copied or pickled: its hooks and communicators belong to this"
+    " process. Copy or save module.state_dict(), which works"
+)
+
+# [Note: sharding in place] Each call makes a model of the module: its parameters are sharded at
+# once, so an optimizer may be created over them, and they train also if no call for a module around
+# them follows. Such a call makes a larger model, which takes the units of the models inside, with
+# their buffers and settings. Of these models only the hooks and the schedule end.
+
+
+class Context:
+    """The models that share streams and the order of prefetching.
+
+    Args:
+        device: of the streams. None: the device of the first model.
+        has_one_stream: run all collectives on one stream.
+    """
+
+    def __init__(self, device: torch.device | str | None = None, has_one_stream: bool = False):
+        self.device = None if device is None else torch.device(device)
+        self._has_one_stream = has_one_stream
+        self._streams: Streams | None = None
+        self.roots: list[InPlaceModel] = []  # in the order of their calls
+        self.is_open = False  # modules are being sharded
+        self.has_run = False
+
+    def streams(self, device: torch.device) -> Streams:
+        """Return the streams of all collectives."""
+        if self._streams is None:
+            self._streams = streams_for(device, self._has_one_stream)
+        return self._streams
+
+    def begin_forward(self) -> None:
+        """Note that construction is over; raise ``RuntimeError`` if it is not."""
+        if self.is_open:
+            raise RuntimeError(
+                "a forward inside of fully_shard_context: leave the context when all modules are"
+                " sharded, and train after it"
+            )
+        self.has_run = True
+
+    def prefetch_after(self, root: InPlaceModel) -> None:
+        """Gather the weights with which the root that follows begins."""
+        following = self.roots[self.roots.index(root) + 1 :]
+        if following and not in_backward():
+            following[0]._schedule.prefetcher.start_next_forward()
+
+
+class InPlaceModel(ShardedModule):
+    """The sharded model of a module that nothing wraps: programs use the module itself.
+
+    Parameters that models inside have sharded stay in their units, whatever the settings; all
+    others become one unit. Names are the module's own.
+
+    Args:
+        module: the module. Models inside become parts of this one.
+        settings: of the parameters that no model inside has.
+        problems: those of the caller's arguments.
+        context: the context that it becomes a root of.
+    """
+
+    _gives_advice = False  # optimizers of torch may step the parameters
+    _is_copyable = False
+    _shows_attributes = False
+    _prefix = ""
+
+    def __init__(self, module: nn.Module, settings: Settings, problems: Problems, context: Context):
+        self._inside = tuple(models_inside(module))
+        self.context = context
+        before = chain.from_iterable(model._sharded_params.items() for model in self._inside)
+        both = ((compute, sharded_param.parameter) for compute, sharded_param in before)
+        self._sharded_before = frozenset(chain.from_iterable(both)) | _tied_outside(module)
+        super().__init__(module, settings, problems)
+        vars(module)[MODEL] = self
+        for model in self._inside:
+            model.context.roots.remove(model)
+            for inner in model.module.modules():
+                if MODEL in vars(inner):
+                    vars(inner)[MODEL] = self
+        for compute in self._sharded_params:
+            vars(compute)[MODEL] = ProcessLink(self)
+        context.roots.append(self)
+        module.__class__ = _class_in_place(type(module))
+        module.register_load_state_dict_pre_hook(refuse_assignment)
+        self._inside = ()
+
+    @property
+    def accumulates_locally(self) -> bool:
+        """True if an axis replicates gradients: they are reduced at the last microbatch."""
+        return any(
+            group.communicator.is_hybrid or not group.strategy.shards_gradients
+            for group in self.groups
+        )
+
+    def _shard_parameters(
+        self, initialiser: Initialiser | None
+    ) -> tuple[list[Unit], ShardedParams, EngineSlots | None]:
+        streams = self.context.streams(self._settings.device)
+        units, sharded_params, slots = shard_parameters(
+            self.module, self._settings, initialiser, self._sharded_before, streams
+        )
+        paths = {inner: path for path, inner in self.module.named_modules()}
+        for model in self._inside:
+            model._hand_over(own_name(paths[model.module]))
+            self.strategy = max(self.strategy, model.strategy)
+            for group in model.groups:
+                group.communicator.streams = streams
+            for sharded_param in model._sharded_params.values():
+                self._count_all_experts(sharded_param)
+            units += model._units
+            sharded_params |= model._sharded_params
+        return units, sharded_params, slots
+
+    def _hand_over(self, path: str) -> None:
+        """End the hooks and the names of this model; its module is at ``path`` of a larger one."""
+        self._hooks.remove_from_parameters()
+        # Those that cast inputs and outputs stay: they are of the settings of this module.
+        remove_hooks(self.module, self.module, self._hooks.handles - self._casts)
+        for inner in self.module.modules():
+            if isinstance(inner._parameters, WatchedParameters):
+                inner._parameters = dict(inner._parameters)
+        for unit in self._units:
+            unit.name = f"{path}.{unit.name}".removesuffix(".")
+            unit.shown_name = unit.name
+            unit.is_automatic = True  # the larger model adds no casts
+            for group in unit.groups:
+                group.names = [f"{path}.{name}" for name in group.names]
+                group.unit_name = unit.name
+        for sharded_param in self._sharded_params.values():
+            sharded_param.name = f"{path}.{sharded_param.name}"
+
+    def _count_all_experts(self, sharded_param: ShardedParam) -> None:
+        """Sum the norm of an expert's gradient over the data ranks that have other experts."""
+        dense, group = self._mesh.dense, sharded_param.group
+        own_ranks = group.communicator.inner_size * group.communicator.outer_size
+        if own_ranks >= dense.num_data_ranks:
+            return
+        copies = own_ranks // group.partition.num_owned
+        groups = data_groups(self._mesh)
+        if dense.tensor is not None:
+            groups.append(dense.tensor.get_group())
+            copies *= dense.tensor.size() if sharded_param.slice.dim is None else 1
+        sharded_param.norm_group = NormGroup(tuple(groups), copies)
+
+
+def model_of(module: Any) -> InPlaceModel:
+    """Return the model of a module that was sharded in place."""
+    model: InPlaceModel = vars(module)[MODEL]
+    return model
+
+
+def models_inside(module: object) -> Iterator[InPlaceModel]:
+    """Yield the models of modules inside of ``module``, in its order, that no larger one has."""
+    for inner in module.modules() if isinstance(module, nn.Module) else ():
+        model = vars(inner).get(MODEL)
+        if model is not None and model.module is inner and inner is not module:
+            yield model
+
+
+def _tied_outside(module: object) -> set[nn.Parameter]:
+    """Return the parameters that belong to models of other modules, not around this one."""
+    # The module around both uses them by name, in the unit that they have.
+    tied: set[nn.Parameter] = set()
+    for parameter in module.parameters() if isinstance(module, nn.Module) else ():
+        link = vars(parameter).get(MODEL)
+        if link is not None and module not in link.target.module.modules():
+            tied.add(parameter)
+    return tied
+
+
+class FSDPModule:
+    """The methods that :func:`fully_shard` adds to the class of a module."""
+
+    @property
+    def context(self) -> Context:
+        """The context, which all modules inside of a root share."""
+        return model_of(self).context
+
+    def is_root(self) -> bool:
+        """Return True if no sharded module contains this one."""
+        return model_of(self).module is self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module."""
+        self.context.begin_forward()
+        if not self.is_root():
+            return super().__call__(*args, **kwargs)  # type: ignore[misc]  # of nn.Module
+        try:
+            output = super().__call__(*args, **kwargs)  # type: ignore[misc]  # as above
+        except BaseException:
+            model_of(self)._hooks.forget_calls()
+            raise
+        self.context.prefetch_after(model_of(self))
+        return output
+
+    def state_dict(
+        self,
+        *args: Any,
+        destination: dict[str, Any] | None = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+    ) -> dict[str, Any]:
+        """Return main weights as DTensors of full shape, and buffers unchanged."""
+        model = model_of(self)
+        state: dict[str, Any] = super().state_dict(  # type: ignore[misc]  # of nn.Module
+            *args, destination=destination, prefix=prefix, keep_vars=True
+        )
+        find = model._sharded_param_of
+        show_main_weights(state, prefix, find, keep_vars, model.checkpoint_ready)
+        return state
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Load DTensors of the same layout, or full tensors; the next forward uses them.
+
+        A collective above level 0, as of :class:`ShardedModule`. ``assign`` is refused.
+        """
+        refuse_assignment(self, state_dict, "", {"assign_to_params_buffers": assign})
+        model = model_of(self)
+        groups = model._mesh.all_groups() if model.strategy.shards_optimizer else ()
+        load = super().load_state_dict  # type: ignore[misc]  # of nn.Module
+        find = model._sharded_param_of
+        return load_model_state(self, find, state_dict, strict, groups, load)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop all gradients, also those that no parameter shows yet."""
+        if self.is_root():
+            model_of(self).zero_grad(set_to_none)
+        else:
+            super().zero_grad(set_to_none)  # type: ignore[misc]  # of nn.Module
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        raise NotImplementedError(REFUSED_COPY)
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise NotImplementedError(REFUSED_COPY)
+
+
+@cache
+def _class_in_place(cls: type[nn.Module]) -> type[nn.Module]:
+    if issubclass(cls, FSDPModule):
+        return cls
+    return type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__})
+
+
+def refuse_assignment(module: nn.Module, state: Any, prefix: str, local: Any, *rest: Any) -> None:
+    """Refuse to put tensors in place of weights: the hook before a module loads its state."""
+    if local.get("assign_to_params_buffers"):
+        raise NotImplementedError(
+            "load_state_dict(assign=True) of a sharded module: its weights are views of buffers."
+            " Load without assign, which copies, or assign before fully_shard"
+        )
