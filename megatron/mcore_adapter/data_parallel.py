@@ -135,6 +135,8 @@ class FullyShardedDataParallel(_BaseDataParallel):
             and reduces in fp32. ``megatron_fsdp_{main_params,main_grads,grad_comm}_dtype`` take
             precedence; older releases have ``preserve_fp32_weights``, which keeps fp32 main
             weights. ``megatron_fsdp_offload_policy``: host memory only, not files.
+            ``megatron_fsdp_version`` 2: calls that start or await communication do nothing, since
+            hooks do all of it, and gradients are final after every backward outside ``no_sync``.
         module: the model, which may be inside Float16Module; on the meta device with
             ``config.init_model_with_meta_device``.
         fsdp_unit_modules: classes or import paths of units. None: transformer layers, the
@@ -182,7 +184,9 @@ class FullyShardedDataParallel(_BaseDataParallel):
             calculate_per_token_loss=config.calculate_per_token_loss,
             init_model_with_meta_device=config.init_model_with_meta_device,
             # Programs read gradients between backward and step, or call backward within step.
-            sync_model_each_microbatch=not ddp_config.use_distributed_optimizer,
+            sync_model_each_microbatch=(
+                not ddp_config.use_distributed_optimizer or generation_of(ddp_config) == 2
+            ),
             report_nan_in_param_grad=ddp_config.check_for_nan_in_grad,
         )
         trainable = [each for each in engine.sharded_params if each.group.requires_grad]
@@ -203,6 +207,7 @@ class FullyShardedDataParallel(_BaseDataParallel):
         if not ddp_config.use_distributed_optimizer:
             follow_torch_optimizers(engine)
         self.ddp_config = ddp_config
+        self._is_driven = generation_of(ddp_config) == 1  # else hooks do what calls ask for
         self._is_captured = captures_iterations(config)
         self.megatron_fsdp_dist_index = index  # the published name of the mesh in use
         self.force_all_reduce = False  # the training loop assigns it at every step
@@ -232,11 +237,13 @@ class FullyShardedDataParallel(_BaseDataParallel):
 
     def start_grad_sync(self, *unused: Any) -> None:
         """Start to reduce all gradients that have accumulated; arguments are ignored."""
-        self.module.start_grad_sync()
+        if self._is_driven:
+            self.module.start_grad_sync()
 
     def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
         """Put final gradients on the ``.grad`` of every parameter that the optimizer steps."""
-        self.module.finish_grad_sync(force_all_reduce)
+        # In the second generation they are there, unless a schedule ends inside of `no_sync`.
+        self.module.finish_grad_sync(force_all_reduce and self._is_driven)
         for sharded in self._tied_across_stages:
             # Megatron-Core asks the model for the weight, sums this over the first and the last
             # stage in place, and then assigns the local tensor, which ``grad`` would not take.
@@ -262,12 +269,13 @@ class FullyShardedDataParallel(_BaseDataParallel):
         self, *unused: Any, force_sync: bool = False, force_dispatch: bool = False
     ) -> None:
         """Start the all-gathers of weights, at level 3 with ``force_dispatch`` only."""
-        if not self._is_captured:  # its graph gathers
+        if self._is_driven and not self._is_captured:  # its graph gathers
             self.module.start_param_sync(force_sync=force_sync, force_dispatch=force_dispatch)
 
     def synchronize_param_gather(self) -> None:
         """Wait for all-gathers of weights; schedules call this after an evaluation."""
-        self.module.synchronize_param_gather()
+        if self._is_driven:
+            self.module.synchronize_param_gather()
 
     def broadcast_params(self) -> None:
         """Broadcast the weights of the first data-parallel rank to the others."""
@@ -282,6 +290,14 @@ class FullyShardedDataParallel(_BaseDataParallel):
     def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> Any:
         """Load the engine's state dict; the weights are active at once."""
         return self.module.load_state_dict(state_dict, strict=strict)
+
+
+def generation_of(ddp_config: DistributedDataParallelConfig) -> int:
+    """Return the generation, 1 or 2, that a configuration asks for; older ones have no field."""
+    generation: int = getattr(ddp_config, "megatron_fsdp_version", 1)
+    if generation not in (1, 2):
+        raise ValueError(f"megatron_fsdp_version expects 1 or 2 but got {generation!r}")
+    return generation
 
 
 def default_unit_modules(module: nn.Module) -> list[type | nn.Module]:
@@ -323,6 +339,7 @@ def _check_configs(
             "FullyShardedDataParallel needs ddp_config.use_megatron_fsdp: Megatron-Core would build"
             " an optimizer that trains on stale weights"
         )
+    generation_of(ddp_config)
     offload = Offload.parse(getattr(ddp_config, "megatron_fsdp_offload_policy", None))
     if offload is not None and offload.folder is not None:
         raise NotImplementedError(

@@ -15,6 +15,7 @@ same without a change of the program. The published package answers under its pa
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -106,10 +107,12 @@ class Installation(ExitStack):
     def __init__(self) -> None:
         super().__init__()
         self._replaced = _replaced_names()
+        self.version = 1  # the generation that the command line asks for
 
     def replace(self, program: LoopProgram) -> None:
         """Replace names and methods, and prepare the process."""
         self.callback(_forget_installation)
+        self.version = program.version
         self.replace_names()
         self.callback(_exchange, [(ours, theirs) for theirs, ours in self._replaced.values()])
         for owner, name, method in METHODS:
@@ -249,6 +252,9 @@ class DropInDataParallel(FullyShardedDataParallel):
     def __init__(self, *args: Any, **kwargs: Any):
         if _installation is not None:
             _installation.replace_names()  # in modules that have been imported since
+            bound = inspect.signature(FullyShardedDataParallel).bind(*args, **kwargs).arguments
+            if not hasattr(bound["ddp_config"], "megatron_fsdp_version"):  # before 0.20
+                bound["ddp_config"].megatron_fsdp_version = _installation.version
         super().__init__(*args, **(kwargs | {"disable_bucketing": False}))
         self._refused: tuple[Any, Exception] | None = None
 

@@ -24,6 +24,7 @@ MODULES = (
     ".megatron_fsdp",
     ".mixed_precision",
     ".distributed_data_parallel_config",
+    ".experimental",
     ".param_and_grad_buffer",
     ".package_info",
     ".uneven_dtensor",

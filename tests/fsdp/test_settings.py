@@ -74,8 +74,8 @@ def test_settings_are_frozen_and_every_field_has_one_keyword() -> None:
         assert setting.__dataclass_params__.frozen
         names = {field.name for field in dataclasses.fields(setting)}
         assert set(keywords) <= names
-        # Prefetching by a number of units is not published, the divisor is an argument of the second
-        # generation, and the others are settings themselves.
+        # Prefetching by a number of units is not published, the divisor is an argument of the
+        # second generation, and the others are settings themselves.
         if setting.__name__ != "Settings":
             assert names - set(keywords) <= {"prefetch_units", "divisor"}
     keywords = list(chain.from_iterable(names.values() for names in KEYWORDS.values()))

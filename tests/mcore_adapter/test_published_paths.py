@@ -19,6 +19,7 @@ PROGRAM = f"""
 import {PACKAGE} as package
 import {PACKAGE}.utils
 from {PACKAGE} import FSDPDistributedIndex, MegatronFSDP, fully_shard
+from {PACKAGE}.experimental import Placements, fully_shard as shard_in_place
 from {PACKAGE}.fully_shard import fully_shard_model
 from {PACKAGE}.param_and_grad_buffer import make_fsdp_dtensor
 from {PACKAGE}.uneven_dtensor import get_state_dict, preprocess_state_dict_for_uneven_dtensor
@@ -31,6 +32,7 @@ model, optimizer = package.fully_shard(linear, torch.optim.AdamW(linear.paramete
 model(torch.ones(2, 3)).sum().backward()
 optimizer.step()
 found = find_megatron_fsdp(model) is model
+in_place = shard_in_place.__module__ == Placements.__module__.replace("placements", "experimental")
 """
 """What a program does that imports the package by this path."""
 
@@ -43,7 +45,7 @@ def names_of_others() -> list[str]:
         others += [
             key
             for key in ours.__all__
-            if inspect.unwrap(vars(published)[key]) is not getattr(ours, key)
+            if inspect.unwrap(vars(published)[key]) is not inspect.unwrap(getattr(ours, key))
         ]
     return others
 
@@ -61,6 +63,7 @@ def import_by_path() -> list[Any]:
             names["MegatronFSDP"] is megatron_fsdp.MegatronFSDP,
             names["fully_shard"] is megatron_fsdp.fully_shard,
             names["found"],
+            names["in_place"],
             names["utils"].FSDPDistributedIndex is names["FSDPDistributedIndex"],
             names["preprocess_state_dict_for_uneven_dtensor"]
             is loop_state_dicts.preprocess_state_dict_for_uneven_dtensor,
@@ -73,4 +76,4 @@ def import_by_path() -> list[Any]:
 
 
 def test_programs_that_import_by_this_path_get_the_names_of_this_project() -> None:
-    assert run_ranks(1, import_by_path) == [[True] * 8]
+    assert run_ranks(1, import_by_path) == [[True] * 9]

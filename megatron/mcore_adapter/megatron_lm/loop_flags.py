@@ -30,6 +30,9 @@ FSDP_VALUES = {
 
 FSDP_SWITCHES = ("--use-distributed-optimizer",)
 
+VERSION = "--megatron-fsdp-version"
+"""The generation of the interface, 1 or 2. Loops before Megatron-LM 0.20 do not know the flag."""
+
 FSDP_REFUSED = {
     "--use-torch-fsdp2": "it is another implementation of the same",
     "--overlap-moe-expert-parallel-comm": "its schedule runs parts of layers, which are not units",
@@ -73,6 +76,8 @@ class LoopCommandLine:
     has_loop: bool
     has_engine: bool = False
     """Transformer Engine can be imported."""
+    has_version: bool = False
+    """The loop knows the flag of the generation."""
     added: list[str] = field(default_factory=list)
     """Words to append."""
     unset: list[str] = field(default_factory=list)
@@ -84,6 +89,22 @@ class LoopCommandLine:
         """True for a command line of Megatron-LM's loop."""
         return self.has_loop and self._has(EVERY_RUN_HAS)
 
+    @property
+    def version(self) -> int:
+        """The generation that the flag says, 1 without it."""
+        return 2 if self._value(VERSION) == "2" else 1
+
+    @property
+    def completed(self) -> list[str]:
+        """The words with those that were added, without the flag that the loop does not know."""
+        kept: list[str] = []
+        before = ""
+        for word in self.words:
+            if self.has_version or (word.partition("=")[0] != VERSION and before != VERSION):
+                kept.append(word)
+            before = word
+        return [*kept, *self.added]
+
     def complete(self) -> LoopCommandLine:
         """Fill ``added`` and ``unset``; command lines of other programs are left as they are.
 
@@ -93,6 +114,8 @@ class LoopCommandLine:
         if self.is_of_the_loop:
             if self._has(FSDP):
                 self._complete_for_fsdp()
+            elif self._has(VERSION):
+                self.problems.append(f"{VERSION} needs {FSDP}")
             if not self.has_cuda:
                 self._complete_for_cpu()
         if self.problems:
@@ -106,7 +129,16 @@ class LoopCommandLine:
 
     def _complete_for_fsdp(self) -> None:
         self._set_values(FSDP_VALUES, f"with {FSDP}")
-        self._set_switches(FSDP_SWITCHES)
+        if self._value(VERSION) not in (None, "1", "2"):
+            self.problems.append(f"{VERSION} expects 1 or 2 but got {self._value(VERSION)}")
+        for flag in FSDP_SWITCHES if self.version == 2 else ():
+            if self._has(flag):
+                self.problems.append(
+                    f"{flag} with {VERSION} 2: hooks do what it is for; leave it out"
+                )
+        # Loops that know no second generation demand the switch in any case.
+        if self.version == 1 or not self.has_version:
+            self._set_switches(FSDP_SWITCHES)
         for flag, reason in FSDP_REFUSED.items():
             if self._has(flag):
                 self.problems.append(f"{flag} with {FSDP}: {reason}; leave one of them out")

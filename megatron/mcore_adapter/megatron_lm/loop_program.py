@@ -7,17 +7,21 @@ import os
 import sys
 import typing
 from contextlib import ExitStack
+from dataclasses import fields
 from pathlib import Path
 
 import torch
 import typing_extensions
 from megatron.core.datasets import utils as dataset_utils
+from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.fp8_utils import HAVE_TE
 
 from megatron.mcore_adapter import cpu
 from megatron.mcore_adapter.megatron_lm.loop_flags import LoopCommandLine
 from megatron.mcore_adapter.megatron_lm.loop_on_cpu import LoopOnCpu
 from megatron.mcore_adapter.releases import tested
+
+SETTINGS = fields(DistributedDataParallelConfig)  # the loop makes flags of them
 
 
 class LoopProgram:
@@ -36,10 +40,12 @@ class LoopProgram:
     def __init__(self) -> None:
         self._has_cuda = torch.cuda.is_available()
         self._command_line = LoopCommandLine(
-            sys.argv[1:], os.environ, self._has_cuda, tested.has_loop(), HAVE_TE
+            *(sys.argv[1:], os.environ, self._has_cuda, tested.has_loop(), HAVE_TE),
+            has_version=any(one.name == "megatron_fsdp_version" for one in SETTINGS),
         ).complete()
+        self.version = self._command_line.version if self._command_line.is_of_the_loop else 1
         self._given = list(sys.argv)
-        self._completed = [*sys.argv, *self._command_line.added]
+        self._completed = [sys.argv[0], *self._command_line.completed]
         self._undo = ExitStack()
 
     def prepare(self) -> None:

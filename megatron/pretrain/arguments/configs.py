@@ -25,6 +25,7 @@ from megatron.pretrain.arguments.not_built import MUON
 Config = TypeVar("Config")
 
 ENGINE_SETTINGS = (
+    "megatron_fsdp_version",
     "megatron_fsdp_main_params_dtype",
     "megatron_fsdp_main_grads_dtype",
     "megatron_fsdp_grad_comm_dtype",

@@ -45,7 +45,6 @@ REFUSED: dict[str, str] = {
     "no release of Megatron-Core reads it; use --outer-dp-sharding-strategy optim": (
         "enable_full_sharding_in_hsdp"
     ),
-    "the second generation's switches are not built; leave it out": "megatron_fsdp_version",
     "torchrun has it: torchrun --log-dir DIR --redirects 3 --local-ranks-filter 0": "log_dir",
     "use --timing-log-level 1 --timing-log-option all, or --profile": "*straggler*",
     "nvidia-smi and DCGM measure energy": "log_energy",

@@ -99,9 +99,16 @@ def imply_fsdp(check: Check) -> None:
         check,
         "--use-megatron-fsdp",
         data_parallel_sharding_strategy="optim_grads_params",
-        use_distributed_optimizer=True,
         ckpt_format="fsdp_dtensor",
+        **({"use_distributed_optimizer": True} if args.megatron_fsdp_version == 1 else {}),
     )
+    if args.megatron_fsdp_version == 2:
+        check.require(
+            "use_distributed_optimizer" not in check.given,
+            "--use-distributed-optimizer with --megatron-fsdp-version 2: hooks do what it is for;"
+            " leave it out",
+        )
+        args.use_distributed_optimizer = True  # Megatron-Core's optimizer is the same
     if args.nccl_ub:
         imply(check, "--use-nccl-ub", fsdp_double_buffer=True, fsdp_manual_registration=True)
     choose_strictness(check)

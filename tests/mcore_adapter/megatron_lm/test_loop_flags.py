@@ -9,6 +9,9 @@ RUN = ["--micro-batch-size", "2"]
 FSDP = [*RUN, "--use-megatron-fsdp"]
 
 
+SECOND = ["--megatron-fsdp-version", "2"]
+
+
 def completed(words: list[str], has_cuda: bool = True, **environment: str) -> LoopCommandLine:
     return LoopCommandLine(words, environment, has_cuda, has_loop=True).complete()
 
@@ -24,6 +27,19 @@ def test_what_the_user_says_stays() -> None:
     given = "--data-parallel-sharding-strategy=optim --ckpt-format fsdp_dtensor"
     words = [*FSDP, *given.split(), "--use-distributed-optimizer"]
     assert completed(words).added == []
+
+
+def test_the_second_generation_is_told_to_loops_that_know_it() -> None:
+    for words in (SECOND, ["--megatron-fsdp-version=2"]):
+        before = completed([*FSDP, *words, "--swiglu"])
+        assert before.version == 2 and before.completed[: len(FSDP) + 1] == [*FSDP, "--swiglu"]
+        assert "--use-distributed-optimizer" in before.completed  # these loops demand it
+        since = LoopCommandLine([*FSDP, *words], {}, True, has_loop=True, has_version=True)
+        assert since.complete().completed[: len(FSDP) + len(words)] == [*FSDP, *words]
+        assert "--use-distributed-optimizer" not in since.completed
+    first = [*FSDP, "--megatron-fsdp-version", "1"]
+    assert completed(first).version == completed(FSDP).version == 1
+    assert completed(first).completed == completed(FSDP).completed
 
 
 def test_ddp_on_a_gpu_and_other_programs_are_left_alone() -> None:
@@ -61,6 +77,8 @@ def test_the_single_queue_of_scripts_for_tensor_parallelism_is_removed() -> None
         (["--ckpt-format", "zarr"], "write --ckpt-format fsdp_dtensor or leave it out"),
         (["--use-torch-fsdp2"], "leave one of them out"),
         (["--overlap-moe-expert-parallel-comm"], "parts of layers"),
+        ([*SECOND, "--use-distributed-optimizer"], "--megatron-fsdp-version 2: hooks do"),
+        (["--megatron-fsdp-version", "3"], "expects 1 or 2 but got 3"),
         (["--check-weight-hash-across-dp-replicas-interval", "5"], "have no replicas"),
     ],
 )
@@ -97,3 +115,8 @@ def test_a_cpu_keeps_layers_of_transformer_engine_where_they_can_be_imported() -
     with pytest.raises(LoopFlagError, match="--fp4-format needs a GPU"):
         words = [*FSDP, "--fp4-format", "e2m1"]
         LoopCommandLine(words, {}, has_cuda=False, has_loop=True, has_engine=True).complete()
+
+
+def test_the_second_generation_needs_the_flag() -> None:
+    with pytest.raises(LoopFlagError, match="--megatron-fsdp-version needs --use-megatron-fsdp"):
+        completed([*RUN, *SECOND])

@@ -84,9 +84,7 @@ def test_a_refused_flag_is_accepted_at_its_default() -> None:
         "--tensor-model-parallel-size 1 --expert-tensor-parallel-size 1 --cp-comm-type p2p"
         " --fp8-recipe delayed"
     )
-    args, _ = parse(
-        f"{MOCK} {line} --rerun-mode disabled --main-grads-dtype fp32 --megatron-fsdp-version 1"
-    )
+    args, _ = parse(f"{MOCK} {line} --rerun-mode disabled --main-grads-dtype fp32")
     assert args.expert_tensor_parallel_size == 1
 
 

@@ -26,6 +26,10 @@ CONFLICTS = {
             "expert tensor 1 x expert 3 x pipeline 1 parallelism needs a multiple of 3 ranks",
         ),
         (
+            f"{FSDP} --megatron-fsdp-version 2 --use-distributed-optimizer",
+            "--use-distributed-optimizer with --megatron-fsdp-version 2: hooks do what it is for",
+        ),
+        (
             "--use-distributed-optimizer --num-distributed-optimizer-instances 3",
             "must divide the 8 data x context ranks",
         ),

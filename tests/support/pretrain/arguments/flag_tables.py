@@ -72,6 +72,7 @@ DATA_PARALLELISM = (
     changes(
         "--megatron-fsdp-main-grads-dtype fp32", FSDP, ddp__megatron_fsdp_main_grads_dtype=fp32
     ),
+    changes("--megatron-fsdp-version 2", FSDP, ddp__megatron_fsdp_version=2),
     changes("--megatron-fsdp-grad-comm-dtype bf16", FSDP, ddp__megatron_fsdp_grad_comm_dtype=bf16),
     changes(
         "--megatron-fsdp-enable-fine-grained-param-gather",
