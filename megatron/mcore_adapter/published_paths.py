@@ -25,6 +25,7 @@ MODULES = (
     ".mixed_precision",
     ".distributed_data_parallel_config",
     ".experimental",
+    ".experimental.dbuffer",
     ".param_and_grad_buffer",
     ".package_info",
     ".uneven_dtensor",

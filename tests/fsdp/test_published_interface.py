@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import megatron_fsdp
+import megatron_fsdp.experimental
 from megatron_fsdp.utils import (
     contains_submesh,
     find_megatron_fsdp,
@@ -43,6 +44,11 @@ MODULES = {
     """,
     "megatron_fsdp.param_and_grad_buffer": "make_fsdp_dtensor",
     "megatron_fsdp.package_info": "__version__",
+    "megatron_fsdp.experimental": """
+        DBuffer Placements fully_shard fully_shard_context fully_shard_optimizer load_checkpoint
+        microbatch save_checkpoint
+    """,
+    "megatron_fsdp.experimental.dbuffer": "BufferLayout DBuffer",
     "megatron_fsdp.uneven_dtensor": """
         filter_unflattened_state_dict gather_and_compute_chunk_metadata
         gather_uneven_dtensor_to_full_tensor get_state_dict get_unflattened_state_dict
@@ -117,6 +123,19 @@ SIGNATURES = {
     ),
     "uneven_dtensor.gather_uneven_dtensor_to_full_tensor": "dtensor, target_device=None",
     "uneven_dtensor.get_unflattened_state_dict": "state_dict, key_chain=[]",
+    "experimental.fully_shard": (
+        "module, mesh, placements, mixed_precision_policy=None, grad_divisor=1"
+    ),
+    "experimental.fully_shard_context": (
+        "device=None, *, use_symmetric_memory=False, unify_communication_stream=False"
+    ),
+    "experimental.fully_shard_optimizer": "optimizer",
+    "experimental.microbatch": "context, is_last",
+    "experimental.Placements": "dp_axes, parameter, gradient, optimizer",
+    "experimental.save_checkpoint": "model, optimizer, checkpoint_dir",
+    "experimental.load_checkpoint": (
+        "model, optimizer, checkpoint_dir, *, sync_model_weights=True"
+    ),
 }
 """Parameters in their order, with their defaults."""
 

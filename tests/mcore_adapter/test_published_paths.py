@@ -32,7 +32,7 @@ model, optimizer = package.fully_shard(linear, torch.optim.AdamW(linear.paramete
 model(torch.ones(2, 3)).sum().backward()
 optimizer.step()
 found = find_megatron_fsdp(model) is model
-in_place = shard_in_place.__module__ == Placements.__module__.replace("placements", "experimental")
+in_place = shard_in_place.__module__ == Placements.__module__.removesuffix(".placements")
 """
 """What a program does that imports the package by this path."""
 

@@ -29,10 +29,12 @@ from megatron.fsdp.meta_initialisation import MetaInitialisation
 from megatron.fsdp.optimizer.sharded_optimizer import ShardedOptimizer, shard_optimizer
 from megatron.fsdp.problems import Problems
 from megatron.fsdp.settings import Gradients, Settings, Strategy, parse_precision
-from megatron_fsdp.placements import Placements, sharded_axes
+from megatron_fsdp.experimental.dbuffer import DBuffer
+from megatron_fsdp.experimental.placements import Placements, sharded_axes
 from megatron_fsdp.translation import published_names
 
 __all__ = [
+    "DBuffer",
     "Placements",
     "fully_shard",
     "fully_shard_context",

@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensors in one flat buffer over a mesh, of which axes have shards, copies or partial sums."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from megatron.fsdp.engine.collectives import Transport
+from megatron.fsdp.engine.layout import ROWS, plan, row_size
+from megatron_fsdp.uneven_dtensor import make_uneven_dtensor
+
+__all__ = ["BufferLayout", "DBuffer"]
+
+OPERATIONS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG}
+
+
+@dataclass(frozen=True)
+class BufferLayout:
+    """The positions of whole tensors in a buffer, in elements; no rank's part cuts a row."""
+
+    tensor_shapes: tuple[torch.Size, ...]
+    tensor_to_offset: tuple[int, ...]
+    size: int  # with padding
+
+
+class DBuffer:
+    """Tensors in one flat buffer, which each axis of a mesh shards, replicates or has yet to sum.
+
+    Shards are contiguous and of equal size: the first axis with ``Shard(0)`` divides the buffer,
+    the next one these parts. The layout depends on shapes and the size of the mesh alone.
+
+    Args:
+        mesh: the mesh.
+        placements: ``Shard(0)``, ``Replicate()`` or ``Partial()`` for each of its axes.
+        tensor_shapes: of the tensors.
+        dtype: of all of them.
+        device: of this rank's part. None: the mesh's.
+
+    Raises:
+        ValueError: for other placements.
+    """
+
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        placements: Iterable[Placement],
+        tensor_shapes: Iterable[Sequence[int]],
+        dtype: torch.dtype,
+        device: torch.device | str | None = None,
+    ):
+        self.mesh = mesh
+        self.placements = tuple(placements)
+        shapes = tuple(map(torch.Size, tensor_shapes))
+        known = (Replicate(), Shard(0), Partial("sum"), Partial("avg"))
+        if len(self.placements) != mesh.ndim or not set(self.placements) <= set(known):
+            raise ValueError(
+                f"placements expects Shard(0), Replicate() or Partial() for each of {mesh.ndim}"
+                f" axes but got {self.placements}"
+            )
+        plan_ = plan(shapes, mesh.size(), ROWS)
+        starts = tuple(position.start for position in plan_.positions)
+        self.layout = BufferLayout(shapes, starts, plan_.numel)
+        self.offset, size = 0, plan_.numel
+        for axis in self._axes_of(Shard):
+            size //= mesh.size(axis)
+            self.offset += size * mesh.get_local_rank(axis)
+        device = mesh.device_type if device is None else device
+        self.local_buffer = torch.zeros(size, dtype=dtype, device=device)
+
+    @classmethod
+    def from_local(
+        cls,
+        local_buffer: torch.Tensor,
+        mesh: DeviceMesh,
+        placements: Iterable[Placement],
+        tensor_shapes: Iterable[Sequence[int]],
+    ) -> DBuffer:
+        """Return a buffer of which ``local_buffer`` is this rank's part, without a copy."""
+        buffer = cls(mesh, placements, tensor_shapes, local_buffer.dtype, "meta")
+        if local_buffer.shape != buffer.local_buffer.shape:
+            raise ValueError(
+                f"local_buffer expects {len(buffer.local_buffer)} elements but got"
+                f" {tuple(local_buffer.shape)}"
+            )
+        buffer.local_buffer = local_buffer
+        return buffer
+
+    @classmethod
+    def distribute_tensors(
+        cls, tensors: Sequence[torch.Tensor], mesh: DeviceMesh, placements: Iterable[Placement]
+    ) -> DBuffer:
+        """Return a buffer with this rank's part of whole tensors, which all ranks have."""
+        shapes = [tensor.shape for tensor in tensors]
+        buffer = cls(mesh, placements, shapes, tensors[0].dtype)
+        for index, tensor in enumerate(tensors):
+            start, stop = buffer._rows_of(index)
+            buffer.get_tensor(index).copy_(tensor[start:stop] if tensor.ndim else tensor)
+        return buffer
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of all tensors."""
+        return self.local_buffer.dtype
+
+    def get_tensor(self, index: int) -> torch.Tensor:
+        """Return this rank's rows of a tensor, maybe none, as a view of the buffer."""
+        shape, (start, stop) = self.layout.tensor_shapes[index], self._rows_of(index)
+        begin = self.layout.tensor_to_offset[index] + start * row_size(shape) - self.offset
+        if start == stop:
+            return self.local_buffer[:0].view(0, *shape[1:])
+        flat = self.local_buffer.narrow(0, begin, (stop - start) * row_size(shape))
+        return flat.view(stop - start, *shape[1:]) if shape else flat.view(())
+
+    def get_dtensor(self, index: int) -> DTensor:
+        """Return the whole tensor as a DTensor over :meth:`get_tensor`."""
+        shape = tuple(self.layout.tensor_shapes[index])
+        return make_uneven_dtensor(self.get_tensor(index), shape, self.mesh, self.placements)
+
+    # ---- changes of the placement on one axis
+
+    def allgather(self, axis: int, out: DBuffer | None = None) -> DBuffer:
+        """Gather the shards of an axis; they must be those that no other axis divides."""
+        result = self._placed(axis, Shard(0), Replicate(), out)
+        group = self.mesh.get_group(axis)
+        Transport().all_gather([result.local_buffer], [self.local_buffer], group)(False)
+        return result
+
+    def scatter(self, axis: int, placement: Placement, out: DBuffer | None = None) -> DBuffer:
+        """Take this rank's shard of copies, which shares their memory unless ``out`` is given."""
+        result = self._placed(axis, Replicate(), placement, out, allocates=False)
+        part = self.local_buffer.chunk(self.mesh.size(axis))[self.mesh.get_local_rank(axis)]
+        if out is None:
+            return self.from_local(part, self.mesh, result.placements, self.layout.tensor_shapes)
+        out.local_buffer.copy_(part)
+        return out
+
+    def allreduce(self, axis: int, out: DBuffer | None = None) -> DBuffer:
+        """Reduce the partial sums of an axis into copies."""
+        result = self._placed(axis, self.placements[axis], Replicate(), out)
+        result.local_buffer.copy_(self.local_buffer)
+        dist.all_reduce(result.local_buffer, self._operation(axis), self.mesh.get_group(axis))
+        return result
+
+    def reduce_scatter(
+        self, axis: int, placement: Placement, out: DBuffer | None = None
+    ) -> DBuffer:
+        """Reduce the partial sums of an axis into shards."""
+        result = self._placed(axis, self.placements[axis], placement, out)
+        group, operation = self.mesh.get_group(axis), self._operation(axis)
+        full, shard = self.local_buffer, result.local_buffer
+        Transport().reduce_scatter(full, shard, group, operation)(False)
+        return result
+
+    def redistribute(self, placements: Iterable[Placement], out: DBuffer | None = None) -> DBuffer:
+        """Return the same tensors with other placements, but for partial ones."""
+        wanted = tuple(placements)
+        current = self
+        for axis in reversed(range(self.mesh.ndim)):
+            if isinstance(current.placements[axis], Partial):
+                current = current.allreduce(axis)
+            elif current.placements[axis] != Replicate():
+                current = current.allgather(axis)
+        for axis in range(self.mesh.ndim):
+            if wanted[axis] != Replicate():
+                current = current.scatter(axis, wanted[axis])
+        if out is None:
+            return current
+        if out.placements != wanted:
+            raise ValueError(f"out expects the placements {wanted} but has {out.placements}")
+        out.local_buffer.copy_(current.local_buffer)
+        return out
+
+    # ---- parts
+
+    def _axes_of(self, kind: type[Placement]) -> list[int]:
+        return [axis for axis, one in enumerate(self.placements) if isinstance(one, kind)]
+
+    def _rows_of(self, index: int) -> tuple[int, int]:
+        """Return the range of rows of a tensor that this rank has; a scalar is one row."""
+        shape, start = self.layout.tensor_shapes[index], self.layout.tensor_to_offset[index]
+        size, rows = row_size(shape), shape[0] if shape else 1
+        begin = min(max((self.offset - start) // size, 0), rows)
+        end = min(max((self.offset + len(self.local_buffer) - start) // size, 0), rows)
+        return begin, end
+
+    def _operation(self, axis: int) -> dist.ReduceOp.RedOpType:
+        placement = self.placements[axis]
+        if not isinstance(placement, Partial):
+            raise ValueError(f"axis {axis} expects Partial() but has {placement!r}")
+        return OPERATIONS[placement.reduce_op]
+
+    def _placed(
+        self,
+        axis: int,
+        before: Placement,
+        after: Placement,
+        out: DBuffer | None,
+        allocates: bool = True,
+    ) -> DBuffer:
+        """Return the buffer for a result: ``out``, or a new one; check what it is made of."""
+        if self.placements[axis] != before:
+            raise ValueError(f"axis {axis} expects {before!r} but has {self.placements[axis]!r}")
+        if Shard(0) in (before, after) and any(one > axis for one in self._axes_of(Shard)):
+            raise ValueError(f"axis {axis}: gather the shards of later axes first")
+        placements = (*self.placements[:axis], after, *self.placements[axis + 1 :])
+        shapes, device = self.layout.tensor_shapes, self.local_buffer.device
+        if out is not None and (out.placements, out.layout) != (placements, self.layout):
+            raise ValueError(f"out expects the placements {placements} and the same layout")
+        where = device if allocates else "meta"
+        return DBuffer(self.mesh, placements, shapes, self.dtype, where) if out is None else out
