@@ -50,8 +50,7 @@ def check_all(
     if any(is_linked(one) or hasattr(one, IS_COMPUTE) for one in own):
         problems.add("the module is sharded already")
         return
-    ignored = strategy.ignored
-    others = ignored | sharded_before
+    others = strategy.ignored | sharded_before
     named = {name: one for name, one in module.named_parameters() if one not in others}
     problems.check(_refuse_casts_of_dtensors, named, settings)
     has_slices = mesh is not None and mesh.tensor is not None
@@ -65,7 +64,7 @@ def check_all(
     if not named and not sharded_before:
         found.append("the module has no parameters to shard")
     found += _problems_of_shared_memory(named)
-    if foreign := len(ignored - set(module.parameters())):
+    if foreign := len(strategy.ignored - set(module.parameters())):
         found.append(
             f"Strategy.ignored has {foreign} parameters that are no part of the model: take them"
             " from the model that is sharded, not from a copy of it"
@@ -77,18 +76,9 @@ def check_all(
                 "Strategy.expert_level and Strategy.expert_outer need Mesh.expert_mesh and expert"
                 " parameters: with allreduce=False, or in a module called experts"
             )
-        if settings.offload is not None:
-            divided = {kind: strategy.of(kind)[0].shards_optimizer for kind in (False, True)}
-            how = settings.precision.resolve, kinds, divided
-            found += problems_of_offload(settings.offload, settings.device, mesh, named, *how)
+        found += _problems_of_offload(named, kinds, settings, mesh)
     if initialiser is not None:
-        found += problems_of_initialisation(module, initialiser)
-        if any(parameter.is_meta for parameter in ignored):
-            found.append("Strategy.ignored has parameters on the meta device: give them values")
-        if not max(map(strategy.of, (False, True)))[0].shards_optimizer:
-            found.append(
-                "Settings.initialisation needs a sharding strategy: level 0 shards nothing"
-            )
+        found += _problems_of_first_values(module, settings, initialiser)
     elif mesh is None or mesh.device.type != "meta":  # a simulated run, where nothing has values
         found += _problems_of_meta_tensors(module)
     for problem in found:
@@ -127,6 +117,26 @@ def _problems_of_dtypes(parameters: dict[str, nn.Parameter]) -> Iterator[str]:
     if wrong:
         found = ", ".join(wrong[:5])
         yield f"trainable parameters expect a floating-point dtype, but there are {found}"
+
+
+def _problems_of_offload(
+    named: dict[str, nn.Parameter], kinds: dict[str, bool], settings: Settings, mesh: Mesh
+) -> list[str]:
+    if settings.offload is None:
+        return []
+    divided = {kind: settings.strategy.of(kind)[0].shards_optimizer for kind in (False, True)}
+    how = settings.precision.resolve, kinds, divided
+    return problems_of_offload(settings.offload, settings.device, mesh, named, *how)
+
+
+def _problems_of_first_values(
+    module: nn.Module, settings: Settings, initialiser: Initialiser
+) -> Iterator[str]:
+    yield from problems_of_initialisation(module, initialiser)
+    if any(parameter.is_meta for parameter in settings.strategy.ignored):
+        yield "Strategy.ignored has parameters on the meta device: give them values"
+    if not max(map(settings.strategy.of, (False, True)))[0].shards_optimizer:
+        yield "Settings.initialisation needs a sharding strategy: level 0 shards nothing"
 
 
 def _problems_of_meta_tensors(module: nn.Module) -> Iterator[str]:

@@ -162,6 +162,7 @@ class InPlaceModel(ShardedModule):
             for group in unit.groups:
                 group.names = [f"{path}.{name}" for name in group.names]
                 group.unit_name = unit.name
+                group.guard.rename(group.names, unit.name)
         for sharded_param in self._sharded_params.values():
             sharded_param.name = f"{path}.{sharded_param.name}"
 

@@ -184,9 +184,7 @@ class FullyShardedDataParallel(_BaseDataParallel):
             calculate_per_token_loss=config.calculate_per_token_loss,
             init_model_with_meta_device=config.init_model_with_meta_device,
             # Programs read gradients between backward and step, or call backward within step.
-            sync_model_each_microbatch=(
-                not ddp_config.use_distributed_optimizer or generation_of(ddp_config) == 2
-            ),
+            sync_model_each_microbatch=_ends_each_backward(ddp_config),
             report_nan_in_param_grad=ddp_config.check_for_nan_in_grad,
         )
         trainable = [each for each in engine.sharded_params if each.group.requires_grad]
@@ -207,7 +205,7 @@ class FullyShardedDataParallel(_BaseDataParallel):
         if not ddp_config.use_distributed_optimizer:
             follow_torch_optimizers(engine)
         self.ddp_config = ddp_config
-        self._is_driven = generation_of(ddp_config) == 1  # else hooks do what calls ask for
+        self._is_driven = generation_of(ddp_config) == 1  # else hooks do it
         self._is_captured = captures_iterations(config)
         self.megatron_fsdp_dist_index = index  # the published name of the mesh in use
         self.force_all_reduce = False  # the training loop assigns it at every step
@@ -298,6 +296,10 @@ def generation_of(ddp_config: DistributedDataParallelConfig) -> int:
     if generation not in (1, 2):
         raise ValueError(f"megatron_fsdp_version expects 1 or 2 but got {generation!r}")
     return generation
+
+
+def _ends_each_backward(ddp_config: DistributedDataParallelConfig) -> bool:
+    return not ddp_config.use_distributed_optimizer or generation_of(ddp_config) == 2
 
 
 def default_unit_modules(module: nn.Module) -> list[type | nn.Module]:

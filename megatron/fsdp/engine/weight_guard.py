@@ -87,6 +87,11 @@ class WeightGuard:
             _set_versions(tuple(self._parameters), self._saved)
             self._saved = None
 
+    def rename(self, names: Sequence[str], unit_name: str) -> None:
+        """Use other names of the parameters and of their unit in messages."""
+        self._unit_name = unit_name
+        self._name_of = dict(zip(self._name_of, names))
+
     def words(self, version: int) -> str:
         """Return the message about a reader of the parameter with this version."""
         return NOT_GATHERED.format(unit=self._unit_name, name=self._name_of[version])

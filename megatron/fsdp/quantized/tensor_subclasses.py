@@ -54,6 +54,17 @@ def move(module: nn.Module, device: torch.device, ignored: Set[nn.Parameter]) ->
     """Move a module to a device, in place, but for tensors on meta and ``ignored`` parameters."""
     # torch drops the attributes of tensor subclasses.
     kept = {parameter: users_attributes(parameter) for parameter in module.parameters()}
-    module._apply(lambda one: one if one.is_meta or one in ignored else one.to(device))
+    # Not even asked for: weights of an earlier call may be read by nobody now.
+    set_aside: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]] = []
+    for inner in module.modules():
+        for name, own in list(inner._parameters.items()):
+            if own in ignored and type(inner._parameters) is dict:
+                set_aside.append((inner._parameters, name, own))
+                inner._parameters[name] = None
+    try:
+        module._apply(lambda one: one if one.is_meta else one.to(device))
+    finally:
+        for parameters, name, own in set_aside:
+            parameters[name] = own
     for parameter, attributes in kept.items():
         vars(parameter).update(attributes)
