@@ -95,20 +95,20 @@ def check_communicators(check: Check) -> None:
 def imply_fsdp(check: Check) -> None:
     """Apply and check what --use-megatron-fsdp implies, also together with --use-nccl-ub."""
     args = check.args
-    imply(
-        check,
-        "--use-megatron-fsdp",
-        data_parallel_sharding_strategy="optim_grads_params",
-        ckpt_format="fsdp_dtensor",
-        **({"use_distributed_optimizer": True} if args.megatron_fsdp_version == 1 else {}),
-    )
+    implied: dict[str, str | bool] = {
+        "data_parallel_sharding_strategy": "optim_grads_params",
+        "use_distributed_optimizer": True,
+        "ckpt_format": "fsdp_dtensor",
+    }
     if args.megatron_fsdp_version == 2:
         check.require(
             "use_distributed_optimizer" not in check.given,
             "--use-distributed-optimizer with --megatron-fsdp-version 2: hooks do what it is for;"
             " leave it out",
         )
-        args.use_distributed_optimizer = True  # Megatron-Core's optimizer is the same
+        # Megatron-Core's optimizer is the same, but nothing is said of a flag that is refused.
+        args.use_distributed_optimizer = implied.pop("use_distributed_optimizer")
+    imply(check, "--use-megatron-fsdp", **implied)
     if args.nccl_ub:
         imply(check, "--use-nccl-ub", fsdp_double_buffer=True, fsdp_manual_registration=True)
     choose_strictness(check)

@@ -26,6 +26,10 @@ from torch.optim.swa_utils import AveragedModel
 from megatron_fsdp import fully_shard, fully_shard_model, fully_shard_optimizer
 from megatron_fsdp.utils import state_of_other_optimizers
 from tests.fsdp.dtensor.test_operations import plain
+from tests.support.examples.second_generation import (
+    before_second_generation,
+    the_model_is_that_of_one_process,
+)
 from tests.support.fsdp.matrix_optimizers import orthogonal
 from tests.support.huggingface.tiny_runs import (
     Sequences,
@@ -438,6 +442,9 @@ PROGRAMS = {
     ),
     "docs/coming_from_megatron_lm.md": PageProgram(
         before_megatron_core, (the_settings_shard_a_model,)
+    ),
+    "docs/second_generation.md": PageProgram(
+        before_second_generation, (the_model_is_that_of_one_process,)
     ),
     "docs/megatron_lm_loop.md": PageProgram(dict, (the_class_is_the_drop_ins,)),
 }
