@@ -97,6 +97,7 @@ ROWS = {
     "zero1": Row(2, fsdp="--data-parallel-sharding-strategy optim"),
     "zero2": Row(2, fsdp="--data-parallel-sharding-strategy optim_grads"),
     "overlap": Row(2, fsdp=OVERLAP),
+    "second-generation": Row(2, EVALUATIONS, f"{OVERLAP} --megatron-fsdp-version 2"),
     "evaluation": Row(2, "--eval-iters 1 --eval-interval 2", OVERLAP),
     "captured": Row(2, EVALUATIONS, OVERLAP, "0.19.2", graphs=GRAPHS, num_replays=REPLAYS),
     "captured-zero1": Row(

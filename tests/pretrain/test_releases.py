@@ -104,7 +104,7 @@ def test_files_load_and_convert_both_ways(
 
 LOOP = {
     "0.17.1": ["zero0", "ep-zero2", "resume-tp-pp"],
-    "0.18.2": ["cp", "hybrid-optim", "per-token", "resume-bf16"],
+    "0.18.2": ["cp", "hybrid-optim", "per-token", "second-generation", "resume-bf16"],
     "0.19.2": [
         *("zero1", "evaluation", "resume", "resume-double-buffer", "resume-ep", "resume-vpp-bf16"),
         *("resume-hybrid-model", "resume-precision-aware", "fp8"),
