@@ -121,12 +121,12 @@ def _problems_of_dtypes(parameters: dict[str, nn.Parameter]) -> Iterator[str]:
 
 def _problems_of_offload(
     named: dict[str, nn.Parameter], kinds: dict[str, bool], settings: Settings, mesh: Mesh
-) -> list[str]:
+) -> Iterator[str]:
     if settings.offload is None:
-        return []
+        return
     divided = {kind: settings.strategy.of(kind)[0].shards_optimizer for kind in (False, True)}
     how = settings.precision.resolve, kinds, divided
-    return problems_of_offload(settings.offload, settings.device, mesh, named, *how)
+    yield from problems_of_offload(settings.offload, settings.device, mesh, named, *how)
 
 
 def _problems_of_first_values(

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import cache
-from itertools import chain
 from typing import Any, NoReturn, SupportsIndex
 
 import torch
@@ -103,9 +102,11 @@ class InPlaceModel(ShardedModule):
     def __init__(self, module: nn.Module, settings: Settings, problems: Problems, context: Context):
         self._inside = tuple(models_inside(module))
         self.context = context
-        before = chain.from_iterable(model._sharded_params.items() for model in self._inside)
-        both = ((compute, sharded_param.parameter) for compute, sharded_param in before)
-        self._sharded_before = frozenset(chain.from_iterable(both)) | _tied_outside(module)
+        before: set[Any] = _tied_outside(module)
+        for model in self._inside:
+            before.update(model._sharded_params)
+            before.update(each.parameter for each in model.sharded_params)
+        self._sharded_before = before
         super().__init__(module, settings, problems)
         vars(module)[MODEL] = self
         for model in self._inside:
@@ -116,7 +117,8 @@ class InPlaceModel(ShardedModule):
         for compute in self._sharded_params:
             vars(compute)[MODEL] = ProcessLink(self)
         context.roots.append(self)
-        module.__class__ = _class_in_place(type(module))
+        cls: Any = type(module)
+        module.__class__ = _class_in_place(cls)
         module.register_load_state_dict_pre_hook(refuse_assignment)
         self._inside = ()
 
@@ -205,7 +207,7 @@ def _tied_outside(module: object) -> set[nn.Parameter]:
     return tied
 
 
-class FSDPModule:
+class FSDPModule(nn.Module):
     """The methods that :func:`fully_shard` adds to the class of a module."""
 
     @property
@@ -221,16 +223,16 @@ class FSDPModule:
         """Call the module."""
         self.context.begin_forward()
         if not self.is_root():
-            return super().__call__(*args, **kwargs)  # type: ignore[misc]  # of nn.Module
+            return super().__call__(*args, **kwargs)
         try:
-            output = super().__call__(*args, **kwargs)  # type: ignore[misc]  # as above
+            output = super().__call__(*args, **kwargs)
         except BaseException:
             model_of(self)._hooks.forget_calls()
             raise
         self.context.prefetch_after(model_of(self))
         return output
 
-    def state_dict(
+    def state_dict(  # type: ignore[override]  # one signature for torch's two overloads
         self,
         *args: Any,
         destination: dict[str, Any] | None = None,
@@ -239,8 +241,11 @@ class FSDPModule:
     ) -> dict[str, Any]:
         """Return main weights as DTensors of full shape, and buffers unchanged."""
         model = model_of(self)
-        state: dict[str, Any] = super().state_dict(  # type: ignore[misc]  # of nn.Module
-            *args, destination=destination, prefix=prefix, keep_vars=True
+        state: dict[str, Any] = super().state_dict(
+            *args,
+            destination=destination,  # type: ignore[arg-type]  # None makes one with metadata
+            prefix=prefix,
+            keep_vars=True,
         )
         find = model._sharded_param_of
         show_main_weights(state, prefix, find, keep_vars, model.checkpoint_ready)
@@ -256,7 +261,7 @@ class FSDPModule:
         refuse_assignment(self, state_dict, "", {"assign_to_params_buffers": assign})
         model = model_of(self)
         groups = model._mesh.all_groups() if model.strategy.shards_optimizer else ()
-        load = super().load_state_dict  # type: ignore[misc]  # of nn.Module
+        load = super().load_state_dict
         find = model._sharded_param_of
         return load_model_state(self, find, state_dict, strict, groups, load)
 
@@ -265,7 +270,7 @@ class FSDPModule:
         if self.is_root():
             model_of(self).zero_grad(set_to_none)
         else:
-            super().zero_grad(set_to_none)  # type: ignore[misc]  # of nn.Module
+            super().zero_grad(set_to_none)
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
         raise NotImplementedError(REFUSED_COPY)
@@ -275,7 +280,7 @@ class FSDPModule:
 
 
 @cache
-def _class_in_place(cls: type[nn.Module]) -> type[nn.Module]:
+def _class_in_place(cls: Any) -> Any:
     if issubclass(cls, FSDPModule):
         return cls
     return type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__})

@@ -18,8 +18,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPrecision
 
@@ -195,7 +196,7 @@ def save_checkpoint(
     model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint_dir: str | os.PathLike[str]
 ) -> None:
     """Save a model and its optimizer as a directory of torch.distributed.checkpoint."""
-    dcp.save(_state(model, optimizer), checkpoint_id=checkpoint_dir)
+    save(_state(model, optimizer), checkpoint_id=checkpoint_dir)
 
 
 def load_checkpoint(
@@ -219,7 +220,7 @@ def load_checkpoint(
         for own in dict.fromkeys(model_of(one) for one in model.modules() if MODEL in vars(one)):
             for group in own.groups:
                 group.keep_compute_weights()
-    dcp.load(state, checkpoint_id=checkpoint_dir)
+    load(state, checkpoint_id=checkpoint_dir)
     if sync_model_weights:
         model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])

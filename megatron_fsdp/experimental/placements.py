@@ -15,7 +15,7 @@ from megatron.fsdp.engine.mesh import Mesh, axis_names
 from megatron.fsdp.settings import Strategy
 
 # Placements of parameter, gradient and optimizer on one axis, by ZeRO level.
-LEVELS = [
+LEVELS: list[tuple[Placement, ...]] = [
     (Replicate(), Replicate(), Replicate()),
     (Replicate(), Replicate(), Shard(0)),
     (Replicate(), Shard(0), Shard(0)),
@@ -73,8 +73,10 @@ class Placements:
         names = axis_names(mesh)
         level_of: dict[str, int] = {}
         for axis, placed in zip(self.dp_axes, self._by_axis()):
-            name = names[axis] if axis in range(len(names)) else axis
-            if name not in names or name in level_of:
+            name = axis
+            if isinstance(axis, int) and axis in range(len(names)):
+                name = names[axis]
+            if not isinstance(name, str) or name not in names or name in level_of:
                 raise ValueError(
                     "placements.dp_axes expects different axes of the mesh, by name or by index,"
                     f" but got {list(self.dp_axes)}; the mesh has {names}"

@@ -58,7 +58,7 @@ def move(module: nn.Module, device: torch.device, ignored: Set[nn.Parameter]) ->
     set_aside: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]] = []
     for inner in module.modules():
         for name, own in list(inner._parameters.items()):
-            if own in ignored and type(inner._parameters) is dict:
+            if own is not None and own in ignored and type(inner._parameters) is dict:
                 set_aside.append((inner._parameters, name, own))
                 inner._parameters[name] = None
     try:
