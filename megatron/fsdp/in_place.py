@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from functools import cache
+from functools import cache, partial
 from typing import Any, NoReturn, SupportsIndex
 
 import torch
@@ -188,6 +188,11 @@ def model_of(module: Any) -> InPlaceModel:
     return model
 
 
+def is_root(module: nn.Module) -> bool:
+    """Return True if no sharded module contains this one, which was sharded in place."""
+    return model_of(module).module is module
+
+
 def models_inside(module: object) -> Iterator[InPlaceModel]:
     """Yield the models of modules inside of ``module``, in its order, that no larger one has."""
     for inner in module.modules() if isinstance(module, nn.Module) else ():
@@ -210,26 +215,29 @@ def _tied_outside(module: object) -> set[nn.Parameter]:
 class FSDPModule(nn.Module):
     """The methods that :func:`fully_shard` adds to the class of a module."""
 
-    @property
-    def context(self) -> Context:
-        """The context, which all modules inside of a root share."""
-        return model_of(self).context
-
-    def is_root(self) -> bool:
-        """Return True if no sharded module contains this one."""
-        return model_of(self).module is self
+    def __getattr__(self, name: str) -> Any:
+        """Return ``context``, which all modules in a root share, or the function ``is_root``."""
+        try:  # what the module has by these names is its own
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "context":
+                return model_of(self).context
+            if name == "is_root":
+                return partial(is_root, self)
+            raise
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module."""
-        self.context.begin_forward()
-        if not self.is_root():
+        model = model_of(self)
+        model.context.begin_forward()
+        if not is_root(self):
             return super().__call__(*args, **kwargs)
         try:
             output = super().__call__(*args, **kwargs)
         except BaseException:
-            model_of(self)._hooks.forget_calls()
+            model._hooks.forget_calls()
             raise
-        self.context.prefetch_after(model_of(self))
+        model.context.prefetch_after(model)
         return output
 
     def state_dict(  # type: ignore[override]  # one signature for torch's two overloads
@@ -267,7 +275,7 @@ class FSDPModule(nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, also those that no parameter shows yet."""
-        if self.is_root():
+        if is_root(self):
             model_of(self).zero_grad(set_to_none)
         else:
             super().zero_grad(set_to_none)

@@ -127,12 +127,17 @@ def fully_shard(
     Raises:
         ValueError: lists every problem, the same on every rank.
         NotImplementedError: names what is not built.
-        RuntimeError: after a forward.
+        RuntimeError: after a forward, and after :func:`fully_shard_optimizer`.
     """
     context = _open[-1] if _open else Context()
     inside = list(models_inside(module))
     if context.has_run or any(model.context.has_run for model in inside):
         raise RuntimeError("fully_shard after a forward: shard all modules before the first one")
+    if any(model._has_optimizer for model in inside):
+        raise RuntimeError(
+            "fully_shard after fully_shard_optimizer: shard the module around those with an"
+            " optimizer first. The optimizer itself may be made before"
+        )
     problems = Problems(mesh.get_all_groups() if isinstance(mesh, DeviceMesh) else (None,))
     with published_names(NAMES):
         axes = problems.check(sharded_axes, module, mesh, placements, grad_divisor != 1)

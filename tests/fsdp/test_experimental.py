@@ -263,7 +263,7 @@ def wrong_calls() -> dict[str, str]:
 
     def forward_inside() -> None:
         with fully_shard_context():
-            fully_shard(other, mesh, whole)(torch.ones(1, 4))
+            fully_shard(nn.Linear(4, 4), mesh, whole)(torch.ones(1, 4))
 
     def symmetric() -> None:
         with fully_shard_context(use_symmetric_memory=True):
@@ -299,6 +299,9 @@ def wrong_calls() -> dict[str, str]:
     found["inside"] = message_of(ValueError, fully_shard, model.blocks[0], mesh, whole)
     around = nn.Sequential(model, nn.Linear(3, 3).double())
     loss_of(model(batch(0, 0, 0))).backward()
+    fully_shard(other, mesh, whole)
+    fully_shard_optimizer(optimizer_over(other))
+    found["optimizer"] = message_of(RuntimeError, fully_shard, nn.ModuleList([other]), mesh, whole)
     found["late"] = message_of(RuntimeError, fully_shard, around, mesh, whole)
     assert not hasattr(around, "is_root")
     return found
@@ -324,6 +327,7 @@ def test_wrong_calls_say_what_is_wrong_on_every_rank(ranks: Ranks) -> None:
         "twice": "sharded already",
         "inside": "sharded already",
         "late": "after a forward",
+        "optimizer": "after fully_shard_optimizer",
     }
     missing = {name: found[name] for name, word in words.items() if word not in found[name]}
     assert not missing and found.keys() == words.keys()

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
@@ -37,6 +38,7 @@ from tests.support.fsdp.reference import (
     optimizer_over,
 )
 from tests.support.fsdp.side_by_side import mean_gradients, plain_backward
+from tests.support.fsdp.state_dicts import assert_equal
 
 
 @on_ranks(2)
@@ -93,6 +95,47 @@ def test_a_module_stays_itself_and_its_class_is_extended() -> None:
     for copied in (copy.deepcopy, pickle.dumps):
         with pytest.raises(NotImplementedError, match=r"state_dict\(\)"):
             copied(model)
+
+
+class WithContext(nn.Module):
+    """A module with attributes of the names that sharding adds."""
+
+    is_root = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.context = nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.context(x) if not self.is_root else x
+
+
+@on_ranks(2)
+def test_attributes_of_the_module_are_its_own() -> None:
+    mesh, model = shard_mesh(), WithContext()
+    inner = model.context
+    fully_shard(model, mesh, on_one_axis(mesh, 3).placements)
+    assert model.context is inner and model.is_root is False
+    model(torch.ones(1, 3)).sum().backward()
+    assert inner.weight.grad is not None
+
+
+@on_ranks(2)
+def test_torchs_functions_get_and_set_the_state() -> None:
+    mesh, model = shard_mesh(), build_stack()
+    shard_in_place(model, on_one_axis(mesh, 3))
+    optimizer = fully_shard_optimizer(optimizer_over(model))
+    train(model, optimizer, [batch(0, 0, 0)])
+    weights, moments = copy.deepcopy(get_state_dict(model, optimizer))
+    expected = whole_weights(model)
+    assert weights.keys() == expected.keys() and moments["state"].keys() == expected.keys()
+    train(model, optimizer, [batch(1, 0, 0)])
+    after = whole_weights(model)
+    train(model, optimizer, [batch(2, 0, 0)])
+    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
+    assert_equal(whole_weights(model), expected)
+    train(model, optimizer, [batch(1, 0, 0)])
+    assert_equal(whole_weights(model), after)
 
 
 @on_ranks(2)
