@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Set
 from functools import partial
-from itertools import starmap
+from itertools import chain, starmap
 from typing import Any, NamedTuple
 
 import torch
@@ -91,6 +91,9 @@ def shard_parameters(
         for name, value in users_attributes(given).items():
             setattr(sharded_param.parameter, name, value)
         link(sharded_param.parameter, sharded_param)
+    for group in chain.from_iterable(unit.groups for unit in units):
+        if not group.is_readable:
+            group.guard.close()
     return units, {each.compute: each for each in sharded_params.values()}, slots
 
 

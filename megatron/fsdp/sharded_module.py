@@ -137,9 +137,6 @@ class ShardedModule(nn.Module):
         gathers_layers = self.strategy.shards_parameters and self._mesh.dense.inner.size() > 1
         prepare_wrapped_module(module, gathers_layers, self.state_dict, self._apply)
         lead_by_own_names(self)
-        for group in self.groups:
-            if not group.is_readable:
-                group.guard.close()
 
     # ---- the parts
 

@@ -150,7 +150,7 @@ def cures_of(argv: list[str], parse: Parse) -> Iterator[str]:
     tried = {f"with {flag}": [*argv, flag] for flag in switches() if flag not in given}
     for number, words in enumerate(flags):
         others = flags[:number] + flags[number + 1 :]
-        tried[f"without {words[0]}"] = [word for each in others for word in each]
+        tried[f"without {words[0]}"] = list(chain.from_iterable(others))
     for change, words in tried.items():
         try:
             args, _ = parse(words)
