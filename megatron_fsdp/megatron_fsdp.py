@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from megatron.fsdp.engine.policy import MixedPrecisionPolicy
 from megatron.fsdp.problems import Problems
@@ -146,6 +147,16 @@ class MegatronFSDP(OutsideSchedule):
             " it out, the model averages them over the ranks of its mesh; for replicas of shards"
             " give dp_outer_dim"
         )
+
+    @property
+    def mp_policy(self) -> MixedPrecisionPolicy:
+        """The dtypes of main weights, gradients and reductions, as given."""
+        return self._settings.precision
+
+    @property
+    def expt_device_mesh(self) -> DeviceMesh | None:
+        """The mesh of expert parameters; None if they have no mesh of their own."""
+        return self.get_distributed_index().expt_device_mesh
 
     def get_distributed_index(self) -> FSDPDistributedIndex:
         """Return the mesh."""

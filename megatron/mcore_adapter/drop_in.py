@@ -31,7 +31,10 @@ import megatron.core  # noqa: E402
 from megatron.core.optimizer import DistributedOptimizer  # noqa: E402
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner  # noqa: E402
 
-from megatron.mcore_adapter.data_parallel import FullyShardedDataParallel  # noqa: E402
+from megatron.mcore_adapter.data_parallel import (  # noqa: E402
+    FullyShardedDataParallel,
+    generation_of,
+)
 from megatron.mcore_adapter.megatron_lm import (  # noqa: E402
     loop_optimizer,
     loop_planner,
@@ -166,6 +169,9 @@ def _replaced_names() -> dict[str, tuple[object, object]]:
         UNEVEN: {preprocess.__name__: preprocess},
         ENTRIES: {each.__name__: each for each in functions},
     }
+    if f"{CLASS}V1" in vars(sys.modules[ADAPTER]):  # since 0.20, between which a function chooses
+        generations = {f"{CLASS}V1": FirstGeneration, f"{CLASS}V2": SecondGeneration}
+        required[ADAPTER] = {CLASS: DropInDataParallel, **generations}
     pairs: dict[str, tuple[object, object]] = {}
     absent = []
     for path, replacements in required.items():
@@ -249,12 +255,18 @@ class DropInDataParallel(FullyShardedDataParallel):
     the first, where buckets would gain nothing. Units bound the memory on all of them.
     """
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> DropInDataParallel:
+        """Return a wrapper of the generation that ``ddp_config`` asks for."""
+        given = inspect.signature(FullyShardedDataParallel).bind(*args, **kwargs).arguments
+        config = given["ddp_config"]
+        if _installation is not None and not hasattr(config, "megatron_fsdp_version"):
+            config.megatron_fsdp_version = _installation.version  # releases before 0.20
+        is_first = generation_of(config) == 1
+        return super().__new__(FirstGeneration if is_first else SecondGeneration)
+
     def __init__(self, *args: Any, **kwargs: Any):
         if _installation is not None:
             _installation.replace_names()  # in modules that have been imported since
-            bound = inspect.signature(FullyShardedDataParallel).bind(*args, **kwargs).arguments
-            if not hasattr(bound["ddp_config"], "megatron_fsdp_version"):  # before 0.20
-                bound["ddp_config"].megatron_fsdp_version = _installation.version
         super().__init__(*args, **(kwargs | {"disable_bucketing": False}))
         self._refused: tuple[Any, Exception] | None = None
 
@@ -277,3 +289,11 @@ class DropInDataParallel(FullyShardedDataParallel):
             raise
         self._refused = None
         return result
+
+
+class FirstGeneration(DropInDataParallel):
+    """What newer releases choose for ``megatron_fsdp_version`` 1."""
+
+
+class SecondGeneration(DropInDataParallel):
+    """What newer releases choose for ``megatron_fsdp_version`` 2."""

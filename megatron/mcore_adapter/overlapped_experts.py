@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary, ref
 
 import torch
 from megatron.core.models.common import model_chunk_schedule_plan as plans
+from megatron.core.pipeline_parallel import combined_1f1b
 from torch import nn
 
 from megatron_fsdp import MegatronFSDP
@@ -27,6 +28,8 @@ def drive_combined_schedule(engine: MegatronFSDP, delays_gradients: bool) -> Non
     for plan in (plans.TransformerModelChunkSchedulePlan, plans.TransformerLayerSchedulePlan):
         if plan.run.__module__ != __name__:
             plan.run = staticmethod(_telling(plan.run))
+    # Since 0.18 the schedule looks for the published class, and would call it a second time.
+    combined_1f1b.find_megatron_fsdp = lambda model: None
     _engines.update(dict.fromkeys(engine.module.modules(), ref(engine)))
 
 

@@ -28,6 +28,7 @@ from megatron.mcore_adapter.megatron_lm import loop_state_dicts
 from megatron.mcore_adapter.megatron_lm.loop_on_cpu import LoopOnCpu
 from megatron.mcore_adapter.releases import tested
 from megatron_fsdp import MegatronFSDP
+from tests.support.mcore_adapter import megatron_lm_loop
 from tests.support.mcore_adapter.dropped_in import LoopRun, dropped_in
 from tests.support.mcore_adapter.megatron_lm_loop import NAMES, loaded
 from tests.support.rank_pool import run_ranks
@@ -270,6 +271,47 @@ def install_beside_strangers() -> tuple[list[str], bool]:
             messages.append(message_of(drop_in.install))
             sys.modules[drop_in.ENTRIES].handle_swiglu_in_state_dict = gone
     return messages, kept
+
+
+class NewerRelease:
+    """What 0.20 has in place of the class: a function that chooses between two."""
+
+    def __init__(self) -> None:
+        adapter = import_module(drop_in.ADAPTER)
+        own = {"__module__": drop_in.ADAPTER}
+        self.first = type("FullyShardedDataParallelV1", (), own)
+        self.second = type("FullyShardedDataParallelV2", (), own)
+
+        def choose() -> None: ...
+
+        choose.__module__ = drop_in.ADAPTER
+        self.names = {f"{drop_in.CLASS}V1": self.first, f"{drop_in.CLASS}V2": self.second}
+        self.patched = patch.multiple(adapter, create=True, **self.names, **{drop_in.CLASS: choose})
+        self.choose = choose
+
+
+def install_on_a_newer_release() -> list[bool]:
+    """Job: train with both generations, and look at the names of a loop before and afterwards."""
+    release, seen = NewerRelease(), []
+    with (
+        release.patched,
+        loaded() as loop,
+        patch.multiple(loop, create=True, megatron_FSDP=release.choose, **release.names),
+        patch.object(megatron_lm_loop, "megatron_FSDP", release.choose),
+    ):
+        with drop_in.install():
+            run = LoopRun(loop)
+            seen.append(isinstance(run.model[0], loop.FullyShardedDataParallelV1))
+            seen.append(not isinstance(run.model[0], loop.FullyShardedDataParallelV2))
+            losses = run.train(2)
+            seen.append(losses[-1] != losses[0])
+        seen.append(loop.FullyShardedDataParallelV1 is release.first)
+        seen.append(loop.megatron_FSDP is release.choose)
+    return seen
+
+
+def test_a_release_that_chooses_between_two_classes_gets_two_of_ours() -> None:
+    assert run_ranks(1, install_on_a_newer_release) == [[True] * 5]
 
 
 def message_of(call: Any) -> str:

@@ -5,8 +5,14 @@ from dataclasses import dataclass
 from unittest.mock import patch
 
 import pytest
+from megatron.core.models.common import model_chunk_schedule_plan as plans
+from megatron.core.pipeline_parallel import combined_1f1b
+from torch import nn
 
-from megatron_fsdp import MegatronFSDP
+from megatron.mcore_adapter.overlapped_experts import drive_combined_schedule
+from megatron_fsdp import MegatronFSDP, fully_shard_model
+from megatron_fsdp.utils import find_megatron_fsdp
+from tests.support.fsdp.reference import on_ranks
 from tests.support.mcore_adapter.runs_on_cuda_model import GATHERS
 from tests.support.pretrain.parity import ALLTOALL, Combination
 from tests.support.pretrain.training_runs import pretrain
@@ -47,6 +53,17 @@ CASES = {
     "zero3-dp2": ScheduledRun(4, "ep2", 3, 12),
     "zero3-vpp2": ScheduledRun(4, "pp2 vpp2 ep2", 3, 8, layers=4),
 }
+
+
+@on_ranks(1)
+def test_a_schedule_that_looks_for_the_published_class_does_not_call_it_too() -> None:
+    engine = fully_shard_model(nn.Sequential(nn.Linear(2, 2)), fsdp_unit_modules=[nn.Linear])
+    finder = patch.object(combined_1f1b, "find_megatron_fsdp", find_megatron_fsdp, create=True)
+    plan = plans.TransformerModelChunkSchedulePlan, plans.TransformerLayerSchedulePlan
+    with finder, patch.object(plan[0], "run"), patch.object(plan[1], "run"):
+        assert combined_1f1b.find_megatron_fsdp(engine) is engine
+        drive_combined_schedule(engine, delays_gradients=False)
+        assert combined_1f1b.find_megatron_fsdp(engine) is None
 
 
 @pytest.mark.exhaustive
