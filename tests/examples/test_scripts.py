@@ -299,7 +299,7 @@ def test_a_conversion_that_was_killed_goes_on_when_it_is_queued_again(
     shell: Shell, tmp_path: Path
 ) -> None:
     words = ["convert-torch-dist-to-fsdp-dtensor", SAMPLE, tmp_path / "out", "--swiglu"]
-    with patch.object(conversion, "_finish", side_effect=KeyboardInterrupt):
+    with patch.object(conversion, "_publish", side_effect=KeyboardInterrupt):
         assert tool(*words)[0] != 0
     assert not (tmp_path / "out" / TRACKER).exists()
     written = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*.distcp")}

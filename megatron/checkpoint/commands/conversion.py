@@ -23,7 +23,6 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from megatron.checkpoint.core.listing import some
 from megatron.checkpoint.core.parts import Part, Target, progress_of
 from megatron.checkpoint.dcp import safe_pickle
 from megatron.checkpoint.integrity.manifest import digest_of
@@ -91,50 +90,63 @@ def convert(
     sizes = [(part.name, part.num_bytes) for part in target.parts]
     identity = fingerprint(identity or uuid.uuid4().hex, sizes)
     _check_url(output, identity)
-    is_published = bool(_on_first_rank(lambda: output.is_published(identity)))
+    place = _on_first_rank(lambda: _place_to_write(target, output, identity))
     if _distributed():
-        is_published = bool(agree(["is published"] if is_published else []))
-    if not is_published:
-        _write(target, output, identity, show_progress, oom_traceback)
+        (place,) = agree([place] if place is not None else [])
+    if place:
+        _write(target, output, Path(place), identity, show_progress, oom_traceback)
     notes = _on_first_rank(lambda: _finish(target, output)) or []
     report(notes)
     _on_first_rank(output.complete)
     return notes
 
 
+def _place_to_write(target: Target, output: OutputDirectory, identity: str) -> str:
+    """Return the staging directory, or the final one if an interrupted conversion came so far.
+
+    Empty if it had begun to remove its journal, the last of its steps but one.
+    """
+    if not output.is_published(identity):
+        return str(output.staging)
+    journal = output.final / CONVERSION_JOURNAL
+    has_all = all((journal / part.name).is_file() for part in target.parts)
+    return str(output.final) if has_all else ""
+
+
 def _write(
     target: Target,
     output: OutputDirectory,
+    place: Path,
     identity: str,
     show_progress: bool,
     oom_traceback: bool,
 ) -> None:
     """Write all parts that an interrupted conversion has not, and publish the output."""
-    is_continued = directory.has_identity(output.staging, identity)
+    is_continued = directory.has_identity(place, identity)
     # What was finished before outlasts an error of a rank that has not come to its parts.
-    removed_on_error = None if is_continued else output.staging
-    _on_first_rank(lambda: _prepare(output.staging, identity, is_continued), removed_on_error)
+    removed_on_error = None if is_continued else place
+    _on_first_rank(lambda: _prepare(place, identity, is_continued), removed_on_error)
     problem = None
     try:
-        _write_parts(_share(target.parts), output.staging, show_progress and _is_first())
+        _write_parts(_share(target.parts), place, show_progress and _is_first())
     except Exception as error:  # a full disk, a damaged source: anything, on any rank
         if oom_traceback and is_out_of_memory(error):
             traceback.print_exception(error)
         problem = _message_of_rank(error)
         with suppress(OSError):
-            (output.staging / CONVERSION_JOURNAL / _FAILED).touch()
+            (place / CONVERSION_JOURNAL / _FAILED).touch()
     _raise_together(problem, output.staging)
-    _on_first_rank(lambda: _publish(target, output), output.staging)
+    _on_first_rank(lambda: _publish(target, output, place), output.staging)
 
 
-def _prepare(staging: Path, identity: str, is_continued: bool) -> None:
-    """Make the staging directory, or keep it."""
-    journal = staging / CONVERSION_JOURNAL
+def _prepare(place: Path, identity: str, is_continued: bool) -> None:
+    """Make the staging directory, or keep the one that an interrupted conversion has left."""
+    journal = place / CONVERSION_JOURNAL
+    if not is_continued and place.exists():
+        shutil.rmtree(place)
+    journal.mkdir(parents=True, exist_ok=True)
     if not is_continued:
-        if staging.exists():
-            shutil.rmtree(staging)
-        journal.mkdir(parents=True)
-        durable.write_text(staging / CONVERSION_IDENTITY, identity)
+        durable.write_text(place / CONVERSION_IDENTITY, identity)
     (journal / _FAILED).unlink(missing_ok=True)
 
 
@@ -174,14 +186,11 @@ def _result_of(part: Part, place: Path) -> Any:
     return safe_pickle.load(result) if hashlib.sha256(result).digest() == digest else None
 
 
-def _publish(target: Target, output: OutputDirectory) -> None:
-    """Write the files that depend on all parts, and publish the output."""
-    results = {part.name: _result_of(part, output.staging) for part in target.parts}
-    lost = [name for name, result in results.items() if result is None]
-    if lost:
-        raise RuntimeError(f"{output.staging} has lost the results of its parts {some(lost)}")
-    target.finish(output.staging, results)
-    output.publish()
+def _publish(target: Target, output: OutputDirectory, place: Path) -> None:
+    """Write the files that depend on all parts, and make the output visible unless it is."""
+    target.finish(place, {part.name: _result_of(part, place) for part in target.parts})
+    if place == output.staging:
+        output.publish()
 
 
 def _finish(target: Target, output: OutputDirectory) -> list[str]:

@@ -78,16 +78,26 @@ def test_a_command_that_is_killed_anywhere_is_ended_by_the_same_command(
     assert strike_everywhere(action, tmp_path, kill) > 15
 
 
-@pytest.mark.parametrize("damaged", ["data", "result", "identity", "cut off", "missing"])
+@pytest.mark.parametrize(
+    ("step", "damaged"),
+    [
+        *(("_publish", each) for each in ("data", "result", "identity", "cut off", "missing")),
+        *(("_finish", each) for each in ("data", "result")),
+    ],
+)
 def test_what_a_kill_has_left_is_compared_before_it_is_used(
-    damaged: str, inputs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    step: str,
+    damaged: str,
+    inputs: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     words = ["convert-to-hf", inputs["fsdp_dtensor"], "--max-shard-size", "0.00015", "--quiet"]
     run(*words, tmp_path / "whole")
     with monkeypatch.context() as patches:
-        patches.setattr(conversion, "_publish", Mock(side_effect=KeyboardInterrupt))
+        patches.setattr(conversion, step, Mock(side_effect=KeyboardInterrupt))
         run(*words, tmp_path / "out", code=1)
-    (staging,) = tmp_path.glob(".writing_*")
+    staging = tmp_path / (".writing_out" if step == "_publish" else "out")
     data = sorted(staging.glob("*.safetensors"))[1]
     file = {"result": staging / ".conversion" / data.name, "identity": staging / IDENTITY}
     path = file.get(damaged, data)
