@@ -55,13 +55,17 @@ _OF_PYTHON = os.path.dirname(torch.__file__), sysconfig.get_paths()["stdlib"]
 class CollectiveError(RuntimeError):
     """A collective that failed, with what the ranks know of it; the cause is torch's error.
 
-    Attributes:
+    Args:
         explanation: which rank has ended or differs, the same text on all ranks.
+        failed: the collective of this rank.
     """
 
     def __init__(self, explanation: str, failed: str):
-        super().__init__(f"{explanation}\n{failed}")
+        super().__init__(explanation, failed)  # as which it is pickled
         self.explanation = explanation
+
+    def __str__(self) -> str:
+        return "\n".join(self.args)
 
 
 class Remembered(NamedTuple):

@@ -4,6 +4,7 @@
 import contextlib
 import io
 import os
+import pickle
 import re
 import subprocess
 import sys
@@ -249,6 +250,8 @@ def test_errors_of_collectives_are_told_from_others() -> None:
     assert failed_collectives.is_of_collective(outer)
     assert not failed_collectives.is_of_collective(RuntimeError("out of memory"))
     assert failed_collectives.explanation_of(outer) == "rank 1 has ended"
+    copied = pickle.loads(pickle.dumps(outer))
+    assert str(copied) == "rank 1 has ended\nrank 0 failed" and copied.explanation
 
 
 def test_a_failure_without_the_ranks_being_watched_has_no_explanation() -> None:
