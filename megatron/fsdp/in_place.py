@@ -59,6 +59,11 @@ class Context:
         self.is_open = False  # modules are being sharded
         self.has_run = False
 
+    def is_on(self, device: torch.device) -> bool:
+        """Return True for the device of the context, whose number may be left out."""
+        own = device if self.device is None else self.device
+        return own.type == device.type and own.index in (None, device.index)
+
     def streams(self, device: torch.device) -> Streams:
         """Return the streams of all collectives."""
         if self._streams is None:

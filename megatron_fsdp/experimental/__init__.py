@@ -149,7 +149,7 @@ def fully_shard(
             gradients=problems.check(Gradients, divisor=grad_divisor) or Gradients(),
             initialisation=MetaInitialisation() if _is_on_meta(module) else None,
         )
-        if axes is not None and context.device not in (None, settings.device):
+        if axes is not None and not context.is_on(settings.device):
             problems.add(f"the context is on {context.device}, the mesh on {settings.device}")
         InPlaceModel(module, settings, problems, context)
     return module

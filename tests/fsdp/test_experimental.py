@@ -269,6 +269,10 @@ def wrong_calls() -> dict[str, str]:
         with fully_shard_context(use_symmetric_memory=True):
             pass
 
+    def elsewhere() -> None:
+        with fully_shard_context("cuda"):
+            fully_shard(nn.Linear(4, 4), mesh, whole)
+
     def early_microbatch() -> None:
         with fully_shard_context() as context, microbatch(context, True):
             pass
@@ -283,6 +287,7 @@ def wrong_calls() -> dict[str, str]:
         "nested": message_of(RuntimeError, nested),
         "forward_inside": message_of(RuntimeError, forward_inside),
         "symmetric": message_of(NotImplementedError, symmetric),
+        "elsewhere": message_of(ValueError, elsewhere),
         "early_microbatch": message_of(RuntimeError, early_microbatch),
         "experts": message_of(ValueError, experts),
         "mesh": message_of(ValueError, fully_shard, model, None, whole),
@@ -314,6 +319,7 @@ def test_wrong_calls_say_what_is_wrong_on_every_rank(ranks: Ranks) -> None:
         "nested": "inside of another",
         "forward_inside": "leave the context",
         "symmetric": "not built",
+        "elsewhere": "the context is on cuda, the mesh on cpu",
         "early_microbatch": "microbatch expects",
         "experts": "grad_divisor",
         "mesh": "mesh expects a torch DeviceMesh",
