@@ -228,8 +228,9 @@ def refusal(changes: dict[str, Any]) -> str:
         ({"outer_dp_sharding_strategy": "optim"}, "outer_dp_sharding_strategy"),
         ({"data_parallel_sharding_strategy": "zero4"}, "data_parallel_sharding_strategy"),
         ({"megatron_fsdp_offload_policy": "folder"}, "has none in files"),
+        ({"megatron_fsdp_version": 3}, "megatron_fsdp_version expects 1 or 2 but got 3"),
     ],
-    ids=["no_fsdp", "instances", "outer", "strategy", "offload"],
+    ids=["no_fsdp", "instances", "outer", "strategy", "offload", "version"],
 )
 def test_configurations_that_would_train_wrongly_are_refused(
     changes: dict[str, Any], words: str

@@ -40,6 +40,32 @@ def test_no_sync_ends_though_an_evaluation_never_leaves_it() -> None:
     assert run_ranks(1, drop_no_sync, Combination(1, "dp", 3).ours)[0] == [False, True, True]
 
 
+def shown_by_version(version: int) -> list[bool]:
+    """Job: whether weights are gathered early, and gradients shown, by the calls of schedules.
+
+    These are after an unmarked and the last backward, and after the last call.
+    """
+    model = make_wrapper(f"--megatron-fsdp-version {version}")
+    first = next(model.parameters())
+    units = model.module._units
+    model.start_param_sync(force_dispatch=True)
+    shown = [any(unit.is_unsharded for unit in units[1:])]
+    with model.no_sync():
+        backward(model, 0)
+    model.start_grad_sync()
+    shown.append(first.grad is not None)
+    backward(model, 1)
+    model.start_grad_sync()
+    shown.append(first.grad is not None)
+    model.finish_grad_sync()
+    return [*shown, first.grad is not None]
+
+
+def test_hooks_of_the_second_generation_do_what_calls_ask_for() -> None:
+    assert run_ranks(2, shown_by_version, 1)[0] == [True, False, False, True]
+    assert run_ranks(2, shown_by_version, 2)[0] == [False, False, True, True]
+
+
 def pieces(strategy: str) -> dict[str, tuple[int, tuple[int, ...]]]:
     """Job: elements of every gradient that this rank has, and the gradient's shape."""
     model = make_wrapper(f"--data-parallel-sharding-strategy {strategy}")
