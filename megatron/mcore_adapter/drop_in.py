@@ -292,8 +292,8 @@ class DropInDataParallel(FullyShardedDataParallel):
 
 
 class FirstGeneration(DropInDataParallel):
-    """What newer releases choose for ``megatron_fsdp_version`` 1."""
+    """The wrapper that newer releases choose for ``megatron_fsdp_version`` 1."""
 
 
 class SecondGeneration(DropInDataParallel):
-    """What newer releases choose for ``megatron_fsdp_version`` 2."""
+    """The wrapper that newer releases choose for ``megatron_fsdp_version`` 2."""

@@ -274,7 +274,7 @@ def install_beside_strangers() -> tuple[list[str], bool]:
 
 
 class NewerRelease:
-    """What 0.20 has in place of the class: a function that chooses between two."""
+    """The names of 0.20 in place of the class: a function that chooses between two."""
 
     def __init__(self) -> None:
         adapter = import_module(drop_in.ADAPTER)

@@ -9,8 +9,10 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch.distributed as dist
 
 from megatron.pretrain import ranks
+from tests.support.rank_pool import run_ranks
 
 MODULE = "transformer_engine.pytorch.module.base"
 
@@ -63,3 +65,25 @@ def test_a_rank_that_wakes_late_in_the_last_barrier_reports_no_error() -> None:
     ):
         ranks.stop()
     assert left == ["barrier", "model", "groups"]
+
+
+def message_of_command_lines(values: list[dict[str, Any]]) -> str:
+    """Job: compare the command line of this rank with those of the others."""
+    args = argparse.Namespace(micro_batch_size=2, seed=1, **values[dist.get_rank()])
+    try:
+        ranks.agree_on_arguments(args)
+    except ValueError as error:
+        return str(error)
+    return "accepted"
+
+
+def test_ranks_with_other_command_lines_are_refused_with_flags_values_and_ranks() -> None:
+    lines = [{"lr": 1e-3, "data_path": "a"}, {"lr": 2e-3, "data_path": "b"}]
+    lines.append(lines[0])
+    for message in run_ranks(3, message_of_command_lines, lines):
+        assert message.splitlines() == [
+            "--data-path differs between ranks: 'a' on ranks 0, 2; 'b' on rank 1",
+            "--lr differs between ranks: 0.001 on ranks 0, 2; 0.002 on rank 1",
+        ]
+    folders = [{"tensorboard_dir": "a"}, {"tensorboard_dir": "b"}]
+    assert run_ranks(2, message_of_command_lines, folders) == ["accepted"] * 2

@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache, wraps
 from typing import Any
-from unittest.mock import patch
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
@@ -135,7 +134,8 @@ def entered_together() -> Iterator[None]:
         for name in (*OF_OBJECTS, *OF_TENSORS):
             collective = getattr(dist, name)
             if not hasattr(collective, "has_gate"):  # as inside of another section
-                stack.enter_context(patch.object(dist, name, _gated(collective, name)))
+                stack.callback(setattr, dist, name, collective)
+                setattr(dist, name, _gated(collective, name))
         stack.enter_context(_gates.section())
         yield
 
