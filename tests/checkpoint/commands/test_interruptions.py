@@ -17,7 +17,7 @@ from megatron.checkpoint.dcp.dcp_target import DcpTarget, whole
 from megatron.checkpoint.store.directory import CONVERSION_IDENTITY as IDENTITY
 from megatron.checkpoint.store.directory import TRACKER, OutputDirectory, new_checkpoint
 from tests.support.checkpoint import samples
-from tests.support.checkpoint.command_runs import TO_FSDP, TO_TORCH_DIST, run, run_json
+from tests.support.checkpoint.command_runs import TO_FSDP, run, run_json
 from tests.support.checkpoint.strikes import Strike, fail, kill, strike_everywhere, tree
 
 
@@ -55,24 +55,14 @@ def test_a_conversion_that_is_struck_anywhere_is_ended_by_the_next(
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    ("words", "source"),
-    [
-        ([TO_TORCH_DIST], "fsdp_dtensor"),
-        (["convert-to-hf", "--max-shard-size", "0.00015", "--template"], "fsdp_dtensor"),
-        (["modify-state-dict", "--op", "remove rng_state"], "torch_dist"),
-    ],
-    ids=["to torch_dist", "to hf", "edit"],
-)
 def test_a_command_that_is_killed_anywhere_is_ended_by_the_same_command(
-    words: list[str], source: str, inputs: dict[str, Path], tmp_path: Path
+    inputs: dict[str, Path], tmp_path: Path
 ) -> None:
-    if words[-1] == "--template":
-        words = [*words, str(inputs["huggingface"])]
+    words = ["convert-to-hf", str(inputs["fsdp_dtensor"]), "--max-shard-size", "0.00015", "--quiet"]
+    words += ["--template", str(inputs["huggingface"])]
 
     def action(folder: Path) -> str:
-        given = [*words, str(inputs[source]), str(folder / "out"), "--quiet"]
-        result = CliRunner().invoke(main, given)
+        result = CliRunner().invoke(main, [*words, str(folder / "out")])
         return result.output if result.exit_code else ""
 
     assert strike_everywhere(action, tmp_path, kill) > 15
