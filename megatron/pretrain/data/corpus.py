@@ -164,7 +164,7 @@ def standard_library_files(library: str | Path | None = None) -> list[Path]:
 
 
 def _expand(inputs: Sequence[str | Path]) -> list[Path]:
-    missing = [str(path) for path in inputs if not Path(path).exists()]
+    missing = [str(path) for path in inputs if not (Path(path).is_file() or Path(path).is_dir())]
     if missing:
         raise ValueError(f"no such file or folder: {', '.join(missing)}")
     files: list[Path] = []
