@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed import FileStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from megatron.fsdp.engine import observe
 from megatron.fsdp.engine.device import in_backward
@@ -158,7 +158,7 @@ class Failures:
         last: the last collectives of this rank.
     """
 
-    def __init__(self, store: dist.Store, rank: int, num_ranks: int, last: LastCollectives):
+    def __init__(self, store: Store, rank: int, num_ranks: int, last: LastCollectives):
         self._store = store
         self.rank, self._num_ranks = rank, num_ranks
         self._last = last
@@ -229,7 +229,7 @@ class Failures:
             answer = Answer(_place_in_program(), self._last.published())
             self._store.set(f"{failure}/{self.rank}", json.dumps(answer))
 
-    def _compare(self, store: dist.Store) -> str:
+    def _compare(self, store: Store) -> str:
         """Wait for answers, and return what follows from them."""
         answers: dict[int, Answer] = {}
         missing = list(range(self._num_ranks))
@@ -297,7 +297,8 @@ def watch() -> None:
     store = dist.distributed_c10d._get_default_store()
     if world.size() == 1 or not isinstance(_underlying(store), (TCPStore, FileStore)):
         return
-    own_store = PrefixStore(f"fsdp_failures/{_num_worlds}", store.clone())
+    own = store.clone()  # type: ignore[attr-defined]  # torch's stubs lack it
+    own_store = PrefixStore(f"fsdp_failures/{_num_worlds}", own)
     last = LastCollectives(world.rank())
     _failures = Failures(own_store, world.rank(), world.size(), last)
     observe.memory = last
@@ -354,7 +355,7 @@ def _at_exit() -> None:
         _failures.note_end(error)
 
 
-def _underlying(store: dist.Store) -> dist.Store:
+def _underlying(store: Store) -> Store:
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return store

@@ -23,7 +23,7 @@ from functools import cache, wraps
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from megatron.fsdp.trace import failed_collectives
 from megatron.pretrain.errors import RunError
@@ -95,6 +95,7 @@ class _Gates:
             if before is not None:
                 store.delete_key(before)
                 store.delete_key(f"{before}/state")
+        timeout = store.timeout  # type: ignore[attr-defined]  # torch's stubs lack it
         pause, begun = 0.0005, time.monotonic()
         looked = begun
         while not store.check([f"{key}/state"]):
@@ -106,7 +107,7 @@ class _Gates:
             if now - looked > LOOK_SECONDS:
                 looked = now
                 failed_collectives.refuse_ended(dist.get_process_group_ranks(group), name)
-            if now - begun > store.timeout.total_seconds():
+            if now - begun > timeout.total_seconds():
                 raise dist.DistError(f"timed out while ranks of {group.group_name} begin a {name}")
             time.sleep(pause)
             pause = min(1.5 * pause, LONGEST_PAUSE)
@@ -157,5 +158,5 @@ def _gated(collective: Callable[..., Any], name: str) -> Callable[..., Any]:
     return enter
 
 
-def _store() -> dist.Store:
+def _store() -> Store:
     return PrefixStore("gates", dist.distributed_c10d._get_default_store())
