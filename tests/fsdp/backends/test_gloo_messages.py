@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megatron.fsdp.backends.gloo_messages import GlooMessages
 from megatron.fsdp.engine import collectives
+from megatron.fsdp.engine.collectives import Transport
 from megatron.fsdp.engine.device import CpuStreams, Pending
 from tests.support.fsdp.reference import Ranks, on_ranks
 from tests.support.rank_pool import RankFailure
@@ -105,11 +106,11 @@ def test_a_gather_is_that_of_gloo(ranks: Ranks, num_ranks: int) -> None:
     ranks(num_ranks, gathers_as_gloo, 1003)
 
 
-def gathers_of_several(shard_sizes: list[int], is_in_place: bool) -> int:
+def gathers_of_several(transport: type[Transport], sizes: list[int], is_in_place: bool) -> int:
     """Gather buffers of all dtypes and several sizes together; return how many messages I sent."""
     group, rank, num_ranks = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
     fulls, shards, expected = [], [], []
-    for number, (dtype, size) in enumerate(itertools.product(DTYPES, shard_sizes)):
+    for number, (dtype, size) in enumerate(itertools.product(DTYPES, sizes)):
         whole = [buffer_of(other, size, dtype, number) for other in range(num_ranks)]
         full = torch.zeros(num_ranks * size, dtype=dtype)
         own = full[rank * size : (rank + 1) * size]
@@ -117,7 +118,7 @@ def gathers_of_several(shard_sizes: list[int], is_in_place: bool) -> int:
         fulls.append(full)
         expected.append(torch.cat(whole))
     with watching_messages() as (sent, _):
-        launch(GlooMessages().all_gather(fulls, shards, group)).wait()
+        launch(transport().all_gather(fulls, shards, group)).wait()
     for full, wanted in zip(fulls, expected, strict=True):
         assert torch.equal(full, wanted)
     return len(sent)
@@ -125,10 +126,12 @@ def gathers_of_several(shard_sizes: list[int], is_in_place: bool) -> int:
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 def test_several_buffers_are_gathered_together(ranks: Ranks, num_ranks: int) -> None:
+    """As messages, and as one collective of the process group."""
     messages = len(DTYPES) * 3 * (num_ranks - 1)
     for is_in_place in (False, True):
-        sent = ranks(num_ranks, gathers_of_several, [3, 1003, 0], is_in_place)
+        sent = ranks(num_ranks, gathers_of_several, GlooMessages, [3, 1003, 0], is_in_place)
         assert sent == [messages] * num_ranks
+    assert set(ranks(num_ranks, gathers_of_several, Transport, [3, 1003, 0], False)) == {0}
 
 
 def test_shards_without_elements(ranks: Ranks) -> None:
