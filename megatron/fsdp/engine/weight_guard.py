@@ -111,7 +111,8 @@ class GuardedParameter(nn.Parameter):
         """Raise ``RuntimeError`` for what reads elements."""
         # Attributes come as their __get__ and __set__.
         is_attribute = type(func).__name__ == "method-wrapper"
-        reads = is_attribute and func.__name__ == "__get__" and func.__self__.__name__ in VIEWS
+        name = getattr(getattr(func, "__self__", None), "__name__", "")
+        reads = is_attribute and func.__name__ == "__get__" and name in VIEWS
         if func in ALLOWED or (is_attribute and not reads):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
@@ -124,7 +125,7 @@ class GuardedParameter(nn.Parameter):
 
 def _named(run: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(run)
-    def run_backward(*args: Any, **kwargs: Any) -> Any:
+    def run_and_name(*args: Any, **kwargs: Any) -> Any:
         try:
             return run(*args, **kwargs)
         except RuntimeError as error:
@@ -133,8 +134,9 @@ def _named(run: Callable[..., Any]) -> Callable[..., Any]:
                 raise RuntimeError(guard.words(version)) from error
             raise
 
-    return run_backward
+    return run_and_name
 
 
 # torch knows nothing of parameters' names; this is what all its ways into backward call.
-torch.autograd._engine_run_backward = _named(torch.autograd._engine_run_backward)
+run_backward: Any = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+torch.autograd._engine_run_backward = _named(run_backward)  # type: ignore[attr-defined]

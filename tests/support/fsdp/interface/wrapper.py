@@ -207,6 +207,7 @@ def shows_fine_grained_hooks() -> None:
 
 @shows("MegatronFSDP", "module", "dist_index", "ddp_config")
 @shows("members", "get_distributed_index", "ddp_config", "module", "forward")
+@shows("members", "mp_policy", "expt_device_mesh")
 def shows_index_and_config() -> None:
     index = FSDPDistributedIndex(mesh_of("dp"))
     config = DistributedDataParallelConfig(data_parallel_sharding_strategy="optim")
@@ -214,6 +215,7 @@ def shows_index_and_config() -> None:
     model = MegatronFSDP(module, index, config)
     assert model.get_distributed_index() is index
     assert model.ddp_config is config and model.strategy == 1
+    assert model.mp_policy.main_params_dtype is not None and model.expt_device_mesh is None
     assert model.module is module
     x = torch.ones(2, 5, dtype=torch.float64)
     assert torch.equal(model.forward(x), build_stack()(x))
