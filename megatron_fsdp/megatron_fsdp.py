@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
@@ -137,16 +137,6 @@ class MegatronFSDP(OutsideSchedule):
         with published_names(of_fields):
             super().__init__(module, settings_of(keywords, dist_index, problems), problems)
         self.ddp_config = config
-
-    @property
-    def _ddp_params_and_buffers_to_ignore(self) -> NoReturn:
-        # torch's DistributedDataParallel asks for it before it sends anything. A release that does
-        # not fails as it broadcasts, with an error about shapes.
-        raise RuntimeError(
-            "DistributedDataParallel around a sharded model would reduce its gradients twice: leave"
-            " it out, the model averages them over the ranks of its mesh; for replicas of shards"
-            " give dp_outer_dim"
-        )
 
     @property
     def mp_policy(self) -> MixedPrecisionPolicy:

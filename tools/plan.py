@@ -31,6 +31,7 @@ from megatron.pretrain.report.logging_setup import set_up_logging
 set_up_logging()
 
 from megatron.checkpoint.commands.command import Program  # noqa: E402
+from megatron.checkpoint.store import durable  # noqa: E402
 from megatron.planning.candidates import Choices  # noqa: E402
 from megatron.planning.machine import MACHINES, Cluster, find_machine  # noqa: E402
 from megatron.planning.picture import draw_plan  # noqa: E402
@@ -147,8 +148,14 @@ def main(
     for line in (*table(found), *commands(found, described)):
         click.echo(line)
     if picture is not None:
-        draw_plan(found[0], limit, picture)
-        click.echo(f"the first one is drawn in {picture}")
+        draw(found[0], limit, picture)
+
+
+def draw(found: Prediction, limit: float, picture: Path) -> None:
+    """Draw a step that was found, and say where."""
+    with durable.naming(picture):
+        draw_plan(found, limit, picture)
+    click.echo(f"the first one is drawn in {picture}")
 
 
 def propose(plan: Plan) -> None:

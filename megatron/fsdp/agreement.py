@@ -71,12 +71,27 @@ def compared_settings(
     for number, (group, own) in enumerate(zip(optimizer.param_groups, names)):
         of_group = f"of param group {number} of {which}"
         values[f"the list of parameters {of_group}"] = ", ".join(own)
-        for name, value in group.items():
+        for name in optimizer.defaults.keys() & group.keys():  # others are notes of the program
+            value = group[name]
             if isinstance(value, torch.Tensor) and value.numel() == 1:
                 value = value.item()
             if value is None or isinstance(value, bool | int | float | str | tuple):
                 values[f"{name} {of_group}"] = value
     return values
+
+
+def names_on_all_ranks(
+    optimizer: torch.optim.Optimizer, module: nn.Module, settings: Settings
+) -> list[list[str]]:
+    """Return the names of each group's parameters, without experts, which other ranks may lack."""
+    has_mesh = settings.mesh is not None and settings.own_mesh.expert is not None
+    name_of = {
+        parameter: name
+        for name, parameter in module.named_parameters()
+        if not (has_mesh and is_expert_parameter(name, parameter))
+    }
+    groups = [group["params"] for group in optimizer.param_groups]
+    return [[name_of[each] for each in own if each in name_of] for own in groups]
 
 
 class FreezingAgreement:

@@ -154,7 +154,11 @@ def _problems_of_shared_memory(named: dict[str, nn.Parameter]) -> Iterator[str]:
     for name, parameter in named.items():
         local = local_tensor(parameter)
         is_plain = type(local.data) is torch.Tensor and local.layout is torch.strided
-        if is_plain and local.is_contiguous() and local.numel() and not local.is_meta:
+        if not is_plain or local.is_meta or not local.numel() or not local.data_ptr():
+            continue
+        # Between the elements of a slice there may be those of another one.
+        steps = zip(local.shape, local.stride(), strict=True)
+        if sum((size - 1) * stride for size, stride in steps) + 1 == local.numel():
             start = local.data_ptr()
             ranges.append((str(local.device), start, start + local.nbytes, name))
     ranges.sort()

@@ -25,6 +25,7 @@ from megatron.fsdp.module_access.model_state import (
 )
 from megatron.fsdp.module_access.own_names import own_name
 from megatron.fsdp.module_access.shown_parameters import WatchedParameters
+from megatron.fsdp.module_access.wrapped_module import refuse_ddp
 from megatron.fsdp.problems import Problems
 from megatron.fsdp.settings import Settings
 from megatron.fsdp.sharded_module import ShardedModule
@@ -219,6 +220,8 @@ def _tied_outside(module: object) -> set[nn.Parameter]:
 
 class FSDPModule(nn.Module):
     """The methods that :func:`fully_shard` adds to the class of a module."""
+
+    _ddp_params_and_buffers_to_ignore = property(refuse_ddp)
 
     def __getattr__(self, name: str) -> Any:
         """Return ``context``, which all modules in a root share, or the function ``is_root``."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from typing import ParamSpec, TypeVar
+from typing import ParamSpec, TypeAlias, TypeVar
 
 import torch.distributed as dist
 
@@ -13,6 +13,7 @@ from megatron.fsdp.engine.collectives import agree
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
+Groups: TypeAlias = Sequence[dist.ProcessGroup | None]
 
 # Prefixes of problems, which are exchanged between ranks with them. Errors sort first.
 _WRONG, _UNBUILT = "0", "1"
@@ -24,18 +25,22 @@ class Problems:
     ``groups`` reach every rank if they are used one after the other; None: the group of all ranks.
     """
 
-    def __init__(self, groups: Sequence[dist.ProcessGroup | None] = (None,)) -> None:
+    def __init__(self, groups: Groups = (None,)) -> None:
         self._groups = groups
         self._found: dict[str, None] = {}  # prefixed texts in order, each once
-        self._compared: dict[str, object] = {}
+        # Values that must be equal, with the groups of the ranks that have them.
+        self._compared: list[tuple[Mapping[str, object], Callable[[], Groups]]] = []
 
     def add(self, text: str) -> None:
         """Add the text of a problem, which becomes part of a ``ValueError``."""
         self._found[_WRONG + text] = None
 
-    def compare(self, values: Mapping[str, object]) -> None:
-        """Add values, by their names, that must be equal on all ranks."""
-        self._compared.update(values)
+    def compare(self, values: Mapping[str, object], groups_of: Callable[[], Groups]) -> None:
+        """Add values, by their names, that must be equal on all ranks of some groups.
+
+        ``groups_of`` returns the groups; it is called if there are no problems.
+        """
+        self._compared.append((values, groups_of))
 
     def check(
         self,
@@ -64,13 +69,11 @@ class Problems:
             is_wrong = any(text.startswith(_WRONG) for text in found)
             message = "\n".join(text[1:] for text in found)
             raise ValueError(message) if is_wrong else NotImplementedError(message)
-        if dist.is_initialized():
-            refuse_differences(self._compared, self._groups)
+        for values, groups_of in self._compared if dist.is_initialized() else ():
+            refuse_differences(values, groups_of())
 
 
-def refuse_differences(
-    values: Mapping[str, object], groups: Sequence[dist.ProcessGroup | None]
-) -> None:
+def refuse_differences(values: Mapping[str, object], groups: Groups) -> None:
     """Raise one ``ValueError`` on every rank that names the values which differ; a collective."""
     # Only what differs is exchanged with the ranks that have it. The separator sorts before all
     # other characters.

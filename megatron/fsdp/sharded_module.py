@@ -49,6 +49,7 @@ from megatron.fsdp.module_access.unit_access import (
 from megatron.fsdp.module_access.wrapped_module import (
     cast_at_units,
     prepare_wrapped_module,
+    refuse_ddp,
 )
 from megatron.fsdp.problems import Problems
 from megatron.fsdp.settings import Settings
@@ -82,6 +83,7 @@ class ShardedModule(nn.Module):
     _has_optimizer = False  # a sharded optimizer steps the parameters
     _shows_attributes = True  # attributes of `module` can be read on the wrapper
     _is_copyable = True
+    _ddp_params_and_buffers_to_ignore = property(refuse_ddp)
     _prefix = "module."  # of the names of parameters
     # Parameters of models inside that earlier calls have sharded, and their compute parameters.
     _sharded_before: Set[nn.Parameter] = frozenset()

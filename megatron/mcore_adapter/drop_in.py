@@ -256,7 +256,9 @@ class DropInDataParallel(FullyShardedDataParallel):
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> DropInDataParallel:
-        """Return a wrapper of the generation that ``ddp_config`` asks for."""
+        """Return a wrapper of this class, or of the generation that ``ddp_config`` asks for."""
+        if cls is not DropInDataParallel:
+            return super().__new__(cls)
         given = inspect.signature(FullyShardedDataParallel).bind(*args, **kwargs).arguments
         config = given["ddp_config"]
         if _installation is not None and not hasattr(config, "megatron_fsdp_version"):

@@ -39,6 +39,14 @@ from megatron.pretrain.memory_estimate import (
 from megatron.pretrain.model.gpt_model import build_chunk
 
 MIB = 2**20
+OF_REAL_GROUPS = {
+    "enable_gloo_process_groups": False,
+    "high_priority_stream_groups": [],
+    "nccl_communicator_config_path": None,
+    "use_sharp": False,
+    "sharp_enabled_group": None,
+}
+"""Arguments for process groups, with what those that pretend take."""
 ACTIVATION_BYTES = 34
 """Bytes of activations for each token, unit of hidden size and layer, in bf16, with attention that
 keeps no scores. Source: Korthikanti et al., arXiv:2205.05198."""
@@ -205,10 +213,10 @@ def pretending(args: argparse.Namespace, stage: int) -> Iterator[None]:
     per_stage = args.world_size // args.pipeline_model_parallel_size
     if args.use_tp_pp_dp_mapping:
         per_stage = args.tensor_model_parallel_size * args.context_parallel_size
-    no_gloo = argparse.Namespace(**vars(args) | {"enable_gloo_process_groups": False})
+    pretended = argparse.Namespace(**vars(args) | OF_REAL_GROUPS)
     with pretended_ranks(args.world_size, stage * per_stage):
         try:
-            ranks.initialize_model_parallel(no_gloo)
+            ranks.initialize_model_parallel(pretended)
             ranks.seed(args.seed, False, False)
             yield
         finally:

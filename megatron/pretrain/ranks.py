@@ -37,9 +37,10 @@ GROUP_SETTINGS = """tensor_model_parallel_size pipeline_model_parallel_size
     num_distributed_optimizer_instances distributed_timeout_minutes use_sharp sharp_enabled_group
     nccl_communicator_config_path high_priority_stream_groups"""
 """Arguments of a run that Megatron-Core's process groups follow from, by the same names."""
-OF_ONE_MACHINE = """data_cache_path tensorboard_dir wandb_save_dir config_logger_dir
-    non_persistent_local_ckpt_dir"""
-"""Arguments that may be others on other ranks: folders of their machine."""
+OF_ONE_MACHINE = """data_cache_path tensorboard_dir config_logger_dir
+    non_persistent_local_ckpt_dir wandb_project wandb_entity wandb_exp_name wandb_save_dir
+    logging_level"""
+"""Arguments that may be others on other ranks: folders of their machine, and what it reports."""
 
 
 def environment_rank() -> int:
@@ -98,7 +99,7 @@ def agree_on_arguments(args: argparse.Namespace) -> None:
     """Raise one ``ValueError`` on all ranks if their command lines differ; a collective."""
     # Ranks with other sizes would wait for each other, and with other rates train other models.
     values = {
-        f"--{dest.replace('_', '-')}": repr(value)
+        f"--{dest.replace('_', '-')}": with_urls(repr(value))
         for dest, value in vars(args).items()
         if dest not in OF_ONE_MACHINE.split()
     }

@@ -5,12 +5,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from megatron_fsdp import MixedPrecisionPolicy, fully_shard, fully_shard_model
 from tests.support.fsdp.meshes import mesh_of
 from tests.support.fsdp.models import ResidualBlock
-from tests.support.fsdp.reference import Ranks
+from tests.support.fsdp.reference import Ranks, on_ranks
 from tests.support.fsdp.subclasses import Frozen4Bit
 from tests.support.fsdp.wrong_calls import Scene, WrongCall, check_refusals
 
@@ -177,3 +178,12 @@ WRONG_CALLS: dict[str, WrongCall] = {
 
 def test_wrong_calls_are_refused_alike_on_every_rank(ranks: Ranks) -> None:
     check_refusals(ranks, __name__)
+
+
+@on_ranks(2)
+def test_stages_of_a_pipeline_have_other_parameters_and_optimizers() -> None:
+    stage = dist.get_rank()
+    module = nn.Sequential(*(nn.Linear(4, 4) for _ in range(1 + stage)))
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.1 * (1 + stage))
+    mesh = mesh_of("pp", "dp", sizes=(2, 1))
+    fully_shard(module, optimizer, mesh, dp_shard_dim="dp", fsdp_unit_modules=[nn.Linear])

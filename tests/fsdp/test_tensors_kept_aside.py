@@ -7,6 +7,7 @@ a weight past its module.
 
 import re
 from collections.abc import Callable
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from tests.support.fsdp.reference import (
     batch,
     compare_shards,
     loss_of,
+    on_ranks,
     shown_gradients,
 )
 from tests.support.fsdp.side_by_side import inner, mean_gradients, plain_backward, shard
@@ -196,7 +198,6 @@ READS: dict[str, Callable[[Tensor], Any]] = {
     "a write": lambda weight: weight.detach().zero_(),
     "Python's numbers": lambda weight: weight.tolist(),
     "its memory": lambda weight: weight.data_ptr(),
-    "text": repr,
 }
 
 
@@ -210,6 +211,7 @@ def read_past_modules(settings: dict[str, Any]) -> dict[str, str]:
         except RuntimeError as error:
             found[how] = str(error)
     model(lambda weight: (weight.shape, weight.dtype, weight.device, weight.numel(), {weight: 1}))
+    model(lambda weight: (torch.zeros_like(weight), torch.numel(weight), f"{weight}"))
     model(lambda weight: None).backward()
     assert torch.isfinite(inner(model).table.weight.full_tensor()).all()
     return found
@@ -224,3 +226,58 @@ def test_a_weight_that_is_read_past_its_module_is_named(
         for how, message in found.items():
             start = "unit 'table': table.weight is read while its weights are not gathered"
             assert message.startswith(start), (how, message)
+
+
+def stale_reads(level: int) -> str:
+    """Return the error of reading a weight past its module after a step, without a graph."""
+    units = {"fsdp_unit_modules": [nn.Embedding, nn.Linear]}
+    model, optimizer = shard(PastModules(), level, **units)
+    model(lambda weight: None).backward()
+    optimizer.step()
+    try:
+        with torch.no_grad():
+            model(lambda weight: weight.sum())
+    except RuntimeError as error:
+        return str(error)
+    return "read"
+
+
+def test_weights_from_before_a_step_are_not_read_past_their_module(ranks: Ranks) -> None:
+    for level in (1, 2):
+        for result in ranks(2, stale_reads, level):
+            assert result.startswith("unit 'table': table.weight is read while")
+
+
+class ReturnsOddly(nn.Module):
+    """Returns a sparse tensor, or its weight in a mapping that cannot be written to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(4))
+
+    def forward(self, x: Tensor, is_sparse: bool) -> Any:
+        y = (x @ self.weight).relu()
+        return y.to_sparse() if is_sparse else MappingProxyType({"y": y, "row": self.weight[0]})
+
+
+class CallsOddly(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.unit = ReturnsOddly()
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.unit(x, is_sparse=False)
+        return (self.unit(x, is_sparse=True).to_dense() + found["y"] * found["row"]).sum()
+
+    def rows(self) -> Tensor:
+        return self.unit.weight[:2]
+
+
+@on_ranks(2)
+def test_odd_results_of_units_and_weights_that_methods_return_are_right() -> None:
+    x = torch.rand(3, 4)
+    model = fully_shard_model(CallsOddly(), zero_dp_strategy=3, fsdp_unit_modules=[ReturnsOddly])
+    loss = model(x)
+    loss.backward()
+    assert torch.equal(loss.detach(), CallsOddly()(x).detach())
+    assert torch.equal(model.rows().detach() + 1, torch.eye(4)[:2] + 1)

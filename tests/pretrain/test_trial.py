@@ -17,6 +17,7 @@ RUNNING = (
     (f"{EXPERTS} --moe-layer-freq ([0]*1+[1]*1) --moe-grouped-gemm", 1),
     (f"{DEEP} {EXPERTS} --moe-layer-freq ([0]*3+[1]*21) {LATENT} --mtp-num-layers 2", 1),
     (f"{DEEP} --tensor-model-parallel-size 2 --sequence-parallel", 2),
+    (f"{DEEP} --position-embedding-type rope --no-rope-freq 4", 1),
     (f"{DEEP} --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 3"
      " --global-batch-size 4", 2),
     (f"{DEEP} --context-parallel-size 2 --bf16 --recompute-granularity full"
@@ -38,11 +39,22 @@ def test_a_small_model_has_a_layer_of_each_kind_and_small_sizes() -> None:
     assert tried.num_attention_heads == 32 and args.hidden_size == 4096
 
 
-def test_a_model_that_dies_in_its_first_forward_is_refused_with_its_flags() -> None:
-    line = f"{MOCK} --num-experts 4 --moe-router-topk 2"
+FAILING = {
+    "--num-experts 4 --moe-router-topk 2": ("RuntimeError: ", "without --num-experts"),
+    "--recompute-granularity selective --recompute-modules mlp": (
+        "RecursionError: the backward of a recomputed layer begins itself again",
+        "without --recompute-modules",
+    ),
+}
+
+
+@pytest.mark.parametrize("flags", FAILING)
+def test_a_model_that_dies_in_its_first_step_is_refused_with_its_flags(flags: str) -> None:
+    line = f"{MOCK} {flags}"
     args, _ = parse(line)
     with pytest.raises(CommandLineError) as caught:
         check_model(args, shlex.split(line), lambda words: parse(shlex.join(words)))
     (problem,) = caught.value.problems
-    assert problem.startswith("Megatron-Core cannot run this model: RuntimeError: ")
-    assert "with --disable-bias-linear" in problem and "without --num-experts" in problem
+    error, cure = FAILING[flags]
+    assert problem.startswith(f"Megatron-Core cannot run this model: {error}")
+    assert "with --disable-bias-linear" in problem and cure in problem

@@ -47,9 +47,13 @@ def standard_output() -> Iterator[None]:
 def file_at(path: Path) -> Path:
     """Return a path to read or append to, whatever it is, but for what would be waited for.
 
+    Pipes that the shell has opened for this process, ``<(command)`` and ``/dev/stdin``, are taken.
+
     Raises:
-        OSError: for a pipe, a socket or a device.
+        OSError: for another pipe, a socket or a device.
     """
+    if str(path).startswith(("/dev/fd/", "/dev/stdin")):
+        return path
     if path.exists() and not (path.is_file() or path.is_dir()):
         raise OSError(errno.EINVAL, "a file is expected, but this is a pipe or a device", str(path))
     return path

@@ -45,7 +45,7 @@ FACTORIES = frozenset(
 RANDOM = frozenset(
     {
         *(torch.rand_like, torch.randn_like, torch.randint_like),
-        *(torch.bernoulli, torch.Tensor.bernoulli, torch.poisson),
+        *(torch.bernoulli, torch.Tensor.bernoulli, torch.poisson, torch.normal, torch.binomial),
     }
 )
 # Functions that read the memory of a tensor without an operation that a mode sees.

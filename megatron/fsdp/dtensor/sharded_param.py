@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.distributed.tensor import DTensor, Replicate
 
 from megatron.fsdp.dtensor.process_link import ProcessLink
 from megatron.fsdp.dtensor.tensor_part import (
@@ -28,7 +28,7 @@ from megatron.fsdp.dtensor.tensor_part import (
     wrap_local,
 )
 from megatron.fsdp.dtensor.uneven_dtensor import UnevenDTensor, dtensor_over
-from megatron.fsdp.dtensor.uneven_shard import UnevenShard
+from megatron.fsdp.dtensor.uneven_shard import ScalarOfOneRank, UnevenShard
 from megatron.fsdp.engine.buffer import ShardMemory, shard_view
 from megatron.fsdp.engine.collectives import all_reduce_over
 from megatron.fsdp.engine.layout import row_size
@@ -163,9 +163,9 @@ class ShardedParam:
     def _in_checkpoint(
         self, local: torch.Tensor, part: TensorPart, with_chunks: bool = True
     ) -> UnevenDTensor:
-        # torch has no sharded scalars.
-        replicated: list[Placement] = [Replicate()] * self._mesh.ndim
-        placements = self._placements if part.shape else replicated
+        placements = self._placements
+        if not part.shape:  # torch has no sharded scalars
+            placements = [ScalarOfOneRank(part)] * self._mesh.ndim
         local = as_chunked_tensor(local, part) if with_chunks else local
         tensor = dtensor_over(local, self._mesh, placements, part.shape)
         tensor.part = part

@@ -229,6 +229,11 @@ def _of_parts(make: Callable[..., DTensor]) -> Callable[..., DTensor]:
                 f" rank has {expected} elements, not {local_tensor.numel()} of {tuple(shape)}: use"
                 " Shard(0) of torch for tensors that torch divides"
             )
+        if local_tensor.grad_fn is not None and torch.is_grad_enabled():
+            raise NotImplementedError(
+                "DTensor.from_local of a part of a sharded tensor has no backward: detach the local"
+                " tensor, or compute with the sharded tensor itself"
+            )
         dtensor = dtensor_over(local_tensor.detach(), device_mesh, placements, part.shape)
         dtensor.part = part
         dtensor.requires_grad_(local_tensor.requires_grad)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Replicate, Shard
 
 from megatron.fsdp.dtensor.tensor_part import TensorPart
 from megatron.fsdp.engine.collectives import all_gather_uneven
@@ -51,9 +51,29 @@ class UnevenShard(Shard):
         return Shard, (0,)  # pickled tensors know their parts themselves
 
 
+class ScalarOfOneRank(Replicate):
+    """``Replicate()``, to which it is equal, for a sharded scalar: one rank has its element."""
+
+    part: TensorPart
+
+    def __init__(self, part: TensorPart):
+        super().__init__()
+        self.part = part
+
+    def __new__(cls, part: TensorPart) -> ScalarOfOneRank:
+        """Return a placement, as torch's constructor does."""
+        return super().__new__(cls)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ScalarOfOneRank:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Replicate, ()
+
+
 def part_in(placements: Sequence[Any] | None) -> TensorPart | None:
     """Return the part that placements know, if any of them does."""
     for placement in placements or ():
-        if isinstance(placement, UnevenShard):
+        if isinstance(placement, UnevenShard | ScalarOfOneRank):
             return placement.part
     return None

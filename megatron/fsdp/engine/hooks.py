@@ -6,9 +6,10 @@ from __future__ import annotations
 import copy
 import dataclasses
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from functools import partial
 from itertools import chain
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -126,21 +127,23 @@ class UnitHooks:
     def _post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         call = self.calls.pop()
         observe.end_forward(call)
-        output = self._copy_returned_weights(call, output)
-        if torch.is_grad_enabled():
-            output = self._watch_outputs(call, output)
-        call.inputs.clear()
-        if not in_backward():  # else it is recomputation
-            self.end_use(call, call.used_units)
-            if module is self._root.module:
-                self._schedule.prefetcher.stop_recording()
+        try:
+            output = self._copy_returned_weights(call.used_units, output)
+            if torch.is_grad_enabled():
+                output = self._watch_outputs(call, output)
+        finally:
+            call.inputs.clear()
+            if not in_backward():  # else it is recomputation
+                self.end_use(call, call.used_units)
+                if module is self._root.module:
+                    self._schedule.prefetcher.stop_recording()
         return output
 
-    def _copy_returned_weights(self, call: UnitCall, output: Any) -> Any:
+    def _copy_returned_weights(self, units: Iterable[Unit], output: Any) -> Any:
         """Return ``output`` with copies of the weights in it that may be freed before its use."""
         # Linear layers may return their bias, for the caller to add. Copies cost less memory than
         # keeping the unit until the caller is done, which is the whole model's forward at worst.
-        groups = chain.from_iterable(unit.groups for unit in call.used_units)
+        groups = chain.from_iterable(unit.groups for unit in units)
         freed = {
             group.compute.flat.untyped_storage()._cdata
             for group in groups
@@ -148,7 +151,9 @@ class UnitHooks:
         }
 
         def is_freed(tensor: torch.Tensor) -> bool:
-            return local_tensor(debug_unwrap(tensor)).untyped_storage()._cdata in freed
+            local = local_tensor(debug_unwrap(tensor))
+            has_storage = local.layout is torch.strided and not local.is_mkldnn
+            return has_storage and local.untyped_storage()._cdata in freed
 
         if not freed or not any(map(is_freed, tensors_in(output))):
             return output
@@ -176,6 +181,7 @@ class UnitHooks:
             self.forget_calls()
             raise
         self.calls.remove(call)
+        output = self._copy_returned_weights(call.borrowed, output)
         if torch.is_grad_enabled() and call.borrowed:
             output = self._watch_outputs(call, output)
         self.end_use(call, call.borrowed)
@@ -323,9 +329,11 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) ->
         return function(value)
     mapped: Any
     if isinstance(value, Mapping):
+        items = {key: map_tensors(function, item) for key, item in value.items()}
+        if not isinstance(value, MutableMapping):
+            return MappingProxyType(items)
         mapped = copy.copy(value)
-        for key, item in value.items():
-            mapped[key] = map_tensors(function, item)
+        mapped.update(items)
         return mapped
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         mapped = copy.copy(value)

@@ -42,7 +42,13 @@ ALLOWED = frozenset(
         *(torch.Tensor.element_size, torch.Tensor.storage_offset, torch.Tensor.is_contiguous),
         *(torch.Tensor.is_floating_point, torch.Tensor.is_complex, torch.Tensor.get_device),
         *(torch.Tensor.untyped_storage, torch.Tensor.requires_grad_, torch.Tensor.register_hook),
-        torch.Tensor.register_post_accumulate_grad_hook,
+        *(torch.Tensor.register_post_accumulate_grad_hook, torch.Tensor.retain_grad),
+        *(torch.Tensor.ndimension, torch.Tensor.type, torch.Tensor.is_signed),
+        *(torch.Tensor.is_pinned, torch.Tensor.is_shared, torch.Tensor.is_inference),
+        *(torch.numel, torch.is_floating_point, torch.is_complex, torch.result_type),
+        *(torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like),
+        *(torch.Tensor.new_empty, torch.Tensor.new_zeros, torch.Tensor.new_ones),
+        torch.Tensor.new_full,
     }
 )
 # Attributes that are views of the elements; the others read none.
@@ -99,6 +105,12 @@ class WeightGuard:
 
 class GuardedParameter(nn.Parameter):
     """A compute parameter that is not gathered; it becomes a plain parameter again."""
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"a parameter of shape {tuple(self.shape)} that is not gathered"
+
+    def __format__(self, spec: str) -> str:
+        return format(repr(self), spec)
 
     @classmethod
     def __torch_function__(

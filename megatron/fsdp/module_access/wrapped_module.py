@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import wraps
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,19 @@ from megatron.fsdp.settings import ComputePrecision
 Conversion = Callable[[torch.Tensor], torch.Tensor]
 # By this attribute transformers knows modules whose ranks must run all layers together.
 GENERATES_TOGETHER = "_is_fsdp_managed_module"
+
+
+def refuse_ddp(model: nn.Module) -> NoReturn:
+    """Refuse torch's DistributedDataParallel around a sharded model.
+
+    It asks for this attribute before it sends anything. A release that does not fails as it
+    broadcasts, with an error about shapes.
+    """
+    raise RuntimeError(
+        "DistributedDataParallel around a sharded model would reduce its gradients twice: leave it"
+        " out, the model averages them over the ranks of its mesh; for replicas of shards give an"
+        " outer axis (dp_outer_dim)"
+    )
 
 
 def prepare_wrapped_module(

@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from megatron.fsdp.agreement import compared_settings, data_groups
+from megatron.fsdp.agreement import compared_settings, data_groups, names_on_all_ranks
 from megatron.fsdp.dtensor.sharded_param import ShardedParam, is_linked, sharded_param_of
 from megatron.fsdp.dtensor.tensor_part import gathered_bytes
 from megatron.fsdp.gradient_sync import clear_gradient_shard
@@ -190,7 +190,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if not state and any(makes_state_late(kind, group) for group in groups):
             warn_of_absent_state(kind.__name__)
         without = [own for key, own in sharded_params.items() if not state.get(key)]
-        frozen = [own.name for own in without if not own.parameter.requires_grad]
+        trained = [own for own in without if own.group.requires_grad]
+        frozen = [own.name for own in trained if not own.parameter.requires_grad]
         if frozen and any(state.values()):
             warn_of_frozen_parameters(kind.__name__, frozen)
 
@@ -285,9 +286,10 @@ def shard_optimizer(
     _refuse_unsharded(parameters_of(optimizer))
     names = [_names(group["params"]) for group in optimizer.param_groups]
     for model in dict.fromkeys(map(owner_of, parameters_of(optimizer))):
-        refuse_differences(
-            compared_settings(optimizer, names, "the optimizer"), data_groups(model._mesh)
-        )
+        members = [group["params"] for group in optimizer.param_groups]
+        shared = [_names(filter(_is_on_all_data_ranks, each)) for each in members]
+        compared = compared_settings(optimizer, shared, "the optimizer")
+        refuse_differences(compared, data_groups(model._mesh))
     on_local = LocalUpdate(optimizer, kind) if quantizes_state(kind) else None
     _keep_scheduler(optimizer)
     optimizer.__class__ = type(
@@ -360,10 +362,9 @@ def check_optimizer(
         return
     if isinstance(module, nn.Module):  # otherwise the check of the module reports it
         problems.check(_refuse_strangers, optimizer, set(module.parameters()))
-        name_of = {parameter: name for name, parameter in module.named_parameters()}
-        groups = [group["params"] for group in optimizer.param_groups]
-        names = [[name_of.get(parameter, "?") for parameter in own] for own in groups]
-        problems.compare(compared_settings(optimizer, names, which))
+        names = names_on_all_ranks(optimizer, module, settings)
+        compared = compared_settings(optimizer, names, which)
+        problems.compare(compared, lambda: data_groups(settings.own_mesh))
     problems.check(refuse_state_in_files, type(optimizer), settings.offload)
     if settings.gradients.are_decoupled and type(optimizer).__module__.startswith(
         ("torch.optim", "torchao.optim")
@@ -426,6 +427,13 @@ def _user_class(optimizer: torch.optim.Optimizer) -> OptimizerClass:
 def _names(parameters: Iterable[nn.Parameter]) -> list[str]:
     """Return the names of parameters in the wrapper."""
     return [owner_of(parameter)._name_of[parameter] for parameter in parameters]
+
+
+def _is_on_all_data_ranks(parameter: nn.Parameter) -> bool:
+    """Return False for an expert that some data ranks do not have."""
+    communicator = sharded_param_of(parameter).group.communicator
+    own_ranks = communicator.inner_size * communicator.outer_size
+    return own_ranks >= owner_of(parameter)._mesh.dense.num_data_ranks
 
 
 def _keep_scheduler(optimizer: torch.optim.Optimizer) -> None:

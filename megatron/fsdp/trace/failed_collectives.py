@@ -166,6 +166,7 @@ class Failures:
         self._answered: set[str] = set()  # the failures of which this rank has told the others
         self._failure = ""  # the last one that this rank has explained
         self._explained: dict[str, str] = {}  # explanations, by the name of the group that failed
+        self._first = ""  # the machine and the process of rank 0, once it is known
         self._is_over = threading.Event()
         store.set(f"process/{rank}", f"{_this_machine()} {self.pid}")
         self._thread = threading.Thread(target=self._look, name="failures", daemon=True)
@@ -220,8 +221,20 @@ class Failures:
                     continue
                 # A store whose process has ended would be complained of by torch.
                 is_quiet = time.monotonic() - since > QUIET_SECONDS and dist.is_initialized()
-                if is_quiet and self._store.check(["failed"]):
+                if not is_quiet:
+                    continue
+                if self._first_has_ended():
+                    return
+                if self._store.check(["failed"]):
                     self._answer(self._store.get("failed").decode())
+
+    def _first_has_ended(self) -> bool:
+        """Return True if rank 0, which may have the store, has run on this machine and is gone."""
+        # Nothing is asked of a store that may have ended: torch would complain at length.
+        if not self._first and self._store.check(["process/0"]):
+            self._first = self._store.get("process/0").decode()
+        machine, _, pid = self._first.rpartition(" ")
+        return bool(pid) and machine == _this_machine() and not _runs(int(pid))
 
     def _answer(self, failure: str) -> None:
         if failure not in self._answered:

@@ -263,8 +263,10 @@ def parse_given(
             problems.append(f"{name}: unknown flag{suggestion(name, known)}")
         else:
             dest = parser._option_string_actions[name].dest
-            is_empty = words[0].endswith("=") or "" in words
-            if is_empty and dest not in EMPTY_FOR_NONE:
+            is_empty = words[0] == f"{name}=" or "" in words
+            if is_empty and dest in EMPTY_FOR_NONE:
+                continue
+            if is_empty:
                 problems.append(f"{name}: its value is empty, as that of an unset shell variable")
                 refused.add(dest)
                 continue

@@ -31,6 +31,7 @@ from megatron.checkpoint.dcp.stored_metadata import read_metadata
 from megatron.checkpoint.torch_dist.checkpoint import check_marker
 from megatron.checkpoint.torch_dist.unsharded_state import COMMON_FILE, read_common
 from megatron.fsdp.engine.collectives import agree
+from megatron.fsdp.trace.failed_collectives import CollectiveError
 from megatron.mcore_adapter.releases.common_state import common_object_readable
 from megatron.pretrain.checkpoints.checkpoint_format import (
     attempt,
@@ -38,6 +39,7 @@ from megatron.pretrain.checkpoints.checkpoint_format import (
     tell_of_partial_load,
     without_warnings,
 )
+from megatron.pretrain.checkpoints.entered_together import PeerError
 from megatron.pretrain.checkpoints.torch_dist_saving import (
     SaveStrategies,
     error_of_disk,
@@ -152,6 +154,8 @@ def _load_sharded(
             sharded_strategy=load_strategy(args),
             strict=StrictHandling(strict),
         )
+    except (PeerError, CollectiveError):
+        raise  # another rank has failed
     except (CheckpointingException, KeyError, RuntimeError) as error:
         raise ValueError(f"{source} is a checkpoint of another model or run: {error}") from error
     return loaded if isinstance(loaded, tuple) else (loaded,)

@@ -253,14 +253,14 @@ def _published_together(prefix: str, record: str | None) -> Iterator[tuple[str, 
             yield str(bin_path), str(idx_path)
         for path in (bin_path, idx_path):
             durable.sync_file(path)
-        # Without its index a dataset does not exist. The old index is removed first, so that no
-        # reader ever sees the index of one corpus with the tokens of another.
-        Path(get_idx_path(prefix)).unlink(missing_ok=True)
-        record_path(prefix).unlink(missing_ok=True)  # of the tokenizer of that corpus
         # Megatron-Core caches sample indices here by name alone. They would describe the corpus
         # that is replaced.
         for folder in Path(prefix, "cache").glob("*Dataset_indices"):
             shutil.rmtree(folder)
+        # Without its index a dataset does not exist. The old index is removed first, so that no
+        # reader ever sees the index of one corpus with the tokens of another.
+        Path(get_idx_path(prefix)).unlink(missing_ok=True)
+        record_path(prefix).unlink(missing_ok=True)  # of the tokenizer of that corpus
         durable.rename(bin_path, Path(get_bin_path(prefix)))
         if record is not None:
             durable.write_text(record_path(prefix), record)

@@ -249,7 +249,7 @@ class Watch:
         cause = error
         while cause.__cause__ is not None:
             cause = cause.__cause__
-        text = str(cause).splitlines()[0]
+        text = (str(cause).splitlines() or [type(cause).__name__])[0]
         try:
             self._hearts.send(WAITING)
             verdict = judge(self._hearts.gather())

@@ -89,6 +89,17 @@ def test_a_local_tensor_of_another_size_is_refused() -> None:
     weight = model.get_parameter("module.weight").detach()
     with pytest.raises(ValueError, match="sharded tensor of shape"):
         rebuilt(weight, torch.zeros(weight.to_local().numel() + 1))
+    with pytest.raises(NotImplementedError, match="has no backward"):
+        rebuilt(weight, weight.to_local().clone().requires_grad_() * 2)
     even = weight.redistribute(placements=[Shard(0)])
     assert even.to_local().shape[1:] == (3,) and dist.get_world_size() == 2
     assert torch.equal(even.full_tensor(), weight.full_tensor())
+
+
+@on_ranks(2)
+def test_scalars_that_one_rank_has_are_rebuilt_on_all() -> None:
+    module = nn.Module()
+    module.scale = nn.Parameter(torch.tensor(3.0))
+    module.weight = nn.Parameter(torch.ones(5))
+    state = fully_shard_model(module, fsdp_unit_modules=[nn.Module]).state_dict()
+    assert rebuilt(state["module.scale"]).full_tensor().item() == 3.0

@@ -110,6 +110,8 @@ def test_empty_values_are_refused_but_where_they_mean_none() -> None:
     found = problems(f"{MOCK} {given}")
     empty = [each.split(": its value is empty")[0] for each in found if "is empty" in each]
     assert empty == ["--save", "--load", "--data-path"]
+    args, _ = parse(f"{MOCK} --load=/tmp/run= --wandb-project '' --wandb-exp-name ''")
+    assert args.load == "/tmp/run="
 
 
 @pytest.mark.parametrize("spelling", ["opt_param-scheduler", "opt-param-scheduler"])
