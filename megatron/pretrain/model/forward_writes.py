@@ -26,6 +26,6 @@ def num_writes_to_weights(model: Sequence[MegatronModule], is_fully_sharded: boo
     """Return a number that grows with writes to weights, but those through ``parameter.data``."""
     if is_fully_sharded:  # a forward writes to the parameters of the module inside
         groups = itertools.chain.from_iterable(chunk.module.groups for chunk in model)
-        return sum(sum(group.versions) for group in groups)
+        return sum(sum(group.guard.versions) for group in groups)
     weights = itertools.chain.from_iterable(chunk.parameters() for chunk in model)
     return sum(weight._version for weight in weights)
