@@ -228,26 +228,6 @@ def test_a_weight_that_is_read_past_its_module_is_named(
             assert message.startswith(start), (how, message)
 
 
-def stale_reads(level: int) -> str:
-    """Return the error of reading a weight past its module after a step, without a graph."""
-    units = {"fsdp_unit_modules": [nn.Embedding, nn.Linear]}
-    model, optimizer = shard(PastModules(), level, **units)
-    model(lambda weight: None).backward()
-    optimizer.step()
-    try:
-        with torch.no_grad():
-            model(lambda weight: weight.sum())
-    except RuntimeError as error:
-        return str(error)
-    return "read"
-
-
-def test_weights_from_before_a_step_are_not_read_past_their_module(ranks: Ranks) -> None:
-    for level in (1, 2):
-        for result in ranks(2, stale_reads, level):
-            assert result.startswith("unit 'table': table.weight is read while")
-
-
 class ReturnsOddly(nn.Module):
     """Returns a sparse tensor, or its weight in a mapping that cannot be written to."""
 

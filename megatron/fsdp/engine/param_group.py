@@ -278,7 +278,6 @@ class ParamGroup:
         self.main_state = change_state(self, self.main_state, due)
         if self.state is WeightState.UNSHARDED and not is_in_place:
             self.state = change_state(self, self.state, WeightState.STALE)
-            self.guard.close()
 
     @torch.no_grad()
     def broadcast(self) -> None:
