@@ -286,8 +286,7 @@ def shard_optimizer(
     _refuse_unsharded(parameters_of(optimizer))
     names = [_names(group["params"]) for group in optimizer.param_groups]
     for model in dict.fromkeys(map(owner_of, parameters_of(optimizer))):
-        members = [group["params"] for group in optimizer.param_groups]
-        shared = [_names(filter(_is_on_all_data_ranks, each)) for each in members]
+        shared = [_names(filter(_is_everywhere, each["params"])) for each in optimizer.param_groups]
         compared = compared_settings(optimizer, shared, "the optimizer")
         refuse_differences(compared, data_groups(model._mesh))
     on_local = LocalUpdate(optimizer, kind) if quantizes_state(kind) else None
@@ -429,8 +428,10 @@ def _names(parameters: Iterable[nn.Parameter]) -> list[str]:
     return [owner_of(parameter)._name_of[parameter] for parameter in parameters]
 
 
-def _is_on_all_data_ranks(parameter: nn.Parameter) -> bool:
-    """Return False for an expert that some data ranks do not have."""
+def _is_everywhere(parameter: nn.Parameter) -> bool:
+    """Return False for an expert that some data ranks do not have, and for ignored parameters."""
+    if not is_linked(parameter):
+        return False
     communicator = sharded_param_of(parameter).group.communicator
     own_ranks = communicator.inner_size * communicator.outer_size
     return own_ranks >= owner_of(parameter)._mesh.dense.num_data_ranks
