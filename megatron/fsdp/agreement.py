@@ -68,10 +68,11 @@ def compared_settings(
         f"the class of {which}": type(optimizer).__name__,
         f"the number of param groups of {which}": len(optimizer.param_groups),
     }
+    settings = getattr(optimizer, "defaults", {})  # optimizers of other packages may have none
     for number, (group, own) in enumerate(zip(optimizer.param_groups, names)):
         of_group = f"of param group {number} of {which}"
         values[f"the list of parameters {of_group}"] = ", ".join(own)
-        for name in optimizer.defaults.keys() & group.keys():  # others are notes of the program
+        for name in settings.keys() & group.keys():  # others are notes of the program
             value = group[name]
             if isinstance(value, torch.Tensor) and value.numel() == 1:
                 value = value.item()
