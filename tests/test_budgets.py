@@ -62,7 +62,7 @@ PARAMETERS = 12  # of a function
 REBOUND_FIELDS = 7  # of a class: those that methods other than __init__ assign
 FILES_PER_SETTING = 3
 SETTINGS = ("fsdp_double_buffer", "granularity", "average_in_collective")
-OVERRIDES_OF_TORCH = 4
+OVERRIDES_OF_TORCH = 3
 FORBIDDEN = {
     # What an object needs comes with its constructor; no other object finishes it later.
     "late wiring": re.compile(

@@ -21,6 +21,7 @@ from megatron.fsdp.dtensor.tensor_part import (
     wrap_local,
 )
 from megatron.fsdp.engine.collectives import broadcast_over
+from megatron.fsdp.engine.weight_guard import FunctionsOfTorch
 
 aten = torch.ops.aten
 
@@ -322,23 +323,17 @@ class Whole:
             local.copy_(replicated.redistribute(placements=self.dtensor.placements)._local_tensor)
 
 
-class WholeView(torch.Tensor):
+class WholeView(FunctionsOfTorch, torch.Tensor):
     """A view of a gathered tensor; what is written to it is copied into the local tensor."""
 
     whole: Whole
 
     @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def call(cls, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Call ``func`` on the whole tensors, and copy what it writes."""
         if any(isinstance(value, DTensor) for value in tree_leaves((args, kwargs))):
             return NotImplemented  # the DTensor is gathered first
-        with torch._C.DisableTorchFunctionSubclass():
-            return _call_on_wholes(func, args, kwargs or {}, [])
+        return _call_on_wholes(func, args, kwargs, [])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         return self.detach().as_subclass(torch.Tensor).clone()

@@ -216,7 +216,8 @@ class ShardedParam:
 
 def link(tensor: torch.Tensor, sharded: ShardedParam) -> None:
     """Record the sharded parameter of a DTensor for :func:`sharded_param_of`."""
-    tensor._fsdp_sharded = ProcessLink(sharded)  # type: ignore[attr-defined]  # an attribute of our own
+    # An attribute of our own.
+    tensor._fsdp_sharded = ProcessLink(sharded)  # type: ignore[attr-defined]
 
 
 def sharded_param_of(tensor: torch.Tensor) -> ShardedParam:

@@ -28,6 +28,7 @@ from megatron.fsdp.dtensor.tensor_part import (
     wrap_local,
 )
 from megatron.fsdp.dtensor.uneven_shard import part_in
+from megatron.fsdp.engine.weight_guard import VIEWS, FunctionsOfTorch
 
 NO_PARTIAL_BACKWARD = (
     "torch.autograd.grad cannot return gradients of sharded parameters, which backward() reduces"
@@ -37,15 +38,14 @@ NO_PARTIAL_BACKWARD = (
 
 _SET_DATA: Callable[..., Any] = attrgetter("data.__set__")(torch.Tensor)
 # Attributes that are operations, and the functions that compute them.
-_COMPUTED: dict[Callable[..., Any], Callable[..., Any]] = {
-    attrgetter("data.__get__")(torch.Tensor): torch.Tensor.detach,  # torch's misses the mode
-}
-for _name in ("T", "mT", "H", "mH", "real", "imag"):
+_COMPUTED: dict[Callable[..., Any], Callable[..., Any]] = {}
+for _name in VIEWS:
     _getter = attrgetter(f"{_name}.__get__")(torch.Tensor)
-    _COMPUTED[_getter] = _getter
+    # torch's getter of `data` misses the mode.
+    _COMPUTED[_getter] = torch.Tensor.detach if _name == "data" else _getter
 
 
-class UnevenDTensor(DTensor):
+class UnevenDTensor(FunctionsOfTorch, DTensor):
     """A DTensor with local tensors of any size; operations give what whole tensors would give."""
 
     # What the local tensor contains; None if the ranks do not know, or the placements tell it.
@@ -58,26 +58,20 @@ class UnevenDTensor(DTensor):
     replacements: ClassVar[Mapping[Callable[..., Any], Callable[..., Any]]] = {}
 
     @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
-            if getattr(func, "__name__", "") in ("__get__", "__set__"):
-                if func == _SET_DATA:
-                    return _assign(*args)
-                if func not in _COMPUTED:
-                    return func(*args)
-                func = _COMPUTED[func]
-            replacement = cls.replacements.get(func)
-            if replacement is not None:
-                result = replacement(*args, **(kwargs or {}))
-                if result is not NotImplemented:
-                    return result
-            return operate(func, args, kwargs or {}, UnevenDTensor)
+    def call(cls, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Call a replacement, or operate on local or on whole tensors."""
+        if getattr(func, "__name__", "") in ("__get__", "__set__"):
+            if func == _SET_DATA:
+                return _assign(*args)
+            if func not in _COMPUTED:
+                return func(*args)
+            func = _COMPUTED[func]
+        replacement = cls.replacements.get(func)
+        if replacement is not None:
+            result = replacement(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        return operate(func, tuple(args), kwargs, UnevenDTensor)
 
     def __repr__(self) -> str:  # type: ignore[override]  # torch's is not typed
         """Show this rank's elements: printing on one rank must not wait for others."""

@@ -4,9 +4,8 @@
 # [Note: function transforms] Inside of a transform, tensors are wrapped, one wrapper for each
 # transform, and operations dispatch to the innermost. Weights are constants to all of them: the
 # engine gathers and frees them outside of the transforms, where they are plain tensors. Hooks on
-# outputs would miss the passes of other levels (the tangent of a jvp has a backward too), so
-# outputs pass through an autograd function, which every transform takes along. Dual numbers without
-# a transform have tangents as well.
+# outputs would miss the passes of other levels (a tangent has a backward too, also that of a dual
+# number without a transform), so outputs pass through an autograd function, as transforms expect.
 
 from __future__ import annotations
 

@@ -60,6 +60,22 @@ _guard_of_version: WeakValueDictionary[int, WeightGuard] = WeakValueDictionary()
 _versions = count(FIRST_VERSION)
 
 
+class FunctionsOfTorch:
+    """A base of tensor classes: functions of torch on them are calls of :meth:`call`."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return cls.call(func, args, kwargs or {})
+
+    @classmethod
+    def call(cls, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Return the result of ``func``, or NotImplemented to leave it to another tensor."""
+        raise NotImplementedError
+
+
 class WeightGuard:
     """Lets the compute parameters of a group be read, or not."""
 
@@ -103,7 +119,7 @@ class WeightGuard:
         return NOT_GATHERED.format(unit=self._unit_name, name=self._name_of[version])
 
 
-class GuardedParameter(nn.Parameter):
+class GuardedParameter(FunctionsOfTorch, nn.Parameter):
     """A compute parameter that is not gathered; it becomes a plain parameter again."""
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -113,25 +129,17 @@ class GuardedParameter(nn.Parameter):
         return format(repr(self), spec)
 
     @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def call(cls, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Raise ``RuntimeError`` for what reads elements."""
         # Attributes come as their __get__ and __set__.
         is_attribute = type(func).__name__ == "method-wrapper"
         name = getattr(getattr(func, "__self__", None), "__name__", "")
         reads = is_attribute and func.__name__ == "__get__" and name in VIEWS
         if func in ALLOWED or (is_attribute and not reads):
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
+            return func(*args, **kwargs)
         for value in tree_leaves((args, kwargs)):
             if isinstance(value, GuardedParameter):
-                version = value._version
-                raise RuntimeError(_guard_of_version[version].words(version))
+                raise RuntimeError(_guard_of_version[value._version].words(value._version))
         return NotImplemented
 
 
