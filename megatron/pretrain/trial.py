@@ -9,6 +9,8 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import signal
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
@@ -21,10 +23,7 @@ from megatron.pretrain.arguments import CommandLineError, all_flags
 from megatron.pretrain.arguments.configs import transformer_config
 from megatron.pretrain.arguments.parser import one_flag_each
 from megatron.pretrain.dry_run import pretending
-from megatron.pretrain.model import router_losses
 from megatron.pretrain.model.gpt_model import build_chunk
-
-logger = logging.getLogger(__name__)
 
 Parse: TypeAlias = Callable[[list[str]], tuple[argparse.Namespace, list[str]]]
 """Completes the arguments of a command line, see `parse_arguments`."""
@@ -62,6 +61,8 @@ ROWS = 64
 """Of the embedding."""
 TOGGLES = ("model", "multi-latent attention", "mixture of experts")
 """Sections of --help-all whose switches may be the cure."""
+PATIENCE_SECONDS = 120
+"""Time that all trials of a command line may take."""
 MOST_NESTED = 8
 """Backward passes inside of each other: recomputation of a layer, and of modules in it."""
 NAMED = 4
@@ -102,8 +103,7 @@ def layers_of_each_kind(args: argparse.Namespace) -> int:
 def check_model(args: argparse.Namespace, argv: Sequence[str], parse: Parse) -> None:
     """Run forward and backward of a small model, before there are process groups.
 
-    Layers of Transformer Engine are tried where there is a GPU only. There an error is a warning:
-    kernels may demand sizes that a small model does not have.
+    Nothing is tried on GPUs, nor layers of Transformer Engine, which need one.
 
     Args:
         args: completed arguments.
@@ -113,44 +113,60 @@ def check_model(args: argparse.Namespace, argv: Sequence[str], parse: Parse) -> 
     Raises:
         CommandLineError: Megatron-Core cannot run the model.
     """
+    if torch.cuda.is_available() or args.transformer_impl == "transformer_engine":
+        return
+    # In a process of its own: layers leave scales of losses, trackers and random states behind in
+    # Megatron-Core's modules. It has the modules that are loaded, and ends without cleaning up.
+    reading, writing = os.pipe()
+    process = os.fork()
+    if process == 0:
+        try:
+            os.write(writing, problem_of(args, list(argv), parse).encode())
+        finally:
+            os._exit(0)
+    os.close(writing)
+    with open(reading, errors="replace") as pipe:
+        problem = pipe.read()
+    os.waitpid(process, 0)
+    if problem:
+        raise CommandLineError([problem])
+
+
+def problem_of(args: argparse.Namespace, argv: list[str], parse: Parse) -> str:
+    """Return what is wrong with a command line, or an empty text."""
+    signal.alarm(PATIENCE_SECONDS)  # which ends the process: then nothing is known
+    logging.disable(logging.CRITICAL)
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)  # a fork has no threads of those that were there
     if (error := error_of(args)) is None:
-        return
-    problem = f"Megatron-Core cannot run this model: {type(error).__name__}: {error}"
-    if torch.cuda.is_available():
-        logger.warning("A small model fails, and the run probably will: %s", problem)
-        return
-    cures = ", ".join(list(cures_of(list(argv), parse))[:NAMED]) or "no change of one flag"
-    raise CommandLineError([f"{problem}\n     What makes a small model of this kind run: {cures}"])
+        return ""
+    cures = ", ".join(list(cures_of(argv, parse))[:NAMED]) or "no change of one flag"
+    return (
+        f"Megatron-Core cannot run this model: {type(error).__name__}: {error}\n"
+        f"     What makes a small model of this kind run: {cures}"
+    )
 
 
 def error_of(args: argparse.Namespace) -> Exception | None:
     """Return the error of a small model, if it has one."""
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-        torch.cuda.set_device(device)
-    elif args.transformer_impl == "transformer_engine":
-        return None
     try:
         with pretending(tried := small(args), stage=0), bounded_recomputation():
-            run(tried, device)
+            run(tried)
     except Exception as error:  # of any kind: it would end the run too
         return error
-    finally:
-        router_losses.forget()
     return None
 
 
-def run(args: argparse.Namespace, device: torch.device) -> None:
+def run(args: argparse.Namespace) -> None:
     """Build a model, and run a forward and a backward of one sample."""
-    model = build_chunk(args, transformer_config(args), ROWS, device, None)
+    model = build_chunk(args, transformer_config(args), ROWS, torch.device("cpu"), None)
     length = args.seq_length
-    tokens = torch.arange(length, device=device)[None] % ROWS
+    positions = torch.arange(length)[None]
+    tokens = positions % ROWS
     mask = None
     if args.create_attention_mask_in_dataloader:
-        mask = torch.ones(1, 1, length, length, dtype=torch.bool, device=device).triu(1)
-    positions = torch.arange(length, device=device)[None]
-    weights = torch.ones(1, length, device=device)
+        mask = torch.ones(1, 1, length, length, dtype=torch.bool).triu(1)
+    weights = torch.ones(1, length)
     model(tokens, positions, mask, labels=tokens, loss_mask=weights).sum().backward()
 
 

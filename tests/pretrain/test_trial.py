@@ -4,9 +4,10 @@
 import shlex
 
 import pytest
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
 from megatron.pretrain.arguments import CommandLineError
-from megatron.pretrain.trial import check_model, error_of, small
+from megatron.pretrain.trial import check_model, small
 from tests.support.pretrain.arguments.command_lines import MOCK, parse
 
 EXPERTS = "--num-experts 8 --moe-router-topk 2 --disable-bias-linear"
@@ -27,8 +28,11 @@ RUNNING = (
 
 @pytest.mark.parametrize(("flags", "world_size"), RUNNING)
 def test_a_model_that_runs_is_accepted(flags: str, world_size: int) -> None:
-    args, _ = parse(f"{MOCK} {flags}", world_size=world_size)
-    assert error_of(args) is None
+    line = f"{MOCK} {flags}"
+    args, _ = parse(line, world_size=world_size)
+    scale = MoEAuxLossAutoScaler.main_loss_backward_scale
+    check_model(args, shlex.split(line), lambda words: parse(shlex.join(words)))
+    assert MoEAuxLossAutoScaler.main_loss_backward_scale is scale  # no trace of it is left
 
 
 def test_a_small_model_has_a_layer_of_each_kind_and_small_sizes() -> None:
