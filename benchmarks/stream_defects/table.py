@@ -38,6 +38,8 @@ DONE = "    done = stream.record_event()"
 RUNS = "    for collective in collectives:"
 WAITS = "pending.wait()"
 BLOCKS = "optimizer.host.block_update:BlockUpdate."
+# The guard of weights raises before the model of CUDA sees that they are read.
+UNGUARDED: Changes = {"engine.weight_guard:WeightGuard.close": [("self._saved is None", "False")]}
 OFFLOADED = "offloaded, updated on the device"
 
 DEFECTS = [
@@ -124,7 +126,15 @@ DEFECTS = [
     defect(
         "a unit waits for its first group only",
         "experts",
-        {"engine.unit:Unit.wait_for_unshard": [("self.groups:", "self.groups[:1]:")]},
+        {
+            "engine.unit:Unit.wait_for_unshard": [
+                (
+                    "group.wait_for_unshard()",
+                    "group.wait_for_unshard() if group is self.groups[0]"
+                    " else group.guard.open(lambda: None)",
+                )
+            ]
+        },
     ),
     defect(
         "a unit that is unused is freed while it is gathered",
@@ -135,13 +145,14 @@ DEFECTS = [
     defect(
         "a forward reads weights that nobody has gathered",
         "level3",
-        {"engine.schedule:Schedule.borrow": [("unit.unshard()", "pass")]},
+        {"engine.schedule:Schedule.borrow": [("unit.unshard()", "pass")], **UNGUARDED},
         RELEASED,
     ),
     defect(
         "prefetched units are freed though they are in use",
         "level3",
         {
+            **UNGUARDED,
             "engine.schedule:Prefetcher.prefetch": [
                 ("if self._prefetched:", "if True:"),
                 ("self._prefetched.difference(wanted)", "set(self._units)"),

@@ -289,21 +289,21 @@ class Failures:
 # ---- of this process
 
 _failures: Failures | None = None
-_world: Any = None  # a weak reference to the process group that `_failures` is for
+_worlds: weakref.WeakSet[Any] = weakref.WeakSet()  # process groups of all ranks, watched already
 _num_worlds = 0
 
 
 def watch() -> None:
     """Remember the collectives of this process from now on, and explain those that fail."""
-    global _failures, _world, _num_worlds
+    global _failures, _num_worlds
     world = dist.group.WORLD
-    if world is None or (_world is not None and _world() is world):
+    if world is None or world in _worlds:
         return
     if _failures is None:
         atexit.register(_at_exit)
     else:
         _failures.stop()
-    _world = weakref.ref(world)
+    _worlds.add(world)
     _num_worlds += 1
     _failures = None
     observe.memory = None
