@@ -2,9 +2,11 @@
 """Every block and every command of the pages is run, or named here with the reason why not."""
 
 import json
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from errno import errorcode
 from functools import cache
 from importlib.util import find_spec
 from itertools import chain
@@ -252,6 +254,13 @@ def test_blocks_that_run_elsewhere_exist_and_name_files_that_do() -> None:
 
 VALUES = re.compile(r"__\w+__|[^A-Za-z -]+|\b[A-Z]+\b|\b(?:NaN|Inf|vm|cpu|all-gather)\b")
 """What programs insert into messages: numbers, names, paths; the rest are phrases."""
+ERRORS_OF_OTHERS = (
+    "Connection closed by peer",
+    "Timed out",
+    "[Errno 28]",
+    *map(os.strerror, errorcode),
+)
+"""What messages quote: gloo's compiled code, Python and the operating system."""
 
 
 @cache
@@ -265,7 +274,7 @@ def messages() -> str:
     texts = chain.from_iterable(
         test_site.literals_of(parse(source.read_text())) for source in sources
     )
-    return "\n".join(" ".join(text.split()) for text in texts)
+    return "\n".join(" ".join(text.split()) for text in [*texts, *ERRORS_OF_OTHERS])
 
 
 def is_said(phrase: str) -> bool:
