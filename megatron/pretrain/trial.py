@@ -17,6 +17,7 @@ from itertools import chain
 from typing import Any, TypeAlias
 
 import torch
+import torch.distributed as dist
 
 from megatron.mcore_adapter.coded_weights import PLAIN
 from megatron.pretrain.arguments import CommandLineError, all_flags
@@ -103,7 +104,8 @@ def layers_of_each_kind(args: argparse.Namespace) -> int:
 def check_model(args: argparse.Namespace, argv: Sequence[str], parse: Parse) -> None:
     """Run forward and backward of a small model, before there are process groups.
 
-    Nothing is tried on GPUs, nor layers of Transformer Engine, which need one.
+    Nothing is tried on GPUs, nor layers of Transformer Engine, which need one, nor in a program
+    that has initialized the default process group itself.
 
     Args:
         args: completed arguments.
@@ -113,7 +115,8 @@ def check_model(args: argparse.Namespace, argv: Sequence[str], parse: Parse) -> 
     Raises:
         CommandLineError: Megatron-Core cannot run the model.
     """
-    if torch.cuda.is_available() or args.transformer_impl == "transformer_engine":
+    needs_gpu = args.transformer_impl == "transformer_engine"
+    if needs_gpu or torch.cuda.is_available() or dist.is_initialized():
         return
     # In a process of its own: layers leave scales of losses, trackers and random states behind in
     # Megatron-Core's modules. It has the modules that are loaded, and ends without cleaning up.
