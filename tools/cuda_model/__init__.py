@@ -6,7 +6,9 @@ The README says what it is for. It needs torch only.
 | file | holds |
 |---|---|
 | `reports.py` | the reports: two accesses each, with stream and stack |
+| `ranges.py` | ranges of blocks, with accesses of their own |
 | `memory.py` | blocks of memory, and the rules of the caching allocator |
+| `host.py` | the host's memory, pinned or not, which copies use |
 | `streams.py` | streams and events, as `torch.cuda` has them |
 | `graphs.py` | graphs: captures, their rules, and replays |
 | `detector.py` | the race detector: happens-before by torch's own sanitizer |

@@ -11,13 +11,16 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
-from torch.cuda._sanitizer import Access, EventHandler, UnsynchronizedAccessError
+from torch.cuda._sanitizer import Access, AccessType, EventHandler, UnsynchronizedAccessError
 
 from tools.cuda_model.graphs import Graphs
+from tools.cuda_model.host import HostBlocks, is_direct
 from tools.cuda_model.memory import Blocks, MemoryBlock, has_memory
+from tools.cuda_model.ranges import Accesses, Extent, extent_of
 from tools.cuda_model.reports import (
     EARLY_RELEASE,
     HOST_READ,
+    HOST_WRITE,
     RACE,
     RELEASED,
     CallStack,
@@ -53,7 +56,9 @@ class Detector:
         self.syncs = self._handler.syncs
         self.reports: list[Finding] = []
         self.work: list[str] = []
-        self.blocks = Blocks(self._released, self._reused, has_host)
+        self._accesses = Accesses(self._handler.tensors_accessed.accesses)
+        self.blocks = Blocks(self._released, self._reused, self._accesses.numbers, has_host)
+        self.host = HostBlocks(self.blocks.make, self._released_on_host)
         self._freed: dict[int, list[FreedBlock]] = defaultdict(list)  # by the stream that owns them
         self.streams = Streams(self)
         self.graphs = Graphs(self)
@@ -96,8 +101,39 @@ class Detector:
         """Note a kernel on ``stream``, by default the current one."""
         with self.lock:
             current = self.streams.current.cuda_stream
-            read, written = self._blocks_of(reads, current), self._blocks_of(writes, current)
+            read, written = self._extents_of(reads, current), self._extents_of(writes, current)
             self._launch(name, read, written, current if stream is None else stream)
+
+    def copy(
+        self, name: str, target: torch.Tensor, source: torch.Tensor, non_blocking: bool
+    ) -> None:
+        """Note a copy between host and device on the current stream; see [Note: the host's memory].
+
+        Args:
+            name: that of the operator.
+            target: tensor that is written to.
+            source: tensor that is read.
+            non_blocking: the host goes on before the end of the copy.
+        """
+        is_to_host = self.blocks.is_on_device(source)
+        host, device = (target, source) if is_to_host else (source, target)
+        is_pinned, goes_through = self.host.is_pinned(host), not is_direct(target, source, host)
+        if self.graphs.current is not None and not is_pinned:
+            raise self.graphs.refuse(f"{name} of memory that is not pinned is captured")
+        with self.lock:
+            current = self.streams.current.cuda_stream
+            on_host, on_device = self.host.of_copy([host]), self._extents_of([device], current)
+            if is_to_host:
+                self._launch(name, on_device, on_host, current)
+            else:
+                self._launch(name, on_host, on_device, current)
+                if goes_through or not is_pinned:  # it was read during the call
+                    for number in self._ranges_of(on_host):
+                        self._handler.tensors_accessed.get_reads(number).pop()
+        if not non_blocking:
+            self.synchronize(current)
+        elif goes_through and is_to_host:
+            self.host_uses(f"{name}, which copies from memory of its own,", [host], [])
 
     def check(self, name: str, tensors: Iterable[torch.Tensor]) -> None:
         """Raise an error if one of the tensors that a kernel is to use has no memory."""
@@ -119,7 +155,7 @@ class Detector:
             self.blocks.adopt(tensor)
             block = self.blocks.of(tensor, current)
             if block is not None:
-                self._launch(name, {}, {block[0].number: block[0]}, current)
+                self._launch(name, [], [Extent(block, 0, block.num_bytes)], current)
 
     def resized(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
         """Note that ``storage`` now has so many bytes, in new memory."""
@@ -127,7 +163,8 @@ class Detector:
             current = self.streams.current.cuda_stream
             if num_bytes:
                 block = self.blocks.allocate(storage, current)
-                self._launch("allocation by resize_", {}, {block.number: block}, current)
+                whole = Extent(block, 0, num_bytes)
+                self._launch("allocation by resize_", [], [whole], current)
 
     def freed(self, storage: torch.UntypedStorage) -> None:
         """Note that ``storage`` gives its memory back, before it is resized."""
@@ -137,9 +174,9 @@ class Detector:
     def record_stream(self, tensor: torch.Tensor, stream: int) -> None:
         """Note that the memory of ``tensor`` may be reused only after ``stream``, too."""
         with self.lock:
-            found = self.blocks.of(tensor, self.streams.current.cuda_stream)
-            if found is not None:
-                found[0].recorded.add(stream)
+            block = self.blocks.of(tensor, self.streams.current.cuda_stream)
+            if block is not None:
+                block.recorded.add(stream)
 
     def synchronize(self, stream: int | None = None) -> None:
         """Let the host, and so all later work, wait for ``stream``, or for all streams."""
@@ -152,17 +189,36 @@ class Detector:
                 self.syncs.all_streams_wait_for_stream(stream)
 
     def host_read(self, tensor: torch.Tensor, how: str) -> None:
-        """Note that the host reads ``tensor`` without waiting for anything."""
+        """Note that the host reads ``tensor`` of the device without waiting for anything."""
         self.graphs.waits(how)
         with self.lock:
             block = self.blocks.known(tensor)
-            info = block and self._handler.tensors_accessed.accesses.get(block.number)
-            write = info.write if info else None
-            if write is None or block is None:
-                return
-            if write.seq_num > self.syncs.host_sync_state.get(write.stream, 0):
-                what = f"{how} of {block}{self._during()}"
-                self._report_accesses(HOST_READ, what, [write])
+            if block is not None:
+                self._host_access(how, extent_of(tensor, block), is_write=False)
+
+    def host_uses(
+        self, how: str, reads: Iterable[torch.Tensor], writes: Iterable[torch.Tensor]
+    ) -> None:
+        """Note that the host reads and writes its own memory, which copies may still use."""
+        if not self.host.is_used:
+            return
+        with self.lock:
+            for extent in self.host.used(writes):
+                self._host_access(how, extent, is_write=True)
+            for extent in self.host.used(reads):
+                self._host_access(how, extent, is_write=False)
+
+    def _host_access(self, how: str, extent: Extent, is_write: bool) -> None:
+        for number, block in self._ranges_of([extent]).items():
+            for use in self._accesses.of(number):
+                if is_write or use.type is AccessType.WRITE:
+                    what = f"{how} of {block}{self._during()}"
+                    self._report_late(HOST_WRITE if is_write else HOST_READ, what, use)
+
+    def _report_late(self, kind: str, what: str, use: Access) -> None:
+        """Report a use of memory that the host has not waited for."""
+        if use.seq_num > self.syncs.host_sync_state.get(use.stream, 0):
+            self._report_accesses(kind, what, [use])
 
     # ---- rules
 
@@ -171,11 +227,11 @@ class Detector:
         """The number of the last kernel."""
         return self._handler.seq_num
 
-    def _launch(
-        self, name: str, read: dict[int, MemoryBlock], written: dict[int, MemoryBlock], stream: int
-    ) -> None:
+    def _launch(self, name: str, reads: list[Extent], writes: list[Extent], stream: int) -> None:
         self.graphs.launches(name, stream)
         self.num_events += 1
+        self._split(reads + writes)
+        read, written = self._ranges_of(reads), self._ranges_of(writes)
         blocks = {**read, **written}
         errors = self._handler._handle_kernel_launch(
             stream,
@@ -186,23 +242,56 @@ class Detector:
             {number: [] for number in blocks},
         )
         for number in read.keys() - written.keys():
-            reads = self._handler.tensors_accessed.get_reads(number)
-            if len(reads) > 1 and reads[-2].stream == reads[-1].stream:
-                del reads[-2]  # what waits for the later one waits for it
+            accesses = self._handler.tensors_accessed.get_reads(number)
+            if len(accesses) > 1 and accesses[-2].stream == accesses[-1].stream:
+                del accesses[-2]  # what waits for the later one waits for it
         for error in errors:
             assert isinstance(error, UnsynchronizedAccessError)
             what = f"{blocks[error.data_ptr]} is used on two streams that nothing orders"
             both = [error.current_access, error.previous_access]
             self._report_accesses(RACE, what, both)
+        for block, start, stop in writes:
+            block.ranges.join(start, stop, self._accesses)
+
+    def _split(self, extents: Iterable[Extent]) -> None:
+        """Let the ranges of blocks begin and end where kernels' accesses do."""
+        for block, start, stop in extents:
+            block.ranges.split(start, self._accesses)
+            block.ranges.split(stop, self._accesses)
+
+    @staticmethod
+    def _ranges_of(extents: Iterable[Extent]) -> dict[int, MemoryBlock]:
+        """Return the numbers of ranges, each with its block."""
+        blocks = {}
+        for block, start, stop in extents:
+            for number in block.ranges.within(start, stop):
+                blocks[number] = block
+        return blocks
 
     def _released(self, block: MemoryBlock) -> None:
         """Note uses of a freed block that later work of its own stream may overtake."""
         with self.lock:
-            info = self._handler.tensors_accessed.accesses.pop(block.number, None)
-            uses = [] if info is None else [*info.reads, *filter(None, [info.write])]
-            uses = [use for use in uses if not self._is_ordered(block, use)]
+            uses = self._forget(block)
             if uses:
                 self._freed[block.stream].append(FreedBlock(block, uses, self._during()))
+
+    def _released_on_host(self, block: MemoryBlock, is_pinned: bool) -> None:
+        """Report copies that still use memory of the host which is freed."""
+        with self.lock:
+            for number in block.ranges:
+                for use in self._accesses.pop(number):
+                    if not is_pinned:  # torch's allocator of pinned memory waits for copies
+                        what = f"{block} of the host is freed{self._during()}"
+                        self._report_late(EARLY_RELEASE, what, use)
+
+    def _forget(self, block: MemoryBlock) -> list[Access]:
+        """Forget the accesses to all ranges of a block; return those that it must wait for."""
+        uses = {}
+        for number in block.ranges:
+            for use in self._accesses.pop(number):
+                if not self._is_ordered(block, use):
+                    uses[use.seq_num] = use  # one kernel may have used several ranges
+        return list(uses.values())
 
     def _reused(self, stream: int) -> None:
         """Report uses of freed blocks whose memory ``stream`` may get by an allocation now."""
@@ -221,9 +310,13 @@ class Detector:
 
     # ---- reports
 
-    def _blocks_of(self, tensors: Iterable[torch.Tensor], stream: int) -> dict[int, MemoryBlock]:
-        found = [self.blocks.of(tensor, stream) for tensor in tensors]
-        return {each[0].number: each[0] for each in found if each is not None}
+    def _extents_of(self, tensors: Iterable[torch.Tensor], stream: int) -> list[Extent]:
+        extents = []
+        for tensor in tensors:
+            block = self.blocks.of(tensor, stream)
+            if block is not None and tensor.numel():
+                extents.append(extent_of(tensor, block))
+        return extents
 
     def _during(self) -> str:
         return f" during {self.work[-1]}" if self.work else ""

@@ -60,11 +60,14 @@ class DeviceNames:
 
     def make(self, name: str, function: Function, args: Any, kwargs: dict[str, Any]) -> Any:
         """Make a tensor on the host or on the device."""
-        kwargs.pop("pin_memory", None)
+        is_pinned = kwargs.pop("pin_memory", False)
         device = kwargs.get("device")
         if device is None:
             with self._detector.making_on_host():
-                return function(*args, **kwargs)
+                result = function(*args, **kwargs)
+            if is_pinned:
+                self._detector.host.pin(result)
+            return result
         is_cuda = is_named_cuda(device)
         if is_cuda:
             kwargs["device"] = CPU
@@ -74,6 +77,8 @@ class DeviceNames:
                 result = result.clone()
         if is_cuda:
             self._detector.allocated(result, name)
+        elif is_pinned:
+            self._detector.host.pin(result)
         return result
 
     def to(self, function: Function, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -97,12 +102,24 @@ class DeviceNames:
         settings["copy"] = True
         with detector.unseen():
             result = function(tensor, CPU, **settings)
-        if is_on_device:
-            detector.kernel(name, [tensor], [])
-        else:
-            detector.allocated(result, name)
-        if not non_blocking:
-            detector.synchronize(detector.streams.current.cuda_stream)
+        if not is_on_device:
+            detector.allocated(result, f"allocation for {name}")
+        elif non_blocking:
+            detector.host.pin(result)  # torch pins what it makes for a copy that goes on
+        detector.copy(name, result, tensor, non_blocking)
+        return result
+
+    def pin(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Do what `Tensor.pin_memory` does."""
+        detector = self._detector
+        if detector.blocks.is_on_device(tensor):
+            raise RuntimeError("cannot pin memory of the device: only that of the host")
+        if detector.host.is_pinned(tensor):
+            return tensor
+        detector.host_uses("pin_memory()", [tensor], [])
+        with detector.unseen():
+            result = tensor.clone()
+        detector.host.pin(result)
         return result
 
     def of_tensors(self) -> dict[str, Any]:
@@ -135,7 +152,8 @@ class DeviceNames:
             "cuda": cuda,
             "cpu": cpu,
             "numpy": as_numpy,
-            "pin_memory": lambda tensor, device=None: tensor,
+            "pin_memory": lambda tensor, device=None: self.pin(tensor),
+            "is_pinned": lambda tensor, device=None: self._detector.host.is_pinned(tensor),
             **{name: self.factory(getattr(torch.Tensor, name)) for name in NEW},
         }
 
@@ -196,6 +214,7 @@ class DeviceNames:
             "init_process_group": init_process_group,
             "new_group": make_group,
             "is_nccl_available": lambda: True,
+            "get_backend": lambda group=None: dist.Backend.NCCL,
         }
 
 
@@ -208,6 +227,7 @@ def device_names(detector: Detector) -> Iterator[None]:
         (torch, names.of_torch()),
         (torch.Tensor, names.of_tensors()),
         (torch.cuda, names.of_cuda()),
+        (torch.cuda.nccl, {"version": lambda: (2, 28, 9)}),  # torch reads it for its logs
         (torch.accelerator, names.of_accelerator()),
         *((place, of_groups) for place in (dist, distributed_c10d, device_mesh)),
     ]

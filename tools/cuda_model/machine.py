@@ -99,6 +99,7 @@ def cuda_model(compares_order: bool = True, names_cuda: bool = False) -> Iterato
         if names_cuda:
             patches.enter_context(device_names(model.detector))
         patches.callback(model.detector.blocks.close)
+        patches.callback(model.detector.host.close)
         with OperatorEvents(model.detector):
             yield model
             model.nccl.close()
@@ -122,6 +123,8 @@ def _patch_tensors(patches: ExitStack, detector: Detector) -> None:
         is_ours = detector.blocks.has(self) and num_bytes != self.nbytes()
         if is_ours:
             detector.freed(self)
+        elif num_bytes != self.nbytes():
+            detector.host.free(self)
         result = resize(self, num_bytes)
         if is_ours:
             detector.resized(self, num_bytes)
@@ -132,6 +135,8 @@ def _patch_tensors(patches: ExitStack, detector: Detector) -> None:
             detector.check("a copy to the host", [self])
             detector.kernel("a copy to the host", [self], [])
             detector.synchronize(detector.streams.current.cuda_stream)
+        else:
+            detector.host_uses("a read", [self], [])
 
     def tolist(self: torch.Tensor) -> Any:
         read(self)
@@ -144,6 +149,8 @@ def _patch_tensors(patches: ExitStack, detector: Detector) -> None:
     def as_numpy(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if detector.blocks.is_on_device(self):
             detector.host_read(self, "numpy()")
+        else:
+            detector.host_uses("numpy()", [self], [])
         return numpy(self, *args, **kwargs)
 
     def record_stream(self: torch.Tensor, stream: ModelStream) -> None:

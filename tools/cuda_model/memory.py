@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from itertools import count
 from typing import Protocol
 
 import torch
+
+from tools.cuda_model.ranges import Ranges, bytes_of
 
 Released = Callable[["MemoryBlock"], None]
 Reused = Callable[[int], None]
@@ -27,6 +28,7 @@ class MemoryBlock:
 
     def __init__(self, number: int, stream: int, num_bytes: int, name: str):
         self.number = number
+        self.ranges = Ranges(num_bytes, number)
         self.stream = stream  # that was current when it was allocated
         self.num_bytes = num_bytes
         self.name = name
@@ -51,29 +53,34 @@ class Pool(Protocol):
 class Blocks:
     """The blocks that are allocated, by storage.
 
-    ``released`` is called with a block that is freed, ``reused`` with a stream that allocates one.
-    With ``has_host`` storage is the host's unless :meth:`adopt` gives it to the device.
+    Args:
+        released: called with a block that is freed.
+        reused: called with a stream that allocates one.
+        numbers: those of new blocks.
+        has_host: storage is the host's unless :meth:`adopt` gives it to the device.
     """
 
-    def __init__(self, released: Released, reused: Reused, has_host: bool = False):
+    def __init__(
+        self, released: Released, reused: Reused, numbers: Iterator[int], has_host: bool = False
+    ):
         self._released, self._reused = released, reused
         self.has_host = has_host
         self._blocks: dict[int, MemoryBlock] = {}  # by the address of the storage's implementation
         self._names: dict[int, str] = {}  # by the address, too: what the program calls it
         self._watched: dict[int, weakref.finalize] = {}
-        self._numbers = count(1)
+        self._numbers = numbers
         self.allocated = self.peak = 0  # bytes
         self.pool: Pool | None = None  # in use now
 
-    def of(self, tensor: torch.Tensor, stream: int) -> tuple[MemoryBlock, bool] | None:
-        """Return the block of ``tensor`` and True if it is new; None if it has no memory there."""
+    def of(self, tensor: torch.Tensor, stream: int) -> MemoryBlock | None:
+        """Return the block of ``tensor``, which is new at first; None if it has no memory there."""
         storage = storage_of(tensor)
         if storage is None or not storage.nbytes() or not self.has(storage):
             return None
         block = self._blocks.get(storage._cdata)
         if block is not None:
-            return block, False
-        return self.allocate(storage, stream), True
+            return block
+        return self.allocate(storage, stream)
 
     def has(self, storage: torch.UntypedStorage) -> bool:
         """Return True for storage of the device, with memory or without."""
@@ -88,7 +95,8 @@ class Blocks:
             return True
         if hasattr(tensor, "__tensor_flatten__"):
             names = tensor.__tensor_flatten__()[0]
-            return any(self.is_on_device(getattr(tensor, name)) for name in names)
+            parts = [getattr(tensor, name) for name in names]  # a mesh may be among them
+            return any(isinstance(each, torch.Tensor) and self.is_on_device(each) for each in parts)
         storage = storage_of(tensor)
         return storage is not None and self.has(storage)
 
@@ -109,12 +117,15 @@ class Blocks:
         storage = storage_of(tensor)
         return None if storage is None else self._blocks.get(storage._cdata)
 
+    def make(self, storage: torch.UntypedStorage, stream: int) -> MemoryBlock:
+        """Return a block for ``storage``, which is the host's or the device's."""
+        name = self._names.get(storage._cdata, "a tensor")
+        return MemoryBlock(next(self._numbers), stream, storage.nbytes(), name)
+
     def allocate(self, storage: torch.UntypedStorage, stream: int) -> MemoryBlock:
         """Return a new block for ``storage``, which belongs to ``stream``."""
         self._reused(stream)
-        key = storage._cdata
-        name = self._names.get(key, "a tensor")
-        block = self._blocks[key] = MemoryBlock(next(self._numbers), stream, storage.nbytes(), name)
+        block = self._blocks[storage._cdata] = self.make(storage, stream)
         if self.pool is not None:
             block.pool = self.pool
             self.pool.blocks.append(block)
@@ -177,5 +188,4 @@ def has_memory(tensor: torch.Tensor) -> bool:
     storage = storage_of(tensor)
     if storage is None or not tensor.numel():
         return True
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
-    return storage.nbytes() >= (tensor.storage_offset() + last + 1) * tensor.element_size()
+    return storage.nbytes() >= bytes_of(tensor)[1]

@@ -22,6 +22,7 @@ from torch.distributed.distributed_c10d import ProcessGroup
 
 from tools.cuda_model.detector import Detector
 from tools.cuda_model.memory import has_memory
+from tools.cuda_model.ranges import written_by_gather
 from tools.cuda_model.reports import NCCL_RULE, ORDER, UNAWAITED, CallStack
 from tools.cuda_model.streams import ModelEvent, ModelStream, StreamContext
 
@@ -46,6 +47,12 @@ class Call(NamedTuple):
     reduces: bool = False
     # Pairs of a whole tensor and this rank's slice of it, which may be its own memory.
     slices: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
+
+    @property
+    def outputs(self) -> list[torch.Tensor]:
+        """The whole tensors that have new values at the end."""
+        is_gather = self.slices and not self.reduces
+        return [whole for whole, _ in self.slices] if is_gather else self.writes
 
 
 def _flat(lists: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
@@ -72,12 +79,13 @@ def _all_gather(group: ProcessGroup, outputs: Any, inputs: Any, *rest: Any) -> C
 
 
 def _all_gather_single(group: ProcessGroup, output: Any, given: Any, *rest: Any) -> Call:
-    return Call([given], [output], slices=[(output, given)])
+    return Call([given], written_by_gather(group.rank(), output, given), slices=[(output, given)])
 
 
 def _all_gather_singles(group: ProcessGroup, outputs: Any, inputs: Any, *rest: Any) -> Call:
     pairs = list(zip(outputs, inputs, strict=True))
-    return Call(list(inputs), list(outputs), slices=pairs)
+    writes = [written_by_gather(group.rank(), output, given) for output, given in pairs]
+    return Call(list(inputs), _flat(writes), slices=pairs)
 
 
 def _reduce_scatter(group: ProcessGroup, outputs: Any, inputs: Any, *rest: Any) -> Call:
@@ -263,10 +271,10 @@ class Nccl:
                 self.calls[group.group_name].append(_signature(name, call))
             graph = self.detector.graphs.current
             if graph is not None:
-                graph.keep(call.writes)
+                graph.keep(call.outputs)
             with self.detector.unseen():
                 start = partial(original, group, **kwargs)
-                work = Carried(start, args, call.writes)
+                work = Carried(start, args, call.outputs)
             peer = tuple(sorted((group.rank(), int(args[1])))) if is_message else None
             is_asynchronous = is_message or bool(getattr(options, "asyncOp", False))
             if name == "barrier":
@@ -275,7 +283,7 @@ class Nccl:
                 return ModelWork(self, name, None, None, ())
             if graph is not None:
                 again = partial(_carry_again, start)
-                graph.record(name, again, (args, call.writes), call.reads, call.writes)
+                graph.record(name, again, (args, call.outputs), call.reads, call.writes)
             return self.launch(name, call, work, (group.group_name, peer), is_asynchronous)
 
         return collective
@@ -298,7 +306,7 @@ class Nccl:
         self.detector.kernel(where, call.reads, call.writes, stream.cuda_stream)
         done = stream.record_event()
         self._under_way[key].append(real)
-        work = ModelWork(self, where, (key, real), done, (*call.reads, *call.writes))
+        work = ModelWork(self, where, (key, real), done, (*call.reads, *call.outputs))
         self._open[id(work)] = work.told()
         if self._coalesced is not None:
             self._coalesced.append(work)

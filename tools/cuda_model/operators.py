@@ -106,17 +106,10 @@ class OperatorEvents(TorchDispatchMode):
             return func(*args, **kwargs)
         every = [*tensors_in([*args, *kwargs.values()])]
         if self._blocks.has_host and self._is_of_host(every):
+            if self._detector.host.is_used:
+                self._detector.host_uses(str(func), *used_by(func, args, kwargs))
             return func(*args, **kwargs)
-        roles = roles_of(func)
-        reads: list[torch.Tensor] = []
-        writes: list[torch.Tensor] = []
-        given = [*enumerate(args), *((roles.names[key], value) for key, value in kwargs.items())]
-        for at, value in given:
-            tensors = list(tensors_in(value))
-            if roles.writes[at]:
-                writes += tensors
-            elif roles.reads[at]:
-                reads += tensors
+        reads, writes = used_by(func, args, kwargs)
         name = str(func)
         self._detector.check(name, reads + writes)
         self._detector.graphs.keep(writes)
@@ -127,12 +120,16 @@ class OperatorEvents(TorchDispatchMode):
                 raise
             raise self._detector.use_of_released(name, args[0]) from error  # by a view of it
         new = self._new_in(result, every)
-        if reads or writes or new:
+        if self._is_between_host_and_device(func, args):
+            self._detector.copy(name, args[0], args[1], is_non_blocking(args, kwargs))
+        elif reads or writes or new:
+            self._detector.host_uses(name, reads, writes)  # values that it is launched with
             self._detector.kernel(name, reads, writes + new)
+        if reads or writes or new:
             graph = self._detector.graphs.current
             if graph is not None:
                 graph.record(name, run_again(func), (args, kwargs), reads, writes + new, new)
-        if roles.synchronises or self._waits_for_copy(func, args, kwargs):
+        if roles_of(func).synchronises:
             self._detector.synchronize(self._detector.streams.current.cuda_stream)
         return result
 
@@ -153,10 +150,29 @@ class OperatorEvents(TorchDispatchMode):
                 blocks.adopt(tensor)
         return new
 
-    def _waits_for_copy(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Return True for a copy between host and device that is not asked to go on."""
+    def _is_between_host_and_device(self, func: Any, args: tuple[Any, ...]) -> bool:
         if not self._blocks.has_host or func._schema.name not in COPIES:
             return False
-        is_non_blocking = kwargs.get("non_blocking", args[2] if len(args) > 2 else False)
-        sides = {self._blocks.is_on_device(tensor) for tensor in args[:2]}
-        return len(sides) == 2 and not is_non_blocking
+        return len({self._blocks.is_on_device(tensor) for tensor in args[:2]}) == 2
+
+
+def used_by(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return the tensors that an operator reads, and those that it writes to."""
+    roles = roles_of(func)
+    reads: list[torch.Tensor] = []
+    writes: list[torch.Tensor] = []
+    given = [*enumerate(args), *((roles.names[key], value) for key, value in kwargs.items())]
+    for at, value in given:
+        tensors = list(tensors_in(value))
+        if roles.writes[at]:
+            writes += tensors
+        elif roles.reads[at]:
+            reads += tensors
+    return reads, writes
+
+
+def is_non_blocking(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return True for a copy that is asked to go on."""
+    return bool(kwargs.get("non_blocking", args[2] if len(args) > 2 else False))

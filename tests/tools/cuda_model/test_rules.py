@@ -90,7 +90,7 @@ def test_two_reads_need_no_order() -> None:
     assert kinds_of(program) == []
 
 
-def test_a_view_is_no_access_but_its_use_is_one_of_the_whole_storage() -> None:
+def test_a_view_is_no_access_but_its_use_is_one() -> None:
     def views(writes: bool) -> None:
         x, side = torch.zeros(4), torch.cuda.Stream()
         with torch.cuda.stream(side):
