@@ -21,7 +21,7 @@ from tests.support.cuda_model.machine import cuda_model
 from tests.support.cuda_model.scenarios import SCENARIOS
 from tests.support.fsdp.meshes import Meshes
 from tests.support.rank_pool import run_ranks
-from tools.cuda_model.reports import ORDER
+from tools.cuda_model.reports import ORDER, RACE
 
 
 @dataclass(frozen=True)
@@ -87,11 +87,22 @@ class Defect:
             yield
 
 
+Changes = dict[str, list[tuple[str, str]]]
+"""Texts and what takes their places, by function."""
+SIDE = "with torch.cuda.stream(torch.cuda.Stream()): "
+
+
+def defect(name: str, scenario: str, changes: Changes, *kinds: str) -> Defect:
+    """Return a defect of the library; places are below `megatron.fsdp`."""
+    edits = [Edit(f"megatron.fsdp.{place}", tuple(each)) for place, each in changes.items()]
+    return Defect(name, scenario, tuple(edits), kinds or (RACE,))
+
+
 def findings_with(defect: Defect) -> list[tuple[str, str]]:
     """Run a defect's scenario on this rank; return the kinds and texts of what was reported."""
     program = SCENARIOS[defect.scenario].program
     meshes = Meshes()
-    with defect.made(), cuda_model(compares_order=ORDER in defect.kinds) as model:
+    with defect.made(), cuda_model(ORDER in defect.kinds, names_cuda=True) as model:
         try:
             program(meshes)
         except (RuntimeError, AttributeError, AssertionError):

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from benchmarks.stream_defects.defect import Defect, Edit
+from benchmarks.stream_defects.defect import SIDE, Changes, defect
+from benchmarks.stream_defects.host_table import HOST_DEFECTS
 from tools.cuda_model.reports import (
     EARLY_RELEASE,
     HOST_READ,
@@ -15,16 +16,6 @@ from tools.cuda_model.reports import (
     UNAWAITED,
 )
 
-Changes = dict[str, list[tuple[str, str]]]
-
-
-def defect(name: str, scenario: str, changes: Changes, *kinds: str) -> Defect:
-    """Return a defect of the library; places are below `megatron.fsdp`."""
-    edits = [Edit(f"megatron.fsdp.{place}", tuple(each)) for place, each in changes.items()]
-    return Defect(name, scenario, tuple(edits), kinds or (RACE,))
-
-
-SIDE = "with torch.cuda.stream(torch.cuda.Stream()): "
 LAUNCH = "engine.device:CudaStreams.launch"
 PENDING = "engine.device:Pending.wait"
 GROUP = "engine.param_group:ParamGroup."
@@ -37,10 +28,8 @@ ENDS = "lambda: torch.cuda.current_stream(self._device).wait_event(done)"
 DONE = "    done = stream.record_event()"
 RUNS = "    for collective in collectives:"
 WAITS = "pending.wait()"
-BLOCKS = "optimizer.host.block_update:BlockUpdate."
 # The guard of weights raises before the model of CUDA sees that they are read.
 UNGUARDED: Changes = {"engine.weight_guard:WeightGuard.close": [("self._saved is None", "False")]}
-OFFLOADED = "offloaded, updated on the device"
 
 DEFECTS = [
     # ---- the start of a collective
@@ -303,16 +292,6 @@ DEFECTS = [
         {SUM + "buffer_for": [("return torch.empty", SIDE + "return torch.empty")]},
     ),
     defect(
-        "offloaded blocks are updated before they are on the device",
-        OFFLOADED,
-        {BLOCKS + "run": [("arrived.wait()", "pass")]},
-    ),
-    defect(
-        "the copies of a block are freed before they are on the host",
-        OFFLOADED,
-        {BLOCKS + "_finish": [("if transfer is not None:", "if False:")]},
-    ),
-    defect(
         "gradients are added on another stream",
         "level3 no_sync",
         {SUM + "add": [("self.tensor().add_", SIDE + "self.tensor().add_")]},
@@ -378,7 +357,7 @@ DEFECTS = [
         "whole tensors level3",
         {
             "engine.collectives:all_gather_uneven": [
-                ("int(sizes.max())", "int(sizes.numpy().max())")
+                ("int(sizes.max())", "int(sizes.max().to('cpu', non_blocking=True))")
             ]
         },
         HOST_READ,
@@ -448,5 +427,6 @@ DEFECTS = [
         {SLOTS + "deregister_all": [("_deregister(memory._registered)", "pass")]},
         POOL,
     ),
+    *HOST_DEFECTS,
 ]
 """All defects."""

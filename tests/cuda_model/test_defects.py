@@ -26,6 +26,10 @@ NAMES = [
     # gradients and the optimizer
     "a gradient over the outer axis is read*",
     "offloaded blocks are updated before*",
+    # memory of the host
+    "the host gets gradients without waiting",
+    "the host steps while weights are copied",
+    "the host goes on before blocks are back",
     # other collectives, and NCCL's rules
     "a gather of several groups is not awaited",
     "the host reads sizes without waiting",

@@ -37,19 +37,24 @@ class WorkWatcher(observe.Observer):
 
 
 @contextmanager
-def cuda_model(compares_order: bool = True) -> Iterator[CudaModel]:
+def cuda_model(compares_order: bool = True, names_cuda: bool = False) -> Iterator[CudaModel]:
     """Run the engine on the model as on a GPU; everything is restored at the end.
 
-    ``compares_order``: compare the collectives of all ranks at the end, which all must reach.
+    Args:
+        compares_order: compare the collectives of all ranks at the end, which all must reach.
+        names_cuda: the device is "cuda", beside the host's memory. Otherwise it has the name "cpu",
+            as where Megatron-Core runs on a CPU, and there is no other memory.
     """
-    with tool.cuda_model(compares_order) as model, ExitStack() as patches:
-        _patch_engine(patches, model)
-        _patch_core(patches)
+    with tool.cuda_model(compares_order, names_cuda) as model, ExitStack() as patches:
+        _name_what_it_sees(patches, model)
+        if not names_cuda:
+            _patch_engine(patches)
+            _patch_core(patches)
         yield model
 
 
-def _patch_engine(patches: ExitStack, model: CudaModel) -> None:
-    """Let the engine use streams, send by NCCL, and name its buffers, units and streams."""
+def _name_what_it_sees(patches: ExitStack, model: CudaModel) -> None:
+    """Let reports name the engine's buffers, units and streams."""
     make, make_stream = FlatBuffer.__init__, model.streams.make
 
     def make_named(self: FlatBuffer, *args: Any, **kwargs: Any) -> None:
@@ -64,14 +69,18 @@ def _patch_engine(patches: ExitStack, model: CudaModel) -> None:
 
     patches.enter_context(patch.object(FlatBuffer, "__init__", make_named))
     patches.enter_context(patch.object(model.streams, "make", make_named_stream))
+    watcher = WorkWatcher(model)
+    observe.add(watcher)
+    patches.callback(observe.remove, watcher)
+
+
+def _patch_engine(patches: ExitStack) -> None:
+    """Let the engine use streams, and send by NCCL, as on a device with another name."""
     on_device = partial(device.CudaStreams, torch.device("cpu"))
     patches.enter_context(patch.object(device, "CpuStreams", on_device))
     patches.enter_context(patch.object(GlooMessages, "_uses_gloo", lambda *args: False))
     for place in (memory_slots, checks):
         patches.enter_context(patch.object(place, "problems_of_nccl", lambda device: []))
-    watcher = WorkWatcher(model)
-    observe.add(watcher)
-    patches.callback(observe.remove, watcher)
 
 
 def _patch_core(patches: ExitStack) -> None:

@@ -25,7 +25,8 @@ from megatron.fsdp.backends import memory_slots
 from megatron.fsdp.dtensor.tensor_part import full_tensor
 from megatron_fsdp import MixedPrecisionPolicy, fully_shard, fully_shard_model
 from tests.support.cuda_model.machine import cuda_model
-from tests.support.fsdp.meshes import Meshes
+from tests.support.cuda_model.offloaded import offloaded_by_hand, offloaded_in_blocks
+from tests.support.fsdp.meshes import Meshes, device_type
 from tests.support.fsdp.models import ResidualBlock, build_stack
 from tests.support.fsdp.random_models import Drawn, DrawnLayer
 from tests.support.fsdp.reference import (
@@ -60,7 +61,7 @@ def reports_of(names: Iterable[str]) -> dict[str, list[str]]:
     meshes = Meshes()
     found = {}
     for name in names:
-        with cuda_model() as model:
+        with cuda_model(names_cuda=True) as model:
             compare = run(SCENARIOS[name].program, meshes, model)
         if compare is not None and not model.reports:
             compare()
@@ -307,7 +308,7 @@ def wrapped_on_another_stream(level: int, meshes: Meshes) -> Callable[[], None]:
     def compare() -> None:  # this keeps both: nothing allocates on that stream any more
         assert optimizer.param_groups
         for parameter in model.parameters():
-            assert full_tensor(parameter).isfinite().all()
+            assert parameter.to_local().isfinite().all()
 
     return compare
 
@@ -317,16 +318,16 @@ def owners_of_matrices(level: int, meshes: Meshes) -> Callable[[], None]:
     trained = trained_by_owners(level, meshes)
 
     def compare() -> None:
-        again = trained_by_owners(level, meshes).parameters()
+        again = trained_by_owners(level, Meshes()).parameters()  # on the CPU
         for own, expected in zip(trained.parameters(), again, strict=True):
-            assert torch.equal(full_tensor(own), full_tensor(expected))
+            assert torch.equal(own.to_local(), expected.to_local())
 
     return compare
 
 
 def trained_by_owners(level: int, meshes: Meshes) -> nn.Module:
     """Return a stack after three steps of Muon over its matrices, and AdamW over the rest."""
-    module = build_stack()
+    module = build_stack().to(device_type())
     matrices, others = (
         [each for each in module.parameters() if (each.ndim == 2) == are_matrices]
         for are_matrices in (True, False)
@@ -375,7 +376,6 @@ for name, program, levels in WAYS:
     for level in levels:
         OTHER_WAYS[f"{name} level{level}"] = Scenario(2, partial(program, level))
 BF16 = {"dtype": torch.bfloat16}
-OFFLOADED = {"offload_policy": Offload(pins=False)}
 
 SCENARIOS: dict[str, Scenario] = {  # by name
     **{f"level{n}": case(zero_dp_strategy=n, microbatches=2, clip=2.0) for n in LEVELS},
@@ -419,17 +419,28 @@ SCENARIOS: dict[str, Scenario] = {  # by name
     "registered for all-gathers": case(mesh="gather_group", zero_dp_strategy=0, **REGISTERED),
     "registered experts": case(EXPERTS, mesh="ep2", num_ranks=4, steps=3, **REGISTERED),
     **{
-        f"offloaded level{n}": case(zero_dp_strategy=n, microbatches=2, clip=2.0, **OFFLOADED)
-        for n in (1, 3)
+        f"offloaded level{n}": case(
+            zero_dp_strategy=n, microbatches=num, clip=2.0, offload_policy=Offload()
+        )
+        for n, num in ((1, 2), (3, 1))
     },
-    "offloaded, updated on the device": case(
-        microbatches=2, offload_policy=Offload(pins=False, on_device=True), **BF16
+    "offloaded to pageable memory": case(
+        microbatches=2, clip=2.0, offload_policy=Offload(pins=False)
+    ),
+    "offloaded, updated on the device": Scenario(
+        2, partial(offloaded_in_blocks, "fused_adamw", True)
+    ),
+    "offloaded, updated on the device from pageable memory": Scenario(
+        2, partial(offloaded_in_blocks, "adamw", False)
+    ),
+    **{f"offloaded by hand level{n}": Scenario(2, partial(offloaded_by_hand, n)) for n in (1, 3)},
+    "offloaded bf16": case(
+        microbatches=2, offload_policy=Offload(on_device=True), optimizer="adamw", **BF16
     ),
     "units by bytes": case(suggested_communication_unit_size=2000, steps=4),
     "fine-grained": case(enable_fine_grained_param_gather=True, microbatches=2),
     "sums of tokens": case(calculate_per_token_loss=True, microbatches=2, zero_dp_strategy=2),
-    # Of two ranks at level 3, each has whole matrices and nothing to send. At level 0 matrices that
-    # are updated and those that arrive are in one block, which the model takes for one use.
-    **{f"owners level{n}": Scenario(3, partial(owners_of_matrices, n)) for n in (1, 3)},
+    # Of two ranks at level 3, each has whole matrices and nothing to send.
+    **{f"owners level{n}": Scenario(3, partial(owners_of_matrices, n)) for n in (0, 1, 3)},
     **OTHER_WAYS,
 }

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The deliberate defects in copies between host and device, and in what the host waits for."""
+
+from __future__ import annotations
+
+from benchmarks.stream_defects.defect import SIDE, defect
+from tools.cuda_model.reports import HOST_READ, HOST_WRITE
+
+BLOCKS = "optimizer.host.block_update:BlockUpdate."
+OFFLOADED = "offloaded, updated on the device"
+
+HOST_DEFECTS = [
+    # ---- blocks of offloaded weights
+    defect(
+        "offloaded blocks are updated before they are on the device",
+        OFFLOADED,
+        {BLOCKS + "run": [("arrived.wait()", "pass")]},
+    ),
+    defect(
+        "the copies of a block are freed before they are on the host",
+        OFFLOADED,
+        {BLOCKS + "_finish": [("if transfer is not None:", "if False:")]},
+    ),
+    # ---- what the host waits for
+    defect(
+        "the host gets gradients without waiting",
+        "offloaded level3",
+        {"gradient_sync:GradientSync._attach": [("shown.group.memory.wait()", "pass")]},
+        HOST_READ,
+    ),
+    defect(
+        "the host scales gradients that are copied to it",
+        "offloaded by hand level1",
+        {"engine.gradients:GroupGradients.scale": [("running_sum.memory.wait()", "pass")]},
+        HOST_WRITE,
+    ),
+    defect(
+        "the host steps while weights are copied",
+        "offloaded by hand level1",
+        {
+            "optimizer.sharded_optimizer:ShardedOptimizer._finish_communication": [
+                ("group.memory.wait()", "pass")
+            ]
+        },
+        HOST_WRITE,
+    ),
+    defect(
+        "the host goes on before blocks are back",
+        f"{OFFLOADED} from pageable memory",
+        {BLOCKS + "run": [("flats[0].memory.wait()", "pass")]},
+        HOST_READ,
+    ),
+    defect(
+        "the host waits for no copy at all",
+        "offloaded level3",
+        {"optimizer.host.host_memory:HostMemory.wait": [("wait_on_host(self.device)", "pass")]},
+        HOST_READ,
+        HOST_WRITE,
+    ),
+    defect(
+        "copies of a block are allocated on another stream",
+        OFFLOADED,
+        {BLOCKS + "_fetch": [("copies = [", SIDE + "copies = [")]},
+    ),
+]
