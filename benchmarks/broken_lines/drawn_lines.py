@@ -79,8 +79,7 @@ def drawn_lines(number: int, seed: int) -> list[BrokenLine]:
     """
 
     def position(line: BrokenLine) -> bytes:
-        text = f"{seed} {line.file} {line.line} {line.broken}"
-        return hashlib.sha256(text.encode()).digest()
+        return position_in_draw(seed, f"{line.file} {line.line} {line.broken}")
 
     lines: list[BrokenLine] = []
     for index, part in enumerate(PARTS):
@@ -91,6 +90,11 @@ def drawn_lines(number: int, seed: int) -> list[BrokenLine]:
         valid = filter(is_valid, sorted(candidates, key=position))
         lines += itertools.islice(valid, wanted)
     return lines
+
+
+def position_in_draw(seed: int, text: str) -> bytes:
+    """Return a key by which texts are sorted at random, the same each time."""
+    return hashlib.sha256(f"{seed} {text}".encode()).digest()
 
 
 def files_of(part: str) -> list[str]:

@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trainings on the model of CUDA: the lines that they execute, and what comes out of them.
+
+What comes out is what the model reports, a number for each gradient and weight of every step, and
+the most memory that was allocated.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils._python_dispatch import _disable_current_modes
+
+from benchmarks.stream_defects.changed_function import changed_function, lines_noted
+from benchmarks.stream_defects.grammar import DrawnDefect
+from tests.support.cuda_model.graph_runs import trained
+from tests.support.cuda_model.machine import cuda_model
+from tests.support.cuda_model.scenarios import SCENARIOS, run
+from tests.support.fsdp.meshes import Meshes
+from tests.support.mcore_adapter.runs_on_cuda_model import (
+    RUNS,
+    reports_of_run,
+    run_with_the_drop_in,
+)
+from tools.cuda_model.machine import CudaModel
+
+
+@dataclass
+class Outcome:
+    """What a training has come to on one rank.
+
+    Args:
+        reports: the first lines of what the model has reported.
+        values: a number for each gradient and weight of every step.
+        peak: bytes, the most that were allocated.
+        problem: how its weights differ from those of the unsharded model.
+        lines: (file, line) of places of the grammar that were executed, where they were noted.
+        seconds: how long it took.
+    """
+
+    reports: list[str] = field(default_factory=list)
+    values: list[float] = field(default_factory=list)
+    peak: int = 0
+    problem: str = ""
+    lines: set[tuple[str, int]] = field(default_factory=set)
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Program:
+    """A training, and the number of ranks that it runs on.
+
+    ``run`` returns what was reported, and a function that compares its weights afterwards.
+    """
+
+    num_ranks: int
+    run: Callable[[], tuple[list[str], Callable[[], None] | None]]
+    uses_core: bool = False  # it calls `cpu.install()`
+
+
+class DefectFound(Exception):  # noqa: N818 (what is looked for, not an error)
+    """A training has failed, or stopped in the middle of a report."""
+
+
+def _scenario(name: str) -> tuple[list[str], Callable[[], None] | None]:
+    meshes = Meshes()
+    with cuda_model() as model:
+        compare = run(SCENARIOS[name].program, meshes, model)
+    return [str(report) for report in model.reports], compare
+
+
+def _graphs(captures: str, level: int) -> tuple[list[str], None]:
+    *_, reports = trained(captures, "flat", torch.float32, zero_dp_strategy=level, **HELD)
+    return reports, None
+
+
+def _core_run(name: str) -> tuple[list[str], None]:
+    with tempfile.TemporaryDirectory() as folder:
+        return reports_of_run(name, folder), None
+
+
+def _drop_in(level: str) -> tuple[list[str], None]:
+    with tempfile.TemporaryDirectory() as folder:
+        reports, _, _ = run_with_the_drop_in(
+            folder, data_parallel_sharding_strategy=level, bf16=True
+        )
+    return reports, None
+
+
+HELD = {"cuda_graph_mode": True}
+PROGRAMS: dict[str, Program] = {
+    **{
+        name: Program(each.num_ranks, functools.partial(_scenario, name))
+        for name, each in SCENARIOS.items()
+    },
+    "graphs of units": Program(2, functools.partial(_graphs, "units", 3)),
+    "graphs of iterations": Program(2, functools.partial(_graphs, "iteration", 1)),
+    **{
+        f"pretrain: {name}": Program(each.ranks, functools.partial(_core_run, name), True)
+        for name, each in RUNS.items()
+    },
+    "drop-in": Program(2, functools.partial(_drop_in, "optim"), True),
+}
+"""By name."""
+
+
+def outcome_of(name: str, defect: DrawnDefect | None, notes_lines: bool, *unused: Any) -> Outcome:
+    """Run a training on this rank, with a defect if one is given.
+
+    Raises:
+        DefectFound: it has failed.
+    """
+    outcome, models = Outcome(), list[CudaModel]()
+    make = CudaModel.__init__
+
+    def make_noted(model: CudaModel, *args: Any, **kwargs: Any) -> None:
+        make(model, *args, **kwargs)
+        models.append(model)
+
+    begin = time.monotonic()
+    with (
+        changed_function(defect),
+        patch.object(CudaModel, "__init__", make_noted),
+        values_noted(outcome.values),
+        lines_noted(outcome.lines) if notes_lines else nullcontext(),
+    ):
+        try:
+            reports, compare = PROGRAMS[name].run()
+        except Exception as error:
+            found = [_first_line(str(each)) for model in models for each in model.reports]
+            message = f"reported: {found[0]}" if found else f"{type(error).__name__}: {error}"
+            raise DefectFound(message) from error
+    outcome.seconds = time.monotonic() - begin
+    outcome.reports = [_first_line(each) for each in reports]
+    outcome.peak = max((model.detector.blocks.peak for model in models), default=0)
+    if compare is not None and not reports:
+        try:
+            compare()
+        except AssertionError as error:
+            outcome.problem = _first_line(str(error))
+    return outcome
+
+
+def _first_line(text: str) -> str:
+    return text.strip().partition("\n")[0]
+
+
+@contextmanager
+def values_noted(values: list[float]) -> Iterator[None]:
+    """Add a number for each gradient before a step of an optimizer, and each weight after it."""
+
+    def note(optimizer: torch.optim.Optimizer, of: Callable[[Any], Any]) -> None:
+        with _disable_current_modes(), torch.no_grad():
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    tensor = of(parameter)
+                    if tensor is not None:
+                        values.append(number_of(getattr(tensor, "_local_tensor", tensor)))
+
+    before = register_optimizer_step_pre_hook(
+        lambda optimizer, args, kwargs: note(optimizer, lambda parameter: parameter.grad)
+    )
+    after = register_optimizer_step_post_hook(
+        lambda optimizer, args, kwargs: note(optimizer, lambda parameter: parameter)
+    )
+    try:
+        yield
+    finally:
+        before.remove()
+        after.remove()
+
+
+def number_of(tensor: torch.Tensor) -> float:
+    """Return a number that depends on all values of a tensor, each in its own way."""
+    if tensor.untyped_storage().nbytes() == 0:
+        return 0.0
+    flat = tensor.detach().double().flatten()
+    weights = torch.arange(1, flat.numel() + 1, dtype=torch.float64).cos()
+    return float(flat.dot(weights))
+
+
+def are_same(values: list[float], others: list[float]) -> bool:
+    """Return True if two lists have the same numbers, but for the last bits."""
+    return len(values) == len(others) and all(
+        math.isclose(one, other, rel_tol=1e-9, abs_tol=1e-12) for one, other in zip(values, others)
+    )
