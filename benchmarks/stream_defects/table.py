@@ -316,6 +316,56 @@ DEFECTS = [
         "by hand level3",
         {GRADIENTS + "scale": [("total.mul_", SIDE + "total.mul_")]},
     ),
+    # ---- calls while collectives are under way, and on other streams
+    defect(
+        "the stream that waits is that of the launch",
+        "two streams level3",
+        {
+            LAUNCH: [
+                (STARTS, f"launcher = torch.cuda.current_stream(self._device); {STARTS}"),
+                (ENDS, "lambda: launcher.wait_event(done)"),
+            ]
+        },
+    ),
+    defect(
+        "a whole gradient is added to while it is reduced",
+        "hybrid level0 started between",
+        {GRADIENTS + "accumulate": [("self.wait_for_reduce()", "pass")]},
+    ),
+    defect(
+        "a gradient is scaled while it is reduced",
+        "scaled while reduced level2",
+        {GRADIENTS + "scale": [("self.wait_for_reduce()", "pass")]},
+    ),
+    defect(
+        "a gradient is dropped while it is reduced",
+        "dropped while reduced level2",
+        {GRADIENTS + "drop_reduced": [("self.wait_for_reduce()", "pass")]},
+        EARLY_RELEASE,
+    ),
+    defect(
+        "kept weights are cast on another stream",
+        "weights kept level3",
+        {GROUP + "keep_compute_weights": [("self._fill(self", SIDE + "self._fill(self")]},
+    ),
+    defect(
+        "fp16 is divided when its reduction has started",
+        "fp16 level2",
+        {
+            "engine.collectives:Communicator._divide": [
+                ("operand.div_(divisor)", "pass"),
+                (
+                    "if divides_first or",
+                    "if divides_first:\n        operand.div_(divisor)\n    if divides_first or",
+                ),
+            ]
+        },
+    ),
+    defect(
+        "a slot is left before its gather is over",
+        "slot left level3",
+        {GROUP + "reshard": [("self.wait_for_unshard()", "self._all_gather = None")]},
+    ),
     # ---- other collectives, and NCCL's rules
     defect(
         "a gather of several groups is not awaited",

@@ -24,8 +24,10 @@ from megatron.fsdp import Offload
 from megatron.fsdp.backends import memory_slots
 from megatron.fsdp.dtensor.tensor_part import full_tensor
 from megatron_fsdp import MixedPrecisionPolicy, fully_shard, fully_shard_model
+from tests.support.cuda_model.calls_under_way import CALLS_UNDER_WAY, STARTED_BETWEEN
 from tests.support.cuda_model.machine import cuda_model
 from tests.support.cuda_model.offloaded import offloaded_by_hand, offloaded_in_blocks
+from tests.support.cuda_model.stacks import stack_on, step
 from tests.support.fsdp.meshes import Meshes, device_type
 from tests.support.fsdp.models import ResidualBlock, build_stack
 from tests.support.fsdp.random_models import Drawn, DrawnLayer
@@ -124,29 +126,6 @@ def case(model: str | Drawn = "several_units", num_ranks: int = 2, **options: An
 
 
 # ---- other ways through the library
-
-
-def stack_on(
-    level: int, meshes: Meshes, **settings: Any
-) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Return a sharded stack and its optimizer."""
-    module = settings.pop("module", None) or build_stack()
-    settings = {"mixed_precision_policy": MixedPrecisionPolicy(None), **settings}
-    return fully_shard(
-        module,
-        optimizer_over(module, settings.pop("optimizer", "fused_adamw")),
-        **meshes.arguments("flat"),
-        fsdp_unit_modules=[ResidualBlock],
-        zero_dp_strategy=level,
-        **settings,
-    )
-
-
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
-    """Train one step."""
-    loss_of(model(batch(number, dist.get_rank(), 0))).backward()
-    optimizer.step()
-    optimizer.zero_grad()
 
 
 def from_the_meta_device(level: int, meshes: Meshes) -> None:
@@ -366,6 +345,7 @@ WAYS: list[tuple[str, Callable[[int, Meshes], Callable[[], None] | None], tuple[
     ("registered locally", registered_locally, (3,)),
     ("whole tensors", whole_tensors, (3,)),
     ("generation", generation, (3,)),
+    *CALLS_UNDER_WAY,
     # These two have found faults.
     ("edited while gathered", edited_while_gathered, (1, 3)),
     ("wrapped on another stream", wrapped_on_another_stream, (1, 3)),
@@ -376,6 +356,12 @@ for name, program, levels in WAYS:
     for level in levels:
         OTHER_WAYS[f"{name} level{level}"] = Scenario(2, partial(program, level))
 BF16 = {"dtype": torch.bfloat16}
+FP16 = {
+    "dtype": torch.float16,
+    "loss_scale": 128.0,
+    "mixed_precision_policy": MixedPrecisionPolicy(torch.float32, torch.float32, torch.float16),
+}
+"""Gradients are reduced in it too, and divided before that: their sum could overflow."""
 
 SCENARIOS: dict[str, Scenario] = {  # by name
     **{f"level{n}": case(zero_dp_strategy=n, microbatches=2, clip=2.0) for n in LEVELS},
@@ -384,6 +370,14 @@ SCENARIOS: dict[str, Scenario] = {  # by name
         f"level{n} {sync}": case(zero_dp_strategy=n, microbatches=3, sync=sync)
         for n, sync in ((1, "step"), (2, "manual"), (3, "no_sync"))
     },
+    **{
+        f"fp16 level{n}": case(zero_dp_strategy=n, microbatches=2, sync=sync, **FP16)
+        for n, sync in ((0, "no_sync"), (1, "manual"), (2, "auto"), (3, "no_sync"))
+    },
+    "fp16 hybrid level2": case(
+        mesh="outer2", num_ranks=4, zero_dp_strategy=2, microbatches=2, **FP16
+    ),
+    "fp16 averaged level3": case(zero_dp_strategy=3, average_in_collective=True, **FP16),
     "level2 step bf16": case(zero_dp_strategy=2, microbatches=3, sync="step", **BF16),
     **{name: case(name, forwards=2) for name in MODELS_OF_TESTS},
     "unit_unused_in_some_steps": case("unit_unused_in_some_steps", forwards=2, steps=3),
@@ -397,6 +391,7 @@ SCENARIOS: dict[str, Scenario] = {  # by name
     "hybrid sharded optimizer bf16": case(
         mesh="outer2", num_ranks=4, outer_dp_sharding_strategy=1, sync="step", **BF16
     ),
+    "hybrid level0 started between": Scenario(4, STARTED_BETWEEN),
     "experts": case(EXPERTS, mesh="ep2", num_ranks=4, microbatches=2),
     "level3 experts level1": case(
         EXPERTS, mesh="ep2", num_ranks=4, zero_dp_strategy=3, expert_zero_dp_strategy=1

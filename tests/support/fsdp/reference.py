@@ -61,7 +61,12 @@ LEVELS = (0, 1, 2, 3)
 TOLERANCE = 1e-11
 """For float64: a few hundred roundings of 1e-16 with sums over at most four ranks."""
 
-TOLERANCES = {torch.float64: TOLERANCE, torch.float32: 1e-4, torch.bfloat16: 0.1}
+TOLERANCES = {
+    torch.float64: TOLERANCE,
+    torch.float32: 1e-4,
+    torch.bfloat16: 0.1,
+    torch.float16: 0.02,
+}
 """By the dtype that a model computes in, relative to the largest sum of sizes.
 
 A wrong factor shows as at least 0.25."""
@@ -72,6 +77,7 @@ class Case:
     """One comparison.
 
     `sync`: "auto" (each backward), "no_sync" (the last one), "manual" (finish_grad_sync), "step".
+    `loss_scale` multiplies losses, and divides gradients before they are used.
     """
 
     model: str | Drawn
@@ -84,6 +90,7 @@ class Case:
     clip: float | None = None  # order of the norm that gradients are clipped by
     optimizer: str = "fused_adamw"
     dtype: torch.dtype = torch.float64
+    loss_scale: float = 1.0
     settings: dict[str, Any] = field(default_factory=dict)
 
 
@@ -112,7 +119,7 @@ def loss_on(model: nn.Module, case: Case, step: int, rank: int, microbatch: int)
     inputs = [
         batch(step, rank, microbatch, forward).to(case.dtype) for forward in range(case.forwards)
     ]
-    return sum(loss_of(model(x, step=step)) for x in inputs)
+    return sum(loss_of(model(x, step=step)) for x in inputs) * case.loss_scale
 
 
 def build(model: str | Drawn, places: ExpertPlaces | None = None) -> nn.Module:
@@ -175,6 +182,7 @@ def unsharded_training(case: Case) -> list[TrainedStep]:
         case.clip,
         case.optimizer,
         case.dtype,
+        case.loss_scale,
     )
 
 
@@ -188,8 +196,9 @@ def _unsharded_training(
     order: float | None,
     optimizer_name: str,
     dtype: torch.dtype,
+    loss_scale: float,
 ) -> list[TrainedStep]:
-    case = Case(model=name, forwards=forwards, dtype=dtype)
+    case = Case(model=name, forwards=forwards, dtype=dtype, loss_scale=loss_scale)
     model = build(name).to(dtype)
     main = build(name).to(dtype).double()
     optimizer = optimizer_over(main, optimizer_name)
@@ -210,7 +219,7 @@ def _unsharded_training(
                     sums[key] += parameter.grad
                     sizes[key] += float(parameter.grad.abs().max()) if parameter.numel() else 0.0
         add_over_ranks(sums, sizes)
-        divisor = dist.get_world_size() if mean else 1
+        divisor = (dist.get_world_size() if mean else 1) * loss_scale
         for key, parameter in trainable.items():
             parameter.grad = sums[key] / divisor
         norm = clip(main, order)
@@ -260,6 +269,8 @@ def sharded_backward(case: Case, model: nn.Module, step: int) -> None:
             loss_on(model, case, step, dist.get_rank(), microbatch).backward()
     if case.sync == "manual":
         model.finish_grad_sync()
+    if case.loss_scale != 1.0:
+        model.scale_gradients(1 / case.loss_scale)
 
 
 def compare(case: Case, meshes: Meshes) -> None:

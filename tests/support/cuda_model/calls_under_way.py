@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trainings that call the library while its collectives are under way, or on another stream.
+
+Each is compared with one that does the same without anything under way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron.fsdp.dtensor.tensor_part import full_tensor
+from megatron_fsdp import MixedPrecisionPolicy
+from tests.support.cuda_model.stacks import stack_on, step
+from tests.support.fsdp.meshes import Meshes
+from tests.support.fsdp.models import ResidualBlock, build_stack
+from tests.support.fsdp.reference import batch, close, loss_of
+
+STEPS = 3
+
+
+def compared(
+    train: Callable[..., nn.Module], *arguments: object, tolerance: float = 0.0
+) -> Callable[[], None]:
+    """Train with calls under way; return what compares the weights with those without."""
+    trained = train(*arguments, True)
+
+    def compare() -> None:
+        expected = train(*arguments, False).parameters()
+        for own, other in zip(trained.parameters(), expected, strict=True):
+            close(full_tensor(own), full_tensor(other), "weight", tolerance)
+
+    return compare
+
+
+def backward(model: nn.Module, number: int, microbatch: int = 0) -> None:
+    """Compute the gradients of a microbatch."""
+    loss_of(model(batch(number, dist.get_rank(), microbatch))).backward()
+
+
+def trained_on_two_streams(level: int, meshes: Meshes, has_two: bool) -> nn.Module:
+    """Gather on one stream and compute on another one, as a schedule with two streams does."""
+    model, optimizer = stack_on(level, meshes, sync_model_each_microbatch=False)
+    compute = torch.cuda.Stream() if has_two else None
+    for number in range(STEPS):
+        model.start_param_sync()  # the stream that is current here waits for no gather
+        if compute is not None:
+            compute.wait_stream(torch.cuda.current_stream())
+        with nullcontext() if compute is None else torch.cuda.stream(compute):
+            backward(model, number)
+            model.finish_grad_sync()
+        if compute is not None:
+            torch.cuda.current_stream().wait_stream(compute)
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+def trained_in_microbatches(level: int, meshes: Meshes, starts_early: bool) -> nn.Module:
+    """Start to reduce gradients after each microbatch; the next one is added to them."""
+    model, optimizer = stack_on(level, meshes, mesh="outer2", sync_model_each_microbatch=False)
+    for number in range(STEPS):
+        for microbatch in range(3):
+            backward(model, number, microbatch)
+            if starts_early:
+                model.start_grad_sync()
+        model.finish_grad_sync()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+def trained_after_dropped_gradients(level: int, meshes: Meshes, are_reduced: bool) -> nn.Module:
+    """Drop gradients while they are reduced."""
+    model, optimizer = stack_on(level, meshes, sync_model_each_microbatch=False)
+    for number in range(STEPS):
+        if are_reduced:
+            backward(model, number, 1)
+            model.start_grad_sync()
+            model.zero_grad_buffer()
+        step(model, optimizer, number)
+    return model
+
+
+def trained_with_scaled_gradients(level: int, meshes: Meshes, are_reduced: bool) -> nn.Module:
+    """Scale gradients while they are reduced."""
+    model, optimizer = stack_on(level, meshes, sync_model_each_microbatch=False)
+    for number in range(STEPS):
+        backward(model, number)
+        model.start_grad_sync()
+        if not are_reduced:
+            model.finish_grad_sync()
+        model.scale_gradients(0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+def weights_kept(level: int, meshes: Meshes) -> None:
+    """Train with compute weights that stay those of before the step until they are installed."""
+    model, optimizer = stack_on(
+        level,
+        meshes,
+        module=build_stack().bfloat16(),
+        mixed_precision_policy=MixedPrecisionPolicy(torch.float32, torch.float32),
+    )
+    for number in range(STEPS):
+        for microbatch in range(2):
+            x = batch(number, dist.get_rank(), microbatch).bfloat16()
+            loss_of(model(x)).backward()
+            optimizer.step(install_optimized_model_weights=False)
+            optimizer.zero_grad()
+        model.install_optimized_model_weights()
+
+
+class FourBlocks(nn.Module):
+    """Four units of equal size, the two in the middle of which may be left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(ResidualBlock() for _ in range(4))
+
+    def forward(self, x: Tensor, leaves_out: bool) -> Tensor:
+        """Return the output of the blocks, or of the first and the last one."""
+        for number, block in enumerate(self.blocks):
+            if not (leaves_out and number in (1, 2)):
+                x = block(x)
+        return x
+
+
+def slot_left(level: int, meshes: Meshes) -> None:
+    """Use a unit in whose memory slot another one is gathered, which is not used this time."""
+    # The blocks 1 and 3 have one slot, as 0 and 2 have. After block 0 the next one is prefetched,
+    # and block 3 is used: its shard is cast into the slot.
+    torch.manual_seed(3)
+    model, optimizer = stack_on(
+        level,
+        meshes,
+        module=FourBlocks().bfloat16(),
+        fsdp_double_buffer=True,
+        mixed_precision_policy=MixedPrecisionPolicy(torch.float32, torch.float32),
+    )
+    for number in range(4):
+        x = batch(number, dist.get_rank(), 0).bfloat16()
+        loss_of(model(x, leaves_out=number > 1)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+CALLS_UNDER_WAY = [
+    ("two streams", partial(compared, trained_on_two_streams), (1, 3)),
+    ("dropped while reduced", partial(compared, trained_after_dropped_gradients), (0, 2)),
+    ("scaled while reduced", partial(compared, trained_with_scaled_gradients), (0, 2)),
+    ("weights kept", weights_kept, (1, 3)),
+    ("slot left", slot_left, (3,)),
+]
+"""Ways through the library, with the levels at which they run."""
+STARTED_BETWEEN = partial(compared, trained_in_microbatches, 0, tolerance=1e-11)
+"""Gradients of whole parameters, reduced over two axes, the second of which is still under way."""
