@@ -17,6 +17,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
+import tempfile
 import time
 from dataclasses import asdict
 from functools import cache
@@ -43,9 +44,9 @@ def run_program(name: str, defect: DrawnDefect | None, notes_lines: bool, timeou
     program = PROGRAMS[name]
     # The pool has ranks of their own for functions of the adapter's tests.
     marks = [reports_of_run] if program.uses_core else []
-    return run_ranks(
-        program.num_ranks, outcome_of, name, defect, notes_lines, *marks, timeout=timeout
-    )
+    with tempfile.TemporaryDirectory(prefix="drawn_defects_") as folder:
+        arguments = (name, folder, defect, notes_lines, *marks)
+        return run_ranks(program.num_ranks, outcome_of, *arguments, timeout=timeout)
 
 
 # ---- what is known

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import math
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -63,11 +62,12 @@ class Outcome:
 class Program:
     """A training, and the number of ranks that it runs on.
 
-    ``run`` returns what was reported, and a function that compares its weights afterwards.
+    ``run`` takes a folder that all ranks share, and returns what was reported and a function that
+    compares its weights afterwards.
     """
 
     num_ranks: int
-    run: Callable[[], tuple[list[str], Callable[[], None] | None]]
+    run: Callable[[str], tuple[list[str], Callable[[], None] | None]]
     uses_core: bool = False  # it calls `cpu.install()`
 
 
@@ -75,28 +75,25 @@ class DefectFound(Exception):  # noqa: N818 (what is looked for, not an error)
     """A training has failed, or stopped in the middle of a report."""
 
 
-def _scenario(name: str) -> tuple[list[str], Callable[[], None] | None]:
+def _scenario(name: str, folder: str) -> tuple[list[str], Callable[[], None] | None]:
     meshes = Meshes()
     with cuda_model() as model:
         compare = run(SCENARIOS[name].program, meshes, model)
     return [str(report) for report in model.reports], compare
 
 
-def _graphs(captures: str, level: int) -> tuple[list[str], None]:
+def _graphs(captures: str, level: int, folder: str) -> tuple[list[str], None]:
     *_, reports = trained(captures, "flat", torch.float32, zero_dp_strategy=level, **HELD)
     return reports, None
 
 
-def _core_run(name: str) -> tuple[list[str], None]:
-    with tempfile.TemporaryDirectory() as folder:
-        return reports_of_run(name, folder), None
+def _core_run(name: str, folder: str) -> tuple[list[str], None]:
+    return reports_of_run(name, folder), None
 
 
-def _drop_in(level: str) -> tuple[list[str], None]:
-    with tempfile.TemporaryDirectory() as folder:
-        reports, _, _ = run_with_the_drop_in(
-            folder, data_parallel_sharding_strategy=level, bf16=True
-        )
+def _drop_in(level: str, folder: str) -> tuple[list[str], None]:
+    settings = {"data_parallel_sharding_strategy": level, "bf16": True}
+    reports, _, _ = run_with_the_drop_in(folder, **settings)
     return reports, None
 
 
@@ -117,8 +114,17 @@ PROGRAMS: dict[str, Program] = {
 """By name."""
 
 
-def outcome_of(name: str, defect: DrawnDefect | None, notes_lines: bool, *unused: Any) -> Outcome:
+def outcome_of(
+    name: str, folder: str, defect: DrawnDefect | None, notes_lines: bool, *unused: Any
+) -> Outcome:
     """Run a training on this rank, with a defect if one is given.
+
+    Args:
+        name: key of ``PROGRAMS``.
+        folder: a folder that all ranks share.
+        defect: the defect, which is made while the training runs.
+        notes_lines: note the places of the grammar that are executed.
+        unused: functions that say to the pool which ranks to take.
 
     Raises:
         DefectFound: it has failed.
@@ -138,7 +144,7 @@ def outcome_of(name: str, defect: DrawnDefect | None, notes_lines: bool, *unused
         lines_noted(outcome.lines) if notes_lines else nullcontext(),
     ):
         try:
-            reports, compare = PROGRAMS[name].run()
+            reports, compare = PROGRAMS[name].run(folder)
         except Exception as error:
             found = [_first_line(str(each)) for model in models for each in model.reports]
             message = f"reported: {found[0]}" if found else f"{type(error).__name__}: {error}"

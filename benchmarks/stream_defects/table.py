@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from benchmarks.stream_defects.defect import SIDE, Changes, defect
 from benchmarks.stream_defects.host_table import HOST_DEFECTS
 from tools.cuda_model.reports import (
@@ -365,6 +367,19 @@ DEFECTS = [
         "a slot is left before its gather is over",
         "slot left level3",
         {GROUP + "reshard": [("self.wait_for_unshard()", "self._all_gather = None")]},
+    ),
+    replace(  # ranks that own a matrix which is divided by rows receive into the matrix itself
+        defect(
+            "slices of a matrix are put together before they have arrived",
+            "owners tp2 level3",
+            {
+                "optimizer.matrix.exchange:Exchange.start": [
+                    ("work.wait()", "pass"),
+                    ("after()", "after()\n        work.wait()"),
+                ]
+            },
+        ),
+        is_of_some_ranks=True,
     ),
     # ---- other collectives, and NCCL's rules
     defect(

@@ -28,6 +28,7 @@ from tests.support.cuda_model.calls_under_way import CALLS_UNDER_WAY, STARTED_BE
 from tests.support.cuda_model.machine import cuda_model
 from tests.support.cuda_model.offloaded import offloaded_by_hand, offloaded_in_blocks
 from tests.support.cuda_model.stacks import stack_on, step
+from tests.support.fsdp import tensor_parallel
 from tests.support.fsdp.meshes import Meshes, device_type
 from tests.support.fsdp.models import ResidualBlock, build_stack
 from tests.support.fsdp.random_models import Drawn, DrawnLayer
@@ -304,16 +305,54 @@ def owners_of_matrices(level: int, meshes: Meshes) -> Callable[[], None]:
     return compare
 
 
-def trained_by_owners(level: int, meshes: Meshes) -> nn.Module:
-    """Return a stack after three steps of Muon over its matrices, and AdamW over the rest."""
-    module = build_stack().to(device_type())
-    matrices, others = (
-        [each for each in module.parameters() if (each.ndim == 2) == are_matrices]
-        for are_matrices in (True, False)
+def owners_of_slices(level: int, meshes: Meshes) -> Callable[[], None]:
+    """Train with Muon on matrices that tensor parallelism divides, by rows and by columns."""
+    trained = trained_by_owners_of_slices(level)
+
+    def compare() -> None:
+        again = trained_by_owners_of_slices(level).parameters()
+        for own, expected in zip(trained.parameters(), again, strict=True):
+            assert torch.equal(full_tensor(own), full_tensor(expected))
+
+    return compare
+
+
+def trained_by_owners_of_slices(level: int) -> nn.Module:
+    """Return a model after three steps on two data ranks, each of two tensor-parallel ones."""
+    place = tensor_parallel.mesh_arguments("dp2_tp2")
+    data_rank, _ = tensor_parallel.data_place(place["device_mesh"])
+    module = tensor_parallel.split(
+        tensor_parallel.build(10).to(device_type()), place["device_mesh"]["tp"], style="tensor"
     )
     model, optimizers = fully_shard(
         module,
-        [torch.optim.Muon(matrices), torch.optim.AdamW(others)],
+        optimizers_by_dim(module),
+        **place,
+        fsdp_unit_modules=[tensor_parallel.SplitBlock],
+        zero_dp_strategy=level,
+        preserve_fp32_weights=False,
+    )
+    for number in range(3):
+        tensor_parallel.loss_on(model, number, data_rank).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return model
+
+
+def optimizers_by_dim(module: nn.Module) -> list[torch.optim.Optimizer]:
+    """Return Muon over the matrices of a module, and AdamW over the rest."""
+    matrices = [each for each in module.parameters() if each.ndim == 2]
+    others = [each for each in module.parameters() if each.ndim != 2]
+    return [torch.optim.Muon(matrices), torch.optim.AdamW(others)]
+
+
+def trained_by_owners(level: int, meshes: Meshes) -> nn.Module:
+    """Return a stack after three steps of Muon over its matrices, and AdamW over the rest."""
+    module = build_stack().to(device_type())
+    model, optimizers = fully_shard(
+        module,
+        optimizers_by_dim(module),
         **meshes.arguments("flat"),
         fsdp_unit_modules=[ResidualBlock],
         zero_dp_strategy=level,
@@ -437,5 +476,6 @@ SCENARIOS: dict[str, Scenario] = {  # by name
     "sums of tokens": case(calculate_per_token_loss=True, microbatches=2, zero_dp_strategy=2),
     # Of two ranks at level 3, each has whole matrices and nothing to send.
     **{f"owners level{n}": Scenario(3, partial(owners_of_matrices, n)) for n in (0, 1, 3)},
+    **{f"owners tp2 level{n}": Scenario(4, partial(owners_of_slices, n)) for n in (1, 3)},
     **OTHER_WAYS,
 }
