@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron.fsdp.dtensor.tensor_part import full_tensor
 from megatron_fsdp import MixedPrecisionPolicy
 from tests.support.cuda_model.stacks import stack_on, step
 from tests.support.fsdp.meshes import Meshes
@@ -25,15 +24,25 @@ STEPS = 3
 
 
 def compared(
-    train: Callable[..., nn.Module], *arguments: object, tolerance: float = 0.0
+    train: Callable[[int, Meshes, bool], nn.Module],
+    level: int,
+    meshes: Meshes,
+    tolerance: float = 0.0,
 ) -> Callable[[], None]:
-    """Train with calls under way; return what compares the weights with those without."""
-    trained = train(*arguments, True)
+    """Train with calls under way; return what compares the weights with those without.
+
+    Args:
+        train: returns a trained model; the last argument says whether calls are under way.
+        level: of sharding.
+        meshes: of the device.
+        tolerance: of the comparison.
+    """
+    trained = train(level, meshes, True)
 
     def compare() -> None:
-        expected = train(*arguments, False).parameters()
+        expected = train(level, Meshes(), False).parameters()  # on the CPU
         for own, other in zip(trained.parameters(), expected, strict=True):
-            close(full_tensor(own), full_tensor(other), "weight", tolerance)
+            close(own.to_local(), other.to_local(), "weight", tolerance)
 
     return compare
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard
-from tests.support.fsdp.meshes import Meshes
+from tests.support.fsdp.meshes import Meshes, device_type
 from tests.support.fsdp.models import ResidualBlock, build_stack
 from tests.support.fsdp.reference import batch, loss_of, optimizer_over
 
@@ -19,7 +19,7 @@ def stack_on(
     level: int, meshes: Meshes, **settings: Any
 ) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
     """Return a sharded stack and its optimizer."""
-    module = settings.pop("module", None) or build_stack()
+    module = (settings.pop("module", None) or build_stack()).to(device_type())
     settings = {"mixed_precision_policy": MixedPrecisionPolicy(None), **settings}
     return fully_shard(
         module,

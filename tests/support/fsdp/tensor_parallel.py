@@ -15,9 +15,9 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-WIDTH, LENGTH = 6, 8
-
 from tests.support.fsdp.meshes import device_type
+
+WIDTH, LENGTH = 6, 8
 
 
 class SplitBlock(nn.Module):
