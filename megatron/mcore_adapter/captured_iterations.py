@@ -27,6 +27,19 @@ def captures_iterations(settings: Any) -> bool:
     return True
 
 
+def release_graphs() -> None:
+    """Free all graphs of iterations, before the process groups are destroyed.
+
+    NCCL destroys a communicator only when no graph has collectives of it any more: it would wait
+    for graphs that Megatron-Core's class keeps until the process ends.
+    """
+    graphs = FullCudaGraphWrapper.cuda_graph
+    for stage, graph in graphs.items():
+        if graph is not None:
+            graph.reset()
+            graphs[stage] = None
+
+
 @functools.wraps(_original_call)
 def call_with_new_weights(wrapper: FullCudaGraphWrapper, *args: Any, **kwargs: Any) -> Any:
     """Run, capture or replay an iteration; a graph must gather the weights of every step."""

@@ -26,7 +26,7 @@ from megatron.fsdp.backends import memory_slots, rendezvous
 from megatron.fsdp.problems import refuse_differences
 from megatron.fsdp.trace import failed_collectives
 from megatron.mcore_adapter import cpu
-from megatron.mcore_adapter.captured_iterations import captures_iterations
+from megatron.mcore_adapter.captured_iterations import captures_iterations, release_graphs
 from megatron.mcore_adapter.releases import process_groups
 
 SINGLE_RANK = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
@@ -167,5 +167,6 @@ def stop() -> None:
         with contextlib.suppress(RuntimeError):
             dist.barrier()
         memory_slots.deregister_all()
+        release_graphs()
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()

@@ -72,6 +72,7 @@ class Graphs:
         self.current: ModelGraph | None = None
         self.pools = count(1)
         self.num_replays = 0
+        self.alive: weakref.WeakSet[ModelGraph] = weakref.WeakSet()
 
     def refuse(self, what: str, kind: str = CAPTURE) -> CaptureError:
         """Report what breaks a rule; return the error to raise."""
@@ -108,6 +109,14 @@ class Graphs:
         if self.current is not None:
             self.current.keep(tensors)
 
+    def destroy_groups(self, group: str | None) -> None:
+        """Check that no graph has collectives of a group that is destroyed; None: of all groups."""
+        for graph in self.alive:
+            if graph.groups and (group is None or group in graph.groups):
+                what = f"{sorted(graph.groups)} are destroyed with a graph of their collectives"
+                stack = CallStack(sys._getframe(1)).format()
+                self.detector.report(CAPTURE, f"{what}\n{stack}", (what, stack))
+
     def replacements(self) -> dict[str, Any]:
         """Return what takes the place of functions and classes of `torch.cuda`."""
         streams = self.detector.streams
@@ -131,6 +140,8 @@ class ModelGraph:
         self._random = torch.get_rng_state()
         self._origin = DEFAULT
         self.streams: dict[int, int] = {}  # in the capture, each with its last kernel
+        self.groups: set[str] = set()  # whose collectives it has: NCCL waits for its end
+        graphs.alive.add(self)
 
     # ---- capture
 
@@ -250,6 +261,7 @@ class ModelGraph:
         """Forget the steps, and free their memory."""
         self._steps.clear()
         self._own.clear()
+        self.groups.clear()
 
 
 class GraphContext:

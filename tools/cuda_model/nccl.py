@@ -284,6 +284,7 @@ class Nccl:
             if graph is not None:
                 again = partial(_carry_again, start)
                 graph.record(name, again, (args, call.outputs), call.reads, call.writes)
+                graph.groups.add(group.group_name)
             return self.launch(name, call, work, (group.group_name, peer), is_asynchronous)
 
         return collective

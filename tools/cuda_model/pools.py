@@ -97,7 +97,8 @@ class Pools:
         return {"MemPool": partial(ModelPool, self), "use_mem_pool": self._in_use}
 
     def destroy_groups(self, group: ProcessGroup | None = None) -> None:
-        """Check that no pool is registered any more; groups outlive the model, whose ranks do."""
+        """Check that no pool or graph needs them; groups outlive the model, whose ranks do."""
+        self._detector.graphs.destroy_groups(None if group is None else group.group_name)
         for pool in self.alive:
             if pool.groups and (group is None or group.group_name in pool.groups):
                 self.report(f"{sorted(pool.groups)} are destroyed with a registered pool")

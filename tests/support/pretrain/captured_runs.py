@@ -12,6 +12,7 @@ from megatron.core.full_cuda_graph import StaticBufferLoader
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from megatron.mcore_adapter import cpu
+from megatron.pretrain import ranks
 from megatron.pretrain.captured_iterations import CheckedBuffers
 from megatron.pretrain.errors import RunError
 from tests.support.cuda_model.core_graphs import core_graphs
@@ -42,6 +43,8 @@ def run_on_the_model(line: str) -> Any:
         capability = patch.object(torch.cuda, "get_device_capability", lambda device=None: (10, 0))
         patches.enter_context(capability)
         record = training_runs.pretrain(line)
+        with patch.object(ranks.parallel_state, "destroy_model_parallel"):
+            ranks.stop()
     return record, model.detector.graphs.num_replays, [str(each) for each in model.reports]
 
 

@@ -5,7 +5,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from tests.support.fsdp.reference import Ranks
 from tools.cuda_model import cuda_model
 from tools.cuda_model.graphs import CaptureError
 from tools.cuda_model.reports import CAPTURE, RELEASED
@@ -141,3 +143,23 @@ def test_memory_that_was_released_since_the_capture_is_reported(how: str) -> Non
             graph.replay()
 
     assert kinds_of(program) == [RELEASED]
+
+
+def kinds_at_the_end_of_groups(is_reset: bool) -> list[str]:
+    """Job: capture a collective, and destroy its group while there is the graph, or after it."""
+
+    def program() -> None:
+        x, graph = torch.ones(4), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            dist.all_reduce(x)
+        graph.replay()
+        if is_reset:
+            graph.reset()
+        dist.destroy_process_group()
+
+    return kinds_of(program)
+
+
+def test_groups_are_destroyed_after_the_graphs_of_their_collectives(ranks: Ranks) -> None:
+    assert ranks(2, kinds_at_the_end_of_groups, True) == [[], []]
+    assert ranks(2, kinds_at_the_end_of_groups, False) == [[CAPTURE], [CAPTURE]]
