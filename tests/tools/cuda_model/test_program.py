@@ -4,6 +4,7 @@
 import copy
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -13,14 +14,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
 from tests.support.examples.blocks import blocks_of
 from tests.support.fsdp.reference import Ranks
 from tools.cuda_model import cuda_model
 from tools.cuda_model.__main__ import main
-from tools.cuda_model.reports import EARLY_RELEASE, RACE
+from tools.cuda_model.reports import EARLY_RELEASE, HOST_READ, RACE
+from tools.cuda_model.streams import ModelEvent
 
 PROGRAM, REPORT = blocks_of("tools/cuda_model/README.md")[1:3]
 
@@ -116,21 +118,25 @@ def test_autocast_of_the_device_computes_in_bfloat16() -> None:
 # ---- FSDP2
 
 
-def trained_with_fsdp2(device_type: str) -> list[float]:
+def trained_with_fsdp2(device_type: str, offload: OffloadPolicy | None = None) -> list[float]:
     """Train four layers on all ranks; return the losses."""
+    settings = {"offload_policy": offload or OffloadPolicy()}
     mesh = init_device_mesh(device_type, (dist.get_world_size(),))
     torch.manual_seed(0)
-    model = nn.Sequential(*[nn.Linear(6, 6) for _ in range(4)]).to(device_type)
+    model = nn.Sequential(*[nn.Linear(6, 6) for _ in range(4)])
+    if offload is None:
+        model = model.to(device_type)
     for layer in model:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+        fully_shard(layer, mesh=mesh, **settings)
+    fully_shard(model, mesh=mesh, **settings)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=True)
     losses = []
     for number in range(3):
         x = torch.full((2, 6), number + dist.get_rank() + 1.0, device=device_type)
         loss = model(x).square().mean()
         loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
+        if offload is None:  # otherwise the norm would need a group for the host's memory
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.detach())
@@ -143,6 +149,16 @@ def fsdp2_on_the_model() -> None:
         losses = trained_with_fsdp2("cuda")
     assert not model.reports, "\n".join(map(str, model.reports))
     assert losses == expected and len(model.streams.names) > 3
+
+
+def fsdp2_with_offload(pins: bool, waits: bool) -> set[str]:
+    """Train with weights and gradients on the host; return the kinds of reports."""
+    expected = trained_with_fsdp2("cpu", CPUOffloadPolicy(pin_memory=False))
+    does_nothing = patch.object(ModelEvent, "synchronize", lambda event: None)
+    with cuda_model(names_cuda=True) as model, nullcontext() if waits else does_nothing:
+        losses = trained_with_fsdp2("cuda", CPUOffloadPolicy(pin_memory=pins))
+    assert losses == expected and model.detector.host.is_used
+    return {report.kind for report in model.reports}
 
 
 def fsdp2_without_a_wait() -> set[str]:
@@ -164,3 +180,11 @@ def test_fsdp2_has_the_losses_of_the_cpu_and_no_reports(ranks: Ranks) -> None:
 @pytest.mark.exhaustive
 def test_a_gather_that_fsdp2_does_not_wait_for_is_reported(ranks: Ranks) -> None:
     assert all(RACE in kinds for kinds in ranks(2, fsdp2_without_a_wait))
+
+
+@pytest.mark.exhaustive
+def test_offload_of_fsdp2_is_waited_for_by_the_host(ranks: Ranks) -> None:
+    assert ranks(2, fsdp2_with_offload, True, True) == [set(), set()]
+    assert all(HOST_READ in kinds for kinds in ranks(2, fsdp2_with_offload, True, False))
+    # With pageable memory FSDP2 asks no copy to go on.
+    assert ranks(2, fsdp2_with_offload, False, False) == [set(), set()]
