@@ -33,10 +33,10 @@ class Room(NamedTuple):
 ROOMS = [
     # folder                                lines  files
     Room("megatron_fsdp",                   2_700, 17),  # the second generation
-    Room("megatron/fsdp/engine",            4_150, 19),  # function transforms, guards of weights
-    Room("megatron/fsdp",                  12_150, 61),  # parts, agreement, sharding in place
+    Room("megatron/fsdp/engine",            4_220, 19),  # function transforms, guards of weights
+    Room("megatron/fsdp",                  12_250, 61),  # parts, agreement, sharding in place
     Room("megatron/mcore_adapter",          3_950, 30),  # both generations
-    Room("megatron/checkpoint",            12_650, 64),  # the end of interrupted conversions
+    Room("megatron/checkpoint",            12_680, 64),  # the end of interrupted conversions
     Room("megatron/pretrain",              15_100, 82),
 ]  # fmt: skip
 
@@ -49,7 +49,7 @@ ADDED_ROOMS = [
 
 # The engine: the algorithm, which one reads in an afternoon.
 ENGINE = "megatron/fsdp/engine"
-ENGINE_CODE_LINES = 2_650
+ENGINE_CODE_LINES = 2_680
 ENGINE_DOCSTRINGS = 0.20  # of all lines, at most: accessors need one line
 ENGINE_COMMENTS = 0.05  # of all lines, at least: decisions need reasons
 ENGINE_IGNORES = re.compile(

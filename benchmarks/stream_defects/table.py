@@ -166,13 +166,13 @@ DEFECTS = [
     defect(
         "the cast of main weights races with the optimizer",
         "level3 bf16",
-        {GROUP + "prepare_unshard": [("self._cast()", SIDE + "self._cast()")]},
+        {GROUP + "prepare_unshard": [("filled = self._cast()", SIDE + "filled = self._cast()")]},
     ),
     defect(
         "main weights are cast after the gather has started",
         "level1 bf16",
         {
-            GROUP + "prepare_unshard": [("self._cast()", "pass")],
+            GROUP + "prepare_unshard": [("self._cast()", "Pending()")],
             GROUP + "begin_unshard": [("self._all_gather =", "self._cast(); self._all_gather =")],
         },
     ),
@@ -296,7 +296,7 @@ DEFECTS = [
     defect(
         "gradients are added on another stream",
         "level3 no_sync",
-        {SUM + "add": [("self.tensor().add_", SIDE + "self.tensor().add_")]},
+        {"engine.buffer:ShardMemory.add": [("total.add_", SIDE + "total.add_")]},
     ),
     defect(
         "gradients are collected on another stream",

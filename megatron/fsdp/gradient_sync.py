@@ -244,7 +244,6 @@ class GradientSync(StateOwner[ShownState]):
         self._trainability.follow()
         with torch.no_grad():
             for shown in self._groups:
-                shown.group.memory.wait()
                 shown.attach(shown.group.gradients.final(not self._use_decoupled_grad))
         self._set_family()
         self.change_state(state)

@@ -42,7 +42,10 @@ class WeightAverage:
         self.num_updates = 0
         self._model = model
         self._is_applied = False
-        self._averages = [group.main_shard.detach().clone() for group in model.groups]
+        self._averages: list[torch.Tensor] = []
+        for group in model.groups:
+            group.wait_for_readers()
+            self._averages.append(group.main_shard.detach().clone())
 
     @torch.no_grad()
     def update(self) -> None:
@@ -51,6 +54,7 @@ class WeightAverage:
             raise RuntimeError("update the average outside of applied(): the model has it there")
         self.num_updates += 1
         for average, group in zip(self._averages, self._model.groups):
+            group.wait_for_readers()
             average.lerp_(group.main_shard, 1 - self.decay)
 
     @contextmanager
@@ -67,7 +71,7 @@ class WeightAverage:
     @torch.no_grad()
     def _exchange(self) -> None:
         for average, group in zip(self._averages, self._model.groups):
-            group.memory.wait()  # a copy of offloaded weights to the device may be under way
+            group.wait_for_readers()
             kept = group.main_shard.clone()
             group.main_shard.copy_(average)
             average.copy_(kept)

@@ -73,7 +73,7 @@ class StagePrediction:
 
     @property
     def copy_seconds(self) -> float:
-        """Seconds in which compute waits for copies, and for what is added on the host."""
+        """Seconds of copies, in which compute goes on where it needs no result."""
         return sum(each.seconds for each in self.copies)
 
     @property
@@ -121,7 +121,7 @@ def simulate_stage(
     of_one = ends[1] - ends[0] if len(ends) > 1 else ends[0]
     copies = list(step.copies)
     if num_simulated < num_microbatches:  # those left out copy what the second one does
-        second = [each for each in step.copies if ends[0] < each.end <= ends[1]]
+        second = [each for each in step.copies if ends[0] < each.launched <= ends[1]]
         copies += (num_microbatches - num_simulated) * second
     return StagePrediction(stage, step, num_microbatches, num_simulated, of_one, update, copies)
 

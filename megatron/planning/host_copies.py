@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Copies of shards between the device and the host, in a simulated step.
 
-[Note: copies] The engine puts the copies of a shard into the stream of compute, which waits for
-them: main weights before each all-gather that casts them, so twice for each microbatch at level 3
-and once a step elsewhere, and reduced gradients after each reduction. The first gradients of a step
-are copied to the tensor that the optimizer reads. Later ones are added to it on the host, for which
-the host, and so the device, waits. ``ShardMemory.release`` of the shard follows each copy.
+[Note: copies] The engine gives copies to the device and those to the host a stream each. Main
+weights are copied before each all-gather that casts them, so twice for each microbatch at level 3
+and once a step elsewhere. Reduced gradients are copied after each reduction; all but the first of a
+step are added to the sum on the device, which is copied there and back. The host waits for all
+copies before it reads gradients.
 """
 
 from __future__ import annotations
@@ -16,35 +16,59 @@ from functools import partial
 import torch
 
 from megatron.fsdp import ShardedModule
+from megatron.fsdp.engine.buffer import ShardMemory
+from megatron.fsdp.engine.device import Pending
+from megatron.fsdp.optimizer.host.host_memory import TO_DEVICE, TO_HOST
 from megatron.planning.machine import Cluster
-from megatron.planning.simulation import Simulator, StepResult
-
-ADD_TRAFFIC = 3
-"""Reads and writes of each byte of gradients that is added on the host."""
+from megatron.planning.simulation import Simulator
 
 
 def follow_copies(simulator: Simulator, model: ShardedModule, machine: Cluster) -> None:
     """Let a simulator spend the time of the copies of a sharded model; see [Note: copies]."""
     away = [group for group in model.groups if group.memory.is_offloaded]
-    weights = {group.main_shard.untyped_storage()._cdata for group in away}
-    step_of: dict[int, StepResult] = {}  # the last one that has brought gradients, by storage
-
-    def copied(shard: torch.Tensor) -> None:
-        num_bytes = shard.numel() * shard.element_size()
-        seconds = machine.copy_seconds(num_bytes)
-        storage = shard.untyped_storage()._cdata
-        is_weight = storage in weights
-        if not is_weight:
-            if step_of.get(storage) is simulator.step:
-                seconds += machine.host_seconds(ADD_TRAFFIC * num_bytes)
-            step_of[storage] = simulator.step
-        simulator.copy(num_bytes, seconds, is_weight)
-
     for group in away:
         total = group.gradients._grad_sum
         vars(total)["buffer_for"] = partial(_held_buffer, simulator, total.buffer_for)
     for memory in {group.memory for group in away}:
-        vars(memory)["release"] = copied
+        copies = SimulatedCopies(simulator, machine, memory)
+        vars(memory).update(use=copies.use, add=copies.add, wait=copies.wait)
+
+
+class SimulatedCopies:
+    """The copies of a memory whose tensors are on the meta device, as is what is copied."""
+
+    def __init__(self, simulator: Simulator, machine: Cluster, memory: ShardMemory):
+        self._simulator = simulator
+        self._machine = machine
+        self._memory = memory
+        self._last_added: tuple[Pending, torch.Tensor] | None = None
+
+    def _copy(self, stream_name: str, tensor: torch.Tensor) -> Pending:
+        num_bytes = tensor.numel() * tensor.element_size()
+        return self._simulator.copy(stream_name, num_bytes, self._machine.copy_seconds(num_bytes))
+
+    def use(self, tensor: torch.Tensor, function: Callable[[torch.Tensor], None]) -> Pending:
+        """Copy main weights to the device, where the copy lives until it is cast."""
+        num_bytes = tensor.numel() * tensor.element_size()
+        self._simulator.change_memory(num_bytes)
+        function(tensor)
+        pending = self._copy(TO_DEVICE, tensor)
+        self._simulator.change_memory(-num_bytes)
+        return pending
+
+    def add(self, total: torch.Tensor, addend: torch.Tensor, is_first: bool) -> None:
+        """Copy gradients to the host; their memory is free when compute has waited for that."""
+        if self._last_added is not None:
+            self._last_added[0].wait()
+        if not is_first:
+            self._copy(TO_HOST, total)
+        self._last_added = self._copy(TO_HOST, total), addend
+
+    def wait(self) -> None:
+        """Let compute wait for all copies, as the host does."""
+        for stream_name in (TO_DEVICE, TO_HOST):
+            self._simulator.wait_for_stream(stream_name)
+        self._last_added = None
 
 
 def _held_buffer(

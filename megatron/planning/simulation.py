@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -31,7 +32,7 @@ CollectiveSeconds = Callable[[TraceEntry], float]
 """Returns the seconds of a recorded collective."""
 
 HOST = "host"
-"""The stream of copies between the device and the host, for which compute waits."""
+"""The streams of copies between the device and the host, as one row of a picture."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class Interval:
 class Copy(NamedTuple):
     """A copy of a shard between the device and the host."""
 
-    end: float  # in seconds of the step
+    launched: float  # in seconds of the step
     num_bytes: int
     seconds: float
 
@@ -122,6 +123,7 @@ class Simulator(Recorder):
         self._step_began = 0.0
         self._collective_seconds = collective_seconds or (lambda entry: 0.0)
         self._streams: dict[str, float] = {}
+        self._current: str | None = None  # the stream that work is given; None: compute's
         self.parts: dict[int, float] = {}  # of flat buffers that stand for fewer bytes, by storage
 
     def now(self) -> float:
@@ -156,19 +158,24 @@ class Simulator(Recorder):
 
     def launch(self, stream_name: str, *collectives: Collective) -> Pending:
         """Run collectives one after another on a stream, as the engine's streams do."""
-        end = max(self._streams.get(stream_name, 0.0), self.compute)
+        self._streams[stream_name] = max(self._streams.get(stream_name, 0.0), self.compute)
+        self._current = stream_name
         for collective in collectives:
-            collective(False)
+            collective(False)  # it may wait for copies
             entry = self.entries[-1]
-            entry.begin, end = end, end + self._collective_seconds(entry)
-            entry.end = end
-            self._add(stream_name, entry.name, entry.unit, entry.begin, end)
-        self._streams[stream_name] = end
+            entry.begin = self._streams[stream_name]
+            entry.end = entry.begin + self._collective_seconds(entry)
+            self._streams[stream_name] = entry.end
+            self._add(stream_name, entry.name, entry.unit, entry.begin, entry.end)
+        self._current = None
+        return Pending(partial(self._wait_until, self._streams[stream_name]))
 
-        def wait() -> None:
+    def _wait_until(self, end: float) -> None:
+        """Let the current stream wait."""
+        if self._current is None:
             self.compute = max(self.compute, end)
-
-        return Pending(wait)
+        else:
+            self._streams[self._current] = max(self._streams[self._current], end)
 
     # ---- the model's calls
 
@@ -188,16 +195,17 @@ class Simulator(Recorder):
         self.change_memory(num_bytes)
         weakref.finalize(tensor, self.change_memory, -num_bytes).atexit = False
 
-    def copy(self, num_bytes: int, seconds: float, is_new: bool) -> None:
-        """Let compute wait for a copy between the device and the host.
-
-        ``is_new``: the device has a new tensor for it.
-        """
-        self.change_memory(num_bytes if is_new else 0)
-        self._add(HOST, "copy", "", self.compute, self.compute + seconds)
-        self.compute += seconds
-        self.change_memory(-num_bytes if is_new else 0)
+    def copy(self, stream_name: str, num_bytes: int, seconds: float) -> Pending:
+        """Copy between the device and the host on a stream."""
+        begin = max(self._streams.get(stream_name, 0.0), self.compute)
+        self._streams[stream_name] = begin + seconds
+        self._add(HOST, stream_name, "", begin, begin + seconds)
         self.step.copies.append(Copy(self.elapsed, num_bytes, seconds))
+        return Pending(partial(self._wait_until, begin + seconds))
+
+    def wait_for_stream(self, stream_name: str) -> None:
+        """Let compute wait for everything that a stream was given."""
+        self._wait_until(self._streams.get(stream_name, 0.0))
 
     def _add(self, stream: str, name: str, unit: str, begin: float, end: float) -> None:
         began = self._step_began

@@ -176,6 +176,7 @@ class ShardedParam:
     @torch.no_grad()
     def load(self, value: torch.Tensor) -> None:
         """Copy this rank's shard of ``value`` into the main weight; see :meth:`local_shard`."""
+        self.group.wait_for_readers()
         self.parameter._local_tensor.copy_(self.local_shard(value))
 
     def local_shard(self, value: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,7 @@ from itertools import starmap
 import torch
 
 from megatron.fsdp.engine import observe
+from megatron.fsdp.engine.device import Pending
 from megatron.fsdp.engine.layout import Layout
 
 
@@ -147,6 +148,22 @@ class ShardMemory:
         """Return a new flat tensor."""
         return torch.empty(numel, dtype=dtype, device=self.device)
 
+    def use(self, tensor: torch.Tensor, function: Callable[[torch.Tensor], None]) -> Pending:
+        """Begin to call ``function`` with ``tensor`` of this memory, or its copy on the device."""
+        function(tensor)
+        return Pending()
+
+    def add(self, total: torch.Tensor, addend: torch.Tensor, is_first: bool) -> None:
+        """Add ``addend`` to ``total`` of this memory, which has no values yet if it ``is_first``.
+
+        Copies may be under way on return: the host calls :meth:`wait` before it reads the total,
+        and nobody writes to the addend or frees its storage.
+        """
+        if is_first:
+            total.copy_(addend)
+        else:
+            total.add_(addend)
+
     def wait(self) -> None:
         """Let the host wait for all copies from and to the device."""
 
@@ -183,7 +200,8 @@ class RunningSum:
 
     @property
     def total(self) -> torch.Tensor:
-        """The sum, or zeros if nothing was added."""
+        """The sum, or zeros if nothing was added, which the host may read."""
+        self.memory.wait()
         return self.tensor().zero_() if self.is_empty else self.tensor()
 
     def is_in(self, tensor: torch.Tensor) -> bool:
@@ -214,13 +232,8 @@ class RunningSum:
 
     def add(self, addend: torch.Tensor) -> None:
         """Add ``addend`` ``[numel]``, which may be the result of :meth:`buffer_for`."""
-        if addend is self._total:
-            pass  # it was computed in place
-        elif self.is_empty:
-            self.tensor().copy_(addend, non_blocking=True)
-        else:
-            self.tensor().add_(addend.to(self.tensor().device))
-        self.memory.release(self.tensor())
+        if addend is not self._total:  # otherwise it was computed in place
+            self.memory.add(self.tensor(), addend, self.is_empty)
         self.is_empty = False
 
     def drop(self) -> None:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _coalescing_manager
 
-from megatron.fsdp.engine.device import Collective, Pending, Streams, Work
+from megatron.fsdp.engine.device import Collective, Pending, Streams, Work, all_of
 from megatron.fsdp.engine.layout import Partition
 from megatron.fsdp.engine.observe import GATHER, REDUCE, observed, observing
 
@@ -32,6 +32,7 @@ class Gather(NamedTuple):
 
     full: torch.Tensor  # [inner_size * n], which is filled with the shards of all inner ranks
     shard: torch.Tensor  # [n], this rank's; may be a slice of `full`
+    filled: Pending  # the copy of main weights from the host into this rank's part, if any
     # [n / outer_size]; if given, `shard` is first filled with those of the outer ranks.
     owned: torch.Tensor | None = None
 
@@ -142,6 +143,8 @@ class Communicator:
         for fulls, parts, group in stages:
             collective = self.transport.all_gather(fulls, parts, group)
             collectives.append(observed(GATHER, "all_gather", fulls, group, collective))
+        copies = all_of([gather.filled for gather in gathers])
+        collectives[0] = _after(copies, collectives[0])
         return self.streams.launch("gather", *collectives)
 
     def broadcast(
@@ -224,6 +227,16 @@ class Communicator:
             result.div_(divisor)
 
         return Pending(wait_and_divide)
+
+
+def _after(pending: Pending, collective: Collective) -> Collective:
+    """Return a collective that waits for ``pending`` on its own stream, where compute does not."""
+
+    def start(asynchronous: bool) -> Work | None:
+        pending.wait()
+        return collective(asynchronous)
+
+    return start
 
 
 def agree(

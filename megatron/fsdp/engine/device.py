@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from typing import Protocol
 
@@ -49,6 +49,16 @@ class Pending:
         self._wait = None
 
 
+def all_of(operations: Iterable[Pending]) -> Pending:
+    """Return what waits for all of ``operations``."""
+
+    def wait() -> None:
+        for pending in operations:
+            pending.wait()
+
+    return Pending(wait)
+
+
 class CpuStreams:
     """Runs collectives as asynchronous work of the process group."""
 
@@ -64,6 +74,9 @@ class CpuStreams:
                 collective(False)
 
         return Pending(wait)
+
+    def wait_on_host(self) -> None:
+        """Do nothing: what the host has launched, it has waited for."""
 
 
 class CudaStreams:
@@ -85,18 +98,17 @@ class CudaStreams:
             done = stream.record_event()
         return Pending(lambda: torch.cuda.current_stream(self._device).wait_event(done))
 
+    def wait_on_host(self) -> None:
+        """Let the host wait for everything that these streams were given."""
+        for stream in self._streams.values():
+            stream.synchronize()
+
 
 def held(tensor: torch.Tensor) -> torch.Tensor:
     """Return ``tensor``, whose memory is reused only after the current stream has used it."""
     if tensor.is_cuda:  # another stream may have allocated it
         tensor.record_stream(torch.cuda.current_stream(tensor.device))
     return tensor
-
-
-def wait_on_host(device: torch.device) -> None:
-    """Let the host wait for what compute has enqueued."""
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()
 
 
 Streams = CpuStreams | CudaStreams

@@ -114,7 +114,8 @@ class GroupGradients(StateOwner[GradientState]):
         self.holds_addresses = holds = storage.holds_addresses or memory.is_offloaded
         shard_numel = layout.numel // partition.num_inner
         on_device = ShardMemory(memory.device)
-        self._inner_sum = RunningSum(shard_numel, precision.main_grad, on_device, holds)
+        fixed = storage.holds_addresses
+        self._inner_sum = RunningSum(shard_numel, precision.main_grad, on_device, fixed)
         size, rank = layout.shard_size, partition.rank
         pattern = torch.empty(size, device="meta")
         own = Places([shard_view(pattern, layout, index, rank) for index in range(len(parameters))])
@@ -346,6 +347,8 @@ class GroupGradients(StateOwner[GradientState]):
         if communicator.is_hybrid:
             result = yield from self._reduce_over_outer(full)
         if not is_in_sum:
+            if result is local and self._grad_sum.memory.is_offloaded:  # and the buffer freed now
+                result = self._grad_sum.buffer_for(local.dtype).copy_(local)
             self._grad_sum.add(result)
         elif result is not local:
             local.copy_(result)
@@ -399,7 +402,6 @@ class GroupGradients(StateOwner[GradientState]):
         self.wait_for_reduce()
         for running_sum in (self._grad_sum, self._inner_sum, self._optimizer_grad):
             if not running_sum.is_empty:
-                running_sum.memory.wait()
                 total = running_sum.total
                 total.mul_(factor.to(total.device) if isinstance(factor, torch.Tensor) else factor)
         if self._local is not None:

@@ -14,7 +14,7 @@ from torch import nn
 from megatron.fsdp.engine import observe
 from megatron.fsdp.engine.buffer import FlatBuffer, ShardMemory, Storage, shard_view
 from megatron.fsdp.engine.collectives import Communicator, Gather
-from megatron.fsdp.engine.device import Pending, held
+from megatron.fsdp.engine.device import Pending, all_of, held
 from megatron.fsdp.engine.gradients import GroupGradients
 from megatron.fsdp.engine.layout import PREFER_ROWS, Granularity, Layout, plan
 from megatron.fsdp.engine.policy import Precision, ShardingStrategy
@@ -191,11 +191,12 @@ class ParamGroup:
     def prepare_unshard(self) -> list[Gather]:
         """Allocate the compute parameters, cast the shard, and return the all-gathers to start."""
         self.compute.allocate()
+        filled = Pending()
         if self._casts_at_unshard or self.main_state is MainState.DUE:
-            self._cast()
+            filled = self._cast()
         is_outer_due = self.partition.num_outer > 1 and self.main_state is not MainState.INSTALLED
         owned = self._owned_shard if is_outer_due else None
-        return [Gather(self.compute.flat, self.compute_shard, owned)]
+        return [Gather(self.compute.flat, self.compute_shard, filled, owned)]
 
     def begin_unshard(self, all_gather: Pending) -> None:
         """Note that the all-gather of :meth:`prepare_unshard` has started."""
@@ -205,17 +206,19 @@ class ParamGroup:
         self.state = change_state(self, self.state, WeightState.UNSHARDING)
 
     @torch.no_grad()
-    def _cast(self) -> None:
-        """Fill the owned shard from main weights, unless they are it, or from what is kept."""
+    def _cast(self) -> Pending:
+        """Begin to fill the owned shard from main weights, unless they are it, or what is kept."""
         if self._kept is not None:
             self._owned_shard.copy_(self._kept)
         elif not self.main_is_compute:
-            self._fill(self._owned_shard)
+            return self._fill(self._owned_shard)
+        return Pending()
 
-    def _fill(self, shard: torch.Tensor) -> None:
-        main = self.main_shard.to(shard.device, non_blocking=True)
-        self.form.fill(shard, main, self.layout, self.rank)
-        self.memory.release(self.main_shard)
+    def _fill(self, shard: torch.Tensor) -> Pending:
+        def fill(main: torch.Tensor) -> None:
+            self.form.fill(shard, main, self.layout, self.rank)
+
+        return self.memory.use(self.main_shard, fill)
 
     @outside_transforms
     def wait_for_unshard(self) -> None:
@@ -246,19 +249,26 @@ class ParamGroup:
 
     # ---- new values
 
+    def wait_for_readers(self) -> None:
+        """Wait for gathers and copies of main weights, before something else uses them."""
+        # A gather in place, at levels 1 and 2, counts as a write to this rank's shard as well.
+        self.wait_for_unshard()
+        self.memory.wait()
+
     @torch.no_grad()
     def keep_compute_weights(self) -> None:
         """Keep a copy of the compute shard, which all-gathers send until weights are installed."""
         # Where compute weights do not follow every change of main weights, they are the copy.
         if not self._casts_at_unshard and self.main_state is MainState.DUE:
-            self._cast()
+            self._cast().wait()
         if self._casts_at_unshard and self._kept is None:
             self._kept = torch.empty_like(self._owned_shard)
-            self._fill(self._kept)
+            self._fill(self._kept).wait()
         self.main_state = change_state(self, self.main_state, MainState.HELD)
 
     def note_edit(self) -> None:
-        """Note that main weights were written to: the next use of the unit installs them."""
+        """Note that main weights are written to next: the next use of the unit installs them."""
+        self.wait_for_readers()
         if self.main_state is not MainState.HELD:
             self._make_due()
 
@@ -307,7 +317,8 @@ def unshard(groups: Sequence[ParamGroup]) -> None:
             gathers = list(chain.from_iterable(group.prepare_unshard() for group in together))
             communicator = together[0].communicator
             try:
-                all_gather = Pending() if is_whole else communicator.all_gather(gathers)
+                filled = all_of([gather.filled for gather in gathers])
+                all_gather = filled if is_whole else communicator.all_gather(gathers)
             except BaseException:  # some of its messages may be under way
                 for group in together:
                     group.compute.is_in_failed_collective = True

@@ -53,6 +53,7 @@ def show_main_weights(
         elif keep_vars:
             state[key] = sharded_param.parameter
         else:
+            sharded_param.group.wait_for_readers()  # what is loaded in place is written next
             state[key] = sharded_param.checkpoint_tensor(with_chunks=with_chunks)
 
 
@@ -109,6 +110,7 @@ def load_model_state(
         warn("load_state_dict: not in the model: %s; not given and left as they are: %s", *left)
     with torch.no_grad():
         for name, shard in shards.items():
+            sharded_params[name].group.wait_for_readers()
             sharded_params[name].parameter._local_tensor.copy_(shard)
     buffers = {paths[name]: value for name, value in own.items() if name in expected}
     (load_buffers or module.load_state_dict)(buffers, strict=False)
@@ -180,6 +182,7 @@ def copied_module(
 ) -> tuple[nn.Module, Settings]:
     """Return a deep copy of a module that is not sharded, with hooks, and settings to shard it."""
     for compute, sharded_param in sharded_params.items():
+        sharded_param.group.wait_for_readers()
         whole = full_tensor(sharded_param.parameter).to(compute.dtype).view(compute.shape)
         parameter = nn.Parameter(whole, requires_grad=sharded_param.group.requires_grad)
         vars(parameter).update(vars(compute))
@@ -206,6 +209,7 @@ def copy_main_weights(sources: Sequence[ShardedParam], targets: Sequence[Sharded
     """Copy main weights, which may have more bits than the module's, and what is frozen now."""
     for source, target in zip(sources, targets, strict=True):
         target.parameter.requires_grad_(source.parameter.requires_grad)
+        target.group.wait_for_readers()
         target.parameter._local_tensor.copy_(source.parameter._local_tensor)
     for group in dict.fromkeys(target.group for target in targets):
         group.install_main_weights()

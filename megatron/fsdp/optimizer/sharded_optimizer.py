@@ -240,12 +240,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for model in self._fsdp_models:
             # An all-gather under way, for another optimizer's step or for an unused unit, would
             # overwrite the new weights with the old ones.
-            model.synchronize_param_gather()
+            for group in model.groups:
+                group.wait_for_readers()
             model._trainability.follow()
             if reduce:
                 model.finish_grad_sync()
-            for group in model.groups:
-                group.memory.wait()  # the step writes what copies to the device may still read
 
 
 def _with_reduction(closure: Callable[[], Any], reduce: Callable[[], None]) -> Any:

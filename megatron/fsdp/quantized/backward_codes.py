@@ -10,7 +10,7 @@ import torch
 
 from megatron.fsdp.engine.buffer import FlatBuffer
 from megatron.fsdp.engine.collectives import Gather
-from megatron.fsdp.engine.device import in_backward
+from megatron.fsdp.engine.device import Pending, in_backward
 from megatron.fsdp.engine.param_group import ParamGroup, unshard
 from megatron.fsdp.engine.states import MainState, WeightState, change_state
 from megatron.fsdp.quantized.transformer_engine_weights import TransformerEngineForm
@@ -74,29 +74,35 @@ class TwoSidedGroup(ParamGroup):
 
     def prepare_unshard(self) -> list[Gather]:
         """Allocate the sides that are missing, and return the all-gathers to start."""
+        filled = Pending()
         if self.main_state is MainState.DUE:
-            self._cast()
+            filled = self._cast()
         missing = sorted(self._missing)
         gathers = []
         for side in missing:
             self.buffers[side].allocate()
             shard, owned = self._shards[side]
             is_due = side in self._outer_due
-            gathers.append(Gather(self.buffers[side].flat, shard, owned if is_due else None))
+            owned_if_due = owned if is_due else None
+            gathers.append(Gather(self.buffers[side].flat, shard, filled, owned_if_due))
         self._outer_due.difference_update(missing)
         self._gathered.update(missing)
         self.form.show(self._gathered)
         return gathers
 
     @torch.no_grad()
-    def _cast(self) -> None:
-        """Fill the owned shards of both sides from main weights."""
+    def _cast(self) -> Pending:
+        """Begin to fill the owned shards of both sides from main weights."""
         owned = [shard for _, shard in self._shards]
-        main = self.main_shard.to(self.memory.device)
-        self.form.quantize(owned, main, self.layout, self.rank)
+
+        def quantize(main: torch.Tensor) -> None:
+            self.form.quantize(owned, main, self.layout, self.rank)
+
+        filled = self.memory.use(self.main_shard, quantize)
         self._gathered.clear()
         if self.partition.num_outer > 1:
             self._outer_due = {ROWS, COLUMNS}
+        return filled
 
     def reshard(self) -> None:
         """Free both sides at level 3."""

@@ -22,7 +22,7 @@ from tests.support.fsdp.watched_memory import Deep, train_deep
 def storages_of(operands: Iterable[Any]) -> set[int]:
     """Return the storages of tensors in nested sequences."""
     found = set()
-    for each in operands:
+    for each in operands if isinstance(operands, (tuple, list)) else ():
         if isinstance(each, Tensor):
             # The storage object itself: its address is 0 once it is freed.
             found.add(each.untyped_storage()._cdata)

@@ -23,6 +23,7 @@ from megatron.fsdp.optimizer.host.host_memory import HostMemory
 from megatron_fsdp import fully_shard, fully_shard_model, fully_shard_optimizer
 from tests.support.fsdp import models
 from tests.support.fsdp.meshes import Meshes
+from tests.support.fsdp.offloaded import sums_as_on_a_gpu
 from tests.support.fsdp.optimizers import ONE_OF_EACH, OPTIMIZERS
 from tests.support.fsdp.reference import Ranks, batch, loss_of, on_ranks
 from tests.support.fsdp.state_dicts import load_checkpoint
@@ -135,6 +136,19 @@ PLACES: dict[str, tuple[int, dict[str, Any]]] = {
     "no_sync": (2, {"sync_model_each_microbatch": False, "zero_dp_strategy": 1}),
     "torch's clipping": (2, {"clip": nn.utils.clip_grad_norm_}),
 }
+
+
+def compare_sums_of_gpus(folder: str, **settings: Any) -> None:
+    with sums_as_on_a_gpu():
+        compare(folder, OPTIMIZERS["adamw"], **settings)
+
+
+@pytest.mark.parametrize("place", ["level0", "level3", "hybrid optim", "bfloat16 gradients"])
+def test_sums_that_a_gpu_adds_to_have_the_same_bits(
+    ranks: Ranks, tmp_path: Path, place: str
+) -> None:
+    size, settings = PLACES[place]
+    ranks(size, compare_sums_of_gpus, str(tmp_path), **settings)
 
 
 @pytest.mark.always("level3", "bfloat16 gradients", "slots", "no_sync")

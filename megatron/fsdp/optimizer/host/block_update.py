@@ -21,7 +21,7 @@ import torch
 
 from megatron.fsdp.engine.device import CpuStreams, Pending, Streams
 from megatron.fsdp.optimizer.flat_segments import Segment
-from megatron.fsdp.optimizer.host.host_memory import HostMemory
+from megatron.fsdp.optimizer.host.host_memory import TO_DEVICE, TO_HOST, HostMemory
 from megatron.fsdp.optimizer.host.offload import Offload
 from megatron.fsdp.optimizer.optimizer_state import (
     OptimizerClass,
@@ -155,7 +155,7 @@ class BlockUpdate:
         if not memory.on_device or isinstance(streams, CpuStreams):
             return Transfer(block, block, Pending())
         copies = [torch.empty_like(tensor, device=memory.device) for tensor in tensors]
-        pending = streams.launch("copies to the device", partial(_copy, copies, tensors))
+        pending = streams.launch(TO_DEVICE, partial(_copy, copies, tensors))
         weight, gradient, *moments = copies
         weight.grad = gradient
         following = iter(moments)
@@ -191,7 +191,7 @@ class BlockUpdate:
                 block.entries[name] = value
         home = [block.weight, *block.tensors()[2:]]
         copies = [there.weight, *there.tensors()[2:]]
-        return streams.launch("copies to the host", partial(_copy, home, copies))
+        return streams.launch(TO_HOST, partial(_copy, home, copies))
 
 
 def _copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], _: bool) -> None:

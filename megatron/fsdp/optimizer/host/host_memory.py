@@ -6,6 +6,15 @@
 # the disk later. The disk's space is taken when a file is made, so training never runs out of it.
 # The files are deleted while they are mapped: their space is free when the process has ended.
 
+# [Note: copies of shards] Copies to the device and those to the host have a stream each, since the
+# bus carries both at once. Compute waits for neither: an all-gather waits for its own weights.
+#     to the device  |   copy unit 2, cast   |   copy unit 3, cast   |
+#     all-gather     | unit 1                | unit 2                | unit 3
+#     compute        |        unit 1         |        unit 2         |
+# A sum that has gradients is copied to the device, added to and copied back, all on the stream to
+# the host, so that the host waits once a step. What is added lives until compute has waited for its
+# copy, which it does when the next gradient comes.
+
 from __future__ import annotations
 
 import ctypes
@@ -21,10 +30,14 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron.fsdp.engine.buffer import ShardMemory
-from megatron.fsdp.engine.device import streams_for, wait_on_host
+from megatron.fsdp.engine.device import Pending, streams_for
 from megatron.fsdp.engine.mesh import Mesh
 from megatron.fsdp.engine.policy import Precision
 from megatron.fsdp.optimizer.host.offload import Offload
+
+# Streams of copies, those of updates in blocks too.
+TO_DEVICE = "copies to the device"
+TO_HOST = "copies to the host"
 
 _madvise = ctypes.CDLL(None, use_errno=True).madvise if os.name == "posix" else None
 
@@ -37,7 +50,9 @@ class HostMemory(ShardMemory):
     def __init__(self, device: torch.device, offload: Offload):
         super().__init__(device)
         self.on_device = offload.on_device
-        self.streams = streams_for(device)  # of copies
+        self.streams = streams_for(device)  # see [Note: copies of shards]
+        # The last copy of gradients to the host, and its source.
+        self._last_added: tuple[Pending, torch.Tensor] | None = None
         self._is_pinned = offload.pins and is_accelerator(device)
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -45,9 +60,41 @@ class HostMemory(ShardMemory):
         host = "meta" if self.device.type == "meta" else "cpu"  # of a simulated run
         return torch.zeros(numel, dtype=dtype, device=host, pin_memory=self._is_pinned)
 
+    def use(self, tensor: torch.Tensor, function: Callable[[torch.Tensor], None]) -> Pending:
+        """Begin to call ``function`` with the copy of ``tensor`` on the device, beside compute."""
+
+        def copy_and_call(_: bool) -> None:
+            function(tensor.to(self.device, non_blocking=True))
+
+        pending = self.streams.launch(TO_DEVICE, copy_and_call)
+        self.release(tensor)
+        return pending
+
+    def add(self, total: torch.Tensor, addend: torch.Tensor, is_first: bool) -> None:
+        """Begin to add ``addend``, of the device or the host, to ``total`` of this memory."""
+        if addend.device == total.device:
+            super().add(total, addend, is_first)
+        else:
+            self._add_beside_compute(total, addend, is_first)
+        self.release(total)
+
+    def _add_beside_compute(
+        self, total: torch.Tensor, addend: torch.Tensor, is_first: bool
+    ) -> None:
+        def add(_: bool) -> None:
+            result = addend
+            if not is_first:
+                result = total.to(addend.device, non_blocking=True).add_(addend)
+            total.copy_(result, non_blocking=True)
+
+        if self._last_added is not None:
+            self._last_added[0].wait()
+        self._last_added = self.streams.launch(TO_HOST, add), addend
+
     def wait(self) -> None:
         """Let the host wait for all copies from and to the device."""
-        wait_on_host(self.device)
+        self.streams.wait_on_host()
+        self._last_added = None
 
     def has(self, tensor: torch.Tensor) -> bool:
         """Return True if ``tensor`` lies in memory of this kind."""

@@ -1,0 +1,24 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Offload on a CPU with the sums that a GPU's gradients have in host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest.mock import patch
+
+import torch
+
+from megatron.fsdp.optimizer.host.host_memory import HostMemory
+
+
+@contextmanager
+def sums_as_on_a_gpu() -> Iterator[None]:
+    """Copy, add and copy back inside the context, although device and host are one."""
+
+    def add(self: HostMemory, total: torch.Tensor, addend: torch.Tensor, is_first: bool) -> None:
+        self._add_beside_compute(total, addend, is_first)
+        self.release(total)
+
+    with patch.object(HostMemory, "add", add):
+        yield
