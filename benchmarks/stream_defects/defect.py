@@ -48,7 +48,7 @@ class Edit:
         for each in classes:
             owner = getattr(owner, each)
         function = inspect.getattr_static(owner, name)
-        source = textwrap.dedent(inspect.getsource(inspect.unwrap(function)))
+        source = textwrap.dedent(inspect.getsource(plain_function(function)))
         for text, other in self.changes:
             if source.count(text) != 1:
                 raise ValueError(f"{self.place}: {text!r} is there {source.count(text)} times")
@@ -59,6 +59,11 @@ class Edit:
             function,
             source.replace("super()", f"super({path[: -len(name) - 1]}, self)"),
         )
+
+
+def plain_function(member: Any) -> Any:
+    """Return the function of a module or a class behind its decorators."""
+    return inspect.unwrap(member.fget if isinstance(member, property) else member)
 
 
 @dataclass(frozen=True)
@@ -82,7 +87,7 @@ class Defect:
                 owner, name, function, source = edit.made()
                 scope: dict[str, Any] = {}
                 code = compile(source, f"<{self.name}>", "exec")
-                exec(code, inspect.unwrap(function).__globals__, scope)
+                exec(code, plain_function(function).__globals__, scope)
                 patches.enter_context(patch.object(owner, name, scope[name]))
                 for module in list(sys.modules.values()):  # those that import it by name
                     is_ours = getattr(module, "__name__", "").startswith("megatron.")

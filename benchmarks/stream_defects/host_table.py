@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 from benchmarks.stream_defects.defect import SIDE, defect
-from tools.cuda_model.reports import HOST_READ, HOST_WRITE
+from tools.cuda_model.reports import EARLY_RELEASE, HOST_READ, HOST_WRITE
 
 BLOCKS = "optimizer.host.block_update:BlockUpdate."
+SUM = "engine.buffer:RunningSum."
 OFFLOADED = "offloaded, updated on the device"
 
 HOST_DEFECTS = [
@@ -20,28 +21,25 @@ HOST_DEFECTS = [
         "the copies of a block are freed before they are on the host",
         OFFLOADED,
         {BLOCKS + "_finish": [("if transfer is not None:", "if False:")]},
+        EARLY_RELEASE,
     ),
     # ---- what the host waits for
     defect(
         "the host gets gradients without waiting",
         "offloaded level3",
-        {"gradient_sync:GradientSync._attach": [("shown.group.memory.wait()", "pass")]},
+        {SUM + "total": [("self.memory.wait()", "pass")]},
         HOST_READ,
     ),
     defect(
         "the host scales gradients that are copied to it",
         "offloaded by hand level1",
-        {"engine.gradients:GroupGradients.scale": [("running_sum.memory.wait()", "pass")]},
+        {SUM + "total": [("self.memory.wait()", "pass")]},
         HOST_WRITE,
     ),
     defect(
         "the host steps while weights are copied",
         "offloaded by hand level1",
-        {
-            "optimizer.sharded_optimizer:ShardedOptimizer._finish_communication": [
-                ("group.memory.wait()", "pass")
-            ]
-        },
+        {"engine.param_group:ParamGroup.wait_for_readers": [("self.memory.wait()", "pass")]},
         HOST_WRITE,
     ),
     defect(
@@ -53,7 +51,7 @@ HOST_DEFECTS = [
     defect(
         "the host waits for no copy at all",
         "offloaded level3",
-        {"optimizer.host.host_memory:HostMemory.wait": [("wait_on_host(self.device)", "pass")]},
+        {"optimizer.host.host_memory:HostMemory.wait": [("self.streams.wait_on_host()", "pass")]},
         HOST_READ,
         HOST_WRITE,
     ),

@@ -44,7 +44,7 @@ def offloaded_by_hand(level: int, meshes: Meshes) -> None:
 
 
 def offloaded_in_blocks(optimizer: str, pins: bool, meshes: Meshes) -> Callable[[], None]:
-    """Train with offloaded weights, which are updated on the device in three blocks."""
+    """Train with offloaded weights, which are updated on the device in four blocks."""
 
     def steps(module: nn.Module, optimizer: torch.optim.Optimizer, device: str) -> None:
         for number in range(3):
@@ -52,9 +52,9 @@ def offloaded_in_blocks(optimizer: str, pins: bool, meshes: Meshes) -> Callable[
             optimizer.step()
             optimizer.zero_grad()
 
-    # Fused kernels update blocks of shards of a multiple of 64 elements. This one has 1536.
+    # Fused kernels update blocks of shards of a multiple of 64 elements. This one has 2048.
     torch.manual_seed(4)
-    module = nn.Linear(64, 48, bias=False)
+    module = nn.Linear(64, 64, bias=False)
     reference = copy.deepcopy(module)
     model, sharded_optimizer = fully_shard(
         module.to(device_type()),
