@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
-from benchmarks.stream_defects.defect import SIDE, defect
-from tools.cuda_model.reports import EARLY_RELEASE, HOST_READ, HOST_WRITE
+from benchmarks.stream_defects.defect import SIDE, Defect, Edit, defect
+from tools.cuda_model.reports import EARLY_RELEASE, HOST_READ, HOST_WRITE, RACE
 
 BLOCKS = "optimizer.host.block_update:BlockUpdate."
 SUM = "engine.buffer:RunningSum."
+STAGING = "megatron.pretrain.checkpoints.staging:"
 OFFLOADED = "offloaded, updated on the device"
 
 HOST_DEFECTS = [
@@ -59,5 +60,18 @@ HOST_DEFECTS = [
         "copies of a block are allocated on another stream",
         OFFLOADED,
         {BLOCKS + "_fetch": [("copies = [", SIDE + "copies = [")]},
+    ),
+    # ---- saves behind the next step
+    Defect(
+        "a save ends before its copies",
+        "saved behind level3",
+        (Edit(f"{STAGING}_copy", (("torch.cuda.current_stream().synchronize()", "pass"),)),),
+        (RACE,),
+    ),
+    Defect(
+        "copies of a save overtake the step",
+        "saved behind level3",
+        (Edit(f"{STAGING}_CopyingThread.__init__", (("self._stream.wait_stream", "id"),)),),
+        (RACE,),
     ),
 ]

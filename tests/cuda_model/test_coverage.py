@@ -33,8 +33,8 @@ NOT_MODELLED = {
     "get_rng_state": "no memory: the state of a generator is copied by the host",
     "set_rng_state": "no memory: the state of a generator is copied by the host",
     "get_device_properties": "numbers of a GPU",
-    "cudart": "pins the host's memory for background saves, where a GPU is available",
-    "check_error": "pins the host's memory for background saves, where a GPU is available",
+    "cudart": "registers memory of the host, which counts as pageable memory",
+    "check_error": "registers memory of the host, which counts as pageable memory",
     "FloatTensor": "a name in a text",
     "nvtx": "names of ranges for a profiler",
 }

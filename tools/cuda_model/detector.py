@@ -63,18 +63,22 @@ class Detector:
         self.streams = Streams(self)
         self.graphs = Graphs(self)
         self.num_events = 0
-        self.is_unseen = False  # gloo's own operators are none of the program's
         self._calls = threading.local()
         self._told: set[tuple[object, ...]] = set()
 
+    @property
+    def is_unseen(self) -> bool:
+        """True if operators of this thread are none of the program's, as gloo's own."""
+        return getattr(self._calls, "is_unseen", False)
+
     @contextmanager
     def unseen(self) -> Iterator[None]:
-        """Take no notice of operators while the context lasts."""
-        before, self.is_unseen = self.is_unseen, True
+        """Take no notice of operators of this thread while the context lasts."""
+        before, self._calls.is_unseen = self.is_unseen, True
         try:
             yield
         finally:
-            self.is_unseen = before
+            self._calls.is_unseen = before
 
     @contextmanager
     def making_on_host(self) -> Iterator[None]:

@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import wraps
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -180,6 +181,12 @@ class DeviceNames:
             "get_device_name": lambda device=None: "a model of a CUDA device",
             "get_rng_state": lambda device=None: torch.get_rng_state(),
             "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
+            # Registered memory is not of torch's allocator: as for pageable memory, the host waits
+            # for copies to it before it is freed.
+            "cudart": lambda: SimpleNamespace(
+                cudaHostRegister=lambda *arguments: 0, cudaHostUnregister=lambda *arguments: 0
+            ),
+            "check_error": lambda status: None,
             "manual_seed": lambda seed: None,  # the CPU's generator, which has its own seed
             "manual_seed_all": lambda seed: None,
         }

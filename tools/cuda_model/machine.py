@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -96,6 +97,7 @@ def cuda_model(compares_order: bool = True, names_cuda: bool = False) -> Iterato
         _patch_cuda(patches, model)
         _patch_tensors(patches, model.detector)
         _patch_groups(patches, model)
+        _patch_threads(patches, model.detector)
         if names_cuda:
             patches.enter_context(device_names(model.detector))
         patches.callback(model.detector.blocks.close)
@@ -174,6 +176,17 @@ def _patch_tensors(patches: ExitStack, detector: Detector) -> None:
         "record_stream": record_stream,
     }.items():
         patches.enter_context(patch.object(torch.Tensor, name, replacement))
+
+
+def _patch_threads(patches: ExitStack, detector: Detector) -> None:
+    """Let operators of threads be events, too; each has a current stream of its own."""
+    run = threading.Thread.run
+
+    def run_seen(self: threading.Thread) -> None:
+        with OperatorEvents(detector):
+            run(self)
+
+    patches.enter_context(patch.object(threading.Thread, "run", run_seen))
 
 
 def _asking() -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trainings with offloaded weights that run on the model of a CUDA device."""
+"""Trainings that copy weights to the host, and run on the model of a CUDA device."""
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from megatron.fsdp import Offload
 from megatron.fsdp.optimizer.host import block_update
+from megatron.pretrain.checkpoints.staging import StagingBuffer
 from megatron_fsdp import MixedPrecisionPolicy, fully_shard
 from tests.support.fsdp.meshes import Meshes, device_type
 from tests.support.fsdp.models import ResidualBlock, build_stack
@@ -91,3 +92,22 @@ def counting_bytes(copied: list[int]) -> Iterator[None]:
 
     with patch.object(block_update, "_copy", counted):
         yield
+
+
+def saved_behind(level: int, meshes: Meshes) -> None:
+    """Copy weights to the buffer of a save, at once and in a thread, and train on."""
+    module = nn.Linear(256, 256, bias=False).to(device_type())  # large enough for the thread
+    model, optimizer = fully_shard(
+        module, optimizer_over(module), **meshes.arguments("flat"), zero_dp_strategy=level
+    )
+    buffer = StagingBuffer()
+    for number in range(4):
+        x = torch.full((2, 256), number + 1.0, device=device_type())
+        model(x).square().mean().backward()
+        buffer.finish()
+        optimizer.step()
+        optimizer.zero_grad()
+        weights = {name: weight.to_local() for name, weight in model.named_parameters()}
+        buffer.stage(weights, is_changing=lambda tensor, number=number: number % 2 == 0)
+    buffer.finish()
+    buffer.close()

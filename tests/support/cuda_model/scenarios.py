@@ -26,7 +26,7 @@ from megatron.fsdp.dtensor.tensor_part import full_tensor
 from megatron_fsdp import MixedPrecisionPolicy, fully_shard, fully_shard_model
 from tests.support.cuda_model.calls_under_way import CALLS_UNDER_WAY, STARTED_BETWEEN
 from tests.support.cuda_model.machine import cuda_model
-from tests.support.cuda_model.offloaded import offloaded_by_hand, offloaded_in_blocks
+from tests.support.cuda_model.offloaded import offloaded_by_hand, offloaded_in_blocks, saved_behind
 from tests.support.cuda_model.stacks import stack_on, step
 from tests.support.fsdp import tensor_parallel
 from tests.support.fsdp.meshes import Meshes, device_type
@@ -468,6 +468,7 @@ SCENARIOS: dict[str, Scenario] = {  # by name
         2, partial(offloaded_in_blocks, "adamw", False)
     ),
     **{f"offloaded by hand level{n}": Scenario(2, partial(offloaded_by_hand, n)) for n in (1, 3)},
+    "saved behind level3": Scenario(2, partial(saved_behind, 3)),
     "offloaded bf16": case(
         microbatches=2, offload_policy=Offload(on_device=True), optimizer="adamw", **BF16
     ),

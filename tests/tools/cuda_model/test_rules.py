@@ -5,6 +5,7 @@ Each rule has a program that keeps it, with no report, and one that breaks it, w
 """
 
 from collections.abc import Callable
+from threading import Thread
 
 import pytest
 import torch
@@ -78,6 +79,26 @@ def test_a_report_names_both_accesses_with_stack_and_stream() -> None:
     assert "the default stream, writing to" in text and "stream 1 (" in text
     assert text.count("test_rules.py") >= 4 and "x.add_(1)" in text
     assert "/torch/" not in text and "operators.py" not in text
+
+
+def test_work_of_threads_is_seen_on_their_own_current_streams() -> None:
+    def program(waits: bool) -> None:
+        x, side = torch.zeros(4), torch.cuda.Stream()
+        if waits:
+            side.wait_stream(torch.cuda.current_stream())
+
+        def work() -> None:
+            with torch.cuda.stream(side):
+                x.add_(1)
+
+        thread = Thread(target=work)
+        thread.start()
+        thread.join()
+        assert torch.cuda.current_stream() != side
+        torch.cuda.synchronize()
+
+    assert kinds_of(lambda: program(True)) == []
+    assert kinds_of(lambda: program(False)) == [RACE]
 
 
 def test_two_reads_need_no_order() -> None:
