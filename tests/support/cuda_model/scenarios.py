@@ -263,12 +263,14 @@ def generation(level: int, meshes: Meshes) -> None:
 
 
 def edited_while_gathered(level: int, meshes: Meshes) -> None:
-    """Edit main weights while the gathers of the next forward are under way."""
+    """Read and edit main weights while the gathers of the next forward are under way."""
     model, optimizer = stack_on(level, meshes, sync_model_each_microbatch=False)
     for number in range(2):
         step(model, optimizer, number)
         model.start_param_sync()
         with torch.no_grad():
+            for shard in [parameter.to_local() for parameter in model.parameters()]:
+                shard.sum()  # gathers in place, at levels 1 and 2, only read it too
             for parameter in model.parameters():
                 parameter.mul_(0.99)
         model.start_param_sync()
@@ -386,7 +388,7 @@ WAYS: list[tuple[str, Callable[[int, Meshes], Callable[[], None] | None], tuple[
     ("generation", generation, (3,)),
     *CALLS_UNDER_WAY,
     # These two have found faults.
-    ("edited while gathered", edited_while_gathered, (1, 3)),
+    ("edited while gathered", edited_while_gathered, (1, 2, 3)),
     ("wrapped on another stream", wrapped_on_another_stream, (1, 3)),
 ]
 """Other ways, with the levels at which they run."""
