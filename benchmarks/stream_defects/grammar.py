@@ -112,7 +112,19 @@ WITHOUT_DEVICE = {
     *("append", "change_state", "dict", "dist.get_rank", "format", "get", "getattr", "isinstance"),
     *("iter", "len", "list", "map", "next", "partial", "range", "set", "sorted", "sum", "tuple"),
     *("type", "zip", "get_rank", "get_world_size", "is_initialized", "cast", "min", "max"),
-    *("storage", "work", "observing", "pop", "items", "keys", "values", "clear", "update", "ref"),
+    *(
+        "streams_for",
+        "storage",
+        "work",
+        "observing",
+        "pop",
+        "items",
+        "keys",
+        "values",
+        "clear",
+        "update",
+        "ref",
+    ),
 }
 """Functions that do nothing on a device: what is moved past them alone is where it was."""
 
@@ -121,7 +133,9 @@ FARTHEST = 3
 LEFT_OUT = (ast.Raise, ast.Assert, ast.JoinedStr, ast.arguments)
 MOVABLE = (ast.Expr, ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Delete)
 SIMPLE = (*MOVABLE, ast.Return)
-SIDE = "with torch.cuda.stream(torch.cuda.Stream()):"
+CUDA = '__import__("torch").cuda'
+SIDE = f"with {CUDA}.stream({CUDA}.Stream()):"
+"""Also in files that do not import torch."""
 Block = list[ast.stmt]
 
 
@@ -418,8 +432,9 @@ def does_something(statement: ast.stmt) -> bool:
         if isinstance(node, ast.Yield | ast.YieldFrom | ast.Delete):
             return True
         if isinstance(node, ast.Call):
-            name = identifier(node.func)
-            if name not in WITHOUT_DEVICE:
+            name = identifier(node.func) or ""
+            makes_object = name[:1].isupper()
+            if name not in WITHOUT_DEVICE and not makes_object:
                 return True
     return False
 

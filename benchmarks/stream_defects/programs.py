@@ -27,6 +27,7 @@ from benchmarks.stream_defects.changed_function import changed_function, lines_n
 from benchmarks.stream_defects.grammar import DrawnDefect
 from tests.support.cuda_model.graph_runs import trained
 from tests.support.cuda_model.machine import cuda_model
+from tests.support.cuda_model.roots_in_place import train_roots
 from tests.support.cuda_model.scenarios import SCENARIOS, run
 from tests.support.fsdp.meshes import Meshes
 from tests.support.mcore_adapter.runs_on_cuda_model import (
@@ -34,6 +35,8 @@ from tests.support.mcore_adapter.runs_on_cuda_model import (
     reports_of_run,
     run_with_the_drop_in,
 )
+from tests.support.pretrain.captured_runs import run_on_the_model
+from tests.support.pretrain.parity import LLAMA, Combination
 from tools.cuda_model.machine import CudaModel
 
 
@@ -87,6 +90,15 @@ def _graphs(captures: str, level: int, folder: str) -> tuple[list[str], None]:
     return reports, None
 
 
+def _roots_in_place(folder: str) -> tuple[list[str], None]:
+    return train_roots(3, False), None
+
+
+def _captured(folder: str) -> tuple[list[str], None]:
+    *_, reports = run_on_the_model(CAPTURED.with_few_microbatches().ours)
+    return reports, None
+
+
 def _core_run(name: str, folder: str) -> tuple[list[str], None]:
     return reports_of_run(name, folder), None
 
@@ -97,6 +109,11 @@ def _drop_in(level: str, folder: str) -> tuple[list[str], None]:
     return reports, None
 
 
+CAPTURED = Combination(
+    *(2, "", 3, LLAMA),
+    "--no-check-for-nan-in-loss-and-grad --train-iters 4 --lr-decay-iters 20 --eval-interval 2"
+    " --eval-iters 3 --overlap-grad-reduce --overlap-param-gather",
+)
 HELD = {"cuda_graph_mode": True}
 PROGRAMS: dict[str, Program] = {
     **{
@@ -105,6 +122,8 @@ PROGRAMS: dict[str, Program] = {
     },
     "graphs of units": Program(2, functools.partial(_graphs, "units", 3)),
     "graphs of iterations": Program(2, functools.partial(_graphs, "iteration", 1)),
+    "roots in place": Program(2, _roots_in_place),
+    "pretrain: captured iterations": Program(2, _captured, True),
     **{
         f"pretrain: {name}": Program(each.ranks, functools.partial(_core_run, name), True)
         for name, each in RUNS.items()

@@ -7,7 +7,7 @@ Each is compared with one that does the same without anything under way.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 
 import torch
@@ -161,12 +161,72 @@ def slot_left(level: int, meshes: Meshes) -> None:
         optimizer.zero_grad()
 
 
+def driven_by_hand(level: int, meshes: Meshes) -> None:
+    """Gather and reshard units, broadcast weights, and stop communication, between the steps."""
+    model, optimizer = stack_on(level, meshes, sync_model_each_microbatch=False)
+    for number in range(STEPS):
+        model.start_param_sync(force_dispatch=True)
+        handle = model.unshard(model.module.blocks[0], async_op=True)
+        model.unshard(model.module.blocks[1])
+        model.reshard(model.module.blocks[1])
+        assert handle is not None
+        handle.wait()
+        in_float32 = MixedPrecisionPolicy(None, None, torch.float32)
+        with model.mixed_precision_context(in_float32) if number == 1 else nullcontext():
+            backward(model, number)
+            model.start_grad_sync()
+        model.stop_communication()
+        model.finish_grad_sync()
+        optimizer.step()
+        optimizer.zero_grad()
+        model.broadcast_params()
+
+
+class FailedBackward(Exception):  # noqa: N818 (what the training does, not what it finds)
+    """The error of a backward that is to fail."""
+
+
+def trained_after_failed_backwards(level: int, meshes: Meshes, has_failed: bool) -> nn.Module:
+    """Begin anew after backward passes that have failed in the middle, on all ranks."""
+
+    def fail(gradient: Tensor) -> None:
+        raise FailedBackward
+
+    model, optimizer = stack_on(level, meshes)
+    for number in range(STEPS):
+        if has_failed:
+            hook = model.module.blocks[0].register_forward_hook(
+                lambda block, arguments, output: output.register_hook(fail) and None
+            )
+            with suppress(FailedBackward):
+                backward(model, number, 1)
+            hook.remove()
+        step(model, optimizer, number)
+    return model
+
+
+def trained_from_other_weights(level: int, meshes: Meshes, are_others: bool) -> nn.Module:
+    """Begin with weights that are others on each rank: those of the first one count."""
+    module = build_stack()
+    if are_others:
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.mul_(1 + dist.get_rank())
+    model, optimizer = stack_on(level, meshes, module=module)
+    for number in range(2):
+        step(model, optimizer, number)
+    return model
+
+
 CALLS_UNDER_WAY = [
     ("two streams", partial(compared, trained_on_two_streams), (1, 3)),
     ("dropped while reduced", partial(compared, trained_after_dropped_gradients), (0, 2)),
     ("scaled while reduced", partial(compared, trained_with_scaled_gradients), (0, 2)),
     ("weights kept", weights_kept, (1, 3)),
     ("slot left", slot_left, (3,)),
+    ("other weights", partial(compared, trained_from_other_weights), (0, 3)),
+    ("driven by hand", driven_by_hand, (1, 3)),
+    ("backward that fails", partial(compared, trained_after_failed_backwards), (2, 3)),
 ]
 """Ways through the library, with the levels at which they run."""
 STARTED_BETWEEN = partial(compared, trained_in_microbatches, 0, tolerance=1e-11)

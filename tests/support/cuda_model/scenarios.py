@@ -350,7 +350,10 @@ def optimizers_by_dim(module: nn.Module) -> list[torch.optim.Optimizer]:
 
 
 def trained_by_owners(level: int, meshes: Meshes) -> nn.Module:
-    """Return a stack after three steps of Muon over its matrices, and AdamW over the rest."""
+    """Return a stack after three steps of Muon over its matrices, and AdamW over the rest.
+
+    The state is sharded for a state dict before the last of them.
+    """
     module = build_stack().to(device_type())
     model, optimizers = fully_shard(
         module,
@@ -364,6 +367,8 @@ def trained_by_owners(level: int, meshes: Meshes) -> nn.Module:
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
+            if number == 1:
+                optimizer.state_dict()
     return model
 
 
