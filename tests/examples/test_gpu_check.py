@@ -4,7 +4,9 @@
 import re
 import signal
 from dataclasses import replace
+from math import inf
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,9 +14,17 @@ from click.testing import CliRunner
 
 from tests.gpu import check
 from tests.gpu.profiled_step import covered_share
-from tests.gpu.steps import STEPS, TORCHRUN, Step
+from tests.gpu.steps import STEPS, SUSPECTED, TORCHRUN, Step
+from tests.gpu.suspected import (
+    MEASUREMENTS,
+    Measurement,
+    measured,
+    of_priorities,
+    share_of_copies,
+)
 from tests.gpu.training import ON_EVERY_STREAM, TRAININGS, suits
 from tests.support.cuda_model.scenarios import SCENARIOS
+from tests.support.fsdp.reference import Ranks
 
 
 def results_in(folder: Path) -> dict[str, str]:
@@ -24,9 +34,14 @@ def results_in(folder: Path) -> dict[str, str]:
     return dict(rows)
 
 
+def shell(name: str, command: str, **fields: Any) -> Step:
+    """Return a step of one shell command."""
+    return Step(name, f"sh -c '{command}'", **fields)
+
+
 def steps_of_shell(monkeypatch: pytest.MonkeyPatch, **commands: str) -> None:
     """Replace the table by steps of one shell command each."""
-    steps = [Step(name, f"sh -c '{text}'", figures="loss") for name, text in commands.items()]
+    steps = [shell(name, text, figures="loss") for name, text in commands.items()]
     monkeypatch.setattr(check, "STEPS", (*steps, Step("absent", "x", needs=("no.such.module",))))
 
 
@@ -64,6 +79,88 @@ def test_an_interrupted_step_leaves_a_report(
     assert result.exit_code == 130, result.output
     expected = {"first": "interrupted", "second": "not", "absent": "not"}
     assert results_in(tmp_path) == expected
+
+
+OUTPUTS = {
+    1: "echo figure: 80% of what can overlap does",
+    2: "echo iteration 8 \\| lm loss: 6.5 \\| lr: 1",
+    3: "echo figure: none; exit 1",
+    4: "echo figure: none; echo not measured: needs two GPUs",
+    5: "exit 1",
+    6: "sleep 60",
+}
+"""What steps print that settle the faults of these numbers."""
+
+
+@pytest.mark.parametrize("is_rehearsed", [False, True], ids=["on_gpus", "rehearsed"])
+def test_suspected_faults_pass_or_fail_by_number_and_no_rehearsal_passes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_rehearsed: bool
+) -> None:
+    def step_of(fault: int) -> Step:
+        pattern = "lm loss" if fault == 2 else "^figure: "
+        limit = 1.0 if fault == 6 else inf  # it hangs
+        return shell(f"fault {fault}", OUTPUTS[fault], figures=pattern, fault=fault, limit=limit)
+
+    steps = [shell("other", "true"), *map(step_of, OUTPUTS)]
+    monkeypatch.setattr(check, "STEPS", steps)
+    monkeypatch.setattr(check, "refuse_unusable", lambda ranks: None)
+    options = ["--rehearse"] * is_rehearsed
+    arguments = [*options, "--ranks", "1", "--folder", str(tmp_path), "--only", check.ALL_FAULTS]
+    result = CliRunner().invoke(check.main, arguments)
+    assert result.exit_code == 1, result.output
+    report = (tmp_path / "report.md").read_text()
+    table = report.partition("\n## Suspected faults\n")[2].partition("\n## ")[0]
+    rows = [line.strip("| ").split(" | ") for line in table.splitlines()[3:] if line]
+    passed = "not measured: needs a GPU" if is_rehearsed else "pass"
+    assert rows == [
+        ["1", SUSPECTED[1], passed, "80% of what can overlap does"],
+        ["2", SUSPECTED[2], passed, "lm loss: 6.5"],
+        ["3", SUSPECTED[3], "fail: exit code 1", "none"],
+        ["4", SUSPECTED[4], "not measured: needs two GPUs", "none"],
+        ["5", SUSPECTED[5], "fail: exit code 1", "none"],
+        ["6", SUSPECTED[6], "fail: not over after 1 s", "none"],
+    ]
+    assert "other" not in results_in(tmp_path)
+
+
+def test_every_suspected_fault_has_a_step() -> None:
+    assert [step.fault for step in STEPS if step.fault is not None] == [*range(1, 11)]
+    assert MEASUREMENTS.keys() | {2} == SUSPECTED.keys()  # 2 is a run of pretrain_gpt.py
+
+
+def measure_all() -> list[Measurement]:
+    """Job: make the measurements as far as CPU ranks can."""
+    return [measured(fault) for fault in MEASUREMENTS]
+
+
+def test_measurements_run_on_cpu_ranks_and_settle_nothing_there(ranks: Ranks) -> None:
+    for found in ranks(2, measure_all):
+        for fault, (is_right, figure, reason) in zip(MEASUREMENTS, found, strict=True):
+            assert (is_right, reason) == (None, "needs a GPU"), (fault, figure)
+            assert figure.endswith("on CPU ranks"), (fault, figure)
+
+
+def event(category: str, name: str, begin: float, length: float, **arguments: int) -> Any:
+    """Return an event of a trace."""
+    return {"cat": category, "name": name, "ts": begin, "dur": length, "args": arguments}
+
+
+def test_copies_that_wait_for_compute_overlap_nothing() -> None:
+    compute = [event("kernel", "gemm", 0, 10), event("kernel", "ncclDevKernel_AllGather", 10, 10)]
+    arriving = event("gpu_memcpy", "Memcpy HtoD (Pinned -> Device)", 10, 4)
+    inside = event("gpu_memcpy", "Memcpy DtoD (Device -> Device)", 0, 10)
+    assert share_of_copies([*compute, arriving, inside]) == 0.0
+    leaving = event("gpu_memcpy", "Memcpy DtoH (Device -> Pinned)", 2, 4)
+    assert share_of_copies([*compute, arriving, leaving]) == 0.5
+    assert share_of_copies([*compute, inside]) is None
+
+
+def test_kernels_of_nccl_go_first_where_their_priorities_are_less() -> None:
+    compute = event("kernel", "gemm", 0, 1, priority=0)
+    gather = event("kernel", "ncclDevKernel_AllGather", 0, 1, priority=-5)
+    assert of_priorities([compute, gather]).is_right is True
+    assert of_priorities([compute, {**gather, "args": {"priority": 0}}]).is_right is False
+    assert of_priorities([compute, {**gather, "args": {}}]).is_right is None
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
@@ -120,7 +217,11 @@ def test_every_step_is_rehearsed_on_the_cpu(
     result = CliRunner().invoke(check.main, ["--rehearse", "--folder", str(tmp_path)])
     report = (tmp_path / "report.md").read_text()
     assert result.exit_code == 0, report
-    expected = {step.name: "skipped" if step.cannot_rehearse else "passed" for step in STEPS}
+    expected = {}
+    for step in STEPS:
+        expected[step.name] = "skipped" if step.cannot_rehearse else "passed"
+        if step.fault is not None:
+            expected[step.name] = "not"  # measured
     assert results_in(tmp_path) == expected
     for step in STEPS:
         section = report.partition(f"\n## {step.name}: ")[2].partition("\n## ")[0]

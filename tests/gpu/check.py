@@ -30,17 +30,18 @@ import click
 import torch
 import torch.distributed as dist
 
-from tests.gpu.steps import STEPS, Step
+from tests.gpu.steps import NOT_MEASURED, STEPS, SUSPECTED, Step
 
 ROOT = Path(__file__).resolve().parents[2]
 MOST_GPUS = 8
+ALL_FAULTS = "suspected faults"
 REHEARSE = "REHEARSE_GPU_CHECK"
 """Lets the tests of GPUs run on the CPU."""
 
 
 @dataclass
 class StepOutcome:
-    """The end of a step: passed, failed, skipped, interrupted or not run."""
+    """The end of a step: passed, failed, not measured, skipped, interrupted or not run."""
 
     step: Step
     command: str = ""
@@ -49,6 +50,21 @@ class StepOutcome:
     seconds: float = 0.0
     figures: list[str] = field(default_factory=list)
     last_lines: list[str] = field(default_factory=list)
+
+    @property
+    def verdict(self) -> str:
+        """The result of a step that settles a suspected fault."""
+        word = {"passed": "pass", "failed": "fail"}.get(self.result, self.result)
+        return f"{word}: {self.reason}" if self.reason else word
+
+    @property
+    def figure(self) -> str:
+        """The last figure, without what precedes it and other columns in its line."""
+        for line in reversed(self.figures):
+            found = re.search(self.step.figures, line)
+            if found is not None:
+                return line[found.start() :].partition(" | ")[0].removeprefix("figure: ")
+        return "none"
 
 
 @dataclass
@@ -95,7 +111,10 @@ class GpuCheck:
             outcome.seconds = time.monotonic() - begin
             lines = log.read_text(errors="replace").splitlines() if log.exists() else []
             outcome.figures = [line for line in lines if re.search(step.figures, line)][-12:]
-            outcome.last_lines = lines[-30:] * (outcome.result != "passed")
+            if step.fault is not None and outcome.result == "passed":
+                self._look_for_reason(outcome, lines)
+            has_ended_well = outcome.result in ("passed", "not measured")
+            outcome.last_lines = [] if has_ended_well else lines[-30:]
 
     def _finish(self, outcome: StepOutcome, log: Path) -> tuple[str, str]:
         """Run the command to its end, or end it with all of its processes."""
@@ -115,13 +134,24 @@ class GpuCheck:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
+            limit = min(self.timeout, outcome.step.limit)
             try:
-                code = process.wait(self.timeout)
+                code = process.wait(limit)
             except subprocess.TimeoutExpired:
-                return "failed", f"not over after {self.timeout:.0f} s: --timeout SECONDS for more"
+                more = ": --timeout SECONDS for more" if limit == self.timeout else ""
+                return "failed", f"not over after {limit:.0f} s{more}"
             finally:
                 end(process)
         return ("failed", f"exit code {code}") if code else ("passed", "")
+
+    def _look_for_reason(self, outcome: StepOutcome, lines: list[str]) -> None:
+        """Note that a step has not settled its suspected fault, if it has not."""
+        reasons = [line for line in lines if line.startswith(NOT_MEASURED)]
+        if self.is_rehearsed and not reasons:
+            reasons = [f"{NOT_MEASURED}needs a GPU"]
+        if reasons:
+            outcome.result = "not measured"
+            outcome.reason = reasons[-1].removeprefix(NOT_MEASURED)
 
     def write(self) -> None:
         """Replace the report by a newer one, in one move."""
@@ -138,6 +168,7 @@ class GpuCheck:
             where = each.step.on_cpu if self.is_rehearsed else "GPU"
             where = "nowhere" if each.result in ("skipped", "not run") else where
             lines.append(f"| {each.step.name} | {result} | {each.seconds:.0f} | {where} |")
+        lines += self._suspected_faults()
         for each in self.outcomes:
             files = [name for name in each.step.files if (self.folder / name).exists()]
             lines += ["", f"## {each.step.name}: {each.result}", ""]
@@ -147,6 +178,18 @@ class GpuCheck:
             else:
                 lines += [each.reason or "It has not run."]
         return lines
+
+    def _suspected_faults(self) -> list[str]:
+        """Return the table of suspected faults: pass, fail, or why they are not measured."""
+        rows = []
+        for each in self.outcomes:
+            number = each.step.fault
+            if number is not None:
+                rows.append(f"| {number} | {SUSPECTED[number]} | {each.verdict} | {each.figure} |")
+        if not rows:
+            return []
+        header = ["| fault | what is right | result | figure |", "|---|---|---|---|"]
+        return ["", "## Suspected faults", "", *header, *rows]
 
 
 def is_there(name: str) -> bool:
@@ -194,11 +237,25 @@ def refuse_unusable(ranks: int) -> None:
     raise click.ClickException(f"{reason}, {rehearse}")
 
 
+def chosen(only: tuple[str, ...]) -> list[Step]:
+    """Return the steps of these names, or all of them."""
+    names = [step.name for step in STEPS]
+    unknown = set(only) - {*names, ALL_FAULTS}
+    if unknown:
+        raise click.UsageError(f"--only names a step: {', '.join([*names, ALL_FAULTS])}")
+    steps = []
+    for step in STEPS:
+        is_fault = step.fault is not None and ALL_FAULTS in only
+        if not only or step.name in only or is_fault:
+            steps.append(step)
+    return steps
+
+
 @click.command()
 @click.option("--ranks", type=int, help="all GPUs, at most eight; two in a rehearsal")
 @click.option("--rehearse", is_flag=True, help="run the steps on CPU ranks, with small sizes")
 @click.option("--folder", type=click.Path(path_type=Path), default="build/gpu_check")
-@click.option("--only", multiple=True, help="a step by name, may be repeated")
+@click.option("--only", multiple=True, help=f"a step by name, or {ALL_FAULTS!r}; may be repeated")
 @click.option("--timeout", default=1800.0, show_default=True, help="of a step, in seconds")
 def main(
     ranks: int | None, rehearse: bool, folder: Path, only: tuple[str, ...], timeout: float
@@ -207,11 +264,9 @@ def main(
     ranks = ranks or (2 if rehearse else min(torch.cuda.device_count(), MOST_GPUS))
     if not rehearse:
         refuse_unusable(ranks)
-    names = [step.name for step in STEPS]
-    if set(only) - set(names):
-        raise click.UsageError(f"--only names a step: {', '.join(names)}")
+    steps = chosen(only)
     folder.mkdir(parents=True, exist_ok=True)
-    outcomes = [StepOutcome(step) for step in STEPS if not only or step.name in only]
+    outcomes = [StepOutcome(step) for step in steps]
     check = GpuCheck(folder.resolve(), ranks, rehearse, timeout, outcomes)
     try:
         check.run()

@@ -41,6 +41,11 @@ def duration(spans: list[Span]) -> float:
     return sum(end - begin for begin, end in merged(spans))
 
 
+def overlap(first: list[Span], second: list[Span]) -> float:
+    """Return the time that is in spans of both lists."""
+    return duration(first) + duration(second) - duration(first + second)
+
+
 def covered_share(events: list[dict]) -> float | None:
     """Return the share of NCCL's time in which other kernels run; None without NCCL's kernels."""
     kernels = [event for event in events if event.get("cat") == "kernel"]
@@ -51,8 +56,7 @@ def covered_share(events: list[dict]) -> float | None:
     communication = duration(spans[True])
     if not communication:
         return None
-    both = communication + duration(spans[False]) - duration(spans[True] + spans[False])
-    return both / communication
+    return overlap(spans[True], spans[False]) / communication
 
 
 @click.command()

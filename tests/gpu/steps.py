@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import inf
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,8 @@ class Step:
         environment: variables of its own.
         figures: a pattern of the lines that the report quotes.
         files: what it writes into the folder.
+        fault: the number of the suspected fault that it settles, if it does.
+        limit: seconds after which it hangs, if that is less than the option says.
     """
 
     name: str
@@ -31,8 +34,23 @@ class Step:
     environment: dict[str, str] = field(default_factory=dict)
     figures: str = r"passed|failed|Error"
     files: tuple[str, ...] = ()
+    fault: int | None = None
+    limit: float = inf
 
 
+SUSPECTED = {
+    1: "copies of offload overlap compute",
+    2: "--optimizer-cpu-offload starts with NCCL",
+    3: "user buffers are registered on a full GPU",
+    4: "kernels of high-priority groups go first",
+    5: "offload pins the bytes that it needs",
+    6: "no rank has a context on another's GPU",
+    7: "the host does not wait in clipping",
+    8: "groups that sent objects alone are used",
+    9: "some stages alone make groups",
+    10: "main weights are not in use while gathered",
+}
+"""What is right, by the number of the suspected fault; measured by `tests/gpu/suspected.py`."""
 TORCHRUN = "{python} -m torch.distributed.run --standalone --nproc_per_node {ranks}"
 SMALL = " --layers 2 --hidden 64 --length 32 --batch 1"
 LARGE = " --layers 12 --hidden 1024 --length 1024 --batch 4"
@@ -41,6 +59,40 @@ PRETRAIN = (
     " --hidden-size 256 --num-attention-heads 4 --seq-length 128 --micro-batch-size 2"
     " --global-batch-size {samples} --lr 1e-3 --train-iters 10 --log-interval 5 --eval-iters 0"
 )
+FEW_ITERATIONS = " --train-iters 2 --log-interval 1 --num-layers 1 --seq-length 32"
+HANGING_SECONDS = 300.0
+"""Time in which a measurement ends on any machine."""
+NOT_MEASURED = "not measured: "
+"""How a line begins that says why a measurement was not made."""
+
+
+def measurement(fault: int) -> Step:
+    """Return the step that settles a suspected fault."""
+    name = f"fault {fault}, {SUSPECTED[fault]}"
+    if fault == 2:
+        command = TORCHRUN + PRETRAIN + " --optimizer-cpu-offload"
+        return Step(
+            name,
+            command,
+            rehearsal=FEW_ITERATIONS,
+            needs=("megatron.core",),
+            figures="lm loss",
+            fault=fault,
+            limit=HANGING_SECONDS,
+        )
+    # What memory is in use while gathers run is seen by torch's sanitizer.
+    environment = {"TORCH_CUDA_SANITIZER": "1"} if fault == 10 else {}
+    command = f"{TORCHRUN} -m tests.gpu.suspected {fault}"
+    return Step(
+        name,
+        command,
+        environment=environment,
+        figures="^figure: ",
+        fault=fault,
+        limit=HANGING_SECONDS,
+    )
+
+
 STEPS = (
     Step(
         "driver",
@@ -82,8 +134,9 @@ STEPS = (
     Step(
         "Megatron-Core",
         TORCHRUN + PRETRAIN,
-        rehearsal=" --train-iters 2 --log-interval 1 --num-layers 1 --seq-length 32",
+        rehearsal=FEW_ITERATIONS,
         needs=("megatron.core",),
         figures="lm loss",
     ),
+    *map(measurement, SUSPECTED),
 )
