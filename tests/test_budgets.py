@@ -36,7 +36,7 @@ ROOMS = [
     Room("megatron/fsdp/engine",            4_220, 19),  # function transforms, guards of weights
     Room("megatron/fsdp",                  12_250, 61),  # parts, agreement, sharding in place
     Room("megatron/mcore_adapter",          3_950, 30),  # both generations
-    Room("megatron/checkpoint",            12_680, 64),  # the end of interrupted conversions
+    Room("megatron/checkpoint",            12_650, 64),  # the end of interrupted conversions
     Room("megatron/pretrain",              15_100, 82),
 ]  # fmt: skip
 

@@ -80,6 +80,33 @@ def test_every_expert_counts_once_in_the_norm(ranks: Ranks, level: int) -> None:
         assert norms == pytest.approx([expected, expected])
 
 
+def clip_without_lists() -> None:
+    refuse = AssertionError("numbers are copied from pageable memory")
+    take = torch.Tensor.__getitem__
+
+    def item(tensor: torch.Tensor, index: Any) -> torch.Tensor:
+        if isinstance(index, list):
+            raise refuse
+        return take(tensor, index)
+
+    module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8, bias=False))
+    module[1].weight.allreduce = False  # an expert's
+    model = fully_shard_model(module, **Meshes().arguments("ep2"), zero_dp_strategy=3)
+    model(torch.ones(1, 8)).sum().backward()
+    with (
+        patch.object(torch.Tensor, "__setitem__", side_effect=refuse),
+        patch.object(torch.Tensor, "new_tensor", side_effect=refuse),
+        patch.object(torch, "tensor", side_effect=refuse),
+        patch.object(torch.Tensor, "__getitem__", item),
+    ):
+        for order in (2.0, torch.inf):
+            clip_grad_norm_(model.parameters(), 0.01, order)
+
+
+def test_clipping_copies_no_numbers_from_the_host(ranks: Ranks) -> None:
+    ranks(4, clip_without_lists)
+
+
 @on_ranks(2)
 def test_wrong_clipping_is_refused() -> None:
     model = model_with_gradients()

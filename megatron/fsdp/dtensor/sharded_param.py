@@ -236,7 +236,8 @@ def is_linked(tensor: object) -> bool:
 #
 # [Note: norms of gradients] torch can neither combine norms over different meshes (expert
 # parameters), nor compute an infinity norm if a rank owns nothing. Here one all-reduce over each
-# process group combines the norms of all shards into plain tensors, equal on all ranks.
+# process group combines the norms of all shards into plain tensors, equal on all ranks. No tensor
+# is indexed by a list or made of one: for copies of pageable memory the host waits.
 
 
 class ShardedGradient(UnevenDTensor):
@@ -291,8 +292,8 @@ def norms(
         _all_reduce(result, norm_groups, dist.ReduceOp.MAX)
     else:
         _all_reduce(result, norm_groups, dist.ReduceOp.SUM)
-        copies = result.new_tensor(list(map(_copies_of, norm_groups)))
-        result = (result / copies) ** (1 / order)
+        torch._foreach_div_(list(result), list(map(_copies_of, norm_groups)))
+        result = result ** (1 / order)
     if dtype is None:
         dtypes = list(map(torch.promote_types, map(_dtype_of, shards), repeat(torch.float32)))
         if len(set(dtypes)) > 1:
@@ -307,16 +308,16 @@ def _powers(
     """Return norm ** order of each shard in float64; for the infinity norm, the norm itself."""
     sizes = list(map(torch.Tensor.numel, shards))
     filled = list(compress(shards, sizes))  # torch has no infinity norm of nothing
-    result = torch.zeros(len(shards), dtype=torch.float64, device=shards[0].device)
-    if filled:
-        wide = reduce(torch.promote_types, set(map(_dtype_of, filled)), torch.float32)
-        if any(map(_is_offloaded, gradients)):
-            owners = compress(gradients, sizes)
-            own = [torch.linalg.vector_norm(each, order, dtype=wide) for each in _in_turn(owners)]
-            powers = torch.stack([norm.to(result.device) for norm in own])
-        else:
-            powers = torch.stack(torch._foreach_norm(filled, order, dtype=wide))
-        result[list(compress(range(len(shards)), sizes))] = powers.double()
+    wide = reduce(torch.promote_types, set(map(_dtype_of, filled)), torch.float32)
+    zero = torch.zeros((), dtype=wide, device=shards[0].device)
+    own: Iterator[torch.Tensor] = iter(())
+    if any(map(_is_offloaded, gradients)):
+        owners = compress(gradients, sizes)
+        away = [torch.linalg.vector_norm(each, order, dtype=wide) for each in _in_turn(owners)]
+        own = iter([norm.to(zero.device) for norm in away])
+    elif filled:
+        own = iter(torch._foreach_norm(filled, order, dtype=wide))
+    result = torch.stack([next(own) if size else zero for size in sizes]).double()
     return result if order == inf else result**order
 
 
@@ -335,8 +336,8 @@ def _all_reduce(
         if all(group in norm_group.groups for norm_group in distinct):
             all_reduce_over(values, [group], op)
             continue
-        members = [index for index, own in enumerate(norm_groups) if group in own.groups]
-        values[members] = all_reduce_over(values[members], [group], op)
+        own = [row for row, norm_group in zip(values, norm_groups) if group in norm_group.groups]
+        torch._foreach_copy_(own, list(all_reduce_over(torch.stack(own), [group], op)))
 
 
 @torch.no_grad()
