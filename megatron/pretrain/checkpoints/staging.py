@@ -155,15 +155,19 @@ class _CopyingThread:
         self._copies, self._content, self._then = copies, content, then
         self._error: Exception | None = None
         # Streams and the current device belong to threads.
-        on_gpu = next((tensor.device for tensor, _ in copies if tensor.is_cuda), None)
-        self._stream = torch.cuda.Stream(on_gpu) if on_gpu is not None else None
+        self._device = next((tensor.device for tensor, _ in copies if tensor.is_cuda), None)
+        self._stream = torch.cuda.Stream(self._device) if self._device is not None else None
         if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(on_gpu))
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
         self._thread = Thread(target=self._run, name="copy to host memory", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
         try:
+            if self._device is not None:
+                # A new thread is on GPU 0, to which the end of a stream's context would return:
+                # each rank would have a CUDA context there, of some hundred MiB.
+                torch.cuda.set_device(self._device)
             with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
                 _copy(self._copies, self._content)
             self._then()

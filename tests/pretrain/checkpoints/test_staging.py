@@ -2,8 +2,10 @@
 """Staged content is the same in the other process, and lies in memory that is used again."""
 
 import os
+from threading import current_thread
+from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import MagicMock, patch
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from megatron.checkpoint.core import reading_threads
 from megatron.fsdp.dtensor.tensor_part import ChunkedTensor, TensorPart, as_chunked_tensor
+from megatron.pretrain.checkpoints import staging
 from megatron.pretrain.checkpoints.staging import StagingBuffer
 from tests.support.rank_pool import run_ranks
 
@@ -147,3 +150,22 @@ def refused_dtensor() -> str:
 
 def test_a_dtensor_that_does_not_know_its_chunks_is_refused() -> None:
     assert "shape (2,) without known chunks" in run_ranks(2, refused_dtensor)[0]
+
+
+def test_the_thread_of_copies_is_on_the_device_of_its_tensors() -> None:
+    device = torch.device("cuda", 3)
+    used: list[tuple[str, Any]] = []
+
+    def set_device(chosen: torch.device) -> None:
+        used.append((current_thread().name, chosen))
+
+    copies: Any = [(SimpleNamespace(is_cuda=True, device=device), None)]
+    with (
+        patch.object(torch.cuda, "Stream", MagicMock()),
+        patch.object(torch.cuda, "current_stream", MagicMock()),
+        patch.object(torch.cuda, "stream", MagicMock()),
+        patch.object(torch.cuda, "set_device", set_device),
+        patch.object(staging, "_copy", lambda *args: used.append(("copy", args[0]))),
+    ):
+        staging._CopyingThread(copies, torch.empty(0), lambda: None).finish()
+    assert used == [("copy to host memory", device), ("copy", copies)]
