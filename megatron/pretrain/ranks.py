@@ -81,7 +81,7 @@ def start(args: argparse.Namespace) -> torch.device:
     for name, value in SINGLE_RANK.items():
         os.environ.setdefault(name, value)
     dist.init_process_group(
-        args.distributed_backend,
+        backend_for(args, device),
         init_method=rendezvous.INIT_METHOD,
         timeout=timedelta(minutes=args.distributed_timeout_minutes),
         device_id=device if device.type == "cuda" else None,
@@ -93,6 +93,14 @@ def start(args: argparse.Namespace) -> torch.device:
         start_user_buffers(args)
     seed(args.seed, args.data_parallel_random_init, captures_iterations(args))
     return device
+
+
+def backend_for(args: argparse.Namespace, device: torch.device) -> str:
+    """Return the backend of process groups, with one for host memory where shards lie there."""
+    # Megatron-Core makes its groups with the backends of the whole world.
+    if device.type == "cuda" and args.distributed_backend == "nccl" and args.optimizer_cpu_offload:
+        return "cpu:gloo,cuda:nccl"
+    return str(args.distributed_backend)
 
 
 def agree_on_arguments(args: argparse.Namespace) -> None:

@@ -9,12 +9,26 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from megatron.pretrain import ranks
 from tests.support.rank_pool import run_ranks
 
+BACKENDS = {
+    "offload": (True, "cuda", "cpu:gloo,cuda:nccl"),
+    "no offload": (False, "cuda", "nccl"),
+    "no GPU": (True, "cpu", "nccl"),
+}
 MODULE = "transformer_engine.pytorch.module.base"
+
+
+@pytest.mark.parametrize(("offloads", "device", "expected"), BACKENDS.values(), ids=BACKENDS)
+def test_groups_have_a_backend_for_host_memory_where_shards_lie_there(
+    offloads: bool, device: str, expected: str
+) -> None:
+    args = argparse.Namespace(distributed_backend="nccl", optimizer_cpu_offload=offloads)
+    assert ranks.backend_for(args, torch.device(device)) == expected
 
 
 @pytest.mark.parametrize("is_new", [True, False], ids=["modes", "use_fp8"])

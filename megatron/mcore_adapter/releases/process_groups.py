@@ -60,7 +60,7 @@ def all_gather_group(
 def _nccl_options_of(group: dist.ProcessGroup) -> Any:
     """Return NCCL's settings of a group, as new ones; None for other backends."""
     # Not yet run on a GPU.
-    if dist.get_backend(group) != dist.Backend.NCCL:
+    if "cuda:nccl" not in dist.get_backend_config(group).split(","):  # gloo may be beside it
         return None
     own: Any = group._get_backend(torch.device("cuda")).options
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=own.is_high_priority_stream)
