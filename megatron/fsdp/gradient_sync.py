@@ -108,11 +108,13 @@ class ShownGradients:
         with torch._C.DisableTorchFunctionSubclass():
             return list(map(getattr, self.parameters, repeat(self._attribute), repeat(None)))
 
+    def sum(self) -> torch.Tensor:
+        """Return the sum of the gradients, on the device of compute."""
+        assert self._flat is not None
+        return self._flat.sum(dtype=torch.float32).to(self.group.memory.device)
+
     def nonfinite(self) -> list[ShardedParam]:
         """Return the parameters whose gradient is NaN or Inf on this rank."""
-        # They are checked only if the sum of all gradients is not finite.
-        if self._flat is None or torch.isfinite(self._flat.sum(dtype=torch.float32)):
-            return []
         return [
             sharded_param
             for sharded_param, gradient in zip(self.sharded_params, self.shown())
@@ -251,7 +253,15 @@ class GradientSync(StateOwner[ShownState]):
             self._report_nonfinite(self._find_nonfinite())
 
     def _find_nonfinite(self) -> list[ShardedParam]:
-        return list(chain.from_iterable([shown.nonfinite() for shown in self._groups]))
+        # Parameters are checked only where the sum of a group is not finite. The sums are read
+        # together, since the host waits for the device each time that it reads.
+        found: list[ShardedParam] = []
+        if self._groups:
+            sums = torch.stack([shown.sum() for shown in self._groups])
+            for shown, is_finite in zip(self._groups, sums.isfinite().tolist()):
+                if not is_finite:
+                    found += shown.nonfinite()
+        return found
 
     def _agree_on_use(self, groups: Sequence[dist.ProcessGroup]) -> None:
         """Find the parameters that got a gradient on any rank, and the groups to be reduced."""

@@ -4,12 +4,14 @@
 from contextlib import nullcontext
 from itertools import product
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_fsdp import MixedPrecisionPolicy, fully_shard, fully_shard_model
 from megatron_fsdp.uneven_dtensor import uneven_dtensor_to_full_tensor
@@ -205,3 +207,24 @@ def test_finite_fp16_gradients_whose_sum_overflows_are_no_alarm() -> None:
         torch.isfinite(parameter.grad._local_tensor).all().item()
         for parameter in model.parameters()
     )
+
+
+class ReadsOfTheHost(TorchDispatchMode):
+    """Counts values that the host reads one by one, for each of which it would wait for a GPU."""
+
+    number = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+@on_ranks(2)
+def test_the_check_of_gradients_reads_no_value_for_each_unit() -> None:
+    net = nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)])
+    model = fully_shard_model(net, fsdp_unit_modules=[nn.Linear], report_nan_in_param_grad=True)
+    assert len(model.groups) == 3
+    loss = model(torch.ones(2, 4)).sum()
+    with ReadsOfTheHost() as reads, patch.object(model._gradients, "_report_nonfinite"):
+        loss.backward()
+    assert reads.number == 0
