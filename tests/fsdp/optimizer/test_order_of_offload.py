@@ -10,10 +10,11 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.fsdp.engine.buffer import RunningSum
 from megatron.fsdp.engine.param_group import ParamGroup
-from megatron.fsdp.optimizer.host.block_update import BlockUpdate
+from megatron.fsdp.optimizer.host.block_update import BlockUpdate, Flat
 from megatron.fsdp.optimizer.host.host_memory import HostMemory
 from megatron_fsdp import fully_shard
 from tests.support.fsdp.reference import Ranks, on_ranks
@@ -90,3 +91,24 @@ def test_scaling_waits_for_copies_of_gradients() -> None:
         loss(model).backward()
         model.scale_gradients(0.5)
     assert last_before(found, len(found)) == WAIT
+
+
+class Operators(TorchDispatchMode):
+    """Lists the operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_counter_reaches_the_device_without_a_copy_that_the_host_waits_for() -> None:
+    memory: Any = mock.Mock(device=torch.device("meta"))
+    update = BlockUpdate(lambda params, state: None, [True])
+    with Operators() as operators:
+        counter = update._counter(Flat(0, torch.ones(2), {}, memory), torch.tensor(3.0))
+    assert counter.is_meta and counter.dtype == torch.float32
+    assert not [name for name in operators.names if "copy" in name]

@@ -166,7 +166,10 @@ class BlockUpdate:
         return Transfer(block, Flat(block.number, weight, entries, memory), pending)
 
     def _counter(self, block: Flat, value: torch.Tensor) -> torch.Tensor:
-        return value.to(block.memory.device) if self._counters_beside[block.number] else value
+        if not self._counters_beside[block.number]:
+            return value
+        # A copy of it would let the host wait for the update of the block before.
+        return torch.full_like(value, value.item(), device=block.memory.device)
 
     def _update(self, block: Flat) -> None:
         params: list[list[torch.Tensor]] = [[] for _ in self._counters_beside]
