@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import itertools
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -156,9 +157,17 @@ class SourceFile:
         """The lines, with their ends."""
         return self.text.splitlines(keepends=True)
 
-    def text_of(self, node: ast.AST) -> str:
-        """Return the text of a node."""
-        return ast.get_source_segment(self.text, node) or ""
+    @cached_property
+    def program(self) -> str:
+        """The syntax tree as a text, the same for equal programs."""
+        return ast.dump(self.tree)
+
+    def text_of(self, node: ast.expr) -> str:
+        """Return the text of an expression on one line, or of one that is written anew."""
+        line = self.lines[node.lineno - 1]
+        if node.lineno != node.end_lineno or not line.isascii():
+            return ast.unparse(node)
+        return line[node.col_offset : node.end_col_offset]
 
 
 @dataclass(frozen=True)
@@ -229,19 +238,20 @@ def draw(count: int, seed: int) -> list[DrawnDefect]:
         every.setdefault(name, []).extend(changes(place))
     found: list[DrawnDefect] = []
     for name in sorted(every, key=position):
-        own = [each for each in every[name] if is_valid(each)]
-        if own and len(found) < count:
-            found.append(min(own, key=lambda each: position(each.name)))
+        if len(found) == count:
+            break
+        own = sorted(every[name], key=lambda each: position(each.name))
+        found += itertools.islice(filter(is_valid, own), 1)
     return found
 
 
 def is_valid(defect: DrawnDefect) -> bool:
     """Return True if the changed file can be compiled, and is another program."""
-    text = source_file(defect.file).text
     try:
-        return ast.dump(ast.parse(defect.source)) != ast.dump(ast.parse(text))
+        changed = SourceFile(defect.file, defect.source).program
     except SyntaxError:
         return False
+    return changed != source_file(defect.file).program
 
 
 # ---- places
@@ -484,7 +494,6 @@ def other_streams(place: Place) -> Iterator[DrawnDefect]:
 def expressions(place: Place) -> Iterator[DrawnDefect]:
     """Yield changes inside of a statement."""
     for node in own_nodes(place.statement):
-        text = place.file.text_of(node)
         match node:
             case ast.Call(func=ast.Attribute(value=own, attr="wait_stream"), args=[other]):
                 reverse = f"{place.file.text_of(other)}.wait_stream({place.file.text_of(own)})"
@@ -492,8 +501,8 @@ def expressions(place: Place) -> Iterator[DrawnDefect]:
             case ast.Call(func=ast.Name(id="Pending"), args=[_]):
                 yield rewritten(place, "`Pending()`, for which nobody waits", node, "Pending()")
             case ast.Attribute(attr="current_stream"):
-                other_text = text.replace("current_stream", "default_stream")
-                yield rewritten(place, "the default stream", node, other_text)
+                text = place.file.text_of(node).replace("current_stream", "default_stream")
+                yield rewritten(place, "the default stream", node, text)
             case ast.keyword(arg="async_op" | "async_ops" | "asynchronous", value=value):
                 is_true = isinstance(value, ast.Constant) and value.value is True
                 if not is_true:
