@@ -95,14 +95,13 @@ def plan_update(args: argparse.Namespace, machine: Cluster, model: ShardedModule
     """
     matrices = matrices_of(model) if args.optimizer in MUON else []
     states = 1 if args.optimizer == "sgd" else 2
-    is_pinned = args.pin_cpu_grads and args.pin_cpu_params
     num_updated = state_bytes = num_bytes = num_elements = 0
     for group in model.groups:
         size = group.layout.shard_size if group.requires_grad else 0
         if group.memory.is_offloaded:
             num_elements += size
             whole = group.layout.shard_size, group.precision, group.requires_grad
-            num_bytes += host_bytes(*whole, states, is_pinned)
+            num_bytes += host_bytes(*whole, states)
         else:
             num_updated += size
             state_bytes += size * _state_bytes(args, group.precision.main_param)

@@ -176,7 +176,6 @@ def memory_plan(args: argparse.Namespace, chunk: torch.nn.Module) -> MemoryPlan:
         dense=AxisSizes(args.data_parallel_size * args.context_parallel_size // outer, outer),
         expert=AxisSizes(expert_data_ranks(args) // outer, outer) if has_experts else None,
         offloaded=args.optimizer_offload_fraction if args.optimizer_cpu_offload else 0.0,
-        pins=args.pin_cpu_grads and args.pin_cpu_params,
         granularity=GRANULARITIES[settings.megatron_fsdp_granularity],
         states=1 if args.optimizer == "sgd" else 2,
         state_bytes=args.exp_avg_dtype.itemsize + args.exp_avg_sq_dtype.itemsize if aware else None,

@@ -38,7 +38,6 @@ class MemoryPlan:
     dense: AxisSizes  # the axes of parameters that are no experts'
     expert: AxisSizes | None = None  # the axes of expert parameters; None: those of the others
     offloaded: float = 0.0  # the part of main weights, gradients and state that is on the host
-    pins: bool = True  # see host_bytes
     states: int = 2  # tensors of optimizer state for each weight, such as 2 for Adam
     state_bytes: int | None = None  # of all of them for an element; None: in the weights' dtype
     decoupled: bool = False  # gradients keep the dtype in which they accumulate
@@ -117,20 +116,14 @@ def experts_in(model: nn.Module) -> bool:
     return any(unit_choice.is_expert_parameter(*named) for named in model.named_parameters())
 
 
-def host_bytes(
-    numel: int, precision: Precision, trainable: bool, states: int, is_pinned: bool
-) -> int:
-    """Return the bytes of a group with ``numel`` owned elements whose shards are on the host.
-
-    Torch makes the memory of a pinned tensor a power of two of bytes.
-    """
+def host_bytes(numel: int, precision: Precision, trainable: bool, states: int) -> int:
+    """Return the bytes of a group with ``numel`` owned elements whose shards are on the host."""
     dtypes = [precision.main_param]
     if trainable:
         dtypes += [precision.main_param] * states + [precision.main_grad]
         # The gradient in the dtype of the optimizer is another tensor, which is kept too.
         dtypes += {precision.main_param} - {precision.main_grad}
-    sizes = [numel * dtype.itemsize for dtype in dtypes]
-    return sum(1 << (size - 1).bit_length() if is_pinned and size else size for size in sizes)
+    return sum(numel * dtype.itemsize for dtype in dtypes)
 
 
 def _of_group(
@@ -165,7 +158,7 @@ def _of_group(
     has_own = has_main or (is_freed and num_outer == 1)  # main weights that are nothing else
     kept = 1 - memory_plan.offloaded
     weights -= int(owned * main * memory_plan.offloaded) if has_own else 0
-    host = host_bytes(owned, precision, trainable, memory_plan.states, memory_plan.pins)
+    host = host_bytes(owned, precision, trainable, memory_plan.states)
     parts = {"weights": weights, "gathered": int(whole * compute) if is_freed else 0}
     parts["host"] = int(host * memory_plan.offloaded)
     if not trainable:

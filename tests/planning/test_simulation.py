@@ -143,7 +143,7 @@ def simulate_step(
         make_skeleton(sharded_model.module, units, simulator)
         for group in sharded_model.groups:  # a run on a CPU has what is offloaded there too
             if group.memory.is_offloaded:
-                own = host_bytes(group.layout.shard_size, group.precision, True, 0, False)
+                own = host_bytes(group.layout.shard_size, group.precision, True, 0)
                 simulator.change_memory(own)
         for state in optimizer.state.values():
             moments = [state[name].to_local() for name in ("exp_avg", "exp_avg_sq")]

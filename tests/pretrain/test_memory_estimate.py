@@ -96,7 +96,6 @@ def bytes_of_parts(
         policy,
         AxisSizes(inner, outer),
         offloaded=float(offload),
-        pins=False,  # nothing is pinned on a CPU
     )
     estimate = estimate_memory(build(), plan)
     away = gradients + moments + sum(stored(group.main_shard) for group in model.groups)
@@ -172,10 +171,8 @@ def test_the_momentum_of_a_matrix_is_on_one_rank(level: int) -> None:
     assert max(measured) - min(measured) <= 4 * 4 * WIDTH * WIDTH  # bytes of the largest one
 
 
-def test_pinned_tensors_take_a_power_of_two_of_bytes() -> None:
-    policy = MixedPrecisionPolicy(FP32, FP32, FP32)
-    settings = ([], Strategy(), policy, AxisSizes(3))
+def test_tensors_on_the_host_take_their_own_bytes() -> None:
+    settings = ([], Strategy(), MixedPrecisionPolicy(FP32, FP32, FP32), AxisSizes(3))
     model = nn.Linear(100, 300, bias=False)  # 40 KB for each of the four tensors of three ranks
-    for pins, of_tensor in ((False, 40_000), (True, 65_536)):
-        plan = MemoryPlan(*settings, offloaded=1.0, pins=pins)
-        assert estimate_memory(model, plan).host == 4 * of_tensor
+    plan = MemoryPlan(*settings, offloaded=1.0)
+    assert estimate_memory(model, plan).host == 4 * 40_000

@@ -27,6 +27,9 @@ from tools.cuda_model.memory import real_device
 
 Function = Callable[..., Any]
 CPU = torch.device("cpu")
+PINS_ANYTHING = SimpleNamespace(
+    cudaHostRegister=lambda address, num_bytes, flags: 0, cudaHostUnregister=lambda address: 0
+)
 LIKE = ("empty_like", "full_like", "ones_like", "rand_like", "randint_like", "randn_like")
 ALIASING = ("as_tensor", "asarray")
 """Functions that return memory which they were given, if they can."""
@@ -174,6 +177,8 @@ class DeviceNames:
             "is_initialized": lambda: True,
             "is_bf16_supported": lambda *args, **kwargs: True,
             "init": lambda: None,
+            "cudart": lambda: PINS_ANYTHING,
+            "check_error": lambda result: None,
             "_lazy_init": lambda: None,
             "device": lambda device: nullcontext(),
             "device_count": lambda: count,

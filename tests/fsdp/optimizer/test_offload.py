@@ -138,6 +138,24 @@ PLACES: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
+def test_pinned_memory_is_no_larger_than_its_tensors_and_is_unlocked_with_them() -> None:
+    cuda = mock.Mock(cudaHostRegister=mock.Mock(return_value=0))
+    memory = HostMemory(torch.device("cuda"), Offload())
+    with (
+        mock.patch.object(torch.cuda, "cudart", return_value=cuda),
+        mock.patch.object(torch.cuda, "check_error"),
+    ):
+        tensor = memory.empty((1 << 20) + 3, torch.float32)
+        address = tensor.data_ptr()
+        cuda.cudaHostRegister.assert_called_once_with(address, tensor.nbytes, 0)
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes and not tensor.any()
+        view = tensor[4:]
+        del tensor
+        cuda.cudaHostUnregister.assert_not_called()
+        del view
+        cuda.cudaHostUnregister.assert_called_once_with(address)
+
+
 def compare_sums_of_gpus(folder: str, **settings: Any) -> None:
     with sums_as_on_a_gpu():
         compare(folder, OPTIMIZERS["adamw"], **settings)

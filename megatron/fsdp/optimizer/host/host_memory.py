@@ -22,6 +22,7 @@ import mmap
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 
@@ -57,8 +58,10 @@ class HostMemory(ShardMemory):
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return a new flat tensor of zeros on the host."""
+        if self._is_pinned and numel:
+            return pinned(numel, dtype)
         host = "meta" if self.device.type == "meta" else "cpu"  # of a simulated run
-        return torch.zeros(numel, dtype=dtype, device=host, pin_memory=self._is_pinned)
+        return torch.zeros(numel, dtype=dtype, device=host)
 
     def use(self, tensor: torch.Tensor, function: Callable[[torch.Tensor], None]) -> Pending:
         """Begin to call ``function`` with the copy of ``tensor`` on the device, beside compute."""
@@ -136,6 +139,31 @@ class FileMemory(HostMemory):
 def is_accelerator(device: torch.device) -> bool:
     """Return True for a device with memory of its own."""
     return device.type not in ("cpu", "meta")
+
+
+class LockedPages(mmap.mmap):
+    """Host memory whose pages stay where they are, so that a GPU copies them by itself."""
+
+    def lock(self, address: int) -> None:
+        """Lock the pages, which begin at ``address``."""
+        cuda = torch.cuda.cudart()
+        torch.cuda.check_error(cuda.cudaHostRegister(address, len(self), 0))
+        self._unlock = partial(cuda.cudaHostUnregister, address)
+
+    def __del__(self) -> None:
+        # Before the memory is unmapped. When a process ends, CUDA may be gone: that is no error.
+        if hasattr(self, "_unlock"):
+            self._unlock()
+
+
+def pinned(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return a flat tensor of zeros in pinned memory, which takes whole pages of its own."""
+    # Torch's allocator of pinned memory (CachingHostAllocator.h) would round the bytes up to a
+    # power of two, and keep them when the tensor is gone.
+    pages = LockedPages(-1, numel * dtype.itemsize)
+    tensor = torch.frombuffer(pages, dtype=dtype)
+    pages.lock(tensor.data_ptr())
+    return tensor
 
 
 def mapped(folder: Path, numel: int, dtype: torch.dtype) -> torch.Tensor:
