@@ -45,7 +45,7 @@ def main(words: list[str]) -> int:
             has_failed = True
     if dist.is_initialized():
         if not has_failed:
-            model.nccl.compare_order()
+            model.detector.launches.compare()
         destroy()
     print_reports(model)
     return int(has_failed or bool(model.reports))

@@ -15,6 +15,7 @@ from torch.cuda._sanitizer import Access, AccessType, EventHandler, Unsynchroniz
 
 from tools.cuda_model.graphs import Graphs
 from tools.cuda_model.host import HostBlocks, is_direct
+from tools.cuda_model.launches import Launches
 from tools.cuda_model.memory import Blocks, MemoryBlock, has_memory
 from tools.cuda_model.ranges import Accesses, Extent, extent_of
 from tools.cuda_model.reports import (
@@ -62,6 +63,7 @@ class Detector:
         self._freed: dict[int, list[FreedBlock]] = defaultdict(list)  # by the stream that owns them
         self.streams = Streams(self)
         self.graphs = Graphs(self)
+        self.launches = Launches(self)
         self.num_events = 0
         self._calls = threading.local()
         self._told: set[tuple[object, ...]] = set()

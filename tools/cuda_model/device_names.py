@@ -27,9 +27,6 @@ from tools.cuda_model.memory import real_device
 
 Function = Callable[..., Any]
 CPU = torch.device("cpu")
-PINS_ANYTHING = SimpleNamespace(
-    cudaHostRegister=lambda address, num_bytes, flags: 0, cudaHostUnregister=lambda address: 0
-)
 LIKE = ("empty_like", "full_like", "ones_like", "rand_like", "randint_like", "randn_like")
 ALIASING = ("as_tensor", "asarray")
 """Functions that return memory which they were given, if they can."""
@@ -177,8 +174,6 @@ class DeviceNames:
             "is_initialized": lambda: True,
             "is_bf16_supported": lambda *args, **kwargs: True,
             "init": lambda: None,
-            "cudart": lambda: PINS_ANYTHING,
-            "check_error": lambda result: None,
             "_lazy_init": lambda: None,
             "device": lambda device: nullcontext(),
             "device_count": lambda: count,
@@ -186,10 +181,9 @@ class DeviceNames:
             "get_device_name": lambda device=None: "a model of a CUDA device",
             "get_rng_state": lambda device=None: torch.get_rng_state(),
             "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
-            # Registered memory is not of torch's allocator: as for pageable memory, the host waits
-            # for copies to it before it is freed.
             "cudart": lambda: SimpleNamespace(
-                cudaHostRegister=lambda *arguments: 0, cudaHostUnregister=lambda *arguments: 0
+                cudaHostRegister=self._detector.host.register,
+                cudaHostUnregister=self._detector.host.unregister,
             ),
             "check_error": lambda status: None,
             "manual_seed": lambda seed: None,  # the CPU's generator, which has its own seed

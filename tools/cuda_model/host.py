@@ -7,7 +7,8 @@ API, of `aten/src/ATen/native/cuda/Copy.cu`, and of torch's allocator of pinned 
 - A copy that is not asked to go on (``non_blocking``) lets the host wait for its stream.
 - Others use pinned memory after the call. Until the host has waited, it neither reads what one
   writes, nor writes to what one reads or writes.
-- Pinned memory may be freed in the meantime: `copy_` records an event for the allocator.
+- Pinned memory of torch may be freed in the meantime: `copy_` records an event for the allocator.
+  Pages that are locked by `cudaHostRegister` may not: nobody waits for their copies.
 - Memory that is not pinned is read before the call returns, which copies it to memory of the
   driver. A copy to it "might be synchronous": the host waits, and does not free it before.
 - Memory that is not dense is copied through some that is and is not pinned, which the host reads or
@@ -45,6 +46,7 @@ class HostBlocks:
         self._new_block, self._ended = new_block, ended
         self._blocks: dict[int, MemoryBlock] = {}  # by the address of the storage's implementation
         self._pinned: set[int] = set()  # by the address, too
+        self._registered: dict[int, int] = {}  # the end of pages that are locked, by their start
         self._watched: dict[int, weakref.finalize] = {}
 
     @property
@@ -62,7 +64,21 @@ class HostBlocks:
     def is_pinned(self, tensor: torch.Tensor) -> bool:
         """Return True if the memory of ``tensor`` is pinned."""
         storage = storage_of(tensor)
-        return storage is not None and storage._cdata in self._pinned
+        if storage is None:
+            return False
+        start = storage.data_ptr()
+        is_registered = any(first <= start < end for first, end in self._registered.items())
+        return is_registered or storage._cdata in self._pinned
+
+    def register(self, address: int, num_bytes: int, flags: int) -> int:
+        """Lock pages, as `cudaHostRegister`; return that it has succeeded."""
+        self._registered[address] = address + num_bytes
+        return 0
+
+    def unregister(self, address: int) -> int:
+        """Unlock pages, as `cudaHostUnregister`; return that it has succeeded."""
+        del self._registered[address]
+        return 0
 
     def used(self, tensors: Iterable[torch.Tensor]) -> list[Extent]:
         """Return the memory of those tensors that copies have used."""

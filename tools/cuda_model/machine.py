@@ -7,17 +7,21 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from torch.distributed import device_mesh, distributed_c10d
 from torch.distributed.distributed_c10d import ProcessGroup
 
 from tools.cuda_model.detector import Detector
 from tools.cuda_model.device_names import device_names
+from tools.cuda_model.groups import Groups, NcclOptions
 from tools.cuda_model.memory import real_device
-from tools.cuda_model.nccl import METHODS, Nccl
+from tools.cuda_model.methods import METHODS
+from tools.cuda_model.nccl import Nccl
 from tools.cuda_model.operators import OperatorEvents
 from tools.cuda_model.pools import ModelBackend, Pools
 from tools.cuda_model.reports import Finding, cheap_stacks
@@ -27,9 +31,10 @@ from tools.cuda_model.streams import ModelEvent, ModelStream, StreamContext
 class CudaModel:
     """A device with streams, whose memory is the CPU's."""
 
-    def __init__(self, has_host: bool = False) -> None:
+    def __init__(self, has_host: bool = False, backend: str = "nccl") -> None:
         self.detector = Detector(has_host)
-        self.nccl = Nccl(self.detector)
+        self.groups = Groups(self.detector, backend)
+        self.nccl = Nccl(self.detector, self.groups)
         self.pools = Pools(self.detector, self.nccl)
         self.streams = self.detector.streams
 
@@ -65,7 +70,7 @@ class CudaModel:
 
         return {
             **self.detector.graphs.replacements(),
-            "Stream": lambda *args, **kwargs: streams.make(),
+            "Stream": lambda device=None, priority=0, **kwargs: streams.make(priority=priority),
             "Event": lambda *args, **kwargs: ModelEvent(streams),
             "stream": lambda stream: StreamContext(streams, stream),
             "set_stream": streams.set_current,
@@ -74,7 +79,6 @@ class CudaModel:
             "synchronize": self.synchronize,
             "current_device": lambda: torch.device("cpu"),
             "set_device": lambda device: None,
-            "empty_cache": lambda: None,
             "memory_allocated": lambda device=None: blocks.allocated,
             "max_memory_allocated": lambda device=None: blocks.peak,
             "reset_peak_memory_stats": reset_peak,
@@ -83,30 +87,33 @@ class CudaModel:
 
 
 @contextmanager
-def cuda_model(compares_order: bool = True, names_cuda: bool = False) -> Iterator[CudaModel]:
+def cuda_model(
+    compares_order: bool = True, names_cuda: bool = False, backend: str = "nccl"
+) -> Iterator[CudaModel]:
     """Run what follows on the model; everything is restored at the end.
 
     Args:
         compares_order: compare the collectives of all ranks at the end, which all must reach.
         names_cuda: the program names the device "cuda" and the backend "nccl", and has memory on
             the host too. Otherwise every tensor of the CPU counts as one of the device.
+        backend: that of all ranks, "nccl" or "cpu:gloo,cuda:nccl", if the program does not name it.
     """
-    model = CudaModel(has_host=names_cuda)
+    model = CudaModel(has_host=names_cuda, backend=backend)
     with ExitStack() as patches:
         patches.enter_context(cheap_stacks())
         _patch_cuda(patches, model)
         _patch_tensors(patches, model.detector)
-        _patch_groups(patches, model)
         _patch_threads(patches, model.detector)
         if names_cuda:
             patches.enter_context(device_names(model.detector))
+        _patch_groups(patches, model)
         patches.callback(model.detector.blocks.close)
         patches.callback(model.detector.host.close)
         with OperatorEvents(model.detector):
             yield model
             model.nccl.close()
     if compares_order and dist.is_initialized():
-        model.nccl.compare_order()
+        model.detector.launches.compare()
 
 
 def _patch_cuda(patches: ExitStack, model: CudaModel) -> None:
@@ -197,8 +204,15 @@ def _patch_groups(patches: ExitStack, model: CudaModel) -> None:
     nccl, pools, get_backend = model.nccl, model.pools, ProcessGroup._get_backend
 
     def backend(group: ProcessGroup, device: torch.device) -> ModelBackend:
-        return ModelBackend(pools, group.group_name, get_backend(group, device))
+        options = model.groups.options(group)
+        return ModelBackend(pools, group.group_name, get_backend(group, device), options)
 
+    for name, replacement in model.groups.replacements().items():
+        for place in (dist, distributed_c10d, device_mesh):
+            if hasattr(place, name):
+                patches.enter_context(patch.object(place, name, replacement))
+    options = SimpleNamespace(Options=NcclOptions)
+    patches.enter_context(patch.object(dist, "ProcessGroupNCCL", options, create=True))
     patches.enter_context(patch.object(ProcessGroup, "_get_backend", backend))
     patches.enter_context(patch.object(dist, "destroy_process_group", pools.destroy_groups))
     for name, replacement in (

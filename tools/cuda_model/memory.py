@@ -70,6 +70,7 @@ class Blocks:
         self._watched: dict[int, weakref.finalize] = {}
         self._numbers = numbers
         self.allocated = self.peak = 0  # bytes
+        self.reserved = 0  # bytes, with those that were freed and are cached
         self.pool: Pool | None = None  # in use now
 
     def of(self, tensor: torch.Tensor, stream: int) -> MemoryBlock | None:
@@ -132,6 +133,7 @@ class Blocks:
         self._watch(storage)
         self.allocated += block.num_bytes
         self.peak = max(self.peak, self.allocated)
+        self.reserved = max(self.reserved, self.allocated)
         return block
 
     def free(self, storage: torch.UntypedStorage) -> None:

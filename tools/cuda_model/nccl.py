@@ -13,17 +13,18 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import _resolve_process_group
 from torch.distributed.distributed_c10d import ProcessGroup
 
 from tools.cuda_model.detector import Detector
+from tools.cuda_model.groups import Groups
 from tools.cuda_model.memory import has_memory
-from tools.cuda_model.ranges import written_by_gather
-from tools.cuda_model.reports import NCCL_RULE, ORDER, UNAWAITED, CallStack
+from tools.cuda_model.methods import METHODS, Call
+from tools.cuda_model.reports import NCCL_RULE, UNAWAITED, CallStack
 from tools.cuda_model.streams import ModelEvent, ModelStream, StreamContext
 
 EIGHT_BITS = {torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz}
@@ -39,119 +40,6 @@ NOT_REDUCED = (dist.ReduceOp.BAND, dist.ReduceOp.BOR, dist.ReduceOp.BXOR)
 """Operations that gloo has and NCCL has not."""
 
 
-class Call(NamedTuple):
-    """A collective: its tensors, and how in-place operands would lie in each other."""
-
-    reads: list[torch.Tensor]
-    writes: list[torch.Tensor]
-    reduces: bool = False
-    # Pairs of a whole tensor and this rank's slice of it, which may be its own memory.
-    slices: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
-
-    @property
-    def outputs(self) -> list[torch.Tensor]:
-        """The whole tensors that have new values at the end."""
-        is_gather = self.slices and not self.reduces
-        return [whole for whole, _ in self.slices] if is_gather else self.writes
-
-
-def _flat(lists: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
-    return list(chain.from_iterable(lists))
-
-
-def _rooted(group: ProcessGroup, tensors: list[torch.Tensor], root: int) -> Call:
-    is_root = group.rank() == root
-    return Call(tensors, [] if is_root else tensors)
-
-
-def _broadcast(group: ProcessGroup, tensors: Any, options: Any = 0, *rest: Any) -> Call:
-    root = options if isinstance(options, int) else options.rootRank
-    return _rooted(group, list(tensors), root)
-
-
-def _all_reduce(group: ProcessGroup, tensors: Any, *rest: Any) -> Call:
-    each = list(tensors) if isinstance(tensors, (list, tuple)) else [tensors]
-    return Call(each, each, reduces=True)
-
-
-def _all_gather(group: ProcessGroup, outputs: Any, inputs: Any, *rest: Any) -> Call:
-    return Call(list(inputs), _flat(outputs))
-
-
-def _all_gather_single(group: ProcessGroup, output: Any, given: Any, *rest: Any) -> Call:
-    return Call([given], written_by_gather(group.rank(), output, given), slices=[(output, given)])
-
-
-def _all_gather_singles(group: ProcessGroup, outputs: Any, inputs: Any, *rest: Any) -> Call:
-    pairs = list(zip(outputs, inputs, strict=True))
-    writes = [written_by_gather(group.rank(), output, given) for output, given in pairs]
-    return Call(list(inputs), _flat(writes), slices=pairs)
-
-
-def _reduce_scatter(group: ProcessGroup, outputs: Any, inputs: Any, *rest: Any) -> Call:
-    return Call(_flat(inputs), list(outputs), reduces=True)
-
-
-def _reduce_scatter_single(group: ProcessGroup, output: Any, given: Any, *rest: Any) -> Call:
-    return Call([given], [output], True, [(given, output)])
-
-
-def _reduce_scatter_singles(group: ProcessGroup, outputs: Any, inputs: Any, *rest: Any) -> Call:
-    pairs = list(zip(inputs, outputs, strict=True))
-    return Call(list(inputs), list(outputs), True, pairs)
-
-
-def _exchange(group: ProcessGroup, output: Any, given: Any, *rest: Any) -> Call:
-    outputs = [output] if isinstance(output, torch.Tensor) else list(output)
-    return Call([given] if isinstance(given, torch.Tensor) else list(given), outputs)
-
-
-def _gather(group: ProcessGroup, outputs: Any, inputs: Any, *rest: Any) -> Call:
-    return Call(list(inputs), _flat(outputs))
-
-
-def _scatter(group: ProcessGroup, outputs: Any, inputs: Any, *rest: Any) -> Call:
-    return Call(_flat(inputs), list(outputs))
-
-
-def _send(group: ProcessGroup, tensors: Any, *rest: Any) -> Call:
-    return Call(list(tensors), [])
-
-
-def _receive(group: ProcessGroup, tensors: Any, *rest: Any) -> Call:
-    return Call([], list(tensors))
-
-
-def _barrier(group: ProcessGroup, *rest: Any) -> Call:
-    return Call([], [])
-
-
-METHODS: dict[str, Callable[..., Call]] = {
-    "broadcast": _broadcast,
-    "allreduce": _all_reduce,
-    "allreduce_coalesced": _all_reduce,
-    "reduce": _all_reduce,
-    "allgather": _all_gather,
-    "allgather_coalesced": _all_gather,
-    "_allgather_base": _all_gather_single,
-    "all_gather_single": _all_gather_single,
-    "allgather_into_tensor_coalesced": _all_gather_singles,
-    "all_gather_single_coalesced": _all_gather_singles,
-    "reduce_scatter": _reduce_scatter,
-    "_reduce_scatter_base": _reduce_scatter_single,
-    "reduce_scatter_single": _reduce_scatter_single,
-    "reduce_scatter_tensor_coalesced": _reduce_scatter_singles,
-    "reduce_scatter_single_coalesced": _reduce_scatter_singles,
-    "alltoall_base": _exchange,
-    "all_to_all_single": _exchange,
-    "alltoall": _exchange,
-    "gather": _gather,
-    "scatter": _scatter,
-    "send": _send,
-    "recv": _receive,
-    "barrier": _barrier,
-}
-"""Methods of process groups by the names that torch's releases have; one has some of them."""
 MESSAGES = ("send", "recv")
 EXCHANGES = ("alltoall_base", "all_to_all_single", "alltoall")
 
@@ -239,23 +127,26 @@ class WorksOfOneLaunch:
 class Nccl:
     """The collectives of all groups, in the order of calls."""
 
-    def __init__(self, detector: Detector):
+    def __init__(self, detector: Detector, groups: Groups):
         self.detector = detector
-        self._streams: dict[object, ModelStream] = {}
+        self.groups = groups
+        self._streams: dict[str, ModelStream] = {}  # by communicator
         # Works by stream whose values may not have come; gloo's own, in order.
         self._under_way: dict[object, list[Carried]] = defaultdict(list)
         self._open: dict[int, str] = {}  # works that nobody has waited for yet
-        self.calls: dict[str, list[str]] = defaultdict(list)  # of each group, in order
+        self.calls = detector.launches.calls
         self.is_closed = False
         self._coalesced: list[ModelWork] | None = None  # inside a coalescing manager
 
     def start_coalescing(self, group: ProcessGroup, device: torch.device) -> None:
         """Gather the works that follow."""
         self._coalesced = []
+        self.detector.launches.begin_group()
 
     def end_coalescing(self, group: ProcessGroup, device: torch.device) -> WorksOfOneLaunch:
         """Return one work for those since the start."""
         works, self._coalesced = self._coalesced or [], None
+        self.detector.launches.end_group()
         return WorksOfOneLaunch(works)
 
     def method(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -263,55 +154,102 @@ class Nccl:
         parse = METHODS[name]
 
         def collective(group: ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+            if self.groups.is_of_host(group):
+                return original(group, *args, **kwargs)
             call = parse(group, *args, **_positional(kwargs))
             options = kwargs.get("opts", args[-1] if args else None)
             self._check(name, call, options, group)
             is_message = name in MESSAGES
+            peer = int(args[1]) if is_message else None
             if not is_message:
-                self.calls[group.group_name].append(_signature(name, call))
+                self.calls[group.group_name].append(self._signature(name, call))
             graph = self.detector.graphs.current
             if graph is not None:
                 graph.keep(call.outputs)
             with self.detector.unseen():
+                if name == "barrier":  # its options may name a device that gloo has not
+                    args, kwargs = (), {}
                 start = partial(original, group, **kwargs)
                 work = Carried(start, args, call.outputs)
-            peer = tuple(sorted((group.rank(), int(args[1])))) if is_message else None
-            is_asynchronous = is_message or bool(getattr(options, "asyncOp", False))
             if name == "barrier":
                 self._wait(work)
-                self.detector.synchronize(self.detector.streams.current.cuda_stream)
+                current = self.detector.streams.current.cuda_stream
+                self._note(name, group, self._communicator(group, peer), peer, current)
+                self.detector.synchronize(current)
                 return ModelWork(self, name, None, None, ())
             if graph is not None:
                 again = partial(_carry_again, start)
                 graph.record(name, again, (args, call.outputs), call.reads, call.writes)
                 graph.groups.add(group.group_name)
-            return self.launch(name, call, work, (group.group_name, peer), is_asynchronous)
+            is_asynchronous = is_message or bool(getattr(options, "asyncOp", False))
+            return self.launch(name, call, work, group, peer, is_asynchronous)
 
         return collective
 
     def launch(
-        self, name: str, call: Call, real: Carried, key: tuple[str, object], is_asynchronous: bool
+        self,
+        name: str,
+        call: Call,
+        real: Carried,
+        group: ProcessGroup,
+        peer: int | None,
+        is_asynchronous: bool,
     ) -> ModelWork:
-        """Note a collective that gloo has started; return the work to wait for."""
-        where = f"{name} over {key[0]}"
+        """Note a collective that gloo has started; return the work to wait for.
+
+        Args:
+            name: of the method of the group.
+            call: its operands.
+            real: the collective of gloo.
+            group: the group.
+            peer: the other rank of the group, for a message.
+            is_asynchronous: somebody waits for the work.
+        """
+        where = f"{name} over {group.group_name}"
+        communicator = self._communicator(group, peer)
         if not is_asynchronous:
             self._wait(real)
+            current = self.detector.streams.current
+            self._check_priority(where, group, current)
+            self._note(where, group, communicator, peer, current.cuda_stream)
             self.detector.kernel(where, call.reads, call.writes)
             return ModelWork(self, where, None, None, ())
-        if self._coalesced is not None:  # messages of one launch share the stream of the group
-            key = key[0], None
-        if key not in self._streams:
-            self._streams[key] = self.detector.streams.make(f"NCCL, {key[0]}")
-        stream = self._streams[key]
+        stream = self._streams[communicator]
         stream.wait_stream(self.detector.streams.current)
+        self._note(where, group, communicator, peer, stream.cuda_stream)
         self.detector.kernel(where, call.reads, call.writes, stream.cuda_stream)
         done = stream.record_event()
-        self._under_way[key].append(real)
-        work = ModelWork(self, where, (key, real), done, (*call.reads, *call.outputs))
+        self._under_way[communicator].append(real)
+        work = ModelWork(self, where, (communicator, real), done, (*call.reads, *call.outputs))
         self._open[id(work)] = work.told()
         if self._coalesced is not None:
             self._coalesced.append(work)
         return work
+
+    def _communicator(self, group: ProcessGroup, peer: int | None) -> str:
+        """Return the name of what a collective or a message uses, which is made if it is new."""
+        name, ranks = str(group.group_name), dist.get_process_group_ranks(group)
+        is_alone = self._coalesced is None and not self.groups.is_eager(group)
+        if peer is not None and is_alone:
+            ranks = sorted({ranks[group.rank()], ranks[peer]})
+            name = f"{name}, ranks {ranks}"
+        self.detector.launches.connect(name, ranks)
+        if name not in self._streams:
+            priority = -1 if self.groups.options(group).is_high_priority_stream else 0
+            self._streams[name] = self.detector.streams.make(f"NCCL, {name}", priority)
+        return name
+
+    def _note(
+        self, where: str, group: ProcessGroup, communicator: str, peer: int | None, stream: int
+    ) -> None:
+        """Add a launch before its kernel; see `launches.py`."""
+        launches = self.detector.launches
+        ranks = dist.get_process_group_ranks(group)
+        if peer is None:
+            launches.collective(communicator, ranks, where, stream)
+        else:
+            is_sent = where.startswith("send")
+            launches.message(communicator, ranks[peer], is_sent, where, stream)
 
     def finish(self, work: ModelWork) -> None:
         """Wait until the values of a work are there, and those of its stream before it."""
@@ -345,33 +283,20 @@ class Nccl:
             self.detector.report(UNAWAITED, told, (told,))
         self.finish_all()
 
-    def compare_order(self) -> None:
-        """Report groups whose ranks have not called the same collectives in the same order."""
-        of_ranks: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(of_ranks, dict(self.calls))
-        for name, calls in self.calls.items():
-            for rank, others in enumerate(of_ranks):
-                theirs = others.get(name, calls)
-                if theirs != calls:
-                    at = next(
-                        (at for at, pair in enumerate(zip(calls, theirs)) if pair[0] != pair[1]),
-                        min(len(calls), len(theirs)),
-                    )
-                    ours, other = [*calls, "nothing"][at], [*theirs, "nothing"][at]
-                    text = f"collective {at} over {name}: {ours}, on rank {rank}: {other}"
-                    self.detector.report(ORDER, text, (name, rank))
-
     # ---- rules
 
     def _check(self, name: str, call: Call, options: Any, group: ProcessGroup) -> None:
         problems = []
+        blocks = self.detector.blocks
         for tensor in [*call.reads, *call.writes]:
+            if not blocks.is_on_device(tensor) and not self.groups.has_objects():
+                problems.append("a tensor of the host")
             if not tensor.is_contiguous():
                 problems.append(f"a tensor of shape {tuple(tensor.shape)} is not contiguous")
             known = REDUCED if call.reduces else MOVED
             if tensor.dtype not in known:
                 problems.append(f"{tensor.dtype} is not {'reduced' if call.reduces else 'moved'}")
-            block = self.detector.blocks.known(tensor)
+            block = blocks.known(tensor)
             pool = block and block.pool
             if pool and pool.groups and group.group_name not in pool.groups:
                 problems.append(f"the memory is registered, but not with {group.group_name}")
@@ -389,6 +314,20 @@ class Nccl:
         for problem in problems:
             place = f"{problem}\n{CallStack(sys._getframe()).format()}"
             self.detector.report(NCCL_RULE, f"{name}: {place}", (name, place))
+
+    def _check_priority(self, where: str, group: ProcessGroup, stream: ModelStream) -> None:
+        """Report a group of high priority whose collective runs on a stream without it."""
+        is_own = stream != self.detector.streams.default  # it has nothing to overtake there
+        has_priority = self.groups.options(group).is_high_priority_stream
+        if has_priority and is_own and not stream.priority:
+            text = f"{where} has high priority, and runs on {stream!r}, which has not"
+            place = CallStack(sys._getframe()).format()
+            self.detector.report(NCCL_RULE, f"{text}\n{place}", (where, place))
+
+    def _signature(self, name: str, call: Call) -> str:
+        """Return what must be equal on all ranks, with the work that the call is for."""
+        work = self.detector.work
+        return _signature(name, call) + (f" during {work[-1]}" if work else "")
 
 
 def _positional(kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -422,12 +361,17 @@ class FunctionalCollectives:
             if storage in self._done:
                 self._detector.streams.current.wait_event(self._done.pop(storage))
             return result
-        group = str(args[-1])
+        group = args[-1]
         if group not in self._streams:
             self._streams[group] = self._detector.streams.make(f"NCCL, {group}, functional")
         stream = self._streams[group]
         stream.wait_stream(self._detector.streams.current)
         result = function(*args, **kwargs)
+        launches = self._detector.launches
+        ranks = dist.get_process_group_ranks(_resolve_process_group(group))
+        launches.calls[group].append(name)
+        launches.connect(group, ranks)
+        launches.collective(group, ranks, f"{name} over {group}", stream.cuda_stream)
         operands = [args[0]] if isinstance(args[0], torch.Tensor) else list(args[0])
         results = [result] if isinstance(result, torch.Tensor) else list(result)
         # The results are allocated on the current stream, before the group's writes to them.

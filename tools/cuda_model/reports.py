@@ -23,6 +23,7 @@ HOST_READ = "host read without synchronisation"
 HOST_WRITE = "host write without synchronisation"
 NCCL_RULE = "NCCL rule"
 ORDER = "order of collectives"
+DEADLOCK = "deadlock"
 CAPTURE = "rule of graph capture"
 POOL = "rule of memory pools"
 

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from tools.cuda_model.detector import Detector
 
 DEFAULT = 0
+POOL_SIZE = 32
+"""Streams of each priority that torch has: it hands them out in turn (`CUDAStream.cpp`)."""
 
 
 class Streams:
@@ -26,6 +28,7 @@ class Streams:
         self._numbers = count(1)
         self._events = count(1)
         self._current = threading.local()
+        self._real: dict[int, tuple[int, int]] = {}  # priority, and number in torch's pool
         self.default = ModelStream(self, DEFAULT)
 
     @property
@@ -38,8 +41,9 @@ class Streams:
         """Make ``stream`` the current one of this thread."""
         self._current.stream = stream
 
-    def make(self, name: str = "") -> ModelStream:
+    def make(self, name: str = "", priority: int = 0) -> ModelStream:
         """Return a new stream, named after the function that makes it by default."""
+        # Two streams that are one in torch's pool are two here: what nothing orders is reported.
         number = next(self._numbers)
         if not name:
             frame: Any = sys._getframe(1)
@@ -47,8 +51,14 @@ class Streams:
                 frame = frame.f_back
             name = name_of(frame.f_code)
         self.names[number] = f"stream {number} ({name})"
+        like_it = [each for each in self._real.values() if each[0] == priority]
+        self._real[number] = priority, len(like_it) % POOL_SIZE
         self.detector.syncs.create_stream(number)
         return ModelStream(self, number)
+
+    def real(self, number: int) -> tuple[int, int]:
+        """Return the priority of a stream and its number in torch's pool."""
+        return self._real.get(number, (0, -1))  # the default stream is of no pool
 
     def make_event(self) -> int:
         """Return the number of a new event."""
@@ -63,6 +73,11 @@ class ModelStream:
     def __init__(self, streams: Streams, number: int):
         self._streams = streams
         self.cuda_stream = self.stream_id = number
+
+    @property
+    def priority(self) -> int:
+        """0, or -1 for a stream whose kernels go before others."""
+        return self._streams.real(self.cuda_stream)[0]
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, ModelStream) and other.cuda_stream == self.cuda_stream

@@ -11,6 +11,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch.distributed import distributed_c10d
 
 from megatron.fsdp import checks
 from megatron.fsdp.backends import memory_slots
@@ -37,20 +38,35 @@ class WorkWatcher(observe.Observer):
 
 
 @contextmanager
-def cuda_model(compares_order: bool = True, names_cuda: bool = False) -> Iterator[CudaModel]:
+def cuda_model(
+    compares_order: bool = True, names_cuda: bool = False, backend: str = "nccl"
+) -> Iterator[CudaModel]:
     """Run the engine on the model as on a GPU; everything is restored at the end.
 
     Args:
         compares_order: compare the collectives of all ranks at the end, which all must reach.
         names_cuda: the device is "cuda", beside the host's memory. Otherwise it has the name "cpu",
             as where Megatron-Core runs on a CPU, and there is no other memory.
+        backend: of the group of all ranks.
     """
-    with tool.cuda_model(compares_order, names_cuda) as model, ExitStack() as patches:
+    machine = tool.cuda_model(compares_order, names_cuda, backend)
+    with machine as model, ExitStack() as patches:
         _name_what_it_sees(patches, model)
         if not names_cuda:
             _patch_engine(patches)
             _patch_core(patches)
         yield model
+
+
+@contextmanager
+def bound_device() -> Iterator[None]:
+    """Let the group of all ranks have a device, as `init_process_group` binds one to it."""
+    world = distributed_c10d._get_default_group()
+    world.bound_device_id = torch.device("cuda", 0)
+    try:
+        yield
+    finally:
+        world.bound_device_id = None
 
 
 def _name_what_it_sees(patches: ExitStack, model: CudaModel) -> None:
@@ -61,11 +77,11 @@ def _name_what_it_sees(patches: ExitStack, model: CudaModel) -> None:
         make(self, *args, **kwargs)
         model.name(self.flat, self.name)
 
-    def make_named_stream(name: str = "") -> ModelStream:
+    def make_named_stream(name: str = "", priority: int = 0) -> ModelStream:
         frame = sys._getframe(2)
         makers = [each for each in (frame, frame.f_back) if each is not None]  # it fills a dict
         names = [each.f_locals.get("stream_name") for each in makers]
-        return make_stream(name or next(filter(None, names), name_of(frame.f_code)))
+        return make_stream(name or next(filter(None, names), name_of(frame.f_code)), priority)
 
     patches.enter_context(patch.object(FlatBuffer, "__init__", make_named))
     patches.enter_context(patch.object(model.streams, "make", make_named_stream))

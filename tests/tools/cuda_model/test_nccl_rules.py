@@ -73,6 +73,26 @@ def launched_on_another_stream_too_early() -> None:
     torch.cuda.current_stream().wait_stream(side)
 
 
+def on_two_streams(waits: bool) -> None:
+    """Reduce a tensor twice over one communicator, whose kernels are in order, on two streams."""
+    x, side = torch.ones(4), torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        dist.all_reduce(x)
+    if waits:
+        torch.cuda.current_stream().wait_stream(side)
+    dist.all_reduce(x)
+    torch.cuda.current_stream().wait_stream(side)
+
+
+def one_communicator_on_two_streams() -> None:
+    on_two_streams(waits=True)
+
+
+def one_communicator_on_two_streams_that_nothing_orders() -> None:
+    on_two_streams(waits=False)
+
+
 def freed_while_another_stream_reduces() -> None:
     x, side = torch.ones(4), torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -83,17 +103,22 @@ def freed_while_another_stream_reduces() -> None:
     torch.cuda.synchronize()
 
 
+def exchange(mine: torch.Tensor, theirs: torch.Tensor) -> list[dist.Work]:
+    peer = 1 - dist.get_rank()
+    sent, received = dist.P2POp(dist.isend, mine, peer), dist.P2POp(dist.irecv, theirs, peer)
+    return dist.batch_isend_irecv([received, sent])
+
+
 def messages() -> None:
-    mine, theirs, peer = torch.ones(2), torch.empty(2), 1 - dist.get_rank()
-    works = [dist.isend(mine, peer), dist.irecv(theirs, peer)]
-    for work in works:
+    mine, theirs = torch.ones(2), torch.empty(2)
+    for work in exchange(mine, theirs):
         work.wait()
     assert theirs.tolist() == [1.0, 1.0]
 
 
 def a_message_read_too_early() -> None:
-    mine, theirs, peer = torch.ones(2), torch.empty(2), 1 - dist.get_rank()
-    works = [dist.isend(mine, peer), dist.irecv(theirs, peer)]
+    mine, theirs = torch.ones(2), torch.empty(2)
+    works = exchange(mine, theirs)
     theirs.sum()
     for work in works:
         work.wait()
@@ -116,6 +141,8 @@ PROGRAMS: dict[Callable[[], None], list[str]] = {
     never_awaited: [UNAWAITED],
     waiting_for_a_later_one_of_the_group: [],
     launched_on_another_stream_too_early: [RACE],
+    one_communicator_on_two_streams: [],
+    one_communicator_on_two_streams_that_nothing_orders: [RACE],
     freed_while_another_stream_reduces: [EARLY_RELEASE],
     messages: [],
     a_message_read_too_early: [RACE],

@@ -19,9 +19,27 @@ def pool_of(num_bytes: int) -> tuple[Any, Any, list[torch.Tensor]]:
     dist.all_reduce(torch.ones(1))
     backend: Any = dist.distributed_c10d._get_default_group()._get_backend(CPU)
     pool = torch.cuda.MemPool(backend.mem_allocator)
+    torch.cuda.empty_cache()
     with torch.cuda.use_mem_pool(pool):
         memory = [torch.empty(num_bytes, dtype=torch.uint8)]
     return backend, pool, memory
+
+
+def allocated_in_a_pool(empties_cache: bool) -> None:
+    freed, kept = torch.ones(8), torch.ones(8)
+    del freed
+    if empties_cache:
+        torch.cuda.empty_cache()
+    with torch.cuda.use_mem_pool(torch.cuda.MemPool()):
+        kept.add(1)
+
+
+def allocated_with_an_empty_cache() -> None:
+    allocated_in_a_pool(empties_cache=True)
+
+
+def allocated_while_memory_is_cached() -> None:
+    allocated_in_a_pool(empties_cache=False)
 
 
 def registered_for_a_while() -> None:
@@ -96,6 +114,8 @@ def sent_over_another_group() -> None:
 PROGRAMS: dict[Callable[[], None], set[str]] = {
     registered_for_a_while: set(),
     local_memory_of_other_sizes: set(),
+    allocated_with_an_empty_cache: set(),
+    allocated_while_memory_is_cached: {POOL},
     registered_without_a_communicator: {POOL},
     registered_twice: {POOL},
     registered_before_it_has_memory: {POOL},
