@@ -15,6 +15,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from megatron.fsdp.engine.collectives import local_group
 from megatron.fsdp.engine.unit_choice import is_expert_parameter
 from megatron.mcore_adapter.releases.process_groups import all_gather_group
 from megatron_fsdp import FSDPDistributedIndex
@@ -106,7 +107,7 @@ def complete(
     if not missing:
         return collection
     completed = copy(collection)
-    alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    alone = local_group([dist.get_rank()])
     for name in missing:
         setattr(completed, name, alone)
     return completed

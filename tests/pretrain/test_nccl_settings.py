@@ -98,7 +98,7 @@ def test_fsdps_own_group_for_gathers_has_the_settings_of_the_group_beside_it() -
         patch.object(dist, "get_backend", lambda group: dist.Backend.NCCL),
         patch.object(dist, "ProcessGroupNCCL", SimpleNamespace(Options=options), create=True),
         patch.object(dist, "get_process_group_ranks", lambda group: [0, 1]),
-        patch.object(dist, "new_group", lambda ranks, **settings: made.append(settings)),
+        patch.object(process_groups, "local_group", lambda ranks, **given: made.append(given)),
     ):
         process_groups.all_gather_group(None, group)
     assert made[0]["pg_options"].is_high_priority_stream

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 from megatron.fsdp.engine import observe
 from megatron.fsdp.engine.buffer import FlatBuffer, Storage
-from megatron.fsdp.engine.collectives import agree
+from megatron.fsdp.engine.collectives import agree, connect
 from megatron.fsdp.engine.policy import problems_of_flags, raise_problems
 from megatron.fsdp.optimizer.host.offload import Offload
 
@@ -327,6 +327,9 @@ class NcclMemory:
         """Return ``uint8`` tensors of these numbers of bytes, in a pool of NCCL's allocator."""
         if not sizes:
             return []
+        # While a pool is in use, torch's allocator does not give back what it has cached to make
+        # room, as if a graph were captured: after a step that is all that buffers have used.
+        torch.cuda.empty_cache()
         pool = torch.cuda.MemPool(self._backends[0].mem_allocator)
         with torch.cuda.use_mem_pool(pool):
             memory = allocate_slots(self._device, sizes)
@@ -335,6 +338,7 @@ class NcclMemory:
 
     def register(self) -> list[str]:
         """Register the new pools; return an error message if NCCL refuses. A collective."""
+        connect(self.groups, self._device)
         pools, self._pools = self._pools, []
         try:
             for pool, backend in product(pools, self._backends):
@@ -410,9 +414,7 @@ class EngineSlots:
             RuntimeError: with the problems of all ranks of the groups, the same on each.
         """
         own = filter(None, (self.weights.assign(), self.gradients.assign()))
-        # Windows are registered by all ranks together, over groups that have a communicator: from
-        # their first collective on.
-        problems = agree(own, [*groups, *(self._nccl.groups if self._nccl else ())])
+        problems = agree(own, groups)  # windows are registered by all ranks together
         if self._nccl and not problems:
             problems = agree(self._nccl.register(), groups)
         if problems:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -116,6 +116,8 @@ class Communicator:
         self.is_hybrid = self.outer_size > 1
         self.has_collectives = self.inner_size * self.outer_size > 1
         self.gather_groups = self.all_gather_group, self.outer  # of weights
+        groups = (self.inner, self.outer, self.all_gather_group)
+        self.streams.serve([group for group in groups if group is not None])
 
     def partition(self, shards_inner: bool, shards_outer: bool) -> Partition:
         """Return the shards of a buffer that one or both axes divide, and this rank's."""
@@ -237,6 +239,34 @@ def _after(pending: Pending, collective: Collective) -> Collective:
         return collective(asynchronous)
 
     return start
+
+
+def local_group(ranks: Sequence[int], **settings: Any) -> dist.ProcessGroup:
+    """Create a process group, which is a collective of its own ranks only.
+
+    Args:
+        ranks: of the program.
+        settings: further arguments of ``new_group``.
+    """
+    # With a device bound to all ranks, torch would split their communicator (ncclCommSplit), for
+    # which it needs all of them; `use_local_synchronization` keeps the others away all the same.
+    world = dist.distributed_c10d._get_default_group()
+    device, world.bound_device_id = world.bound_device_id, None
+    try:
+        group: dist.ProcessGroup = dist.new_group(ranks, use_local_synchronization=True, **settings)
+        return group
+    finally:
+        world.bound_device_id = device
+
+
+def connect(groups: Iterable[dist.ProcessGroup], device: torch.device) -> None:
+    """Make NCCL's communicators of groups, one by one; all ranks of each must do so together."""
+    # NCCL connects the ranks of a group at its first collective of tensors on the device. Object
+    # collectives are none: with the backend "cpu:gloo,cuda:nccl" they use gloo.
+    operand = torch.zeros(1, device=device)
+    for group in groups:
+        with observing("all_reduce", operand, group):
+            dist.all_reduce(operand, group=group)
 
 
 def agree(

@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 
 # [Note: memory and streams] Storage is allocated and freed while the compute stream is current, so
 # the caching allocator orders its reuse by compute. A collective runs on a separate stream, which
@@ -62,6 +62,9 @@ def all_of(operations: Iterable[Pending]) -> Pending:
 class CpuStreams:
     """Runs collectives as asynchronous work of the process group."""
 
+    def serve(self, groups: Sequence[dist.ProcessGroup]) -> None:
+        """Do nothing: there are no streams."""
+
     def launch(self, stream_name: str, *collectives: Collective) -> Pending:
         """Run ``collectives`` one after another; see :meth:`CudaStreams.launch`."""
         # Only the first is asynchronous. The others need its result, so they run in `wait`.
@@ -85,12 +88,28 @@ class CudaStreams:
     def __init__(self, device: torch.device, is_one: bool = False):
         self._device = device
         self._is_one = is_one  # all collectives run on the same stream
-        self._streams = defaultdict[str, torch.cuda.Stream](lambda: torch.cuda.Stream(device))
+        self._priority = 0
+        self._streams: dict[str, torch.cuda.Stream] = {}
+
+    def serve(self, groups: Sequence[dist.ProcessGroup]) -> None:
+        """Let the collectives of ``groups`` go before compute if one of these asks for it."""
+        # A group's own stream has its priority, but NCCL runs on it what is asynchronous. What is
+        # launched here is not, so it runs on these streams.
+        for group in groups:
+            backend = group._get_backend(self._device)
+            backend = getattr(backend, "wrapped_pg", backend)  # with TORCH_DISTRIBUTED_DEBUG
+            if getattr(backend.options, "is_high_priority_stream", False):
+                self._priority = -1  # all streams of the model: its groups share them
 
     def launch(self, stream_name: str, *collectives: Collective) -> Pending:
         """Run ``collectives`` on a stream; each may use the results of those before it."""
         # The streams are "gather" and "reduce": neither waits for the other, unless they are one.
-        stream = self._streams["" if self._is_one else stream_name]
+        if self._is_one:
+            stream_name = ""
+        stream = self._streams.get(stream_name)
+        if stream is None:
+            stream = torch.cuda.Stream(self._device, self._priority)
+            self._streams[stream_name] = stream
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
             for collective in collectives:

@@ -15,6 +15,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_batch_on_this_cp_rank
 from torch import Tensor
 
+from megatron.fsdp.engine.collectives import local_group
+
 _made: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 """Data-parallel group -> the group for all-gathers that was made beside it."""
 
@@ -48,10 +50,9 @@ def all_gather_group(
             with_context_parallel=True, independent_all_gather=True
         )
     if data_parallel not in _made:
-        _made[data_parallel] = dist.new_group(
+        _made[data_parallel] = local_group(
             dist.get_process_group_ranks(data_parallel),
             pg_options=_nccl_options_of(data_parallel),
-            use_local_synchronization=True,
             group_desc="DATA_PARALLEL_GROUP_WITH_CP_AG",
         )
     return _made[data_parallel]

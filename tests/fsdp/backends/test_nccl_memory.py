@@ -53,6 +53,7 @@ def pools(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "MemPool", lambda allocator: mock.Mock())
     monkeypatch.setattr(torch.cuda, "use_mem_pool", lambda pool: nullcontext())
     monkeypatch.setattr(memory_slots, "agree", lambda problems, groups: list(problems))
+    monkeypatch.setattr(memory_slots, "connect", lambda groups, device: None)
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
 
@@ -68,6 +69,15 @@ def test_pools_are_registered_once_and_deregistered_with_the_model() -> None:
     del memory
     gc.collect()
     assert [each.pools for each in backends] == [[], []]
+
+
+def test_torchs_cache_is_empty_when_slots_are_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inside a pool torch's allocator does not give back memory that it has cached."""
+    steps: list[str] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: steps.append("cache"))
+    monkeypatch.setattr(torch.cuda, "use_mem_pool", lambda pool: nullcontext(steps.append("pool")))
+    memory_over([PlainBackend()]).allocate([8])
+    assert steps == ["cache", "pool"]
 
 
 def test_without_windows_slots_are_registered_locally_which_is_said_once(

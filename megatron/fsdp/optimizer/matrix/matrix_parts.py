@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Shard
 from megatron.fsdp.dtensor.sharded_param import ShardedGradient, ShardedParam
 from megatron.fsdp.dtensor.tensor_part import TensorPart, TensorSlice
 from megatron.fsdp.dtensor.uneven_dtensor import UnevenDTensor, dtensor_over
-from megatron.fsdp.engine.collectives import agree
+from megatron.fsdp.engine.collectives import connect, local_group
 from megatron.fsdp.engine.layout import FlatRange, row_size
 from megatron.fsdp.engine.mesh import Axes
 from megatron.fsdp.optimizer.matrix.exchange import Exchange
@@ -67,11 +67,9 @@ class OwnerRanks:
         known = axes.data_group if num_slices == 1 else None
         # Not the group of all ranks: other pipeline stages may have other kinds of parameters.
         ranks = self.mesh.mesh.flatten().tolist()
-        self.group = known or dist.new_group(ranks, use_local_synchronization=True)
-        if self.mesh.device_type == "cuda":
-            # NCCL connects a group when all of its ranks first use it; in a round some have nothing
-            # to send.
-            agree([], [self.group])
+        self.group = known or local_group(ranks)
+        # In a round of messages some ranks have nothing to send, and would not connect.
+        connect([self.group], torch.device(self.mesh.device_type))
         grid = self.mesh.mesh.reshape(num_slices, axes.inner.size(), -1)
         numbers = dist.get_process_group_ranks(self.group)
         coordinates = product(*map(range, grid.shape))  # tensor, inner, outer
