@@ -21,7 +21,7 @@ from tests.support.cuda_model.machine import cuda_model
 from tests.support.cuda_model.scenarios import SCENARIOS
 from tests.support.fsdp.meshes import Meshes
 from tests.support.rank_pool import run_ranks
-from tools.cuda_model.reports import ORDER, RACE
+from tools.cuda_model.reports import DEADLOCK, ORDER, RACE
 
 
 @dataclass(frozen=True)
@@ -109,11 +109,12 @@ def defect(name: str, scenario: str, changes: Changes, *kinds: str) -> Defect:
 
 def findings_with(defect: Defect) -> list[tuple[str, str]]:
     """Run a defect's scenario on this rank; return the kinds and texts of what was reported."""
-    program = SCENARIOS[defect.scenario].program
+    scenario = SCENARIOS[defect.scenario]
     meshes = Meshes()
-    with defect.made(), cuda_model(ORDER in defect.kinds, names_cuda=True) as model:
+    compares = ORDER in defect.kinds or DEADLOCK in defect.kinds
+    with defect.made(), cuda_model(compares, True, scenario.backend) as model:
         try:
-            program(meshes)
+            scenario.program(meshes)
         except (RuntimeError, AttributeError, AssertionError):
             if not model.reports:  # otherwise memory that is gone was not read, for example
                 raise

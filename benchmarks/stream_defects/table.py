@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from benchmarks.stream_defects.defect import SIDE, Changes, defect
+from benchmarks.stream_defects.groups_table import GROUPS
 from benchmarks.stream_defects.host_table import HOST_DEFECTS
 from tools.cuda_model.reports import (
     EARLY_RELEASE,
@@ -453,7 +454,7 @@ DEFECTS = [
     defect(
         "slots are registered with a group that has no communicator",
         "registered for all-gathers",
-        {SLOTS + "EngineSlots.assign": [("*(self._nccl.groups if self._nccl else ())", "")]},
+        {POOLS + "register": [("connect(self.groups, self._device)", "pass")]},
         POOL,
     ),
     defect(
@@ -493,5 +494,6 @@ DEFECTS = [
         POOL,
     ),
     *HOST_DEFECTS,
+    *GROUPS,
 ]
 """All defects."""

@@ -34,6 +34,8 @@ NAMES = [
     "a gather of several groups is not awaited",
     "the host reads sizes without waiting",
     "a shard lies in another rank's slice",
+    # launches of several ranks
+    "messages of owners are not one launch",
     # memory pools
     "ranks register windows of other sizes",
     "windows that NCCL refused are registered again",

@@ -7,7 +7,9 @@ from tests.support.cuda_model.scenarios import SCENARIOS, reports_of
 from tests.support.fsdp.reference import Ranks
 
 
-@pytest.mark.always("level3", "level1 bf16", "slots")
+@pytest.mark.always(
+    "level3", "level1 bf16", "slots", "objects by gloo, owners", "high priority level3"
+)
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_no_use_of_memory_is_out_of_order(ranks: Ranks, name: str) -> None:
     for reports in ranks(SCENARIOS[name].num_ranks, reports_of, [name]):

@@ -25,11 +25,15 @@ from megatron.fsdp.backends import memory_slots
 from megatron.fsdp.dtensor.tensor_part import full_tensor
 from megatron_fsdp import MixedPrecisionPolicy, fully_shard, fully_shard_model
 from tests.support.cuda_model.calls_under_way import CALLS_UNDER_WAY, STARTED_BETWEEN
+from tests.support.cuda_model.group_programs import (
+    groups_of_some_ranks,
+    owners_of_matrices,
+    owners_of_slices,
+)
 from tests.support.cuda_model.machine import cuda_model
 from tests.support.cuda_model.offloaded import offloaded_by_hand, offloaded_in_blocks, saved_behind
 from tests.support.cuda_model.stacks import stack_on, step
-from tests.support.fsdp import tensor_parallel
-from tests.support.fsdp.meshes import Meshes, device_type
+from tests.support.fsdp.meshes import Meshes
 from tests.support.fsdp.models import ResidualBlock, build_stack
 from tests.support.fsdp.random_models import Drawn, DrawnLayer
 from tests.support.fsdp.reference import (
@@ -44,6 +48,7 @@ from tests.support.fsdp.reference import (
     unsharded_training,
 )
 from tests.support.fsdp.subclasses import Master, RoundedLayer, RowScaled
+from tools.cuda_model.groups import Groups, NcclOptions
 from tools.cuda_model.machine import CudaModel
 from tools.cuda_model.pools import ModelBackend
 
@@ -53,10 +58,11 @@ Program = Callable[[Meshes], "Callable[[], None] | None"]
 
 @dataclass(frozen=True)
 class Scenario:
-    """A program, and the number of ranks that it runs on."""
+    """A program, the number of ranks that it runs on, and the backend of their group."""
 
     num_ranks: int
     program: Program = field(repr=False)
+    backend: str = "nccl"
 
 
 def reports_of(names: Iterable[str]) -> dict[str, list[str]]:
@@ -64,7 +70,7 @@ def reports_of(names: Iterable[str]) -> dict[str, list[str]]:
     meshes = Meshes()
     found = {}
     for name in names:
-        with cuda_model(names_cuda=True) as model:
+        with cuda_model(names_cuda=True, backend=SCENARIOS[name].backend) as model:
             compare = run(SCENARIOS[name].program, meshes, model)
         if compare is not None and not model.reports:
             compare()
@@ -118,12 +124,18 @@ def train(case: Case, meshes: Meshes) -> Callable[[], None]:
     return compare
 
 
-def case(model: str | Drawn = "several_units", num_ranks: int = 2, **options: Any) -> Scenario:
+def case(
+    model: str | Drawn = "several_units",
+    num_ranks: int = 2,
+    backend: str = "nccl",
+    **options: Any,
+) -> Scenario:
     """Return the training of one of the tests' models; other names are settings of the library."""
     fields = set(Case.__dataclass_fields__)
     settings = {key: value for key, value in options.items() if key not in fields}
     chosen = {key: value for key, value in options.items() if key in fields}
-    return Scenario(num_ranks, partial(train, Case(model=model, settings=settings, **chosen)))
+    program = partial(train, Case(model=model, settings=settings, **chosen))
+    return Scenario(num_ranks, program, backend)
 
 
 # ---- other ways through the library
@@ -238,6 +250,12 @@ def registered_locally(level: int, meshes: Meshes) -> Callable[[], None]:
         return train(Case(model="several_units", steps=4, settings=settings), meshes)
 
 
+def with_high_priority(level: int, meshes: Meshes) -> Callable[[], None]:
+    """Train with groups whose collectives go before compute."""
+    with patch.object(Groups, "options", lambda *args: NcclOptions(is_high_priority_stream=True)):
+        return train(Case(model="several_units", settings={"zero_dp_strategy": level}), meshes)
+
+
 def whole_tensors(level: int, meshes: Meshes) -> None:
     """Gather parameters as torch's functions on DTensors do, while training."""
     model, optimizer = stack_on(level, meshes)
@@ -295,83 +313,6 @@ def wrapped_on_another_stream(level: int, meshes: Meshes) -> Callable[[], None]:
     return compare
 
 
-def owners_of_matrices(level: int, meshes: Meshes) -> Callable[[], None]:
-    """Train with Muon, whose matrices are sent to their owners and back."""
-    trained = trained_by_owners(level, meshes)
-
-    def compare() -> None:
-        again = trained_by_owners(level, Meshes()).parameters()  # on the CPU
-        for own, expected in zip(trained.parameters(), again, strict=True):
-            assert torch.equal(own.to_local(), expected.to_local())
-
-    return compare
-
-
-def owners_of_slices(level: int, meshes: Meshes) -> Callable[[], None]:
-    """Train with Muon on matrices that tensor parallelism divides, by rows and by columns."""
-    trained = trained_by_owners_of_slices(level)
-
-    def compare() -> None:
-        again = trained_by_owners_of_slices(level).parameters()
-        for own, expected in zip(trained.parameters(), again, strict=True):
-            assert torch.equal(own.to_local(), expected.to_local())
-
-    return compare
-
-
-def trained_by_owners_of_slices(level: int) -> nn.Module:
-    """Return a model after three steps on two data ranks, each of two tensor-parallel ones."""
-    place = tensor_parallel.mesh_arguments("dp2_tp2")
-    data_rank, _ = tensor_parallel.data_place(place["device_mesh"])
-    module = tensor_parallel.split(
-        tensor_parallel.build(10).to(device_type()), place["device_mesh"]["tp"], style="tensor"
-    )
-    model, optimizers = fully_shard(
-        module,
-        optimizers_by_dim(module),
-        **place,
-        fsdp_unit_modules=[tensor_parallel.SplitBlock],
-        zero_dp_strategy=level,
-        preserve_fp32_weights=False,
-    )
-    for number in range(3):
-        tensor_parallel.loss_on(model, number, data_rank).backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    return model
-
-
-def optimizers_by_dim(module: nn.Module) -> list[torch.optim.Optimizer]:
-    """Return Muon over the matrices of a module, and AdamW over the rest."""
-    matrices = [each for each in module.parameters() if each.ndim == 2]
-    others = [each for each in module.parameters() if each.ndim != 2]
-    return [torch.optim.Muon(matrices), torch.optim.AdamW(others)]
-
-
-def trained_by_owners(level: int, meshes: Meshes) -> nn.Module:
-    """Return a stack after three steps of Muon over its matrices, and AdamW over the rest.
-
-    The state is sharded for a state dict before the last of them.
-    """
-    module = build_stack().to(device_type())
-    model, optimizers = fully_shard(
-        module,
-        optimizers_by_dim(module),
-        **meshes.arguments("flat"),
-        fsdp_unit_modules=[ResidualBlock],
-        zero_dp_strategy=level,
-    )
-    for number in range(3):
-        loss_of(model(batch(number, dist.get_rank(), 0))).backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-            if number == 1:
-                optimizer.state_dict()
-    return model
-
-
 EXPERTS = Drawn(layers=(DrawnLayer(hidden=7, num_experts=4), DrawnLayer(hidden=3)))
 MODELS_OF_TESTS = (
     *("nested_units", "unit_called_twice", "parallel_branches", "tied_across_units"),
@@ -389,6 +330,8 @@ WAYS: list[tuple[str, Callable[[int, Meshes], Callable[[], None] | None], tuple[
     ("registered by hand", registered_by_hand, (3,)),
     ("registered and dropped", registered_and_dropped, (3,)),
     ("registered locally", registered_locally, (3,)),
+    ("high priority", with_high_priority, (3,)),
+    ("groups of some ranks", groups_of_some_ranks, (1,)),
     ("whole tensors", whole_tensors, (3,)),
     ("generation", generation, (3,)),
     *CALLS_UNDER_WAY,
@@ -486,4 +429,11 @@ SCENARIOS: dict[str, Scenario] = {  # by name
     **{f"owners level{n}": Scenario(3, partial(owners_of_matrices, n)) for n in (0, 1, 3)},
     **{f"owners tp2 level{n}": Scenario(4, partial(owners_of_slices, n)) for n in (1, 3)},
     **OTHER_WAYS,
+    # Object collectives use gloo, so they make no communicator of NCCL.
+    "objects by gloo, registered": case(
+        mesh="gather_group", zero_dp_strategy=0, backend="cpu:gloo,cuda:nccl", **REGISTERED
+    ),
+    "objects by gloo, owners": Scenario(
+        4, partial(owners_of_matrices, 3, mesh="outer2", num_matrices=1), "cpu:gloo,cuda:nccl"
+    ),
 }
