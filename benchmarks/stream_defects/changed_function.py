@@ -17,7 +17,8 @@ from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 from benchmarks.broken_lines.broken_line import REPOSITORY
-from benchmarks.stream_defects.grammar import DrawnDefect, SourceFile, blocks_of, places
+from benchmarks.stream_defects.grammar import DrawnDefect
+from benchmarks.stream_defects.places import SourceFile, blocks_of, places
 
 PROBE = "note_executed_line"
 

@@ -21,7 +21,7 @@ from tests.support.cuda_model.machine import cuda_model
 from tests.support.cuda_model.scenarios import SCENARIOS
 from tests.support.fsdp.meshes import Meshes
 from tests.support.rank_pool import run_ranks
-from tools.cuda_model.reports import DEADLOCK, ORDER, RACE
+from tools.cuda_model.reports import DEADLOCK, ORDER
 
 
 @dataclass(frozen=True)
@@ -94,17 +94,6 @@ class Defect:
                     if is_ours and vars(module).get(name) is function:
                         patches.enter_context(patch.object(module, name, scope[name]))
             yield
-
-
-Changes = dict[str, list[tuple[str, str]]]
-"""Texts and what takes their places, by function."""
-SIDE = "with torch.cuda.stream(torch.cuda.Stream()): "
-
-
-def defect(name: str, scenario: str, changes: Changes, *kinds: str) -> Defect:
-    """Return a defect of the library; places are below `megatron.fsdp`."""
-    edits = [Edit(f"megatron.fsdp.{place}", tuple(each)) for place, each in changes.items()]
-    return Defect(name, scenario, tuple(edits), kinds or (RACE,))
 
 
 def findings_with(defect: Defect) -> list[tuple[str, str]]:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from benchmarks.stream_defects.defect import defect
+from benchmarks.stream_defects.edits import defect
 from tools.cuda_model.reports import DEADLOCK, NCCL_RULE, ORDER, POOL
 
 POOLS = "backends.memory_slots:NcclMemory."

@@ -3,13 +3,11 @@
 
 from __future__ import annotations
 
-from benchmarks.stream_defects.defect import SIDE, Defect, Edit, defect
+from benchmarks.stream_defects.defect import Defect, Edit
+from benchmarks.stream_defects.edits import BLOCKS, OFFLOADED, SIDE, SUM, defect
 from tools.cuda_model.reports import EARLY_RELEASE, HOST_READ, HOST_WRITE, RACE
 
-BLOCKS = "optimizer.host.block_update:BlockUpdate."
-SUM = "engine.buffer:RunningSum."
 STAGING = "megatron.pretrain.checkpoints.staging:"
-OFFLOADED = "offloaded, updated on the device"
 
 HOST_DEFECTS = [
     # ---- blocks of offloaded weights

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 from unittest.mock import patch
 
@@ -41,8 +42,8 @@ from tools.cuda_model.machine import CudaModel
 
 
 @dataclass
-class Outcome:
-    """What a training has come to on one rank.
+class RunOutcome:
+    """The results of a training on one rank.
 
     Args:
         reports: the first lines of what the model has reported.
@@ -62,7 +63,7 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Program:
+class ModelRun:
     """A training, and the number of ranks that it runs on.
 
     ``run`` takes a folder that all ranks share, and returns what was reported and a function that
@@ -115,27 +116,27 @@ CAPTURED = Combination(
     " --eval-iters 3 --overlap-grad-reduce --overlap-param-gather",
 )
 HELD = {"cuda_graph_mode": True}
-PROGRAMS: dict[str, Program] = {
+PROGRAMS: dict[str, ModelRun] = {
     **{
-        name: Program(each.num_ranks, functools.partial(_scenario, name))
+        name: ModelRun(each.num_ranks, functools.partial(_scenario, name))
         for name, each in SCENARIOS.items()
     },
-    "graphs of units": Program(2, functools.partial(_graphs, "units", 3)),
-    "graphs of iterations": Program(2, functools.partial(_graphs, "iteration", 1)),
-    "roots in place": Program(2, _roots_in_place),
-    "pretrain: captured iterations": Program(2, _captured, True),
+    "graphs of units": ModelRun(2, functools.partial(_graphs, "units", 3)),
+    "graphs of iterations": ModelRun(2, functools.partial(_graphs, "iteration", 1)),
+    "roots in place": ModelRun(2, _roots_in_place),
+    "pretrain: captured iterations": ModelRun(2, _captured, True),
     **{
-        f"pretrain: {name}": Program(each.ranks, functools.partial(_core_run, name), True)
+        f"pretrain: {name}": ModelRun(each.ranks, functools.partial(_core_run, name), True)
         for name, each in RUNS.items()
     },
-    "drop-in": Program(2, functools.partial(_drop_in, "optim"), True),
+    "drop-in": ModelRun(2, functools.partial(_drop_in, "optim"), True),
 }
 """By name."""
 
 
 def outcome_of(
     name: str, folder: str, defect: DrawnDefect | None, notes_lines: bool, *unused: Any
-) -> Outcome:
+) -> RunOutcome:
     """Run a training on this rank, with a defect if one is given.
 
     Args:
@@ -148,7 +149,7 @@ def outcome_of(
     Raises:
         DefectFound: it has failed.
     """
-    outcome, models = Outcome(), list[CudaModel]()
+    outcome, models = RunOutcome(), list[CudaModel]()
     make = CudaModel.__init__
 
     def make_noted(model: CudaModel, *args: Any, **kwargs: Any) -> None:
@@ -165,8 +166,10 @@ def outcome_of(
         try:
             reports, compare = PROGRAMS[name].run(folder)
         except Exception as error:
-            found = [_first_line(str(each)) for model in models for each in model.reports]
-            message = f"reported: {found[0]}" if found else f"{type(error).__name__}: {error}"
+            found = list(chain.from_iterable(model.reports for model in models))
+            message = f"{type(error).__name__}: {error}"
+            if found:
+                message = f"reported: {_first_line(str(found[0]))}"
             raise DefectFound(message) from error
     outcome.seconds = time.monotonic() - begin
     outcome.reports = [_first_line(each) for each in reports]

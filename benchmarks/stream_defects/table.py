@@ -3,9 +3,24 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from benchmarks.stream_defects.defect import SIDE, Changes, defect
+from benchmarks.stream_defects.calls_under_way import CALLS_UNDER_WAY
+from benchmarks.stream_defects.edits import (
+    DONE,
+    ENDS,
+    GRADIENTS,
+    GROUP,
+    LAUNCH,
+    PENDING,
+    POOLS,
+    RUNS,
+    SIDE,
+    SLOTS,
+    STARTS,
+    SUM,
+    UNGUARDED,
+    WAITS,
+    defect,
+)
 from benchmarks.stream_defects.groups_table import GROUPS
 from benchmarks.stream_defects.host_table import HOST_DEFECTS
 from tools.cuda_model.reports import (
@@ -18,21 +33,6 @@ from tools.cuda_model.reports import (
     RELEASED,
     UNAWAITED,
 )
-
-LAUNCH = "engine.device:CudaStreams.launch"
-PENDING = "engine.device:Pending.wait"
-GROUP = "engine.param_group:ParamGroup."
-GRADIENTS = "engine.gradients:GroupGradients."
-SLOTS = "backends.memory_slots:"
-POOLS = f"{SLOTS}NcclMemory."
-SUM = "engine.buffer:RunningSum."
-STARTS = "stream.wait_stream(torch.cuda.current_stream(self._device))"
-ENDS = "lambda: torch.cuda.current_stream(self._device).wait_event(done)"
-DONE = "    done = stream.record_event()"
-RUNS = "    for collective in collectives:"
-WAITS = "pending.wait()"
-# The guard of weights raises before the model of CUDA sees that they are read.
-UNGUARDED: Changes = {"engine.weight_guard:WeightGuard.close": [("self._saved is None", "False")]}
 
 DEFECTS = [
     # ---- the start of a collective
@@ -319,69 +319,7 @@ DEFECTS = [
         "by hand level3",
         {GRADIENTS + "scale": [("total.mul_", SIDE + "total.mul_")]},
     ),
-    # ---- calls while collectives are under way, and on other streams
-    defect(
-        "the stream that waits is that of the launch",
-        "two streams level3",
-        {
-            LAUNCH: [
-                (STARTS, f"launcher = torch.cuda.current_stream(self._device); {STARTS}"),
-                (ENDS, "lambda: launcher.wait_event(done)"),
-            ]
-        },
-    ),
-    defect(
-        "a whole gradient is added to while it is reduced",
-        "hybrid level0 started between",
-        {GRADIENTS + "accumulate": [("self.wait_for_reduce()", "pass")]},
-    ),
-    defect(
-        "a gradient is scaled while it is reduced",
-        "scaled while reduced level2",
-        {GRADIENTS + "scale": [("self.wait_for_reduce()", "pass")]},
-    ),
-    defect(
-        "a gradient is dropped while it is reduced",
-        "dropped while reduced level2",
-        {GRADIENTS + "drop_reduced": [("self.wait_for_reduce()", "pass")]},
-        EARLY_RELEASE,
-    ),
-    defect(
-        "kept weights are cast on another stream",
-        "weights kept level3",
-        {GROUP + "keep_compute_weights": [("self._fill(self", SIDE + "self._fill(self")]},
-    ),
-    defect(
-        "fp16 is divided when its reduction has started",
-        "fp16 level2",
-        {
-            "engine.collectives:Communicator._divide": [
-                ("operand.div_(divisor)", "pass"),
-                (
-                    "if divides_first or",
-                    "if divides_first:\n        operand.div_(divisor)\n    if divides_first or",
-                ),
-            ]
-        },
-    ),
-    defect(
-        "a slot is left before its gather is over",
-        "slot left level3",
-        {GROUP + "reshard": [("self.wait_for_unshard()", "self._all_gather = None")]},
-    ),
-    replace(  # ranks that own a matrix which is divided by rows receive into the matrix itself
-        defect(
-            "slices of a matrix are put together before they have arrived",
-            "owners tp2 level3",
-            {
-                "optimizer.matrix.exchange:Exchange.start": [
-                    ("work.wait()", "pass"),
-                    ("after()", "after()\n        work.wait()"),
-                ]
-            },
-        ),
-        is_of_some_ranks=True,
-    ),
+    *CALLS_UNDER_WAY,
     # ---- other collectives, and NCCL's rules
     defect(
         "a gather of several groups is not awaited",

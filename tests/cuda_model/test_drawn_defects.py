@@ -12,15 +12,12 @@ import pytest
 
 from benchmarks.stream_defects.changed_function import changed_function
 from benchmarks.stream_defects.drawn import RACE, show, unbroken
-from benchmarks.stream_defects.grammar import (
+from benchmarks.stream_defects.grammar import DrawnDefect, changes, draw, is_valid
+from benchmarks.stream_defects.places import (
     KINDS,
-    DrawnDefect,
-    Place,
+    DefectPlace,
     SourceFile,
     blocks_of,
-    changes,
-    draw,
-    is_valid,
     outermost_functions,
     places,
 )
@@ -36,7 +33,7 @@ def of_source(text: str) -> dict[str, list[str]]:
     for name, function in outermost_functions(file.tree):
         for block in blocks_of(function):
             for index in range(len(block)):
-                place = Place(file, name, block, index)
+                place = DefectPlace(file, name, block, index)
                 if place.kinds:
                     found[place.first_line] = [each.change for each in changes(place)]
     return found

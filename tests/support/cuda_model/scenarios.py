@@ -25,13 +25,10 @@ from megatron.fsdp.backends import memory_slots
 from megatron.fsdp.dtensor.tensor_part import full_tensor
 from megatron_fsdp import MixedPrecisionPolicy, fully_shard, fully_shard_model
 from tests.support.cuda_model.calls_under_way import CALLS_UNDER_WAY, STARTED_BETWEEN
-from tests.support.cuda_model.group_programs import (
-    groups_of_some_ranks,
-    owners_of_matrices,
-    owners_of_slices,
-)
+from tests.support.cuda_model.group_programs import groups_of_some_ranks
 from tests.support.cuda_model.machine import cuda_model
 from tests.support.cuda_model.offloaded import offloaded_by_hand, offloaded_in_blocks, saved_behind
+from tests.support.cuda_model.owners import owners_of_matrices, owners_of_slices
 from tests.support.cuda_model.stacks import stack_on, step
 from tests.support.fsdp.meshes import Meshes
 from tests.support.fsdp.models import ResidualBlock, build_stack
