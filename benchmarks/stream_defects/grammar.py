@@ -157,6 +157,8 @@ def moves(place: DefectPlace) -> Iterator[DrawnDefect]:
         return
     for distance in range(1, FARTHEST + 1):
         for is_down in (True, False):
+            if not is_down and is_wait_for_work(place.statement):
+                continue  # it takes time only
             passed = passed_over(place, distance, is_down)
             if passed and any(map(does_something, passed)) and are_apart(place.statement, passed):
                 direction = "down" if is_down else "up"
@@ -194,8 +196,8 @@ def is_movable(statement: ast.stmt) -> bool:
 
 
 def does_something(statement: ast.stmt) -> bool:
-    """Return True if a statement may do something on a device."""
-    for node in ast.walk(statement):
+    """Return True if a statement may do something on a device, now and not when it is called."""
+    for node in nodes_run_by(statement):
         if isinstance(node, ast.Yield | ast.YieldFrom | ast.Delete):
             return True
         if isinstance(node, ast.Call):
@@ -203,6 +205,23 @@ def does_something(statement: ast.stmt) -> bool:
             makes_object = name[:1].isupper()
             if name not in WITHOUT_DEVICE and not makes_object:
                 return True
+    return False
+
+
+def nodes_run_by(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield a node and all nodes in it, but for those of functions that it defines."""
+    if isinstance(node, ast.Lambda | ast.FunctionDef):
+        return
+    yield node
+    for child in ast.iter_child_nodes(node):
+        yield from nodes_run_by(child)
+
+
+def is_wait_for_work(statement: ast.stmt) -> bool:
+    """Return True for a wait for one work, which does no harm where it comes too early."""
+    match statement:
+        case ast.Expr(value=ast.Call(func=ast.Attribute(attr="wait"), args=[])):
+            return True
     return False
 
 

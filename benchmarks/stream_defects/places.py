@@ -253,10 +253,16 @@ def identifier(node: ast.AST) -> str | None:
 
 
 def is_label(node: ast.AST) -> bool:
-    """Return True for `observe.work` and `observe.storage`, which tell observers what happens."""
+    """Return True for what tells others what happens, and does nothing on a device.
+
+    `observe.work` and `observe.storage` tell observers, and `memory.release` tells a file that its
+    next use is far.
+    """
     match node:
         case ast.Attribute(value=ast.Name(id="observe")):
             return True
+        case ast.Attribute(value=ast.Attribute(attr="memory") | ast.Name(id="memory"), attr=name):
+            return name == "release"
     return False
 
 

@@ -6,9 +6,10 @@ Each is compared with one that does the same without anything under way.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -218,12 +219,51 @@ def trained_from_other_weights(level: int, meshes: Meshes, are_others: bool) -> 
     return model
 
 
+class ReadInBackward(torch.autograd.Function):
+    """The identity; its backward reads the weight of a unit whose own backward comes next."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: nn.Linear) -> Tensor:
+        ctx.layer = layer
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient * ctx.layer.weight.square().mean(), None
+
+
+class ReadsInBackward(FourBlocks):
+    """Four units, in whose backward functions of the user read their weights."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the output of the blocks."""
+        for block in self.blocks:
+            x = ReadInBackward.apply(block(x), next(iter(linear_layers(block))))
+        return x
+
+
+def linear_layers(module: nn.Module) -> Iterator[nn.Linear]:
+    """Yield the linear layers of a module."""
+    for each in module.modules():
+        if isinstance(each, nn.Linear):
+            yield each
+
+
+def read_in_backward(level: int, meshes: Meshes) -> None:
+    """Read weights in backward while they are gathered for it."""
+    torch.manual_seed(3)
+    model, optimizer = stack_on(level, meshes, module=ReadsInBackward().double())
+    for number in range(2):
+        step(model, optimizer, number)
+
+
 CALLS_UNDER_WAY = [
     ("two streams", partial(compared, trained_on_two_streams), (1, 3)),
     ("dropped while reduced", partial(compared, trained_after_dropped_gradients), (0, 2)),
     ("scaled while reduced", partial(compared, trained_with_scaled_gradients), (0, 2)),
     ("weights kept", weights_kept, (1, 3)),
     ("slot left", slot_left, (3,)),
+    ("read in backward", read_in_backward, (3,)),
     ("other weights", partial(compared, trained_from_other_weights), (0, 3)),
     ("driven by hand", driven_by_hand, (1, 3)),
     ("backward that fails", partial(compared, trained_after_failed_backwards), (2, 3)),
