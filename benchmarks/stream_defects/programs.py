@@ -80,9 +80,9 @@ class DefectFound(Exception):  # noqa: N818 (what is looked for, not an error)
 
 
 def _scenario(name: str, folder: str) -> tuple[list[str], Callable[[], None] | None]:
-    meshes = Meshes()
-    with cuda_model() as model:
-        compare = run(SCENARIOS[name].program, meshes, model)
+    meshes, scenario = Meshes(), SCENARIOS[name]
+    with cuda_model(names_cuda=True, backend=scenario.backend) as model:
+        compare = run(scenario.program, meshes, model)
     return [str(report) for report in model.reports], compare
 
 

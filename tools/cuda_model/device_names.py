@@ -23,7 +23,7 @@ from torch.distributed import device_mesh, distributed_c10d
 from torch.utils import _device as default_device
 
 from tools.cuda_model.detector import Detector
-from tools.cuda_model.memory import real_device
+from tools.cuda_model.memory import parts_of, real_device
 
 Function = Callable[..., Any]
 CPU = torch.device("cpu")
@@ -63,6 +63,8 @@ class DeviceNames:
         """Make a tensor on the host or on the device."""
         is_pinned = kwargs.pop("pin_memory", False)
         device = kwargs.get("device")
+        if device is None and name == "new_tensor":  # which operators make of nothing
+            device = args[0].device
         if device is None:
             with self._detector.making_on_host():
                 result = function(*args, **kwargs)
@@ -97,7 +99,11 @@ class DeviceNames:
         is_on_device = detector.blocks.is_on_device(tensor)
         is_whole = not hasattr(tensor, "__tensor_flatten__") and real_device(tensor).type == "cpu"
         if not is_whole or is_on_device == (device.type == "cuda"):
-            return function(tensor, CPU, **settings)
+            result = function(tensor, CPU, **settings)
+            if device.type == "cuda" and not is_on_device:
+                for part in parts_of(result):
+                    detector.allocated(part, "allocation for a copy to the device")
+            return result
         name = "a copy to the host" if is_on_device else "a copy to the device"
         detector.check(name, [tensor])
         settings["copy"] = True

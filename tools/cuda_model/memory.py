@@ -95,9 +95,7 @@ class Blocks:
         if not self.has_host:
             return True
         if hasattr(tensor, "__tensor_flatten__"):
-            names = tensor.__tensor_flatten__()[0]
-            parts = [getattr(tensor, name) for name in names]  # a mesh may be among them
-            return any(isinstance(each, torch.Tensor) and self.is_on_device(each) for each in parts)
+            return any(self.is_on_device(part) for part in parts_of(tensor))
         storage = storage_of(tensor)
         return storage is not None and self.has(storage)
 
@@ -173,6 +171,15 @@ class Blocks:
             if block.pool is not None:
                 block.pool.release(block)
             self._released(block)
+
+
+def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return the tensors that a tensor subclass is made of; none for a plain tensor."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return []
+    values = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+    # A mesh may be among them.
+    return [value for value in values if isinstance(value, torch.Tensor)]
 
 
 def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:

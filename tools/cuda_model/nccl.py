@@ -157,6 +157,8 @@ class Nccl:
             if self.groups.is_of_host(group):
                 return original(group, *args, **kwargs)
             call = parse(group, *args, **_positional(kwargs))
+            if self.groups.has_gloo and self._is_on_host(call):
+                return original(group, *args, **kwargs)
             options = kwargs.get("opts", args[-1] if args else None)
             self._check(name, call, options, group)
             is_message = name in MESSAGES
@@ -284,6 +286,11 @@ class Nccl:
         self.finish_all()
 
     # ---- rules
+
+    def _is_on_host(self, call: Call) -> bool:
+        operands = [*call.reads, *call.outputs]
+        is_on_device = self.detector.blocks.is_on_device
+        return bool(operands) and not any(is_on_device(each) for each in operands)
 
     def _check(self, name: str, call: Call, options: Any, group: ProcessGroup) -> None:
         problems = []

@@ -30,7 +30,7 @@ from tests.support.cuda_model.machine import cuda_model
 from tests.support.cuda_model.offloaded import offloaded_by_hand, offloaded_in_blocks, saved_behind
 from tests.support.cuda_model.owners import owners_of_matrices, owners_of_slices
 from tests.support.cuda_model.stacks import stack_on, step
-from tests.support.fsdp.meshes import Meshes
+from tests.support.fsdp.meshes import Meshes, device_type
 from tests.support.fsdp.models import ResidualBlock, build_stack
 from tests.support.fsdp.random_models import Drawn, DrawnLayer
 from tests.support.fsdp.reference import (
@@ -211,7 +211,7 @@ def gathered_as_codes(level: int, meshes: Meshes) -> None:
         mixed_precision_policy=MixedPrecisionPolicy(torch.float64, torch.float64),
     )
     for number in range(3):
-        x = torch.randn(6, 16, dtype=torch.float64)
+        x = torch.randn(6, 16, dtype=torch.float64, device=device_type())
         output = checkpoint(model, x, use_reentrant=False) if number == 1 else model(x)
         output.pow(2).mean().backward()
         optimizer.step()
@@ -341,6 +341,9 @@ OTHER_WAYS: dict[str, Scenario] = {}
 for name, program, levels in WAYS:
     for level in levels:
         OTHER_WAYS[f"{name} level{level}"] = Scenario(2, partial(program, level))
+WITH_GLOO = "cpu:gloo,cuda:nccl"
+"""The backend of groups that communicate tensors of the host too."""
+OFFLOADED = {"offload_policy": Offload(), "backend": WITH_GLOO}
 BF16 = {"dtype": torch.bfloat16}
 FP16 = {
     "dtype": torch.float16,
@@ -400,24 +403,28 @@ SCENARIOS: dict[str, Scenario] = {  # by name
     "registered for all-gathers": case(mesh="gather_group", zero_dp_strategy=0, **REGISTERED),
     "registered experts": case(EXPERTS, mesh="ep2", num_ranks=4, steps=3, **REGISTERED),
     **{
-        f"offloaded level{n}": case(
-            zero_dp_strategy=n, microbatches=num, clip=2.0, offload_policy=Offload()
-        )
+        f"offloaded level{n}": case(zero_dp_strategy=n, microbatches=num, clip=2.0, **OFFLOADED)
         for n, num in ((1, 2), (3, 1))
     },
     "offloaded to pageable memory": case(
-        microbatches=2, clip=2.0, offload_policy=Offload(pins=False)
+        microbatches=2, clip=2.0, offload_policy=Offload(pins=False), backend=WITH_GLOO
     ),
     "offloaded, updated on the device": Scenario(
-        2, partial(offloaded_in_blocks, "fused_adamw", True)
+        2, partial(offloaded_in_blocks, "fused_adamw", True), WITH_GLOO
     ),
     "offloaded, updated on the device from pageable memory": Scenario(
-        2, partial(offloaded_in_blocks, "adamw", False)
+        2, partial(offloaded_in_blocks, "adamw", False), WITH_GLOO
     ),
-    **{f"offloaded by hand level{n}": Scenario(2, partial(offloaded_by_hand, n)) for n in (1, 3)},
+    **{
+        f"offloaded by hand level{n}": Scenario(2, partial(offloaded_by_hand, n), WITH_GLOO)
+        for n in (1, 3)
+    },
     "saved behind level3": Scenario(2, partial(saved_behind, 3)),
     "offloaded bf16": case(
-        microbatches=2, offload_policy=Offload(on_device=True), optimizer="adamw", **BF16
+        microbatches=2,
+        optimizer="adamw",
+        **OFFLOADED | {"offload_policy": Offload(on_device=True)},
+        **BF16,
     ),
     "units by bytes": case(suggested_communication_unit_size=2000, steps=4),
     "fine-grained": case(enable_fine_grained_param_gather=True, microbatches=2),
@@ -428,9 +435,9 @@ SCENARIOS: dict[str, Scenario] = {  # by name
     **OTHER_WAYS,
     # Object collectives use gloo, so they make no communicator of NCCL.
     "objects by gloo, registered": case(
-        mesh="gather_group", zero_dp_strategy=0, backend="cpu:gloo,cuda:nccl", **REGISTERED
+        mesh="gather_group", zero_dp_strategy=0, backend=WITH_GLOO, **REGISTERED
     ),
     "objects by gloo, owners": Scenario(
-        4, partial(owners_of_matrices, 3, mesh="outer2", num_matrices=1), "cpu:gloo,cuda:nccl"
+        4, partial(owners_of_matrices, 3, mesh="outer2", num_matrices=1), WITH_GLOO
     ),
 }

@@ -19,7 +19,9 @@ def stack_on(
     level: int, meshes: Meshes, **settings: Any
 ) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
     """Return a sharded stack and its optimizer."""
-    module = (settings.pop("module", None) or build_stack()).to(device_type())
+    module = settings.pop("module", None) or build_stack()
+    if not settings.get("init_model_with_meta_device"):
+        module = module.to(device_type())
     settings = {"mixed_precision_policy": MixedPrecisionPolicy(None), **settings}
     return fully_shard(
         module,
