@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from benchmarks.broken_lines.drawn_lines import position_in_draw
 from benchmarks.stream_defects.places import (
     ALLOCATION,
+    FREE,
     LAUNCH,
     ON_DEVICE,
     RECORD,
@@ -35,6 +36,7 @@ from benchmarks.stream_defects.places import (
 )
 
 WITHOUT_DEVICE = {
+    *("info", "replace"),
     *("append", "change_state", "dict", "dist.get_rank", "format", "get", "getattr", "isinstance"),
     *("iter", "len", "list", "map", "next", "partial", "range", "set", "sorted", "sum", "tuple"),
     *("type", "zip", "get_rank", "get_world_size", "is_initialized", "cast", "min", "max"),
@@ -142,8 +144,17 @@ def removals(place: DefectPlace) -> Iterator[DrawnDefect]:
             yield rewritten(place, "removed", statement, "pass")
         case ast.Assign(targets=[ast.Attribute() | ast.Subscript()]) if not is_first(place):
             yield rewritten(place, "removed", statement, "pass")
-        case ast.If(test=test):
+        case ast.If(test=test) if not only_tells(statement):
             yield rewritten(place, "the condition is never true", test, "False")
+
+
+def only_tells(condition: ast.If) -> bool:
+    """Return True where an error is raised, or something logged, and nothing else happens."""
+    for statement in condition.body:
+        is_told = isinstance(statement, ast.Expr) and not does_something(statement)
+        if not is_told and not isinstance(statement, ast.Raise):
+            return False
+    return True
 
 
 def is_first(place: DefectPlace) -> bool:
@@ -160,10 +171,18 @@ def moves(place: DefectPlace) -> Iterator[DrawnDefect]:
             if not is_down and is_wait_for_work(place.statement):
                 continue  # it takes time only
             passed = passed_over(place, distance, is_down)
+            if only_frees([place.statement, *passed]):
+                continue  # in which order they do makes no difference
             if passed and any(map(does_something, passed)) and are_apart(place.statement, passed):
                 direction = "down" if is_down else "up"
                 order = [*passed, place.statement] if is_down else [place.statement, *passed]
                 yield reordered(place, f"moved {direction} by {distance}", order)
+
+
+def only_frees(statements: Block) -> bool:
+    """Return True if each of some statements frees memory, and does nothing else on a device."""
+    kinds = [kinds_of(own_nodes(each)) & ON_DEVICE for each in statements]
+    return all(each == {FREE} for each in kinds)
 
 
 def passed_over(place: DefectPlace, distance: int, is_down: bool) -> Block:
