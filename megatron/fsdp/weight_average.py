@@ -42,10 +42,7 @@ class WeightAverage:
         self.num_updates = 0
         self._model = model
         self._is_applied = False
-        self._averages: list[torch.Tensor] = []
-        for group in model.groups:
-            group.wait_for_readers()
-            self._averages.append(group.main_shard.detach().clone())
+        self._averages = [group.main_shard.detach().clone() for group in model.groups]
 
     @torch.no_grad()
     def update(self) -> None:
@@ -54,7 +51,6 @@ class WeightAverage:
             raise RuntimeError("update the average outside of applied(): the model has it there")
         self.num_updates += 1
         for average, group in zip(self._averages, self._model.groups):
-            group.wait_for_readers()
             average.lerp_(group.main_shard, 1 - self.decay)
 
     @contextmanager

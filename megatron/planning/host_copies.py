@@ -10,13 +10,13 @@ copies before it reads gradients.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 
 from megatron.fsdp import ShardedModule
-from megatron.fsdp.engine.buffer import ShardMemory
+from megatron.fsdp.engine.buffer import RunningSum
 from megatron.fsdp.engine.device import Pending
 from megatron.fsdp.optimizer.host.host_memory import TO_DEVICE, TO_HOST
 from megatron.planning.machine import Cluster
@@ -30,17 +30,18 @@ def follow_copies(simulator: Simulator, model: ShardedModule, machine: Cluster) 
         total = group.gradients._grad_sum
         vars(total)["buffer_for"] = partial(_held_buffer, simulator, total.buffer_for)
     for memory in {group.memory for group in away}:
-        copies = SimulatedCopies(simulator, machine, memory)
+        sums = [group.gradients._grad_sum for group in away if group.memory is memory]
+        copies = SimulatedCopies(simulator, machine, sums)
         vars(memory).update(use=copies.use, add=copies.add, wait=copies.wait)
 
 
 class SimulatedCopies:
     """The copies of a memory whose tensors are on the meta device, as is what is copied."""
 
-    def __init__(self, simulator: Simulator, machine: Cluster, memory: ShardMemory):
+    def __init__(self, simulator: Simulator, machine: Cluster, sums: Sequence[RunningSum]):
         self._simulator = simulator
         self._machine = machine
-        self._memory = memory
+        self._sums = sums  # of reduced gradients, which come from the device
         self._last_added: tuple[Pending, torch.Tensor] | None = None
 
     def _copy(self, stream_name: str, tensor: torch.Tensor) -> Pending:
@@ -58,10 +59,14 @@ class SimulatedCopies:
 
     def add(self, total: torch.Tensor, addend: torch.Tensor, is_first: bool) -> None:
         """Copy gradients to the host; their memory is free when compute has waited for that."""
+        if not any(total is each.tensor() for each in self._sums):
+            return  # the host adds, or casts, what is there already
         if self._last_added is not None:
             self._last_added[0].wait()
         if not is_first:
+            self._simulator.change_memory(total.nbytes)
             self._copy(TO_HOST, total)
+            self._simulator.change_memory(-total.nbytes)
         self._last_added = self._copy(TO_HOST, total), addend
 
     def wait(self) -> None:

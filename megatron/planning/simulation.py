@@ -160,14 +160,16 @@ class Simulator(Recorder):
         """Run collectives one after another on a stream, as the engine's streams do."""
         self._streams[stream_name] = max(self._streams.get(stream_name, 0.0), self.compute)
         self._current = stream_name
-        for collective in collectives:
-            collective(False)  # it may wait for copies
-            entry = self.entries[-1]
-            entry.begin = self._streams[stream_name]
-            entry.end = entry.begin + self._collective_seconds(entry)
-            self._streams[stream_name] = entry.end
-            self._add(stream_name, entry.name, entry.unit, entry.begin, entry.end)
-        self._current = None
+        try:
+            for collective in collectives:
+                collective(False)  # it may wait for copies
+                entry = self.entries[-1]
+                entry.begin = self._streams[stream_name]
+                entry.end = entry.begin + self._collective_seconds(entry)
+                self._streams[stream_name] = entry.end
+                self._add(stream_name, entry.name, entry.unit, entry.begin, entry.end)
+        finally:
+            self._current = None
         return Pending(partial(self._wait_until, self._streams[stream_name]))
 
     def _wait_until(self, end: float) -> None:

@@ -292,7 +292,11 @@ def norms(
         _all_reduce(result, norm_groups, dist.ReduceOp.MAX)
     else:
         _all_reduce(result, norm_groups, dist.ReduceOp.SUM)
-        torch._foreach_div_(list(result), list(map(_copies_of, norm_groups)))
+        copies = list(map(_copies_of, norm_groups))
+        if len(set(copies)) == 1:
+            result = result / copies[0]
+        else:
+            torch._foreach_div_(list(result), copies)
         result = result ** (1 / order)
     if dtype is None:
         dtypes = list(map(torch.promote_types, map(_dtype_of, shards), repeat(torch.float32)))

@@ -98,8 +98,14 @@ class CudaStreams:
         for group in groups:
             backend = group._get_backend(self._device)
             backend = getattr(backend, "wrapped_pg", backend)  # with TORCH_DISTRIBUTED_DEBUG
-            if getattr(backend.options, "is_high_priority_stream", False):
-                self._priority = -1  # all streams of the model: its groups share them
+            try:
+                options = backend.options
+            except RuntimeError:  # a backend that has none
+                continue
+            if getattr(options, "is_high_priority_stream", False):
+                # That of all streams of the model, which its groups share. None is made before all
+                # groups are served.
+                self._priority = -1
 
     def launch(self, stream_name: str, *collectives: Collective) -> Pending:
         """Run ``collectives`` on a stream; each may use the results of those before it."""

@@ -250,9 +250,12 @@ class ParamGroup:
     # ---- new values
 
     def wait_for_readers(self) -> None:
-        """Wait for gathers and copies of main weights, before something else uses them."""
-        # A gather in place, at levels 1 and 2, counts as a write to this rank's shard as well.
-        self.wait_for_unshard()
+        """Wait for gathers and copies of main weights, before something else writes to them.
+
+        On CPU this may be a collective: the second stage of a hybrid gather runs in it.
+        """
+        if self._all_gather is not None and not self._all_gather.has_failed:
+            self.wait_for_unshard()
         self.memory.wait()
 
     @torch.no_grad()
@@ -293,6 +296,7 @@ class ParamGroup:
     def broadcast(self) -> None:
         """Broadcast main weights from the first of the ranks that own the same shard."""
         if self.layout.world_size < self.communicator.inner_size * self.communicator.outer_size:
+            self.wait_for_readers()
             with observe.work(self.unit_name, "broadcast"):
                 self.communicator.broadcast(
                     self.main_shard,

@@ -53,7 +53,9 @@ def show_main_weights(
         elif keep_vars:
             state[key] = sharded_param.parameter
         else:
-            sharded_param.group.wait_for_readers()  # what is loaded in place is written next
+            group = sharded_param.group
+            if group.memory.device.type != "cpu":  # there waiting could be a collective
+                group.wait_for_readers()  # what is loaded in place is written next
             state[key] = sharded_param.checkpoint_tensor(with_chunks=with_chunks)
 
 

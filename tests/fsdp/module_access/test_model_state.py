@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron_fsdp import fully_shard, fully_shard_model
+from megatron_fsdp import MixedPrecisionPolicy, fully_shard, fully_shard_model
 from megatron_fsdp.uneven_dtensor import uneven_dtensor_to_full_tensor
 from tests.fsdp.test_warnings_once import Messages
 from tests.support.fsdp import models
-from tests.support.fsdp.meshes import shard_mesh
+from tests.support.fsdp.meshes import Meshes, shard_mesh
 from tests.support.fsdp.models import ResidualBlock
 from tests.support.fsdp.reference import Ranks, batch, evaluate, loss_of, on_ranks, optimizer_over
 from tests.support.fsdp.state_dicts import NAMES, assert_equal, sharded, train, whole, whole_state
@@ -241,3 +241,27 @@ def test_a_load_that_is_not_strict_counts_and_names_what_it_leaves_out(ranks: Ra
     assert "not in the model: 1 keys (2.weight)" in line
     assert "left as they are: 6 keys (0.bias, 1.bias, 1.num_batches_tracked, " in line
     assert "no key fits: 1 keys (model.0.weight); the model has 7 keys (0.bias, 0.weight" in error
+
+
+def list_state_on_one_rank() -> int:
+    """Ask for the state on the first rank alone while gathers over two axes are under way."""
+    model, optimizer = fully_shard(
+        module := models.build_stack(),
+        optimizer_over(module),
+        **Meshes().arguments("outer2"),
+        fsdp_unit_modules=[ResidualBlock],
+        zero_dp_strategy=3,
+        outer_dp_sharding_strategy="optim",
+        mixed_precision_policy=MixedPrecisionPolicy(None),
+    )
+    loss_of(model(batch(0, dist.get_rank(), 0))).backward()
+    optimizer.step()
+    model.start_param_sync(force_dispatch=True)
+    num_entries = len(model.state_dict()) if dist.get_rank() == 0 else 0
+    dist.barrier()
+    model(batch(0, dist.get_rank(), 0))
+    return num_entries
+
+
+def test_a_state_dict_communicates_nothing(ranks: Ranks) -> None:
+    assert ranks(4, list_state_on_one_rank, timeout=60)[0] > 0

@@ -144,6 +144,8 @@ def test_pinned_memory_is_no_larger_than_its_tensors_and_is_unlocked_with_them()
     with (
         mock.patch.object(torch.cuda, "cudart", return_value=cuda),
         mock.patch.object(torch.cuda, "check_error"),
+        mock.patch.object(torch.cuda, "device"),
+        mock.patch.object(torch.cuda, "synchronize") as waited,
     ):
         tensor = memory.empty((1 << 20) + 3, torch.float32)
         address = tensor.data_ptr()
@@ -152,7 +154,9 @@ def test_pinned_memory_is_no_larger_than_its_tensors_and_is_unlocked_with_them()
         view = tensor[4:]
         del tensor
         cuda.cudaHostUnregister.assert_not_called()
+        waited.assert_not_called()
         del view
+        waited.assert_called_once_with(memory.device)  # for copies under way
         cuda.cudaHostUnregister.assert_called_once_with(address)
 
 

@@ -129,6 +129,7 @@ def end_one_rank(error: Exception | None) -> str:
         return ""
     with pytest.raises(CollectiveError) as caught:
         train_step(model, optimizer)
+    assert len(model.state_dict()) == len(list(model.parameters()))  # of this rank, to be saved
     return str(caught.value)
 
 
