@@ -52,7 +52,7 @@ def train(mesh_name: str, level: int, hidden: int, style: str, outer: int = 0) -
     }
     optimizer = optimizer_over(module, "fused_adamw")
     model, optimizer = fully_shard(
-        module, optimizer, **place, **settings, outer_dp_sharding_strategy=outer
+        module, optimizer, **place, tp_dim="tp", **settings, outer_dp_sharding_strategy=outer
     )
     for step in range(STEPS):
         expected_optimizer.zero_grad()
@@ -114,7 +114,7 @@ def sharded(
 ) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
     module, place = build(hidden), {"device_mesh": shard_mesh()}
     if tensor_parallel:
-        place = mesh_arguments("dp2_tp2")
+        place = {**mesh_arguments("dp2_tp2"), "tp_dim": "tp"}
         module = split(module, place["device_mesh"]["tp"], "tensor")
     settings = {
         "fsdp_unit_modules": [SplitBlock],

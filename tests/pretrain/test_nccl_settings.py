@@ -95,7 +95,7 @@ def test_fsdps_own_group_for_gathers_has_the_settings_of_the_group_beside_it() -
     with (
         patch.object(process_groups, "accepts", lambda function, name: False),
         patch.object(process_groups, "_made", {}),
-        patch.object(dist, "get_backend", lambda group: dist.Backend.NCCL),
+        patch.object(dist, "get_backend_config", lambda group: "cpu:gloo,cuda:nccl"),
         patch.object(dist, "ProcessGroupNCCL", SimpleNamespace(Options=options), create=True),
         patch.object(dist, "get_process_group_ranks", lambda group: [0, 1]),
         patch.object(process_groups, "local_group", lambda ranks, **given: made.append(given)),

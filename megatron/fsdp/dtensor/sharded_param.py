@@ -310,19 +310,23 @@ def _powers(
     gradients: Sequence[ShardedGradient], shards: Sequence[torch.Tensor], order: float
 ) -> torch.Tensor:
     """Return norm ** order of each shard in float64; for the infinity norm, the norm itself."""
-    sizes = list(map(torch.Tensor.numel, shards))
-    filled = list(compress(shards, sizes))  # torch has no infinity norm of nothing
-    wide = reduce(torch.promote_types, set(map(_dtype_of, filled)), torch.float32)
-    zero = torch.zeros((), dtype=wide, device=shards[0].device)
-    own: Iterator[torch.Tensor] = iter(())
+    wide = reduce(torch.promote_types, set(map(_dtype_of, shards)), torch.float32)
     if any(map(_is_offloaded, gradients)):
-        owners = compress(gradients, sizes)
-        away = [torch.linalg.vector_norm(each, order, dtype=wide) for each in _in_turn(owners)]
-        own = iter([norm.to(zero.device) for norm in away])
-    elif filled:
-        own = iter(torch._foreach_norm(filled, order, dtype=wide))
-    result = torch.stack([next(own) if size else zero for size in sizes]).double()
+        device = shards[0].device
+        own = [
+            torch.linalg.vector_norm(_or_zero(shard), order, dtype=wide).to(device)
+            for shard in _in_turn(gradients)
+        ]
+    else:
+        if not 0 < order < inf:  # torch has no infinity norm of nothing
+            shards = [_or_zero(shard) for shard in shards]
+        own = list(torch._foreach_norm(list(shards), order, dtype=wide))
+    result = torch.stack(own).double()
     return result if order == inf else result**order
+
+
+def _or_zero(shard: torch.Tensor) -> torch.Tensor:
+    return shard if shard.numel() else shard.new_zeros(1)
 
 
 def _in_turn(gradients: Iterable[ShardedGradient]) -> Iterator[torch.Tensor]:

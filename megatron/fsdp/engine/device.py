@@ -3,8 +3,12 @@
 
 from __future__ import annotations
 
+import mmap
+import os
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -133,6 +137,43 @@ def held(tensor: torch.Tensor) -> torch.Tensor:
     """Return ``tensor``, whose memory is reused only after the current stream has used it."""
     if tensor.is_cuda:  # another stream may have allocated it
         tensor.record_stream(torch.cuda.current_stream(tensor.device))
+    return tensor
+
+
+class LockedPages(mmap.mmap):
+    """Host memory whose pages stay where they are, so that a GPU copies them by itself."""
+
+    def lock(self, address: int, device: torch.device) -> None:
+        """Lock the pages, which begin at ``address``, for copies from and to ``device``."""
+        cuda = torch.cuda.cudart()
+        with torch.cuda.device(device):  # otherwise this opens a context on GPU 0
+            torch.cuda.check_error(cuda.cudaHostRegister(address, len(self), 0))
+        self._unlock = partial(cuda.cudaHostUnregister, address)
+        self._device = device
+        self._process = os.getpid()
+
+    def __del__(self) -> None:
+        # Before the memory is unmapped, and not in a fork. When a process ends, CUDA may be gone.
+        is_locked = getattr(self, "_process", None) == os.getpid()
+        if is_locked and not sys.is_finalizing():
+            torch.cuda.synchronize(self._device)  # nobody else waits for copies under way
+            self._unlock()
+
+
+def pinned(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return a flat tensor of zeros in pinned memory, which takes whole pages of its own.
+
+    Args:
+        numel: at least 1.
+        dtype: of the tensor.
+        device: the GPU that copies from and to it.
+    """
+    # Torch's allocator of pinned memory (CachingHostAllocator.h) would round the bytes up to a
+    # power of two, and keep them when the tensor is gone. The pages are shared with forks: private
+    # ones would be copied at the next write, away from where the GPU copies them.
+    pages = LockedPages(-1, numel * dtype.itemsize)
+    tensor = torch.frombuffer(pages, dtype=dtype)
+    pages.lock(tensor.data_ptr(), device)
     return tensor
 
 

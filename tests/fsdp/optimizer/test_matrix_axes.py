@@ -63,6 +63,7 @@ def train_divided(mesh: str, level: int, hidden: int, style: str, outer: int) ->
         fsdp_unit_modules=[divided.SplitBlock],
         outer_dp_sharding_strategy=outer,
         **place,
+        tp_dim="tp",
         **settings,
     )
     for step in range(3):

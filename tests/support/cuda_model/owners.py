@@ -86,6 +86,7 @@ def trained_by_owners_of_slices(level: int) -> nn.Module:
         module,
         optimizers_by_dim(module),
         **place,
+        tp_dim="tp",
         fsdp_unit_modules=[tensor_parallel.SplitBlock],
         zero_dp_strategy=level,
         preserve_fp32_weights=False,

@@ -95,7 +95,7 @@ def mesh_arguments(name: str) -> dict[str, Any]:
     shape = SHAPES[name]
     mesh = init_device_mesh(device_type(), shape, mesh_dim_names=AXES[len(shape)])
     outer = {"dp_outer_dim": "dp_outer"} if len(shape) == 3 else {}
-    return {"device_mesh": mesh, "dp_shard_dim": "dp_shard", "tp_dim": "tp", **outer}
+    return {"device_mesh": mesh, "dp_shard_dim": "dp_shard", **outer}
 
 
 def data_place(mesh: DeviceMesh) -> tuple[int, int]:

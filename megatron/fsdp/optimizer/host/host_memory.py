@@ -21,9 +21,7 @@ import ctypes
 import mmap
 import os
 import shutil
-import sys
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 
@@ -32,7 +30,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron.fsdp.engine.buffer import ShardMemory
-from megatron.fsdp.engine.device import Pending, streams_for
+from megatron.fsdp.engine.device import Pending, pinned, streams_for
 from megatron.fsdp.engine.mesh import Mesh
 from megatron.fsdp.engine.policy import Precision
 from megatron.fsdp.optimizer.host.offload import Offload
@@ -140,43 +138,6 @@ class FileMemory(HostMemory):
 def is_accelerator(device: torch.device) -> bool:
     """Return True for a device with memory of its own."""
     return device.type not in ("cpu", "meta")
-
-
-class LockedPages(mmap.mmap):
-    """Host memory whose pages stay where they are, so that a GPU copies them by itself."""
-
-    def lock(self, address: int, device: torch.device) -> None:
-        """Lock the pages, which begin at ``address``, for copies from and to ``device``."""
-        cuda = torch.cuda.cudart()
-        with torch.cuda.device(device):  # otherwise this opens a context on GPU 0
-            torch.cuda.check_error(cuda.cudaHostRegister(address, len(self), 0))
-        self._unlock = partial(cuda.cudaHostUnregister, address)
-        self._device = device
-        self._process = os.getpid()
-
-    def __del__(self) -> None:
-        # Before the memory is unmapped, and not in a fork. When a process ends, CUDA may be gone.
-        is_locked = getattr(self, "_process", None) == os.getpid()
-        if is_locked and not sys.is_finalizing():
-            torch.cuda.synchronize(self._device)  # nobody else waits for copies under way
-            self._unlock()
-
-
-def pinned(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return a flat tensor of zeros in pinned memory, which takes whole pages of its own.
-
-    Args:
-        numel: at least 1.
-        dtype: of the tensor.
-        device: the GPU that copies from and to it.
-    """
-    # Torch's allocator of pinned memory (CachingHostAllocator.h) would round the bytes up to a
-    # power of two, and keep them when the tensor is gone. The pages are shared with forks: private
-    # ones would be copied at the next write, away from where the GPU copies them.
-    pages = LockedPages(-1, numel * dtype.itemsize)
-    tensor = torch.frombuffer(pages, dtype=dtype)
-    pages.lock(tensor.data_ptr(), device)
-    return tensor
 
 
 def mapped(folder: Path, numel: int, dtype: torch.dtype) -> torch.Tensor:
