@@ -114,7 +114,7 @@ def sharded(
 ) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
     module, place = build(hidden), {"device_mesh": shard_mesh()}
     if tensor_parallel:
-        place = {**mesh_arguments("dp2_tp2"), "tp_dim": "tp"}
+        place = mesh_arguments("dp2_tp2") | {"tp_dim": "tp"}
         module = split(module, place["device_mesh"]["tp"], "tensor")
     settings = {
         "fsdp_unit_modules": [SplitBlock],

@@ -38,7 +38,6 @@ from megatron.fsdp.engine.param_group import ParamGroup
 AnyUneven = TypeVar("AnyUneven", bound=UnevenDTensor)
 
 # Gradients are clipped in every step, so loops over all of them are left to `map`, which runs in C.
-_grad_of = attrgetter("grad")
 _local_tensor_of = attrgetter("_local_tensor")
 _version_of = attrgetter("_local_tensor._version")
 _norm_group_of = attrgetter("norm_group.target")
@@ -310,23 +309,16 @@ def _powers(
     gradients: Sequence[ShardedGradient], shards: Sequence[torch.Tensor], order: float
 ) -> torch.Tensor:
     """Return norm ** order of each shard in float64; for the infinity norm, the norm itself."""
+    if order == inf:  # torch has none of nothing
+        shards = [shard if shard.numel() else shard.new_zeros(1) for shard in shards]
     wide = reduce(torch.promote_types, set(map(_dtype_of, shards)), torch.float32)
     if any(map(_is_offloaded, gradients)):
-        device = shards[0].device
-        own = [
-            torch.linalg.vector_norm(_or_zero(shard), order, dtype=wide).to(device)
-            for shard in _in_turn(gradients)
-        ]
+        turns, device = zip(_in_turn(gradients), shards), shards[0].device
+        own = [torch.linalg.vector_norm(each, order, dtype=wide).to(device) for _, each in turns]
     else:
-        if not 0 < order < inf:  # torch has no infinity norm of nothing
-            shards = [_or_zero(shard) for shard in shards]
         own = list(torch._foreach_norm(list(shards), order, dtype=wide))
     result = torch.stack(own).double()
     return result if order == inf else result**order
-
-
-def _or_zero(shard: torch.Tensor) -> torch.Tensor:
-    return shard if shard.numel() else shard.new_zeros(1)
 
 
 def _in_turn(gradients: Iterable[ShardedGradient]) -> Iterator[torch.Tensor]:
@@ -367,7 +359,7 @@ def clip_grad_norm_(
         error_if_nonfinite: raise ``RuntimeError`` if the norm is NaN or Inf.
     """
     with torch._C.DisableTorchFunctionSubclass():
-        shown = list(map(_grad_of, parameters))
+        shown = list(map(attrgetter("grad"), parameters))
     gradients = list(compress(shown, map(is_not, shown, repeat(None))))
     if norm_type <= 0:
         raise ValueError(f"norm_type expects a positive number or infinity but got {norm_type!r}")

@@ -347,8 +347,7 @@ class GroupGradients(StateOwner[GradientState]):
         if communicator.is_hybrid:
             result = yield from self._reduce_over_outer(full)
         if not is_in_sum:
-            if result is local and self._grad_sum.memory.is_offloaded:
-                # A copy of the buffer may be under way when it is freed below.
+            if result is local and self._grad_sum.memory.is_offloaded:  # its copy outlives it
                 result = self._grad_sum.buffer_for(local.dtype).copy_(local)
             self._grad_sum.add(result)
         elif result is not local:
