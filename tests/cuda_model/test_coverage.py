@@ -33,8 +33,9 @@ NOT_MODELLED = {
     "get_rng_state": "no memory: the state of a generator is copied by the host",
     "set_rng_state": "no memory: the state of a generator is copied by the host",
     "get_device_properties": "numbers of a GPU",
-    "cudart": "registers memory of the host, which counts as pageable memory",
-    "check_error": "registers memory of the host, which counts as pageable memory",
+    "cudart": "locks memory of the host, which is modelled where the device has a name",
+    "check_error": "locks memory of the host, which is modelled where the device has a name",
+    "device": "the current device, of which the model has one",
     "FloatTensor": "a name in a text",
     "nvtx": "names of ranges for a profiler",
 }

@@ -44,7 +44,7 @@ def chunks_of_marked(
     level: int,
 ) -> dict[str, list[tuple[tuple[int, ...], tuple[int, ...], Tensor]]]:
     """Return offsets, sizes and values of every chunk that this rank would write."""
-    place = mesh_arguments("dp2_tp2")
+    place = mesh_arguments("dp2_tp2") | {"tp_dim": "tp"}
     tp = place["device_mesh"]["tp"]
     module = Marked(tp.get_local_rank(), tp.size())
     model = fully_shard_model(module, **place, zero_dp_strategy=level, preserve_fp32_weights=False)
@@ -98,7 +98,7 @@ def test_chunks_of_plain_tensors_with_attributes_make_up_the_whole(
 def test_gradients_of_plain_tensors_with_attributes_have_the_shape_and_norm_of_the_whole(
     level: int,
 ) -> None:
-    place = mesh_arguments("dp2_tp2")
+    place = mesh_arguments("dp2_tp2") | {"tp_dim": "tp"}
     tp, (data_rank, data_size) = place["device_mesh"]["tp"], data_place(place["device_mesh"])
     model = fully_shard_model(
         Marked(tp.get_local_rank(), tp.size()),
