@@ -7,6 +7,7 @@ Megatron-Core checks some combinations of its settings only where a layer runs.
 from __future__ import annotations
 
 import argparse
+import gc
 import logging
 import os
 import signal
@@ -137,6 +138,7 @@ def check_model(args: argparse.Namespace, argv: Sequence[str], parse: Parse) -> 
 
 def problem_of(args: argparse.Namespace, argv: list[str], parse: Parse) -> str:
     """Return what is wrong with a command line, or an empty text."""
+    gc.freeze()  # garbage of the process, such as groups with threads, is not collected in a fork
     signal.alarm(PATIENCE_SECONDS)  # which ends the process: then nothing is known
     logging.disable(logging.CRITICAL)
     warnings.simplefilter("ignore")

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A small model of each command line runs before the run, or is refused with its flags."""
 
+import os
 import shlex
 
 import pytest
@@ -62,3 +63,23 @@ def test_a_model_that_dies_in_its_first_step_is_refused_with_its_flags(flags: st
     error, cure = FAILING[flags]
     assert problem.startswith(f"Megatron-Core cannot run this model: {error}")
     assert "with --disable-bias-linear" in problem and cure in problem
+
+
+class EndsForks:
+    """Garbage that only its own process can collect, as a process group with threads."""
+
+    def __init__(self) -> None:
+        self.process = os.getpid()
+        self.cycle = self
+
+    def __del__(self) -> None:
+        if os.getpid() != self.process:
+            os._exit(1)
+
+
+def test_garbage_of_the_program_does_not_end_the_trial() -> None:
+    line = f"{MOCK} --num-experts 4 --moe-router-topk 2"
+    args, _ = parse(line)
+    EndsForks()
+    with pytest.raises(CommandLineError):
+        check_model(args, shlex.split(line), lambda words: parse(shlex.join(words)))
