@@ -354,7 +354,8 @@ class FunctionalCollectives:
 
     def __init__(self, detector: Detector):
         self._detector = detector
-        self._done: dict[int, ModelEvent] = {}
+        # By the storage of a result: its event, and the operands, which torch keeps until then.
+        self._done: dict[int, tuple[ModelEvent, list[torch.Tensor]]] = {}
         self._streams: dict[str, ModelStream] = {}
 
     def call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -366,7 +367,8 @@ class FunctionalCollectives:
             result = function(*args, **kwargs)
             storage = args[0].untyped_storage()._cdata
             if storage in self._done:
-                self._detector.streams.current.wait_event(self._done.pop(storage))
+                done, _ = self._done.pop(storage)
+                self._detector.streams.current.wait_event(done)
             return result
         group = args[-1]
         if group not in self._streams:
@@ -390,5 +392,5 @@ class FunctionalCollectives:
         self._detector.kernel(name, [], results, stream.cuda_stream)
         done = stream.record_event()
         for tensor in results:
-            self._done[tensor.untyped_storage()._cdata] = done
+            self._done[tensor.untyped_storage()._cdata] = done, operands
         return result

@@ -6,6 +6,8 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Shard
 
 from tests.support.fsdp.reference import Ranks
 from tools.cuda_model import cuda_model
@@ -51,6 +53,14 @@ def freed_before_the_wait() -> None:
     work = scatter(result, x, **LATER)
     del x  # torch keeps it until somebody waits
     work.wait()
+
+
+def functional_and_freed_before_the_wait() -> None:
+    sums = DTensor.from_local(torch.ones(8), init_device_mesh("cpu", (2,)), [Partial()])
+    shard = sums.redistribute(placements=[Shard(0)], async_op=True)
+    del sums  # torch keeps it until somebody waits, so this gets other memory:
+    torch.empty(8)
+    assert shard.to_local().tolist() == [2.0] * 4
 
 
 def never_awaited() -> None:
@@ -138,6 +148,7 @@ PROGRAMS: dict[Callable[[], None], list[str]] = {
     asynchronous_and_awaited: [],
     read_before_the_wait: [RACE],
     freed_before_the_wait: [],
+    functional_and_freed_before_the_wait: [],
     never_awaited: [UNAWAITED],
     waiting_for_a_later_one_of_the_group: [],
     launched_on_another_stream_too_early: [RACE],
