@@ -240,8 +240,8 @@ BROKEN_LINES = [
     BrokenLine(
         "norms: copies are counted",
         "megatron/fsdp/dtensor/sharded_param.py",
-        "        copies = list(map(_copies_of, norm_groups))\n",
-        "        copies = [1]\n",
+        "            result[rows].div_(norm_group.copies)\n",
+        "            pass\n",
         "tests/fsdp/test_clipping.py",
     ),
     BrokenLine(

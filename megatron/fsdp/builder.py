@@ -16,11 +16,11 @@ from torch import nn
 from megatron.fsdp.agreement import check_agreement
 from megatron.fsdp.backends.gloo_messages import GlooMessages
 from megatron.fsdp.backends.memory_slots import EngineSlots, NcclMemory, allocate_slots
-from megatron.fsdp.dtensor.sharded_param import NormGroup, ParameterMesh, ShardedParam, link
+from megatron.fsdp.dtensor.sharded_param import ParameterMesh, ShardedParam, link
 from megatron.fsdp.engine.buffer import Storage
 from megatron.fsdp.engine.collectives import Communicator, agree
 from megatron.fsdp.engine.device import Streams, streams_for
-from megatron.fsdp.engine.mesh import Axes
+from megatron.fsdp.engine.mesh import Axes, NormGroup
 from megatron.fsdp.engine.param_group import ParamGroup
 from megatron.fsdp.engine.tensor_parallel import local_tensor, set_local_tensor
 from megatron.fsdp.engine.unit import Unit

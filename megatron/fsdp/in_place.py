@@ -14,8 +14,9 @@ from megatron.fsdp.agreement import data_groups
 from megatron.fsdp.backends.memory_slots import EngineSlots
 from megatron.fsdp.builder import ShardedParams, shard_parameters
 from megatron.fsdp.dtensor.process_link import ProcessLink
-from megatron.fsdp.dtensor.sharded_param import NormGroup, ShardedParam
+from megatron.fsdp.dtensor.sharded_param import ShardedParam
 from megatron.fsdp.engine.device import Streams, in_backward, streams_for
+from megatron.fsdp.engine.mesh import NormGroup
 from megatron.fsdp.engine.unit import Unit
 from megatron.fsdp.meta_initialisation import Initialiser
 from megatron.fsdp.module_access.model_state import (

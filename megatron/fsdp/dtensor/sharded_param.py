@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
-from itertools import chain, compress, repeat
+from itertools import chain, compress, groupby, repeat
 from math import inf
 from operator import attrgetter, is_not
 from typing import Any, TypeGuard, TypeVar
@@ -32,7 +32,7 @@ from megatron.fsdp.dtensor.uneven_shard import ScalarOfOneRank, UnevenShard
 from megatron.fsdp.engine.buffer import ShardMemory, shard_view
 from megatron.fsdp.engine.collectives import all_reduce_over
 from megatron.fsdp.engine.layout import row_size
-from megatron.fsdp.engine.mesh import Axes
+from megatron.fsdp.engine.mesh import Axes, NormGroup
 from megatron.fsdp.engine.param_group import ParamGroup
 
 AnyUneven = TypeVar("AnyUneven", bound=UnevenDTensor)
@@ -43,16 +43,8 @@ _version_of = attrgetter("_local_tensor._version")
 _norm_group_of = attrgetter("norm_group.target")
 _dtype_of = attrgetter("dtype")
 _groups_of = attrgetter("groups")
-_copies_of = attrgetter("copies")
+_groups_and_copies_of = attrgetter("groups", "copies")
 _is_offloaded = attrgetter("memory.target.is_offloaded")
-
-
-@dataclass(frozen=True, eq=False)  # its hash is not computed in Python
-class NormGroup:
-    """The ranks over which the norm of a parameter is summed."""
-
-    groups: tuple[dist.ProcessGroup, ...]  # one after the other, they reach all of these ranks
-    copies: int = 1  # number of these ranks that have the same shard
 
 
 @dataclass(frozen=True)
@@ -291,11 +283,8 @@ def norms(
         _all_reduce(result, norm_groups, dist.ReduceOp.MAX)
     else:
         _all_reduce(result, norm_groups, dist.ReduceOp.SUM)
-        copies = list(map(_copies_of, norm_groups))
-        if len(set(copies)) == 1:
-            result = result / copies[0]
-        else:
-            torch._foreach_div_(list(result), copies)
+        for rows, norm_group in _runs(norm_groups):
+            result[rows].div_(norm_group.copies)
         result = result ** (1 / order)
     if dtype is None:
         dtypes = list(map(torch.promote_types, map(_dtype_of, shards), repeat(torch.float32)))
@@ -328,6 +317,15 @@ def _in_turn(gradients: Iterable[ShardedGradient]) -> Iterator[torch.Tensor]:
         gradient.memory.target.release(gradient._local_tensor)
 
 
+def _runs(norm_groups: Iterable[NormGroup]) -> Iterator[tuple[slice, NormGroup]]:
+    """Yield the places of neighbours with equal norm groups, and one of these."""
+    stop = 0
+    for _, equal in groupby(norm_groups, _groups_and_copies_of):
+        members = list(equal)
+        start, stop = stop, stop + len(members)
+        yield slice(start, stop), members[0]
+
+
 def _all_reduce(
     values: torch.Tensor, norm_groups: Sequence[NormGroup], op: dist.ReduceOp.RedOpType
 ) -> None:
@@ -336,8 +334,9 @@ def _all_reduce(
         if all(group in norm_group.groups for norm_group in distinct):
             all_reduce_over(values, [group], op)
             continue
-        own = [row for row, norm_group in zip(values, norm_groups) if group in norm_group.groups]
-        torch._foreach_copy_(own, list(all_reduce_over(torch.stack(own), [group], op)))
+        own = [values[rows] for rows, first in _runs(norm_groups) if group in first.groups]
+        reduced = all_reduce_over(torch.cat(own), [group], op)
+        torch._foreach_copy_(own, list(reduced.split(list(map(len, own)))))
 
 
 @torch.no_grad()

@@ -248,8 +248,8 @@ def local_group(ranks: Sequence[int], **settings: Any) -> dist.ProcessGroup:
         ranks: of the program.
         settings: further arguments of ``new_group``.
     """
-    # With a device bound to all ranks, torch would split their communicator (ncclCommSplit), for
-    # which it needs all of them; `use_local_synchronization` keeps the others away all the same.
+    # With a device bound to all ranks, torch would split their communicator (ncclCommSplit). That
+    # is a collective of all of them, and would wait for ranks outside, which do not call.
     world = dist.distributed_c10d._get_default_group()
     device, world.bound_device_id = world.bound_device_id, None
     try:

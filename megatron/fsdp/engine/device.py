@@ -6,6 +6,7 @@ from __future__ import annotations
 import mmap
 import os
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -93,7 +94,9 @@ class CudaStreams:
         self._device = device
         self._is_one = is_one  # all collectives run on the same stream
         self._priority = 0
-        self._streams: dict[str, torch.cuda.Stream] = {}
+        self._streams = defaultdict[str, torch.cuda.Stream](
+            lambda: torch.cuda.Stream(device, self._priority)
+        )
 
     def serve(self, groups: Sequence[dist.ProcessGroup]) -> None:
         """Let the collectives of ``groups`` go before compute if one of these asks for it."""
@@ -114,12 +117,7 @@ class CudaStreams:
     def launch(self, stream_name: str, *collectives: Collective) -> Pending:
         """Run ``collectives`` on a stream; each may use the results of those before it."""
         # The streams are "gather" and "reduce": neither waits for the other, unless they are one.
-        if self._is_one:
-            stream_name = ""
-        stream = self._streams.get(stream_name)
-        if stream is None:
-            stream = torch.cuda.Stream(self._device, self._priority)
-            self._streams[stream_name] = stream
+        stream = self._streams["" if self._is_one else stream_name]
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
             for collective in collectives:

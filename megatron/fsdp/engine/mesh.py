@@ -264,6 +264,14 @@ class Axes:
         )
 
 
+@dataclass(frozen=True, eq=False)  # its hash is not computed in Python
+class NormGroup:
+    """The ranks over which the norm of a parameter is summed."""
+
+    groups: tuple[dist.ProcessGroup, ...]  # one after the other, they reach all of these ranks
+    copies: int = 1  # number of these ranks that have the same shard
+
+
 def axis_names(mesh: DeviceMesh) -> tuple[str, ...]:
     """Return the names of the mesh's own axes; an empty tuple if it has no names."""
     return mesh.mesh_dim_names or ()

@@ -321,8 +321,8 @@ def unshard(groups: Sequence[ParamGroup]) -> None:
             gathers = list(chain.from_iterable(group.prepare_unshard() for group in together))
             communicator = together[0].communicator
             try:
-                filled = all_of([gather.filled for gather in gathers])
-                all_gather = filled if is_whole else communicator.all_gather(gathers)
+                filled = [gather.filled for gather in gathers]
+                all_gather = all_of(filled) if is_whole else communicator.all_gather(gathers)
             except BaseException:  # some of its messages may be under way
                 for group in together:
                     group.compute.is_in_failed_collective = True
