@@ -35,7 +35,7 @@ if __name__ == "__main__":
 import torch
 
 from megatron.mcore_adapter.releases import tested
-from megatron.pretrain.report.logging_setup import set_up_logging
+from megatron.mcore_adapter.run.logging_setup import set_up_logging
 
 set_up_logging()
 tested.check_or_exit()
@@ -47,6 +47,9 @@ if not torch.cuda.is_available():
 from megatron.core.fp8_utils import HAVE_TE  # noqa: E402
 
 from megatron.fsdp.gradient_sync import GradientError  # noqa: E402
+from megatron.mcore_adapter.run import environment  # noqa: E402
+from megatron.mcore_adapter.run.errors import RunError  # noqa: E402
+from megatron.mcore_adapter.watch.watch import Watch  # noqa: E402
 from megatron.pretrain import ranks  # noqa: E402
 from megatron.pretrain.arguments import (  # noqa: E402
     CommandLineError,
@@ -55,11 +58,9 @@ from megatron.pretrain.arguments import (  # noqa: E402
 )
 from megatron.pretrain.data.gpt_datasets import BuildDatasets, build_datasets  # noqa: E402
 from megatron.pretrain.dry_run import print_dry_run  # noqa: E402
-from megatron.pretrain.errors import RunError  # noqa: E402
 from megatron.pretrain.loop import pretrain  # noqa: E402
 from megatron.pretrain.trial import check_model  # noqa: E402
 from megatron.pretrain.watch.rerun import RerunExitError  # noqa: E402
-from megatron.pretrain.watch.watch import Watch  # noqa: E402
 
 GRACE_SECONDS = 5
 """Time that the first rank has to report an error before the others do."""
@@ -73,7 +74,7 @@ def main(build: BuildDatasets = build_datasets) -> int:
     """
     parse = partial(
         parse_arguments,
-        world_size=dry_run_ranks(sys.argv[1:]) or ranks.environment_world_size(),
+        world_size=dry_run_ranks(sys.argv[1:]) or environment.environment_world_size(),
         cuda=torch.cuda.is_available(),
         transformer_engine=HAVE_TE,
     )
@@ -82,7 +83,7 @@ def main(build: BuildDatasets = build_datasets) -> int:
         set_up_logging(args.logging_level)
         check_model(args, sys.argv[1:], parse)
         for note in notes:
-            ranks.say(note)
+            environment.say(note)
     except CommandLineError as error:
         complain(str(error))
         return 2
@@ -114,7 +115,7 @@ def main(build: BuildDatasets = build_datasets) -> int:
 def dry_run(args: argparse.Namespace) -> int:
     """Print what follows from the arguments, and return the exit code."""
     try:
-        print_dry_run(args, ranks.say)
+        print_dry_run(args, environment.say)
     except (ValueError, NotImplementedError, OSError, RunError) as error:
         complain(f"error: {error}")
         return 1
@@ -129,9 +130,9 @@ def complain(message: str, watch: Watch | None = None) -> None:
     """
     if watch is not None and watch.tell(message):
         return
-    if ranks.environment_rank() != 0:
+    if environment.environment_rank() != 0:
         time.sleep(GRACE_SECONDS)
-    ranks.complain(message)
+    environment.complain(message)
 
 
 if __name__ == "__main__":

@@ -40,11 +40,12 @@ from megatron.core.distributed import finalize_model_grads
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run directly, without installation
 
 from benchmarks.saved_run import FORMATS, VOCABULARY, SavedRun, quiet, seconds
+from megatron.mcore_adapter.checkpoints import checkpointing
+from megatron.mcore_adapter.checkpoints.background_save import BackgroundSaves
+from megatron.mcore_adapter.run import environment
+from megatron.mcore_adapter.run.run_state import Progress
 from megatron.pretrain import ranks
-from megatron.pretrain.checkpoints import checkpointing
-from megatron.pretrain.checkpoints.background_save import BackgroundSaves
 from megatron.pretrain.model.model_statistics import number_of_parameters
-from megatron.pretrain.run_state import Progress
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -107,7 +108,7 @@ def measure(form: str, flags: list[str], folder: str, rounds: int) -> None:
     for name, measured in times.items():
         middle, ratio = statistics.median(measured), statistics.median(times["blocking"])
         row = f"| {form}, {millions:.0f} M parameters | {name} |"
-        ranks.say(f"{row} {middle:.3f} | {middle / ratio:.3f} |")
+        environment.say(f"{row} {middle:.3f} | {middle / ratio:.3f} |")
 
 
 @click.command(help=__doc__)
@@ -116,7 +117,7 @@ def measure(form: str, flags: list[str], folder: str, rounds: int) -> None:
 def main(rounds: int, flags: tuple[str, ...]) -> None:
     """Print the table."""
     warnings.simplefilter("ignore")
-    ranks.say("| checkpoint | save | seconds | ratio |\n|---|---|---|---|")
+    environment.say("| checkpoint | save | seconds | ratio |\n|---|---|---|---|")
     for form, own in FORMATS.items():
         # The same on all ranks of one torchrun.
         folder = Path(tempfile.gettempdir()) / f"background_save_{os.getppid()}"

@@ -28,11 +28,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run directly, wi
 from benchmarks.saved_run import FORMATS, SavedRun, quiet, seconds
 from megatron.checkpoint.integrity.manifest import MANIFEST
 from megatron.checkpoint.store import directory
+from megatron.mcore_adapter.checkpoints import checkpointing
+from megatron.mcore_adapter.checkpoints.checkpoint_format import sign
+from megatron.mcore_adapter.run import environment
+from megatron.mcore_adapter.run.run_state import Progress
 from megatron.pretrain import ranks
 from megatron.pretrain.arguments.check import FrozenArguments
-from megatron.pretrain.checkpoints import checkpointing
-from megatron.pretrain.checkpoints.checkpoint_format import sign
-from megatron.pretrain.run_state import Progress
 
 MODEL = ["--num-layers", "4", "--hidden-size", "1024", "--num-attention-heads", "16", "--bf16"]
 
@@ -93,7 +94,9 @@ def measure(form: str, checkpoint: CheckpointOfModel, rounds: int) -> None:
         if name == "save" or name.endswith("nothing verified"):
             first = name
         middle, ratio = statistics.median(measured), statistics.median(times[first])
-        ranks.say(f"| {form}, {size / 1e9:.2f} GB | {name} | {middle:.2f} | {middle / ratio:.2f} |")
+        environment.say(
+            f"| {form}, {size / 1e9:.2f} GB | {name} | {middle:.2f} | {middle / ratio:.2f} |"
+        )
 
 
 @click.command(help=__doc__)
@@ -102,7 +105,7 @@ def measure(form: str, checkpoint: CheckpointOfModel, rounds: int) -> None:
 def main(rounds: int, flags: tuple[str, ...]) -> None:
     """Print the table."""
     warnings.simplefilter("ignore")
-    ranks.say("| checkpoint | | seconds | ratio |\n|---|---|---|---|")
+    environment.say("| checkpoint | | seconds | ratio |\n|---|---|---|---|")
     for form, own in FORMATS.items():
         # The same on all ranks of one torchrun.
         folder = Path(tempfile.gettempdir()) / f"checkpoint_integrity_{os.getppid()}"

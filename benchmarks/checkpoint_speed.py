@@ -46,11 +46,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run directly, wi
 from benchmarks.saved_run import SavedRun, quiet
 from megatron.checkpoint.dcp.signing_writer import SigningWriter
 from megatron.checkpoint.store import directory
+from megatron.mcore_adapter.checkpoints import checkpointing, fsdp_dtensor_format
+from megatron.mcore_adapter.checkpoints.saved_state import run_state
+from megatron.mcore_adapter.run import environment
+from megatron.mcore_adapter.run.run_state import Progress
 from megatron.pretrain import ranks
 from megatron.pretrain.arguments.check import FrozenArguments
-from megatron.pretrain.checkpoints import checkpointing, fsdp_dtensor_format
-from megatron.pretrain.checkpoints.saved_state import run_state
-from megatron.pretrain.run_state import Progress
 
 MODEL = [
     *("--num-layers", "14", "--hidden-size", "512", "--num-attention-heads", "8"),
@@ -233,7 +234,7 @@ def report_sizes(root: Path) -> None:
     ):
         sizes = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
         metadata = dcp.FileSystemReader(folder).read_metadata()
-        ranks.say(
+        environment.say(
             f"{title}: {sum(sizes.values()) / 1e9:.3f} GB, {len(metadata.state_dict_metadata)}"
             f" entries, .metadata {sizes['.metadata'] / 1e6:.2f} MB, files"
             f" {', '.join(f'{size / 1e6:.1f}' for name, size in sizes.items() if '_' in name)} MB"
@@ -251,7 +252,7 @@ def main(rounds: int, flags: tuple[str, ...]) -> None:
     shapes = own.shapes
     plain = PlainCheckpoint(shapes)
     count = sum(shape.numel() for shape in shapes.values())
-    ranks.say(
+    environment.say(
         f"{date.today()}, {dist.get_world_size()} ranks, {count / 1e6:.1f} million parameters in"
         f" {len(shapes)} tensors, torch {torch.__version__}, {platform.processor() or 'CPU'},"
         f" {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}"
@@ -259,13 +260,15 @@ def main(rounds: int, flags: tuple[str, ...]) -> None:
     # The same on all ranks of one torchrun.
     root = Path(tempfile.gettempdir()) / f"checkpoint_speed_{os.getppid()}"
     measured = measure(own, plain, rounds, root)
-    ranks.say("\n| | seconds | ratio | least | peak MB |\n|---|---|---|---|---|")
+    environment.say("\n| | seconds | ratio | least | peak MB |\n|---|---|---|---|---|")
     for title, row in measured.items():
         first = measured[f"{title.split(',')[0]}, plain DCP"]
         middle = statistics.median(row.seconds)
         ratio = middle / statistics.median(first.seconds)
         peak = statistics.median(row.peaks) / 1e6
-        ranks.say(f"| {title} | {middle:.2f} | {ratio:.2f} | {min(row.seconds):.2f} | {peak:.0f} |")
+        environment.say(
+            f"| {title} | {middle:.2f} | {ratio:.2f} | {min(row.seconds):.2f} | {peak:.0f} |"
+        )
     ranks.stop()
 
 

@@ -10,12 +10,13 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
+from megatron.mcore_adapter.run import environment
+from megatron.mcore_adapter.run.run_state import TrainedParts
 from megatron.pretrain import ranks
 from megatron.pretrain.arguments import parse_arguments
 from megatron.pretrain.arguments.check import FrozenArguments
 from megatron.pretrain.model.gpt_model import build_model
 from megatron.pretrain.model.gpt_optimizer import build_optimizer
-from megatron.pretrain.run_state import TrainedParts
 
 FORMATS = {"fsdp_dtensor": ["--use-megatron-fsdp"], "torch_dist": ["--use-distributed-optimizer"]}
 """Format of checkpoints -> flags of a run that writes it."""
@@ -38,7 +39,7 @@ class SavedRun:
     def __init__(self, flags: list[str]):
         args, _ = parse_arguments(
             [*TRAINING, *flags],
-            world_size=ranks.environment_world_size(),
+            world_size=environment.environment_world_size(),
             cuda=torch.cuda.is_available(),
             transformer_engine=False,
         )

@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run directly, wi
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # see pretrain_gpt.py
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 
-from megatron.pretrain.report.logging_setup import set_up_logging
+from megatron.mcore_adapter.run.logging_setup import set_up_logging
 
 set_up_logging()
 

@@ -57,7 +57,7 @@ BROKEN_LINES = [
     ),
     BrokenLine(
         "gates: a rank that has failed is not looked for",
-        "megatron/pretrain/checkpoints/entered_together.py",
+        "megatron/mcore_adapter/checkpoints/entered_together.py",
         'if store.check([f"{section}/failed"]):',
         "if False:",
         "tests/pretrain/checkpoints/test_entered_together.py",

@@ -22,9 +22,9 @@ if __name__ == "__main__":
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import pretrain_gpt
-from megatron.pretrain.errors import RunError
+from megatron.mcore_adapter.run.errors import RunError
+from megatron.mcore_adapter.watch import watch
 from megatron.pretrain.model.forward_step import ForwardStep
-from megatron.pretrain.watch import watch
 
 
 def read_for_ever() -> None:

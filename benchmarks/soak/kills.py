@@ -40,9 +40,9 @@ from megatron.checkpoint.commands.formats import open_checkpoint
 from megatron.checkpoint.commands.verification import find_problems
 from megatron.checkpoint.core.parts import progress_of
 from megatron.checkpoint.store import directory
+from megatron.mcore_adapter.checkpoints import save_directory
+from megatron.mcore_adapter.run.errors import RunError
 from megatron.pretrain.arguments import build_parser
-from megatron.pretrain.checkpoints import save_directory
-from megatron.pretrain.errors import RunError
 from megatron.pretrain.report import report
 from megatron.pretrain.report.report import Report
 from tests.support.pretrain.training_runs import pretrain, write_counting_corpus

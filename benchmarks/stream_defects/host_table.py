@@ -7,7 +7,7 @@ from benchmarks.stream_defects.defect import Defect, Edit
 from benchmarks.stream_defects.edits import BLOCKS, OFFLOADED, SIDE, SUM, defect
 from tools.cuda_model.reports import EARLY_RELEASE, HOST_READ, HOST_WRITE, RACE
 
-STAGING = "megatron.pretrain.checkpoints.staging:"
+STAGING = "megatron.mcore_adapter.checkpoints.staging:"
 
 HOST_DEFECTS = [
     # ---- blocks of offloaded weights

@@ -22,6 +22,7 @@ from megatron.mcore_adapter.coded_weights import (
     coded_weights,
     gathered_part,
 )
+from megatron.mcore_adapter.run.wrapped_model import unwrap
 from megatron.planning.host_copies import follow_copies
 from megatron.planning.layer_costs import GptCosts, ModelRanks
 from megatron.planning.machine import Cluster
@@ -30,7 +31,7 @@ from megatron.planning.simulation import Copy, Simulator, StepResult, attach, si
 from megatron.planning.skeleton import make_skeleton
 from megatron.pretrain.arguments.configs import transformer_config
 from megatron.pretrain.dry_run import pretending
-from megatron.pretrain.model.gpt_model import build_chunk, unwrap, wrap
+from megatron.pretrain.model.gpt_model import build_chunk, wrap
 
 
 @dataclass(frozen=True)

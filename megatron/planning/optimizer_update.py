@@ -27,9 +27,9 @@ from megatron.fsdp.dtensor.sharded_param import ShardedParam, sharded_param_of
 from megatron.fsdp.engine.unit_choice import is_expert_parameter
 from megatron.fsdp.optimizer.matrix.matrix_parts import OwnerRanks
 from megatron.mcore_adapter.core_optimizers import is_matrix
+from megatron.mcore_adapter.run.optimizer_names import MUON
 from megatron.planning.machine import Cluster
 from megatron.planning.matrix_owners import OwnerPlan, plan_owners
-from megatron.pretrain.arguments.not_built import MUON
 from megatron.pretrain.memory_estimate import host_bytes
 
 UPDATE_BYTES = 28

@@ -16,6 +16,7 @@ from torch import nn
 
 from megatron.fsdp import ShardingStrategy
 from megatron.mcore_adapter.coded_weights import PLAIN, layers_of
+from megatron.mcore_adapter.run.wrapped_model import unwrap
 from megatron.planning.candidates import Candidate
 from megatron.planning.layer_costs import GptCosts, ModelRanks
 from megatron.planning.machine import Cluster
@@ -25,7 +26,7 @@ from megatron.pretrain.arguments.configs import transformer_config
 from megatron.pretrain.dry_run import memory_plan, pretending
 from megatron.pretrain.memory_estimate import MemoryEstimate, estimate_memory
 from megatron.pretrain.model.flops import layers_with_experts
-from megatron.pretrain.model.gpt_model import build_chunk, unwrap
+from megatron.pretrain.model.gpt_model import build_chunk
 
 DENSE, EXPERTS, EMBEDDING, OUTPUT = "dense layer", "layer with experts", "embedding", "output"
 

@@ -12,7 +12,7 @@ from megatron.core.full_cuda_graph import FullCudaGraphWrapper, StaticBufferLoad
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron.mcore_adapter.captured_iterations import captures_iterations
-from megatron.pretrain.errors import RunError
+from megatron.mcore_adapter.run.errors import RunError
 
 
 def schedule_of(args: argparse.Namespace) -> Callable[..., Any]:

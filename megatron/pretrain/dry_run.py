@@ -24,9 +24,10 @@ from megatron.mcore_adapter.coded_weights import PLAIN, code_bytes, coded_weight
 from megatron.mcore_adapter.core_optimizers import is_matrix
 from megatron.mcore_adapter.data_parallel import default_unit_modules
 from megatron.mcore_adapter.releases.precision_fields import precision_policy
+from megatron.mcore_adapter.run.model_parallel import initialize_model_parallel
+from megatron.mcore_adapter.run.optimizer_names import MUON
 from megatron.pretrain import ranks
 from megatron.pretrain.arguments.configs import ddp_config, transformer_config
-from megatron.pretrain.arguments.not_built import MUON
 from megatron.pretrain.data.tokenizer_choice import TokenizerChoice
 from megatron.pretrain.data.tokenizers import build_tokenizer, embedding_rows
 from megatron.pretrain.memory_estimate import (
@@ -215,7 +216,7 @@ def pretending(args: argparse.Namespace, stage: int) -> Iterator[None]:
     pretended = argparse.Namespace(**vars(args) | OF_REAL_GROUPS)
     with pretended_ranks(args.world_size, stage * per_stage):
         try:
-            ranks.initialize_model_parallel(pretended)
+            initialize_model_parallel(pretended)
             ranks.seed(args.seed, False, False)
             yield
         finally:

@@ -23,11 +23,14 @@ from megatron.core.utils import get_model_config
 
 from megatron.fsdp import trace
 from megatron.mcore_adapter.captured_iterations import captures_iterations
+from megatron.mcore_adapter.checkpoints import checkpointing, save_directory
+from megatron.mcore_adapter.checkpoints.background_save import BackgroundSaves
+from megatron.mcore_adapter.checkpoints.checkpoint_source import non_persistent_root
 from megatron.mcore_adapter.releases.batch_size_schedule import init_num_microbatches
+from megatron.mcore_adapter.run.environment import say
+from megatron.mcore_adapter.run.run_state import Progress
+from megatron.mcore_adapter.watch import position
 from megatron.pretrain.arguments.check import FrozenArguments
-from megatron.pretrain.checkpoints import checkpointing, save_directory
-from megatron.pretrain.checkpoints.background_save import BackgroundSaves
-from megatron.pretrain.checkpoints.checkpoint_source import non_persistent_root
 from megatron.pretrain.data.gpt_datasets import BuildDatasets, build_datasets, find_data
 from megatron.pretrain.data.samplers import WholeDataset, batches, named_sets, one_or_list
 from megatron.pretrain.data.tokenizer_choice import TokenizerChoice
@@ -36,14 +39,12 @@ from megatron.pretrain.model.forward_step import Microbatches
 from megatron.pretrain.model.gpt_model import build_model
 from megatron.pretrain.model.gpt_optimizer import build_optimizer
 from megatron.pretrain.model.model_statistics import number_of_parameters
-from megatron.pretrain.ranks import say
 from megatron.pretrain.report.profiling import profile_directory, profiling
 from megatron.pretrain.report.quantities import count
 from megatron.pretrain.report.report import Report
 from megatron.pretrain.report.timing import LOAD, SAVE
-from megatron.pretrain.run_state import Progress
 from megatron.pretrain.training_step import TrainingRun, forward_backward, sum_of, train_step
-from megatron.pretrain.watch import position, rerun
+from megatron.pretrain.watch import rerun
 from megatron.pretrain.watch.replicas import check_replicas
 from megatron.pretrain.watch.stopping import StopRequest
 

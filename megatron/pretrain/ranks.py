@@ -9,7 +9,6 @@ import importlib
 import inspect
 import os
 import random
-import sys
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -27,42 +26,14 @@ from megatron.fsdp.problems import refuse_differences
 from megatron.fsdp.trace import failed_collectives
 from megatron.mcore_adapter import cpu
 from megatron.mcore_adapter.captured_iterations import captures_iterations, release_graphs
-from megatron.mcore_adapter.releases import process_groups
+from megatron.mcore_adapter.run.model_parallel import initialize_model_parallel
 
 SINGLE_RANK = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
 """Environment of a program that was started without torchrun: a world of one rank."""
-GROUP_SETTINGS = """tensor_model_parallel_size pipeline_model_parallel_size
-    virtual_pipeline_model_parallel_size context_parallel_size expert_model_parallel_size
-    hierarchical_context_parallel_sizes expert_tensor_parallel_size create_all_gather_group
-    num_distributed_optimizer_instances distributed_timeout_minutes use_sharp sharp_enabled_group
-    nccl_communicator_config_path high_priority_stream_groups"""
-"""Arguments of a run that Megatron-Core's process groups follow from, by the same names."""
 OF_ONE_MACHINE = """data_cache_path tensorboard_dir config_logger_dir
     non_persistent_local_ckpt_dir wandb_project wandb_entity wandb_exp_name wandb_save_dir
     logging_level"""
 """Arguments that may be others on other ranks: folders of their machine, and what it reports."""
-
-
-def environment_rank() -> int:
-    """Return this process' rank, which is known before there is a process group."""
-    return int(os.environ.get("RANK", "0"))
-
-
-def environment_world_size() -> int:
-    """Return the number of ranks, which is known before there is a process group."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def say(message: str) -> None:
-    """Print on the first rank."""
-    if environment_rank() == 0:
-        with durable.standard_output():
-            print(with_urls(message), flush=True)
-
-
-def complain(message: str) -> None:
-    """Print an error of the run, on any rank."""
-    print(with_urls(message), file=sys.stderr, flush=True)
 
 
 def start(args: argparse.Namespace) -> torch.device:
@@ -112,15 +83,6 @@ def agree_on_arguments(args: argparse.Namespace) -> None:
         if dest not in OF_ONE_MACHINE.split()
     }
     refuse_differences(values, [None])
-
-
-def initialize_model_parallel(args: argparse.Namespace) -> None:
-    """Create Megatron-Core's process groups, for every axis of parallelism."""
-    process_groups.initialize_model_parallel(
-        order="tp-cp-ep-pp-dp" if args.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
-        create_gloo_process_groups=args.enable_gloo_process_groups,
-        **{dest: getattr(args, dest) for dest in GROUP_SETTINGS.split()},
-    )
 
 
 def start_user_buffers(args: argparse.Namespace) -> None:

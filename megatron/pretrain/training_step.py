@@ -20,15 +20,15 @@ from megatron.core.num_microbatches_calculator import (
 from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 
+from megatron.mcore_adapter.checkpoints.background_save import BackgroundSaves
+from megatron.mcore_adapter.run.run_state import Progress, TrainedParts
 from megatron.pretrain.captured_iterations import schedule_of
-from megatron.pretrain.checkpoints.background_save import BackgroundSaves
 from megatron.pretrain.model import router_losses
 from megatron.pretrain.model.flops import training_flops
 from megatron.pretrain.model.forward_step import ForwardStep, Microbatches
 from megatron.pretrain.model.model_statistics import count_zeros, params_norm
 from megatron.pretrain.report.report import Report
 from megatron.pretrain.report.timing import OPTIMIZER
-from megatron.pretrain.run_state import Progress, TrainedParts
 from megatron.pretrain.watch import rerun
 from megatron.pretrain.watch.stopping import StopRequest
 

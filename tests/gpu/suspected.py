@@ -32,7 +32,7 @@ from torch.profiler import profile
 
 from megatron.fsdp.optimizer.host.host_memory import HostMemory
 from megatron.fsdp.weight_average import WeightAverage
-from megatron.pretrain.checkpoints.staging import StagingBuffer
+from megatron.mcore_adapter.checkpoints.staging import StagingBuffer
 from megatron_fsdp import clip_grad_norm_, fully_shard
 from tests.gpu.profiled_step import Span, duration, overlap
 from tests.gpu.steps import NOT_MEASURED

@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.checkpoint.dcp.signing_writer import without_others
 from megatron.checkpoint.integrity.manifest import MANIFEST, Manifest, digest_of
-from megatron.pretrain.checkpoints.checkpoint_format import collector_paused
-from megatron.pretrain.run_state import Progress
+from megatron.mcore_adapter.checkpoints.checkpoint_format import collector_paused
+from megatron.mcore_adapter.run.run_state import Progress
 from tests.support.pretrain.saved_runs import FSDP
 from tests.support.pretrain.training_runs import SMALL, build, load_checkpoint, save_checkpoint
 from tests.support.rank_pool import run_ranks

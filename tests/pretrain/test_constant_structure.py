@@ -20,7 +20,7 @@ from megatron.core.dist_checkpointing.strategies.torch import MCoreSavePlanner
 from megatron.checkpoint.dcp import save_planner as dcp_saving
 from megatron.checkpoint.dcp.save_planner import EvenPlanner, PlanReuse
 from megatron.checkpoint.dcp.signing_writer import SigningWriter
-from megatron.pretrain.checkpoints.torch_dist_saving import SaveStrategies, structure_of
+from megatron.mcore_adapter.checkpoints.torch_dist_saving import SaveStrategies, structure_of
 from tests.support.pretrain.saved_runs import FSDP, GATED, SIX, assert_equal, keys, read
 from tests.support.pretrain.training_runs import pretrain, trained
 from tests.support.rank_pool import run_ranks

@@ -10,9 +10,9 @@ import pytest
 import torch
 from megatron.core.models.gpt import GPTModel
 
-from megatron.pretrain.checkpoints import staging
-from megatron.pretrain.checkpoints.background_save import BackgroundSaves
-from megatron.pretrain.checkpoints.staging import StagedContent, StagingBuffer
+from megatron.mcore_adapter.checkpoints import staging
+from megatron.mcore_adapter.checkpoints.background_save import BackgroundSaves
+from megatron.mcore_adapter.checkpoints.staging import StagedContent, StagingBuffer
 from tests.support.pretrain.saved_runs import DROPOUT, FSDP, GATED, SIX, assert_equal, read
 from tests.support.pretrain.training_runs import Record, error_of, refuse, train
 from tests.support.pretrain.warm_writers import warm_writers

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 
+from megatron.mcore_adapter.run.errors import RunError
 from megatron.pretrain import loop, training_step
-from megatron.pretrain.errors import RunError
 from megatron.pretrain.model.forward_step import ForwardStep
 from tests.support.pretrain.parity import LLAMA, SHORT, Combination
 from tests.support.pretrain.training_runs import Record, build, pretrain, tokenizer_of

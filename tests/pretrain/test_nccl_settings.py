@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron.mcore_adapter.releases import process_groups
-from megatron.pretrain import ranks
+from megatron.mcore_adapter.run.model_parallel import initialize_model_parallel
 from megatron.pretrain.arguments.parallel_rules import NCCL_GROUPS, NCCL_SETTINGS
 from tests.support.pretrain.arguments.command_lines import MOCK, parse, problems
 
@@ -34,7 +34,7 @@ def test_settings_reach_core(tmp_path: Path) -> None:
     line = f"{MOCK} --nccl-communicator-config-path {path} --high-priority-stream-groups dp_cp tp"
     args, _ = parse(line, **GPU)
     with patch.object(parallel_state, "initialize_model_parallel") as initialize:
-        ranks.initialize_model_parallel(args)
+        initialize_model_parallel(args)
     keywords = initialize.call_args.kwargs
     assert keywords["nccl_communicator_config_path"] == str(path)
     assert keywords["high_priority_stream_groups"] == ["dp_cp", "tp"]

@@ -16,11 +16,15 @@ from megatron.checkpoint.integrity.manifest import MANIFEST, Manifest, digests_o
 from megatron.checkpoint.store import directory
 from megatron.checkpoint.store.directory import TRACKER
 from megatron.checkpoint.torch_dist.checkpoint import MARKER
+from megatron.mcore_adapter.checkpoints import checkpoint_source
+from megatron.mcore_adapter.checkpoints.checkpoint_source import (
+    CheckpointSource,
+    Damage,
+    find_source,
+)
+from megatron.mcore_adapter.checkpoints.save_directory import refuse_overwriting, settle
+from megatron.mcore_adapter.run.errors import RunError
 from megatron.pretrain.arguments import parse_arguments
-from megatron.pretrain.checkpoints import checkpoint_source
-from megatron.pretrain.checkpoints.checkpoint_source import CheckpointSource, Damage, find_source
-from megatron.pretrain.checkpoints.save_directory import refuse_overwriting, settle
-from megatron.pretrain.errors import RunError
 from tests.pretrain.test_pretrain_gpt import cut, tree
 from tests.support.checkpoint import samples
 from tests.support.checkpoint.changed_checkpoints import flip_a_bit

@@ -22,10 +22,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import pretrain_gpt
 from megatron.checkpoint.store.directory import TRACKER
+from megatron.mcore_adapter.run.logging_setup import set_up_logging
 from megatron.pretrain import loop
 from megatron.pretrain.data.corpus import write_corpus
 from megatron.pretrain.data.tokenizers import ByteTokenizer
-from megatron.pretrain.report.logging_setup import set_up_logging
 from tests.support.pretrain.training_runs import SMALL, Record, prepare, pretrain, train, trained
 from tests.support.rank_pool import run_ranks
 

@@ -5,8 +5,8 @@ import argparse
 
 import pytest
 
+from megatron.mcore_adapter.run.run_state import Progress
 from megatron.pretrain.arguments.check import FrozenArguments
-from megatron.pretrain.run_state import Progress
 
 
 def test_a_step_counts_its_samples_and_operations() -> None:

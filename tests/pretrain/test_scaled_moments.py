@@ -12,10 +12,10 @@ import torch
 
 from megatron.fsdp.engine.collectives import agree
 from megatron.fsdp.engine.tensor_parallel import local_tensor
+from megatron.mcore_adapter.checkpoints import checkpointing
 from megatron.mcore_adapter.core_optimizers import unscaled_moments
-from megatron.pretrain.checkpoints import checkpointing
-from megatron.pretrain.errors import RunError
-from megatron.pretrain.run_state import Progress
+from megatron.mcore_adapter.run.errors import RunError
+from megatron.mcore_adapter.run.run_state import Progress
 from tests.pretrain.test_copies_during_a_step import train_with_late_copies
 from tests.pretrain.test_precision_aware import AWARE, FSDP, train_with_ddp
 from tests.support.pretrain import training_runs

@@ -7,7 +7,7 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron.pretrain.ranks import initialize_model_parallel
+from megatron.mcore_adapter.run.model_parallel import initialize_model_parallel
 
 GLOBALS = [name for name in vars(parallel_state) if name.startswith("_") and name.isupper()] + [
     "_global_process_group_list"

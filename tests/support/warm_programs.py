@@ -26,8 +26,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NoReturn
 
+from megatron.mcore_adapter.run.logging_setup import set_up_logging
 from megatron.pretrain.arguments import build_parser
-from megatron.pretrain.report.logging_setup import set_up_logging
 from tests.support.fork_servers import FORKSERVER, INSTALLED, forks_from
 
 ROOT = Path(__file__).parents[2]

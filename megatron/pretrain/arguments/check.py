@@ -23,7 +23,7 @@ class CommandLineError(ValueError):
 class FrozenArguments(argparse.Namespace):
     """A copy of ``args`` that cannot be changed, with ``values`` put in.
 
-    What changes during a run is in :class:`megatron.pretrain.run_state.Progress`.
+    What changes during a run is in :class:`megatron.mcore_adapter.run.run_state.Progress`.
 
     Raises:
         AttributeError: on every attempt to set or delete an attribute.

@@ -10,16 +10,16 @@ from pathlib import Path
 
 from megatron.checkpoint.hugging_face.model_arguments import ARGUMENTS, Argument, completed
 from megatron.checkpoint.store.stores import fetch, is_staged, local_path, store_of
-from megatron.pretrain.arguments.check import Check
-from megatron.pretrain.arguments.data_rules import SPLIT_PATHS
-from megatron.pretrain.checkpoints.checkpoint_arguments import (
+from megatron.mcore_adapter.checkpoints.checkpoint_arguments import (
     is_stored,
     means_something,
     stored_arguments,
 )
-from megatron.pretrain.checkpoints.checkpoint_source import find_source
+from megatron.mcore_adapter.checkpoints.checkpoint_source import find_source
+from megatron.mcore_adapter.run.errors import RunError
+from megatron.pretrain.arguments.check import Check
+from megatron.pretrain.arguments.data_rules import SPLIT_PATHS
 from megatron.pretrain.data.splits import parse_blend
-from megatron.pretrain.errors import RunError
 
 LOCATIONS = ("save", "load", "pretrained_checkpoint")
 """Directories of checkpoints, or URLs."""

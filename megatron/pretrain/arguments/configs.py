@@ -19,8 +19,8 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from torch.nn.functional import gelu, silu
 
 from megatron.fsdp import Offload
+from megatron.mcore_adapter.run.optimizer_names import MUON
 from megatron.pretrain.arguments.config_flags import CHANGES, default_of
-from megatron.pretrain.arguments.not_built import MUON
 
 Config = TypeVar("Config")
 

@@ -19,8 +19,8 @@ from torch.cuda import device_count
 
 from megatron.checkpoint.store.stores import is_staged
 from megatron.mcore_adapter.captured_iterations import captures_iterations
+from megatron.mcore_adapter.run.optimizer_names import MUON
 from megatron.pretrain.arguments.check import Check
-from megatron.pretrain.arguments.not_built import MUON
 
 PLAIN_LAYERS = {
     "transformer_impl": "local",

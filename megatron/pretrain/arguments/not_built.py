@@ -12,6 +12,7 @@ from typing import Any
 import megatron.core
 from megatron.core.transformer.enums import AttnBackend
 
+from megatron.mcore_adapter.run.optimizer_names import MUON
 from megatron.pretrain.arguments.check import Check
 from megatron.pretrain.arguments.config_flags import absent_values, matches
 from megatron.pretrain.arguments.flags import as_written
@@ -183,7 +184,6 @@ class Needs:
 
 
 SHARDED = ("optim", "optim_grads", "optim_grads_params")
-MUON = ("muon", "dist_muon")
 LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss", "quantile_balancing")
 
 NEEDS: tuple[Needs, ...] = (

@@ -19,6 +19,8 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, Moc
 from torch.utils.data import Dataset
 
 from megatron.checkpoint.core.listing import some
+from megatron.mcore_adapter.run.errors import RunError
+from megatron.mcore_adapter.run.first_rank import on_first_rank
 from megatron.pretrain.arguments.configs import from_destinations
 from megatron.pretrain.data.corpus import standard_library_corpus
 from megatron.pretrain.data.dataset_files import check_samples
@@ -33,8 +35,6 @@ from megatron.pretrain.data.splits import (
 from megatron.pretrain.data.tokenizer_choice import TokenizerChoice
 from megatron.pretrain.data.tokenizer_record import check_records, record_path
 from megatron.pretrain.data.tokenizers import Tokenizer
-from megatron.pretrain.errors import RunError
-from megatron.pretrain.first_rank import on_first_rank
 
 DEFAULT_CORPUS_DIRECTORY = "data"
 Sizes = tuple[int, int | None, int]

@@ -11,7 +11,7 @@ import torch
 from megatron.core import parallel_state
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from megatron.pretrain.errors import RunError
+from megatron.mcore_adapter.run.errors import RunError
 
 BATCH_KEYS = ("tokens", "labels", "loss_mask", "position_ids", "attention_mask")
 

@@ -11,9 +11,10 @@ import torch.distributed as dist
 from megatron.core.transformer.module import MegatronModule
 
 from megatron.mcore_adapter.releases.process_groups import batch_on_this_rank
-from megatron.pretrain.errors import RunError
+from megatron.mcore_adapter.run.errors import RunError
+from megatron.mcore_adapter.watch import position
 from megatron.pretrain.report.timing import BATCH, PhaseTimes
-from megatron.pretrain.watch import position, rerun
+from megatron.pretrain.watch import rerun
 
 Microbatches = Generator[dict[str, torch.Tensor], None, None]
 """Microbatches of one rank, see :func:`megatron.pretrain.data.samplers.build_iterator`."""

@@ -9,7 +9,6 @@ from contextlib import contextmanager, nullcontext
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.models.gpt import GPTModel
 from megatron.core.parallel_state import is_pipeline_first_stage, is_pipeline_last_stage
 from megatron.core.tensor_parallel import set_defaults_if_not_set_tensor_model_parallel_attributes
@@ -124,12 +123,3 @@ def wrap(
     if validates(args):
         settings.check_for_nan_in_grad = False  # the rerun machine looks for them
     return FullyShardedDataParallel(config=config, ddp_config=settings, module=model, device=device)
-
-
-def unwrap(model: torch.nn.Module) -> LanguageModule:
-    """Return the model inside all wrappers."""
-    while not isinstance(model, LanguageModule):
-        inner = model.module
-        assert isinstance(inner, torch.nn.Module)
-        model = inner
-    return model

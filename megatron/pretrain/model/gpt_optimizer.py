@@ -23,8 +23,8 @@ from megatron.mcore_adapter.core_optimizers import (
     make_optimizer_state,
     use_new_names,
 )
+from megatron.mcore_adapter.run.optimizer_names import MUON
 from megatron.pretrain.arguments.configs import optimizer_config
-from megatron.pretrain.arguments.not_built import MUON
 
 
 def build_optimizer(

@@ -17,8 +17,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from megatron.fsdp.dtensor.sharded_param import sharded_param_of
+from megatron.mcore_adapter.checkpoints.torch_dist_format import gathered_weights
 from megatron.mcore_adapter.core_optimizers import gradient_of
-from megatron.pretrain.checkpoints.torch_dist_format import gathered_weights
 
 
 def number_of_parameters(model: list[MegatronModule]) -> int:

@@ -8,9 +8,9 @@ import json
 from pathlib import Path
 
 from megatron.checkpoint.store import durable
+from megatron.mcore_adapter.run.files_beside import HISTORY
 from megatron.pretrain.report.quantities import significant
 
-HISTORY = "losses.jsonl"
 Entry = dict[str, float]
 """``iteration``, and ``train`` or ``validation``: a loss in nats per token."""
 Points = list[tuple[int, float]]

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.fsdp import trace
-from megatron.pretrain.ranks import complain
+from megatron.mcore_adapter.run.environment import complain
 from megatron.pretrain.report.run_files import Decorations
 
 

@@ -15,20 +15,19 @@ from megatron.checkpoint.core.parts import terminal_bar
 from megatron.checkpoint.hugging_face.model_directory import CONFIG
 from megatron.checkpoint.store import durable
 from megatron.checkpoint.store.url_staging import with_urls
+from megatron.mcore_adapter.run.environment import environment_rank
+from megatron.mcore_adapter.run.files_beside import HISTORY, PICTURE, PROGRESS
+from megatron.mcore_adapter.run.run_state import Progress
 from megatron.pretrain.model.router_losses import LAYERS
-from megatron.pretrain.ranks import environment_rank
-from megatron.pretrain.report.loss_history import HISTORY, LossHistory, draw_loss_curves
+from megatron.pretrain.report.loss_history import LossHistory, draw_loss_curves
 from megatron.pretrain.report.quantities import clock, rows, significant, size
 from megatron.pretrain.report.run_files import Decorations, write_config
 from megatron.pretrain.report.scalars import ScalarWriters
 from megatron.pretrain.report.speed import Speed, SpeedClock
 from megatron.pretrain.report.timing import PhaseTimes
-from megatron.pretrain.run_state import Progress
 
 MAX_ALLOCATIONS = 100_000
 """Allocations and releases that --record-memory-history keeps, the last ones."""
-PICTURE = "loss_curves.png"
-PROGRESS = "progress.txt"
 LABELS = {
     "grad-norm": "grad norm",
     "params-norm": "params norm",

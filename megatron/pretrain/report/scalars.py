@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron.mcore_adapter.run.run_state import Progress
 from megatron.pretrain.report.run_files import Decorations
-from megatron.pretrain.run_state import Progress
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron.mcore_adapter.run.run_state import Progress
 from megatron.pretrain.report.quantities import duration, significant
-from megatron.pretrain.run_state import Progress
 
 _SHEETS = """
     GB300 2500, GB200 2500, B300 2250, B200 2250, B100 1750, GH200 989, H200 NVL 835, H200 989,

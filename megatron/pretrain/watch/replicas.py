@@ -17,8 +17,8 @@ from megatron.core import parallel_state
 from megatron.core.transformer.module import MegatronModule
 
 from megatron.fsdp.engine.collectives import agree
-from megatron.pretrain.checkpoints.torch_dist_format import gathered_weights
-from megatron.pretrain.errors import RunError
+from megatron.mcore_adapter.checkpoints.torch_dist_format import gathered_weights
+from megatron.mcore_adapter.run.errors import RunError
 
 
 def check_replicas(args: argparse.Namespace, model: list[MegatronModule], iteration: int) -> None:

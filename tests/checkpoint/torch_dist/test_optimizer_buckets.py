@@ -12,7 +12,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron.checkpoint.core import key_rules
 from megatron.checkpoint.core.spelling import canonical_name
 from megatron.checkpoint.dcp.chunk import Chunk
-from megatron.pretrain.model.gpt_model import unwrap
+from megatron.mcore_adapter.run.wrapped_model import unwrap
 from tests.support.checkpoint.torch_dist.stored_optimizers import (
     DISTRIBUTED,
     GATED_SHARED,

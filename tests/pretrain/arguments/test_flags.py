@@ -18,16 +18,17 @@ import pytest
 from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
 from megatron.core.optimizer import get_standard_config_overrides
 
+from megatron.mcore_adapter.checkpoints import torch_dist_format
+from megatron.mcore_adapter.run.model_parallel import initialize_model_parallel
+from megatron.mcore_adapter.run.run_state import TrainedParts
 from megatron.pretrain import ranks
 from megatron.pretrain.arguments import CommandLineError, build_parser, parse_arguments
 from megatron.pretrain.arguments.config_flags import field_flags
 from megatron.pretrain.arguments.configs import ddp_config, optimizer_config, transformer_config
 from megatron.pretrain.arguments.not_built import same_here
 from megatron.pretrain.arguments.program_flags import PROGRAM_GROUPS
-from megatron.pretrain.checkpoints import torch_dist_format
 from megatron.pretrain.data.tokenizer_choice import TokenizerChoice
 from megatron.pretrain.model import gpt_optimizer
-from megatron.pretrain.run_state import TrainedParts
 from tests.support.pretrain.arguments.command_lines import REFUSED_HERE
 from tests.support.pretrain.arguments.flag_rows import PIPELINE, TRAIN, FlagRow
 from tests.support.pretrain.arguments.flag_tables import ROWS
@@ -121,7 +122,7 @@ PLACES: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
     "groups": lambda args: keywords_of(
         ranks.parallel_state,
         "initialize_model_parallel",
-        lambda: ranks.initialize_model_parallel(args),
+        lambda: initialize_model_parallel(args),
     ),
     "start": start,
     "torch_dist": torch_dist,

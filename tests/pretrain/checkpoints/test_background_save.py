@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron.checkpoint.store import directory
-from megatron.pretrain.checkpoints.background_save import BackgroundSaves
+from megatron.mcore_adapter.checkpoints.background_save import BackgroundSaves
 from tests.support.checkpoint.command_runs import run_json
 from tests.support.pretrain.saved_runs import (
     DROPOUT,

@@ -16,15 +16,15 @@ import torch.distributed.checkpoint as dcp
 from megatron.checkpoint.hugging_face.model_arguments import ARGUMENTS, Argument
 from megatron.checkpoint.store.directory import TRACKER
 from megatron.checkpoint.torch_dist.checkpoint import MARKER
-from megatron.pretrain.arguments import checkpoint_rules
-from megatron.pretrain.arguments.config_flags import field_flags
-from megatron.pretrain.arguments.not_built import refusal
-from megatron.pretrain.checkpoints.checkpoint_arguments import (
+from megatron.mcore_adapter.checkpoints.checkpoint_arguments import (
     MAY_DIFFER,
     check_arguments,
     model_differences,
     training_differences,
 )
+from megatron.pretrain.arguments import checkpoint_rules
+from megatron.pretrain.arguments.config_flags import field_flags
+from megatron.pretrain.arguments.not_built import refusal
 from tests.support.pretrain.arguments.command_lines import EXPERTS, MOCK, parse, problems
 from tests.support.pretrain.saved_runs import FSDP, GATED, SIX
 from tests.support.pretrain.training_runs import (

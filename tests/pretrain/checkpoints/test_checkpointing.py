@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron.core.transformer.enums import AttnBackend
 
 from megatron.checkpoint.dcp.signing_writer import SigningWriter
-from megatron.pretrain.checkpoints import checkpointing, fsdp_dtensor_format
+from megatron.mcore_adapter.checkpoints import checkpointing, fsdp_dtensor_format
 from tests.support.pretrain.saved_runs import (
     DROPOUT,
     FSDP,

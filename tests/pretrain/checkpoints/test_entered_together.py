@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 
 from megatron.fsdp.trace import failed_collectives
-from megatron.pretrain.checkpoints import entered_together as sections
-from megatron.pretrain.checkpoints.checkpoint_format import attempt
-from megatron.pretrain.checkpoints.entered_together import entered_together
+from megatron.mcore_adapter.checkpoints import entered_together as sections
+from megatron.mcore_adapter.checkpoints.checkpoint_format import attempt
+from megatron.mcore_adapter.checkpoints.entered_together import entered_together
 from tests.support.pretrain.saved_runs import GATED, SIX
 from tests.support.pretrain.training_runs import refuse, train
 from tests.support.rank_pool import RankFailure, run_ranks

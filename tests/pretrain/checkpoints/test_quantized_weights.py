@@ -83,7 +83,7 @@ class Run:
 
     def parts(self, optimizer: bool = True) -> Any:
         """Return what the formats save and load."""
-        from megatron.pretrain.run_state import TrainedParts
+        from megatron.mcore_adapter.run.run_state import TrainedParts
 
         return TrainedParts([self.model], self.optimizer if optimizer else None)
 
@@ -108,8 +108,8 @@ class Run:
 
 
 def formats() -> dict[str, Any]:
-    from megatron.pretrain.checkpoints.fsdp_dtensor_format import FsdpDtensorFormat
-    from megatron.pretrain.checkpoints.fsdp_torch_dist import FsdpTorchDistFormat
+    from megatron.mcore_adapter.checkpoints.fsdp_dtensor_format import FsdpDtensorFormat
+    from megatron.mcore_adapter.checkpoints.fsdp_torch_dist import FsdpTorchDistFormat
 
     return dict(zip(FORMATS, (FsdpDtensorFormat(), FsdpTorchDistFormat())))
 

@@ -20,10 +20,15 @@ import pytest
 
 from megatron.checkpoint.store import directory
 from megatron.checkpoint.store.directory import TRACKER
-from megatron.pretrain.checkpoints import save_directory
-from megatron.pretrain.checkpoints.checkpoint_source import CheckpointSource
-from megatron.pretrain.checkpoints.save_directory import LOCK, locked, refuse_overwriting, settle
-from megatron.pretrain.report.loss_history import HISTORY
+from megatron.mcore_adapter.checkpoints import save_directory
+from megatron.mcore_adapter.checkpoints.checkpoint_source import CheckpointSource
+from megatron.mcore_adapter.checkpoints.save_directory import (
+    LOCK,
+    locked,
+    refuse_overwriting,
+    settle,
+)
+from megatron.mcore_adapter.run.files_beside import HISTORY
 from tests.pretrain.report.test_loss_history import killed_at
 from tests.pretrain.test_newest_checkpoint import arguments
 from tests.pretrain.test_non_persistent_saves import broken_off

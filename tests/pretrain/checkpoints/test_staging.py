@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from megatron.checkpoint.core import reading_threads
 from megatron.fsdp.dtensor.tensor_part import ChunkedTensor, TensorPart, as_chunked_tensor
-from megatron.pretrain.checkpoints import staging
-from megatron.pretrain.checkpoints.staging import StagingBuffer
+from megatron.mcore_adapter.checkpoints import staging
+from megatron.mcore_adapter.checkpoints.staging import StagingBuffer
 from tests.support.rank_pool import run_ranks
 
 CHUNKS = (((0, 2), (1, 1)), ((1, 0), (2, 3)))

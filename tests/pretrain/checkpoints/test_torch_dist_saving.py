@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 
-from megatron.pretrain.checkpoints.torch_dist_saving import error_of_disk, write_in_threads
+from megatron.mcore_adapter.checkpoints.torch_dist_saving import error_of_disk, write_in_threads
 from tests.support.pretrain.saved_runs import GATED, SIX, saved_at
 from tests.support.pretrain.training_runs import error_of, refuse, train
 from tests.support.rank_pool import run_ranks

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.mcore_adapter.run.errors import RunError
 from megatron.pretrain.data import gpt_datasets as data_module
 from megatron.pretrain.data.corpus import standard_library_corpus
 from megatron.pretrain.data.gpt_datasets import build_datasets, find_data, wanted_samples
 from megatron.pretrain.data.splits import parse_blend
 from megatron.pretrain.data.tokenizers import ByteTokenizer
-from megatron.pretrain.errors import RunError
 from tests.support.pretrain.number_corpora import (
     NUMBERS,
     NumberedSamples,

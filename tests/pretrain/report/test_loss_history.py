@@ -11,7 +11,8 @@ import pytest
 
 from benchmarks.soak.kills import KINDS, Strike, Striker
 from megatron.checkpoint.store import directory
-from megatron.pretrain.report.loss_history import HISTORY, LossHistory, draw_loss_curves
+from megatron.mcore_adapter.run.files_beside import HISTORY
+from megatron.pretrain.report.loss_history import LossHistory, draw_loss_curves
 
 
 def extended(folder: Path, begin: int, end: int, loss: float = 1.0) -> LossHistory:

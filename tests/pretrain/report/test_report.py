@@ -13,10 +13,9 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron.checkpoint.hugging_face.model_directory import CONFIG
-from megatron.pretrain.report.loss_history import HISTORY
-from megatron.pretrain.report.report import PICTURE, PROGRESS, Report
+from megatron.mcore_adapter.run.files_beside import HISTORY, PICTURE, PROGRESS, Report
+from megatron.mcore_adapter.run.run_state import Progress
 from megatron.pretrain.report.run_files import write_config
-from megatron.pretrain.run_state import Progress
 from megatron.pretrain.training_step import TrainingRun
 from megatron.pretrain.watch.stopping import StopRequest
 from tests.support.pretrain.arguments.command_lines import MOCK, parse

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from megatron.pretrain.watch.heartbeats import Heartbeats, ShortCalls
-from megatron.pretrain.watch.peers import RUNNING, Peer
+from megatron.mcore_adapter.watch.heartbeats import Heartbeats, ShortCalls
+from megatron.mcore_adapter.watch.peers import RUNNING, Peer
 
 
 def test_ranks_that_gather_at_the_same_moment_do_not_seem_silent(

@@ -21,8 +21,8 @@ from megatron.fsdp.engine import observe
 from megatron.fsdp.engine.gradients import GroupGradients
 from megatron.fsdp.engine.param_group import ParamGroup, StoredForm
 from megatron.fsdp.engine.states import WeightState
-from megatron.pretrain.watch import position
-from megatron.pretrain.watch.peers import (
+from megatron.mcore_adapter.watch import position
+from megatron.mcore_adapter.watch.peers import (
     LEFT,
     RUNNING,
     TERMINATED,

@@ -29,7 +29,7 @@ def write(command_line: str, layout: str | None = None) -> State | None:
 
     `layout` is one that Megatron-Core can write and the training program does not ask for.
     """
-    from megatron.pretrain.checkpoints import checkpointing, torch_dist_format
+    from megatron.mcore_adapter.checkpoints import checkpointing, torch_dist_format
     from tests.support.pretrain.training_runs import pretrain
 
     states: list[State | None] = []

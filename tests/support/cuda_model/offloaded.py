@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from megatron.fsdp import Offload
 from megatron.fsdp.optimizer.host import block_update
-from megatron.pretrain.checkpoints.staging import StagingBuffer
+from megatron.mcore_adapter.checkpoints.staging import StagingBuffer
 from megatron_fsdp import MixedPrecisionPolicy, fully_shard
 from tests.support.fsdp.meshes import Meshes, device_type
 from tests.support.fsdp.models import ResidualBlock, build_stack

@@ -13,8 +13,8 @@ from megatron.core.pipeline_parallel import utils
 
 from benchmarks.stream_defects.defect import Defect
 from megatron.mcore_adapter import cpu
-from megatron.pretrain.checkpoints import staging
-from megatron.pretrain.checkpoints.background_save import BackgroundSaves
+from megatron.mcore_adapter.checkpoints import staging
+from megatron.mcore_adapter.checkpoints.background_save import BackgroundSaves
 from tests.support.cuda_model.machine import cuda_model
 from tests.support.mcore_adapter.dropped_in import LoopRun, dropped_in
 from tests.support.pretrain.parity import ALLTOALL, LLAMA, MOE, Combination

@@ -12,9 +12,9 @@ from megatron.core.full_cuda_graph import StaticBufferLoader
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from megatron.mcore_adapter import cpu
+from megatron.mcore_adapter.run.errors import RunError
 from megatron.pretrain import ranks
 from megatron.pretrain.captured_iterations import CheckedBuffers
-from megatron.pretrain.errors import RunError
 from tests.support.cuda_model.core_graphs import core_graphs
 from tests.support.cuda_model.machine import cuda_model
 from tests.support.pretrain import training_runs

@@ -30,17 +30,17 @@ from megatron.fsdp.dtensor.tensor_part import full_tensor
 from megatron.mcore_adapter import cpu
 from megatron.mcore_adapter.captured_iterations import captures_iterations
 from megatron.mcore_adapter.checkpoint_entries import named_parameters
+from megatron.mcore_adapter.checkpoints import checkpointing
+from megatron.mcore_adapter.run.logging_setup import set_up_logging
+from megatron.mcore_adapter.run.run_state import Progress
 from megatron.pretrain import loop, ranks
 from megatron.pretrain.arguments import parse_arguments
-from megatron.pretrain.checkpoints import checkpointing
 from megatron.pretrain.data.tokenizer_choice import TokenizerChoice
 from megatron.pretrain.data.tokenizers import Tokenizer, build_tokenizer, embedding_rows
 from megatron.pretrain.model.gpt_model import build_model
 from megatron.pretrain.model.gpt_optimizer import build_optimizer
 from megatron.pretrain.report import report as report_module
-from megatron.pretrain.report.logging_setup import set_up_logging
 from megatron.pretrain.report.report import Report
-from megatron.pretrain.run_state import Progress
 from tests.support.model_parallel import initialize
 from tests.support.rank_pool import run_ranks
 

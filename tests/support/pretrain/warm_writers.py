@@ -16,8 +16,8 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-from megatron.pretrain.checkpoints import checkpoint_writer
-from megatron.pretrain.report.logging_setup import set_up_logging
+from megatron.mcore_adapter.checkpoints import checkpoint_writer
+from megatron.mcore_adapter.run.logging_setup import set_up_logging
 
 _context = multiprocessing.get_context("forkserver")
 

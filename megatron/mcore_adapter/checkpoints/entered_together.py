@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from megatron.fsdp.trace import failed_collectives
-from megatron.pretrain.errors import RunError
+from megatron.mcore_adapter.run.errors import RunError
 
 OF_OBJECTS = (
     *("all_gather_object", "gather_object", "scatter_object_list", "broadcast_object_list"),

@@ -18,9 +18,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megatron.checkpoint.core.listing import some
 from megatron.checkpoint.integrity.manifest import FileDigest, Manifest, digests_of_rank
 from megatron.fsdp.engine.collectives import agree
-from megatron.pretrain.checkpoints.entered_together import PeerError, entered_together
-from megatron.pretrain.first_rank import Say
-from megatron.pretrain.run_state import TrainedParts
+from megatron.mcore_adapter.checkpoints.entered_together import PeerError, entered_together
+from megatron.mcore_adapter.run.first_rank import Say
+from megatron.mcore_adapter.run.run_state import TrainedParts
 
 
 class CheckpointFormat(Protocol):

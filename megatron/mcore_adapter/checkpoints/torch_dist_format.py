@@ -32,23 +32,23 @@ from megatron.checkpoint.torch_dist.checkpoint import check_marker
 from megatron.checkpoint.torch_dist.unsharded_state import COMMON_FILE, read_common
 from megatron.fsdp.engine.collectives import agree
 from megatron.fsdp.trace.failed_collectives import CollectiveError
-from megatron.mcore_adapter.releases.common_state import common_object_readable
-from megatron.pretrain.checkpoints.checkpoint_format import (
+from megatron.mcore_adapter.checkpoints.checkpoint_format import (
     attempt,
     sign,
     tell_of_partial_load,
     without_warnings,
 )
-from megatron.pretrain.checkpoints.entered_together import PeerError
-from megatron.pretrain.checkpoints.torch_dist_saving import (
+from megatron.mcore_adapter.checkpoints.entered_together import PeerError
+from megatron.mcore_adapter.checkpoints.torch_dist_saving import (
     SaveStrategies,
     error_of_disk,
     load_strategy,
     written_by_threads,
 )
-from megatron.pretrain.first_rank import Say, on_first_rank
-from megatron.pretrain.model.gpt_model import unwrap
-from megatron.pretrain.run_state import TrainedParts
+from megatron.mcore_adapter.releases.common_state import common_object_readable
+from megatron.mcore_adapter.run.first_rank import Say, on_first_rank
+from megatron.mcore_adapter.run.run_state import TrainedParts
+from megatron.mcore_adapter.run.wrapped_model import unwrap
 
 SHARDING_TYPE = "distrib_optim_sharding_type"
 """The field of the description that names the distributed optimizer's layout; absent without it."""
@@ -269,7 +269,7 @@ def sharded_random_state(states: list[dict[str, Any]]) -> ShardedObject:
 
     The file has one entry for each pipeline stage and tensor-parallel rank, and with expert
     parallelism for each data rank. ``states`` are those that
-    :func:`~megatron.pretrain.run_state.gather_random_state` returns.
+    :func:`~megatron.mcore_adapter.run.run_state.gather_random_state` returns.
     """
     offset = [
         parallel_state.get_pipeline_model_parallel_rank(),

@@ -51,22 +51,22 @@ from megatron.mcore_adapter.checkpoint_entries import (
     sharded_params,
     state_entries,
 )
-from megatron.mcore_adapter.file_differences import FileDifferences
-from megatron.pretrain.checkpoints.checkpoint_format import (
+from megatron.mcore_adapter.checkpoints.checkpoint_format import (
     attempt,
     collector_paused,
     tell_of_partial_load,
     without_warnings,
 )
-from megatron.pretrain.checkpoints.converted_source import (
+from megatron.mcore_adapter.checkpoints.converted_source import (
     ask_for_momentum,
     format_of,
     open_converted,
     take_momentum,
 )
-from megatron.pretrain.first_rank import Say
-from megatron.pretrain.model.vocabulary_padding import VocabularyArguments, fit_padding
-from megatron.pretrain.run_state import TrainedParts
+from megatron.mcore_adapter.checkpoints.vocabulary_padding import VocabularyArguments, fit_padding
+from megatron.mcore_adapter.file_differences import FileDifferences
+from megatron.mcore_adapter.run.first_rank import Say
+from megatron.mcore_adapter.run.run_state import TrainedParts
 
 Model = list[FullyShardedDataParallel]
 """The chunks of this pipeline stage."""

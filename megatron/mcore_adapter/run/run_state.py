@@ -47,11 +47,11 @@ class Progress:
     consumed_train_samples: int = 0
     """Sequences read from the training data."""
     skipped_train_samples: int = 0
-    """Sequences passed over without training. This program passes over none but keeps the count."""
+    """Sequences passed over without training."""
     consumed_valid_samples: int = 0
     """Sequences read from the validation data."""
     num_floating_point_operations_so_far: float = 0.0
-    """FLOPs of the model in all training steps, see :mod:`megatron.pretrain.model.flops`."""
+    """Floating-point operations of the model in all training steps."""
 
     @classmethod
     def of_checkpoint(cls, content: Mapping[str, Any]) -> Progress:

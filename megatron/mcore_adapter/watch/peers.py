@@ -57,7 +57,7 @@ class Heartbeat:
     finished: float
     """When it was, or when the run began."""
     collective: str
-    """See :class:`~megatron.pretrain.watch.position.Position`."""
+    """See :class:`~megatron.mcore_adapter.watch.position.Position`."""
     place: str
     work: str
     since: float

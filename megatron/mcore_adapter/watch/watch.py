@@ -6,8 +6,8 @@ also while the main thread waits in a collective that never ends. Nothing here i
 
 [Note: ends of a run]
     a collective fails     the first rank that sees it asks the heartbeats who has failed (see
-                           :mod:`megatron.pretrain.watch.peers`), and prints the one message. Each
-                           rank writes torch's traceback to a file, and exits with 1
+                           :mod:`~megatron.mcore_adapter.watch.peers`), and prints the one message.
+                           Each rank writes torch's traceback to a file, and exits with 1
     a rank has an error    the first rank that has one prints it, the others are silent
     SIGTERM                if a peer has failed, as above: torchrun sends it to the ranks that are
                            left. Otherwise the loop stops after its step, if it was told to, and
@@ -43,11 +43,11 @@ from megatron.checkpoint.store import durable
 from megatron.checkpoint.store.stores import is_staged
 from megatron.fsdp.engine import observe
 from megatron.fsdp.trace.failed_collectives import explanation_of, is_of_collective
-from megatron.pretrain.ranks import complain, environment_rank
-from megatron.pretrain.run_state import Progress
-from megatron.pretrain.watch import position
-from megatron.pretrain.watch.heartbeats import Heartbeats, StoreError
-from megatron.pretrain.watch.peers import (
+from megatron.mcore_adapter.run.environment import complain, environment_rank
+from megatron.mcore_adapter.run.run_state import Progress
+from megatron.mcore_adapter.watch import position
+from megatron.mcore_adapter.watch.heartbeats import Heartbeats, StoreError
+from megatron.mcore_adapter.watch.peers import (
     DEAD,
     LEFT,
     RUNNING,

@@ -14,9 +14,8 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.checkpoint.fsdp_dtensor.keys import CHECKPOINT_VERSION
 from megatron.checkpoint.store.url_staging import with_urls
 from megatron.fsdp.engine.collectives import agree
-from megatron.pretrain.first_rank import Say
-from megatron.pretrain.run_state import Progress, gather_random_state, restore_random_state
-from megatron.pretrain.watch import rerun
+from megatron.mcore_adapter.run.first_rank import Say
+from megatron.mcore_adapter.run.run_state import Progress, gather_random_state, restore_random_state
 
 
 def run_state(
@@ -34,9 +33,6 @@ def run_state(
     for dest in ("save", "load", "pretrained_checkpoint"):
         if getattr(saved_args, dest):  # a URL, not the directory in which it is staged
             setattr(saved_args, dest, with_urls(getattr(saved_args, dest)))
-    step_to_repeat = rerun.pending_state()
-    if step_to_repeat:
-        saved_args.rerun_state = step_to_repeat
     state: dict[str, Any] = {
         "args": saved_args,
         "checkpoint_version": CHECKPOINT_VERSION,

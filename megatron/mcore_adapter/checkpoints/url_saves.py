@@ -23,12 +23,11 @@ from megatron.checkpoint.integrity.manifest import MANIFEST, Manifest, files_of_
 from megatron.checkpoint.store import directory, stores
 from megatron.checkpoint.store.stores import Store
 from megatron.checkpoint.store.url_staging import directory_token, staged_directory, url_of
-from megatron.pretrain.checkpoints.checkpoint_format import attempt
-from megatron.pretrain.checkpoints.checkpoint_source import CheckpointSource
-from megatron.pretrain.errors import RunError
-from megatron.pretrain.first_rank import on_first_rank
-from megatron.pretrain.report.loss_history import HISTORY
-from megatron.pretrain.report.report import PICTURE, PROGRESS
+from megatron.mcore_adapter.checkpoints.checkpoint_format import attempt
+from megatron.mcore_adapter.checkpoints.checkpoint_source import CheckpointSource
+from megatron.mcore_adapter.run.errors import RunError
+from megatron.mcore_adapter.run.files_beside import HISTORY, PICTURE, PROGRESS
+from megatron.mcore_adapter.run.first_rank import on_first_rank
 
 BESIDE = (HISTORY, PICTURE, PROGRESS, CONFIG)
 """Patterns of the files that a run writes beside its checkpoints."""

@@ -33,10 +33,10 @@ from megatron.core import parallel_state
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from megatron.mcore_adapter import cpu
-from megatron.pretrain.checkpoints import checkpointing
-from megatron.pretrain.checkpoints.saved_state import pickle_enums_by_value
-from megatron.pretrain.checkpoints.staging import StagedContent, StagingBuffer
-from megatron.pretrain.ranks import initialize_model_parallel
+from megatron.mcore_adapter.checkpoints import checkpointing
+from megatron.mcore_adapter.checkpoints.saved_state import pickle_enums_by_value
+from megatron.mcore_adapter.checkpoints.staging import StagedContent, StagingBuffer
+from megatron.mcore_adapter.run.model_parallel import initialize_model_parallel
 
 GRACE_SECONDS = 10
 """Time that a writer without work has to end."""
@@ -77,7 +77,8 @@ class WriterProcess:
         code = (
             "import signal, sys; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
             f" sys.path[:] = {sys.path!r};"
-            " from megatron.pretrain.report.logging_setup import set_up_logging; set_up_logging();"
+            " from megatron.mcore_adapter.run.logging_setup import set_up_logging;"
+            " set_up_logging();"
             f" from {__name__} import serve; serve{descriptors}"
         )
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "TORCHDYNAMO_DISABLE": "1"}

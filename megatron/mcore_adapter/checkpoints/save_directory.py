@@ -25,8 +25,8 @@ from pathlib import Path
 from megatron.checkpoint.core.listing import some
 from megatron.checkpoint.store import directory, durable, stores
 from megatron.fsdp.engine.collectives import agree
-from megatron.pretrain.checkpoints import url_saves
-from megatron.pretrain.checkpoints.checkpoint_source import (
+from megatron.mcore_adapter.checkpoints import url_saves
+from megatron.mcore_adapter.checkpoints.checkpoint_source import (
     NON_PERSISTENT,
     CheckpointSource,
     continues,
@@ -35,9 +35,9 @@ from megatron.pretrain.checkpoints.checkpoint_source import (
     is_own,
     non_persistent_root,
 )
-from megatron.pretrain.errors import RunError
-from megatron.pretrain.first_rank import Say, on_first_rank
-from megatron.pretrain.report.loss_history import HISTORY
+from megatron.mcore_adapter.run.errors import RunError
+from megatron.mcore_adapter.run.files_beside import HISTORY
+from megatron.mcore_adapter.run.first_rank import Say, on_first_rank
 
 REPLACED = "replaced_{}"
 """Name of the directory, with a number, of checkpoints that a run does not go on from."""

@@ -17,14 +17,14 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from megatron.fsdp.engine.collectives import agree
-from megatron.pretrain.checkpoints import checkpointing
-from megatron.pretrain.checkpoints.checkpoint_format import attempt, collector_paused
-from megatron.pretrain.checkpoints.checkpoint_writer import WriterProcess, WriterWorld
-from megatron.pretrain.checkpoints.staging import StagingBuffer
-from megatron.pretrain.errors import RunError
-from megatron.pretrain.first_rank import Say
-from megatron.pretrain.model.forward_writes import is_buffer_of, num_writes_to_weights
-from megatron.pretrain.run_state import Progress, TrainedParts
+from megatron.mcore_adapter.checkpoints import checkpointing
+from megatron.mcore_adapter.checkpoints.checkpoint_format import attempt, collector_paused
+from megatron.mcore_adapter.checkpoints.checkpoint_writer import WriterProcess, WriterWorld
+from megatron.mcore_adapter.checkpoints.forward_writes import is_buffer_of, num_writes_to_weights
+from megatron.mcore_adapter.checkpoints.staging import StagingBuffer
+from megatron.mcore_adapter.run.errors import RunError
+from megatron.mcore_adapter.run.first_rank import Say
+from megatron.mcore_adapter.run.run_state import Progress, TrainedParts
 
 _WAITING_INTERVAL = 0.05
 """Seconds between two looks at the writers while nothing else is done."""

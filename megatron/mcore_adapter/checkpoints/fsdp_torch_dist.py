@@ -42,9 +42,8 @@ from megatron.checkpoint.fsdp_dtensor.keys import split_half
 from megatron.checkpoint.torch_dist.checkpoint import extra_state_objects, files_beside, main_slot
 from megatron.fsdp.dtensor.tensor_part import as_chunked_tensor, part_of
 from megatron.mcore_adapter.checkpoint_entries import extra_states, sharded_params
-from megatron.pretrain.arguments.not_built import MUON
-from megatron.pretrain.checkpoints.checkpoint_format import attempt
-from megatron.pretrain.checkpoints.fsdp_dtensor_format import (
+from megatron.mcore_adapter.checkpoints.checkpoint_format import attempt
+from megatron.mcore_adapter.checkpoints.fsdp_dtensor_format import (
     EntryNames,
     FsdpDtensorFormat,
     Model,
@@ -52,8 +51,9 @@ from megatron.pretrain.checkpoints.fsdp_dtensor_format import (
     optimizer_entries,
     own_prefix,
 )
-from megatron.pretrain.checkpoints.torch_dist_format import sharded_random_state
-from megatron.pretrain.run_state import TrainedParts
+from megatron.mcore_adapter.checkpoints.torch_dist_format import sharded_random_state
+from megatron.mcore_adapter.run.optimizer_names import MUON
+from megatron.mcore_adapter.run.run_state import TrainedParts
 
 
 class FsdpTorchDistFormat(FsdpDtensorFormat):

@@ -23,37 +23,36 @@ from megatron.checkpoint.dcp.stored_checkpoint import StoredCheckpoint
 from megatron.checkpoint.dcp.stored_metadata import metadata_read_once
 from megatron.checkpoint.store import directory, stores
 from megatron.fsdp.engine.collectives import agree
-from megatron.mcore_adapter.core_optimizers import unscaled_moments
-from megatron.pretrain.checkpoints import save_directory, url_saves
-from megatron.pretrain.checkpoints.checkpoint_arguments import check_arguments
-from megatron.pretrain.checkpoints.checkpoint_format import (
+from megatron.mcore_adapter.checkpoints import save_directory, url_saves
+from megatron.mcore_adapter.checkpoints.checkpoint_arguments import check_arguments
+from megatron.mcore_adapter.checkpoints.checkpoint_format import (
     CheckpointFormat,
     attempt,
     cause_of,
     collector_paused,
 )
-from megatron.pretrain.checkpoints.checkpoint_source import (
+from megatron.mcore_adapter.checkpoints.checkpoint_source import (
     CheckpointSource,
     Damage,
     fallback_lines,
     find_source,
     pass_over,
 )
-from megatron.pretrain.checkpoints.converted_source import format_of
-from megatron.pretrain.checkpoints.entered_together import entered_together
-from megatron.pretrain.checkpoints.fsdp_dtensor_format import FsdpDtensorFormat
-from megatron.pretrain.checkpoints.fsdp_torch_dist import FsdpTorchDistFormat
-from megatron.pretrain.checkpoints.saved_state import (
+from megatron.mcore_adapter.checkpoints.converted_source import format_of
+from megatron.mcore_adapter.checkpoints.entered_together import entered_together
+from megatron.mcore_adapter.checkpoints.fsdp_dtensor_format import FsdpDtensorFormat
+from megatron.mcore_adapter.checkpoints.fsdp_torch_dist import FsdpTorchDistFormat
+from megatron.mcore_adapter.checkpoints.saved_state import (
     load_random_state,
     load_schedule,
     rates_of,
     run_state,
 )
-from megatron.pretrain.checkpoints.torch_dist_format import TorchDistFormat
-from megatron.pretrain.errors import RunError, is_of_machine
-from megatron.pretrain.first_rank import Say, on_first_rank, wait_until_visible
-from megatron.pretrain.run_state import Progress, TrainedParts
-from megatron.pretrain.watch import rerun
+from megatron.mcore_adapter.checkpoints.torch_dist_format import TorchDistFormat
+from megatron.mcore_adapter.core_optimizers import unscaled_moments
+from megatron.mcore_adapter.run.errors import RunError, is_of_machine
+from megatron.mcore_adapter.run.first_rank import Say, on_first_rank, wait_until_visible
+from megatron.mcore_adapter.run.run_state import Progress, TrainedParts
 
 FORMATS: dict[tuple[bool, str], CheckpointFormat] = {
     (True, FSDP_DTENSOR): FsdpDtensorFormat(),
@@ -234,9 +233,6 @@ def _load_source(
         load_schedule(parts.scheduler, loaded["opt_param_scheduler"], rates)
     if with_rng:
         load_random_state(loaded.get("rng_state"), path, say)
-        step_to_repeat = getattr(loaded["args"], "rerun_state", "")
-        if step_to_repeat:
-            rerun.resume(step_to_repeat, say)
     saved_rows = getattr(loaded["args"], "padded_vocab_size", None)
     if saved_rows not in (None, args.padded_vocab_size):
         say(

@@ -24,10 +24,10 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from megatron.pretrain.ranks import environment_rank, environment_world_size
-from megatron.pretrain.run_state import Progress
-from megatron.pretrain.watch.peers import DEAD, RUNNING, Heartbeat, Peer, this_machine
-from megatron.pretrain.watch.position import Position
+from megatron.mcore_adapter.run.environment import environment_rank, environment_world_size
+from megatron.mcore_adapter.run.run_state import Progress
+from megatron.mcore_adapter.watch.peers import DEAD, RUNNING, Heartbeat, Peer, this_machine
+from megatron.mcore_adapter.watch.position import Position
 
 RANKS_PER_SECOND = 2000
 """Heartbeats that the store shall have to take; more ranks send them less often."""

@@ -17,9 +17,9 @@ from megatron.checkpoint.store import directory, stores
 from megatron.checkpoint.store.directory import METADATA
 from megatron.checkpoint.torch_dist.checkpoint import check_marker
 from megatron.checkpoint.torch_dist.unsharded_state import COMMON_FILE, read_common
-from megatron.pretrain.checkpoints.checkpoint_arguments import stored_arguments
-from megatron.pretrain.errors import RunError, is_of_machine
-from megatron.pretrain.first_rank import Say
+from megatron.mcore_adapter.checkpoints.checkpoint_arguments import stored_arguments
+from megatron.mcore_adapter.run.errors import RunError, is_of_machine
+from megatron.mcore_adapter.run.first_rank import Say
 
 Damage = dict[Path, str]
 """Path of a checkpoint or a tracker file that is passed over -> what is wrong with it."""

@@ -31,7 +31,7 @@ from megatron.checkpoint.hugging_face.model_directory import is_model_directory
 from megatron.checkpoint.store.directory import METADATA
 from megatron.checkpoint.torch_dist import checkpoint as torch_dist
 from megatron.fsdp.engine.collectives import agree
-from megatron.pretrain.first_rank import Say
+from megatron.mcore_adapter.run.first_rank import Say
 
 
 def format_of(source: Path) -> str:

@@ -26,7 +26,7 @@ from megatron.checkpoint.hugging_face.model_arguments import (
 )
 from megatron.checkpoint.hugging_face.model_directory import is_model_directory
 from megatron.checkpoint.torch_dist.unsharded_state import COMMON_FILE, COMMON_OBJECT, read_common
-from megatron.pretrain.first_rank import Say, on_first_rank
+from megatron.mcore_adapter.run.first_rank import Say, on_first_rank
 
 CAPACITY = (
     "moe_expert_capacity_factor",

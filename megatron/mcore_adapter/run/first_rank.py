@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from megatron.checkpoint.core.listing import listed
 from megatron.fsdp.engine.collectives import agree
-from megatron.pretrain.errors import RunError
+from megatron.mcore_adapter.run.errors import RunError
 
 SECONDS_UNTIL_VISIBLE = 10.0
 """Time in which a shared file system shows every rank what the first one sees."""

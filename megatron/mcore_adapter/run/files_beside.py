@@ -1,0 +1,6 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names of the files that a run writes beside its checkpoints."""
+
+HISTORY = "losses.jsonl"
+PICTURE = "loss_curves.png"
+PROGRESS = "progress.txt"
