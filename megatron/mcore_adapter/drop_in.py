@@ -17,9 +17,9 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from types import FunctionType, ModuleType
+from types import FunctionType
 from typing import Any
 
 from megatron.mcore_adapter.releases import tested
@@ -40,6 +40,7 @@ from megatron.mcore_adapter.megatron_lm import (  # noqa: E402
     loop_planner,
     loop_state_dicts,
 )
+from megatron.mcore_adapter.megatron_lm.loaded_names import exchange, loaded_modules  # noqa: E402
 from megatron.mcore_adapter.megatron_lm.loop_program import LoopProgram  # noqa: E402
 from megatron.mcore_adapter.published_paths import PACKAGE, publish  # noqa: E402
 from megatron_fsdp import uneven_dtensor  # noqa: E402
@@ -117,7 +118,7 @@ class Installation(ExitStack):
         self.callback(_forget_installation)
         self.version = program.version
         self.replace_names()
-        self.callback(_exchange, [(ours, theirs) for theirs, ours in self._replaced.values()])
+        self.callback(exchange, [(ours, theirs) for theirs, ours in self._replaced.values()])
         for owner, name, method in METHODS:
             self.callback(setattr, owner, name, vars(owner)[name])
             setattr(owner, name, method)
@@ -136,7 +137,7 @@ class Installation(ExitStack):
                 f" know, and that would not work on its models: {', '.join(unknown)}. Keep these"
                 " imports out of the program, or load them after drop_in.uninstall()"
             )
-        _exchange(pairs)
+        exchange(pairs)
 
 
 def _forget_installation() -> None:
@@ -200,27 +201,12 @@ def _replaced_names() -> dict[str, tuple[object, object]]:
 # ---- names in loaded modules
 
 
-def _exchange(pairs: Sequence[tuple[object, object]]) -> None:
-    """Replace the first object of every pair by the second one in all loaded modules.
-
-    Items of tuples, such as those for ``isinstance``, are replaced too.
-    """
-    new = {id(before): after for before, after in pairs}
-    for module in _modules():
-        names = vars(module)
-        for name, value in list(names.items()):
-            if id(value) in new:
-                names[name] = new[id(value)]
-            elif type(value) is tuple and any(id(item) in new for item in value):
-                names[name] = tuple(new.get(id(item), item) for item in value)
-
-
 def _unknown_names(known: set[int]) -> Iterator[str]:
     """Yield names outside Megatron-Core of objects of the replaced files that are not replaced.
 
     ``known`` are the identities of those that are. Classes derived from them are yielded too.
     """
-    for module in _modules():
+    for module in loaded_modules():
         if f"{module.__name__}.".startswith("megatron.core."):
             continue
         for name, value in list(vars(module).items()):
@@ -233,16 +219,6 @@ def _unknown_names(known: set[int]) -> Iterator[str]:
                 yield f"{module.__name__}.{name} ({value.__module__}.{value.__qualname__})"
             elif is_class and any(id(base) in known for base in value.__mro__):
                 yield f"{module.__name__}.{name} (a class made of {ADAPTER}.{CLASS})"
-
-
-def _modules() -> list[ModuleType]:
-    """List all loaded modules but those that define the replacements."""
-    home = (__name__, loop_state_dicts.__name__)
-    return [
-        module
-        for name, module in list(sys.modules.items())
-        if isinstance(module, ModuleType) and name not in home
-    ]
 
 
 # ---- the class

@@ -52,7 +52,8 @@ class BackgroundSaves:
 
     :meth:`save` lets a thread copy the state into host memory, and then the ranks' writer processes
     write it; :meth:`finish_copying` waits for the copies before the optimizer's step. In every step
-    the ranks sum :meth:`votes` in their one all-reduce, and tell the sums to :meth:`count`. When
+    the ranks sum :meth:`votes` in their one all-reduce, and tell the sums to :meth:`count`; a loop
+    without such an all-reduce calls :meth:`vote`. When
     all writers have ended, :meth:`conclude` publishes the checkpoint on all ranks after one step.
     Constructor, :meth:`save`, :meth:`step_is_over`, :meth:`conclude` and :meth:`wait` are
     collectives.
@@ -173,6 +174,13 @@ class BackgroundSaves:
             self._pending.failed = failed > 0
             self._pending.agreed = ended == dist.get_world_size() or failed > 0
 
+    def vote(self) -> None:
+        """Let the ranks agree on how the save under way stands; a collective if there is one."""
+        if self._pending is not None:
+            sums = torch.tensor(self.votes(), device=self._device)
+            dist.all_reduce(sums)
+            self.count(sums.tolist())
+
     def conclude(self) -> None:
         """Publish the checkpoint that is under way if the ranks have agreed that it is written.
 
@@ -201,9 +209,7 @@ class BackgroundSaves:
         self.finish_copying()
         has_said = False
         while self._pending is not None:
-            sums = torch.tensor(self.votes(), device=self._device)
-            dist.all_reduce(sums)
-            self.count(sums.tolist())
+            self.vote()
             self.conclude()
             if self._pending is not None:
                 if not has_said:

@@ -203,20 +203,29 @@ def load(args: argparse.Namespace, parts: TrainedParts, say: Say) -> Progress:
             of another model or in a format that this run does not read.
         RunError: on the ranks that could read it, if another one could not.
     """
-    source = _choose_source(args, say)
+    source = choose_source(args, say)
     progress = Progress()
     if source is not None:
+        on_first_rank(lambda: save_directory.refuse_overwriting(args, source))
         with entered_together():
-            progress = _load_source(source, args, parts, say)
+            progress = load_source(source, args, parts, say)
     for line in on_first_rank(lambda: save_directory.settle(args, source)):
         say(line)
     return progress
 
 
-def _load_source(
+def load_source(
     source: CheckpointSource, args: argparse.Namespace, parts: TrainedParts, say: Say
 ) -> Progress:
-    """Load a checkpoint and return its progress; a collective."""
+    """Load a checkpoint that :func:`choose_source` has found, and return its progress.
+
+    A collective.
+
+    Raises:
+        ValueError: on every rank, if it is of another model or in a format that this run does not
+            read.
+        RunError: on the ranks that could read it, if another one could not.
+    """
     path, optimizer = source.path, parts.optimizer
     with_optimizer = optimizer is not None and not (args.no_load_optim or source.weights_only)
     wanted = parts if with_optimizer else TrainedParts(parts.model)
@@ -251,10 +260,14 @@ def _load_source(
     return progress
 
 
-def _choose_source(args: argparse.Namespace, say: Say) -> CheckpointSource | None:
+def choose_source(args: argparse.Namespace, say: Say) -> CheckpointSource | None:
     """Return the checkpoint to load, the same on every rank, None to start from scratch.
 
     A collective. The newest may be damaged: then it is the newest of the sound ones before it.
+
+    Raises:
+        ValueError: on every rank, if there is no such checkpoint, or none that is sound.
+        RunError: on every rank, if a rank could not read it.
     """
     damage: Damage = {}
     while True:
@@ -269,7 +282,6 @@ def _choose_source(args: argparse.Namespace, say: Say) -> CheckpointSource | Non
             break
         except ValueError as error:
             pass_over(args, source, str(error), damage)
-    on_first_rank(lambda: save_directory.refuse_overwriting(args, source))
     for line in fallback_lines(args, source, damage):
         say(line)
     for path in damage:

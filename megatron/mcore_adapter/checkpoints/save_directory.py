@@ -196,8 +196,7 @@ def settle(args: argparse.Namespace, source: CheckpointSource | None) -> list[st
     """
     if not args.save or args.skip_train:
         return []
-    if source is not None and continues_in(args.save, source):
-        _track(args.save, source.iteration)
+    follow(args.save, source)
     if args.overwrite and not is_own(args):
         after = -1
     elif is_own(args) and args.ckpt_step is not None:
@@ -209,6 +208,15 @@ def settle(args: argparse.Namespace, source: CheckpointSource | None) -> list[st
         roots.append(Path(args.non_persistent_global_ckpt_dir))
     moved = [_move_aside(root, after) for root in roots]
     return [line for line in moved if line]
+
+
+def follow(save: str, source: CheckpointSource | None) -> None:
+    """Let the tracker file name what a run has loaded from its directory of checkpoints.
+
+    It must no longer name a damaged checkpoint that was passed over. Called on one rank.
+    """
+    if source is not None and continues_in(save, source):
+        _track(save, source.iteration)
 
 
 def _track(save: str, iteration: int | str) -> None:
@@ -281,6 +289,14 @@ def locked(folder: Path, say: Say) -> Iterator[None]:
         with suppress(OSError):  # one has content
             for path in made:
                 path.rmdir()
+
+
+@contextmanager
+def locked_and_tidy(folder: Path, say: Say) -> Iterator[None]:
+    """Lock a directory as :func:`locked` does, and remove what killed saves have left in it."""
+    with locked(folder, say):
+        directory.tidy(folder)
+        yield
 
 
 def _acquire(folder: Path, say: Say) -> int | None:

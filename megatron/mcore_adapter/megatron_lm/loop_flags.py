@@ -33,6 +33,13 @@ FSDP_SWITCHES = ("--use-distributed-optimizer",)
 VERSION = "--megatron-fsdp-version"
 """The generation of the interface, 1 or 2. Loops before Megatron-LM 0.20 do not know the flag."""
 
+ASYNC_VALUES = {"--async-strategy": ("mcore", "")}
+ASYNC_SWITCHES = ("--use-persistent-ckpt-worker",)
+"""Without them the loop refuses ``--async-save``, or asks for another package."""
+
+OWN_FLAGS = ("--no-load-fallback", "--no-verify-integrity", "--no-check-checkpoint-args")
+"""Switches of this project's checkpoints, which no loop of Megatron-LM knows."""
+
 FSDP_REFUSED = {
     "--use-torch-fsdp2": "it is another implementation of the same",
     "--overlap-moe-expert-parallel-comm": "its schedule runs parts of layers, which are not units",
@@ -96,14 +103,19 @@ class LoopCommandLine:
 
     @property
     def completed(self) -> list[str]:
-        """The words with those that were added, without the flag that the loop does not know."""
+        """The words with those that were added, without the flags that the loop does not know."""
         kept: list[str] = []
         before = ""
         for word in self.words:
-            if self.has_version or (word.partition("=")[0] != VERSION and before != VERSION):
+            is_version = VERSION in (word.partition("=")[0], before)
+            if word not in OWN_FLAGS and (self.has_version or not is_version):
                 kept.append(word)
             before = word
         return [*kept, *self.added]
+
+    def own_arguments(self) -> dict[str, bool]:
+        """Return the values of :data:`OWN_FLAGS` by their destinations."""
+        return {_destination(flag): flag in self.words for flag in OWN_FLAGS}
 
     def complete(self) -> LoopCommandLine:
         """Fill ``added`` and ``unset``; command lines of other programs are left as they are.
@@ -136,6 +148,9 @@ class LoopCommandLine:
                 self.problems.append(
                     f"{flag} with {VERSION} 2: hooks do what it is for; leave it out"
                 )
+        if self._has("--async-save"):  # the processes that write are this project's
+            self._set_values(ASYNC_VALUES, "")
+            self._set_switches(ASYNC_SWITCHES)
         # Loops that know no second generation demand the switch in any case.
         if self.version == 1 or not self.has_version:
             self._set_switches(FSDP_SWITCHES)
@@ -189,3 +204,7 @@ class LoopCommandLine:
             elif word.startswith(flag + "="):
                 value = word.partition("=")[2]
         return value
+
+
+def _destination(flag: str) -> str:
+    return flag.removeprefix("--").replace("-", "_")

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 import typing
@@ -17,6 +18,8 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.fp8_utils import HAVE_TE
 
 from megatron.mcore_adapter import cpu
+from megatron.mcore_adapter.megatron_lm.loaded_names import exchange
+from megatron.mcore_adapter.megatron_lm.loop_checkpoints import LoopCheckpoints
 from megatron.mcore_adapter.megatron_lm.loop_flags import LoopCommandLine
 from megatron.mcore_adapter.megatron_lm.loop_on_cpu import LoopOnCpu
 from megatron.mcore_adapter.releases import tested
@@ -29,9 +32,10 @@ class LoopProgram:
 
     Programs without a command line of the loop are left as they are. The constructor checks, and
     changes nothing. :meth:`prepare` completes the command line, installs what a machine without
-    CUDA needs, and provides ``typing.override``: the loop of Megatron-LM 0.18 and newer imports it,
-    and Python has it since 3.12. In a wheel the loop does not compile functions for data sets: they
-    are compiled there, and the Makefile that it calls is missing.
+    CUDA needs, and lets the loop save and load by :class:`LoopCheckpoints`. It provides
+    ``typing.override``: the loop of Megatron-LM 0.18 and newer imports it, and Python has it since
+    3.12. In a wheel the loop does not compile functions for data sets: they are compiled there, and
+    the Makefile that it calls is missing.
 
     Raises:
         LoopFlagError: if the command line contradicts itself or the machine.
@@ -65,6 +69,21 @@ class LoopProgram:
             compile_helpers = dataset_utils.compile_helpers
             self._undo.callback(setattr, dataset_utils, "compile_helpers", compile_helpers)
             dataset_utils.compile_helpers = lambda: None
+        self._replace_checkpoints()
+
+    def _replace_checkpoints(self) -> None:
+        """Let the loop save and load by the code that both loops share."""
+        checkpointing, training, initialize = (
+            importlib.import_module(f"megatron.training.{name}")
+            for name in ("checkpointing", "training", "initialize")
+        )
+        checkpoints = LoopCheckpoints(
+            (checkpointing, training, initialize), self._command_line.own_arguments()
+        )
+        self._undo.callback(checkpoints.close)
+        pairs = list(checkpoints.replacements())
+        exchange(pairs)
+        self._undo.callback(exchange, [(ours, theirs) for theirs, ours in pairs])
 
     def restore(self) -> None:
         """Undo what :meth:`prepare` did, where nobody else has changed it since."""

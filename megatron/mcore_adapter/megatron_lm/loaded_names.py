@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names in loaded modules, and their exchange for others."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+
+HOME = "megatron.mcore_adapter."
+"""Modules that define replacements, and keep them."""
+
+
+def exchange(pairs: Sequence[tuple[object, object]]) -> None:
+    """Replace the first object of every pair by the second one in all loaded modules.
+
+    Items of tuples, such as those for ``isinstance``, are replaced too.
+    """
+    new = {id(before): after for before, after in pairs}
+    for module in loaded_modules():
+        names = vars(module)
+        for name, value in list(names.items()):
+            if id(value) in new:
+                names[name] = new[id(value)]
+            elif type(value) is tuple and any(id(item) in new for item in value):
+                names[name] = tuple(new.get(id(item), item) for item in value)
+
+
+def loaded_modules() -> list[ModuleType]:
+    """List all loaded modules but those of :data:`HOME`."""
+    return [
+        module
+        for name, module in list(sys.modules.items())
+        if isinstance(module, ModuleType) and not name.startswith(HOME)
+    ]
