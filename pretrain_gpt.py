@@ -50,7 +50,7 @@ from megatron.fsdp.gradient_sync import GradientError  # noqa: E402
 from megatron.mcore_adapter.run import environment  # noqa: E402
 from megatron.mcore_adapter.run.errors import RunError  # noqa: E402
 from megatron.mcore_adapter.watch.watch import Watch  # noqa: E402
-from megatron.pretrain import ranks  # noqa: E402
+from megatron.pretrain import megatron_lm_loop, ranks  # noqa: E402
 from megatron.pretrain.arguments import (  # noqa: E402
     CommandLineError,
     dry_run_ranks,
@@ -72,6 +72,8 @@ def main(build: BuildDatasets = build_datasets) -> int:
     Other programs pass a function that makes other samples of the data than documents in a row:
     see examples/finetune/sft_packed.py.
     """
+    if megatron_lm_loop.chosen_loop(sys.argv[1:]) == megatron_lm_loop.MEGATRON_LM:
+        return megatron_lm_loop.main(sys.argv[1:])
     parse = partial(
         parse_arguments,
         world_size=dry_run_ranks(sys.argv[1:]) or environment.environment_world_size(),

@@ -19,6 +19,9 @@ from pathlib import Path
 TESTED = ("0.16.0", "0.16.1", "0.17.1", "0.18.2", "0.19.2")
 """Releases that the tests were run on, the oldest first."""
 
+FIRST_WITH_LOOP = "0.17.1"
+"""The first tested release whose wheel has Megatron-LM's training loop."""
+
 GRACE_SECONDS = 5
 """Time that the first rank has to report an error before the others end."""
 

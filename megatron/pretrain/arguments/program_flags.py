@@ -63,6 +63,7 @@ PROGRAM_GROUPS: dict[str, tuple[Flag, ...]] = {
         row("--num-layers-per-virtual-pipeline-stage", int, "interleaved schedule"),
         row("--num-virtual-stages-per-pipeline-rank", int, "interleaved schedule, in stages"),
     ),
+    "loop": (row("--loop", "own|megatron-lm", "this program's loop, or Megatron-LM's", "own"),),
     "learning rate and weight decay": (
         row("--lr-decay-style", LR_DECAY_STYLES, "shape of the decay", "linear"),
         row("--lr-decay-iters", int, "iterations of the decay; default: --train-iters"),

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Megatron-LM's training loop, started by pretrain_gpt.py: the same command line, data and model.
+
+The loop is that of the Megatron-Core at hand. What our own loop's command line may leave out, and
+that loop asks for, is added: positions, a tokenizer, and data.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import zip_longest
+from typing import Any
+
+import megatron.core
+from torch.utils.data import Dataset
+
+from megatron.mcore_adapter.megatron_lm.loop_flags import LoopFlagError
+from megatron.mcore_adapter.releases import tested
+from megatron.mcore_adapter.run.environment import say
+from megatron.pretrain.data import gpt_datasets
+from megatron.pretrain.data.tokenizer_choice import TokenizerChoice
+from megatron.pretrain.data.tokenizers import NUM_BYTES, build_tokenizer
+
+FLAG, VARIABLE = "--loop", "MEGATRON_LOOP"
+OWN, MEGATRON_LM = "own", "megatron-lm"
+BYTES = "ByteTokenizer"
+"""The tokenizer without files, which the loop knows as one of so many ids."""
+
+
+def chosen_loop(words: Sequence[str]) -> str:
+    """Return the loop that a command line, or else the environment, asks for."""
+    return _value(words, FLAG) or os.environ.get(VARIABLE) or OWN
+
+
+def main(words: Sequence[str]) -> int:
+    """Train with Megatron-LM's loop, and return the exit code.
+
+    Args:
+        words: the command line, with the flag that has chosen this loop.
+    """
+    if not tested.has_loop():
+        tested.end_program(
+            f"pretrain_gpt.py: error: {FLAG} {MEGATRON_LM}: Megatron-Core"
+            f" {megatron.core.__version__} has no training loop: pip install"
+            f" 'megatron-core>={tested.FIRST_WITH_LOOP}' (for Python 3.12 and newer), or put a"
+            " checkout of Megatron-LM on PYTHONPATH",
+            2,
+        )
+    tokenizer = _value(words, "--tokenizer-type") or BYTES
+    sys.argv[1:] = completed(words)
+    try:
+        from megatron.mcore_adapter import drop_in
+
+        drop_in.install()
+    except (LoopFlagError, RuntimeError, tested.ReleaseError) as error:
+        tested.end_program(f"pretrain_gpt.py: error: {error}", 2)
+
+    from megatron.mcore_adapter.megatron_lm import gpt_program
+
+    def build(args: Any, num_samples: Sequence[int]) -> Sequence[Dataset | None]:
+        return build_datasets(args, tokenizer)
+
+    gpt_program.run(build)
+    return 0
+
+
+def completed(words: Sequence[str]) -> list[str]:
+    """Return the command line as the loop takes it."""
+    kept = _without(words, FLAG)
+    if _value(words, "--tokenizer-type") in (None, BYTES):
+        kept = _without(kept, "--tokenizer-type")
+        kept += ["--tokenizer-type", "NullTokenizer", "--vocab-size", str(NUM_BYTES)]
+    length = _value(words, "--seq-length")
+    if length is not None and _value(words, "--max-position-embeddings") is None:
+        kept += ["--max-position-embeddings", length]
+    return kept
+
+
+def build_datasets(args: argparse.Namespace, kind: str) -> Sequence[Dataset | None]:
+    """Return the data for training, validation and test, as our own loop builds it; a collective.
+
+    Args:
+        args: arguments of the loop.
+        kind: type of the tokenizer of the command line.
+
+    Raises:
+        ValueError: the data is missing, damaged or too small, or has tokens that the model lacks;
+            the same on every rank.
+    """
+    choice = TokenizerChoice.of(args)
+    if kind == BYTES:
+        choice = replace(choice, tokenizer_type=BYTES, vocab_size=None)
+    tokenizer = build_tokenizer(choice)
+    if tokenizer.vocab_size > args.padded_vocab_size:
+        raise ValueError(
+            f"the tokenizer has {tokenizer.vocab_size} tokens, the model"
+            f" {args.padded_vocab_size}: give --padded-vocab-size {tokenizer.vocab_size}"
+        )
+    source = gpt_datasets.find_data(args, tokenizer)
+    for line in source.lines if source is not None else ():
+        say(line)
+    return gpt_datasets.build_datasets(args, tokenizer, source)
+
+
+def _value(words: Sequence[str], flag: str) -> str | None:
+    """Return the value of a flag, of which the last one counts; None without it."""
+    given = [value for name, value in _pairs(words) if name == flag]
+    return given[-1] if given else None
+
+
+def _without(words: Sequence[str], flag: str) -> list[str]:
+    """Return the words without a flag and its values."""
+    kept = []
+    is_value = False
+    for word in words:
+        name, is_joined, _ = word.partition("=")
+        if is_value:
+            is_value = False
+        elif name == flag:
+            is_value = not is_joined
+        else:
+            kept.append(word)
+    return kept
+
+
+def _pairs(words: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yield every word that may be a flag, with the value after it."""
+    for word, following in zip_longest(words, words[1:], fillvalue=""):
+        name, is_joined, value = word.partition("=")
+        yield name, value if is_joined else following
