@@ -58,7 +58,6 @@ from megatron.pretrain.dry_run import print_dry_run  # noqa: E402
 from megatron.pretrain.errors import RunError  # noqa: E402
 from megatron.pretrain.loop import pretrain  # noqa: E402
 from megatron.pretrain.trial import check_model  # noqa: E402
-from megatron.pretrain.watch.rerun import RerunExitError  # noqa: E402
 from megatron.pretrain.watch.watch import Watch  # noqa: E402
 
 GRACE_SECONDS = 5
@@ -98,9 +97,6 @@ def main(build: BuildDatasets = build_datasets) -> int:
             pretrain(args, device, watch.follow, build)
         except KeyboardInterrupt:
             return watch.interrupted()
-        except RerunExitError as request:
-            complain(str(request), watch)
-            return request.code
         except (ValueError, NotImplementedError, OSError, RunError, GradientError) as error:
             complain(f"error: {error}", watch)
             return 1

@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.num_microbatches_calculator import update_num_microbatches
-from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.utils import get_model_config
 
 from megatron.fsdp import trace
@@ -43,8 +42,7 @@ from megatron.pretrain.report.report import Report
 from megatron.pretrain.report.timing import LOAD, SAVE
 from megatron.pretrain.run_state import Progress
 from megatron.pretrain.training_step import TrainingRun, forward_backward, sum_of, train_step
-from megatron.pretrain.watch import position, rerun
-from megatron.pretrain.watch.replicas import check_replicas
+from megatron.pretrain.watch import position
 from megatron.pretrain.watch.stopping import StopRequest
 
 
@@ -83,11 +81,8 @@ def pretrain(
         for line in source.lines if source else ():
             run.report.say(line)
 
-        with rerun.machine(args, model, run.report.say):
-            load_and_train(run, lambda: build(args, tokenizer, source), follow)
+        load_and_train(run, lambda: build(args, tokenizer, source), follow)
         run.report.end()
-        if run.exit_code:
-            raise rerun.RerunExitError(run.exit_code)
         return run.progress
 
 
@@ -123,7 +118,7 @@ def load_and_train(
     if not args.skip_train and run.progress.iteration < args.train_iters:
         consumed = run.progress.consumed_train_samples
         with batches(args, train_data, consumed) as data, background_saves(run):
-            train(run, rerun.replayable(data), valid_data)
+            train(run, data, valid_data)
     # A run that was told to stop has no time for the last evaluations.
     if args.skip_train or run.progress.iteration >= args.train_iters:
         if args.skip_train and valid_data is not None:
@@ -177,7 +172,6 @@ def train(
     for chunk in run.model:
         chunk.train()
     report.begin(progress)
-    get_rerun_state_machine().current_iteration = progress.iteration
     saved_at = progress.iteration
 
     report.times.resume_interval()
@@ -185,8 +179,6 @@ def train(
         while progress.iteration < args.train_iters:
             train_step(run, data)
             step_is_over()
-            if run.exit_code:
-                break
             register_memory_slots(run)
 
             # Once in a while: evaluate, save, collect garbage, stop. None of it is training time.
@@ -196,8 +188,6 @@ def train(
                     run.background.step_is_over(run, progress)
             if run.stop.interrupted:
                 break
-            if progress.is_multiple_of(args.check_weight_hash_across_dp_replicas_interval):
-                check_replicas(args, run.model, progress.iteration)
             if valid_data is not None and progress.is_multiple_of(args.eval_interval):
                 evaluate_in_training(run, valid_data)
             if args.save and progress.is_multiple_of(args.save_interval):
@@ -211,9 +201,7 @@ def train(
                 break
             report.restart_clock()
 
-    is_new = saved_at != progress.iteration and not (run.stop.interrupted or run.exit_code)
-    # For the rerun machine the checkpoint of this iteration is written again, with its state.
-    if args.save and (is_new or run.should_save):
+    if args.save and saved_at != progress.iteration and not run.stop.interrupted:
         save(run, args.save, at_the_end=True)
     if run.background is None and not run.stop.interrupted:  # no checkpoint is being written
         report.keep()

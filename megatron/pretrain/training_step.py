@@ -18,7 +18,6 @@ from megatron.core.num_microbatches_calculator import (
     update_num_microbatches,
 )
 from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
-from megatron.core.rerun_state_machine import get_rerun_state_machine
 
 from megatron.pretrain.captured_iterations import schedule_of
 from megatron.pretrain.checkpoints.background_save import BackgroundSaves
@@ -29,7 +28,6 @@ from megatron.pretrain.model.model_statistics import count_zeros, params_norm
 from megatron.pretrain.report.report import Report
 from megatron.pretrain.report.timing import OPTIMIZER
 from megatron.pretrain.run_state import Progress, TrainedParts
-from megatron.pretrain.watch import rerun
 from megatron.pretrain.watch.stopping import StopRequest
 
 
@@ -45,10 +43,6 @@ class TrainingRun(TrainedParts):
     stop: StopRequest = field(default_factory=StopRequest)
     background: BackgroundSaves | None = None
     """With --async-save."""
-    should_save: bool = False
-    """The rerun machine asks for a checkpoint before the run ends."""
-    exit_code: int = 0
-    """Not 0 if the rerun machine asks to end the run, without the step that it has repeated."""
 
     @property
     def stops_here(self) -> bool:
@@ -62,20 +56,16 @@ class TrainingRun(TrainedParts):
 
 
 def train_step(run: TrainingRun, data: Microbatches | list[Microbatches]) -> None:
-    """Run forward and backward of every microbatch and one optimizer step, and report it.
-
-    If the rerun machine asks to end the run instead, the weights and the progress stay as they are,
-    and ``run.exit_code`` is set.
-    """
+    """Run forward and backward of every microbatch and one optimizer step, and report it."""
     args, progress, optimizer = run.args, run.progress, run.optimizer
     assert optimizer is not None and run.scheduler is not None  # a run that trains has both
     update_num_microbatches(progress.consumed_train_samples, consistency_check=True)
     batch_size = get_current_global_batch_size()
-    losses = repeatable_forward_backward(run, data)
-    results = get_rerun_state_machine()
-    run.should_save, _, run.exit_code = results.should_checkpoint_and_exit()
-    if run.exit_code:
-        return
+    router_losses.forget()
+    for chunk in run.model:
+        chunk.zero_grad_buffer()
+    optimizer.zero_grad()
+    losses = forward_backward(run, data, get_num_microbatches(), forward_only=False)
     if args.empty_unused_memory_level and torch.cuda.is_available():
         torch.cuda.empty_cache()
     # Of fully sharded gradients Megatron-Core's optimizer would count copies too.
@@ -107,31 +97,6 @@ def train_step(run: TrainingRun, data: Microbatches | list[Microbatches]) -> Non
     if run.report.is_due(progress, is_last):
         values |= router_losses.take(args, get_num_microbatches())
     run.report.step(progress, values, skipped=not updated, is_last=is_last)
-
-
-def repeatable_forward_backward(
-    run: TrainingRun, data: Microbatches | list[Microbatches]
-) -> list[dict[str, torch.Tensor]]:
-    """Compute the gradients of a step, as often as the rerun machine asks for.
-
-    A repetition draws the same microbatches and the same random numbers, and begins with gradients
-    and trackers as empty as the first time.
-
-    Returns:
-        The losses of the last repetition, see :func:`forward_backward`.
-    """
-    assert run.optimizer is not None
-    results = get_rerun_state_machine()
-    losses: list[dict[str, torch.Tensor]] = []
-    while results.should_run_forward_backward(data):
-        router_losses.forget()
-        for chunk in run.model:
-            chunk.force_all_reduce = False
-            chunk.zero_grad_buffer()
-        run.optimizer.zero_grad()
-        losses = forward_backward(run, data, get_num_microbatches(), forward_only=False)
-        rerun.validate_gradients(run.args, run.model)
-    return losses
 
 
 def forward_backward(

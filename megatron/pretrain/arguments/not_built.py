@@ -25,7 +25,15 @@ OTHER_TOKENIZERS: dict[Any, str] = {
 }
 """Tokenizers of Megatron-LM that are none of a GPT's training on text."""
 
+IN_THE_OTHER_LOOP = "Megatron-LM's loop has it: --loop megatron-lm"
+"""The end of the reason for what this loop leaves to Megatron-LM's."""
+
 REFUSED: dict[str, str] = {
+    f"steps are not repeated here; {IN_THE_OTHER_LOOP}": """rerun_mode error_injection_*
+        result_rejected_tracker_filename check_for_spiky_loss check_for_large_grads""",
+    f"replicas are not compared here; {IN_THE_OTHER_LOOP}": (
+        "check_weight_hash_across_dp_replicas_interval"
+    ),
     "Transformer Engine has had none since 1.8": "fp8_interval",
     "main weights are --use-megatron-fsdp's own; see --megatron-fsdp-main-params-dtype": (
         "store_param_remainders"
@@ -383,11 +391,6 @@ NEEDS: tuple[Needs, ...] = (
     Needs("tensorboard_queue_size", "tensorboard_dir"),
     Needs("memory_snapshot_path", "record_memory_history"),
     Needs("wandb_exp_name wandb_entity wandb_save_dir", "wandb_project"),
-    Needs(
-        "error_injection_rate error_injection_type result_rejected_tracker_filename",
-        "rerun_mode",
-        ("validate_results",),
-    ),
 )
 
 

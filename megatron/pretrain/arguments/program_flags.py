@@ -198,10 +198,10 @@ PROGRAM_GROUPS: dict[str, tuple[Flag, ...]] = {
         row("--manual-gc-interval", int, "iterations between collections; 0: never", 0),
         row("--check-for-spiky-loss", "switch", "report a loss 10 times those of the first steps"),
         row("--check-weight-hash-across-dp-replicas-interval", int, "compare weights of replicas"),
-        row("--rerun-mode", RERUN_MODES, "repeat suspicious steps, all for statistics", "disabled"),
-        row("--error-injection-rate", int, "reject a result in so many, to try reruns; 0: none", 0),
+        row("--rerun-mode", RERUN_MODES, "repeat suspicious steps", "disabled"),
+        row("--error-injection-rate", int, "reject one result in so many", 0),
         row("--error-injection-type", DIAGNOSES, "diagnosis that these get", "transient_error"),
-        row("--result-rejected-tracker-filename", str, "file that rejected results are added to"),
+        row("--result-rejected-tracker-filename", str, "file of rejected results"),
     ),
     "data and tokenizer": (
         row("--mock-data", "switch", "synthetic sequences"),

@@ -17,8 +17,7 @@ POSITIVE = f"""{REQUIRED} ffn_hidden_size kv_channels num_query_groups max_posit
     eval_interval log_interval exit_interval exit_duration_in_mins vocab_size padded_vocab_size
     make_vocab_size_divisible_by ddp_bucket_size ddp_num_buckets lr_decay_iters lr_decay_samples
     lr_wsd_decay_iters lr_wsd_decay_samples distributed_timeout_minutes tensorboard_log_interval
-    log_memory_interval check_weight_hash_across_dp_replicas_interval
-    num_experts tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size
+    log_memory_interval num_experts tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size
     expert_model_parallel_size expert_tensor_parallel_size num_distributed_optimizer_instances
     num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank
     decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers moe_ffn_hidden_size
@@ -43,8 +42,8 @@ RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     (
         """lr min_lr clip_grad weight_decay lr_warmup_iters lr_warmup_samples lr_warmup_init
         eval_iters num_workers manual_gc_interval init_method_std embedding_init_method_std
-        layernorm_epsilon adam_eps decoupled_lr decoupled_min_lr error_injection_rate ckpt_step
-        seed logging_level""",
+        layernorm_epsilon adam_eps decoupled_lr decoupled_min_lr ckpt_step seed
+        logging_level""",
         lambda value: value >= 0,
         "at least 0",
     ),

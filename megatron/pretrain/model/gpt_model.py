@@ -19,7 +19,6 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.mcore_adapter import FullyShardedDataParallel
 from megatron.pretrain.arguments.configs import ddp_config, transformer_config
 from megatron.pretrain.model.layer_specs import layer_spec, mtp_block_spec
-from megatron.pretrain.watch.rerun import validates
 
 
 def build_model(
@@ -121,8 +120,6 @@ def wrap(
     settings = ddp_config(args, num_parameters=num_parameters)
     if not args.use_megatron_fsdp:
         return DistributedDataParallel(config, settings, model, disable_bucketing=disable_bucketing)
-    if validates(args):
-        settings.check_for_nan_in_grad = False  # the rerun machine looks for them
     return FullyShardedDataParallel(config=config, ddp_config=settings, module=model, device=device)
 
 

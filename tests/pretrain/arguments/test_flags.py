@@ -210,18 +210,13 @@ READ_BY = {
     "loop": (
         """padded_vocab_size micro_batch_size
             global_batch_size rampup_batch_size train_iters exit_interval exit_duration_in_mins
-            exit_signal_handler skip_train eval_interval manual_gc manual_gc_interval
-            check_weight_hash_across_dp_replicas_interval"""
+            exit_signal_handler skip_train eval_interval manual_gc manual_gc_interval"""
     ),
     "tokenizers": "make_vocab_size_divisible_by",
     "training_step": "empty_unused_memory_level log_params_norm",
     "timing": ("timing_log_level timing_log_option log_timers_to_tensorboard barrier_with_L1_time"),
     "scalars": (
         """tensorboard_queue_size wandb_project wandb_exp_name wandb_entity wandb_save_dir"""
-    ),
-    "rerun": (
-        """rerun_mode error_injection_rate error_injection_type check_for_spiky_loss
-            result_rejected_tracker_filename"""
     ),
     "samplers": "dataloader_type num_workers",
     "profiling": (

@@ -14,7 +14,6 @@ VIRTUAL = (
     " --global-batch-size 64"
 )
 STAGES = "--pipeline-model-parallel-size 2 --num-layers 7"
-VALIDATE = "--rerun-mode validate_results"
 SPEC = f"--spec {__name__}"
 block_of_two, block_of_three = (
     TransformerBlockSubmodules(layer_specs=[ModuleSpec(module=TransformerLayer)] * number)
@@ -48,7 +47,6 @@ def test_all_unknown_flags_are_listed_each_with_the_nearest() -> None:
             f"{SPEC} block_of_two --pipeline-model-parallel-size 2",
             "is not divided between pipeline stages",
         ),
-        (f"{VALIDATE} --result-rejected-tracker-filename /nowhere/x", "/nowhere is no directory"),
         (f"{VIRTUAL} --microbatch-group-size-per-virtual-pipeline-stage 1", "must be from 2"),
         (f"{VIRTUAL} --microbatch-group-size-per-virtual-pipeline-stage 7", "leaves a group of 1"),
         (
