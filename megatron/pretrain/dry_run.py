@@ -91,10 +91,7 @@ def batch_lines(args: argparse.Namespace) -> Iterator[str]:
     """Yield the lines about batches and the length of the run."""
     tokens = args.global_batch_size * args.seq_length
     per_rank = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
-    grows = (
-        f", growing from {args.rampup_batch_size[0]} sequences" if args.rampup_batch_size else ""
-    )
-    yield f"a step: {tokens:,} tokens, {args.global_batch_size} sequences{grows}"
+    yield f"a step: {tokens:,} tokens, {args.global_batch_size} sequences"
     yield f"microbatches of a rank and step: {per_rank} of {args.micro_batch_size} sequences"
     yield f"steps: {args.train_iters:,}"
 

@@ -63,8 +63,6 @@ REFUSED = {
     "--timing-log-level 1": "does not go with --timing-log-level: timers wait",
     "--calculate-per-token-loss": "does not go with --calculate-per-token-loss: Megatron-Core",
     "--num-experts 4": "does not go with --num-experts: experts read",
-    "--rampup-batch-size 2 2 8": "does not go with --rampup-batch-size: the number",
-    "--full-validation": "does not go with --full-validation: the last pass",
     "--skip-train": "does not go with --skip-train: steps without",
     "--mtp-num-layers 1": "does not go with --mtp-num-layers: multi-token",
     "--fp8-format hybrid": "does not go with --fp8-format: FP8",

@@ -64,7 +64,6 @@ def check_data(check: Check) -> None:
     check.require(args.num_dataset_builder_threads > 0, "--num-dataset-builder-threads: at least 1")
     check.require(args.mid_level_dataset_surplus >= 0, "--mid-level-dataset-surplus: at least 0")
     args.dataloader_type = args.dataloader_type or "single"
-    check_full_validation(check, flags)
     choose_tokenizer(check)
 
 
@@ -128,25 +127,6 @@ def read_text(check: Check, flag: str, path: str) -> str:
         return ""
     check.require(text.strip(), f"{flag} {path}: is empty")
     return text
-
-
-def check_full_validation(check: Check, flags: dict[str, str]) -> None:
-    """Check that the validation data of --full-validation can be read once.
-
-    Args:
-        check: the arguments.
-        flags: destination -> the flag that gave its value, where it is another one.
-    """
-    args = check.args
-    if not args.full_validation:
-        return
-    for dest in ("data_path", "valid_data_path"):
-        check.require(
-            parse_blend(getattr(args, dest) or [])[1] is None,
-            f"{flags.get(dest, check.flag(dest))}: --full-validation reads every sample once, so"
-            " data sets have no weights: leave them out"
-            + (", or give --train-data-path and --valid-data-path" * (dest == "data_path")),
-        )
 
 
 def choose_tokenizer(check: Check) -> None:

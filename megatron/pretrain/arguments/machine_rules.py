@@ -50,8 +50,6 @@ NOT_CAPTURED = {
     "check_for_nan_in_loss_and_grad": "the check reads losses on the host",
     "calculate_per_token_loss": "Megatron-Core reads the number of tokens on the host",
     "num_experts": "experts read their numbers of tokens on the host",
-    "rampup_batch_size": "the number of microbatches changes",
-    "full_validation": "the last pass has another number of microbatches",
     "skip_train": "steps without a graph must find the memory first",
     "pipeline_model_parallel_size": "Megatron-Core waits for messages between stages on the host",
     "mtp_num_layers": "multi-token prediction has not been tried",

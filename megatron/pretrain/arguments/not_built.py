@@ -31,6 +31,14 @@ IN_THE_OTHER_LOOP = "Megatron-LM's loop has it: --loop megatron-lm"
 REFUSED: dict[str, str] = {
     f"steps are not repeated here; {IN_THE_OTHER_LOOP}": """rerun_mode error_injection_*
         result_rejected_tracker_filename check_for_spiky_loss check_for_large_grads""",
+    f"evaluations are over --eval-iters batches of one set; {IN_THE_OTHER_LOOP}": (
+        "full_validation multiple_validation_sets"
+    ),
+    f"attention has no experimental variants here; {IN_THE_OTHER_LOOP}": (
+        "experimental_attention_variant dsa_* linear_*"
+    ),
+    f"rates do not follow the width here; {IN_THE_OTHER_LOOP}": "use_mup mup_*",
+    f"batches do not grow; {IN_THE_OTHER_LOOP}": "rampup_batch_size",
     f"replicas are not compared here; {IN_THE_OTHER_LOOP}": (
         "check_weight_hash_across_dp_replicas_interval"
     ),
@@ -90,9 +98,6 @@ REFUSED: dict[str, str] = {
         nccl_all_reduce_for_prefill moe_pad_experts_for_cuda_graph_inference""",
     "belongs to models that are no GPT": "mrope_section mtp_hybrid_override_pattern",
     "Mamba layers have the default sizes": "mamba_* use_mamba_mem_eff_path",
-    "needs layers of its own, which are not built in yet; use --spec": (
-        "experimental_attention_variant dsa_* linear_*"
-    ),
     "sequences of several lengths in a batch are not built": (
         "hybrid_context_parallel max_seqlen_per_dp_cp_rank"
     ),
@@ -304,7 +309,6 @@ NEEDS: tuple[Needs, ...] = (
         remedy="is read by the fused SwiGLU alone, which is for GPUs: leave it out",
     ),
     Needs("window_attn_skip_freq", "window_size"),
-    Needs("mup_*", "use_mup"),
     Needs(
         "memory_efficient_layer_norm fused_single_qkv_rope use_te_activation_func"
         " fused_residual_rmsnorm use_transformer_engine_op_fuser mla_down_proj_fusion"
@@ -345,9 +349,6 @@ NEEDS: tuple[Needs, ...] = (
         "virtual_pipeline_model_parallel_size",
         remedy="needs virtual pipeline stages, see --num-virtual-stages-per-pipeline-rank",
     ),
-    Needs("full_validation", "eval_interval", unless="skip_train"),
-    Needs("multiple_validation_sets", "full_validation"),
-    Needs("multiple_validation_sets", "valid_data_path"),
     Needs(
         "reset_attention_mask",
         "create_attention_mask_in_dataloader",

@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import torch
 
-from megatron.mcore_adapter.releases.batch_size_schedule import batch_size_at, ramp_steps
 from megatron.pretrain.arguments.check import Check
 
 REQUIRED = "num_layers hidden_size num_attention_heads seq_length micro_batch_size"
@@ -17,9 +16,10 @@ POSITIVE = f"""{REQUIRED} ffn_hidden_size kv_channels num_query_groups max_posit
     eval_interval log_interval exit_interval exit_duration_in_mins vocab_size padded_vocab_size
     make_vocab_size_divisible_by ddp_bucket_size ddp_num_buckets lr_decay_iters lr_decay_samples
     lr_wsd_decay_iters lr_wsd_decay_samples distributed_timeout_minutes tensorboard_log_interval
-    log_memory_interval num_experts tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size
-    expert_model_parallel_size expert_tensor_parallel_size num_distributed_optimizer_instances
-    num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank
+    log_memory_interval num_experts tensor_model_parallel_size pipeline_model_parallel_size
+    context_parallel_size expert_model_parallel_size expert_tensor_parallel_size
+    num_distributed_optimizer_instances num_layers_per_virtual_pipeline_stage
+    num_virtual_stages_per_pipeline_rank
     decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers moe_ffn_hidden_size
     moe_shared_expert_intermediate_size moe_router_topk moe_router_num_groups
     moe_router_group_topk q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim
@@ -196,70 +196,13 @@ def complete_batch(check: Check) -> None:
         f" --micro-batch-size {args.micro_batch_size} times {args.data_parallel_size}"
         " data-parallel ranks",
     )
-    grows = args.rampup_batch_size is not None and check_growing_batch(check, step)
     if args.train_samples:
-        args.train_iters = whole_iterations(
-            args.train_samples, args.rampup_batch_size if grows else None, args.global_batch_size
-        )
+        args.train_iters = args.train_samples // args.global_batch_size
         check.require(
             args.train_iters,
             f"--train-samples {args.train_samples} is less than one --global-batch-size"
-            f" {args.global_batch_size}"
-            + (f", also at its start of {args.rampup_batch_size[0]}" if grows else ""),
-        )
-
-
-def check_growing_batch(check: Check, step: int) -> bool:
-    """Check --rampup-batch-size, and return whether all of its rules hold.
-
-    Args:
-        check: the arguments.
-        step: samples of a microbatch on all data-parallel ranks.
-    """
-    args = check.args
-    start, increment, samples = args.rampup_batch_size
-    flag = f"--rampup-batch-size {start} {increment} {samples}"
-    count = len(check.problems)
-    check.require(
-        args.train_samples,
-        "--rampup-batch-size counts samples: give --train-samples instead of --train-iters",
-    )
-    check.require(min(start, increment, samples) > 0, f"{flag}: each must be at least 1")
-    if count == len(check.problems):
-        grown = args.global_batch_size - start
-        check.require(
-            grown > 0 and grown % increment == 0,
-            f"{flag}: increments of {increment} must lead from {start} to --global-batch-size"
             f" {args.global_batch_size}",
         )
-        check.require(
-            start % step == 0 and increment % step == 0,
-            f"{flag}: start and increment must be multiples of {step}: --micro-batch-size"
-            f" {args.micro_batch_size} times {args.data_parallel_size} data-parallel ranks",
-        )
-    return count == len(check.problems)
-
-
-def whole_iterations(samples: int, growth: list[int] | None, batch: int) -> int:
-    """Return the iterations of whole batches in a run.
-
-    Args:
-        samples: samples of the run.
-        growth: first global batch size, its increment, and the number of samples after which it
-            has its last value; None where it is always the same.
-        batch: last global batch size, in samples.
-    """
-    consumed = iterations = 0
-    if growth is not None:
-        steps = ramp_steps(growth, batch)
-        last_step, _ = steps[-1]
-        while consumed < last_step:
-            size = batch_size_at(steps, consumed)
-            if consumed + size > samples:
-                return iterations
-            consumed += size
-            iterations += 1
-    return iterations + (samples - consumed) // batch
 
 
 def complete_schedule(check: Check) -> None:

@@ -178,8 +178,6 @@ class Report:
             f"lm loss: {shown['lm loss']:.6E}",
             f"lr: {shown['learning-rate']:.4E}",
         ]
-        if args.rampup_batch_size:
-            parts.append(f"global batch size: {shown['batch-size']:.0f}")
         for name, label in LABELS.items():
             if name in shown:
                 parts.append(f"{label}: {significant(shown[name], 4)}")
@@ -199,7 +197,7 @@ class Report:
             f"{name} at iteration {iteration} | lm loss value: {loss:.6E} | lm loss PPL:"
             f" {perplexity:.6E}"
         )
-        if name.startswith("validation"):  # validation-0 and so on for several sets
+        if name == "validation":
             self._history.entries.append({"iteration": iteration, name: loss})
         loss_name = f"lm loss {name}"
         numbers = {loss_name: loss}

@@ -209,11 +209,11 @@ READ_BY = {
     ),
     "loop": (
         """padded_vocab_size micro_batch_size
-            global_batch_size rampup_batch_size train_iters exit_interval exit_duration_in_mins
-            exit_signal_handler skip_train eval_interval manual_gc manual_gc_interval"""
+            global_batch_size train_iters exit_interval exit_duration_in_mins
+            exit_signal_handler skip_train eval_interval manual_gc manual_gc_interval
+            empty_unused_memory_level log_params_norm"""
     ),
     "tokenizers": "make_vocab_size_divisible_by",
-    "training_step": "empty_unused_memory_level log_params_norm",
     "timing": ("timing_log_level timing_log_option log_timers_to_tensorboard barrier_with_L1_time"),
     "scalars": (
         """tensorboard_queue_size wandb_project wandb_exp_name wandb_entity wandb_save_dir"""
