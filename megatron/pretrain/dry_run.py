@@ -154,7 +154,7 @@ def memory_plan(args: argparse.Namespace, chunk: torch.nn.Module) -> MemoryPlan:
 
     Megatron-Core's own wrapper is level 0, or 1 with a distributed optimizer; its padding differs.
     """
-    settings = ddp_config(args, num_parameters=1)
+    settings = ddp_config(args)
     level = args.data_parallel_sharding_strategy
     if not args.use_megatron_fsdp:
         level = "optim" if args.use_distributed_optimizer else "no_shard"

@@ -34,6 +34,22 @@ REFUSED: dict[str, str] = {
     f"evaluations are over --eval-iters batches of one set; {IN_THE_OTHER_LOOP}": (
         "full_validation multiple_validation_sets"
     ),
+    f"layers follow from the other flags here; {IN_THE_OTHER_LOOP}": """spec hybrid_layer_pattern
+        mamba_* use_mamba_mem_eff_path""",
+    f"weight decay does not grow; {IN_THE_OTHER_LOOP}": (
+        "start_weight_decay end_weight_decay weight_decay_incr_style"
+    ),
+    f"the command line names the data here; {IN_THE_OTHER_LOOP}": (
+        "data_args_path per_split_data_args_path"
+    ),
+    f"tokenizers are those of this release; {IN_THE_OTHER_LOOP}": "legacy_tokenizer",
+    f"is not logged here; {IN_THE_OTHER_LOOP}": (
+        "log_memory_interval log_world_size_to_tensorboard moe_per_layer_logging"
+    ),
+    f"every step is written at once; {IN_THE_OTHER_LOOP}": (
+        "tensorboard_log_interval tensorboard_queue_size"
+    ),
+    f"buckets have a size here, --ddp-bucket-size; {IN_THE_OTHER_LOOP}": "ddp_num_buckets",
     f"attention has no experimental variants here; {IN_THE_OTHER_LOOP}": (
         "experimental_attention_variant dsa_* linear_*"
     ),
@@ -97,7 +113,6 @@ REFUSED: dict[str, str] = {
         symmetric_ar_type use_inference_optimized_layers mlp_chunks_for_prefill cache_mla_latents
         nccl_all_reduce_for_prefill moe_pad_experts_for_cuda_graph_inference""",
     "belongs to models that are no GPT": "mrope_section mtp_hybrid_override_pattern",
-    "Mamba layers have the default sizes": "mamba_* use_mamba_mem_eff_path",
     "sequences of several lengths in a batch are not built": (
         "hybrid_context_parallel max_seqlen_per_dp_cp_rank"
     ),
@@ -214,7 +229,7 @@ NEEDS: tuple[Needs, ...] = (
     ),
     Needs("disable_symmetric_registration fsdp_manual_registration", "nccl_ub"),
     Needs(
-        "ddp_bucket_size ddp_num_buckets ddp_pad_buckets_for_high_nccl_busbw"
+        "ddp_bucket_size ddp_pad_buckets_for_high_nccl_busbw"
         " ddp_reduce_scatter_with_fp32_accumulation dump_param_to_param_group_map",
         "use_megatron_fsdp",
         (False,),
@@ -225,10 +240,7 @@ NEEDS: tuple[Needs, ...] = (
         (False,),
         "does nothing with --use-megatron-fsdp; see --megatron-fsdp-main-grads-dtype",
     ),
-    Needs(
-        "ddp_bucket_size ddp_num_buckets align_grad_reduce overlap_param_gather",
-        "overlap_grad_reduce",
-    ),
+    Needs("ddp_bucket_size align_grad_reduce overlap_param_gather", "overlap_grad_reduce"),
     Needs(
         "ddp_pad_buckets_for_high_nccl_busbw ddp_reduce_scatter_with_fp32_accumulation"
         " num_distributed_optimizer_instances",
@@ -383,13 +395,11 @@ NEEDS: tuple[Needs, ...] = (
     ),
     Needs("non_persistent_ckpt_type", "load", unless="non_persistent_save_interval"),
     Needs(
-        "log_validation_ppl_to_tensorboard log_memory_to_tensorboard tensorboard_log_interval"
-        " log_timers_to_tensorboard log_loss_scale_to_tensorboard log_world_size_to_tensorboard"
-        " moe_per_layer_logging",
+        "log_validation_ppl_to_tensorboard log_memory_to_tensorboard log_timers_to_tensorboard"
+        " log_loss_scale_to_tensorboard",
         "tensorboard_dir",
         unless="wandb_project",
     ),
-    Needs("tensorboard_queue_size", "tensorboard_dir"),
     Needs("memory_snapshot_path", "record_memory_history"),
     Needs("wandb_exp_name wandb_entity wandb_save_dir", "wandb_project"),
 )

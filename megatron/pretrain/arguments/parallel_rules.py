@@ -42,7 +42,6 @@ def choose_data_parallelism(check: Check) -> None:
             args.ckpt_format != "fsdp_dtensor",
             "--ckpt-format fsdp_dtensor needs --use-megatron-fsdp",
         )
-        check.at_most_one("ddp_bucket_size", "ddp_num_buckets")
     check.require(
         not args.nccl_ub or check.machine.cuda,
         "--use-nccl-ub registers memory with NCCL, which needs GPUs: give --fsdp-double-buffer"

@@ -14,9 +14,9 @@ POSITIVE = f"""{REQUIRED} ffn_hidden_size kv_channels num_query_groups max_posit
     rotary_base rotary_seq_len_interpolation_factor global_batch_size train_iters dry_run_ranks
     train_samples hysteresis save_interval save_retain_interval non_persistent_save_interval
     eval_interval log_interval exit_interval exit_duration_in_mins vocab_size padded_vocab_size
-    make_vocab_size_divisible_by ddp_bucket_size ddp_num_buckets lr_decay_iters lr_decay_samples
-    lr_wsd_decay_iters lr_wsd_decay_samples distributed_timeout_minutes tensorboard_log_interval
-    log_memory_interval num_experts tensor_model_parallel_size pipeline_model_parallel_size
+    make_vocab_size_divisible_by ddp_bucket_size lr_decay_iters lr_decay_samples
+    lr_wsd_decay_iters lr_wsd_decay_samples distributed_timeout_minutes
+    num_experts tensor_model_parallel_size pipeline_model_parallel_size
     context_parallel_size expert_model_parallel_size expert_tensor_parallel_size
     num_distributed_optimizer_instances num_layers_per_virtual_pipeline_stage
     num_virtual_stages_per_pipeline_rank
@@ -232,7 +232,8 @@ def complete_schedule(check: Check) -> None:
         f"--lr-decay-style WSD needs --lr-wsd-decay-{unit}",
     )
     check.at_most_one("use_checkpoint_opt_param_scheduler", "override_opt_param_scheduler")
-    complete_weight_decay(check)
+    # Checkpoints have them, as those of Megatron-LM.
+    args.start_weight_decay = args.end_weight_decay = args.weight_decay
 
 
 def check_warmup(check: Check, unit: str) -> None:
@@ -257,30 +258,4 @@ def check_warmup(check: Check, unit: str) -> None:
         check.require(
             args.lr_warmup_init <= args.lr,
             f"--lr-warmup-init {args.lr_warmup_init} must be at most --lr {args.lr}",
-        )
-
-
-def complete_weight_decay(check: Check) -> None:
-    """Complete start and end of weight decay."""
-    args = check.args
-    start, end = args.start_weight_decay, args.end_weight_decay
-    if args.weight_decay_incr_style == "constant":
-        check.require(
-            start is None and end is None,
-            "--start/--end-weight-decay need --weight-decay-incr-style linear or cosine",
-        )
-        args.start_weight_decay = args.end_weight_decay = args.weight_decay
-    elif start is None or end is None:
-        check.problems.append(
-            f"--weight-decay-incr-style {args.weight_decay_incr_style} needs --start-weight-decay"
-            " and --end-weight-decay"
-        )
-    else:
-        check.require(
-            0 <= start <= end,
-            f"weight decay must grow: --start-weight-decay {start}, --end-weight-decay {end}",
-        )
-        check.require(
-            not check.changed("weight_decay"),
-            "--weight-decay does nothing with --start/--end-weight-decay: leave it out",
         )

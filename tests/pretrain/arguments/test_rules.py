@@ -158,8 +158,6 @@ CONFLICTS = [
     ("--lr-decay-style WSD", "needs --lr-wsd-decay-iters"),
     ("--lr-decay-samples 5", "use --lr-decay-iters"),
     ("--lr-warmup-iters 20", "must be less than the decay length 20"),
-    ("--weight-decay-incr-style linear", "needs --start-weight-decay and --end-weight-decay"),
-    ("--start-weight-decay 0.1", "need --weight-decay-incr-style"),
     ("--clip-grad -1", "--clip-grad must be at least 0"),
     ("--moe-router-topk 1", "without --num-experts"),
     ("--recompute-granularity full", "Megatron-Core refuses"),

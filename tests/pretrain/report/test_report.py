@@ -207,10 +207,8 @@ def test_flags_choose_what_tensorboard_gets_beside_the_losses(
         tensorboard_dir=str(tmp_path),
         world_size=3,
         device_peak_tflops=2.0,
-        log_world_size_to_tensorboard=True,
         log_loss_scale_to_tensorboard=False,
         log_interval=2,
-        log_memory_interval=2,
         num_layers=1,
     )
     steps(args, [5.0, 4.0], flops=3e12, **{"loss-scale": 1024.0, "z_loss": 0.5})[0].end()
@@ -218,7 +216,6 @@ def test_flags_choose_what_tensorboard_gets_beside_the_losses(
     events.Reload()
     tags = set(events.Tags()["scalars"])
     assert "loss-scale" not in tags and {"z_loss", "iteration-time", "throughput"} <= tags
-    assert [event.value for event in events.Scalars("world-size")] == [3.0, 3.0]
     seconds, speeds, shares, tokens = (
         [event.value for event in events.Scalars(name)]
         for name in ("iteration-time", "throughput", "mfu", "tokens-per-second")
@@ -227,7 +224,6 @@ def test_flags_choose_what_tensorboard_gets_beside_the_losses(
     assert shares == pytest.approx([each / 2 for each in speeds], rel=1e-3)
     assert tokens == pytest.approx([4 * 8 / each for each in seconds], rel=1e-3)
     lines = capsys.readouterr().out.splitlines()
-    assert any(line.startswith("memory of rank 0 after 2 iterations: allocated ") for line in lines)
     assert any("z_loss: 5.000000E-01 |" in line for line in lines)
 
 
