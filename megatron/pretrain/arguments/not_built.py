@@ -31,33 +31,24 @@ IN_THE_OTHER_LOOP = "Megatron-LM's loop has it: --loop megatron-lm"
 REFUSED: dict[str, str] = {
     f"steps are not repeated here; {IN_THE_OTHER_LOOP}": """rerun_mode error_injection_*
         result_rejected_tracker_filename check_for_spiky_loss check_for_large_grads""",
-    f"evaluations are over --eval-iters batches of one set; {IN_THE_OTHER_LOOP}": (
-        "full_validation multiple_validation_sets"
-    ),
-    f"layers follow from the other flags here; {IN_THE_OTHER_LOOP}": """spec hybrid_layer_pattern
-        mamba_* use_mamba_mem_eff_path""",
-    f"weight decay does not grow; {IN_THE_OTHER_LOOP}": (
-        "start_weight_decay end_weight_decay weight_decay_incr_style"
-    ),
-    f"the command line names the data here; {IN_THE_OTHER_LOOP}": (
-        "data_args_path per_split_data_args_path"
-    ),
-    f"tokenizers are those of this release; {IN_THE_OTHER_LOOP}": "legacy_tokenizer",
-    f"is not logged here; {IN_THE_OTHER_LOOP}": (
-        "log_memory_interval log_world_size_to_tensorboard moe_per_layer_logging"
-    ),
-    f"every step is written at once; {IN_THE_OTHER_LOOP}": (
-        "tensorboard_log_interval tensorboard_queue_size"
-    ),
-    f"buckets have a size here, --ddp-bucket-size; {IN_THE_OTHER_LOOP}": "ddp_num_buckets",
-    f"attention has no experimental variants here; {IN_THE_OTHER_LOOP}": (
-        "experimental_attention_variant dsa_* linear_*"
-    ),
-    f"rates do not follow the width here; {IN_THE_OTHER_LOOP}": "use_mup mup_*",
-    f"batches do not grow; {IN_THE_OTHER_LOOP}": "rampup_batch_size",
     f"replicas are not compared here; {IN_THE_OTHER_LOOP}": (
         "check_weight_hash_across_dp_replicas_interval"
     ),
+    f"evaluations are over --eval-iters batches of one set; {IN_THE_OTHER_LOOP}": (
+        "full_validation multiple_validation_sets"
+    ),
+    f"batches and weight decay do not grow; {IN_THE_OTHER_LOOP}": """rampup_batch_size
+        start_weight_decay end_weight_decay weight_decay_incr_style""",
+    f"rates do not follow the width here; {IN_THE_OTHER_LOOP}": "use_mup mup_*",
+    f"layers follow from the other flags here; {IN_THE_OTHER_LOOP}": """spec hybrid_layer_pattern
+        mamba_* use_mamba_mem_eff_path experimental_attention_variant dsa_* linear_*""",
+    f"the command line names data and tokenizer here; {IN_THE_OTHER_LOOP}": (
+        "data_args_path per_split_data_args_path legacy_tokenizer"
+    ),
+    f"is not written here, and all else of every step; {IN_THE_OTHER_LOOP}": """
+        log_memory_interval log_world_size_to_tensorboard moe_per_layer_logging
+        tensorboard_log_interval tensorboard_queue_size""",
+    f"use --ddp-bucket-size; {IN_THE_OTHER_LOOP}": "ddp_num_buckets",
     "Transformer Engine has had none since 1.8": "fp8_interval",
     "main weights are --use-megatron-fsdp's own; see --megatron-fsdp-main-params-dtype": (
         "store_param_remainders"
