@@ -60,7 +60,6 @@ from megatron.pretrain.data.gpt_datasets import BuildDatasets, build_datasets  #
 from megatron.pretrain.dry_run import print_dry_run  # noqa: E402
 from megatron.pretrain.loop import pretrain  # noqa: E402
 from megatron.pretrain.trial import check_model  # noqa: E402
-from megatron.pretrain.watch.rerun import RerunExitError  # noqa: E402
 
 GRACE_SECONDS = 5
 """Time that the first rank has to report an error before the others do."""
@@ -101,9 +100,6 @@ def main(build: BuildDatasets = build_datasets) -> int:
             pretrain(args, device, watch.follow, build)
         except KeyboardInterrupt:
             return watch.interrupted()
-        except RerunExitError as request:
-            complain(str(request), watch)
-            return request.code
         except (ValueError, NotImplementedError, OSError, RunError, GradientError) as error:
             complain(f"error: {error}", watch)
             return 1

@@ -37,7 +37,7 @@ CASES = "tests/functional_tests/test_cases"
 PATTERNS = ("gpt*/**/model_config.yaml", "moe*/**/model_config.yaml")
 RANKS_OF_A_NODE = 8
 PREFIXES = ("--data-path", "--train-data-path", "--valid-data-path", "--test-data-path")
-FILES = ("--vocab-file", "--merge-file", "--tokenizer-model", "--data-args-path")
+FILES = ("--vocab-file", "--merge-file", "--tokenizer-model")
 REPETITION = "1"
 """What the run script's variable REPEAT is in the first run of a test."""
 KERNELS = {

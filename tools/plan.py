@@ -187,7 +187,7 @@ def words_of(of_model: str, given: list[str]) -> list[str]:
     names = {word.split("=")[0] for word in words}
     needed: list[str] = []
     for flag, value in NEEDED_TO_RUN.items():
-        has_data = flag == "--mock-data" and names & {"--data-path", "--data-args-path"}
+        has_data = flag == "--mock-data" and "--data-path" in names
         has_length = flag == "--train-iters" and "--train-samples" in names
         if flag not in names and not has_data and not has_length:
             needed += [flag] if value is None else [flag, value]

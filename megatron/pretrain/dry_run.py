@@ -92,10 +92,7 @@ def batch_lines(args: argparse.Namespace) -> Iterator[str]:
     """Yield the lines about batches and the length of the run."""
     tokens = args.global_batch_size * args.seq_length
     per_rank = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
-    grows = (
-        f", growing from {args.rampup_batch_size[0]} sequences" if args.rampup_batch_size else ""
-    )
-    yield f"a step: {tokens:,} tokens, {args.global_batch_size} sequences{grows}"
+    yield f"a step: {tokens:,} tokens, {args.global_batch_size} sequences"
     yield f"microbatches of a rank and step: {per_rank} of {args.micro_batch_size} sequences"
     yield f"steps: {args.train_iters:,}"
 
@@ -158,7 +155,7 @@ def memory_plan(args: argparse.Namespace, chunk: torch.nn.Module) -> MemoryPlan:
 
     Megatron-Core's own wrapper is level 0, or 1 with a distributed optimizer; its padding differs.
     """
-    settings = ddp_config(args, num_parameters=1)
+    settings = ddp_config(args)
     level = args.data_parallel_sharding_strategy
     if not args.use_megatron_fsdp:
         level = "optim" if args.use_distributed_optimizer else "no_shard"

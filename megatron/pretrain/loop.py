@@ -2,23 +2,24 @@
 """The training loop of pretrain_gpt.py, from top to bottom: build, load, train, evaluate.
 
 `pretrain` builds the parts of a run and loads its checkpoint, `train` is the loop, `evaluate` one
-evaluation; one iteration is `train_step` in `training_step.py`. The settings of a run never change:
-they are read-only in `TrainingRun.args`. What changes is in `TrainingRun.progress`.
+evaluation. One iteration is `train_step`: forward and backward of all microbatches, one step of the
+optimizer, its report. The settings of a run never change: they are read-only in `TrainingRun.args`.
+What changes is in `TrainingRun.progress`.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import finalize_model_grads
-from megatron.core.num_microbatches_calculator import update_num_microbatches
-from megatron.core.rerun_state_machine import get_rerun_state_machine
+from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 from megatron.core.utils import get_model_config
 
 from megatron.fsdp import trace
@@ -26,27 +27,56 @@ from megatron.mcore_adapter.captured_iterations import captures_iterations
 from megatron.mcore_adapter.checkpoints import checkpointing, save_directory
 from megatron.mcore_adapter.checkpoints.background_save import BackgroundSaves
 from megatron.mcore_adapter.checkpoints.checkpoint_source import non_persistent_root
-from megatron.mcore_adapter.releases.batch_size_schedule import init_num_microbatches
 from megatron.mcore_adapter.run.environment import say
-from megatron.mcore_adapter.run.run_state import Progress
+from megatron.mcore_adapter.run.run_state import Progress, TrainedParts
 from megatron.mcore_adapter.watch import position
 from megatron.pretrain.arguments.check import FrozenArguments
+from megatron.pretrain.captured_iterations import schedule_of
 from megatron.pretrain.data.gpt_datasets import BuildDatasets, build_datasets, find_data
-from megatron.pretrain.data.samplers import WholeDataset, batches, named_sets, one_or_list
+from megatron.pretrain.data.samplers import batches, one_or_list
 from megatron.pretrain.data.tokenizer_choice import TokenizerChoice
 from megatron.pretrain.data.tokenizers import build_tokenizer, embedding_rows
-from megatron.pretrain.model.forward_step import Microbatches
+from megatron.pretrain.model import router_losses
+from megatron.pretrain.model.flops import training_flops
+from megatron.pretrain.model.forward_step import ForwardStep, Microbatches
 from megatron.pretrain.model.gpt_model import build_model
 from megatron.pretrain.model.gpt_optimizer import build_optimizer
-from megatron.pretrain.model.model_statistics import number_of_parameters
+from megatron.pretrain.model.model_statistics import count_zeros, number_of_parameters, params_norm
 from megatron.pretrain.report.profiling import profile_directory, profiling
 from megatron.pretrain.report.quantities import count
 from megatron.pretrain.report.report import Report
-from megatron.pretrain.report.timing import LOAD, SAVE
-from megatron.pretrain.training_step import TrainingRun, forward_backward, sum_of, train_step
-from megatron.pretrain.watch import rerun
-from megatron.pretrain.watch.replicas import check_replicas
-from megatron.pretrain.watch.stopping import StopRequest
+from megatron.pretrain.report.timing import LOAD, OPTIMIZER, SAVE
+from megatron.pretrain.stopping import StopRequest
+
+
+@dataclass(kw_only=True)
+class TrainingRun(TrainedParts):
+    """One training run with all of its parts."""
+
+    args: argparse.Namespace
+    """The completed arguments, which no part of the run changes."""
+    device: torch.device
+    report: Report
+    progress: Progress = field(default_factory=Progress)
+    stop: StopRequest = field(default_factory=StopRequest)
+    background: BackgroundSaves | None = None
+    """With --async-save."""
+
+    @property
+    def num_microbatches(self) -> int:
+        """Microbatches of each data-parallel rank in a global batch."""
+        samples_of_all_ranks = self.args.micro_batch_size * self.args.data_parallel_size
+        return int(self.args.global_batch_size // samples_of_all_ranks)
+
+    @property
+    def stops_here(self) -> bool:
+        """True if the run ends after its last step; the same on every rank."""
+        return (
+            self.progress.iteration >= self.args.train_iters
+            or self.stop.interrupted
+            or self.stop.agreed
+            or self.progress.is_multiple_of(self.args.exit_interval)
+        )
 
 
 def pretrain(
@@ -84,11 +114,8 @@ def pretrain(
         for line in source.lines if source else ():
             run.report.say(line)
 
-        with rerun.machine(args, model, run.report.say):
-            load_and_train(run, lambda: build(args, tokenizer, source), follow)
+        load_and_train(run, lambda: build(args, tokenizer, source), follow)
         run.report.end()
-        if run.exit_code:
-            raise rerun.RerunExitError(run.exit_code)
         return run.progress
 
 
@@ -107,31 +134,17 @@ def load_and_train(
     report.times_of(LOAD, run.progress)
     with position.during(position.READING):
         train_data, valid_data, test_data = datasets()
-    if args.multiple_validation_sets and valid_data is not None:
-        for name, dataset in named_sets(args, valid_data).items():
-            report.say(f"{name}: {len(dataset)} samples of {dataset.dataset_path}")
-    init_num_microbatches(
-        dist.get_rank(),
-        args.rampup_batch_size,
-        args.global_batch_size,
-        args.micro_batch_size,
-        args.data_parallel_size,
-    )
     connect(run)
-    update_num_microbatches(run.progress.consumed_train_samples, consistency_check=False)
     follow(run.progress)
 
     if not args.skip_train and run.progress.iteration < args.train_iters:
         consumed = run.progress.consumed_train_samples
         with batches(args, train_data, consumed) as data, background_saves(run):
-            train(run, rerun.replayable(data), valid_data)
+            train(run, data, valid_data)
     # A run that was told to stop has no time for the last evaluations.
     if args.skip_train or run.progress.iteration >= args.train_iters:
         if args.skip_train and valid_data is not None:
-            if args.full_validation:
-                evaluate_whole_sets(run, valid_data)
-            else:
-                evaluate_at_the_end(run, valid_data, "validation")
+            evaluate_at_the_end(run, valid_data, "validation")
         if test_data is not None:
             evaluate_at_the_end(run, test_data, "test")
 
@@ -178,7 +191,6 @@ def train(
     for chunk in run.model:
         chunk.train()
     report.begin(progress)
-    get_rerun_state_machine().current_iteration = progress.iteration
     saved_at = progress.iteration
 
     report.times.resume_interval()
@@ -186,8 +198,6 @@ def train(
         while progress.iteration < args.train_iters:
             train_step(run, data)
             step_is_over()
-            if run.exit_code:
-                break
             register_memory_slots(run)
 
             # Once in a while: evaluate, save, collect garbage, stop. None of it is training time.
@@ -197,8 +207,6 @@ def train(
                     run.background.step_is_over(run, progress)
             if run.stop.interrupted:
                 break
-            if progress.is_multiple_of(args.check_weight_hash_across_dp_replicas_interval):
-                check_replicas(args, run.model, progress.iteration)
             if valid_data is not None and progress.is_multiple_of(args.eval_interval):
                 evaluate_in_training(run, valid_data)
             if args.save and progress.is_multiple_of(args.save_interval):
@@ -212,9 +220,7 @@ def train(
                 break
             report.restart_clock()
 
-    is_new = saved_at != progress.iteration and not (run.stop.interrupted or run.exit_code)
-    # For the rerun machine the checkpoint of this iteration is written again, with its state.
-    if args.save and (is_new or run.should_save):
+    if args.save and saved_at != progress.iteration and not run.stop.interrupted:
         save(run, args.save, at_the_end=True)
     if run.background is None and not run.stop.interrupted:  # no checkpoint is being written
         report.keep()
@@ -222,6 +228,97 @@ def train(
     if run.stop.interrupted:
         report.end()
         raise KeyboardInterrupt
+
+
+def train_step(run: TrainingRun, data: Microbatches | list[Microbatches]) -> None:
+    """Run forward and backward of every microbatch and one optimizer step, and report it."""
+    args, progress, optimizer = run.args, run.progress, run.optimizer
+    assert optimizer is not None and run.scheduler is not None  # a run that trains has both
+    batch_size = args.global_batch_size
+    router_losses.forget()
+    for chunk in run.model:
+        chunk.zero_grad_buffer()
+    optimizer.zero_grad()
+    losses = forward_backward(run, data, forward_only=False)
+    if args.empty_unused_memory_level and torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    # Of fully sharded gradients Megatron-Core's optimizer would count copies too.
+    counts_zeros_here = args.log_num_zeros_in_grad and args.use_megatron_fsdp
+    num_zeros = count_zeros(run.model) if counts_zeros_here else None
+    if run.background is not None:
+        run.background.finish_copying()
+    with run.report.times.measured(OPTIMIZER):
+        updated, grad_norm, optimizer_num_zeros = optimizer.step()
+    if args.log_num_zeros_in_grad and num_zeros is None:
+        num_zeros = optimizer_num_zeros
+    if args.empty_unused_memory_level > 1 and torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+    learning_rate = get_canonical_lr_for_logging(optimizer.param_groups)
+    progress.count_step(batch_size, training_flops(args, batch_size))
+    if updated:
+        run.scheduler.step(increment=batch_size)
+    values = {
+        "lm loss": reduce_loss(run, losses),
+        "learning-rate": learning_rate,
+        "batch-size": batch_size,
+        "grad-norm": None if grad_norm is None else float(grad_norm),  # a tensor in some releases
+        "num-zeros": num_zeros,
+        "loss-scale": float(optimizer.get_loss_scale()) if args.fp16 else None,
+        "params-norm": params_norm(run.model) if args.log_params_norm else None,
+    }
+    is_last = run.stops_here
+    if run.report.is_due(progress, is_last):
+        values |= router_losses.take(args, run.num_microbatches)
+    run.report.step(progress, values, skipped=not updated, is_last=is_last)
+
+
+def forward_backward(
+    run: TrainingRun, data: Microbatches | list[Microbatches], forward_only: bool
+) -> list[dict[str, torch.Tensor]]:
+    """Run the pipeline schedule over the microbatches of a global batch.
+
+    Returns:
+        The dict that :meth:`ForwardStep.loss` returns, for every microbatch; an empty list before
+        the last pipeline stage.
+    """
+    times = run.report.times
+    with times.paused() if forward_only else nullcontext():
+        return schedule_of(run.args)(
+            forward_step_func=ForwardStep(run.args, run.device, run.progress.iteration, times),
+            data_iterator=data,
+            model=run.model,
+            num_microbatches=run.num_microbatches,
+            seq_length=run.args.seq_length,
+            micro_batch_size=run.args.micro_batch_size,
+            forward_only=forward_only,
+        )
+
+
+def reduce_loss(run: TrainingRun, losses: list[dict[str, torch.Tensor]]) -> float:
+    """Return the mean loss per token over microbatches and ranks.
+
+    The ranks' requests to stop, and what they know of a save in the background, travel in the same
+    all-reduce.
+    """
+    votes = [run.stop.vote]
+    if run.background is not None:
+        votes += run.background.votes()
+    sums = torch.cat([sum_of(run, losses), torch.tensor(votes, device=run.device)])
+    dist.all_reduce(sums)
+    run.stop.count(sums[2].item())
+    if run.background is not None:
+        run.background.count(sums[3:].tolist())
+    return (sums[0] / sums[1]).item()
+
+
+def sum_of(run: TrainingRun, losses: list[dict[str, torch.Tensor]]) -> torch.Tensor:
+    """Return the sum of losses and the number of tokens, ``[2]``.
+
+    Both are zero before the last pipeline stage. All tensor-parallel ranks have the same losses, so
+    sums over all ranks make both too large by the same factor.
+    """
+    return sum((entry["lm loss"] for entry in losses), torch.zeros(2, device=run.device))
 
 
 @contextmanager
@@ -244,27 +341,14 @@ def background_saves(run: TrainingRun) -> Iterator[None]:
 
 
 @torch.no_grad()
-def evaluate(
-    run: TrainingRun,
-    data: Microbatches | list[Microbatches],
-    num_microbatches: Sequence[int] | None = None,
-) -> float:
-    """Return the mean loss per token, without dropout.
-
-    Every pass is over so many microbatches; without numbers there are ``eval_iters`` passes over
-    whole global batches.
-    """
+def evaluate(run: TrainingRun, data: Microbatches | list[Microbatches]) -> float:
+    """Return the mean loss per token of ``eval_iters`` global batches, without dropout."""
     for chunk in run.model:
         chunk.eval()
-    args = run.args
-    if num_microbatches is None:
-        # Also while --rampup-batch-size makes batches grow.
-        per_batch = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
-        num_microbatches = [per_batch] * args.eval_iters
     # In double precision, which counts more than the 2^24 tokens of single precision.
     sums = torch.zeros(2, dtype=torch.float64, device=run.device)
-    for number in num_microbatches:
-        sums += sum_of(run, forward_backward(run, data, number, forward_only=True))
+    for _ in range(run.args.eval_iters):
+        sums += sum_of(run, forward_backward(run, data, forward_only=True))
     dist.all_reduce(sums)
     for chunk in run.model:
         chunk.train()
@@ -272,30 +356,14 @@ def evaluate(
 
 
 def evaluate_in_training(run: TrainingRun, valid_data: Any) -> None:
-    """Evaluate on the next part of the validation set, and after its end from the start again.
-
-    With --full-validation it is all of every validation set, each time.
-    """
-    if run.args.full_validation:
-        evaluate_whole_sets(run, valid_data)
-        return
+    """Evaluate on the next part of the validation set, and after its end from the start again."""
     num_samples = run.args.eval_iters * run.args.global_batch_size
     num_parts = len(valid_data) // num_samples
-    # Other evaluations of this run, over whole sets say, may have ended within a part.
+    # Evaluations of an earlier run of other sizes may have ended within a part.
     consumed = run.progress.consumed_valid_samples // num_samples % num_parts * num_samples
     with batches(run.args, valid_data, consumed) as data:
         run.report.evaluation(run.progress, evaluate(run, data))
     run.progress.consumed_valid_samples += num_samples
-
-
-def evaluate_whole_sets(run: TrainingRun, valid_data: Any) -> None:
-    """Evaluate on every sample of every validation set, which are reported by their names."""
-    for name, dataset in named_sets(run.args, valid_data).items():
-        whole = WholeDataset(dataset, run.args)
-        with batches(run.args, whole, 0) as data:
-            loss = evaluate(run, data, whole.num_microbatches)
-        run.report.evaluation(run.progress, loss, name)
-        run.progress.consumed_valid_samples += len(dataset)
 
 
 def evaluate_at_the_end(run: TrainingRun, dataset: Any, name: str) -> None:

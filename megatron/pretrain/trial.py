@@ -79,13 +79,12 @@ def small(args: argparse.Namespace) -> argparse.Namespace:
     for name, most in SIZES.items():
         if values.get(name):
             values[name] = min(values[name], most)
-    if not args.spec and args.hybrid_layer_pattern is None:
-        values["num_layers"] = kept = layers_of_each_kind(args)
-        for name, value in vars(args).items():
-            if isinstance(value, list) and len(value) == args.num_layers:  # one for each layer
-                values[name] = value[:kept]
-        if values["recompute_num_layers"]:
-            values["recompute_num_layers"] = min(values["recompute_num_layers"], kept)
+    values["num_layers"] = kept = layers_of_each_kind(args)
+    for name, value in vars(args).items():
+        if isinstance(value, list) and len(value) == args.num_layers:  # one for each layer
+            values[name] = value[:kept]
+    if values["recompute_num_layers"]:
+        values["recompute_num_layers"] = min(values["recompute_num_layers"], kept)
     return argparse.Namespace(**values)
 
 

@@ -217,7 +217,7 @@ def wrap_a_model_on_meta() -> None:
     config = module.config
     config.init_model_with_meta_device = True
     seed()
-    model = FullyShardedDataParallel(config, ddp_config(args, num_parameters=1), module)
+    model = FullyShardedDataParallel(config, ddp_config(args), module)
     for (name, parameter), wanted in zip(model.named_parameters(), reference.parameters()):
         assert torch.equal(full_tensor(parameter), wanted.detach()), name
 

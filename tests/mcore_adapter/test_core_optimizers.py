@@ -26,7 +26,7 @@ def wrapped(strategy: str) -> tuple[FullyShardedDataParallel, torch.nn.Module]:
     args, config, module = make_module(f"--data-parallel-sharding-strategy {strategy}")
     _, _, plain = make_module()
     plain.load_state_dict(module.state_dict())
-    settings = ddp_config(args, num_parameters=1)
+    settings = ddp_config(args)
     settings.use_distributed_optimizer = False
     return FullyShardedDataParallel(config=config, ddp_config=settings, module=module), plain
 

@@ -209,7 +209,7 @@ def refusal(changes: dict[str, Any]) -> str:
     """Job: the error of a constructor call whose settings of data parallelism are changed."""
     args, config, module = make_module()
     try:
-        settings = ddp_config(args, num_parameters=1)
+        settings = ddp_config(args)
         vars(settings).update(changes)
         FullyShardedDataParallel(config=config, ddp_config=settings, module=module)
     except (ValueError, NotImplementedError) as error:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from megatron.pretrain import loop, training_step
+from megatron.pretrain import loop
 from tests.support.pretrain.parity import DEEPSEEK, GPT2, MLA, Combination
 from tests.support.pretrain.training_runs import name_of, pretrain
 from tests.support.rank_pool import run_ranks
@@ -19,7 +19,7 @@ ONE_STEP = "--train-iters 1"
 def final_gradients(command_line: str) -> dict[str, torch.Tensor]:
     """Job: return the first step's final gradients of this rank, alone on its data axis."""
     gradients: dict[str, torch.Tensor] = {}
-    forward_backward = training_step.forward_backward
+    forward_backward = loop.forward_backward
 
     def record(run: loop.TrainingRun, *args: Any, **kwargs: Any) -> Any:
         result = forward_backward(run, *args, **kwargs)
@@ -33,7 +33,7 @@ def final_gradients(command_line: str) -> dict[str, torch.Tensor]:
                 gradients[name_of(name)] = own.flatten().clone()
         return result
 
-    with patch.object(training_step, "forward_backward", record):
+    with patch.object(loop, "forward_backward", record):
         pretrain(f"{command_line} {ONE_STEP}")
     return gradients
 

@@ -61,16 +61,12 @@ WHOLE = "--cuda-graph-impl local --cuda-graph-scope full_iteration"
 REFUSED = {
     "--fp16": "does not go with --fp16: loss scales",
     "--timing-log-level 1": "does not go with --timing-log-level: timers wait",
-    "--check-for-large-grads": "does not go with --check-for-large-grads: the check reads",
     "--calculate-per-token-loss": "does not go with --calculate-per-token-loss: Megatron-Core",
     "--num-experts 4": "does not go with --num-experts: experts read",
-    "--rampup-batch-size 2 2 8": "does not go with --rampup-batch-size: the number",
-    "--full-validation": "does not go with --full-validation: the last pass",
     "--skip-train": "does not go with --skip-train: steps without",
     "--mtp-num-layers 1": "does not go with --mtp-num-layers: multi-token",
     "--fp8-format hybrid": "does not go with --fp8-format: FP8",
     "--fp4-format e2m1": "does not go with --fp4-format: FP4",
-    "--rerun-mode validate_results": "does not go with --rerun-mode: it reads",
     "--pipeline-model-parallel-size 2": "does not go with --pipeline-model-parallel-size: Mega",
     "--overlap-grad-reduce --use-distributed-optimizer --overlap-param-gather": (
         "does not go with --overlap-param-gather without --use-megatron-fsdp"

@@ -20,7 +20,7 @@ from tests.support.pretrain.parity import (
     measure,
     runs_of,
 )
-from tests.support.pretrain.training_runs import DATA, NO_DROPOUT, assert_same_run, trained
+from tests.support.pretrain.training_runs import assert_same_run, trained
 
 STEPS = 3
 """The second uses weights that the first has changed, the third an optimizer with state."""
@@ -76,22 +76,6 @@ def test_a_feature_gives_the_numbers_of_ddp(feature: str) -> None:
         assert fsdp.column("num-zeros") == ddp.column("num-zeros")
     if EVALUATED in combination.flags:
         assert [len(losses) for losses in ddp.evaluations.values()] == [3, 1]
-
-
-@pytest.mark.exhaustive
-def test_a_growing_batch_is_the_same_batch() -> None:
-    sizes = (
-        "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32"
-        " --micro-batch-size 1"
-    )
-    growing = (
-        "--global-batch-size 8 --train-samples 32 --rampup-batch-size 2 2 16 --lr 5e-3"
-        " --lr-decay-samples 64"
-    )
-    line = f"{sizes} {DATA} {NO_DROPOUT} {growing} --log-params-norm {LLAMA}"
-    ddp, fsdp = trained(line, f"{line} --use-megatron-fsdp")
-    assert_same_run(fsdp, ddp, loss=1e-5, norm=1e-5)
-    assert len(fsdp.steps) > 32 // 8
 
 
 @pytest.mark.exhaustive

@@ -32,6 +32,10 @@ def set_up_logging(level: int | None = None) -> None:
     )
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core\b.*")
     # The first warns that a CPU has only one random generator to fork, the second that mock data
-    # has no index files. Both are expected.
-    for name in ("megatron.core.tensor_parallel.random", "megatron.core.datasets.gpt_dataset"):
+    # has no index files, the third that it is made when gradients are checked. All are expected.
+    for name in (
+        "megatron.core.tensor_parallel.random",
+        "megatron.core.datasets.gpt_dataset",
+        "megatron.core.rerun_state_machine",
+    ):
         logging.getLogger(name).setLevel(logging.ERROR)

@@ -223,7 +223,7 @@ def note_flags_without_effect(check: Check) -> None:
     """Say which flags of saves, loads, timers and data change nothing beside the others."""
     args = check.args
     fsdp = args.use_megatron_fsdp
-    paths = ("data_path", *SPLIT_PATHS.values())
+    paths = ("data_path", *SPLIT_PATHS)
     blends = [parse_blend(getattr(args, path) or []) for path in paths]
     is_blended = any(len(prefixes) > 1 for prefixes, _ in blends)
     is_weighted = any(weights for _, weights in blends)

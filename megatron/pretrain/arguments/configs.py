@@ -83,30 +83,13 @@ def optimizer_config(args: argparse.Namespace) -> OptimizerConfig:
     return from_destinations(OptimizerConfig, args, optimizer_cpu_offload=False)
 
 
-def ddp_config(
-    args: argparse.Namespace, *, num_parameters: int | None = None
-) -> DistributedDataParallelConfig:
+def ddp_config(args: argparse.Namespace) -> DistributedDataParallelConfig:
     """Return the data-parallel config.
 
     Settings that have no field in this release of Megatron-Core (`ENGINE_SETTINGS`) are attributes
     of the result.
-
-    Args:
-        args: the completed arguments.
-        num_parameters: elements that this rank trains, from which the bucket size of
-            --ddp-num-buckets follows.
-
-    Raises:
-        ValueError: --ddp-num-buckets is given and `num_parameters` is not.
     """
-    bucket_size = args.ddp_bucket_size
-    if args.ddp_num_buckets is not None:
-        if num_parameters is None:
-            raise ValueError(
-                "--ddp-num-buckets: ddp_config needs num_parameters to find the bucket size"
-            )
-        bucket_size = max(1, num_parameters // args.ddp_num_buckets)
-    config = from_destinations(DistributedDataParallelConfig, args, bucket_size=bucket_size)
+    config = from_destinations(DistributedDataParallelConfig, args)
     config.fp4_param_gather = args.fp4_param  # a field since Megatron-Core 0.17
     for name in ENGINE_SETTINGS:
         setattr(config, name, getattr(args, name))

@@ -1,41 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rules of training data and tokenizer."""
 
-import json
 from pathlib import Path
-from typing import Any
 
-from megatron.checkpoint.store import durable
 from megatron.pretrain.arguments.check import Check
 from megatron.pretrain.data.splits import DEFAULT_SPLIT, check_weights, parse_blend
 from megatron.pretrain.data.tokenizer_choice import TokenizerChoice
 from megatron.pretrain.data.tokenizer_record import changed, read_record
 
-SPLIT_PATHS = {split: f"{split}_data_path" for split in ("train", "valid", "test")}
-"""Key of a --per-split-data-args-path file -> the argument that it stands for."""
-OTHER_WHEN_LEGACY = {
-    "SentencePieceTokenizer": (
-        "it then has tokens beyond its file; not built, use GPTSentencePieceTokenizer, whose end of"
-        " a document is </s>"
-    ),
-    "Llama2Tokenizer": "it then begins every text with <s>; not built, leave it out",
-    "TikTokenizer": (
-        "it then reads special tokens in a text as plain text; not built, leave it out"
-    ),
-}
-"""Type of tokenizer -> how its ids differ in Megatron-LM's older classes."""
+SPLIT_PATHS = ("train_data_path", "valid_data_path", "test_data_path")
+"""Data of single splits."""
 
 
 def check_data(check: Check) -> None:
     """Check that there is one source of data, whose files exist, and choose a tokenizer for it."""
     args = check.args
-    flags = read_data_paths(check)
     sources = [
         bool(args.mock_data),
         bool(args.data_path),
-        any(getattr(args, dest) for dest in SPLIT_PATHS.values()),
+        any(getattr(args, dest) for dest in SPLIT_PATHS),
     ]
-    if not any(sources) and not flags:
+    if not any(sources):
         check.notes.append(
             "no --data-path and no --mock-data: the text of Python's standard library; give one of"
             " them for other data"
@@ -59,94 +44,12 @@ def check_data(check: Check) -> None:
             check_weights(args.split)
         except ValueError as error:
             check.problems.append(str(error))
-    for dest in ("data_path", *SPLIT_PATHS.values()):
-        check_prefixes(check, flags.get(dest, check.flag(dest)), dest)
+    for dest in ("data_path", *SPLIT_PATHS):
+        check_prefixes(check, dest)
     check.require(args.num_dataset_builder_threads > 0, "--num-dataset-builder-threads: at least 1")
     check.require(args.mid_level_dataset_surplus >= 0, "--mid-level-dataset-surplus: at least 0")
     args.dataloader_type = args.dataloader_type or "single"
-    check_full_validation(check, flags)
     choose_tokenizer(check)
-
-
-def read_data_paths(check: Check) -> dict[str, str]:
-    """Put the data paths that stand in files in the place of the flags that they replace.
-
-    Returns:
-        Destination -> the flag and the file that gave its value.
-    """
-    args = check.args
-    flags = {}
-    if args.data_args_path:
-        check.at_most_one("data_path", "data_args_path")
-        flags["data_path"] = f"--data-args-path {args.data_args_path}"
-        words = read_text(check, "--data-args-path", args.data_args_path).split()
-        args.data_path = words or args.data_path
-        check.require(words, f"{flags['data_path']}: names no data set")
-    if args.per_split_data_args_path:
-        for dest in SPLIT_PATHS.values():
-            check.at_most_one(dest, "per_split_data_args_path")
-            flags[dest] = f"--per-split-data-args-path {args.per_split_data_args_path}"
-        for key, words in read_paths_of_splits(check).items():
-            setattr(args, SPLIT_PATHS[key], words or None)
-    return flags
-
-
-def read_paths_of_splits(check: Check) -> dict[str, list[str]]:
-    """Return the data paths of a --per-split-data-args-path file by its keys."""
-    path = check.args.per_split_data_args_path
-    flag = f"--per-split-data-args-path {path}"
-    text = read_text(check, "--per-split-data-args-path", path)
-    if not text:
-        return {}
-    try:
-        paths: Any = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        check.problems.append(f"{flag}: no JSON: {error}")
-        return {}
-    if not isinstance(paths, dict) or set(paths) != set(SPLIT_PATHS):
-        found = ", ".join(paths) if isinstance(paths, dict) else f"a {type(paths).__name__}"
-        check.problems.append(
-            f"{flag}: expects an object with the keys {', '.join(SPLIT_PATHS)}, but got {found}"
-        )
-        return {}
-    words: dict[str, list[str]] = {}
-    for key, value in paths.items():
-        items = value.split() if isinstance(value, str) else value or []
-        if isinstance(items, list) and all(isinstance(item, (str, int, float)) for item in items):
-            words[key] = [str(item) for item in items]
-        else:
-            check.problems.append(f"{flag}: {key} must be a text or a list, but is {value!r}")
-    return words
-
-
-def read_text(check: Check, flag: str, path: str) -> str:
-    """Return the text of a file; empty, with a problem, if there is none."""
-    try:
-        text = durable.file_at(Path(path)).read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        check.problems.append(f"{flag} {path}: cannot be read: {error}")
-        return ""
-    check.require(text.strip(), f"{flag} {path}: is empty")
-    return text
-
-
-def check_full_validation(check: Check, flags: dict[str, str]) -> None:
-    """Check that the validation data of --full-validation can be read once.
-
-    Args:
-        check: the arguments.
-        flags: destination -> the flag that gave its value, where it is another one.
-    """
-    args = check.args
-    if not args.full_validation:
-        return
-    for dest in ("data_path", "valid_data_path"):
-        check.require(
-            parse_blend(getattr(args, dest) or [])[1] is None,
-            f"{flags.get(dest, check.flag(dest))}: --full-validation reads every sample once, so"
-            " data sets have no weights: leave them out"
-            + (", or give --train-data-path and --valid-data-path" * (dest == "data_path")),
-        )
 
 
 def choose_tokenizer(check: Check) -> None:
@@ -159,14 +62,6 @@ def choose_tokenizer(check: Check) -> None:
         else:
             args.tokenizer_type = "NullTokenizer" if args.mock_data else "ByteTokenizer"
     check.problems += TokenizerChoice.of(args).problems()
-    if args.legacy_tokenizer:
-        if args.tokenizer_type in OTHER_WHEN_LEGACY:
-            check.problems.append(
-                f"--legacy-tokenizer with {args.tokenizer_type}:"
-                f" {OTHER_WHEN_LEGACY[args.tokenizer_type]}"
-            )
-        else:
-            check.notes.append("--legacy-tokenizer: changes no id of this tokenizer, leave it out")
 
 
 def take_recorded_tokenizer(check: Check) -> None:
@@ -179,7 +74,7 @@ def take_recorded_tokenizer(check: Check) -> None:
     if args.mock_data:
         return
     words: list[str] = []
-    for dest in ("data_path", *SPLIT_PATHS.values()):
+    for dest in ("data_path", *SPLIT_PATHS):
         words += parse_blend(getattr(args, dest) or [])[0]
     records = []
     for prefix in words:
@@ -208,14 +103,9 @@ def take_recorded_tokenizer(check: Check) -> None:
             check.notes.append(f"tokenizer: {args.tokenizer_type}, as {found[0].path} records")
 
 
-def check_prefixes(check: Check, flag: str, dest: str) -> None:
-    """Check that every prefix of a data path has an index and a data file.
-
-    Args:
-        check: the arguments.
-        flag: the flag to name in problems.
-        dest: destination of the path.
-    """
+def check_prefixes(check: Check, dest: str) -> None:
+    """Check that every prefix of the data path of a destination has an index and a data file."""
+    flag = check.flag(dest)
     try:
         prefixes, _ = parse_blend(getattr(check.args, dest) or [])
     except ValueError as error:

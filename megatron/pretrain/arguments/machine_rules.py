@@ -8,8 +8,6 @@ note, even if they were given. Settings that would change results are refused.
 """
 
 import importlib.util
-import os
-from pathlib import Path
 from typing import Any
 
 from megatron.core import fp8_utils
@@ -50,13 +48,9 @@ NOT_CAPTURED = {
     "fp16": "loss scales of later steps are in other tensors",
     "timing_log_level": "timers wait for the device",
     "check_for_nan_in_loss_and_grad": "the check reads losses on the host",
-    "check_for_large_grads": "the check reads gradients on the host",
     "calculate_per_token_loss": "Megatron-Core reads the number of tokens on the host",
     "num_experts": "experts read their numbers of tokens on the host",
-    "rampup_batch_size": "the number of microbatches changes",
-    "full_validation": "the last pass has another number of microbatches",
     "skip_train": "steps without a graph must find the memory first",
-    "rerun_mode": "it reads results on the host",
     "pipeline_model_parallel_size": "Megatron-Core waits for messages between stages on the host",
     "mtp_num_layers": "multi-token prediction has not been tried",
     "fp8": "FP8 has not been tried",
@@ -331,8 +325,6 @@ def check_observing(check: Check) -> None:
     )
     if args.profile:
         check_profile(check)
-    check_rerun(check)
-    check_replicas_to_compare(check)
 
 
 def check_profile(check: Check) -> None:
@@ -353,33 +345,3 @@ def check_profile(check: Check) -> None:
         f"--profile-ranks {' '.join(map(str, ranks))}: must be less than the number of ranks,"
         f" {check.machine.world_size}",
     )
-
-
-def check_rerun(check: Check) -> None:
-    """Check what the rerun machine writes."""
-    args = check.args
-    if args.rerun_mode != "validate_results":
-        return
-    if not args.save:
-        check.notes.append(
-            "--rerun-mode validate_results without --save: a run that ends to repeat a step"
-            " elsewhere leaves no checkpoint to resume from; give --save"
-        )
-    if args.result_rejected_tracker_filename:
-        folder = Path(args.result_rejected_tracker_filename).absolute().parent
-        check.require(
-            folder.is_dir() and os.access(folder, os.W_OK),
-            f"--result-rejected-tracker-filename: {folder} is no directory that can be written",
-        )
-
-
-def check_replicas_to_compare(check: Check) -> None:
-    """Refuse to compare replicas where every weight is on one rank only."""
-    args = check.args
-    for dest in ("data_parallel_sharding_strategy", "expert_data_parallel_sharding_strategy"):
-        is_sharded = args.use_megatron_fsdp and getattr(args, dest) == "optim_grads_params"
-        check.require(
-            not (args.check_weight_hash_across_dp_replicas_interval and is_sharded),
-            "--check-weight-hash-across-dp-replicas-interval needs replicas, which"
-            f" {check.flag(dest)} optim_grads_params does not have",
-        )

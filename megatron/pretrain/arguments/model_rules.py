@@ -5,7 +5,6 @@ What Megatron-Core's config checks itself is left to it.
 """
 
 from megatron.pretrain.arguments.check import Check
-from megatron.pretrain.model.layer_specs import check_whole_block, named_spec
 
 DIVIDED = "ffn_hidden_size padded_vocab_size moe_shared_expert_intermediate_size q_lora_rank"
 """Sizes that tensor-parallel ranks divide."""
@@ -140,12 +139,6 @@ def complete_sizes(check: Check) -> None:
     if args.num_experts is not None:
         complete_expert_sizes(check)
     check_tensor_parallel_sizes(check)
-    if args.spec is not None:
-        try:
-            spec = named_spec(args.spec)
-            check_whole_block(spec, args.num_layers, args.pipeline_model_parallel_size)
-        except ValueError as error:
-            check.problems.append(f"--spec {' '.join(args.spec)}: {error}")
 
 
 def complete_expert_sizes(check: Check) -> None:

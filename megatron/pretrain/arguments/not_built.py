@@ -26,7 +26,30 @@ OTHER_TOKENIZERS: dict[Any, str] = {
 }
 """Tokenizers of Megatron-LM that are none of a GPT's training on text."""
 
+IN_THE_OTHER_LOOP = "Megatron-LM's loop has it: --loop megatron-lm"
+"""The end of the reason for what this loop leaves to Megatron-LM's."""
+
 REFUSED: dict[str, str] = {
+    f"steps are not repeated here; {IN_THE_OTHER_LOOP}": """rerun_mode error_injection_*
+        result_rejected_tracker_filename check_for_spiky_loss check_for_large_grads""",
+    f"replicas are not compared here; {IN_THE_OTHER_LOOP}": (
+        "check_weight_hash_across_dp_replicas_interval"
+    ),
+    f"evaluations are over --eval-iters batches of one set; {IN_THE_OTHER_LOOP}": (
+        "full_validation multiple_validation_sets"
+    ),
+    f"batches and weight decay do not grow; {IN_THE_OTHER_LOOP}": """rampup_batch_size
+        start_weight_decay end_weight_decay weight_decay_incr_style""",
+    f"rates do not follow the width here; {IN_THE_OTHER_LOOP}": "use_mup mup_*",
+    f"layers follow from the other flags here; {IN_THE_OTHER_LOOP}": """spec hybrid_layer_pattern
+        mamba_* use_mamba_mem_eff_path experimental_attention_variant dsa_* linear_*""",
+    f"the command line names data and tokenizer here; {IN_THE_OTHER_LOOP}": (
+        "data_args_path per_split_data_args_path legacy_tokenizer"
+    ),
+    f"is not written here, and all else of every step; {IN_THE_OTHER_LOOP}": """
+        log_memory_interval log_world_size_to_tensorboard moe_per_layer_logging
+        tensorboard_log_interval tensorboard_queue_size""",
+    f"use --ddp-bucket-size; {IN_THE_OTHER_LOOP}": "ddp_num_buckets",
     "Transformer Engine has had none since 1.8": "fp8_interval",
     "main weights are --use-megatron-fsdp's own; see --megatron-fsdp-main-params-dtype": (
         "store_param_remainders"
@@ -82,10 +105,6 @@ REFUSED: dict[str, str] = {
         symmetric_ar_type use_inference_optimized_layers mlp_chunks_for_prefill cache_mla_latents
         nccl_all_reduce_for_prefill moe_pad_experts_for_cuda_graph_inference""",
     "belongs to models that are no GPT": "mrope_section mtp_hybrid_override_pattern",
-    "Mamba layers have the default sizes": "mamba_* use_mamba_mem_eff_path",
-    "needs layers of its own, which are not built in yet; use --spec": (
-        "experimental_attention_variant dsa_* linear_*"
-    ),
     "sequences of several lengths in a batch are not built": (
         "hybrid_context_parallel max_seqlen_per_dp_cp_rank"
     ),
@@ -201,7 +220,7 @@ NEEDS: tuple[Needs, ...] = (
     ),
     Needs("disable_symmetric_registration fsdp_manual_registration", "nccl_ub"),
     Needs(
-        "ddp_bucket_size ddp_num_buckets ddp_pad_buckets_for_high_nccl_busbw"
+        "ddp_bucket_size ddp_pad_buckets_for_high_nccl_busbw"
         " ddp_reduce_scatter_with_fp32_accumulation dump_param_to_param_group_map",
         "use_megatron_fsdp",
         (False,),
@@ -212,10 +231,7 @@ NEEDS: tuple[Needs, ...] = (
         (False,),
         "does nothing with --use-megatron-fsdp; see --megatron-fsdp-main-grads-dtype",
     ),
-    Needs(
-        "ddp_bucket_size ddp_num_buckets align_grad_reduce overlap_param_gather",
-        "overlap_grad_reduce",
-    ),
+    Needs("ddp_bucket_size align_grad_reduce overlap_param_gather", "overlap_grad_reduce"),
     Needs(
         "ddp_pad_buckets_for_high_nccl_busbw ddp_reduce_scatter_with_fp32_accumulation"
         " num_distributed_optimizer_instances",
@@ -296,7 +312,6 @@ NEEDS: tuple[Needs, ...] = (
         remedy="is read by the fused SwiGLU alone, which is for GPUs: leave it out",
     ),
     Needs("window_attn_skip_freq", "window_size"),
-    Needs("mup_*", "use_mup"),
     Needs(
         "memory_efficient_layer_norm fused_single_qkv_rope use_te_activation_func"
         " fused_residual_rmsnorm use_transformer_engine_op_fuser mla_down_proj_fusion"
@@ -337,9 +352,6 @@ NEEDS: tuple[Needs, ...] = (
         "virtual_pipeline_model_parallel_size",
         remedy="needs virtual pipeline stages, see --num-virtual-stages-per-pipeline-rank",
     ),
-    Needs("full_validation", "eval_interval", unless="skip_train"),
-    Needs("multiple_validation_sets", "full_validation"),
-    Needs("multiple_validation_sets", "valid_data_path"),
     Needs(
         "reset_attention_mask",
         "create_attention_mask_in_dataloader",
@@ -374,20 +386,13 @@ NEEDS: tuple[Needs, ...] = (
     ),
     Needs("non_persistent_ckpt_type", "load", unless="non_persistent_save_interval"),
     Needs(
-        "log_validation_ppl_to_tensorboard log_memory_to_tensorboard tensorboard_log_interval"
-        " log_timers_to_tensorboard log_loss_scale_to_tensorboard log_world_size_to_tensorboard"
-        " moe_per_layer_logging",
+        "log_validation_ppl_to_tensorboard log_memory_to_tensorboard log_timers_to_tensorboard"
+        " log_loss_scale_to_tensorboard",
         "tensorboard_dir",
         unless="wandb_project",
     ),
-    Needs("tensorboard_queue_size", "tensorboard_dir"),
     Needs("memory_snapshot_path", "record_memory_history"),
     Needs("wandb_exp_name wandb_entity wandb_save_dir", "wandb_project"),
-    Needs(
-        "error_injection_rate error_injection_type result_rejected_tracker_filename",
-        "rerun_mode",
-        ("validate_results",),
-    ),
 )
 
 

@@ -42,7 +42,6 @@ def choose_data_parallelism(check: Check) -> None:
             args.ckpt_format != "fsdp_dtensor",
             "--ckpt-format fsdp_dtensor needs --use-megatron-fsdp",
         )
-        check.at_most_one("ddp_bucket_size", "ddp_num_buckets")
     check.require(
         not args.nccl_ub or check.machine.cuda,
         "--use-nccl-ub registers memory with NCCL, which needs GPUs: give --fsdp-double-buffer"
@@ -396,29 +395,24 @@ def check_microbatches(check: Check) -> None:
         return
     stages, group = args.pipeline_model_parallel_size, args.microbatch_group_size_per_vp_stage
     one = args.micro_batch_size * args.data_parallel_size
-    batches = [args.global_batch_size]
-    if args.rampup_batch_size is not None and args.rampup_batch_size[1] > 0:
-        start, increment, _ = args.rampup_batch_size
-        batches = [*range(start, args.global_batch_size + 1, increment)]
     if group:
         flag = check.flag("microbatch_group_size_per_vp_stage")
-        for microbatches in [batch // one for batch in batches]:
-            check.require(
-                stages <= group <= microbatches,
-                f"{flag} {group} must be from {stages} (the pipeline stages) to {microbatches} (the"
-                " microbatches of a step)",
-            )
-            left = microbatches % group if group > 0 else 0
-            check.require(
-                left == 0 or left >= stages,
-                f"{flag} {group} leaves a group of {left} of {microbatches} microbatches, less than"
-                f" {stages} pipeline stages: choose a divisor",
-            )
+        microbatches = args.global_batch_size // one
+        check.require(
+            stages <= group <= microbatches,
+            f"{flag} {group} must be from {stages} (the pipeline stages) to {microbatches} (the"
+            " microbatches of a step)",
+        )
+        left = microbatches % group if group > 0 else 0
+        check.require(
+            left == 0 or left >= stages,
+            f"{flag} {group} leaves a group of {left} of {microbatches} microbatches, less than"
+            f" {stages} pipeline stages: choose a divisor",
+        )
         return
-    uneven = [batch for batch in batches if batch % (one * stages)]
-    check.require(
-        not uneven,
-        f"--global-batch-size {', '.join(map(str, uneven))} must be a multiple of {one * stages}:"
-        f" virtual stages need a multiple of {stages} microbatches on each of"
+    check.require_multiple(
+        "global_batch_size",
+        one * stages,
+        f"virtual stages need a multiple of {stages} microbatches on each of"
         f" {args.data_parallel_size} data-parallel ranks",
     )

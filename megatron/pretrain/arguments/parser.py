@@ -8,7 +8,6 @@ import functools
 import importlib.util
 import os
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from itertools import chain
 from typing import Any, NoReturn
 
@@ -28,7 +27,6 @@ from megatron.pretrain.arguments.config_flags import absent_flags, field_flags
 from megatron.pretrain.arguments.configs import ddp_config, optimizer_config, transformer_config
 from megatron.pretrain.arguments.data_rules import check_data
 from megatron.pretrain.arguments.flags import Flag, help_text
-from megatron.pretrain.arguments.hybrid_rules import follow_pattern
 from megatron.pretrain.arguments.low_precision_rules import (
     check_low_precision,
     forget_precision_aware,
@@ -308,7 +306,6 @@ def apply_rules(check: Check) -> None:
     take_checkpoint_arguments(check)
     refuse_not_built(check)
     note_what_is_the_same(check)
-    follow_pattern(check)
     has_sizes = check_numbers(check)
     sizes = RULES_OF_SIZES if has_sizes else ()
     for rule in (*RULES_OF_FLAGS, *sizes, *LAST_RULES):
@@ -319,7 +316,7 @@ def apply_rules(check: Check) -> None:
 
 def check_configs(check: Check) -> None:
     """Apply Megatron-Core's own rules, which the constructors of its config objects check."""
-    for make in (transformer_config, optimizer_config, partial(ddp_config, num_parameters=1)):
+    for make in (transformer_config, optimizer_config, ddp_config):
         try:
             make(check.args)
         except (ValueError, AssertionError, RuntimeError, ImportError) as error:

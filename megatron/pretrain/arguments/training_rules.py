@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import torch
 
-from megatron.mcore_adapter.releases.batch_size_schedule import batch_size_at, ramp_steps
 from megatron.pretrain.arguments.check import Check
 
 REQUIRED = "num_layers hidden_size num_attention_heads seq_length micro_batch_size"
@@ -15,12 +14,12 @@ POSITIVE = f"""{REQUIRED} ffn_hidden_size kv_channels num_query_groups max_posit
     rotary_base rotary_seq_len_interpolation_factor global_batch_size train_iters dry_run_ranks
     train_samples hysteresis save_interval save_retain_interval non_persistent_save_interval
     eval_interval log_interval exit_interval exit_duration_in_mins vocab_size padded_vocab_size
-    make_vocab_size_divisible_by ddp_bucket_size ddp_num_buckets lr_decay_iters lr_decay_samples
-    lr_wsd_decay_iters lr_wsd_decay_samples distributed_timeout_minutes tensorboard_log_interval
-    log_memory_interval check_weight_hash_across_dp_replicas_interval
-    num_experts tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size
-    expert_model_parallel_size expert_tensor_parallel_size num_distributed_optimizer_instances
-    num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank
+    make_vocab_size_divisible_by ddp_bucket_size lr_decay_iters lr_decay_samples
+    lr_wsd_decay_iters lr_wsd_decay_samples distributed_timeout_minutes
+    num_experts tensor_model_parallel_size pipeline_model_parallel_size
+    context_parallel_size expert_model_parallel_size expert_tensor_parallel_size
+    num_distributed_optimizer_instances num_layers_per_virtual_pipeline_stage
+    num_virtual_stages_per_pipeline_rank
     decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers moe_ffn_hidden_size
     moe_shared_expert_intermediate_size moe_router_topk moe_router_num_groups
     moe_router_group_topk q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim
@@ -43,8 +42,8 @@ RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     (
         """lr min_lr clip_grad weight_decay lr_warmup_iters lr_warmup_samples lr_warmup_init
         eval_iters num_workers manual_gc_interval init_method_std embedding_init_method_std
-        layernorm_epsilon adam_eps decoupled_lr decoupled_min_lr error_injection_rate ckpt_step
-        seed logging_level""",
+        layernorm_epsilon adam_eps decoupled_lr decoupled_min_lr ckpt_step seed
+        logging_level""",
         lambda value: value >= 0,
         "at least 0",
     ),
@@ -197,70 +196,13 @@ def complete_batch(check: Check) -> None:
         f" --micro-batch-size {args.micro_batch_size} times {args.data_parallel_size}"
         " data-parallel ranks",
     )
-    grows = args.rampup_batch_size is not None and check_growing_batch(check, step)
     if args.train_samples:
-        args.train_iters = whole_iterations(
-            args.train_samples, args.rampup_batch_size if grows else None, args.global_batch_size
-        )
+        args.train_iters = args.train_samples // args.global_batch_size
         check.require(
             args.train_iters,
             f"--train-samples {args.train_samples} is less than one --global-batch-size"
-            f" {args.global_batch_size}"
-            + (f", also at its start of {args.rampup_batch_size[0]}" if grows else ""),
-        )
-
-
-def check_growing_batch(check: Check, step: int) -> bool:
-    """Check --rampup-batch-size, and return whether all of its rules hold.
-
-    Args:
-        check: the arguments.
-        step: samples of a microbatch on all data-parallel ranks.
-    """
-    args = check.args
-    start, increment, samples = args.rampup_batch_size
-    flag = f"--rampup-batch-size {start} {increment} {samples}"
-    count = len(check.problems)
-    check.require(
-        args.train_samples,
-        "--rampup-batch-size counts samples: give --train-samples instead of --train-iters",
-    )
-    check.require(min(start, increment, samples) > 0, f"{flag}: each must be at least 1")
-    if count == len(check.problems):
-        grown = args.global_batch_size - start
-        check.require(
-            grown > 0 and grown % increment == 0,
-            f"{flag}: increments of {increment} must lead from {start} to --global-batch-size"
             f" {args.global_batch_size}",
         )
-        check.require(
-            start % step == 0 and increment % step == 0,
-            f"{flag}: start and increment must be multiples of {step}: --micro-batch-size"
-            f" {args.micro_batch_size} times {args.data_parallel_size} data-parallel ranks",
-        )
-    return count == len(check.problems)
-
-
-def whole_iterations(samples: int, growth: list[int] | None, batch: int) -> int:
-    """Return the iterations of whole batches in a run.
-
-    Args:
-        samples: samples of the run.
-        growth: first global batch size, its increment, and the number of samples after which it
-            has its last value; None where it is always the same.
-        batch: last global batch size, in samples.
-    """
-    consumed = iterations = 0
-    if growth is not None:
-        steps = ramp_steps(growth, batch)
-        last_step, _ = steps[-1]
-        while consumed < last_step:
-            size = batch_size_at(steps, consumed)
-            if consumed + size > samples:
-                return iterations
-            consumed += size
-            iterations += 1
-    return iterations + (samples - consumed) // batch
 
 
 def complete_schedule(check: Check) -> None:
@@ -290,7 +232,8 @@ def complete_schedule(check: Check) -> None:
         f"--lr-decay-style WSD needs --lr-wsd-decay-{unit}",
     )
     check.at_most_one("use_checkpoint_opt_param_scheduler", "override_opt_param_scheduler")
-    complete_weight_decay(check)
+    # Checkpoints have them, as those of Megatron-LM.
+    args.start_weight_decay = args.end_weight_decay = args.weight_decay
 
 
 def check_warmup(check: Check, unit: str) -> None:
@@ -315,30 +258,4 @@ def check_warmup(check: Check, unit: str) -> None:
         check.require(
             args.lr_warmup_init <= args.lr,
             f"--lr-warmup-init {args.lr_warmup_init} must be at most --lr {args.lr}",
-        )
-
-
-def complete_weight_decay(check: Check) -> None:
-    """Complete start and end of weight decay."""
-    args = check.args
-    start, end = args.start_weight_decay, args.end_weight_decay
-    if args.weight_decay_incr_style == "constant":
-        check.require(
-            start is None and end is None,
-            "--start/--end-weight-decay need --weight-decay-incr-style linear or cosine",
-        )
-        args.start_weight_decay = args.end_weight_decay = args.weight_decay
-    elif start is None or end is None:
-        check.problems.append(
-            f"--weight-decay-incr-style {args.weight_decay_incr_style} needs --start-weight-decay"
-            " and --end-weight-decay"
-        )
-    else:
-        check.require(
-            0 <= start <= end,
-            f"weight decay must grow: --start-weight-decay {start}, --end-weight-decay {end}",
-        )
-        check.require(
-            not check.changed("weight_decay"),
-            "--weight-decay does nothing with --start/--end-weight-decay: leave it out",
         )

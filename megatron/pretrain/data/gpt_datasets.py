@@ -37,8 +37,8 @@ from megatron.pretrain.data.tokenizer_record import check_records, record_path
 from megatron.pretrain.data.tokenizers import Tokenizer
 
 DEFAULT_CORPUS_DIRECTORY = "data"
-Sizes = tuple[int, int | None, int]
-"""Samples of the training, validation and test data; None for one epoch, each sample once."""
+Sizes = tuple[int, int, int]
+"""Samples of the training, validation and test data."""
 BuildDatasets = Callable[[argparse.Namespace, Tokenizer, DataSource | None], tuple[Any, Any, Any]]
 """A function like :func:`build_datasets`."""
 
@@ -59,7 +59,7 @@ def find_data(args: argparse.Namespace, tokenizer: Tokenizer) -> DataSource | No
         OSError: the data cannot be read, or the default corpus be written; the same on every rank.
     """
     sizes = wanted_samples(args)
-    if not any(size != 0 for size in sizes):
+    if not any(sizes):
         return None
     return on_first_rank(lambda: _find_source(args, tokenizer, sizes))
 
@@ -74,19 +74,16 @@ def wanted_samples(args: argparse.Namespace) -> Sizes:
         if args.train_iters is None:
             iterations = train // args.global_batch_size
     num_evaluations = iterations // args.eval_interval + 1 if args.eval_interval else 0
-    if args.full_validation and (args.eval_interval or args.skip_train):
-        return train, None, evaluation
     return train, num_evaluations * evaluation, evaluation
 
 
 def build_datasets(
     args: argparse.Namespace, tokenizer: Tokenizer, source: DataSource | None = None
-) -> tuple[Dataset | None, Dataset | list[Dataset] | None, Dataset | None]:
+) -> tuple[Dataset | None, Dataset | None, Dataset | None]:
     """Build the training, validation and test datasets.
 
     A collective that returns the same datasets on every rank, and None for a split that is not
-    wanted or has no documents; with `multiple_validation_sets` a list of validation datasets. Rank
-    0 builds the index caches that the other ranks then read.
+    wanted or has no documents. Rank 0 builds the index caches that the other ranks then read.
 
     Args:
         args: arguments of the run.
@@ -122,11 +119,8 @@ def build_datasets(
         train, valid, test = BlendedMegatronDatasetBuilder(
             dataset_class, list(sizes), lambda: True, config
         ).build()
-    if args.multiple_validation_sets and valid is not None and not isinstance(valid, list):
-        valid = [valid]  # Megatron-Core lists only several
     if not args.mock_data:
-        sets = valid if isinstance(valid, list) else [valid]
-        on_first_rank(lambda: _check_caches([train, *sets, test]))
+        on_first_rank(lambda: _check_caches([train, valid, test]))
     return train, valid, test
 
 
@@ -191,7 +185,7 @@ def _find_source(args: argparse.Namespace, tokenizer: Tokenizer, sizes: Sizes) -
     if any(per_split):
         whole: Bookends = (0.0, 1.0)
         blends = [
-            parse_blend(values) if values and size != 0 else None
+            parse_blend(values) if values and size else None
             for values, size in zip(per_split, sizes)
         ]
         source = DataSource([whole if blend else None for blend in blends], blend_per_split=blends)
@@ -203,12 +197,10 @@ def _find_source(args: argparse.Namespace, tokenizer: Tokenizer, sizes: Sizes) -
             source.blend = parse_blend(
                 args.data_path or [standard_library_corpus(directory, tokenizer)]
             )
-    sample_length = args.seq_length + 1  # its labels come one token later
-    least_tokens = (1, sample_length if sizes[1] is None else 1, 1)
     prefixes = source.prefixes()
     if any(record_path(prefix).is_file() for prefix in prefixes):
         check_records(prefixes, TokenizerChoice.of(args), tokenizer)
-    source.lines = check_splits(source, tokenizer.vocab_size, least_tokens)
+    source.lines = check_splits(source, tokenizer.vocab_size)
     source.cache = args.data_cache_path
     for folder in source.cache_folders():
         try:
@@ -227,4 +219,4 @@ def _bookends(split: str, sizes: Sizes) -> list[Bookends | None]:
     matrix = convert_split_vector_to_split_matrix(parse_and_normalize_split(split))
     if sizes[0] and matrix[0] is None:
         raise ValueError(f"--split {split} leaves nothing to train on")
-    return [ends if size != 0 else None for ends, size in zip(matrix, sizes)]
+    return [ends if size else None for ends, size in zip(matrix, sizes)]

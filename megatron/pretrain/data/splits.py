@@ -104,14 +104,11 @@ def check_weights(split: str) -> None:
         )
 
 
-def check_splits(source: DataSource, vocab_size: int, least_tokens: Sequence[int]) -> list[str]:
+def check_splits(source: DataSource, vocab_size: int) -> list[str]:
     """Check that every split that will be built has tokens in every dataset of its blend.
 
-    Validation on whole datasets needs one sample of each; other splits are read several times if
-    they are small. `least_tokens` has the number for every split.
-
-    An empty test split is dropped with a warning, as small corpora have no thousandth part, which
-    is its default.
+    A small split is read several times. An empty test split is dropped with a warning, as small
+    corpora have no thousandth part, which is its default.
 
     Returns:
         Lines that say which documents each split gets.
@@ -127,17 +124,12 @@ def check_splits(source: DataSource, vocab_size: int, least_tokens: Sequence[int
             continue
         for prefix in blend[0]:
             num_documents, num_tokens = _share(lengths[prefix], ends)
-            if num_tokens >= least_tokens[i]:
+            if num_tokens:
                 continue
             problem = (
                 f"the {name} split of {prefix} is empty: it gets {num_documents} of"
                 f" {len(lengths[prefix])} documents"
             )
-            if num_tokens:
-                problem = (
-                    f"the {name} split of {prefix} has {num_tokens} tokens, but one sample of"
-                    f" --full-validation takes {least_tokens[i]}"
-                )
             if name != "test":
                 problems.append(problem)
                 continue

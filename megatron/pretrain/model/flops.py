@@ -3,7 +3,7 @@
 
 Counted are the matrix products of the model, where one multiply-add is two operations.
 Source: Korthikanti et al., arXiv:2205.05198, appendix A, extended to grouped queries, gated MLPs,
-latent attention, experts, multi-token prediction, and layers of a HybridModel.
+latent attention, experts, and multi-token prediction.
 """
 
 from __future__ import annotations
@@ -23,11 +23,8 @@ def training_flops(args: argparse.Namespace, num_sequences: int) -> float:
         num_sequences: the global batch size, in sequences of ``args.seq_length`` tokens.
     """
     with_experts = layers_with_experts(args)
-    num_attention_layers, num_expert_layers = args.num_layers, sum(with_experts)
+    num_expert_layers = sum(with_experts)
     num_dense_layers = args.num_layers - num_expert_layers
-    pattern = args.hybrid_layer_pattern
-    if pattern is not None:  # each layer is one part of what a layer is otherwise
-        num_attention_layers, num_dense_layers = pattern.count("*"), pattern.count("-")
     # Every further token is predicted by one more layer, built like the last one of the model.
     num_predicting_layers = args.mtp_num_layers or 0
     if with_experts[-1]:
@@ -35,9 +32,7 @@ def training_flops(args: argparse.Namespace, num_sequences: int) -> float:
     else:
         num_dense_layers += num_predicting_layers
 
-    per_token = (num_attention_layers + num_predicting_layers) * attention_multiply_adds(args)
-    if pattern is not None:
-        per_token += pattern.count("M") * mamba_multiply_adds(args)
+    per_token = (args.num_layers + num_predicting_layers) * attention_multiply_adds(args)
     per_token += num_dense_layers * mlp_multiply_adds(
         args.hidden_size, args.ffn_hidden_size, is_gated=args.swiglu
     )
@@ -82,12 +77,3 @@ def expert_multiply_adds(args: argparse.Namespace) -> float:
     width = args.moe_router_topk * args.moe_ffn_hidden_size
     width += args.moe_shared_expert_intermediate_size or 0
     return router + mlp_multiply_adds(args.hidden_size, width, is_gated=args.swiglu)
-
-
-def mamba_multiply_adds(args: argparse.Namespace) -> float:
-    """Return the multiply-adds of one Mamba layer for one token, with Megatron-LM's scan of 3.5."""
-    hidden, states = args.hidden_size, args.mamba_state_dim
-    heads = args.mamba_num_heads or 2 * hidden // args.mamba_head_dim
-    width = heads * args.mamba_head_dim
-    projections = hidden * (3 * width + 2 * args.mamba_num_groups * states + heads)
-    return projections + 3.5 * width * states

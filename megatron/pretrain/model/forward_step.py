@@ -14,7 +14,6 @@ from megatron.mcore_adapter.releases.process_groups import batch_on_this_rank
 from megatron.mcore_adapter.run.errors import RunError
 from megatron.mcore_adapter.watch import position
 from megatron.pretrain.report.timing import BATCH, PhaseTimes
-from megatron.pretrain.watch import rerun
 
 Microbatches = Generator[dict[str, torch.Tensor], None, None]
 """Microbatches of one rank, see :func:`megatron.pretrain.data.samplers.build_iterator`."""
@@ -74,17 +73,14 @@ class ForwardStep:
             float32, ``[2]``.
 
         Raises:
-            RunError: the sum is NaN or infinite, and no rerun machine rejects such results.
+            RunError: the sum is NaN or infinite.
         """
         total = torch.sum(losses.float() * mask)
         tokens = mask.sum().to(torch.int)
-        checks = self._args.check_for_nan_in_loss_and_grad and not rerun.validates(self._args)
-        if checks and not torch.isfinite(total):
+        if self._args.check_for_nan_in_loss_and_grad and not torch.isfinite(total):
             raise RunError(
                 f"rank {dist.get_rank()}: the loss is {total.item()} in iteration"
                 f" {self._iteration + 1}"
             )
-        if torch.is_grad_enabled():  # not in an evaluation
-            rerun.validate_loss(self._args, total.detach().clone())
         # A copy: the schedule scales the loss in place.
         return total, tokens, {"lm loss": torch.stack([total.detach().clone(), tokens.float()])}

@@ -18,7 +18,6 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.mcore_adapter import FullyShardedDataParallel
 from megatron.pretrain.arguments.configs import ddp_config, transformer_config
 from megatron.pretrain.model.layer_specs import layer_spec, mtp_block_spec
-from megatron.pretrain.watch.rerun import validates
 
 
 def build_model(
@@ -63,19 +62,14 @@ def build_chunk(
         "rotary_percent": args.rotary_percent,
         "rotary_base": args.rotary_base,
         "seq_len_interpolation_factor": args.rotary_seq_len_interpolation_factor,
+        "rope_scaling": args.use_rope_scaling,
+        "rope_scaling_factor": args.rope_scaling_factor,
         "vp_stage": vp_stage,
     }
     with on_meta(config) if args.init_model_with_meta_device else nullcontext():
-        if args.hybrid_layer_pattern is not None:
-            from megatron.pretrain.model.hybrid_model import hybrid_model  # not in all releases
-
-            model = hybrid_model(config, args.hybrid_layer_pattern, **settings)
-        else:
-            spec = layer_spec(config, vp_stage, args.spec)
-            settings["rope_scaling"] = args.use_rope_scaling
-            settings["rope_scaling_factor"] = args.rope_scaling_factor
-            settings["mtp_block_spec"] = mtp_block_spec(config, spec, vp_stage)
-            model = GPTModel(config, spec, **settings)
+        spec = layer_spec(config, vp_stage)
+        settings["mtp_block_spec"] = mtp_block_spec(config, spec, vp_stage)
+        model = GPTModel(config, spec, **settings)
     for parameter in model.parameters():
         set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
     if not args.init_model_with_meta_device:
@@ -115,11 +109,7 @@ def wrap(
             are complete too early to gain from buckets.
         device: device of a fully sharded model; None: the accelerator if there is one, or the CPU.
     """
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    num_parameters = sum(parameter.numel() for parameter in trainable)
-    settings = ddp_config(args, num_parameters=num_parameters)
+    settings = ddp_config(args)
     if not args.use_megatron_fsdp:
         return DistributedDataParallel(config, settings, model, disable_bucketing=disable_bucketing)
-    if validates(args):
-        settings.check_for_nan_in_grad = False  # the rerun machine looks for them
     return FullyShardedDataParallel(config=config, ddp_config=settings, module=model, device=device)

@@ -6,17 +6,13 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from megatron.core import optimizer as core_optimizer
 from megatron.core.optimizer import (
     MegatronOptimizer,
-    OptimizerConfig,
     get_megatron_optimizer,
     get_standard_config_overrides,
 )
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.utils import get_model_config
 
 from megatron.mcore_adapter.core_optimizers import (
     build_muon,
@@ -33,7 +29,7 @@ def build_optimizer(
     """Build Megatron-Core's optimizer over the model chunks, and the schedule of its rates."""
     config = optimizer_config(args)
     settings: dict[str, Any] = {
-        "config_overrides": overrides_of(config, get_model_config(model[0])),
+        "config_overrides": get_standard_config_overrides(config),
         "use_gloo_process_groups": args.enable_gloo_process_groups,
     }
     if args.optimizer not in MUON:
@@ -48,17 +44,6 @@ def build_optimizer(
         optimizer = get_megatron_muon_optimizer(config, model, **settings)
     make_optimizer_state(optimizer)
     return optimizer, build_scheduler(args, optimizer)
-
-
-def overrides_of(config: OptimizerConfig, model: TransformerConfig) -> dict[Any, Any] | None:
-    """Return the settings of single parameters: decoupled rates, and those of --use-mup."""
-    overrides: dict[Any, Any] | None = get_standard_config_overrides(config)
-    if getattr(model, "use_mup", False):  # since Megatron-Core 0.17
-        of_mup = core_optimizer.get_mup_config_overrides(
-            config, mup_width_mult=model.mup_width_mult, optimizer_type=config.optimizer
-        )
-        overrides = {**(overrides or {}), **of_mup}
-    return overrides
 
 
 def build_scheduler(
@@ -91,10 +76,10 @@ def build_scheduler(
         lr_warmup_steps=warmup_steps,
         lr_decay_steps=decay_steps,
         lr_decay_style=args.lr_decay_style,
-        start_wd=args.start_weight_decay,
-        end_wd=args.end_weight_decay,
+        start_wd=args.weight_decay,
+        end_wd=args.weight_decay,
         wd_incr_steps=num_samples,
-        wd_incr_style=args.weight_decay_incr_style,
+        wd_incr_style="constant",
         use_checkpoint_opt_param_scheduler=args.use_checkpoint_opt_param_scheduler,
         override_opt_param_scheduler=args.override_opt_param_scheduler,
         wsd_decay_steps=in_samples("lr_wsd_decay"),

@@ -7,10 +7,8 @@ feature are then replaced by ours.
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Sequence
 from dataclasses import fields, is_dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any
 
 from megatron.core.fusions.fused_layer_norm import FusedLayerNorm
 from megatron.core.models.gpt.gpt_layer_specs import (
@@ -21,64 +19,16 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlockSubmodules
-from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.mcore_adapter.local_layers import LocalAttention, LocalLatentAttention, LocalNorm
 
-LayerSpec: TypeAlias = TransformerBlockSubmodules | ModuleSpec
-"""The layers of a block, or one specification for all of its layers."""
-
-
-def named_spec(words: Sequence[str]) -> LayerSpec:
-    """Import the specification that --spec names.
-
-    Args:
-        words: a module, and the name of an attribute of it.
-
-    Raises:
-        ValueError: they name no specification.
-    """
-    if len(words) != 2:
-        raise ValueError("name a module and an attribute of it")
-    module, name = words
-    try:
-        spec = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(str(error)) from error
-    if not isinstance(spec, LayerSpec):
-        raise ValueError(
-            f"{name} is a {type(spec).__name__}, but must be a ModuleSpec or"
-            " TransformerBlockSubmodules"
-        )
-    return spec
-
-
-def check_whole_block(spec: LayerSpec, num_layers: int, num_stages: int) -> None:
-    """Check that a block with layers of its own is the whole model.
-
-    One specification for all layers fits any model. A block is built as it is on each stage of the
-    pipeline.
-
-    Raises:
-        ValueError: the block has another number of layers, or there are several stages.
-    """
-    if isinstance(spec, ModuleSpec):
-        return
-    if spec.layer_specs is not None and len(spec.layer_specs) != num_layers:
-        raise ValueError(f"it has {len(spec.layer_specs)} layers, and --num-layers is {num_layers}")
-    if num_stages > 1:
-        raise ValueError(
-            "a TransformerBlockSubmodules is not divided between pipeline stages: name a"
-            " ModuleSpec of one layer, or leave out --pipeline-model-parallel-size"
-        )
-
 
 def layer_spec(
-    config: TransformerConfig, vp_stage: int | None = None, named: Sequence[str] | None = None
-) -> LayerSpec:
+    config: TransformerConfig, vp_stage: int | None = None
+) -> TransformerBlockSubmodules:
     """Return the decoder's layers on this pipeline stage, for GPTModel's second argument.
 
     Args:
@@ -86,12 +36,8 @@ def layer_spec(
             layers in plain PyTorch), number of experts, latent attention, norms. Its pipeline sizes
             and this rank's stage determine which layers this stage has.
         vp_stage: virtual stage; None without virtual stages.
-        named: words of --spec, which names the layers instead.
     """
     with_engine = _with_engine(config)
-    if named:
-        custom = named_spec(named)
-        return custom if with_engine else with_local_classes(custom, config)
     spec = get_gpt_decoder_block_spec(
         config,
         with_engine,
@@ -103,7 +49,7 @@ def layer_spec(
 
 
 def mtp_block_spec(
-    config: TransformerConfig, spec: LayerSpec, vp_stage: int | None = None
+    config: TransformerConfig, spec: TransformerBlockSubmodules, vp_stage: int | None = None
 ) -> MultiTokenPredictionBlockSubmodules | None:
     """Return the layers that predict further tokens, for GPTModel's ``mtp_block_spec``.
 
@@ -113,9 +59,7 @@ def mtp_block_spec(
     if not config.mtp_num_layers:
         return None
     with_engine = _with_engine(config)
-    if (
-        isinstance(spec, TransformerBlockSubmodules) and not spec.layer_specs
-    ):  # a stage with predicting layers only
+    if not spec.layer_specs:  # a stage with predicting layers only
         last = get_gpt_decoder_layer_specs(
             config, with_engine, config.normalization, config.qk_l2_norm
         )[-1]

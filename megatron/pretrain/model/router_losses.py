@@ -28,8 +28,6 @@ LOAD_BALANCING = {
     "global_aux_loss": "global_load_balancing_loss",
 }
 """Kind of load balancing -> its name in Megatron-Core's tracker."""
-LAYERS = "moe/"
-"""The beginning of the names of --moe-per-layer-logging."""
 
 
 class LossCollector:
@@ -57,8 +55,7 @@ def forget() -> None:
 def take(args: argparse.Namespace, num_microbatches: int) -> dict[str, float]:
     """Return the losses of the last step and empty the trackers; a collective.
 
-    They have the names that Megatron-LM gives them, and are means over layers and microbatches;
-    with --moe-per-layer-logging those of every layer are there too.
+    They have the names that Megatron-LM gives them, and are means over layers and microbatches.
     """
     collector = LossCollector()
     if args.num_experts is not None:
@@ -72,7 +69,7 @@ def take(args: argparse.Namespace, num_microbatches: int) -> dict[str, float]:
             loss_scale=1 / num_microbatches,
             iteration=0,
             writer=collector,
-            per_layer_logging=args.moe_per_layer_logging,
+            per_layer_logging=False,
             force_initialize=True,
             track_names=names,
             num_layers=args.num_layers,

@@ -18,7 +18,6 @@ from megatron.checkpoint.store.url_staging import with_urls
 from megatron.mcore_adapter.run.environment import environment_rank
 from megatron.mcore_adapter.run.files_beside import HISTORY, PICTURE, PROGRESS
 from megatron.mcore_adapter.run.run_state import Progress
-from megatron.pretrain.model.router_losses import LAYERS
 from megatron.pretrain.report.loss_history import LossHistory, draw_loss_curves
 from megatron.pretrain.report.quantities import clock, rows, significant, size
 from megatron.pretrain.report.run_files import Decorations, write_config
@@ -99,8 +98,7 @@ class Report:
         """Return True if a step that has been counted is reported, the same on every rank."""
         args = self._args
         writes = bool(args.tensorboard_dir or args.wandb_project)
-        has_point = writes and progress.is_multiple_of(args.tensorboard_log_interval)
-        return has_point or self._has_line(progress, is_last)
+        return writes or self._has_line(progress, is_last)
 
     def _has_line(self, progress: Progress, is_last: bool) -> bool:
         """Return True for the first and the last step of this run, and every ``log_interval``."""
@@ -134,7 +132,6 @@ class Report:
             self._end_interval(progress, shown)
 
     def _add_step(self, progress: Progress, shown: dict[str, float], skipped: bool) -> None:
-        args = self._args
         if not skipped:
             self._history.entries.append(
                 {"iteration": progress.iteration, "train": shown["lm loss"]}
@@ -142,11 +139,8 @@ class Report:
         if self._bar is not None:
             self._bar.set_postfix_str(f"loss {significant(shown['lm loss'], 4)}", refresh=False)
             self._bar.update(1)
-        if self._scalars and progress.is_multiple_of(args.tensorboard_log_interval):
-            by_samples = tuple(name for name in shown if not name.startswith(LAYERS))
-            self._scalars.add(scalars_of_step(args, shown), progress, by_samples)
-        if progress.is_multiple_of(args.log_memory_interval):
-            self.say(memory_line(progress.iteration))
+        if self._scalars:
+            self._scalars.add(scalars_of_step(self._args, shown), progress, tuple(shown))
 
     def _end_interval(self, progress: Progress, shown: dict[str, float]) -> None:
         """Report what took place since the last line."""
@@ -177,8 +171,6 @@ class Report:
             f"lm loss: {shown['lm loss']:.6E}",
             f"lr: {shown['learning-rate']:.4E}",
         ]
-        if args.rampup_batch_size:
-            parts.append(f"global batch size: {shown['batch-size']:.0f}")
         for name, label in LABELS.items():
             if name in shown:
                 parts.append(f"{label}: {significant(shown[name], 4)}")
@@ -198,7 +190,7 @@ class Report:
             f"{name} at iteration {iteration} | lm loss value: {loss:.6E} | lm loss PPL:"
             f" {perplexity:.6E}"
         )
-        if name.startswith("validation"):  # validation-0 and so on for several sets
+        if name == "validation":
             self._history.entries.append({"iteration": iteration, name: loss})
         loss_name = f"lm loss {name}"
         numbers = {loss_name: loss}
@@ -255,8 +247,6 @@ def scalars_of_step(args: argparse.Namespace, shown: dict[str, float]) -> dict[s
     numbers = dict(shown)
     if not args.log_loss_scale_to_tensorboard:
         numbers.pop("loss-scale", None)
-    if args.log_world_size_to_tensorboard:
-        numbers["world-size"] = args.world_size
     if args.log_memory_to_tensorboard:
         numbers |= memory_numbers()
     return numbers
@@ -273,16 +263,6 @@ def memory_numbers() -> dict[str, float]:
         "mem-max-allocated-bytes": statistics["allocated_bytes.all.peak"],
         "mem-allocated-count": statistics["allocation.all.current"],
     }
-
-
-def memory_line(iteration: int) -> str:
-    """Return the line of --log-memory-interval, of the first rank."""
-    numbers = []
-    for name, value in memory_numbers().items():
-        if name.endswith("-bytes"):
-            words = name.removeprefix("mem-").removesuffix("-bytes").replace("-", " ")
-            numbers.append(f"{words} {size(value)}")
-    return f"memory of rank 0 after {iteration} iterations: {', '.join(numbers)}"
 
 
 def memory_in_use() -> int:

@@ -34,9 +34,8 @@ class ScalarWriters:
             # Here, because TensorBoard takes a second to import.
             from torch.utils.tensorboard import SummaryWriter
 
-            directory, size = args.tensorboard_dir, args.tensorboard_queue_size
             with decorations.guard(TENSORBOARD):
-                self._tensorboard = SummaryWriter(directory, max_queue=size)
+                self._tensorboard = SummaryWriter(args.tensorboard_dir)
         if writes and args.wandb_project:
             with decorations.guard(WANDB, Exception):
                 self._wandb = _open_wandb(args)

@@ -7,7 +7,6 @@ from itertools import chain
 from typing import Any, Literal
 from unittest.mock import patch
 
-import pytest
 import torch
 
 from megatron.pretrain.arguments import CommandLineError, config_flags
@@ -270,13 +269,6 @@ def test_fields_with_other_names_are_filled_by_rule() -> None:
     assert config.params_dtype == config.pipeline_dtype == torch.bfloat16
     assert optimizer_config(args).params_dtype == torch.bfloat16
     assert ddp_config(args).grad_reduce_in_fp32 and ddp_config(args).check_for_nan_in_grad
-
-
-def test_number_of_buckets_becomes_a_bucket_size() -> None:
-    args, _ = parse(f"{MOCK} --ddp-num-buckets 4 --overlap-grad-reduce")
-    assert ddp_config(args, num_parameters=1000).bucket_size == 250
-    with pytest.raises(ValueError, match="num_parameters"):
-        ddp_config(args)
 
 
 def test_gelu_keeps_its_numbers_where_the_fused_kernel_is_switched_off() -> None:

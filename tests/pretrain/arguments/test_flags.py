@@ -116,7 +116,7 @@ PLACES: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
     "args": vars,
     "model": lambda args: vars(transformer_config(args)),
     "optimizer": lambda args: vars(optimizer_config(args)),
-    "ddp": lambda args: vars(ddp_config(args, num_parameters=1000)),
+    "ddp": lambda args: vars(ddp_config(args)),
     "schedule": schedule,
     "overrides": overrides,
     "groups": lambda args: keywords_of(
@@ -196,13 +196,12 @@ READ_BY = {
     "arguments": (
         """swiglu squared_relu openai_gelu use_rotary_position_embeddings recompute_activations
             use_flash_attn no_persist_layer_norm bias_gelu_fusion bias_swiglu_fusion
-            enable_experimental group_query_attention
-            legacy_tokenizer data_args_path per_split_data_args_path"""
+            enable_experimental group_query_attention"""
     ),
     "gpt_model": (
         """position_embedding_type rotary_base rotary_percent use_rope_scaling rope_scaling_factor
-        rotary_seq_len_interpolation_factor spec max_position_embeddings
-        untie_embeddings_and_output_weights hybrid_layer_pattern"""
+        rotary_seq_len_interpolation_factor max_position_embeddings
+        untie_embeddings_and_output_weights"""
     ),
     "gpt_datasets": (
         """seq_length mock_data data_path train_data_path valid_data_path test_data_path
@@ -210,20 +209,13 @@ READ_BY = {
     ),
     "loop": (
         """padded_vocab_size micro_batch_size
-            global_batch_size rampup_batch_size train_iters exit_interval exit_duration_in_mins
+            global_batch_size train_iters exit_interval exit_duration_in_mins
             exit_signal_handler skip_train eval_interval manual_gc manual_gc_interval
-            check_weight_hash_across_dp_replicas_interval"""
+            empty_unused_memory_level log_params_norm"""
     ),
     "tokenizers": "make_vocab_size_divisible_by",
-    "training_step": "empty_unused_memory_level log_params_norm",
     "timing": ("timing_log_level timing_log_option log_timers_to_tensorboard barrier_with_L1_time"),
-    "scalars": (
-        """tensorboard_queue_size wandb_project wandb_exp_name wandb_entity wandb_save_dir"""
-    ),
-    "rerun": (
-        """rerun_mode error_injection_rate error_injection_type check_for_spiky_loss
-            result_rejected_tracker_filename"""
-    ),
+    "scalars": ("""wandb_project wandb_exp_name wandb_entity wandb_save_dir"""),
     "samplers": "dataloader_type num_workers",
     "profiling": (
         """profile profile_step_start profile_step_end profile_ranks use_pytorch_profiler"""
@@ -233,8 +225,8 @@ READ_BY = {
     "pretrain_gpt": "logging_level dry_run",
     "report": (
         """log_interval log_validation_ppl_to_tensorboard log_memory_to_tensorboard
-            tensorboard_dir tensorboard_log_interval log_progress log_memory_interval
-            log_loss_scale_to_tensorboard log_world_size_to_tensorboard
+            tensorboard_dir log_progress
+            log_loss_scale_to_tensorboard
             record_memory_history memory_snapshot_path"""
     ),
 }

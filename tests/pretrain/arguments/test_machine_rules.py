@@ -31,21 +31,6 @@ def test_late_weight_gradients_need_a_release_that_has_them(
     assert any(reason in problem for problem in problems(f"{MOCK} --delay-wgrad-compute"))
 
 
-def test_replicas_are_compared_where_there_are_some() -> None:
-    line = (
-        f"{MOCK} --check-weight-hash-across-dp-replicas-interval 10 --use-megatron-fsdp"
-        " --data-parallel-sharding-strategy"
-    )
-    (problem,) = problems(f"{line} optim_grads_params")
-    assert "needs replicas" in problem
-    parse(f"{line} optim_grads")
-    experts = "--num-experts 4 --disable-bias-linear"
-    (problem,) = problems(
-        f"{line} optim {experts} --expert-data-parallel-sharding-strategy optim_grads_params"
-    )
-    assert "--expert-data-parallel-sharding-strategy optim_grads_params does not" in problem
-
-
 def test_timers_that_are_off_are_told_with_the_way_to_turn_them_on() -> None:
     _, notes = parse(f"{MOCK} --tensorboard-dir board --log-timers-to-tensorboard")
     told = "--log-timers-to-tensorboard: no effect with --timing-log-level 0; can be left out"

@@ -2,9 +2,6 @@
 """Rules of layers, experts and kernels: a flag that cannot do what it says names the fix."""
 
 import pytest
-from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron.pretrain.arguments.configs import transformer_config
 from tests.support.pretrain.arguments.command_lines import MOCK, parse, problems
@@ -14,12 +11,6 @@ VIRTUAL = (
     " --global-batch-size 64"
 )
 STAGES = "--pipeline-model-parallel-size 2 --num-layers 7"
-VALIDATE = "--rerun-mode validate_results"
-SPEC = f"--spec {__name__}"
-block_of_two, block_of_three = (
-    TransformerBlockSubmodules(layer_specs=[ModuleSpec(module=TransformerLayer)] * number)
-    for number in (2, 3)
-)
 
 
 def test_flags_that_choose_what_is_the_same_say_so() -> None:
@@ -40,15 +31,6 @@ def test_all_unknown_flags_are_listed_each_with_the_nearest() -> None:
 @pytest.mark.parametrize(
     ("flags", "problem"),
     [
-        ("--spec torch", "name a module and an attribute"),
-        ("--spec torch nn", "nn is a module, but must be a ModuleSpec"),
-        ("--spec nowhere nothing", "No module named"),
-        (f"{SPEC} block_of_three", "it has 3 layers, and --num-layers is 2"),
-        (
-            f"{SPEC} block_of_two --pipeline-model-parallel-size 2",
-            "is not divided between pipeline stages",
-        ),
-        (f"{VALIDATE} --result-rejected-tracker-filename /nowhere/x", "/nowhere is no directory"),
         (f"{VIRTUAL} --microbatch-group-size-per-virtual-pipeline-stage 1", "must be from 2"),
         (f"{VIRTUAL} --microbatch-group-size-per-virtual-pipeline-stage 7", "leaves a group of 1"),
         (

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from megatron.pretrain.data.tokenizer_choice import PACKAGES
 from megatron.pretrain.data.tokenizers import Tokenizer
 from tests.support.pretrain.tokenizer_arguments import BYTES, rows_of_bytes, tokenizer_with
+from tests.support.pretrain.training_runs import CORPUS, SIZES, STEPS, error_of
 from tests.support.pretrain.vocabularies import (
     TEXT,
     gpt2_bpe,
@@ -290,3 +291,14 @@ def test_vocabulary_is_rounded_up(arguments: dict[str, Any], size: int) -> None:
 def test_a_padded_vocabulary_that_cannot_hold_the_tokenizer_is_refused() -> None:
     with pytest.raises(ValueError, match="at least the 257 ids"):
         rows_of_bytes(padded_size=256)
+
+
+@pytest.mark.exhaustive
+def test_a_damaged_tokenizer_is_one_message_on_every_rank(tmp_path: Path) -> None:
+    (tmp_path / "damaged.model").write_bytes(b"no model")
+    flags = f"--tokenizer-type Llama2Tokenizer --tokenizer-model {tmp_path}/damaged.model"
+    command = f"{SIZES} {STEPS} --data-path {CORPUS} {flags}"
+    error = error_of(command)
+    assert "\n" not in error
+    path = f"{tmp_path}/damaged.model"
+    assert error.startswith(f"ValueError: {path}: no model that sentencepiece can")

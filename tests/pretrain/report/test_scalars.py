@@ -30,7 +30,6 @@ def test_a_run_of_wandb_gets_all_numbers_and_all_arguments(tmp_path: Path) -> No
         wandb_entity="nobody",
         wandb_save_dir=str(tmp_path / "runs"),
         log_validation_ppl_to_tensorboard=True,
-        log_world_size_to_tensorboard=True,
     )
     report, progress = steps(args, [5.0, 4.0], **{"z_loss": 0.25})
     report.evaluation(progress, 2.0)
@@ -42,7 +41,7 @@ def test_a_run_of_wandb_gets_all_numbers_and_all_arguments(tmp_path: Path) -> No
     records = file.read_bytes()
     names = [name for name, value in VALUES.items() if value is not None]
     validation = ["lm loss validation", "lm loss validation ppl"]
-    for name in (*names, *validation, "z_loss", "world-size", "samples vs steps"):
+    for name in (*names, *validation, "z_loss", "samples vs steps"):
         assert name.encode() in records, name
     for word in ("counting", "seven", "nobody", "global_batch_size"):
         assert word.encode() in records, word

@@ -33,7 +33,7 @@ def wrap(
     args: Any, config: Any, module: torch.nn.Module, **arguments: Any
 ) -> FullyShardedDataParallel:
     return FullyShardedDataParallel(
-        config=config, ddp_config=ddp_config(args, num_parameters=1), module=module, **arguments
+        config=config, ddp_config=ddp_config(args), module=module, **arguments
     )
 
 

@@ -7,9 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
 
 from megatron.pretrain import loop
 from tests.support.pretrain.training_runs import build, load_checkpoint, save_checkpoint
@@ -36,9 +34,8 @@ def command_line(info: dict, checkpoint: Path, with_fsdp: bool) -> str:
             position = words.index(flag)
             del words[position : position + 1 + values]
     words += ["--use-megatron-fsdp"] if with_fsdp else ["--dist-ckpt-strictness", "raise_all"]
-    return shlex.join(
-        [*words, "--load", str(checkpoint), "--num-workers", "0", "--eval-iters", "1"]
-    )
+    words += ["--num-workers", "0", "--eval-iters", "1", "--global-batch-size", "8"]
+    return shlex.join([*words, "--load", str(checkpoint)])
 
 
 @dataclass
@@ -56,9 +53,6 @@ def continue_run(flags: str, batch_file: str, save: str = "") -> Continued:
     # As in the run that wrote the sample; here it costs no compilation.
     run = build(flags, bias_swiglu_fusion=True)
     load_checkpoint(run)
-    init_num_microbatches_calculator(
-        dist.get_rank(), None, 8, run.args.micro_batch_size, run.args.data_parallel_size
-    )
     loop.connect(run)
     batch = torch.load(batch_file, weights_only=True)
     before = loop.evaluate(run, own_microbatches(run, batch["eval_tokens"]))

@@ -22,7 +22,6 @@ import torch
 import torch.distributed as dist
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.core.fp8_utils import HAVE_TE
-from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator
 from megatron.core.transformer.module import MegatronModule
 
 from megatron.checkpoint.core.spelling import plain_name
@@ -142,7 +141,6 @@ def prepare(command_line: str) -> tuple[Any, torch.device]:
     cpu.install()
     initialize(args)
     ranks.seed(args.seed, args.data_parallel_random_init, captures_iterations(args))
-    destroy_num_microbatches_calculator()
     gc.collect()
     return args, torch.device("cpu")
 

@@ -86,7 +86,6 @@ DATA_PARALLELISM = (
         groups__create_all_gather_group=True,
     ),
     changes("--ddp-average-in-collective", FSDP, ddp__average_in_collective=True),
-    changes("--ddp-num-buckets 4", "--overlap-grad-reduce", ddp__bucket_size=250),
     changes("--grad-reduce-in-bf16", "--bf16", ddp__grad_reduce_in_fp32=False),
     changes("--grad-reduce-in-bf16", f"--bf16 {FSDP}", ddp__megatron_fsdp_grad_comm_dtype=bf16),
     changes(
@@ -155,24 +154,6 @@ OPTIMIZER = (
         optimizer__weight_decay=0.3,
         schedule__start_wd=0.3,
         schedule__end_wd=0.3,
-    ),
-    changes(
-        "--start-weight-decay 0.1",
-        "--end-weight-decay 0.4 --weight-decay-incr-style linear",
-        base=f"{TRAIN} --start-weight-decay 0.2",
-        schedule__start_wd=0.1,
-    ),
-    changes(
-        "--end-weight-decay 0.4",
-        "--start-weight-decay 0.1 --weight-decay-incr-style linear",
-        base=f"{TRAIN} --end-weight-decay 0.2",
-        schedule__end_wd=0.4,
-    ),
-    changes(
-        "--weight-decay-incr-style cosine",
-        "--start-weight-decay 0.1 --end-weight-decay 0.4",
-        base=f"{TRAIN} --weight-decay-incr-style linear",
-        schedule__wd_incr_style="cosine",
     ),
     changes("--decoupled-lr 0.05", optimizer__decoupled_lr=0.05, overrides__max_lr=0.05),
     changes(
