@@ -11,24 +11,25 @@ import argparse
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from itertools import zip_longest
 from typing import Any
 
 import megatron.core
-from torch.utils.data import Dataset
 
 from megatron.mcore_adapter.megatron_lm.loop_flags import LoopFlagError
 from megatron.mcore_adapter.releases import tested
 from megatron.mcore_adapter.run.environment import say
 from megatron.pretrain.data import gpt_datasets
-from megatron.pretrain.data.tokenizer_choice import TokenizerChoice
+from megatron.pretrain.data.tokenizer_choice import OF_TYPES, TokenizerChoice
 from megatron.pretrain.data.tokenizers import NUM_BYTES, build_tokenizer
 
 FLAG, VARIABLE = "--loop", "MEGATRON_LOOP"
 OWN, MEGATRON_LM = "own", "megatron-lm"
+EVAL_INTERVAL = "1000"
+"""The loop's default before 0.19, which has none and fails without."""
+NEVER = str(10**9)
 BYTES = "ByteTokenizer"
-"""The tokenizer without files, which the loop knows as one of so many ids."""
+"""The tokenizer without files, which the loop knows as one of so many ids, their end included."""
 
 
 def chosen_loop(words: Sequence[str]) -> str:
@@ -61,7 +62,7 @@ def main(words: Sequence[str]) -> int:
 
     from megatron.mcore_adapter.megatron_lm import gpt_program
 
-    def build(args: Any, num_samples: Sequence[int]) -> Sequence[Dataset | None]:
+    def build(args: Any, num_samples: Sequence[int]) -> Sequence[Any]:
         return build_datasets(args, tokenizer)
 
     gpt_program.run(build)
@@ -73,14 +74,18 @@ def completed(words: Sequence[str]) -> list[str]:
     kept = _without(words, FLAG)
     if _value(words, "--tokenizer-type") in (None, BYTES):
         kept = _without(kept, "--tokenizer-type")
-        kept += ["--tokenizer-type", "NullTokenizer", "--vocab-size", str(NUM_BYTES)]
+        kept += ["--tokenizer-type", "NullTokenizer", "--vocab-size", str(NUM_BYTES + 1)]
     length = _value(words, "--seq-length")
     if length is not None and _value(words, "--max-position-embeddings") is None:
         kept += ["--max-position-embeddings", length]
+    if _value(words, "--eval-interval") is None:
+        kept += ["--eval-interval", EVAL_INTERVAL]
+    if _value(words, "--save") is not None and _value(words, "--save-interval") is None:
+        kept += ["--save-interval", _value(words, "--train-iters") or NEVER]  # one at the end
     return kept
 
 
-def build_datasets(args: argparse.Namespace, kind: str) -> Sequence[Dataset | None]:
+def build_datasets(args: argparse.Namespace, kind: str) -> Sequence[Any]:
     """Return the data for training, validation and test, as our own loop builds it; a collective.
 
     Args:
@@ -91,10 +96,8 @@ def build_datasets(args: argparse.Namespace, kind: str) -> Sequence[Dataset | No
         ValueError: the data is missing, damaged or too small, or has tokens that the model lacks;
             the same on every rank.
     """
-    choice = TokenizerChoice.of(args)
-    if kind == BYTES:
-        choice = replace(choice, tokenizer_type=BYTES, vocab_size=None)
-    tokenizer = build_tokenizer(choice)
+    settings = {name: getattr(args, name) for name, kinds in OF_TYPES.items() if kind in kinds}
+    tokenizer = build_tokenizer(TokenizerChoice(kind, **settings))
     if tokenizer.vocab_size > args.padded_vocab_size:
         raise ValueError(
             f"the tokenizer has {tokenizer.vocab_size} tokens, the model"

@@ -27,11 +27,10 @@ from megatron.core.transformer.transformer_layer import (
 )
 from megatron.training import argument_utils, arguments, get_args, pretrain
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from megatron.mcore_adapter.releases.process_groups import batch_on_this_rank
 
-BuildDatasets = Callable[[Any, Sequence[int]], Sequence[Dataset | None]]
+BuildDatasets = Callable[[Any, Sequence[int]], Sequence[Any]]
 """Arguments of the loop, and numbers of samples -> data for training, validation and test."""
 Loss = tuple[Tensor, Tensor, dict[str, Tensor]]
 """Sum of losses, number of tokens, and both for the report."""
