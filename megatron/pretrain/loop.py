@@ -82,13 +82,13 @@ class TrainingRun(TrainedParts):
 def pretrain(
     args: argparse.Namespace,
     device: torch.device,
-    follow: Callable[[Progress], None] = lambda progress: None,
+    follow: Callable[[Callable[[], int]], None] = lambda iteration: None,
     build: BuildDatasets = build_datasets,
 ) -> Progress:
     """Build everything, load, train, evaluate and save; return the progress of the run.
 
-    ``follow`` gets the progress, which training then changes. ``build`` makes the datasets of the
-    files that the arguments name: another function makes other samples of them.
+    ``follow`` gets a function that returns the number of finished iterations. ``build`` makes the
+    datasets of the files that the arguments name: another function makes other samples of them.
 
     Raises:
         ValueError, RunError, OSError: with a message for the user, the same on every rank where the
@@ -122,7 +122,7 @@ def pretrain(
 def load_and_train(
     run: TrainingRun,
     datasets: Callable[[], tuple[Any, Any, Any]],
-    follow: Callable[[Progress], None],
+    follow: Callable[[Callable[[], int]], None],
 ) -> None:
     """Load the checkpoint of a run and do what is left to do: train, evaluate at the end.
 
@@ -135,7 +135,7 @@ def load_and_train(
     with position.during(position.READING):
         train_data, valid_data, test_data = datasets()
     connect(run)
-    follow(run.progress)
+    follow(lambda: run.progress.iteration)
 
     if not args.skip_train and run.progress.iteration < args.train_iters:
         consumed = run.progress.consumed_train_samples

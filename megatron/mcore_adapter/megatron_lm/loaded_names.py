@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
+from typing import Any
 
 HOME = "megatron.mcore_adapter."
 """Modules that define replacements, and keep them."""
@@ -33,3 +35,17 @@ def loaded_modules() -> list[ModuleType]:
         for name, module in list(sys.modules.items())
         if isinstance(module, ModuleType) and not name.startswith(HOME)
     ]
+
+
+def with_original(
+    original: Callable[..., Any], replacement: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Return a function with the arguments of ``original``, which ``replacement`` gets by name."""
+    signature = inspect.signature(original)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        return replacement(original, dict(bound.arguments))
+
+    call.__name__, call.__doc__ = original.__name__, replacement.__doc__
+    return call

@@ -10,7 +10,6 @@ the shared code does not have (checkpoints on the disks of nodes, releases), are
 from __future__ import annotations
 
 import argparse
-import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from functools import partial
@@ -36,7 +35,9 @@ from megatron.mcore_adapter.checkpoints.checkpoint_source import (
     non_persistent_root,
 )
 from megatron.mcore_adapter.checkpoints.entered_together import entered_together
+from megatron.mcore_adapter.megatron_lm.loaded_names import with_original
 from megatron.mcore_adapter.run.environment import say
+from megatron.mcore_adapter.run.errors import RunError
 from megatron.mcore_adapter.run.first_rank import on_first_rank
 from megatron.mcore_adapter.run.run_state import Progress, TrainedParts
 from megatron.mcore_adapter.watch import position
@@ -74,7 +75,7 @@ class LoopCheckpoints:
             (self._training, "setup_model_and_optimizer", self.set_up),
         ):
             original = getattr(owner, name)
-            yield original, _with_original(original, replacement)
+            yield original, with_original(original, replacement)
 
     def close(self) -> None:
         """End saves in the background, and give the directories of checkpoints back."""
@@ -137,13 +138,18 @@ class LoopCheckpoints:
             The iteration, and the floating-point operations so far.
 
         Raises:
-            ValueError: on every rank, if there is no such checkpoint, or none that is sound, or it
-                is of another model.
-            RunError: on the ranks that could read it, if another one could not.
+            RunError: on every rank, if there is no such checkpoint, or none that is sound, or it is
+                of another model; and if a rank could not read it.
         """
         args = self._args()
         if not is_shared(args) or args.non_persistent_ckpt_type == "local":
             return original(**given)
+        try:
+            return self._load(args, given)
+        except (ValueError, OSError) as error:
+            raise RunError(str(error)) from error
+
+    def _load(self, args: argparse.Namespace, given: dict[str, Any]) -> tuple[int, float]:
         parts = TrainedParts(given["ddp_model"], given["optimizer"], given["opt_param_scheduler"])
         with metadata_read_once(), collector_paused():
             source = checkpointing.choose_source(args, say)
@@ -278,17 +284,3 @@ class LoopCheckpoints:
 def is_shared(args: argparse.Namespace) -> bool:
     """Return True for a run whose checkpoints are those of both loops."""
     return bool(args.use_megatron_fsdp) and args.ckpt_format == FSDP_DTENSOR
-
-
-def _with_original(
-    original: Callable[..., Any], replacement: Callable[..., Any]
-) -> Callable[..., Any]:
-    """Return a function with the arguments of ``original``, which ``replacement`` gets by name."""
-    signature = inspect.signature(original)
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        bound = signature.bind(*args, **kwargs)
-        return replacement(original, dict(bound.arguments))
-
-    call.__name__, call.__doc__ = original.__name__, replacement.__doc__
-    return call

@@ -37,6 +37,9 @@ ASYNC_VALUES = {"--async-strategy": ("mcore", "")}
 ASYNC_SWITCHES = ("--use-persistent-ckpt-worker",)
 """Without them the loop refuses ``--async-save``, or asks for another package."""
 
+STOPPING = ("--exit-signal-handler",)
+"""After SIGTERM, which batch systems send before they end a job, the loop saves."""
+
 OWN_FLAGS = ("--no-load-fallback", "--no-verify-integrity", "--no-check-checkpoint-args")
 """Switches of this project's checkpoints, which no loop of Megatron-LM knows."""
 
@@ -148,6 +151,8 @@ class LoopCommandLine:
                 self.problems.append(
                     f"{flag} with {VERSION} 2: hooks do what it is for; leave it out"
                 )
+        if self._has("--save"):
+            self._set_switches(STOPPING)
         if self._has("--async-save"):  # the processes that write are this project's
             self._set_values(ASYNC_VALUES, "")
             self._set_switches(ASYNC_SWITCHES)

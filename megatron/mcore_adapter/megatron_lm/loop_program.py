@@ -22,6 +22,7 @@ from megatron.mcore_adapter.megatron_lm.loaded_names import exchange
 from megatron.mcore_adapter.megatron_lm.loop_checkpoints import LoopCheckpoints
 from megatron.mcore_adapter.megatron_lm.loop_flags import LoopCommandLine
 from megatron.mcore_adapter.megatron_lm.loop_on_cpu import LoopOnCpu
+from megatron.mcore_adapter.megatron_lm.loop_watch import LoopWatch
 from megatron.mcore_adapter.releases import tested
 
 SETTINGS = fields(DistributedDataParallelConfig)  # the loop makes flags of them
@@ -32,10 +33,10 @@ class LoopProgram:
 
     Programs without a command line of the loop are left as they are. The constructor checks, and
     changes nothing. :meth:`prepare` completes the command line, installs what a machine without
-    CUDA needs, and lets the loop save and load by :class:`LoopCheckpoints`. It provides
-    ``typing.override``: the loop of Megatron-LM 0.18 and newer imports it, and Python has it since
-    3.12. In a wheel the loop does not compile functions for data sets: they are compiled there, and
-    the Makefile that it calls is missing.
+    CUDA needs, and lets the loop save and load by :class:`LoopCheckpoints` and be watched by
+    :class:`LoopWatch`. It provides ``typing.override``: the loop of Megatron-LM 0.18 and newer
+    imports it, and Python has it since 3.12. In a wheel the loop does not compile functions for
+    data sets: they are compiled there, and the Makefile that it calls is missing.
 
     Raises:
         LoopFlagError: if the command line contradicts itself or the machine.
@@ -69,10 +70,10 @@ class LoopProgram:
             compile_helpers = dataset_utils.compile_helpers
             self._undo.callback(setattr, dataset_utils, "compile_helpers", compile_helpers)
             dataset_utils.compile_helpers = lambda: None
-        self._replace_checkpoints()
+        self._replace_functions()
 
-    def _replace_checkpoints(self) -> None:
-        """Let the loop save and load by the code that both loops share."""
+    def _replace_functions(self) -> None:
+        """Let the loop save, load and be watched by the code that both loops share."""
         checkpointing, training, initialize = (
             importlib.import_module(f"megatron.training.{name}")
             for name in ("checkpointing", "training", "initialize")
@@ -80,8 +81,10 @@ class LoopProgram:
         checkpoints = LoopCheckpoints(
             (checkpointing, training, initialize), self._command_line.own_arguments()
         )
+        watch = LoopWatch(initialize)
+        self._undo.callback(watch.close)
         self._undo.callback(checkpoints.close)
-        pairs = list(checkpoints.replacements())
+        pairs = [*checkpoints.replacements(), *watch.replacements()]
         exchange(pairs)
         self._undo.callback(exchange, [(ours, theirs) for theirs, ours in pairs])
 

@@ -25,7 +25,6 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from megatron.mcore_adapter.run.environment import environment_rank, environment_world_size
-from megatron.mcore_adapter.run.run_state import Progress
 from megatron.mcore_adapter.watch.peers import DEAD, RUNNING, Heartbeat, Peer, this_machine
 from megatron.mcore_adapter.watch.position import Position
 
@@ -137,14 +136,14 @@ class Heartbeats:
 
     Attributes:
         period: seconds between two heartbeats.
-        progress: progress of the run.
+        iteration: returns the number of finished iterations.
         is_connected: True if there are other ranks and a store to which heartbeats go.
     """
 
     def __init__(self, file: Path):
         self.rank, self.num_ranks = environment_rank(), environment_world_size()
         self.period = max(1.0, self.num_ranks / RANKS_PER_SECOND)
-        self.progress = Progress()
+        self.iteration: Callable[[], int] = lambda: 0
         self.is_connected = False
         self._file = file
         self._store: ShortCalls | None = None
@@ -170,7 +169,7 @@ class Heartbeats:
 
     def locate(self, now: Position) -> None:
         """Note where this rank is, and since when."""
-        iteration, before = self.progress.iteration, self._position
+        iteration, before = self.iteration(), self._position
         if iteration != self._iteration:
             self._iteration, self._finished = iteration, time.time()
             self._since = time.time()

@@ -34,6 +34,7 @@ import tempfile
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
@@ -44,7 +45,6 @@ from megatron.checkpoint.store.stores import is_staged
 from megatron.fsdp.engine import observe
 from megatron.fsdp.trace.failed_collectives import explanation_of, is_of_collective
 from megatron.mcore_adapter.run.environment import complain, environment_rank
-from megatron.mcore_adapter.run.run_state import Progress
 from megatron.mcore_adapter.watch import position
 from megatron.mcore_adapter.watch.heartbeats import Heartbeats, StoreError
 from megatron.mcore_adapter.watch.peers import (
@@ -117,9 +117,9 @@ class Watch:
         self._hearts.connect()
         self._wake()
 
-    def follow(self, progress: Progress) -> None:
-        """Send this progress in heartbeats from now on."""
-        self._hearts.progress = progress
+    def follow(self, iteration: Callable[[], int]) -> None:
+        """Send the number of finished iterations, which a function returns, in heartbeats."""
+        self._hearts.iteration = iteration
 
     # ---- ends of a run, for the main thread
 
@@ -143,7 +143,7 @@ class Watch:
 
     def interrupted(self) -> int:
         """End a run after KeyboardInterrupt: print one line, and return the exit code."""
-        iteration = self._hearts.progress.iteration
+        iteration = self._hearts.iteration()
         text = f"interrupted after iteration {iteration}" if iteration else "interrupted"
         if not self.tell(text) and environment_rank() == 0:
             self._say(text)
@@ -203,7 +203,7 @@ class Watch:
     def _look_at_interrupt(self, times: list[float]) -> None:
         is_late = time.monotonic() - times[0] > INTERRUPT_SECONDS
         if len(times) > 1 or (is_late and position.phase != position.SAVING):
-            self._exit(self.interrupted())
+            self.exit(self.interrupted())
 
     def _look_at_sigterm(self, seconds: float) -> None:
         """End the process some seconds after SIGTERM, unless the loop does.
@@ -224,7 +224,7 @@ class Watch:
         loop_stops = signal.getsignal(signal.SIGTERM) is not _ignore
         # That a process on another machine has ended is known only after its silence.
         if not loop_stops and (sees_all or seconds > self._hearts.silence + self._hearts.period):
-            self._exit(SIGTERM_CODE)
+            self.exit(SIGTERM_CODE)
 
     def _look_for_stall(self) -> None:
         """Print the message shortly before torch aborts the process."""
@@ -243,7 +243,7 @@ class Watch:
     def _report_error(self, error: BaseException) -> NoReturn:
         """Report a collective that has failed, and end the process."""
         if self._signals[signal.SIGINT]:
-            self._exit(self.interrupted())
+            self.exit(self.interrupted())
         _add(self._file, "".join(traceback.format_exception(error)))
         self._hearts.locate(position.of_error(error))
         cause = error
@@ -254,7 +254,7 @@ class Watch:
             self._hearts.send(WAITING)
             verdict = judge(self._hearts.gather())
             if self._signals[signal.SIGTERM] and verdict.trouble not in DEAD:
-                self._exit(SIGTERM_CODE)  # others were sent it too, and have ended sooner
+                self.exit(SIGTERM_CODE)  # others were sent it too, and have ended sooner
             explanation = None if verdict.trouble in DEAD else explanation_of(error)
             self._report(verdict, text, explanation)
         except StoreError as store_error:
@@ -284,7 +284,7 @@ class Watch:
                 f"torch says: {text}",
             ]
             self._say("\n  ".join(lines))
-        self._exit(1)
+        self.exit(1)
 
     def _say(self, text: str) -> None:
         complain(text)
@@ -294,9 +294,9 @@ class Watch:
         """End the process after a report; what its threads did is in its file."""
         if self._error is None:
             _add(self._file, position.stacks())
-        self._exit(code)
+        self.exit(code)
 
-    def _exit(self, code: int) -> NoReturn:
+    def exit(self, code: int) -> NoReturn:
         """End the process at once: destructors of process groups may wait for dead peers."""
         if code == SIGTERM_CODE:
             with contextlib.suppress(StoreError):

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The watch over the ranks of Megatron-LM's loop, and the one message of a run that fails.
+
+A rank that dies, hangs or differs in a collective is named, with the unit and the collective: see
+:mod:`megatron.mcore_adapter.watch.watch`. It begins with the process groups of the loop, and ends
+with the process. Runs without ``--use-megatron-fsdp`` have none.
+"""
+
+from __future__ import annotations
+
+import atexit
+import sys
+from collections.abc import Callable, Iterator
+from types import ModuleType, TracebackType
+from typing import Any
+
+from megatron.fsdp.gradient_sync import GradientError
+from megatron.fsdp.trace import failed_collectives
+from megatron.mcore_adapter.megatron_lm.loaded_names import with_original
+from megatron.mcore_adapter.run.environment import complain
+from megatron.mcore_adapter.run.errors import RunError
+from megatron.mcore_adapter.watch.watch import Watch
+
+FOR_THE_USER = (RunError, GradientError, NotImplementedError)
+"""Errors whose message says all: they are printed once, without a traceback."""
+
+
+class LoopWatch:
+    """The watch of this process, once the loop has made its process groups.
+
+    Args:
+        initialize: ``megatron.training.initialize``.
+    """
+
+    def __init__(self, initialize: ModuleType):
+        self._initialize = initialize
+        self._watch: Watch | None = None
+        self._hook = sys.excepthook
+
+    def replacements(self) -> Iterator[tuple[object, object]]:
+        """Yield pairs of a function of the loop and its replacement."""
+        original = self._initialize._initialize_distributed
+        yield original, with_original(original, self.begin)
+
+    def begin(self, original: Callable[..., Any], given: dict[str, Any]) -> Any:
+        """Make the process groups as ``_initialize_distributed`` does, and watch the ranks."""
+        args = self._initialize.get_args()
+        if not args.use_megatron_fsdp or self._watch is not None:
+            return original(**given)
+        watch = self._watch = Watch(args).__enter__()
+        atexit.register(self.close)
+        result = original(**given)
+        # After torch has set its own hook, which collects what is printed until the process ends.
+        self._hook, sys.excepthook = sys.excepthook, self._report
+        failed_collectives.watch()
+        watch.connect()
+        watch.follow(lambda: getattr(args, "curr_iteration", 0))
+        return result
+
+    def close(self) -> None:
+        """End the watch; a second call does nothing."""
+        if self._watch is not None:
+            watch, self._watch = self._watch, None
+            atexit.unregister(self.close)
+            sys.excepthook = self._hook
+            watch.__exit__()
+
+    def _report(
+        self, kind: type[BaseException], error: BaseException, place: TracebackType | None
+    ) -> None:
+        """Report an error that ends the process, once for all ranks."""
+        watch = self._watch
+        if watch is None:
+            self._hook(kind, error, place)
+        elif isinstance(error, KeyboardInterrupt):
+            watch.exit(watch.interrupted())
+        elif isinstance(error, FOR_THE_USER):
+            if not watch.tell(f"error: {error}"):
+                complain(f"error: {error}")
+        else:
+            if isinstance(error, Exception):
+                watch.failed(error)
+            self._hook(kind, error, place)
