@@ -9,6 +9,7 @@ with the process. Runs without ``--use-megatron-fsdp`` have none.
 from __future__ import annotations
 
 import atexit
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from types import ModuleType, TracebackType
@@ -47,7 +48,10 @@ class LoopWatch:
         args = self._initialize.get_args()
         if not args.use_megatron_fsdp or self._watch is not None:
             return original(**given)
+        of_loop = signal.getsignal(signal.SIGTERM)
         watch = self._watch = Watch(args).__enter__()
+        if args.exit_signal_handler:  # the loop stops after its step; the watch hears of it too
+            signal.signal(signal.SIGTERM, of_loop)
         atexit.register(self.close)
         result = original(**given)
         # After torch has set its own hook, which collects what is printed until the process ends.

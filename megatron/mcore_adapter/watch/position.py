@@ -115,6 +115,8 @@ def current() -> Position:
     while frame is not None:
         frames.append((frame, frame.f_lineno))
         frame = frame.f_back
+    if not frames:  # Python ends the process
+        return Position("", "the end of the program", "")
     is_inside = ENGINE in _place(frames)[0].f_code.co_filename
     return _position(frames, last_work.collective() if is_inside else "")
 
