@@ -74,10 +74,14 @@ class LoopProgram:
 
     def _replace_functions(self) -> None:
         """Let the loop save, load and be watched by the code that both loops share."""
-        checkpointing, training, initialize = (
-            importlib.import_module(f"megatron.training.{name}")
-            for name in ("checkpointing", "training", "initialize")
-        )
+        tested.find_loop_of(Path(sys.argv[0]))
+        try:
+            checkpointing, training, initialize = (
+                importlib.import_module(f"megatron.training.{name}")
+                for name in ("checkpointing", "training", "initialize")
+            )
+        except ImportError:  # the program will fail at the same, and say so
+            return
         checkpoints = LoopCheckpoints(
             (checkpointing, training, initialize), self._command_line.own_arguments()
         )

@@ -110,6 +110,11 @@ def use_checkout_of(program: Path) -> None:
     would then meet the release of Megatron-Core that is installed.
     """
     sys.path.insert(0, str(program.resolve().parent))
+    find_loop_of(program)
+
+
+def find_loop_of(program: Path) -> None:
+    """Let imports find the loop of the checkout that a program is in, if they find none."""
     checkout = _checkout_above(program)
     if checkout is not None and _found_by_import("megatron.training") is None:
         sys.path.insert(1, str(checkout))
