@@ -11,6 +11,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
+from typing import Any
+
+from megatron.mcore_adapter.run.optimizer_names import MUON
 
 FSDP = "--use-megatron-fsdp"
 EVERY_RUN_HAS = "--micro-batch-size"
@@ -39,6 +42,9 @@ ASYNC_SWITCHES = ("--use-persistent-ckpt-worker",)
 
 STOPPING = ("--exit-signal-handler",)
 """After SIGTERM, which batch systems send before they end a job, the loop saves."""
+
+FOR_ADAM = ("--fp16", "--optimizer-cpu-offload", "--use-precision-aware-optimizer")
+"""Flags that Muon does not go with."""
 
 OWN_FLAGS = ("--no-load-fallback", "--no-verify-integrity", "--no-check-checkpoint-args")
 """Switches of this project's checkpoints, which no loop of Megatron-LM knows."""
@@ -88,6 +94,8 @@ class LoopCommandLine:
     """Transformer Engine can be imported."""
     has_version: bool = False
     """The loop knows the flag of the generation."""
+    has_muon: bool = True
+    """The package of Muon can be imported."""
     added: list[str] = field(default_factory=list)
     """Words to append."""
     unset: list[str] = field(default_factory=list)
@@ -115,6 +123,15 @@ class LoopCommandLine:
                 kept.append(word)
             before = word
         return [*kept, *self.added]
+
+    def settings(self) -> dict[str, Any]:
+        """Return the attributes of ``ddp_config`` that the engine reads, and releases may lack."""
+        if not self.is_of_the_loop:
+            return {}
+        settings: dict[str, Any] = {"megatron_fsdp_version": self.version}
+        if self._value("--optimizer") in MUON:  # whole matrices stay on one rank
+            settings["megatron_fsdp_granularity"] = "prefer_tensors"
+        return settings
 
     def own_arguments(self) -> dict[str, bool]:
         """Return the values of :data:`OWN_FLAGS` by their destinations."""
@@ -162,6 +179,8 @@ class LoopCommandLine:
         for flag, reason in FSDP_REFUSED.items():
             if self._has(flag):
                 self.problems.append(f"{flag} with {FSDP}: {reason}; leave one of them out")
+        self._check_strategies()
+        self._check_muon()
         interval = "--check-weight-hash-across-dp-replicas-interval"
         strategy = self._value("--data-parallel-sharding-strategy")
         if self._has(interval) and strategy == "optim_grads_params":
@@ -172,6 +191,36 @@ class LoopCommandLine:
             # Scripts set it for tensor parallelism, and the loop refuses it here: with a single
             # queue, communication and compute could not overlap.
             self.unset.append(CONNECTIONS)
+
+    def _check_strategies(self) -> None:
+        strategy, outer = "--data-parallel-sharding-strategy", "--outer-dp-sharding-strategy"
+        instances = "--num-distributed-optimizer-instances"
+        level = self._value(strategy)
+        if self._value(outer) == "optim":
+            if level != "optim_grads_params":
+                self.problems.append(
+                    f"{outer} optim needs {strategy} optim_grads_params, got {level}"
+                )
+            if self._value(instances) in (None, "1"):
+                self.problems.append(f"{outer} optim needs an outer axis: give {instances}")
+        meta = "--init-model-with-meta-device"
+        if self._has(meta) and level == "no_shard":
+            self.problems.append(
+                f"{meta} with {strategy} no_shard: every rank has all weights anyway; leave it out"
+            )
+
+    def _check_muon(self) -> None:
+        name = f"--optimizer {self._value('--optimizer')}"
+        if self._value("--optimizer") not in MUON:
+            return
+        if not self.has_muon:
+            self.problems.append(
+                f"{name} needs the package emerging_optimizers, for Python 3.12 or newer: pip"
+                " install emerging-optimizers"
+            )
+        for flag in FOR_ADAM:
+            if self._has(flag):
+                self.problems.append(f"{flag} with {name}: it is for adam; leave it out")
 
     def _complete_for_cpu(self) -> None:
         flag, value = ENGINE

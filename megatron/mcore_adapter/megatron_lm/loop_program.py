@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
 import sys
 import typing
@@ -18,6 +19,7 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.fp8_utils import HAVE_TE
 
 from megatron.mcore_adapter import cpu
+from megatron.mcore_adapter.megatron_lm import loop_muon
 from megatron.mcore_adapter.megatron_lm.loaded_names import exchange
 from megatron.mcore_adapter.megatron_lm.loop_checkpoints import LoopCheckpoints
 from megatron.mcore_adapter.megatron_lm.loop_flags import LoopCommandLine
@@ -47,8 +49,9 @@ class LoopProgram:
         self._command_line = LoopCommandLine(
             *(sys.argv[1:], os.environ, self._has_cuda, tested.has_loop(), HAVE_TE),
             has_version=any(one.name == "megatron_fsdp_version" for one in SETTINGS),
+            has_muon=importlib.util.find_spec("emerging_optimizers") is not None,
         ).complete()
-        self.version = self._command_line.version if self._command_line.is_of_the_loop else 1
+        self.settings = self._command_line.settings()
         self._given = list(sys.argv)
         self._completed = [sys.argv[0], *self._command_line.completed]
         self._undo = ExitStack()
@@ -86,9 +89,14 @@ class LoopProgram:
             (checkpointing, training, initialize), self._command_line.own_arguments()
         )
         watch = LoopWatch(initialize)
+        arguments = importlib.import_module("megatron.training.arguments")
         self._undo.callback(watch.close)
         self._undo.callback(checkpoints.close)
-        pairs = [*checkpoints.replacements(), *watch.replacements()]
+        pairs = [
+            *checkpoints.replacements(),
+            *watch.replacements(),
+            *loop_muon.replacements(arguments, training),
+        ]
         exchange(pairs)
         self._undo.callback(exchange, [(ours, theirs) for theirs, ours in pairs])
 
