@@ -27,6 +27,7 @@ from megatron.pretrain.data import gpt_datasets
 from megatron.pretrain.data.tokenizer_choice import OF_TYPES, TokenizerChoice
 from megatron.pretrain.data.tokenizers import NUM_BYTES, build_tokenizer
 from megatron.pretrain.dry_run import print_dry_run
+from megatron.pretrain.ranks import SINGLE_RANK
 
 FLAG, VARIABLE = "--loop", "MEGATRON_LOOP"
 OWN, MEGATRON_LM = "own", "megatron-lm"
@@ -71,6 +72,8 @@ def main(words: Sequence[str]) -> int:
     is_dry = DRY_RUN in words
     if is_dry:
         os.environ.update(RANK="0", WORLD_SIZE=_value(words, DRY_RUN_RANKS) or "1")
+    for name, value in SINGLE_RANK.items():
+        os.environ.setdefault(name, value)
     sys.argv[1:] = completed(words)
     try:
         from megatron.mcore_adapter import drop_in

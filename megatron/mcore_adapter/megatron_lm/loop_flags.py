@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
 
+from megatron.fsdp import Offload
 from megatron.mcore_adapter.run.optimizer_names import MUON
 
 FSDP = "--use-megatron-fsdp"
@@ -40,9 +41,19 @@ ASYNC_VALUES = {"--async-strategy": ("mcore", "")}
 ASYNC_SWITCHES = ("--use-persistent-ckpt-worker",)
 """Without them the loop refuses ``--async-save``, or asks for another package."""
 
+NOT_TOGETHER = {
+    "--overlap-moe-expert-parallel-comm": (
+        *("--fsdp-double-buffer", "--use-nccl-ub", "--mtp-num-layers"),
+    ),
+    "--delay-wgrad-compute": ("--megatron-fsdp-enable-fine-grained-param-gather",),
+    "--optimizer-cpu-offload": ("--use-precision-aware-optimizer",),
+}
+"""Flag -> others that the engine does not have at the same time."""
+
 STOPPING = ("--exit-signal-handler",)
 """After SIGTERM, which batch systems send before they end a job, the loop saves."""
 
+OFFLOAD = "--optimizer-cpu-offload"
 FOR_ADAM = ("--fp16", "--optimizer-cpu-offload", "--use-precision-aware-optimizer")
 """Flags that Muon does not go with."""
 
@@ -51,7 +62,6 @@ OWN_FLAGS = ("--no-load-fallback", "--no-verify-integrity", "--no-check-checkpoi
 
 FSDP_REFUSED = {
     "--use-torch-fsdp2": "it is another implementation of the same",
-    "--overlap-moe-expert-parallel-comm": "its schedule runs parts of layers, which are not units",
     "--yaml-cfg": "the loop would take the flags from that file only",
 }
 """Flag -> why it cannot be used together with ``--use-megatron-fsdp``."""
@@ -68,7 +78,7 @@ CPU_SWITCHES = (
 )
 KERNELS = (
     *("--moe-permute-fusion", "--moe-router-fusion", "--moe-enable-deepep", "--tp-comm-overlap"),
-    *("--optimizer-cpu-offload", "--nccl-ub"),
+    "--nccl-ub",
 )
 """Flags that need kernels or memory of a GPU."""
 KERNELS_OF_ENGINE = (
@@ -131,6 +141,10 @@ class LoopCommandLine:
         settings: dict[str, Any] = {"megatron_fsdp_version": self.version}
         if self._value("--optimizer") in MUON:  # whole matrices stay on one rank
             settings["megatron_fsdp_granularity"] = "prefer_tensors"
+        if self._has(OFFLOAD):
+            pins = not (self._has("--no-pin-cpu-grads") or self._has("--no-pin-cpu-params"))
+            fraction = float(self._value("--optimizer-offload-fraction") or 1.0)
+            settings["megatron_fsdp_offload_policy"] = Offload(fraction=fraction, pins=pins)
         return settings
 
     def own_arguments(self) -> dict[str, bool]:
@@ -181,6 +195,10 @@ class LoopCommandLine:
                 self.problems.append(f"{flag} with {FSDP}: {reason}; leave one of them out")
         self._check_strategies()
         self._check_muon()
+        for flag, others in NOT_TOGETHER.items():
+            for other in others:
+                if self._has(flag) and self._has(other):
+                    self.problems.append(f"{flag} does not go with {other}: leave one out")
         interval = "--check-weight-hash-across-dp-replicas-interval"
         strategy = self._value("--data-parallel-sharding-strategy")
         if self._has(interval) and strategy == "optim_grads_params":

@@ -19,11 +19,11 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.fp8_utils import HAVE_TE
 
 from megatron.mcore_adapter import cpu
-from megatron.mcore_adapter.megatron_lm import loop_muon
-from megatron.mcore_adapter.megatron_lm.loaded_names import exchange
+from megatron.mcore_adapter.megatron_lm import loop_optimizers
+from megatron.mcore_adapter.megatron_lm.loaded_names import exchange, with_original
 from megatron.mcore_adapter.megatron_lm.loop_checkpoints import LoopCheckpoints
 from megatron.mcore_adapter.megatron_lm.loop_flags import LoopCommandLine
-from megatron.mcore_adapter.megatron_lm.loop_on_cpu import LoopOnCpu
+from megatron.mcore_adapter.megatron_lm.loop_on_cpu import LoopOnCpu, with_own_random_state
 from megatron.mcore_adapter.megatron_lm.loop_watch import LoopWatch
 from megatron.mcore_adapter.releases import tested
 
@@ -95,8 +95,11 @@ class LoopProgram:
         pairs = [
             *checkpoints.replacements(),
             *watch.replacements(),
-            *loop_muon.replacements(arguments, training),
+            *loop_optimizers.replacements(arguments, training),
         ]
+        if not self._has_cuda:
+            iterators = training.build_train_valid_test_data_iterators
+            pairs.append((iterators, with_original(iterators, with_own_random_state)))
         exchange(pairs)
         self._undo.callback(exchange, [(ours, theirs) for theirs, ours in pairs])
 

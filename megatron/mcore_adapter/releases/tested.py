@@ -15,6 +15,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 TESTED = ("0.16.0", "0.16.1", "0.17.1", "0.18.2", "0.19.2")
 """Releases that the tests were run on, the oldest first."""
@@ -84,7 +85,7 @@ def check_or_exit() -> None:
         end_program(f"error: {error}", 1)
 
 
-def end_program(message: str, status: int) -> None:
+def end_program(message: str, status: int) -> NoReturn:
     """Print one line on the first rank, and exit there; other ranks are ended by torchrun then."""
     if os.environ.get("RANK", "0") == "0":
         print(message, file=sys.stderr, flush=True)
