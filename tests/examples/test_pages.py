@@ -134,6 +134,9 @@ ELSEWHERE = {
     ),
     "docs/checkpoints_at_urls.md: pip install s3fs  # gcsfs for gs://, adlfs for abfs://: a message"
     " names the package that is missing": "would change the environment; below fsspec is asked",
+    "docs/megatron_lm_loop.md: torchrun --nproc-per-node 8 pretrain_gpt.py --loop megatron-lm"
+    " --use-megatron-fsdp ARGUMENTS...": "needs a newer release;"
+    " tests/pretrain/test_megatron_lm_loop.py starts it",
     "docs/megatron_lm_loop.md: cd Megatron-LM": "needs a checkout of Megatron-LM;"
     " benchmarks/parity/real_loop.py starts the loops of three releases in this way",
     "docs/observing_runs.md: python tools/launch.py --nproc_per_node 8 --log-dir logs --tee 3"
