@@ -231,7 +231,7 @@ def values_noted(values: list[float]) -> Iterator[None]:
 
 @contextmanager
 def memory_noted(outcome: RunOutcome, models: list[CudaModel]) -> Iterator[None]:
-    """Note what is held when a model has been sharded, and after each step of an optimizer."""
+    """Note what is held when a model has been sharded, and after each step."""
 
     def note() -> None:
         gc.collect()  # garbage in cycles goes at any time
@@ -239,18 +239,19 @@ def memory_noted(outcome: RunOutcome, models: list[CudaModel]) -> Iterator[None]
             outcome.held.append(models[-1].detector.blocks.allocated)
             outcome.storages.append(models[-1].detector.blocks.num_storages)
 
-    shard = ShardedModule.__init__
+    shard, end_step = ShardedModule.__init__, ShardedModule.install_optimized_model_weights
 
     def shard_noted(module: ShardedModule, *args: Any, **kwargs: Any) -> None:
         shard(module, *args, **kwargs)
         note()
 
-    after = register_optimizer_step_post_hook(lambda optimizer, args, kwargs: note())
-    try:
-        with patch.object(ShardedModule, "__init__", shard_noted):
-            yield
-    finally:
-        after.remove()
+    def end_step_noted(module: ShardedModule, *args: Any, **kwargs: Any) -> None:
+        end_step(module, *args, **kwargs)
+        note()
+
+    functions = {"__init__": shard_noted, "install_optimized_model_weights": end_step_noted}
+    with patch.multiple(ShardedModule, **functions):
+        yield
 
 
 def number_of(tensor: torch.Tensor) -> float:
