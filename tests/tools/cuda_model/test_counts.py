@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the model counts beside its rules: kernels that overlap, and storages that are alive."""
+"""The model counts kernels that may overlap, and storages that are alive."""
 
 import torch
 
