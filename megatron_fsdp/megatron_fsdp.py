@@ -169,7 +169,6 @@ class MegatronFSDP(OutsideSchedule):
         try:
             yield
         finally:
-            self._schedule.wait_for_reductions()
             for group, dtype in zip(self.groups, before):
                 group.gradients.set_comm_dtype(dtype)
 
@@ -180,7 +179,6 @@ class MegatronFSDP(OutsideSchedule):
             ValueError: for anything but a policy of this package or FSDP2's.
         """
         dtype = parse_precision(policy).grad_comm_dtype
-        self._schedule.wait_for_reductions()
         for group in self.groups:
             group.gradients.set_comm_dtype(dtype)
 

@@ -7,9 +7,13 @@
 
 Which trainings execute a line is found out first. Those that execute the changed one run with the
 defect, the quickest first, until one of them shows it: the model reports something, numbers are
-others than without the defect, there is an error, ranks wait for ever, or more memory is used. A
-run that was interrupted goes on where it was: what is known stands in `build/drawn_defects.jsonl`,
-for each state of the sources.
+others than without the defect, there is an error, ranks wait for ever, or the training costs more.
+It costs more if it uses or holds more memory, keeps more storages alive, launches fewer kernels
+between an event of another stream and the wait for it, or has fewer collectives in registered
+memory; such a count must be the same each time, with the defect and without.
+
+A run that was interrupted goes on where it was: what is known stands in
+`build/drawn_defects.jsonl`, for each state of the sources.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ import json
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import asdict
 from functools import cache
 from typing import Any
@@ -34,9 +39,13 @@ from tests.support.pretrain.training_runs import write_counting_corpus
 from tests.support.rank_pool import RankFailure, run_ranks, shut_down
 
 RESULTS = REPOSITORY / "build" / "drawn_defects.jsonl"
-SOURCES = ("megatron", "megatron_fsdp", "tests/support", "tools/cuda_model")
+SOURCES = (
+    *("megatron", "megatron_fsdp", "tests/support", "tools/cuda_model"),
+    "benchmarks/stream_defects",
+)
 """What the results depend on."""
 RACE, NUMBERS, ERROR, HANG, MEMORY = "race", "wrong numbers", "error", "hang", "more memory"
+LEAK, OVERLAP, REGISTERED = "leak", "less overlap", "less registered memory"
 PATIENCE = 6, 30.0
 """A training hangs that takes so many times as long as without a defect, and seconds more."""
 
@@ -104,17 +113,21 @@ def unbroken(name: str) -> dict[str, Any]:
 @cache
 def executed(name: str) -> tuple[float, frozenset[tuple[str, int]]]:
     """Return the seconds that a training takes, and the (file, line) that some rank executes."""
-    row = unbroken(name)
-    lines: set[tuple[str, int]] = set()
-    for outcome in row["ranks"]:
-        lines |= set(map(tuple, outcome["lines"]))
-    return max(outcome["seconds"] for outcome in row["ranks"]), frozenset(lines)
+    ranks = ranks_of(unbroken(name))
+    lines = frozenset().union(*(rank.lines for rank in ranks))
+    return max(rank.seconds for rank in ranks), lines
 
 
 def programs_for(defect: DrawnDefect) -> list[str]:
     """Return the trainings that execute the line of a defect, the quickest first."""
     chosen = [name for name in PROGRAMS if (defect.file, defect.line) in executed(name)[1]]
     return sorted(chosen, key=lambda name: executed(name)[0])
+
+
+def ranks_of(row: dict[str, Any]) -> list[RunOutcome]:
+    """Return what is known of a training without a defect, on each of its ranks."""
+    ranks = [{**rank, "lines": set(map(tuple, rank["lines"]))} for rank in row["ranks"]]
+    return [RunOutcome(**rank) for rank in ranks]
 
 
 @cache
@@ -127,14 +140,8 @@ def repeated(name: str) -> list[RunOutcome]:
 
 def has_same_values(name: str) -> bool:
     """Return True if a training without a defect has the same numbers each time."""
-    before = unbroken(name)["ranks"]
-    return all(are_same(one.values, other["values"]) for one, other in zip(repeated(name), before))
-
-
-def has_same_peak(name: str) -> bool:
-    """Return True if a training without a defect needs as much memory each time."""
-    before = unbroken(name)["ranks"]
-    return all(one.peak == other["peak"] for one, other in zip(repeated(name), before))
+    before = ranks_of(unbroken(name))
+    return all(are_same(one.values, other.values) for one, other in zip(repeated(name), before))
 
 
 # ---- trainings with a defect
@@ -160,11 +167,15 @@ def _since(begin: float) -> float:
 def show(defect: DrawnDefect, name: str) -> tuple[str, str] | None:
     """Run a training with a defect; return what shows it, and how."""
     times, more = PATIENCE
-    before = unbroken(name)["ranks"]
+    before = ranks_of(unbroken(name))
+
+    def again() -> list[RunOutcome]:
+        timeout = times * executed(name)[0] + more
+        outcomes: list[RunOutcome] = run_program(name, defect, False, timeout)
+        return outcomes
+
     try:
-        outcomes: list[RunOutcome] = run_program(
-            defect=defect, name=name, notes_lines=False, timeout=times * executed(name)[0] + more
-        )
+        outcomes = again()
     except RankFailure as failure:
         text = str(failure)
         if "DefectFound: reported: " in text:
@@ -179,13 +190,39 @@ def show(defect: DrawnDefect, name: str) -> tuple[str, str] | None:
         if outcome.problem:
             return NUMBERS, outcome.problem
     for outcome, own in zip(outcomes, before, strict=True):
-        if not are_same(outcome.values, own["values"]) and has_same_values(name):
+        if not are_same(outcome.values, own.values) and has_same_values(name):
             return NUMBERS, "gradients or weights are others than without the defect"
+    if not any(costs(name, outcomes, before)):
+        return None
+    repeats = [*costs(name, repeated(name), before), *costs(name, before, repeated(name))]
+    unstable = {by for by, _ in repeats}
+    shown = [each for each in costs(name, outcomes, before) if each[0] not in unstable]
+    shut_down()
+    found = list(costs(name, again(), before)) if shown else []
+    return next((each for each in shown if each in found), None)
+
+
+def costs(
+    name: str, outcomes: list[RunOutcome], before: list[RunOutcome]
+) -> Iterator[tuple[str, str]]:
+    """Yield what a training needs more of than before, or does less of, on some rank."""
+    for outcome, own in zip(outcomes, before, strict=True):
         # The first training of Megatron-Core in a process fills caches.
-        counts_memory = not PROGRAMS[name].uses_core
-        if counts_memory and outcome.peak > own["peak"] and has_same_peak(name):
-            return MEMORY, f"{outcome.peak:,} bytes, without the defect {own['peak']:,}"
-    return None
+        if not PROGRAMS[name].uses_core:
+            if outcome.peak > own.peak:
+                yield MEMORY, f"{outcome.peak:,} bytes, without the defect {own.peak:,}"
+            for held, less in zip(outcome.held, own.held):
+                if held > less:
+                    yield MEMORY, f"{held:,} bytes are held, without the defect {less:,}"
+            for alive, fewer in zip(outcome.storages, own.storages):
+                if alive > fewer:
+                    yield LEAK, f"{alive} storages are alive, without the defect {fewer}"
+        if outcome.num_registered < own.num_registered:
+            text = f"{outcome.num_registered} collectives in it, without the defect"
+            yield REGISTERED, f"{text} {own.num_registered}"
+        if outcome.num_beside < own.num_beside:
+            text = f"{outcome.num_beside} kernels beside other streams, without the defect"
+            yield OVERLAP, f"{text} {own.num_beside}"
 
 
 # ---- the table

@@ -128,7 +128,9 @@ def is_valid(defect: DrawnDefect) -> bool:
 
 
 def changes(place: DefectPlace) -> Iterator[DrawnDefect]:
-    """Yield every change of a place that the grammar has."""
+    """Yield every change of a place that the grammar has; none of what only logs."""
+    if only_logs(place.statement):
+        return
     yield from removals(place)
     yield from moves(place)
     yield from exchanges(place)
@@ -146,6 +148,16 @@ def removals(place: DefectPlace) -> Iterator[DrawnDefect]:
             yield rewritten(place, "removed", statement, "pass")
         case ast.If(test=test) if not only_tells(statement):
             yield rewritten(place, "the condition is never true", test, "False")
+
+
+def only_logs(statement: ast.stmt) -> bool:
+    """Return True for a call of a logger, and a condition on which nothing else happens."""
+    match statement:
+        case ast.Expr(value=ast.Call(func=ast.Attribute(value=ast.Name(id="_logger")))):
+            return True
+        case ast.If(body=body, orelse=others):
+            return all(map(only_logs, [*body, *others]))
+    return False
 
 
 def only_tells(condition: ast.If) -> bool:

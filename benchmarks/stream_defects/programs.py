@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trainings on the model of CUDA: the lines that they execute, and what comes out of them.
 
-What comes out is what the model reports, a number for each gradient and weight of every step, and
-the most memory that was allocated.
+What comes out is what the model reports, a number for each gradient and weight of every step,
+memory, and what tells whether communication is as fast as it may be: kernels beside it, and
+collectives in registered memory.
 """
 
 from __future__ import annotations
 
 import functools
+import gc
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -26,6 +28,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from benchmarks.stream_defects.changed_function import changed_function, lines_noted
 from benchmarks.stream_defects.grammar import DrawnDefect
+from megatron.fsdp.sharded_module import ShardedModule
 from tests.support.cuda_model.graph_runs import trained
 from tests.support.cuda_model.machine import cuda_model
 from tests.support.cuda_model.roots_in_place import train_roots
@@ -49,6 +52,10 @@ class RunOutcome:
         reports: the first lines of what the model has reported.
         values: a number for each gradient and weight of every step.
         peak: bytes, the most that were allocated.
+        held: bytes that were allocated when the model had been sharded, and after each step.
+        storages: how many storages were alive then, also those whose memory was released.
+        num_beside: kernels between an event of another stream and the first wait for it.
+        num_registered: collectives with an operand in registered memory.
         problem: how its weights differ from those of the unsharded model.
         lines: (file, line) of places of the grammar that were executed, where they were noted.
         seconds: how long it took.
@@ -57,6 +64,10 @@ class RunOutcome:
     reports: list[str] = field(default_factory=list)
     values: list[float] = field(default_factory=list)
     peak: int = 0
+    held: list[int] = field(default_factory=list)
+    storages: list[int] = field(default_factory=list)
+    num_beside: int = 0
+    num_registered: int = 0
     problem: str = ""
     lines: set[tuple[str, int]] = field(default_factory=set)
     seconds: float = 0.0
@@ -150,6 +161,8 @@ def outcome_of(
         DefectFound: it has failed.
     """
     outcome, models = RunOutcome(), list[CudaModel]()
+    gc.collect()
+    gc.freeze()  # what there is now is not looked at in each step
     make = CudaModel.__init__
 
     def make_noted(model: CudaModel, *args: Any, **kwargs: Any) -> None:
@@ -162,6 +175,7 @@ def outcome_of(
         patch.object(CudaModel, "__init__", make_noted),
         values_noted(outcome.values),
         lines_noted(outcome.lines) if notes_lines else nullcontext(),
+        memory_noted(outcome, models),
     ):
         try:
             reports, compare = PROGRAMS[name].run(folder)
@@ -171,9 +185,13 @@ def outcome_of(
             if found:
                 message = f"reported: {_first_line(str(found[0]))}"
             raise DefectFound(message) from error
+        finally:
+            gc.unfreeze()
     outcome.seconds = time.monotonic() - begin
     outcome.reports = [_first_line(each) for each in reports]
     outcome.peak = max((model.detector.blocks.peak for model in models), default=0)
+    outcome.num_beside = sum(model.detector.num_beside for model in models)
+    outcome.num_registered = sum(model.nccl.num_registered for model in models)
     if compare is not None and not reports:
         try:
             compare()
@@ -209,6 +227,31 @@ def values_noted(values: list[float]) -> Iterator[None]:
     finally:
         before.remove()
         after.remove()
+
+
+@contextmanager
+def memory_noted(outcome: RunOutcome, models: list[CudaModel]) -> Iterator[None]:
+    """Note what is held when a model has been sharded, and after each step."""
+
+    def note() -> None:
+        gc.collect()  # garbage in cycles goes at any time
+        if models:
+            outcome.held.append(models[-1].detector.blocks.allocated)
+            outcome.storages.append(models[-1].detector.blocks.num_storages)
+
+    shard, end_step = ShardedModule.__init__, ShardedModule.install_optimized_model_weights
+
+    def shard_noted(module: ShardedModule, *args: Any, **kwargs: Any) -> None:
+        shard(module, *args, **kwargs)
+        note()
+
+    def end_step_noted(module: ShardedModule, *args: Any, **kwargs: Any) -> None:
+        end_step(module, *args, **kwargs)
+        note()
+
+    functions = {"__init__": shard_noted, "install_optimized_model_weights": end_step_noted}
+    with patch.multiple(ShardedModule, **functions):
+        yield
 
 
 def number_of(tensor: torch.Tensor) -> float:

@@ -11,7 +11,7 @@ from textwrap import dedent
 import pytest
 
 from benchmarks.stream_defects.changed_function import changed_function
-from benchmarks.stream_defects.drawn import RACE, show, unbroken
+from benchmarks.stream_defects.drawn import LEAK, MEMORY, OVERLAP, RACE, REGISTERED, show, unbroken
 from benchmarks.stream_defects.grammar import DrawnDefect, changes, draw, is_valid
 from benchmarks.stream_defects.places import (
     KINDS,
@@ -110,6 +110,19 @@ def test_nothing_is_moved_past_what_it_uses_or_what_does_nothing() -> None:
     assert moves == ["moved down by 2"]
 
 
+def test_what_only_logs_is_not_changed() -> None:
+    found = of_source("""
+    def f(slots):
+        if slots and not told:
+            _logger.info("slots: %s", sizes_of(slots))
+        if slots:
+            _logger.info("slots: %s", sizes_of(slots))
+            slots.free()
+    """)
+    assert found["if slots and not told:"] == []
+    assert "the condition is never true" in found["if slots:"]
+
+
 def test_a_changed_function_is_changed_for_those_who_have_it_and_restored() -> None:
     (defect,) = (
         each
@@ -129,19 +142,34 @@ def test_a_changed_function_is_changed_for_those_who_have_it_and_restored() -> N
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    ("function", "statement", "change"),
+    ("function", "statement", "change", "training", "by"),
     [
-        ("Pending.wait", "self._wait()", "removed"),
-        ("ParamGroup.wait_for_unshard", "self._all_gather.wait()", "on a stream of its own"),
+        ("Pending.wait", "self._wait()", "removed", "level3", RACE),
+        (
+            *("ParamGroup.wait_for_unshard", "self._all_gather.wait()", "on a stream of its own"),
+            *("level3", RACE),
+        ),
+        ("ParamGroup.reshard", "self.form.release()", "removed", "codes level3", MEMORY),
+        (
+            *("MemorySlots.discard", "others.discard(buffer)", "removed"),
+            *("reduced in two dtypes level3", LEAK),
+        ),
+        (
+            *("NcclMemory.allocate", "self._pools.append(pool)", "removed"),
+            *("registered level3", REGISTERED),
+        ),
+        ("Schedule.begin_forward", "self.unshard_kept()", "removed", "level1", OVERLAP),
     ],
-    ids=["removed", "on_another_stream"],
+    ids=["removed", "on_another_stream", "held", "leak", "not_registered", "late"],
 )
-def test_a_drawn_defect_is_found(function: str, statement: str, change: str) -> None:
+def test_a_drawn_defect_is_found(
+    function: str, statement: str, change: str, training: str, by: str
+) -> None:
     (defect,) = (
         each
         for each in all_changes()
         if (each.function, each.statement, each.change) == (function, statement, change)
     )
-    assert unbroken("level3")
-    shown = show(defect, "level3")
-    assert shown is not None and shown[0] == RACE
+    assert unbroken(training)
+    shown = show(defect, training)
+    assert shown is not None and shown[0] == by

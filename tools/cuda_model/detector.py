@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -49,6 +49,8 @@ class Detector:
     Attributes:
         reports: what was reported so far, each pair of places once.
         work: what the program does at the moment, the innermost last, for reports.
+        num_beside: how many kernels streams have launched between an event of another stream and
+            their first wait for it; they may run at the same time.
     """
 
     def __init__(self, has_host: bool = False) -> None:
@@ -65,6 +67,8 @@ class Detector:
         self.graphs = Graphs(self)
         self.launches = Launches(self)
         self.num_events = 0
+        self.launched: Counter[int] = Counter()  # kernels, by stream
+        self.num_beside = 0
         self._calls = threading.local()
         self._told: set[tuple[object, ...]] = set()
 
@@ -236,6 +240,7 @@ class Detector:
     def _launch(self, name: str, reads: list[Extent], writes: list[Extent], stream: int) -> None:
         self.graphs.launches(name, stream)
         self.num_events += 1
+        self.launched[stream] += 1
         self._split(reads + writes)
         read, written = self._ranges_of(reads), self._ranges_of(writes)
         blocks = {**read, **written}

@@ -73,6 +73,11 @@ class Blocks:
         self.reserved = 0  # bytes, with those that were freed and are cached
         self.pool: Pool | None = None  # in use now
 
+    @property
+    def num_storages(self) -> int:
+        """The number of storages of the device that are alive, also of those without memory."""
+        return len(self._watched)
+
     def of(self, tensor: torch.Tensor, stream: int) -> MemoryBlock | None:
         """Return the block of ``tensor``, which is new at first; None if it has no memory there."""
         storage = storage_of(tensor)

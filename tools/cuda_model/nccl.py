@@ -135,6 +135,7 @@ class Nccl:
         self._under_way: dict[object, list[Carried]] = defaultdict(list)
         self._open: dict[int, str] = {}  # works that nobody has waited for yet
         self.calls = detector.launches.calls
+        self.num_registered = 0  # collectives with an operand in registered memory
         self.is_closed = False
         self._coalesced: list[ModelWork] | None = None  # inside a coalescing manager
 
@@ -294,6 +295,7 @@ class Nccl:
 
     def _check(self, name: str, call: Call, options: Any, group: ProcessGroup) -> None:
         problems = []
+        is_registered = False
         blocks = self.detector.blocks
         for tensor in [*call.reads, *call.writes]:
             if not blocks.is_on_device(tensor) and not self.groups.has_objects():
@@ -305,8 +307,10 @@ class Nccl:
                 problems.append(f"{tensor.dtype} is not {'reduced' if call.reduces else 'moved'}")
             block = blocks.known(tensor)
             pool = block and block.pool
+            is_registered = is_registered or bool(pool and group.group_name in pool.groups)
             if pool and pool.groups and group.group_name not in pool.groups:
                 problems.append(f"the memory is registered, but not with {group.group_name}")
+        self.num_registered += is_registered
         for operation in NOT_REDUCED:
             if call.reduces and getattr(options, "reduceOp", None) == operation:
                 problems.append(f"NCCL has no {operation.name}")

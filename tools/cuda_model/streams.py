@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections import Counter
 from itertools import count
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -97,6 +98,7 @@ class ModelStream:
         with self._streams.detector.lock:
             if event.number is not None:
                 self._streams.detector.graphs.follow(self.cuda_stream, event.graph)
+                self._streams.detector.num_beside += event.launched_since(self.cuda_stream)
                 self._streams.detector.syncs.stream_wait_for_event(self.cuda_stream, event.number)
 
     def record_event(self, event: ModelEvent | None = None) -> ModelEvent:
@@ -132,6 +134,8 @@ class ModelEvent:
         self._streams = streams
         self.number: int | None = None  # of the last record
         self.graph: Any = None  # whose capture it was recorded in
+        self._launched: Counter[int] = Counter()  # before the last record, by stream
+        self._waiting: set[int] = set()  # streams that have waited for it, and its own
 
     def record(self, stream: ModelStream | None = None) -> None:
         """Happen after everything that was launched on ``stream`` so far."""
@@ -141,6 +145,18 @@ class ModelEvent:
             graph = self._streams.detector.graphs.current
             self.graph = graph if graph and stream.cuda_stream in graph.streams else None
             self._streams.detector.syncs.record_state(self.number, stream.cuda_stream)
+            self._launched = self._streams.detector.launched.copy()
+            self._waiting = {stream.cuda_stream}
+
+    def launched_since(self, stream: int) -> int:
+        """Return how many kernels ``stream``, which waits now, has launched since the record.
+
+        0 for the stream of the event, and if it has waited before.
+        """
+        if stream in self._waiting:
+            return 0
+        self._waiting.add(stream)
+        return self._streams.detector.launched[stream] - self._launched[stream]
 
     def wait(self, stream: ModelStream | None = None) -> None:
         """Let ``stream`` run later work after the event."""

@@ -183,6 +183,71 @@ def driven_by_hand(level: int, meshes: Meshes) -> None:
         model.broadcast_params()
 
 
+class BlockOfTwoDtypes(ResidualBlock):
+    """A block with a layer in float32, so that its unit has two groups of parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm.double()
+        self.up.double()
+        self.down.float()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the output of the block, in float64."""
+        hidden = torch.tanh(self.up(self.norm(x)))
+        return x + self.down(hidden.float()).double()
+
+
+def reduced_in_two_dtypes(level: int, meshes: Meshes) -> None:
+    """Reduce first microbatches in float64, for which gradients in float32 get other buffers."""
+    torch.manual_seed(3)
+    module = nn.Sequential(*(BlockOfTwoDtypes() for _ in range(3)))
+    model, optimizer = stack_on(
+        level,
+        meshes,
+        module=module,
+        sync_model_each_microbatch=False,
+        mixed_precision_policy=MixedPrecisionPolicy(None, None),
+        fsdp_double_buffer=True,
+    )
+    in_float64 = MixedPrecisionPolicy(None, None, torch.float64)
+    for number in range(STEPS):
+        with model.mixed_precision_context(in_float64):
+            backward(model, number, 0)
+        backward(model, number, 1)
+        model.finish_grad_sync()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def loaded_while_gathered(level: int, meshes: Meshes) -> None:
+    """Take a state dict while the gathers of the next forward are under way, and write to it."""
+    model, optimizer = stack_on(level, meshes)
+    for number in range(2):
+        step(model, optimizer, number)
+        model.start_param_sync()
+        state = model.state_dict()
+        with torch.no_grad():
+            for value in state.values():
+                value.mul_(0.99)
+
+
+def trained_with_edits_between(level: int, meshes: Meshes, has_forwards: bool) -> nn.Module:
+    """Edit shards between forwards, in a way that torch does not see.
+
+    A forward without a backward comes before: what it has kept for one is not read any more.
+    """
+    model, optimizer = stack_on(level, meshes)
+    shards = [parameter.to_local().detach() for parameter in model.parameters()]
+    for number in range(STEPS):
+        if has_forwards:
+            model(batch(number, dist.get_rank(), 1))
+        with torch.no_grad():
+            torch._foreach_mul_(shards, 0.99)
+        step(model, optimizer, number)
+    return model
+
+
 class FailedBackward(Exception):  # noqa: N818 (what the training does, not what it finds)
     """The error of a backward that is to fail."""
 
@@ -266,6 +331,9 @@ CALLS_UNDER_WAY = [
     ("read in backward", read_in_backward, (3,)),
     ("other weights", partial(compared, trained_from_other_weights), (0, 3)),
     ("driven by hand", driven_by_hand, (1, 3)),
+    ("reduced in two dtypes", reduced_in_two_dtypes, (3,)),
+    ("loaded while gathered", loaded_while_gathered, (1, 3)),
+    ("edits between forwards", partial(compared, trained_with_edits_between), (3,)),
     ("backward that fails", partial(compared, trained_after_failed_backwards), (2, 3)),
 ]
 """Ways through the library, with the levels at which they run."""

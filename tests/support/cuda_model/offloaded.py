@@ -111,3 +111,12 @@ def saved_behind(level: int, meshes: Meshes) -> None:
         buffer.stage(weights, is_changing=lambda tensor, number=number: number % 2 == 0)
     buffer.finish()
     buffer.close()
+
+
+def saved_behind_on_another_stream(level: int, meshes: Meshes) -> None:
+    """Do the same where the training has a stream of its own."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        saved_behind(level, meshes)
+    torch.cuda.current_stream().wait_stream(stream)

@@ -27,7 +27,12 @@ from megatron_fsdp import MixedPrecisionPolicy, fully_shard, fully_shard_model
 from tests.support.cuda_model.calls_under_way import CALLS_UNDER_WAY, STARTED_BETWEEN
 from tests.support.cuda_model.group_programs import groups_of_some_ranks
 from tests.support.cuda_model.machine import cuda_model
-from tests.support.cuda_model.offloaded import offloaded_by_hand, offloaded_in_blocks, saved_behind
+from tests.support.cuda_model.offloaded import (
+    offloaded_by_hand,
+    offloaded_in_blocks,
+    saved_behind,
+    saved_behind_on_another_stream,
+)
 from tests.support.cuda_model.owners import owners_of_matrices, owners_of_slices
 from tests.support.cuda_model.stacks import stack_on, step
 from tests.support.fsdp.meshes import Meshes, device_type
@@ -404,7 +409,7 @@ SCENARIOS: dict[str, Scenario] = {  # by name
     "registered experts": case(EXPERTS, mesh="ep2", num_ranks=4, steps=3, **REGISTERED),
     **{
         f"offloaded level{n}": case(zero_dp_strategy=n, microbatches=num, clip=2.0, **OFFLOADED)
-        for n, num in ((1, 2), (3, 1))
+        for n, num in ((0, 2), (1, 2), (3, 1))
     },
     "offloaded to pageable memory": case(
         microbatches=2, clip=2.0, offload_policy=Offload(pins=False), backend=WITH_GLOO
@@ -420,6 +425,7 @@ SCENARIOS: dict[str, Scenario] = {  # by name
         for n in (1, 3)
     },
     "saved behind level3": Scenario(2, partial(saved_behind, 3)),
+    "saved behind another stream": Scenario(2, partial(saved_behind_on_another_stream, 3)),
     "offloaded bf16": case(
         microbatches=2,
         optimizer="adamw",

@@ -51,6 +51,20 @@ def registered_for_a_while() -> None:
     dist.destroy_process_group()
 
 
+def test_collectives_in_registered_memory_are_counted(ranks: Ranks) -> None:
+    assert ranks(2, collectives_in_registered_memory) == [1, 1]
+
+
+def collectives_in_registered_memory() -> int:
+    with cuda_model(compares_order=False) as model:
+        backend, pool, memory = pool_of(8)
+        dist.all_reduce(memory[0])  # not registered yet
+        backend.register_mem_pool(pool)
+        dist.all_reduce(memory[0])
+        backend.deregister_mem_pool(pool)
+    return model.nccl.num_registered
+
+
 def registered_without_a_communicator() -> None:
     _, pool, _memory = pool_of(8)
     group: Any = dist.new_group()
