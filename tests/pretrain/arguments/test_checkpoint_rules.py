@@ -89,9 +89,10 @@ def test_a_url_is_of_a_store_that_is_known_or_refused() -> None:
     ]
 
 
-def test_a_url_of_a_directory_is_its_path() -> None:
-    args, _ = parse(f"{MOCK} --save file:///tmp/with%20blank --load /tmp/x --save-interval 1")
-    assert (args.save, args.load) == ("/tmp/with blank", "/tmp/x")
+def test_a_url_of_a_directory_is_its_path(tmp_path: Path) -> None:
+    load = tmp_path / "x"
+    args, _ = parse(f"{MOCK} --save file:///tmp/with%20blank --load {load} --save-interval 1")
+    assert (args.save, args.load) == ("/tmp/with blank", str(load))
 
 
 @pytest.mark.parametrize(
