@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch.distributed.run
 
-from benchmarks.soak.restarts import LINE, PROGRAM, RestartedJob
+from benchmarks.soak.restarts import LINE, RestartedJob
 from tests.support.pretrain.training_runs import trained
 
 SHORT = f"{LINE} --train-iters 15 --save-interval 7"
@@ -28,7 +28,7 @@ def test_a_killed_rank_is_started_again_and_no_loss_changes(
         num_agents,
         SHORT,
         command=["python", torch.distributed.run.__file__],
-        program=["--no-python", "python", PROGRAM],
+        before=["--no-python", "python"],
         environment=commands,
         max_restarts=9,
     )
