@@ -5,8 +5,8 @@
     torchrun --nproc_per_node 2 benchmarks/soak/faulty_run.py FLAGS [--loop megatron-lm]
 
 FAULT names what happens, on which rank, and after how many iterations; TIMEOUT is that of
-collectives, in seconds. The last rank adds what it loads and every step to the file RECORD_STEPS, one
-a line. All may be left out.
+collectives, in seconds. The last rank adds what it loads and every step to the file RECORD_STEPS,
+one a line. All may be left out.
 """
 
 import json

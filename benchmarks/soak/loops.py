@@ -8,6 +8,7 @@ hooks that are set before a run begins, in its process.
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import sys
 from collections.abc import Callable, Sequence
@@ -29,9 +30,7 @@ from megatron.pretrain.report.report import Report
 from tests.support import megatron_release
 from tests.support.warm_programs import free_port
 
-COUNTING = "--tokenizer-type NullTokenizer --vocab-size 99"
-"""Of the corpus of the tests, whose model has 100 rows."""
-
+NULL_TOKENIZER = re.compile(r"--tokenizer-type NullTokenizer --vocab-size (\d+)")
 History = list[dict[str, float]]
 OnLoad = Callable[[int, History | None], None]
 """Called with the iteration at which a run begins, and with the losses that it then has kept."""
@@ -152,7 +151,9 @@ class MegatronLmLoop(Loop):
         Newer releases count the end of a document among the ids of NullTokenizer, and this
         program's data sets have one more id then.
         """
-        rows = ["--padded-vocab-size", "100"] if COUNTING in line else []
+        found = NULL_TOKENIZER.search(line)
+        is_exact = "--make-vocab-size-divisible-by 1 " in line and "--padded-vocab-size" not in line
+        rows = ["--padded-vocab-size", str(int(found[1]) + 1)] if found and is_exact else []
         return [*shlex.split(line), *rows, megatron_lm_loop.FLAG, MEGATRON_LM]
 
     def import_modules(self) -> None:
