@@ -48,6 +48,9 @@ MLA = (
 SP = "--tensor-model-parallel-size 2 --sequence-parallel"
 VPP = "--num-layers 4 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"
 OVERLAP = "--overlap-grad-reduce --overlap-param-gather"
+ALL_TO_ALL = "--moe-token-dispatcher-type alltoall"
+HIDDEN = f"{OVERLAP} --overlap-moe-expert-parallel-comm"
+"""The combined 1F1B schedule, in which experts communicate beside compute."""
 HYBRID_OPTIM = "--num-distributed-optimizer-instances 2 --outer-dp-sharding-strategy optim"
 AWARE = (
     "--bf16 --transformer-impl transformer_engine --use-distributed-optimizer"
@@ -116,6 +119,8 @@ ROWS = {
     "mla": Row(4, f"{SP} {MLA}"),
     "bf16": Row(2, "--bf16"),
     "ep": Row(4, f"{MOE} --expert-model-parallel-size 2"),
+    "offload": Row(2, fsdp="--optimizer-cpu-offload --optimizer-offload-fraction 0.5"),
+    "ep-overlap": Row(4, f"{MOE} --expert-model-parallel-size 2 --bf16 {ALL_TO_ALL}", HIDDEN),
     "ep-tp": Row(4, f"{MOE} {SP} --expert-model-parallel-size 2"),
     "ep-zero2": Row(
         4,

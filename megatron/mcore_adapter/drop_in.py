@@ -111,12 +111,12 @@ class Installation(ExitStack):
     def __init__(self) -> None:
         super().__init__()
         self._replaced = _replaced_names()
-        self.version = 1  # the generation that the command line asks for
+        self.settings: dict[str, Any] = {}  # of the engine, that the command line asks for
 
     def replace(self, program: LoopProgram) -> None:
         """Replace names and methods, and prepare the process."""
         self.callback(_forget_installation)
-        self.version = program.version
+        self.settings = program.settings
         self.replace_names()
         self.callback(exchange, [(ours, theirs) for theirs, ours in self._replaced.values()])
         for owner, name, method in METHODS:
@@ -237,8 +237,10 @@ class DropInDataParallel(FullyShardedDataParallel):
             return super().__new__(cls)
         given = inspect.signature(FullyShardedDataParallel).bind(*args, **kwargs).arguments
         config = given["ddp_config"]
-        if _installation is not None and not hasattr(config, "megatron_fsdp_version"):
-            config.megatron_fsdp_version = _installation.version  # releases before 0.20
+        if _installation is not None:
+            for name, value in _installation.settings.items():
+                if not hasattr(config, name):  # what releases have no field for
+                    setattr(config, name, value)
         is_first = generation_of(config) == 1
         return super().__new__(FirstGeneration if is_first else SecondGeneration)
 

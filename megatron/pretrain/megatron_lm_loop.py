@@ -8,9 +8,12 @@ that loop asks for, is added: positions, a tokenizer, and data.
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import redirect_stdout
+from dataclasses import asdict
 from itertools import zip_longest
 from typing import Any
 
@@ -19,12 +22,16 @@ import megatron.core
 from megatron.mcore_adapter.megatron_lm.loop_flags import LoopFlagError
 from megatron.mcore_adapter.releases import tested
 from megatron.mcore_adapter.run.environment import say
+from megatron.pretrain.arguments.parser import parser_of_given_flags
 from megatron.pretrain.data import gpt_datasets
 from megatron.pretrain.data.tokenizer_choice import OF_TYPES, TokenizerChoice
 from megatron.pretrain.data.tokenizers import NUM_BYTES, build_tokenizer
+from megatron.pretrain.dry_run import print_dry_run
+from megatron.pretrain.ranks import SINGLE_RANK
 
 FLAG, VARIABLE = "--loop", "MEGATRON_LOOP"
 OWN, MEGATRON_LM = "own", "megatron-lm"
+DRY_RUN, DRY_RUN_RANKS = "--dry-run", "--dry-run-ranks"
 EVAL_INTERVAL = "1000"
 """The loop's default before 0.19, which has none and fails without."""
 NEVER = str(10**9)
@@ -33,8 +40,18 @@ BYTES = "ByteTokenizer"
 
 
 def chosen_loop(words: Sequence[str]) -> str:
-    """Return the loop that a command line, or else the environment, asks for."""
-    return _value(words, FLAG) or os.environ.get(VARIABLE) or OWN
+    """Return the loop that a command line, or else the environment, asks for.
+
+    Another value of the flag is refused with all other problems of the command line.
+    """
+    chosen = os.environ.get(VARIABLE) or OWN
+    if chosen not in (OWN, MEGATRON_LM):
+        tested.end_program(
+            f"pretrain_gpt.py: error: {VARIABLE}={chosen} in the environment: expected is {OWN} or"
+            f" {MEGATRON_LM}",
+            2,
+        )
+    return _value(words, FLAG) or chosen
 
 
 def main(words: Sequence[str]) -> int:
@@ -52,6 +69,11 @@ def main(words: Sequence[str]) -> int:
             2,
         )
     tokenizer = _value(words, "--tokenizer-type") or BYTES
+    is_dry = DRY_RUN in words
+    if is_dry:
+        os.environ.update(RANK="0", WORLD_SIZE=_value(words, DRY_RUN_RANKS) or "1")
+    for name, value in SINGLE_RANK.items():
+        os.environ.setdefault(name, value)
     sys.argv[1:] = completed(words)
     try:
         from megatron.mcore_adapter import drop_in
@@ -60,6 +82,8 @@ def main(words: Sequence[str]) -> int:
     except (LoopFlagError, RuntimeError, tested.ReleaseError) as error:
         tested.end_program(f"pretrain_gpt.py: error: {error}", 2)
 
+    if is_dry:
+        return dry_run(tokenizer)
     from megatron.mcore_adapter.megatron_lm import gpt_program
 
     def build(args: Any, num_samples: Sequence[int]) -> Sequence[Any]:
@@ -71,7 +95,8 @@ def main(words: Sequence[str]) -> int:
 
 def completed(words: Sequence[str]) -> list[str]:
     """Return the command line as the loop takes it."""
-    kept = _without(words, FLAG)
+    kept = _without([word for word in words if word != DRY_RUN], FLAG)
+    kept = _without(kept, DRY_RUN_RANKS)
     if _value(words, "--tokenizer-type") in (None, BYTES):
         kept = _without(kept, "--tokenizer-type")
         kept += ["--tokenizer-type", "NullTokenizer", "--vocab-size", str(NUM_BYTES + 1)]
@@ -85,6 +110,23 @@ def completed(words: Sequence[str]) -> list[str]:
     return kept
 
 
+def dry_run(kind: str) -> int:
+    """Check the command line as the loop does, print what follows from it, and return 0.
+
+    Args:
+        kind: type of the tokenizer of the command line.
+    """
+    from megatron.training import arguments
+
+    args = arguments.parse_args()
+    with redirect_stdout(io.StringIO()):  # a list of all arguments
+        arguments.validate_args(args)
+    _, defaults = parser_of_given_flags()  # of what that loop does not know
+    choice = asdict(tokenizer_choice(args, kind))
+    print_dry_run(argparse.Namespace(**{**defaults, **vars(args), **choice}), say)
+    return 0
+
+
 def build_datasets(args: argparse.Namespace, kind: str) -> Sequence[Any]:
     """Return the data for training, validation and test, as our own loop builds it; a collective.
 
@@ -96,8 +138,7 @@ def build_datasets(args: argparse.Namespace, kind: str) -> Sequence[Any]:
         ValueError: the data is missing, damaged or too small, or has tokens that the model lacks;
             the same on every rank.
     """
-    settings = {name: getattr(args, name) for name, kinds in OF_TYPES.items() if kind in kinds}
-    tokenizer = build_tokenizer(TokenizerChoice(kind, **settings))
+    tokenizer = build_tokenizer(tokenizer_choice(args, kind))
     if tokenizer.vocab_size > args.padded_vocab_size:
         raise ValueError(
             f"the tokenizer has {tokenizer.vocab_size} tokens, the model"
@@ -107,6 +148,12 @@ def build_datasets(args: argparse.Namespace, kind: str) -> Sequence[Any]:
     for line in source.lines if source is not None else ():
         say(line)
     return gpt_datasets.build_datasets(args, tokenizer, source)
+
+
+def tokenizer_choice(args: argparse.Namespace, kind: str) -> TokenizerChoice:
+    """Return a type of tokenizer with its settings; the loop has those of all types."""
+    settings = {name: getattr(args, name) for name, kinds in OF_TYPES.items() if kind in kinds}
+    return TokenizerChoice(kind, **settings)
 
 
 def _value(words: Sequence[str], flag: str) -> str | None:

@@ -11,6 +11,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
+from typing import Any
+
+from megatron.fsdp import Offload
+from megatron.mcore_adapter.run.optimizer_names import MUON
 
 FSDP = "--use-megatron-fsdp"
 EVERY_RUN_HAS = "--micro-batch-size"
@@ -37,15 +41,27 @@ ASYNC_VALUES = {"--async-strategy": ("mcore", "")}
 ASYNC_SWITCHES = ("--use-persistent-ckpt-worker",)
 """Without them the loop refuses ``--async-save``, or asks for another package."""
 
+NOT_TOGETHER = {
+    "--overlap-moe-expert-parallel-comm": (
+        *("--fsdp-double-buffer", "--use-nccl-ub", "--mtp-num-layers"),
+    ),
+    "--delay-wgrad-compute": ("--megatron-fsdp-enable-fine-grained-param-gather",),
+    "--optimizer-cpu-offload": ("--use-precision-aware-optimizer",),
+}
+"""Flag -> others that the engine does not have at the same time."""
+
 STOPPING = ("--exit-signal-handler",)
 """After SIGTERM, which batch systems send before they end a job, the loop saves."""
+
+OFFLOAD = "--optimizer-cpu-offload"
+FOR_ADAM = ("--fp16", "--optimizer-cpu-offload", "--use-precision-aware-optimizer")
+"""Flags that Muon does not go with."""
 
 OWN_FLAGS = ("--no-load-fallback", "--no-verify-integrity", "--no-check-checkpoint-args")
 """Switches of this project's checkpoints, which no loop of Megatron-LM knows."""
 
 FSDP_REFUSED = {
     "--use-torch-fsdp2": "it is another implementation of the same",
-    "--overlap-moe-expert-parallel-comm": "its schedule runs parts of layers, which are not units",
     "--yaml-cfg": "the loop would take the flags from that file only",
 }
 """Flag -> why it cannot be used together with ``--use-megatron-fsdp``."""
@@ -62,7 +78,7 @@ CPU_SWITCHES = (
 )
 KERNELS = (
     *("--moe-permute-fusion", "--moe-router-fusion", "--moe-enable-deepep", "--tp-comm-overlap"),
-    *("--optimizer-cpu-offload", "--nccl-ub"),
+    "--nccl-ub",
 )
 """Flags that need kernels or memory of a GPU."""
 KERNELS_OF_ENGINE = (
@@ -88,6 +104,8 @@ class LoopCommandLine:
     """Transformer Engine can be imported."""
     has_version: bool = False
     """The loop knows the flag of the generation."""
+    has_muon: bool = True
+    """The package of Muon can be imported."""
     added: list[str] = field(default_factory=list)
     """Words to append."""
     unset: list[str] = field(default_factory=list)
@@ -115,6 +133,19 @@ class LoopCommandLine:
                 kept.append(word)
             before = word
         return [*kept, *self.added]
+
+    def settings(self) -> dict[str, Any]:
+        """Return the attributes of ``ddp_config`` that the engine reads, and releases may lack."""
+        if not self.is_of_the_loop:
+            return {}
+        settings: dict[str, Any] = {"megatron_fsdp_version": self.version}
+        if self._value("--optimizer") in MUON:  # whole matrices stay on one rank
+            settings["megatron_fsdp_granularity"] = "prefer_tensors"
+        if self._has(OFFLOAD):
+            pins = not (self._has("--no-pin-cpu-grads") or self._has("--no-pin-cpu-params"))
+            fraction = float(self._value("--optimizer-offload-fraction") or 1.0)
+            settings["megatron_fsdp_offload_policy"] = Offload(fraction=fraction, pins=pins)
+        return settings
 
     def own_arguments(self) -> dict[str, bool]:
         """Return the values of :data:`OWN_FLAGS` by their destinations."""
@@ -162,6 +193,12 @@ class LoopCommandLine:
         for flag, reason in FSDP_REFUSED.items():
             if self._has(flag):
                 self.problems.append(f"{flag} with {FSDP}: {reason}; leave one of them out")
+        self._check_strategies()
+        self._check_muon()
+        for flag, others in NOT_TOGETHER.items():
+            for other in others:
+                if self._has(flag) and self._has(other):
+                    self.problems.append(f"{flag} does not go with {other}: leave one out")
         interval = "--check-weight-hash-across-dp-replicas-interval"
         strategy = self._value("--data-parallel-sharding-strategy")
         if self._has(interval) and strategy == "optim_grads_params":
@@ -172,6 +209,36 @@ class LoopCommandLine:
             # Scripts set it for tensor parallelism, and the loop refuses it here: with a single
             # queue, communication and compute could not overlap.
             self.unset.append(CONNECTIONS)
+
+    def _check_strategies(self) -> None:
+        strategy, outer = "--data-parallel-sharding-strategy", "--outer-dp-sharding-strategy"
+        instances = "--num-distributed-optimizer-instances"
+        level = self._value(strategy)
+        if self._value(outer) == "optim":
+            if level != "optim_grads_params":
+                self.problems.append(
+                    f"{outer} optim needs {strategy} optim_grads_params, got {level}"
+                )
+            if self._value(instances) in (None, "1"):
+                self.problems.append(f"{outer} optim needs an outer axis: give {instances}")
+        meta = "--init-model-with-meta-device"
+        if self._has(meta) and level == "no_shard":
+            self.problems.append(
+                f"{meta} with {strategy} no_shard: every rank has all weights anyway; leave it out"
+            )
+
+    def _check_muon(self) -> None:
+        name = f"--optimizer {self._value('--optimizer')}"
+        if self._value("--optimizer") not in MUON:
+            return
+        if not self.has_muon:
+            self.problems.append(
+                f"{name} needs the package emerging_optimizers, for Python 3.12 or newer: pip"
+                " install emerging-optimizers"
+            )
+        for flag in FOR_ADAM:
+            if self._has(flag):
+                self.problems.append(f"{flag} with {name}: it is for adam; leave it out")
 
     def _complete_for_cpu(self) -> None:
         flag, value = ENGINE

@@ -93,6 +93,15 @@ class LoopOnCpu:
         setattr(owner, name, replacement)
 
 
+def with_own_random_state(original: Callable[..., Any], given: dict[str, Any]) -> Any:
+    """Build the data without a change of the random state, which a checkpoint may have set.
+
+    A loader of torch draws a number from the CPU's generator. Dropout on a GPU has another one.
+    """
+    with torch.random.fork_rng(devices=[]):
+        return original(**given)
+
+
 class CoreAttention:
     """A factory of the attention of a local layer: ours where Megatron-Core's lacks a feature.
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
 import sys
 import typing
@@ -18,10 +19,11 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.fp8_utils import HAVE_TE
 
 from megatron.mcore_adapter import cpu
-from megatron.mcore_adapter.megatron_lm.loaded_names import exchange
+from megatron.mcore_adapter.megatron_lm import loop_optimizers
+from megatron.mcore_adapter.megatron_lm.loaded_names import exchange, with_original
 from megatron.mcore_adapter.megatron_lm.loop_checkpoints import LoopCheckpoints
 from megatron.mcore_adapter.megatron_lm.loop_flags import LoopCommandLine
-from megatron.mcore_adapter.megatron_lm.loop_on_cpu import LoopOnCpu
+from megatron.mcore_adapter.megatron_lm.loop_on_cpu import LoopOnCpu, with_own_random_state
 from megatron.mcore_adapter.megatron_lm.loop_watch import LoopWatch
 from megatron.mcore_adapter.releases import tested
 
@@ -47,8 +49,9 @@ class LoopProgram:
         self._command_line = LoopCommandLine(
             *(sys.argv[1:], os.environ, self._has_cuda, tested.has_loop(), HAVE_TE),
             has_version=any(one.name == "megatron_fsdp_version" for one in SETTINGS),
+            has_muon=importlib.util.find_spec("emerging_optimizers") is not None,
         ).complete()
-        self.version = self._command_line.version if self._command_line.is_of_the_loop else 1
+        self.settings = self._command_line.settings()
         self._given = list(sys.argv)
         self._completed = [sys.argv[0], *self._command_line.completed]
         self._undo = ExitStack()
@@ -74,17 +77,29 @@ class LoopProgram:
 
     def _replace_functions(self) -> None:
         """Let the loop save, load and be watched by the code that both loops share."""
-        checkpointing, training, initialize = (
-            importlib.import_module(f"megatron.training.{name}")
-            for name in ("checkpointing", "training", "initialize")
-        )
+        tested.find_loop_of(Path(sys.argv[0]))
+        try:
+            checkpointing, training, initialize = (
+                importlib.import_module(f"megatron.training.{name}")
+                for name in ("checkpointing", "training", "initialize")
+            )
+        except ImportError:  # the program will fail at the same, and say so
+            return
         checkpoints = LoopCheckpoints(
             (checkpointing, training, initialize), self._command_line.own_arguments()
         )
         watch = LoopWatch(initialize)
+        arguments = importlib.import_module("megatron.training.arguments")
         self._undo.callback(watch.close)
         self._undo.callback(checkpoints.close)
-        pairs = [*checkpoints.replacements(), *watch.replacements()]
+        pairs = [
+            *checkpoints.replacements(),
+            *watch.replacements(),
+            *loop_optimizers.replacements(arguments, training),
+        ]
+        if not self._has_cuda:
+            iterators = training.build_train_valid_test_data_iterators
+            pairs.append((iterators, with_original(iterators, with_own_random_state)))
         exchange(pairs)
         self._undo.callback(exchange, [(ours, theirs) for theirs, ours in pairs])
 

@@ -15,6 +15,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 TESTED = ("0.16.0", "0.16.1", "0.17.1", "0.18.2", "0.19.2")
 """Releases that the tests were run on, the oldest first."""
@@ -84,7 +85,7 @@ def check_or_exit() -> None:
         end_program(f"error: {error}", 1)
 
 
-def end_program(message: str, status: int) -> None:
+def end_program(message: str, status: int) -> NoReturn:
     """Print one line on the first rank, and exit there; other ranks are ended by torchrun then."""
     if os.environ.get("RANK", "0") == "0":
         print(message, file=sys.stderr, flush=True)
@@ -110,6 +111,11 @@ def use_checkout_of(program: Path) -> None:
     would then meet the release of Megatron-Core that is installed.
     """
     sys.path.insert(0, str(program.resolve().parent))
+    find_loop_of(program)
+
+
+def find_loop_of(program: Path) -> None:
+    """Let imports find the loop of the checkout that a program is in, if they find none."""
     checkout = _checkout_above(program)
     if checkout is not None and _found_by_import("megatron.training") is None:
         sys.path.insert(1, str(checkout))

@@ -76,7 +76,6 @@ def test_the_single_queue_of_scripts_for_tensor_parallelism_is_removed() -> None
         (["--ckpt-format=fsdp_dtensor", "--ckpt-format=torch"], "--ckpt-format torch with"),
         (["--ckpt-format", "zarr"], "write --ckpt-format fsdp_dtensor or leave it out"),
         (["--use-torch-fsdp2"], "leave one of them out"),
-        (["--overlap-moe-expert-parallel-comm"], "parts of layers"),
         ([*SECOND, "--use-distributed-optimizer"], "--megatron-fsdp-version 2: hooks do"),
         (["--megatron-fsdp-version", "3"], "expects 1 or 2 but got 3"),
         (["--check-weight-hash-across-dp-replicas-interval", "5"], "have no replicas"),
@@ -120,3 +119,50 @@ def test_a_cpu_keeps_layers_of_transformer_engine_where_they_can_be_imported() -
 def test_the_second_generation_needs_the_flag() -> None:
     with pytest.raises(LoopFlagError, match="--megatron-fsdp-version needs --use-megatron-fsdp"):
         completed([*RUN, *SECOND])
+
+
+def test_a_run_that_saves_stops_at_a_signal_and_writes_by_itself() -> None:
+    assert "--exit-signal-handler" in completed([*FSDP, "--save", "folder"]).added
+    assert "--exit-signal-handler" not in completed(FSDP).added
+    added = completed([*FSDP, "--save", "folder", "--async-save"]).added
+    for word in ["--async-strategy", "mcore", "--use-persistent-ckpt-worker"]:
+        assert word in added
+
+
+def test_flags_of_this_project_are_kept_from_the_loop() -> None:
+    line = completed([*FSDP, "--no-load-fallback", "--swiglu"])
+    assert "--no-load-fallback" not in line.completed and "--swiglu" in line.completed
+    assert line.own_arguments() == {
+        "no_load_fallback": True,
+        "no_verify_integrity": False,
+        "no_check_checkpoint_args": False,
+    }
+
+
+def test_the_engine_gets_settings_that_no_release_has_a_field_for() -> None:
+    assert completed([*FSDP, *SECOND]).settings() == {"megatron_fsdp_version": 2}
+    words = "--optimizer-cpu-offload --optimizer-offload-fraction 0.5 --no-pin-cpu-grads"
+    policy = completed([*FSDP, *words.split()]).settings()["megatron_fsdp_offload_policy"]
+    assert (policy.fraction, policy.pins) == (0.5, False)
+    muon = completed([*FSDP, "--optimizer", "muon"]).settings()
+    assert muon["megatron_fsdp_granularity"] == "prefer_tensors"
+
+
+def test_all_contradictions_are_told_at_once() -> None:
+    words = (
+        "--optimizer muon --fp16 --outer-dp-sharding-strategy optim"
+        " --data-parallel-sharding-strategy no_shard --init-model-with-meta-device"
+        " --overlap-moe-expert-parallel-comm --mtp-num-layers 1"
+    )
+    line = LoopCommandLine([*FSDP, *words.split()], {}, True, has_loop=True, has_muon=False)
+    with pytest.raises(LoopFlagError) as error:
+        line.complete()
+    for part in (
+        "--outer-dp-sharding-strategy optim needs --data-parallel-sharding-strategy optim_grads",
+        "needs an outer axis",
+        "--init-model-with-meta-device with",
+        "pip install emerging-optimizers",
+        "--fp16 with --optimizer muon",
+        "--overlap-moe-expert-parallel-comm does not go with --mtp-num-layers",
+    ):
+        assert part in str(error.value)

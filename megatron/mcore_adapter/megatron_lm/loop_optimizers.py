@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Optimizers that Megatron-LM's loop has no sharded form of: Muon, and updates in host memory.
+
+The loop refuses the one together with FSDP, and has an optimizer of its own for the other. So it
+checks its arguments as those of Adam on the device. Then the optimizer is built by this project:
+see :func:`~megatron.mcore_adapter.core_optimizers.build_muon`, and ``Offload``.
+"""
+
+from __future__ import annotations
+
+import inspect
+import traceback
+from collections.abc import Callable, Iterator
+from copy import copy
+from types import ModuleType
+from typing import Any
+
+import torch
+from megatron.core.optimizer import get_megatron_optimizer
+
+from megatron.mcore_adapter.core_optimizers import build_muon
+from megatron.mcore_adapter.megatron_lm.loaded_names import with_original
+from megatron.mcore_adapter.releases import tested
+from megatron.mcore_adapter.run.optimizer_names import MUON
+
+BUILDERS = ("get_megatron_optimizer", "get_megatron_muon_optimizer")
+"""The loop's names for functions that build an optimizer; the second one before 0.18."""
+OF_ADAM = "dump_param_to_param_group_map"
+"""An argument of these functions that Muon's groups do not fit."""
+BOTH_BACKENDS = "cpu:gloo,cuda:nccl"
+
+
+def replacements(arguments: ModuleType, training: ModuleType) -> Iterator[tuple[object, object]]:
+    """Yield pairs of a function of the loop and its replacement.
+
+    Args:
+        arguments: ``megatron.training.arguments``.
+        training: ``megatron.training.training``.
+    """
+    yield arguments.validate_args, with_original(arguments.validate_args, validate_args)
+    for name in BUILDERS:
+        original = getattr(training, name, None)
+        if original is not None:
+            yield original, with_original(original, build)
+
+
+def validate_args(original: Callable[..., Any], given: dict[str, Any]) -> Any:
+    """Check and complete the arguments, as those of Adam on the device.
+
+    The loop checks by assertions: the message of one that fails ends the program.
+    """
+    args = given["args"]
+    is_muon, is_offloaded = args.optimizer in MUON, args.optimizer_cpu_offload
+    if not args.use_megatron_fsdp:
+        return original(**given)
+    if is_muon:
+        args.optimizer = "adam"
+    args.optimizer_cpu_offload = False
+    try:
+        return original(**given)
+    except AssertionError as error:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        words = str(error) or place.line
+        tested.end_program(f"error: {words} ({place.filename}:{place.lineno})", 2)
+    finally:
+        if is_muon:
+            args.optimizer = "muon"  # "dist_muon" names the same
+        args.optimizer_cpu_offload = is_offloaded
+        if is_offloaded and torch.cuda.is_available() and args.distributed_backend == "nccl":
+            args.distributed_backend = BOTH_BACKENDS  # shards in host memory are reduced there
+
+
+def build(original: Callable[..., Any], given: dict[str, Any]) -> Any:
+    """Build the optimizer of the loop."""
+    config, model = given["config"], given["model_chunks"]
+    if not all(chunk.ddp_config.use_megatron_fsdp for chunk in model):
+        return original(**given)
+    config = copy(config)
+    config.optimizer_cpu_offload = False  # the wrapper offloads
+    if config.optimizer not in MUON:
+        return original(**{**given, "config": config})
+    settings = {}
+    for name in inspect.signature(get_megatron_optimizer).parameters:
+        if name in given and name not in ("config", "model_chunks", OF_ADAM):
+            settings[name] = given[name]
+    return build_muon(config, model, **settings)

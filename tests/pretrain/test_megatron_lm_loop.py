@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The program's way into Megatron-LM's loop: the choice, the command line, dry runs, saves."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron.pretrain.megatron_lm_loop import chosen_loop, completed
+from tests.support import megatron_release
+from tests.support.megatron_release import RELEASES
+from tests.support.warm_programs import ROOT
+
+MODEL = (
+    "--use-megatron-fsdp --num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32"
+    " --micro-batch-size 2 --global-batch-size 4 --lr 1e-3 --log-interval 1 --eval-iters 0"
+)
+
+
+def start(words: str, folder: Path, release: str | None = None) -> subprocess.CompletedProcess[str]:
+    """Run the program on one rank, with a release of Megatron-Core that has the loop or without."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    if release is not None:
+        megatron_release.require(release)
+        environment |= megatron_release.environment(release)
+    return subprocess.run(
+        [sys.executable, str(ROOT / "pretrain_gpt.py"), *words.split()],
+        cwd=folder,
+        env=environment,
+        text=True,
+        capture_output=True,
+    )
+
+
+def losses(output: str) -> list[str]:
+    return re.findall(r"lm loss: (\S+)", output)
+
+
+def test_the_flag_goes_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert chosen_loop([]) == "own"
+    assert chosen_loop(["--loop=megatron-lm"]) == chosen_loop(["--loop", "megatron-lm"])
+    monkeypatch.setenv("MEGATRON_LOOP", "megatron-lm")
+    assert chosen_loop([]) == "megatron-lm" and chosen_loop(["--loop", "own"]) == "own"
+    monkeypatch.setenv("MEGATRON_LOOP", "mine")
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(SystemExit):
+        chosen_loop([])
+
+
+def test_the_command_line_gets_what_the_loop_asks_for_and_no_more() -> None:
+    words = [
+        "--loop",
+        "megatron-lm",
+        "--dry-run",
+        "--dry-run-ranks",
+        "8",
+        "--seq-length",
+        "32",
+        "--save",
+        "s",
+        "--lr",
+        "1",
+    ]
+    assert completed(words) == [
+        *("--seq-length", "32", "--save", "s", "--lr", "1"),
+        *("--tokenizer-type", "NullTokenizer", "--vocab-size", "257"),
+        *("--max-position-embeddings", "32", "--eval-interval", "1000"),
+        *("--save-interval", "1000000000"),
+    ]
+    full = (
+        "--seq-length 32 --max-position-embeddings 64 --tokenizer-type NullTokenizer --vocab-size 9"
+        " --eval-interval 5 --save s --save-interval 2"
+    )
+    assert completed(full.split()) == full.split()
+
+
+@pytest.mark.exhaustive
+def test_without_a_loop_one_error_names_both_ways_to_get_it(tmp_path: Path) -> None:
+    done = start(f"--loop megatron-lm {MODEL}", tmp_path)
+    assert done.returncode == 2
+    (line,) = [line for line in done.stderr.splitlines() if "error" in line]
+    assert "pip install 'megatron-core>=0.17.1'" in line and "PYTHONPATH" in line
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("release", [RELEASES[0], RELEASES[-1]])
+def test_a_saved_run_goes_on_with_the_same_losses_or_from_the_checkpoint_before(
+    release: str, tmp_path: Path
+) -> None:
+    line = f"--loop megatron-lm {MODEL} --train-iters 4"
+    whole = losses(start(line, tmp_path, release).stdout)
+    assert len(whole) == 4
+    saved = f"{line} --save saved --load saved --save-interval 2"
+    first = start(f"{saved} --exit-interval 3", tmp_path, release)
+    assert losses(first.stdout) == whole[:3], first.stderr
+    newest = tmp_path / "saved" / "iter_0000003" / ".metadata"
+    newest.write_bytes(b"damaged")
+    again = start(saved, tmp_path, release)
+    assert "iter_0000002 is loaded instead" in again.stdout, again.stderr
+    # The loop's line of the second iteration after a start is a mean over both.
+    assert losses(again.stdout)[0] == whole[2], again.stderr
+
+
+@pytest.mark.exhaustive
+def test_a_command_line_is_planned_or_refused_in_one_line(tmp_path: Path) -> None:
+    line = f"--loop megatron-lm {MODEL} --train-iters 4"
+    planned = start(f"{line} --dry-run --dry-run-ranks 2", tmp_path, RELEASES[-1])
+    assert "ranks: 2 = 1 tensor x 1 pipeline x 1 context x 2 data" in planned.stdout, planned.stderr
+    refused = start(f"{line} --tensor-model-parallel-size 3", tmp_path, RELEASES[-1])
+    assert refused.returncode == 2 and "Traceback" not in refused.stderr
