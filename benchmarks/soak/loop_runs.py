@@ -70,6 +70,7 @@ def run(
     line: str,
     *,
     capability: tuple[int, int] | None = None,
+    emerging_optimizers: bool = False,
     sigterm_at: int | None = None,
     at_load: tuple[AtLoad, Any] | None = None,
 ) -> Found:
@@ -80,10 +81,11 @@ def run(
         num_ranks: number of ranks.
         line: command line of pretrain_gpt.py.
         capability: of the emulated device of Transformer Engine; None without that package.
+        emerging_optimizers: with that package.
         sigterm_at: iteration after which each rank gets SIGTERM.
         at_load: function to call in place of the load, and its last argument; the run ends then.
     """
-    packages = Packages(loop.release, capability)
+    packages = Packages(loop.release, capability, emerging_optimizers)
     with tempfile.TemporaryDirectory() as folder:
         arguments = (loop, num_ranks, line, Path(folder), sigterm_at, at_load)
         found: Found = run_apart(_run, *arguments, packages=packages, timeout=TIMEOUT)

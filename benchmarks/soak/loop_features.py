@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Features of the two training loops: rows of `two_loops.py` that compare FSDP with DDP."""
+"""Features of the two training loops: rows of `loop_table.py` that compare FSDP with DDP."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ FEATURES = {
         "1F1B overlap",
         2,
         f"{EP} --moe-token-dispatcher-type alltoall --bf16",
-        "--overlap-moe-expert-parallel-comm --delay-wgrad-compute",
+        "--overlap-moe-expert-parallel-comm",
         elsewhere="`test_overlapped_experts.py`",
     ),
 }
@@ -92,8 +92,11 @@ def feature(name: str, loop: Loop) -> str:
     if loop.name == OWN and each.elsewhere:
         return each.elsewhere
     if loop.name != OWN and each.measured:
-        known = _known_cells()[each.measured][RELEASES.index(str(loop.release))]
-        return f"{known} (`{each.measured}`)" if known else "not run"
+        known = _known_cells().get(each.measured, [""] * len(RELEASES))
+        if cell := known[RELEASES.index(str(loop.release))]:
+            return f"{cell} (`{each.measured}`)"
+        if not each.layout and not each.fsdp:
+            return "not run"
     line = f"{MODEL} {each.layout}"
     ddp = _reference(loop, each.ranks, line)
     found = _run(loop, each.ranks, f"{line} --use-megatron-fsdp {each.fsdp}")
@@ -115,7 +118,8 @@ def _reference(loop: Loop, ranks: int, line: str) -> Found:
 
 def _run(loop: Loop, ranks: int, line: str) -> Found:
     engine = BLACKWELL if "transformer_engine" in line else None
-    return run(loop, ranks, line, capability=engine)
+    is_emerging = "--optimizer muon" in line
+    return run(loop, ranks, line, capability=engine, emerging_optimizers=is_emerging)
 
 
 @functools.cache
