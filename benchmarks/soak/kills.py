@@ -6,9 +6,8 @@
 
 A run of one rank trains two steps, saves and ends, or is struck before it does: killed before a
 change of a file (the creation, renaming or removal of one, or an fsync), killed at any moment, or
-told from a change on that the disk is full. Each start must load the newest published checkpoint,
-with a history of losses without a gap (which only this program's loop keeps), and a step that is
-repeated must have the same loss. The program prints a table in Markdown.
+told from a change on that the disk is full. Each start must load the newest published checkpoint, a
+history of losses (of this program's loop) has no gap, and steps that are repeated the same losses.
 """
 
 from __future__ import annotations
@@ -173,9 +172,8 @@ def become_run(
 
     striker = Striker(folder, strike)
     try:
-        null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, 1)
-        os.dup2(null, 2)
+        for stream in (1, 2):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
         save_directory.WAIT_SECONDS = 0.0
         loop.on_load(tell_loaded)
         loop.on_step(tell_loss)

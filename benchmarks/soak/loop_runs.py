@@ -37,7 +37,7 @@ AtLoad = Callable[[Callable[[], object], TrainedParts], Any]
 
 @dataclass
 class Found:
-    """What a run has told.
+    """The facts that a run has told.
 
     Attributes:
         loaded: iteration that it began at, None if it did not come so far.

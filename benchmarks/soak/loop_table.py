@@ -299,8 +299,8 @@ def _made(folder: Path) -> Path:
 
 
 @dataclass(frozen=True)
-class Row:
-    """A row: its name in the table, and the check."""
+class Check:
+    """A row of the table: its title, and the function that returns its cells."""
 
     title: str
     check: Callable[[Loop, Path], str]
@@ -308,26 +308,28 @@ class Row:
 
 NAMED = ("killed_with_save", "hangs_with_save", "differs", "own_error", "terminated")
 ROWS = {
-    "kills": Row("kills, full disks, two runs (`kills.py`)", kills),
-    "flips": Row("flips in a checkpoint of the other loop", flipped),
-    "restarts": Row("`--max-restarts`: a killed rank, one agent and two", restarted),
-    "ends": Row("the rank at fault is named (`hangs.py`): ends after", ended(*NAMED)),
-    "sigterm": Row("SIGTERM saves, a second start goes on", stopped),
-    "slurm": Row("a job that Slurm preempts comes back (stand-ins)", preempted),
-    "async": Row("`--async-save`, and a start from it", asynchronous),
-    "fallback": Row("the newest is damaged: the one before is loaded", fallen_back),
-    "other-loop": Row("loads `fsdp_dtensor` of the other loop", of_other_loop),
-    "for-other-loop": Row("its `fsdp_dtensor` is loaded by the other loop", for_other_loop),
-    "torch-dist": Row("loads `torch_dist` of a DDP run of the same loop", torch_dist_of(own=False)),
-    "torch-dist-own": Row("loads `torch_dist` of a DDP run of our loop", torch_dist_of(own=True)),
-    "sample": Row("loads `fsdp_dtensor` of the published package", sample),
-    "hugging-face": Row("begins from a Hugging Face folder", hugging_face),
+    "kills": Check("kills, full disks, two runs (`kills.py`)", kills),
+    "flips": Check("flips in a checkpoint of the other loop", flipped),
+    "restarts": Check("`--max-restarts`: a killed rank, one agent and two", restarted),
+    "ends": Check("the rank at fault is named (`hangs.py`): ends after", ended(*NAMED)),
+    "sigterm": Check("SIGTERM saves, a second start goes on", stopped),
+    "slurm": Check("a job that Slurm preempts comes back (stand-ins)", preempted),
+    "async": Check("`--async-save`, and a start from it", asynchronous),
+    "fallback": Check("the newest is damaged: the one before is loaded", fallen_back),
+    "other-loop": Check("loads `fsdp_dtensor` of the other loop", of_other_loop),
+    "for-other-loop": Check("its `fsdp_dtensor` is loaded by the other loop", for_other_loop),
+    "torch-dist": Check(
+        "loads `torch_dist` of a DDP run of the same loop", torch_dist_of(own=False)
+    ),
+    "torch-dist-own": Check("loads `torch_dist` of a DDP run of our loop", torch_dist_of(own=True)),
+    "sample": Check("loads `fsdp_dtensor` of the published package", sample),
+    "hugging-face": Check("begins from a Hugging Face folder", hugging_face),
 }
 for name, each in FEATURES.items():
-    ROWS[name] = Row(each.title, lambda loop, folder, name=name: feature(name, loop))
+    ROWS[name] = Check(each.title, lambda loop, folder, name=name: feature(name, loop))
 
 
-def cell_of(row: Row, loop: Loop) -> str:
+def cell_of(row: Check, loop: Loop) -> str:
     """Run a check; a failure is a cell too."""
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -339,7 +341,7 @@ def cell_of(row: Row, loop: Loop) -> str:
     return " ".join(cell.replace("|", "/").replace(str(ROOT), ".").split())
 
 
-def with_cell(table: str, row: Row, column: str, cell: str) -> str:
+def with_cell(table: str, row: Check, column: str, cell: str) -> str:
     """Return the text of the table with one cell more, rows as in `ROWS`."""
     before, bar, rest = table.partition("| check |")
     head, rule, *lines = (bar + rest).splitlines()

@@ -109,7 +109,7 @@ def keys_of_this_attempt() -> Iterator[None]:
             settings["init_method"] = rendezvous.INIT_METHOD
         init_process_group(**settings)
 
-    dist.init_process_group = init_attempt
+    dist.init_process_group = init_attempt  # type: ignore[assignment]
     try:
         yield
     finally:
