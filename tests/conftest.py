@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from tests.support import costs, end_of_run, rank_pool, stand_ins
+from tests.support import costs, end_of_run, rank_pool
 from tests.support.process_state import ProcessState
 from tests.support.rank_process import OUR_MODULES
 from tests.support.selection import (
@@ -28,7 +28,7 @@ from tests.support.selection import (
     shuffle,
     what_selects_nothing,
 )
-from tests.support.warm_programs import ROOT, free_port, warm_programs
+from tests.support.warm_programs import warm_commands
 
 STATE = pytest.StashKey[ProcessState]()
 """What the process of the tests was like before the first of them."""
@@ -125,16 +125,5 @@ def ranks() -> Callable[..., list[Any]]:
 @pytest.fixture(scope="session")
 def commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     """Environment variables with which a shell finds `stand_ins`, and these find warm programs."""
-    folder = tmp_path_factory.mktemp("commands")
-    stand_ins.install(folder)
-    kept = {key: value for key, value in os.environ.items() if not key.startswith("SLURM_")}
-    with warm_programs(folder / "socket"):
-        yield {
-            **kept,
-            "PATH": f"{folder}:{os.environ['PATH']}",
-            "PYTHONPATH": str(ROOT),
-            "WARM_PROGRAMS": str(folder / "socket"),
-            "MASTER_PORT": str(free_port()),
-            "OMP_NUM_THREADS": "1",
-            "GLOO_SOCKET_IFNAME": "lo",
-        }
+    with warm_commands(tmp_path_factory.mktemp("commands")) as variables:
+        yield variables

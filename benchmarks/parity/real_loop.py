@@ -180,7 +180,7 @@ def compare(name: str, release: str, on_model: str | None = None) -> tuple[float
         The largest relative differences of losses and of gradient norms, or what failed.
     """
     row = ROWS[name]
-    loop = Loop(release, row.with_engine, row.ranks)
+    loop = ReleasedLoop(release, row.with_engine, row.ranks)
     ours = (*MODEL.split(), *row.layout.split(), "--use-megatron-fsdp", *row.fsdp.split())
     if row.graphs:
         results = [loop.run(ours, on_model)]
@@ -199,7 +199,7 @@ def compare(name: str, release: str, on_model: str | None = None) -> tuple[float
 
 
 @dataclass(frozen=True)
-class Loop:
+class ReleasedLoop:
     """Megatron-LM's loop of a release, with layers of Transformer Engine or without."""
 
     release: str
@@ -215,7 +215,7 @@ class Loop:
 
 
 @functools.cache
-def reference(loop: Loop, layout: str) -> dict[str, Any]:
+def reference(loop: ReleasedLoop, layout: str) -> dict[str, Any]:
     """Return the run with DDP, once for all rows that have it."""
     return loop.run((*MODEL.split(), *layout.split()))
 

@@ -16,7 +16,7 @@ import shutil
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -33,7 +33,7 @@ from tqdm import tqdm
 from megatron.checkpoint.commands.formats import open_checkpoint
 from megatron.checkpoint.commands.verification import find_problems
 from megatron.checkpoint.core.parts import progress_of
-from megatron.pretrain.loop import TrainingRun
+from megatron.mcore_adapter.run.run_state import TrainedParts
 from tests.support.checkpoint.changed_checkpoints import without_manifest
 from tests.support.pretrain.saved_runs import FSDP, GATED, SIX
 from tests.support.pretrain.training_runs import (
@@ -106,7 +106,21 @@ def draw_flips(source: Path, random_numbers: Random, count: int) -> list[Flip]:
 def load_flipped(line: str, folder: str, flips: Sequence[Flip]) -> list[FlipOutcome]:
     """Job: load a checkpoint with each of the flips into one run."""
     run = build(f"{line} --load {folder}")
-    load_checkpoint(run)
+    return load_each(lambda: load_checkpoint(run), run, (folder, flips))
+
+
+def load_each(
+    load: Callable[[], object], run: TrainedParts, place: tuple[str, Sequence[Flip]]
+) -> list[FlipOutcome]:
+    """Load a checkpoint with each of the flips, in a run of either loop; a collective.
+
+    Args:
+        load: loads the checkpoint into the run.
+        run: model, optimizer and schedule.
+        place: folder of the checkpoint, and the flips.
+    """
+    folder, flips = place
+    load()
     expected = fingerprint(run)
     outcomes = []
     for flip in flips:
@@ -120,7 +134,7 @@ def load_flipped(line: str, folder: str, flips: Sequence[Flip]) -> list[FlipOutc
         run.scheduler.num_steps = 0  # a load adds to it
         before = fingerprint(run)
         try:
-            load_checkpoint(run)
+            load()
         except Exception as error:
             message = f"{type(error).__name__}: {error}"
         differs = fingerprint(run) != (before if message else expected)
@@ -131,7 +145,7 @@ def load_flipped(line: str, folder: str, flips: Sequence[Flip]) -> list[FlipOutc
         dist.barrier()
         run.scheduler.num_steps = 0
         if differs:  # the next flip begins with the right state again
-            load_checkpoint(run)
+            load()
     return outcomes
 
 
@@ -150,7 +164,7 @@ def is_sound(source: Path) -> bool:
         return False
 
 
-def fingerprint(run: TrainingRun) -> str:
+def fingerprint(run: TrainedParts) -> str:
     """Return a digest of all that a load sets on this rank."""
     digest = hashlib.sha256()
     for part in state_parts(run):
@@ -158,7 +172,7 @@ def fingerprint(run: TrainingRun) -> str:
     return digest.hexdigest()
 
 
-def state_parts(run: TrainingRun) -> Iterator[Any]:
+def state_parts(run: TrainedParts) -> Iterator[Any]:
     for chunk in run.model:
         yield dict(chunk.named_parameters())
         yield dict(chunk.named_buffers())
@@ -169,7 +183,8 @@ def state_parts(run: TrainingRun) -> Iterator[Any]:
             for parameter in group["params"]:
                 yield dict(each.optimizer.state[parameter])
     yield run.scheduler.state_dict()
-    yield vars(run.progress)
+    if hasattr(run, "progress"):  # Megatron-LM's loop sets it when the load is over
+        yield vars(run.progress)
     yield [random.getstate(), np.random.get_state(), torch.get_rng_state()]
     yield tensor_parallel.get_cuda_rng_tracker().get_states()
 
@@ -197,7 +212,12 @@ def outcomes_of(form: str, folder: Path, flips: Sequence[Flip]) -> list[FlipOutc
 
     Ranks whose errors differ are a failure.
     """
-    first, second = run_ranks(2, load_flipped, LINES[form], str(folder), flips, timeout=600)
+    return of_both(run_ranks(2, load_flipped, LINES[form], str(folder), flips, timeout=600))
+
+
+def of_both(outcomes: Sequence[Sequence[FlipOutcome]]) -> list[FlipOutcome]:
+    """Return the outcomes of two ranks together."""
+    first, second = outcomes
     together = []
     for mine, other in zip(first, second):
         assert mine.message == other.message, (mine, other)

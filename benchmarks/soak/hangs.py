@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs in which a rank dies, hangs or falls behind, or that are interrupted, under real torchrun.
 
-    python -m benchmarks.soak.hangs [NAME ...] [--verbose]
+    python -m benchmarks.soak.hangs [NAME ...] [--verbose] [--loop megatron-lm --release 0.19.2]
 
 Each must end in time, with one message that names the rank and the unit, with the right exit code,
 without a traceback of this program, and with no process left.
@@ -11,7 +11,6 @@ import argparse
 import contextlib
 import os
 import re
-import shlex
 import signal
 import subprocess
 import sys
@@ -25,6 +24,7 @@ from pathlib import Path
 import psutil
 import torch
 
+from benchmarks.soak.loops import LOOPS, OWN, RELEASES, Loop, loop_of
 from tests.support.pretrain.training_runs import DATA, NO_DROPOUT, write_counting_corpus
 from tests.support.warm_programs import ROOT, free_port
 
@@ -88,6 +88,7 @@ VARIANTS = (
         timeout=12,
         environment={"ABORTING_BACKEND": "gloo"},
     ),
+    Variant("differs", 20, ("rank 1 is the first that differs, in collective", UNIT), "differ 1 3"),
     Variant("own_error", 15, ("the data of this rank is damaged",), "error 1 3"),
     Variant("store_dies", 20, ("store .* does not answer", UNIT), "kill 0 3", launcher="none"),
     Variant("killed_alone", 15, ("rank 1 has died", WAIT), "kill 1 3", launcher="none"),
@@ -183,9 +184,11 @@ class Ending:
         return found
 
 
-def commands_of(variant: Variant, folder: Path, torchrun: tuple[str, ...]) -> list[list[str]]:
+def commands_of(
+    variant: Variant, folder: Path, torchrun: tuple[str, ...], loop: Loop
+) -> list[list[str]]:
     """Return the commands that start the ranks of a run."""
-    words = [PROGRAM, *shlex.split(f"{LINE} {variant.flags.format(folder=folder)}")]
+    words = [PROGRAM, *loop.words(f"{LINE} {variant.flags.format(folder=folder)}")]
     if "--save " in variant.flags:
         words += ["--save-interval", "1000000"]
     if variant.launcher == "torchrun":
@@ -198,10 +201,21 @@ def run(
     folder: Path,
     torchrun: tuple[str, ...] = TORCHRUN,
     environment: Mapping[str, str] = os.environ,
+    loop: Loop | None = None,
 ) -> Ending:
-    """Run one variant to its end, or for a minute longer than it may take."""
+    """Run one variant to its end, or for a minute longer than it may take.
+
+    Args:
+        variant: how the run ends.
+        folder: an empty one.
+        torchrun: the words that start it.
+        environment: variables of the run.
+        loop: that trains; this program's own if None.
+    """
+    loop = loop or loop_of(OWN)
     mark = uuid.uuid4().hex
     own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", MARK: mark}
+    own |= loop.environment
     own |= {"TIMEOUT": str(variant.timeout), **variant.environment}
     if variant.fault:
         own["FAULT"] = variant.fault
@@ -209,7 +223,7 @@ def run(
     processes: list[subprocess.Popen[bytes]] = []
     output, errors = folder / "output", folder / "errors"
     with output.open("wb") as out, errors.open("wb") as err:
-        for rank, command in enumerate(commands_of(variant, folder, torchrun)):
+        for rank, command in enumerate(commands_of(variant, folder, torchrun, loop)):
             place = {"RANK": str(rank), "WORLD_SIZE": str(variant.num_ranks)}
             place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "LOCAL_RANK": str(rank)}
             process = subprocess.Popen(
@@ -291,7 +305,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Run jobs with failing ranks.")
     parser.add_argument("names", nargs="*")
     parser.add_argument("--verbose", action="store_true", help="print what runs wrote to stderr")
+    parser.add_argument("--loop", choices=LOOPS, default=OWN)
+    parser.add_argument("--release", choices=RELEASES, help="of Megatron-Core")
     wanted = parser.parse_args()
+    loop = loop_of(wanted.loop, wanted.release)
     chosen = [each for each in VARIANTS if not wanted.names or each.name in wanted.names]
     write_counting_corpus()
     num_wrong = 0
@@ -300,7 +317,7 @@ def main() -> int:
     print("| variant | ends after | limit | messages | problems |\n|---|---|---|---|---|")
     for variant in chosen:
         with tempfile.TemporaryDirectory() as folder:
-            ending = run(variant, Path(folder))
+            ending = run(variant, Path(folder), loop=loop)
         problems = ending.problems(variant)
         num_wrong += bool(problems)
         cells = (variant.name, f"{ending.seconds:.1f} s", f"{variant.limit} s")

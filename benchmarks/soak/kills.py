@@ -2,12 +2,12 @@
 """Runs that are killed, or whose disk is full, at any change of a file; and two runs at once.
 
     export OMP_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1
-    python -m benchmarks.soak.kills --kills 500 --seed 1
+    python -m benchmarks.soak.kills --kills 500 --seed 1 [--loop megatron-lm --release 0.19.2]
 
 A run of one rank trains two steps, saves and ends, or is struck before it does: killed before a
 change of a file (the creation, renaming or removal of one, or an fsync), killed at any moment, or
-told from a change on that the disk is full. Each start must load the newest published checkpoint,
-with a history of losses without a gap. The program prints a table in Markdown.
+told from a change on that the disk is full. Each start must load the newest published checkpoint, a
+history of losses (of this program's loop) has no gap, and steps that are repeated the same losses.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ import traceback
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 import click
-import torch.distributed as dist
 
 from benchmarks.soak.flips import LINES
+from benchmarks.soak.loops import LOOPS, OWN, RELEASES, History, Loop, loop_of
 from megatron.checkpoint.commands.formats import open_checkpoint
 from megatron.checkpoint.commands.verification import find_problems
 from megatron.checkpoint.core.parts import progress_of
@@ -43,9 +43,7 @@ from megatron.checkpoint.store import directory
 from megatron.mcore_adapter.checkpoints import save_directory
 from megatron.mcore_adapter.run.errors import RunError
 from megatron.pretrain.arguments import build_parser
-from megatron.pretrain.report import report
-from megatron.pretrain.report.report import Report
-from tests.support.pretrain.training_runs import pretrain, write_counting_corpus
+from tests.support.pretrain.training_runs import write_counting_corpus
 from tests.support.warm_programs import PRELOAD
 
 STEPS = 2
@@ -62,6 +60,8 @@ NEEDS_SPACE = ("open", "os.mkdir", "fsync")
 AT_URL = "fsdp_dtensor at a URL"
 """Saved at ``local://``, a store for all that is known here. It has no locks, and no renames."""
 FORMS = {**LINES, AT_URL: LINES["fsdp_dtensor"]}
+SHARED = "fsdp_dtensor"
+"""The format of both loops."""
 KINDS = ("killed before a change", "killed at any moment", "disk full from a change on")
 
 
@@ -84,7 +84,8 @@ class Attempt:
 
     Attributes:
         loaded: iteration that it began at, None if it did not come so far.
-        history: losses that it then had.
+        history: losses that it then had kept, None for a loop that keeps none.
+        losses: iteration and loss of its steps.
         changes: number of changes of files, known if it came to its end.
         error: message of the error that ended it; empty if none did.
         was_killed: by the strike.
@@ -92,7 +93,8 @@ class Attempt:
     """
 
     loaded: int | None = None
-    history: list[dict[str, float]] | None = None
+    history: History | None = None
+    losses: list[tuple[int, float]] = field(default_factory=list)
     changes: int = 0
     error: str = ""
     was_killed: bool = False
@@ -150,36 +152,33 @@ class Striker:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def draw_nothing(path: Path, *curves: Any) -> None:
-    """Write a file as `draw_loss_curves` does."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_bytes(b"")
-    os.replace(temporary, path)
-
-
-def become_run(line: str, folder: Path, strike: Strike, pipe: int, pause: float) -> NoReturn:
+def become_run(
+    loop: Loop, line: str, folder: Path, strike: Strike, pipe: int, pause: float
+) -> NoReturn:
     """Run in this process, which was forked for it, and write into the pipe what happens."""
 
     def tell(**facts: Any) -> None:
         os.write(pipe, (json.dumps(facts) + "\n").encode())
 
-    begin = Report.begin
-
-    def begin_and_tell(self: Report, progress: Any) -> None:
-        begin(self, progress)
-        tell(loaded=progress.iteration, history=self._history.entries)
+    def tell_loaded(iteration: int, history: History | None) -> None:
+        tell(loaded=iteration, history=history)
         time.sleep(pause)
 
+    losses: list[tuple[int, float | None]] = []
+
+    def tell_loss(iteration: int, loss: float | None, norm: float | None) -> None:
+        losses.append((iteration, loss))
+        tell(losses=losses)
+
     striker = Striker(folder, strike)
-    report.draw_loss_curves = draw_nothing  # drawing takes longer than all the rest
     try:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
+        for stream in (1, 2):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
         save_directory.WAIT_SECONDS = 0.0
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        Report.begin = begin_and_tell
+        loop.on_load(tell_loaded)
+        loop.on_step(tell_loss)
         striker.install()
-        pretrain(line)
+        loop.run(line)
         tell(changes=striker.changes)
     except (ValueError, OSError, RunError) as error:  # what pretrain_gpt.py reports as a message
         tell(error=f"{type(error).__name__}: {error}")
@@ -191,16 +190,46 @@ def become_run(line: str, folder: Path, strike: Strike, pipe: int, pause: float)
 # ---- in the process that starts runs
 
 
+@dataclass
+class Series:
+    """Runs of one loop in one format, in which a step that is repeated has the same loss.
+
+    Args:
+        loop: the loop.
+        form: a name of :data:`FORMS`.
+        losses: by iteration, of all runs so far.
+    """
+
+    loop: Loop
+    form: str
+    losses: dict[int, float] = field(default_factory=dict)
+
+    def start(self, folder: Path, strike: Strike = Strike(), pause: float = 0) -> StartedRun:
+        """Start a run that saves in a folder and goes on there."""
+        location = f"local://{folder}" if self.form == AT_URL else str(folder)
+        line = f"{FORMS[self.form]} {FLAGS} --save {location} --load {location}"
+        line = line.replace("--eval-iters 0", "")
+        return StartedRun(self.loop, line, folder, strike, pause)
+
+    def problems_of_losses(self, attempt: Attempt) -> Iterator[str]:
+        """Compare the losses of a run with those of earlier runs at the same steps."""
+        for number, (iteration, loss) in enumerate(attempt.losses, 1):
+            if attempt.loaded is None or iteration != attempt.loaded + number:
+                yield f"step {iteration} after the start from {attempt.loaded}"
+            elif loss != self.losses.setdefault(iteration, loss):
+                yield f"a loss of {loss} at step {iteration}, not {self.losses[iteration]}"
+
+
 class StartedRun:
     """A run in a process of its own."""
 
-    def __init__(self, line: str, folder: Path, strike: Strike = Strike(), pause: float = 0):
+    def __init__(self, loop: Loop, line: str, folder: Path, strike: Strike, pause: float):
         self._begin = time.perf_counter()
         here, there = os.pipe()
         self.process = os.fork()
         if self.process == 0:
             os.close(here)
-            become_run(line, folder, strike, there, pause)
+            become_run(loop, line, folder, strike, there, pause)
         os.close(there)
         self._stream = os.fdopen(here)
         self._attempt = Attempt()
@@ -229,21 +258,16 @@ class StartedRun:
                 setattr(self._attempt, name, value)
 
 
-def warm_up() -> None:
+def warm_up(loop: Loop) -> None:
     """Do once what every run would do anew after its fork."""
+    loop.enter()
     write_counting_corpus()
     for name in PRELOAD:
         importlib.import_module(name)
     build_parser()
+    loop.import_modules()
     gc.collect()
     gc.freeze()
-
-
-def line_of(form: str, folder: Path) -> str:
-    """Return the command line of a run that saves in a folder and goes on there."""
-    location = f"local://{folder}" if form == AT_URL else str(folder)
-    line = f"{FORMS[form]} {FLAGS} --save {location} --load {location}"
-    return line.replace("--eval-iters 0", "")
 
 
 def published(folder: Path) -> int:
@@ -258,8 +282,10 @@ def problems_of_start(attempt: Attempt, expected: int) -> Iterator[str]:
         return
     if attempt.loaded != expected:
         yield f"loaded {attempt.loaded} instead of {expected}"
+    if attempt.history is None:
+        return
     for name, step in (("train", 1), ("validation", STEPS)):
-        found = [entry["iteration"] for entry in attempt.history or [] if name in entry]
+        found = [entry["iteration"] for entry in attempt.history if name in entry]
         if found != list(range(step, attempt.loaded + 1, step)):
             yield f"{name} losses of {found[-5:]} at the start from {attempt.loaded}"
 
@@ -275,11 +301,11 @@ def problems_of_end(attempt: Attempt, strike: Strike, folder: Path, before: int)
         yield attempt.error
 
 
-def struck(form: str, folder: Path, strike: Strike) -> tuple[Attempt, list[str]]:
+def struck(series: Series, folder: Path, strike: Strike) -> tuple[Attempt, list[str]]:
     """Run once and return what was wrong with it, or with what it has left."""
     before = published(folder)
-    attempt = StartedRun(line_of(form, folder), folder, strike).wait()
-    problems = [*problems_of_start(attempt, before)]
+    attempt = series.start(folder, strike).wait()
+    problems = [*problems_of_start(attempt, before), *series.problems_of_losses(attempt)]
     problems += problems_of_end(attempt, strike, folder, before)
     return attempt, problems
 
@@ -291,55 +317,55 @@ def copy_of(source: Path) -> Iterator[Path]:
         yield Path(shutil.copytree(source, Path(name, "copy")))
 
 
-def first_runs(form: str, folder: Path) -> tuple[Attempt, Path]:
+def first_runs(series: Series, folder: Path) -> tuple[Attempt, Path]:
     """Make a folder in which the next save replaces a checkpoint; return an attempt in a copy.
 
     The last checkpoint has been renamed and is not in the tracker file yet.
     """
     for _ in range(3):
-        attempt, problems = struck(form, folder, Strike())
+        attempt, problems = struck(series, folder, Strike())
         assert not problems and not attempt.error, (problems, attempt)
     directory.write_tracker(folder, published(folder) - STEPS)
     with copy_of(folder) as copy:
-        attempt, problems = struck(form, copy, Strike())
+        attempt, problems = struck(series, copy, Strike())
         assert not problems and not attempt.error, (problems, attempt)
     return attempt, folder
 
 
-def sweep(form: str, source: Path, kind: str, number: int) -> tuple[Counter[str], list[str]]:
+def sweep(series: Series, source: Path, kind: str, number: int) -> tuple[Counter[str], list[str]]:
     """Strike runs in copies of a folder at every change, or at evenly chosen ones."""
     with copy_of(source) as copy:
-        changes = struck(form, copy, Strike())[0].changes
+        changes = struck(series, copy, Strike())[0].changes
     number = min(number, changes)
     places = [1 + (index * changes) // number for index in range(number)]
     counts: Counter[str] = Counter()
     problems = []
-    with progress_of(f"{form}, {kind}", len(places), unit="runs") as advance:
+    with progress_of(f"{series.form}, {kind}", len(places), unit="runs") as advance:
         for place in places:
             with copy_of(source) as copy:
-                attempt, found = struck(form, copy, Strike(kind, place))
-                last, found_later = struck(form, copy, Strike())
+                attempt, found = struck(series, copy, Strike(kind, place))
+                last, found_later = struck(series, copy, Strike())
                 found += found_later + ([last.error] if last.error else [])
             counts[outcome(attempt, found)] += 1
-            problems += [f"{form}, {kind} {place} of {changes}: {each}" for each in found]
+            problems += [f"{series.form}, {kind} {place} of {changes}: {each}" for each in found]
             advance(1)
     return counts, problems
 
 
 def chain(
-    form: str, folder: Path, seconds: float, number: int, numbers: random.Random
+    series: Series, folder: Path, seconds: float, number: int, numbers: random.Random
 ) -> tuple[Counter[str], list[str]]:
     """Kill one run after the other in the same folder, each at any moment."""
     counts: Counter[str] = Counter()
     problems = []
-    with progress_of(f"{form}, {KINDS[1]}", number, unit="runs") as advance:
+    with progress_of(f"{series.form}, {KINDS[1]}", number, unit="runs") as advance:
         for _ in range(number):
             strike = Strike(KINDS[1], numbers.uniform(0.01, 1.1 * seconds))
-            attempt, found = struck(form, folder, strike)
+            attempt, found = struck(series, folder, strike)
             counts[outcome(attempt, found)] += 1
-            problems += [f"{form}, {strike}: {each}" for each in found]
+            problems += [f"{series.form}, {strike}: {each}" for each in found]
             advance(1)
-    attempt, found = struck(form, folder, Strike())
+    attempt, found = struck(series, folder, Strike())
     return counts, problems + found + ([attempt.error] if attempt.error else [])
 
 
@@ -354,19 +380,19 @@ def outcome(attempt: Attempt, problems: list[str]) -> str:
     return "came to its end"
 
 
-def two_runs(form: str, source: Path, number: int) -> tuple[Counter[str], list[str]]:
+def two_runs(series: Series, source: Path, number: int) -> tuple[Counter[str], list[str]]:
     """Start a second run while the first one is at work, and a third when that was killed."""
     counts: Counter[str] = Counter()
     problems = []
     for _ in range(number):
         with copy_of(source) as copy:
-            line, before = line_of(form, copy), published(copy)
-            first = StartedRun(line, copy, pause=60)
+            before = published(copy)
+            first = series.start(copy, pause=60)
             first.wait_until_begun()
-            second = StartedRun(line, copy).wait()
+            second = series.start(copy).wait()
             first.kill()
             first.wait()
-            third = StartedRun(line, copy).wait()
+            third = series.start(copy).wait()
             found = [*problems_of_start(third, before)]
             if f"is in use by process {first.process} on" not in second.error:
                 found.append(f"the second run was not refused: {second}")
@@ -387,27 +413,32 @@ def told(start: str, counts: Counter[str], problems: list[str]) -> bool:
 
 
 @click.command()
-@click.option("--kills", default=100, show_default=True, help="Of runs, over both formats.")
+@click.option("--kills", default=100, show_default=True, help="Of runs, over all formats.")
 @click.option("--seed", default=0, show_default=True)
-@click.option("--form", type=click.Choice(list(FORMS)), multiple=True, default=list(FORMS))
-def main(kills: int, seed: int, form: tuple[str, ...]) -> None:
+@click.option("--form", type=click.Choice(list(FORMS)), multiple=True, help="Default: all.")
+@click.option("--loop", "name", type=click.Choice(list(LOOPS)), default=OWN, show_default=True)
+@click.option("--release", type=click.Choice(RELEASES), help="Of Megatron-Core.")
+def main(kills: int, seed: int, form: tuple[str, ...], name: str, release: str | None) -> None:
     """Strike runs, start them again, and print how often what happened."""
-    warm_up()
-    share = max(1, kills // len(form) // 2)
+    loop = loop_of(name, release)
+    warm_up(loop)
+    forms = form or (list(FORMS) if name == OWN else [SHARED])
+    share = max(1, kills // len(forms) // 2)
     failed = False
     click.echo("| format | strike | outcome | number |\n|---|---|---|---|")
-    for each in form:
+    for each in forms:
         begin = time.perf_counter()
+        series = Series(loop, each)
         with tempfile.TemporaryDirectory() as name:
-            sample, source = first_runs(each, Path(name, "source"))
+            sample, source = first_runs(series, Path(name, "source"))
             strikes = {
-                KINDS[0]: partial(sweep, each, source, KINDS[0], share),
-                KINDS[2]: partial(sweep, each, source, KINDS[2], share // 2 or 1),
+                KINDS[0]: partial(sweep, series, source, KINDS[0], share),
+                KINDS[2]: partial(sweep, series, source, KINDS[2], share // 2 or 1),
             }
             if each != AT_URL:  # where a file is overwritten in place, and nothing can be locked
-                strikes["two runs"] = partial(two_runs, each, source, max(1, share // 20))
+                strikes["two runs"] = partial(two_runs, series, source, max(1, share // 20))
                 numbers = random.Random(f"{seed}")
-                strikes[KINDS[1]] = partial(chain, each, source, sample.seconds, share, numbers)
+                strikes[KINDS[1]] = partial(chain, series, source, sample.seconds, share, numbers)
             for kind, strike in strikes.items():
                 failed |= told(f"| {each} | {kind} |", *strike())
         took = time.perf_counter() - begin

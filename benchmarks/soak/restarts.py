@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranks killed by SIGKILL at random moments: torchrun starts them again, and no loss changes.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.soak.restarts --restarts 20 --seed 1
+    OMP_NUM_THREADS=1 python -m benchmarks.soak.restarts --restarts 20 --seed 1 [--loop megatron-lm]
 
 Jobs of two ranks run under torchrun with --max-restarts, as one or two agents (nodes), with c10d
 and static rendezvous. Random ranks are killed while they start, step or save. In the end all losses
-are compared with those of an unbroken run. The program prints a table in Markdown.
+are compared with those of an unbroken run. Megatron-LM's loop keeps no history of losses, and its
+lines round them and may have the mean of two: there each step is recorded as it ends. The program
+prints a table in Markdown.
 """
 
 from __future__ import annotations
@@ -13,14 +15,14 @@ from __future__ import annotations
 import json
 import os
 import re
-import shlex
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from random import Random
 from statistics import median
@@ -28,6 +30,7 @@ from statistics import median
 import click
 import psutil
 
+from benchmarks.soak.loops import LOOPS, OWN, RELEASES, Loop, loop_of
 from tests.support.pretrain.training_runs import SMALL, write_counting_corpus
 from tests.support.warm_programs import ROOT, free_port
 
@@ -42,11 +45,12 @@ SETTINGS = [("c10d", 1), ("static", 1), ("c10d", 2), ("static", 2)]
 STEP = re.compile(r"^iteration +(\d+)/.*?(lm loss: \S+) [\s\S]*?(grad norm: \S+)", re.MULTILINE)
 LOADED = re.compile(r"^loaded .*, iteration \d+", re.MULTILINE)
 PROGRAM = str(ROOT / "pretrain_gpt.py")
+RECORDING_PROGRAM = str(ROOT / "benchmarks" / "soak" / "faulty_run.py")
 LONGEST_SILENCE = 600
 """Seconds without news from a job after which it counts as one that does not come back."""
 
 Step = tuple[str, ...]
-"""Iteration, loss and gradient norm, as printed."""
+"""Iteration, loss and gradient norm, as printed or recorded."""
 History = list[dict[str, float]]
 Expected = tuple[dict[str, Step], History]
 """Steps by iteration, and the losses that a run has kept."""
@@ -65,9 +69,10 @@ class RestartedJob:
         num_agents: number of agents, which share the ranks.
         line: words for the program.
         command: starts torchrun.
-        program: the program and words of torchrun before it.
+        before: words of torchrun before the program.
         environment: variables instead of those of this process.
         max_restarts: how often torchrun starts the ranks again.
+        loop: that trains; this program's own if None.
     """
 
     def __init__(
@@ -77,14 +82,21 @@ class RestartedJob:
         num_agents: int,
         line: str = LINE,
         command: Sequence[str] = (sys.executable, "-m", "torch.distributed.run"),
-        program: Sequence[str] = (PROGRAM,),
+        before: Sequence[str] = (),
         environment: dict[str, str] | None = None,
         max_restarts: int = 1000,
+        loop: Loop | None = None,
     ):
+        loop = loop or loop_of(OWN)
         self.saved = folder / "saved"
+        self._record = None if loop.keeps_history else folder / "steps.jsonl"
         self._name = f"{folder.name}_{os.getpid()}_{free_port()}"
         self._logs = [folder / f"agent_{number}.log" for number in range(num_agents)]
         own = {**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
+        own = {**(environment or own), **loop.environment, "OMP_NUM_THREADS": "1"}
+        program = PROGRAM
+        if self._record is not None:
+            program, own["RECORD_STEPS"] = RECORDING_PROGRAM, str(self._record)
         self._size_read = 0
         self._steps: list[Step] = []
         port = free_port()
@@ -96,13 +108,13 @@ class RestartedJob:
                 words += f" --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:{port}"
             else:
                 words += f" --node-rank {number} --master-addr 127.0.0.1 --master-port {port}"
-            every = [*command, *words.split(), *program, *shlex.split(line)]
+            every = [*command, *words.split(), *before, program, *loop.words(line)]
             with log.open("w") as output:
                 self.agents.append(
                     subprocess.Popen(
                         [*every, "--save", str(self.saved), "--load", str(self.saved)],
                         cwd=folder,
-                        env={**(environment or own), "OMP_NUM_THREADS": "1"},
+                        env=own,
                         stdout=output,
                         stderr=output,
                     )
@@ -121,14 +133,27 @@ class RestartedJob:
         return found
 
     def steps(self) -> list[Step]:
-        """Return what was printed of each step, by all attempts."""
-        size = sum(log.stat().st_size for log in self._logs)
+        """Return what was printed or recorded of each step, by all attempts."""
+        files = self._logs if self._record is None else [self._record]
+        size = sum(file.stat().st_size for file in files if file.exists())
         if size != self._size_read:
             self._size_read = size
             self._steps = []
-            for log in self._logs:
-                self._steps += [step.groups() for step in STEP.finditer(log.read_text())]
+            if self._record is not None:
+                self._steps = [tuple(map(repr, step)) for step in self._recorded()]
+            else:
+                for log in self._logs:
+                    self._steps += [step.groups() for step in STEP.finditer(log.read_text())]
         return self._steps
+
+    def _recorded(self) -> Iterator[list[float]]:
+        """Yield iteration, loss and gradient norm of all steps that were recorded."""
+        assert self._record is not None
+        for text in self._record.read_text().splitlines():
+            with suppress(ValueError):  # the last words of a killed process
+                facts = json.loads(text)
+                if "step" in facts:
+                    yield facts["step"]
 
     def num_loads(self) -> int:
         """Return how many attempts have loaded a checkpoint."""
@@ -162,7 +187,10 @@ class RestartedJob:
         return True
 
     def history(self) -> History:
-        """Return the losses that the run has kept, unrounded."""
+        """Return the losses that the run has kept, or the last of those recorded, unrounded."""
+        if self._record is not None:
+            losses = {int(iteration): loss for iteration, loss, _ in self._recorded()}
+            return [{"iteration": each, "train": losses[each]} for each in sorted(losses)]
         lines = (self.saved / "losses.jsonl").read_text().splitlines()
         return [json.loads(line) for line in lines]
 
@@ -231,9 +259,9 @@ class Killer:
         return True
 
 
-def unbroken(folder: Path) -> Expected:
+def unbroken(folder: Path, loop: Loop) -> Expected:
     """Return the steps, by iteration, and the losses of a run that nobody kills."""
-    job = RestartedJob(folder, "c10d", 1)
+    job = RestartedJob(folder, "c10d", 1, loop=loop)
     job.wait(lambda: False, 0.1)
     return {step[0]: step for step in job.steps()}, job.history()
 
@@ -243,12 +271,17 @@ def differences(job: RestartedJob, steps: dict[str, Step], history: History) -> 
     changed = [step for step in job.steps() if step != steps[step[0]]]
     wrong = [f"{step} instead of {steps[step[0]]}" for step in changed]
     if job.history() != history:
-        wrong.append("losses.jsonl is another")
+        wrong.append("the history of losses is another")
     return wrong
 
 
 def kill_often(
-    settings: tuple[str, int], kills: int, random_numbers: Random, folder: Path, expected: Expected
+    loop: Loop,
+    settings: tuple[str, int],
+    kills: int,
+    random_numbers: Random,
+    folder: Path,
+    expected: Expected,
 ) -> tuple[Counter[str], list[float]]:
     """Run jobs until so many ranks were killed; return counts and the times until they were back.
 
@@ -261,7 +294,7 @@ def kill_often(
         counts["jobs"] += 1
         place = folder / f"{settings[0]}_{settings[1]}_{counts['jobs']}"
         place.mkdir()
-        job = RestartedJob(place, *settings)
+        job = RestartedJob(place, *settings, loop=loop)
         try:
             killer = Killer(job, random_numbers)
             while counts["kills"] < kills and (moment := killer.kill()) is not None:
@@ -282,8 +315,11 @@ def kill_often(
 @click.command()
 @click.option("--restarts", default=8, show_default=True, help="In all.")
 @click.option("--seed", default=0, show_default=True)
-def main(restarts: int, seed: int) -> None:
+@click.option("--loop", "name", type=click.Choice(list(LOOPS)), default=OWN, show_default=True)
+@click.option("--release", type=click.Choice(RELEASES), help="Of Megatron-Core.")
+def main(restarts: int, seed: int, name: str, release: str | None) -> None:
     """Kill ranks, and print how often, when, and what became of the jobs."""
+    loop = loop_of(name, release)
     write_counting_corpus()
     failed = False
     columns = "| rendezvous | agents | jobs | killed in start | step | save | steps printed"
@@ -292,12 +328,12 @@ def main(restarts: int, seed: int) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "unbroken").mkdir()
-        expected = unbroken(folder / "unbroken")
+        expected = unbroken(folder / "unbroken", loop)
         for number, settings in enumerate(SETTINGS):
             kills = restarts // len(SETTINGS) + (number < restarts % len(SETTINGS))
             random_numbers = Random(f"{seed}/{settings}")
             try:
-                counts, times = kill_often(settings, kills, random_numbers, folder, expected)
+                counts, times = kill_often(loop, settings, kills, random_numbers, folder, expected)
             except NotBackError as error:
                 click.echo(f"{settings}: {error}", err=True)
                 failed = True

@@ -7,6 +7,9 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from tests.support import megatron_release
+from tests.support.fork_servers import Packages
+from tests.support.megatron_release import RELEASES
 from tests.support.pretrain.number_corpora import write_numbers
 from tests.support.pretrain.saved_runs import LINE
 from tests.support.pretrain.training_runs import (
@@ -18,6 +21,7 @@ from tests.support.pretrain.training_runs import (
 )
 from tests.support.rank_pool import run_ranks
 from tests.support.transformer_engine.ranks import RunOnRanks, ranks
+from tests.support.warm_programs import warm_commands
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -28,6 +32,15 @@ def counting_corpus() -> None:
 @pytest.fixture(scope="session")
 def engine_ranks() -> RunOnRanks:
     return ranks(2)
+
+
+@pytest.fixture(scope="session")
+def commands_of_newest(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """Return variables as `commands` does, for the newest release, which has Megatron-LM's loop."""
+    megatron_release.require(RELEASES[-1])
+    folder = tmp_path_factory.mktemp("commands_of_newest")
+    with warm_commands(folder, Packages(RELEASES[-1])) as variables:
+        yield variables
 
 
 @pytest.fixture

@@ -28,7 +28,8 @@ from typing import Any, NoReturn
 
 from megatron.mcore_adapter.run.logging_setup import set_up_logging
 from megatron.pretrain.arguments import build_parser
-from tests.support.fork_servers import FORKSERVER, INSTALLED, forks_from
+from tests.support import stand_ins
+from tests.support.fork_servers import FORKSERVER, INSTALLED, Packages, forks_from
 
 ROOT = Path(__file__).parents[2]
 PRELOAD = [
@@ -43,11 +44,35 @@ PRELOAD = [
 
 
 @contextmanager
-def warm_programs(socket_path: Path) -> Iterator[None]:
+def warm_commands(folder: Path, packages: Packages = INSTALLED) -> Iterator[dict[str, str]]:
+    """Return variables with which a shell finds `stand_ins`, and these find warm programs.
+
+    Args:
+        folder: an empty one.
+        packages: that the programs have.
+    """
+    stand_ins.install(folder)
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("SLURM_")}
+    with warm_programs(folder / "socket", packages):
+        yield {
+            **kept,
+            "PATH": f"{folder}:{os.environ['PATH']}",
+            "PYTHONPATH": str(ROOT),
+            "WARM_PROGRAMS": str(folder / "socket"),
+            "MASTER_PORT": str(free_port()),
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": "lo",
+            **packages.environment,
+        }
+
+
+@contextmanager
+def warm_programs(socket_path: Path, packages: Packages = INSTALLED) -> Iterator[None]:
     """Run the process, listening at `socket_path`, as long as the context lasts."""
     here, there = multiprocessing.Pipe()
-    with forks_from(INSTALLED):
-        process = FORKSERVER.Process(target=serve, args=(str(socket_path), there))
+    with forks_from(packages):
+        has_loop = packages.release is not None
+        process = FORKSERVER.Process(target=serve, args=(str(socket_path), there, has_loop))
         process.start()
     there.close()
     assert here.recv() == "ready"
@@ -56,12 +81,20 @@ def warm_programs(socket_path: Path) -> Iterator[None]:
     process.join()
 
 
-def serve(path: str, requester: Connection) -> None:
-    """Fork a launcher for each request until the requester closes its end."""
+def serve(path: str, requester: Connection, has_loop: bool) -> None:
+    """Fork a launcher for each request until the requester closes its end.
+
+    Args:
+        path: of the socket.
+        requester: the process that wants the commands.
+        has_loop: import Megatron-LM's loop too.
+    """
     set_up_logging()
     multiprocessing.set_start_method("fork", force=True)  # of data loaders, as in other programs
     for name in PRELOAD:
         importlib.import_module(name)
+    if has_loop:
+        importlib.import_module("benchmarks.parity.loop_ranks").warm_up()
     build_parser()  # the help of its flags is read from sources
     signal.signal(signal.SIGCHLD, forget_ended_launchers)
     with socket.socket(socket.AF_UNIX) as listener:
@@ -212,8 +245,8 @@ def become_rank(script: str, words: list[str], environment: dict[str, str]) -> N
             exec(compile(Path(script).read_text(), script, "exec"), names)
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
-    except BaseException:
-        traceback.print_exc()
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)  # a program may have set its own
         code = 1
     atexit._run_exitfuncs()
     sys.stdout.flush()

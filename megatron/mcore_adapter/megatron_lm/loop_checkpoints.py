@@ -89,7 +89,14 @@ class LoopCheckpoints:
     # ---- the loop's functions; each gets the original, and its arguments by name
 
     def set_up(self, original: Callable[..., Any], given: dict[str, Any]) -> Any:
-        """Build model, optimizer and schedule, and note them for saves in the background."""
+        """Build model, optimizer and schedule, and note them for saves in the background.
+
+        The directory of checkpoints is locked before: a second run in it would go on from the same
+        checkpoint.
+        """
+        args = self._args()
+        if is_shared(args) and args.save and not args.skip_train:
+            self._lock(args.save)
         model, optimizer, scheduler = result = original(**given)
         self._parts = TrainedParts(model, optimizer, scheduler)
         return result

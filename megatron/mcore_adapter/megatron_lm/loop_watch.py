@@ -9,12 +9,17 @@ with the process. Runs without ``--use-megatron-fsdp`` have none.
 from __future__ import annotations
 
 import atexit
+import functools
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import ModuleType, TracebackType
 from typing import Any
 
+import torch.distributed as dist
+
+from megatron.fsdp.backends import rendezvous
 from megatron.fsdp.gradient_sync import GradientError
 from megatron.fsdp.trace import failed_collectives
 from megatron.mcore_adapter.megatron_lm.loaded_names import with_original
@@ -53,7 +58,8 @@ class LoopWatch:
         if args.exit_signal_handler:  # the loop stops after its step; the watch hears of it too
             signal.signal(signal.SIGTERM, of_loop)
         atexit.register(self.close)
-        result = original(**given)
+        with keys_of_this_attempt():
+            result = original(**given)
         # After torch has set its own hook, which collects what is printed until the process ends.
         self._hook, sys.excepthook = sys.excepthook, self._report
         failed_collectives.watch()
@@ -85,3 +91,26 @@ class LoopWatch:
             if isinstance(error, Exception):
                 watch.failed(error)
             self._hook(kind, error, place)
+
+
+@contextmanager
+def keys_of_this_attempt() -> Iterator[None]:
+    """Let ranks that torchrun has restarted connect to each other, and not to those that have died.
+
+    The loop names no method of initialization, which means ``env://``.
+    """
+    init_process_group = dist.init_process_group
+
+    @functools.wraps(init_process_group)
+    def init_attempt(**settings: Any) -> None:
+        if settings.get("store") is None and "init_method" not in settings:
+            for name in ("store", "rank", "world_size"):  # the rendezvous has them
+                settings.pop(name, None)
+            settings["init_method"] = rendezvous.INIT_METHOD
+        init_process_group(**settings)
+
+    dist.init_process_group = init_attempt  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        dist.init_process_group = init_process_group

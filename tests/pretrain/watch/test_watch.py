@@ -11,17 +11,24 @@ from pathlib import Path
 import pytest
 
 from benchmarks.soak.hangs import TORCHRUN, VARIANTS, run
+from benchmarks.soak.loops import MEGATRON_LM, OWN, loop_of
 
 WARM = ("torchrun",)
 
 
-def end(name: str, folder: Path, torchrun: tuple[str, ...], environment: dict[str, str]) -> None:
+def end(
+    name: str,
+    folder: Path,
+    torchrun: tuple[str, ...],
+    environment: dict[str, str],
+    loop: str = OWN,
+) -> None:
     """Run a variant and check its end."""
     variant = next(each for each in VARIANTS if each.name == name)
     variant = replace(variant, limit=4 * variant.limit)  # other tests run beside this one
     if torchrun == WARM:  # it ends with the code of the first rank that does, torchrun with 1
         variant = replace(variant, codes=(*variant.codes, signal.SIGKILL))
-    ending = run(variant, folder, torchrun, environment)
+    ending = run(variant, folder, torchrun, environment, loop_of(loop))
     assert not ending.problems(variant), f"{ending.problems(variant)}\n{ending.errors}"
 
 
@@ -39,6 +46,7 @@ def test_a_rank_that_is_killed_is_named_once(tmp_path: Path, commands: dict[str,
     [
         ("hangs_with_save", WARM),
         ("announced", WARM),
+        ("differs", WARM),
         ("interrupted_one_process", TORCHRUN),
     ],
 )
@@ -46,3 +54,11 @@ def test_a_run_ends_with_one_message(
     name: str, torchrun: tuple[str, ...], tmp_path: Path, commands: dict[str, str]
 ) -> None:
     end(name, tmp_path, torchrun, commands)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["killed_with_save", "hangs_with_save", "differs", "own_error"])
+def test_a_run_of_megatron_lms_loop_ends_with_the_same_message(
+    name: str, tmp_path: Path, commands_of_newest: dict[str, str]
+) -> None:
+    end(name, tmp_path, WARM, commands_of_newest, MEGATRON_LM)
