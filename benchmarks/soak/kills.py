@@ -60,8 +60,7 @@ NEEDS_SPACE = ("open", "os.mkdir", "fsync")
 AT_URL = "fsdp_dtensor at a URL"
 """Saved at ``local://``, a store for all that is known here. It has no locks, and no renames."""
 FORMS = {**LINES, AT_URL: LINES["fsdp_dtensor"]}
-SHARED = "fsdp_dtensor"
-"""The format of both loops."""
+SHARED = "fsdp_dtensor"  # the format of both loops
 KINDS = ("killed before a change", "killed at any moment", "disk full from a change on")
 
 
@@ -430,7 +429,8 @@ def main(kills: int, seed: int, form: tuple[str, ...], name: str, release: str |
         begin = time.perf_counter()
         series = Series(loop, each)
         with tempfile.TemporaryDirectory() as name:
-            sample, source = first_runs(series, Path(name, "source"))
+            # The folder exists: the loop of 0.17.1 writes its progress there before a save.
+            sample, source = first_runs(series, Path(tempfile.mkdtemp(dir=name)))
             strikes = {
                 KINDS[0]: partial(sweep, series, source, KINDS[0], share),
                 KINDS[2]: partial(sweep, series, source, KINDS[2], share // 2 or 1),

@@ -96,7 +96,7 @@ def feature(name: str, loop: Loop) -> str:
         if cell := known[RELEASES.index(str(loop.release))]:
             return f"{cell} (`{each.measured}`)"
         if not each.layout and not each.fsdp:
-            return "not run"
+            return f"not run: the row `{each.measured}` is of 0.19.2"
     line = f"{MODEL} {each.layout}"
     ddp = _reference(loop, each.ranks, line)
     found = _run(loop, each.ranks, f"{line} --use-megatron-fsdp {each.fsdp}")

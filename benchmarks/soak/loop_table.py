@@ -203,7 +203,8 @@ def preempted(loop: Loop, folder: Path) -> str:
             timeout=TIMEOUT,
         )
     output = (folder / "slurm-1.out").read_text()
-    facts = [json.loads(each) for each in record.read_text().splitlines()]
+    text = record.read_text() if record.exists() else ""
+    facts = [json.loads(each) for each in text.splitlines()]
     starts = [fact["loaded"] for fact in facts if "loaded" in fact]
     steps = {fact["step"][0]: fact["step"][1:] for fact in facts if "step" in fact}
     if job.returncode or len(starts) != 2:

@@ -11,7 +11,7 @@ from tests.support import megatron_release
 from tests.support.megatron_release import RELEASES
 
 NEWEST = RELEASES[-1]
-EQUAL = ("sigterm", "async", "other-loop", "for-other-loop", "torch-dist-own")
+EQUAL = ("sigterm", "slurm", "async", "other-loop", "for-other-loop", "torch-dist-own")
 """Starts that go on with the losses of the run that has saved."""
 
 
