@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -36,6 +37,7 @@ from megatron.mcore_adapter.checkpoints.checkpoint_source import (
 )
 from megatron.mcore_adapter.checkpoints.entered_together import entered_together
 from megatron.mcore_adapter.megatron_lm.loaded_names import with_original
+from megatron.mcore_adapter.releases import tested
 from megatron.mcore_adapter.run.environment import say
 from megatron.mcore_adapter.run.errors import RunError
 from megatron.mcore_adapter.run.first_rank import on_first_rank
@@ -167,6 +169,9 @@ class LoopCheckpoints:
         if args.save:
             on_first_rank(partial(save_directory.follow, args.save, source))
         own = self._loop.get_args()
+        target = getattr(own, "override_ckpt_iteration", None)  # since 0.19
+        if target is not None:
+            progress = at_iteration(progress, target, source.path, own.global_batch_size)
         if source.weights_only:
             own.finetune = True
         else:
@@ -203,7 +208,10 @@ class LoopCheckpoints:
             which.load = None
         else:
             which.pretrained_checkpoint = None
-        source = find_source(which, say, damage) if given["load_dir"] else None
+        try:
+            source = find_source(which, say, damage) if given["load_dir"] else None
+        except (ValueError, OSError) as error:
+            tested.end_program(f"error: {error}", 1)
         if source is None:
             return None, "", False, None
         stored = stored_arguments(source.path)
@@ -286,6 +294,23 @@ class LoopCheckpoints:
             self._loop.wandb_utils.on_save_checkpoint_success(
                 str(path), str(Path(root, directory.TRACKER)), root, iteration
             )
+
+
+def at_iteration(progress: Progress, iteration: int, source: Path, batch_size: int) -> Progress:
+    """Return the progress of a run as if it had come to another iteration, with equal batches."""
+    saved = getattr(stored_arguments(source), "global_batch_size", batch_size)
+    if saved != batch_size:
+        raise RunError(
+            f"--override-ckpt-iteration {iteration}: {source} has a global batch size of {saved},"
+            f" this run {batch_size}, so the place in the data is not known: give"
+            f" --global-batch-size {saved}"
+        )
+    return replace(
+        progress,
+        iteration=iteration,
+        consumed_train_samples=iteration * batch_size,
+        skipped_train_samples=0,
+    )
 
 
 def is_shared(args: argparse.Namespace) -> bool:
