@@ -300,7 +300,7 @@ def _made(folder: Path) -> Path:
 
 
 @dataclass(frozen=True)
-class Check:
+class LoopCheck:
     """A row of the table: its title, and the function that returns its cells."""
 
     title: str
@@ -309,28 +309,30 @@ class Check:
 
 NAMED = ("killed_with_save", "hangs_with_save", "differs", "own_error", "terminated")
 ROWS = {
-    "kills": Check("kills, full disks, two runs (`kills.py`)", kills),
-    "flips": Check("flips in a checkpoint of the other loop", flipped),
-    "restarts": Check("`--max-restarts`: a killed rank, one agent and two", restarted),
-    "ends": Check("the rank at fault is named (`hangs.py`): ends after", ended(*NAMED)),
-    "sigterm": Check("SIGTERM saves, a second start goes on", stopped),
-    "slurm": Check("a job that Slurm preempts comes back (stand-ins)", preempted),
-    "async": Check("`--async-save`, and a start from it", asynchronous),
-    "fallback": Check("the newest is damaged: the one before is loaded", fallen_back),
-    "other-loop": Check("loads `fsdp_dtensor` of the other loop", of_other_loop),
-    "for-other-loop": Check("its `fsdp_dtensor` is loaded by the other loop", for_other_loop),
-    "torch-dist": Check(
+    "kills": LoopCheck("kills, full disks, two runs (`kills.py`)", kills),
+    "flips": LoopCheck("flips in a checkpoint of the other loop", flipped),
+    "restarts": LoopCheck("`--max-restarts`: a killed rank, one agent and two", restarted),
+    "ends": LoopCheck("the rank at fault is named (`hangs.py`): ends after", ended(*NAMED)),
+    "sigterm": LoopCheck("SIGTERM saves, a second start goes on", stopped),
+    "slurm": LoopCheck("a job that Slurm preempts comes back (stand-ins)", preempted),
+    "async": LoopCheck("`--async-save`, and a start from it", asynchronous),
+    "fallback": LoopCheck("the newest is damaged: the one before is loaded", fallen_back),
+    "other-loop": LoopCheck("loads `fsdp_dtensor` of the other loop", of_other_loop),
+    "for-other-loop": LoopCheck("its `fsdp_dtensor` is loaded by the other loop", for_other_loop),
+    "torch-dist": LoopCheck(
         "loads `torch_dist` of a DDP run of the same loop", torch_dist_of(own=False)
     ),
-    "torch-dist-own": Check("loads `torch_dist` of a DDP run of our loop", torch_dist_of(own=True)),
-    "sample": Check("loads `fsdp_dtensor` of the published package", sample),
-    "hugging-face": Check("begins from a Hugging Face folder", hugging_face),
+    "torch-dist-own": LoopCheck(
+        "loads `torch_dist` of a DDP run of our loop", torch_dist_of(own=True)
+    ),
+    "sample": LoopCheck("loads `fsdp_dtensor` of the published package", sample),
+    "hugging-face": LoopCheck("begins from a Hugging Face folder", hugging_face),
 }
 for name, each in FEATURES.items():
-    ROWS[name] = Check(each.title, lambda loop, folder, name=name: feature(name, loop))
+    ROWS[name] = LoopCheck(each.title, lambda loop, folder, name=name: feature(name, loop))
 
 
-def cell_of(row: Check, loop: Loop) -> str:
+def cell_of(row: LoopCheck, loop: Loop) -> str:
     """Run a check; a failure is a cell too."""
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -342,7 +344,7 @@ def cell_of(row: Check, loop: Loop) -> str:
     return " ".join(cell.replace("|", "/").replace(str(ROOT), ".").split())
 
 
-def with_cell(table: str, row: Check, column: str, cell: str) -> str:
+def with_cell(table: str, row: LoopCheck, column: str, cell: str) -> str:
     """Return the text of the table with one cell more, rows as in `ROWS`."""
     before, bar, rest = table.partition("| check |")
     head, rule, *lines = (bar + rest).splitlines()
