@@ -102,7 +102,7 @@ def find_source(args: argparse.Namespace, say: Say, damage: Damage) -> Checkpoin
     if load:
         say(
             f"{load} has no {directory.TRACKER}: starting from scratch, which"
-            " --exit-on-missing-checkpoint forbids"
+            " --exit-on-missing-checkpoint makes an error"
         )
     return None
 
