@@ -76,8 +76,9 @@ class LoopCheckpoints:
             (self._initialize, "init_persistent_async_worker", self.start_worker),
             (self._training, "setup_model_and_optimizer", self.set_up),
         ):
-            original = getattr(owner, name)
-            yield original, with_original(original, replacement)
+            original = getattr(owner, name, None)
+            if original is not None:  # loops before 0.17 may lack some
+                yield original, with_original(original, replacement)
 
     def close(self) -> None:
         """End saves in the background, and give the directories of checkpoints back."""
