@@ -22,6 +22,7 @@ import megatron.core
 from megatron.mcore_adapter.megatron_lm.loop_flags import LoopFlagError
 from megatron.mcore_adapter.releases import tested
 from megatron.mcore_adapter.run.environment import say
+from megatron.mcore_adapter.run.logging_setup import leave_logging
 from megatron.pretrain.arguments.parser import parser_of_given_flags
 from megatron.pretrain.data import gpt_datasets
 from megatron.pretrain.data.tokenizer_choice import OF_TYPES, TokenizerChoice
@@ -68,6 +69,7 @@ def main(words: Sequence[str]) -> int:
             " checkout of Megatron-LM on PYTHONPATH",
             2,
         )
+    leave_logging()
     tokenizer = _value(words, "--tokenizer-type") or BYTES
     is_dry = DRY_RUN in words
     if is_dry:

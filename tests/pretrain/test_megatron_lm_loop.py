@@ -96,6 +96,7 @@ def test_a_saved_run_goes_on_with_the_same_losses_or_from_the_checkpoint_before(
     saved = f"{line} --save saved --load saved --save-interval 2"
     first = start(f"{saved} --exit-interval 3", tmp_path, release)
     assert losses(first.stdout) == whole[:3], first.stderr
+    assert "save-checkpoint ..." in first.stdout + first.stderr  # the loop's timers
     newest = tmp_path / "saved" / "iter_0000003" / ".metadata"
     newest.write_bytes(b"damaged")
     again = start(saved, tmp_path, release)

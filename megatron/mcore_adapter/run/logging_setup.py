@@ -39,3 +39,8 @@ def set_up_logging(level: int | None = None) -> None:
         "megatron.core.rerun_state_machine",
     ):
         logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def leave_logging() -> None:
+    """Let a program set logging up, whose ``basicConfig`` does nothing where there are handlers."""
+    logging.getLogger().handlers.clear()
