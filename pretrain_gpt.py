@@ -72,7 +72,7 @@ def main(build: BuildDatasets = build_datasets) -> int:
     see examples/finetune/sft_packed.py.
     """
     if megatron_lm_loop.chosen_loop(sys.argv[1:]) == megatron_lm_loop.MEGATRON_LM:
-        return megatron_lm_loop.main(sys.argv[1:])
+        return megatron_lm_loop.main(sys.argv[1:], build)
     parse = partial(
         parse_arguments,
         world_size=dry_run_ranks(sys.argv[1:]) or environment.environment_world_size(),

@@ -77,9 +77,9 @@ def install() -> AbstractContextManager[object]:
     if _installation is not None:
         return nullcontext()
     program = LoopProgram()
-    installation = Installation()
+    installation = Installation(program)
     try:
-        installation.replace(program)
+        installation.replace()
     except BaseException:
         installation.close()
         raise
@@ -108,15 +108,14 @@ def uninstall() -> None:
 class Installation(ExitStack):
     """The replacements while the drop-in is active; a context that undoes them when it is left."""
 
-    def __init__(self) -> None:
+    def __init__(self, program: LoopProgram) -> None:
         super().__init__()
         self._replaced = _replaced_names()
-        self.settings: dict[str, Any] = {}  # of the engine, that the command line asks for
+        self.program = program
 
-    def replace(self, program: LoopProgram) -> None:
+    def replace(self) -> None:
         """Replace names and methods, and prepare the process."""
         self.callback(_forget_installation)
-        self.settings = program.settings
         self.replace_names()
         self.callback(exchange, [(ours, theirs) for theirs, ours in self._replaced.values()])
         for owner, name, method in METHODS:
@@ -124,8 +123,8 @@ class Installation(ExitStack):
             setattr(owner, name, method)
         # Names that programs have taken from the published paths remain ours.
         publish({path: ours for path, (_, ours) in self._replaced.items()}, undo=self)
-        self.callback(program.restore)
-        program.prepare()
+        self.callback(self.program.restore)
+        self.program.prepare()
 
     def replace_names(self) -> None:
         """Replace every name of Megatron-Core's objects in loaded modules, if all are known."""
@@ -238,7 +237,7 @@ class DropInDataParallel(FullyShardedDataParallel):
         given = inspect.signature(FullyShardedDataParallel).bind(*args, **kwargs).arguments
         config = given["ddp_config"]
         if _installation is not None:
-            for name, value in _installation.settings.items():
+            for name, value in _installation.program.settings().items():
                 if not hasattr(config, name):  # what releases have no field for
                     setattr(config, name, value)
         is_first = generation_of(config) == 1

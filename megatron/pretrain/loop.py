@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
+from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.utils import get_model_config
 
 from megatron.fsdp import trace
@@ -235,6 +236,7 @@ def train_step(run: TrainingRun, data: Microbatches | list[Microbatches]) -> Non
     args, progress, optimizer = run.args, run.progress, run.optimizer
     assert optimizer is not None and run.scheduler is not None  # a run that trains has both
     batch_size = args.global_batch_size
+    get_rerun_state_machine().current_iteration = progress.iteration  # in messages of DDP
     router_losses.forget()
     for chunk in run.model:
         chunk.zero_grad_buffer()

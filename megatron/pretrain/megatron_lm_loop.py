@@ -9,22 +9,23 @@ from __future__ import annotations
 
 import argparse
 import io
+import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import redirect_stdout
 from dataclasses import asdict
-from itertools import zip_longest
+from pathlib import Path
 from typing import Any
 
-import megatron.core
-
-from megatron.mcore_adapter.megatron_lm.loop_flags import LoopFlagError
+from megatron.mcore_adapter.megatron_lm.loop_flags import LoopFlagError, value_of
 from megatron.mcore_adapter.releases import tested
 from megatron.mcore_adapter.run.environment import say
+from megatron.mcore_adapter.run.errors import RunError
 from megatron.mcore_adapter.run.logging_setup import leave_logging
 from megatron.pretrain.arguments.parser import parser_of_given_flags
 from megatron.pretrain.data import gpt_datasets
+from megatron.pretrain.data.gpt_datasets import BuildDatasets
 from megatron.pretrain.data.tokenizer_choice import OF_TYPES, TokenizerChoice
 from megatron.pretrain.data.tokenizers import NUM_BYTES, build_tokenizer
 from megatron.pretrain.dry_run import print_dry_run
@@ -36,6 +37,15 @@ DRY_RUN, DRY_RUN_RANKS = "--dry-run", "--dry-run-ranks"
 EVAL_INTERVAL = "1000"
 """The loop's default before 0.19, which has none and fails without."""
 NEVER = str(10**9)
+NOT_HERE = {
+    "--sft": "this program has no data of conversations (examples/finetune has)",
+    "--fim-data": "this program rearranges no documents",
+    "--heterogeneous-layers-config-path": "this program builds equal layers",
+}
+"""Flags of Megatron-LM's programs that this one would ignore, and why."""
+OF_BUILDERS = ("--spec", "--experimental-attention-variant", "--hybrid-layer-pattern")
+BUILDERS_SINCE = (0, 19, 0)
+"""The first release whose loop builds the model of a command line by itself."""
 BYTES = "ByteTokenizer"
 """The tokenizer without files, which the loop knows as one of so many ids, their end included."""
 
@@ -52,28 +62,22 @@ def chosen_loop(words: Sequence[str]) -> str:
             f" {MEGATRON_LM}",
             2,
         )
-    return _value(words, FLAG) or chosen
+    return value_of(words, FLAG) or chosen
 
 
-def main(words: Sequence[str]) -> int:
+def main(words: Sequence[str], build: BuildDatasets) -> int:
     """Train with Megatron-LM's loop, and return the exit code.
 
     Args:
         words: the command line, with the flag that has chosen this loop.
+        build: makes the datasets of the files that the arguments name.
     """
-    if not tested.has_loop():
-        tested.end_program(
-            f"pretrain_gpt.py: error: {FLAG} {MEGATRON_LM}: Megatron-Core"
-            f" {megatron.core.__version__} has no training loop: pip install"
-            f" 'megatron-core>={tested.FIRST_WITH_LOOP}' (for Python 3.12 and newer), or put a"
-            " checkout of Megatron-LM on PYTHONPATH",
-            2,
-        )
+    check(words)
     leave_logging()
-    tokenizer = _value(words, "--tokenizer-type") or BYTES
+    tokenizer = value_of(words, "--tokenizer-type") or BYTES
     is_dry = DRY_RUN in words
     if is_dry:
-        os.environ.update(RANK="0", WORLD_SIZE=_value(words, DRY_RUN_RANKS) or "1")
+        os.environ.update(RANK="0", WORLD_SIZE=value_of(words, DRY_RUN_RANKS) or "1")
     for name, value in SINGLE_RANK.items():
         os.environ.setdefault(name, value)
     sys.argv[1:] = completed(words)
@@ -88,27 +92,52 @@ def main(words: Sequence[str]) -> int:
         return dry_run(tokenizer)
     from megatron.mcore_adapter.megatron_lm import gpt_program
 
-    def build(args: Any, num_samples: Sequence[int]) -> Sequence[Any]:
-        return build_datasets(args, tokenizer)
+    def build_for_loop(args: Any, num_samples: Sequence[Any]) -> Sequence[Any]:
+        try:
+            return build_datasets(args, tokenizer, num_samples, build)
+        except (ValueError, OSError) as error:
+            raise RunError(str(error)) from error  # reported without a traceback
 
-    gpt_program.run(build)
+    gpt_program.run(build_for_loop)
     return 0
+
+
+def check(words: Sequence[str]) -> None:
+    """End the program in one line without a loop, or for a model or data that is not built here."""
+    core = tested.check()
+    if not tested.has_loop():
+        tested.end_program(
+            f"pretrain_gpt.py: error: {FLAG} {MEGATRON_LM}: Megatron-Core {core} has no training"
+            f" loop: pip install 'megatron-core>={tested.FIRST_WITH_LOOP}' (for Python 3.12 and"
+            " newer), or put a checkout of Megatron-LM on PYTHONPATH",
+            2,
+        )
+    missing = dict(NOT_HERE)
+    if core.numbers < BUILDERS_SINCE:
+        missing |= dict.fromkeys(OF_BUILDERS, "the loop builds such models since 0.19")
+    problems = [f"{flag}: {missing[flag]}" for flag in missing if value_of(words, flag) is not None]
+    if problems:
+        tested.end_program(
+            f"pretrain_gpt.py: error: {'; '.join(problems)}. torchrun -m megatron.mcore_adapter"
+            " PROGRAM.py starts a program of Megatron-LM that has it",
+            2,
+        )
 
 
 def completed(words: Sequence[str]) -> list[str]:
     """Return the command line as the loop takes it."""
     kept = _without([word for word in words if word != DRY_RUN], FLAG)
     kept = _without(kept, DRY_RUN_RANKS)
-    if _value(words, "--tokenizer-type") in (None, BYTES):
+    if value_of(words, "--tokenizer-type") in (None, BYTES):
         kept = _without(kept, "--tokenizer-type")
         kept += ["--tokenizer-type", "NullTokenizer", "--vocab-size", str(NUM_BYTES + 1)]
-    length = _value(words, "--seq-length")
-    if length is not None and _value(words, "--max-position-embeddings") is None:
+    length = value_of(words, "--seq-length")
+    if length is not None and value_of(words, "--max-position-embeddings") is None:
         kept += ["--max-position-embeddings", length]
-    if _value(words, "--eval-interval") is None:
+    if value_of(words, "--eval-interval") is None:
         kept += ["--eval-interval", EVAL_INTERVAL]
-    if _value(words, "--save") is not None and _value(words, "--save-interval") is None:
-        kept += ["--save-interval", _value(words, "--train-iters") or NEVER]  # one at the end
+    if value_of(words, "--save") is not None and value_of(words, "--save-interval") is None:
+        kept += ["--save-interval", value_of(words, "--train-iters") or NEVER]  # one at the end
     return kept
 
 
@@ -125,16 +154,23 @@ def dry_run(kind: str) -> int:
         arguments.validate_args(args)
     _, defaults = parser_of_given_flags()  # of what that loop does not know
     choice = asdict(tokenizer_choice(args, kind))
-    print_dry_run(argparse.Namespace(**{**defaults, **vars(args), **choice}), say)
+    try:
+        print_dry_run(argparse.Namespace(**{**defaults, **vars(args), **choice}), say)
+    except (ValueError, NotImplementedError, OSError, RunError) as error:
+        tested.end_program(f"pretrain_gpt.py: error: {error}", 1)
     return 0
 
 
-def build_datasets(args: argparse.Namespace, kind: str) -> Sequence[Any]:
+def build_datasets(
+    args: argparse.Namespace, kind: str, num_samples: Sequence[Any], build: BuildDatasets
+) -> Sequence[Any]:
     """Return the data for training, validation and test, as our own loop builds it; a collective.
 
     Args:
         args: arguments of the loop.
         kind: type of the tokenizer of the command line.
+        num_samples: those of the three splits that the loop wants, None for one epoch.
+        build: makes the datasets.
 
     Raises:
         ValueError: the data is missing, damaged or too small, or has tokens that the model lacks;
@@ -146,22 +182,30 @@ def build_datasets(args: argparse.Namespace, kind: str) -> Sequence[Any]:
             f"the tokenizer has {tokenizer.vocab_size} tokens, the model"
             f" {args.padded_vocab_size}: give --padded-vocab-size {tokenizer.vocab_size}"
         )
-    source = gpt_datasets.find_data(args, tokenizer)
+    args = with_paths_of_files(args)
+    source = gpt_datasets.find_data(args, tokenizer, tuple(num_samples))
     for line in source.lines if source is not None else ():
         say(line)
-    return gpt_datasets.build_datasets(args, tokenizer, source)
+    return build(args, tokenizer, source)
+
+
+def with_paths_of_files(args: argparse.Namespace) -> argparse.Namespace:
+    """Return the arguments with the data paths that stand in files, as Megatron-LM reads them."""
+    paths: dict[str, list[str]] = {}
+    if args.data_args_path is not None:
+        paths["data_path"] = Path(args.data_args_path).read_text().split()
+    if args.per_split_data_args_path is not None:
+        of_splits = json.loads(Path(args.per_split_data_args_path).read_text())
+        for split in ("train", "valid", "test"):
+            words = of_splits[split]
+            paths[f"{split}_data_path"] = words.split() if isinstance(words, str) else words
+    return argparse.Namespace(**{**vars(args), **paths})
 
 
 def tokenizer_choice(args: argparse.Namespace, kind: str) -> TokenizerChoice:
     """Return a type of tokenizer with its settings; the loop has those of all types."""
     settings = {name: getattr(args, name) for name, kinds in OF_TYPES.items() if kind in kinds}
     return TokenizerChoice(kind, **settings)
-
-
-def _value(words: Sequence[str], flag: str) -> str | None:
-    """Return the value of a flag, of which the last one counts; None without it."""
-    given = [value for name, value in _pairs(words) if name == flag]
-    return given[-1] if given else None
 
 
 def _without(words: Sequence[str], flag: str) -> list[str]:
@@ -177,10 +221,3 @@ def _without(words: Sequence[str], flag: str) -> list[str]:
         else:
             kept.append(word)
     return kept
-
-
-def _pairs(words: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield every word that may be a flag, with the value after it."""
-    for word, following in zip_longest(words, words[1:], fillvalue=""):
-        name, is_joined, value = word.partition("=")
-        yield name, value if is_joined else following

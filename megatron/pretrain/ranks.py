@@ -26,7 +26,7 @@ from megatron.fsdp.problems import refuse_differences
 from megatron.fsdp.trace import failed_collectives
 from megatron.mcore_adapter import cpu
 from megatron.mcore_adapter.captured_iterations import captures_iterations, release_graphs
-from megatron.mcore_adapter.run.model_parallel import initialize_model_parallel
+from megatron.mcore_adapter.run.model_parallel import backend_for, initialize_model_parallel
 
 SINGLE_RANK = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
 """Environment of a program that was started without torchrun: a world of one rank."""
@@ -64,14 +64,6 @@ def start(args: argparse.Namespace) -> torch.device:
         start_user_buffers(args)
     seed(args.seed, args.data_parallel_random_init, captures_iterations(args))
     return device
-
-
-def backend_for(args: argparse.Namespace, device: torch.device) -> str:
-    """Return the backend of process groups, with one for host memory where shards lie there."""
-    # Megatron-Core makes its groups with the backends of the whole world.
-    if device.type == "cuda" and args.distributed_backend == "nccl" and args.optimizer_cpu_offload:
-        return "cpu:gloo,cuda:nccl"
-    return str(args.distributed_backend)
 
 
 def agree_on_arguments(args: argparse.Namespace) -> None:

@@ -1,17 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """The program's way into Megatron-LM's loop: the choice, the command line, dry runs, saves."""
 
+import argparse
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from megatron.pretrain.megatron_lm_loop import chosen_loop, completed
+from megatron.pretrain.megatron_lm_loop import (
+    build_datasets,
+    chosen_loop,
+    completed,
+    with_paths_of_files,
+)
 from tests.support import megatron_release
 from tests.support.megatron_release import RELEASES
+from tests.support.pretrain.arguments.command_lines import MOCK, parse
 from tests.support.warm_programs import ROOT
 
 MODEL = (
@@ -75,6 +83,37 @@ def test_the_command_line_gets_what_the_loop_asks_for_and_no_more() -> None:
         " --eval-interval 5 --save s --save-interval 2"
     )
     assert completed(full.split()) == full.split()
+
+
+def test_data_paths_may_stand_in_files(tmp_path: Path) -> None:
+    whole, split = tmp_path / "whole.txt", tmp_path / "split.json"
+    whole.write_text("0.3 a\n0.7 b")
+    split.write_text('{"train": ["1", "a"], "valid": "b c", "test": null}')
+    given = argparse.Namespace(data_args_path=str(whole), per_split_data_args_path=str(split))
+    args = with_paths_of_files(given)
+    assert args.data_path == ["0.3", "a", "0.7", "b"]
+    assert (args.train_data_path, args.valid_data_path) == (["1", "a"], ["b", "c"])
+    assert args.test_data_path is None
+
+
+def test_data_is_made_of_the_samples_that_the_loop_asks_for() -> None:
+    """Also for one epoch, and by the function of another program."""
+    args = parse(f"{MOCK} --tokenizer-type NullTokenizer --vocab-size 9 --padded-vocab-size 10")[0]
+    args = argparse.Namespace(
+        **vars(args) | {"data_args_path": None, "per_split_data_args_path": None}
+    )
+
+    def build(args: Any, tokenizer: Any, source: Any) -> tuple[Any, Any, Any]:
+        return source.sizes, None, tokenizer.vocab_size
+
+    built = build_datasets(args, "NullTokenizer", [7, None, 3], build)
+    assert built == ((7, None, 3), None, 10)
+
+
+@pytest.mark.exhaustive
+def test_what_the_program_does_not_have_is_refused(tmp_path: Path) -> None:
+    done = start(f"--loop megatron-lm {MODEL} --train-iters 4 --sft", tmp_path, RELEASES[-1])
+    assert done.returncode == 2 and "--sft: this program has no data" in done.stderr
 
 
 @pytest.mark.exhaustive

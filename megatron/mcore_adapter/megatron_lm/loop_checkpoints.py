@@ -138,7 +138,8 @@ class LoopCheckpoints:
             else:
                 checkpointing.save(args, parts, progress, say, root)
                 self._published(root, progress)
-        self._loop.on_save_checkpoint_success(metrics, args.async_save)
+        if self._loop.is_last_rank():
+            self._loop.on_save_checkpoint_success(metrics, args.async_save)
         self._loop.ft_integration.on_checkpointing_end(is_async_finalization=False)
 
     def load(self, original: Callable[..., Any], given: dict[str, Any]) -> Any:

@@ -11,9 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import Any
 
-from megatron.fsdp import Offload
 from megatron.mcore_adapter.run.optimizer_names import MUON
 
 FSDP = "--use-megatron-fsdp"
@@ -53,7 +51,6 @@ NOT_TOGETHER = {
 STOPPING = ("--exit-signal-handler",)
 """After SIGTERM, which batch systems send before they end a job, the loop saves."""
 
-OFFLOAD = "--optimizer-cpu-offload"
 FOR_ADAM = ("--fp16", "--optimizer-cpu-offload", "--use-precision-aware-optimizer")
 """Flags that Muon does not go with."""
 
@@ -78,7 +75,7 @@ CPU_SWITCHES = (
 )
 KERNELS = (
     *("--moe-permute-fusion", "--moe-router-fusion", "--moe-enable-deepep", "--tp-comm-overlap"),
-    "--nccl-ub",
+    "--use-nccl-ub",
 )
 """Flags that need kernels or memory of a GPU."""
 KERNELS_OF_ENGINE = (
@@ -133,19 +130,6 @@ class LoopCommandLine:
                 kept.append(word)
             before = word
         return [*kept, *self.added]
-
-    def settings(self) -> dict[str, Any]:
-        """Return the attributes of ``ddp_config`` that the engine reads, and releases may lack."""
-        if not self.is_of_the_loop:
-            return {}
-        settings: dict[str, Any] = {"megatron_fsdp_version": self.version}
-        if self._value("--optimizer") in MUON:  # whole matrices stay on one rank
-            settings["megatron_fsdp_granularity"] = "prefer_tensors"
-        if self._has(OFFLOAD):
-            pins = not (self._has("--no-pin-cpu-grads") or self._has("--no-pin-cpu-params"))
-            fraction = float(self._value("--optimizer-offload-fraction") or 1.0)
-            settings["megatron_fsdp_offload_policy"] = Offload(fraction=fraction, pins=pins)
-        return settings
 
     def own_arguments(self) -> dict[str, bool]:
         """Return the values of :data:`OWN_FLAGS` by their destinations."""
@@ -267,15 +251,18 @@ class LoopCommandLine:
         return self._value(flag) is not None
 
     def _value(self, flag: str) -> str | None:
-        """Return the word after a flag; the last one counts. None without the flag."""
-        value = None
-        words = [*self.words, *self.added]
-        for word, following in zip_longest(words, words[1:], fillvalue=""):
-            if word == flag:
-                value = following
-            elif word.startswith(flag + "="):
-                value = word.partition("=")[2]
-        return value
+        return value_of([*self.words, *self.added], flag)
+
+
+def value_of(words: Sequence[str], flag: str) -> str | None:
+    """Return the word after a flag; the last one counts. None without the flag."""
+    value = None
+    for word, following in zip_longest(words, words[1:], fillvalue=""):
+        if word == flag:
+            value = following
+        elif word.startswith(flag + "="):
+            value = word.partition("=")[2]
+    return value
 
 
 def _destination(flag: str) -> str:

@@ -8,6 +8,7 @@ see :func:`~megatron.mcore_adapter.core_optimizers.build_muon`, and ``Offload``.
 
 from __future__ import annotations
 
+import argparse
 import inspect
 import traceback
 from collections.abc import Callable, Iterator
@@ -15,19 +16,31 @@ from copy import copy
 from types import ModuleType
 from typing import Any
 
-import torch
 from megatron.core.optimizer import get_megatron_optimizer
 
+from megatron.fsdp import Offload
 from megatron.mcore_adapter.core_optimizers import build_muon
 from megatron.mcore_adapter.megatron_lm.loaded_names import with_original
 from megatron.mcore_adapter.releases import tested
 from megatron.mcore_adapter.run.optimizer_names import MUON
 
+
+def settings_of(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the attributes of ``ddp_config`` that the engine reads and no release has."""
+    settings: dict[str, Any] = {}
+    if args.optimizer in MUON:
+        settings["megatron_fsdp_granularity"] = "prefer_tensors"  # whole matrices stay on one rank
+    if args.optimizer_cpu_offload:
+        pins = args.pin_cpu_grads and args.pin_cpu_params
+        policy = Offload(fraction=args.optimizer_offload_fraction, pins=pins)
+        settings["megatron_fsdp_offload_policy"] = policy
+    return settings
+
+
 BUILDERS = ("get_megatron_optimizer", "get_megatron_muon_optimizer")
 """The loop's names for functions that build an optimizer; the second one before 0.18."""
 OF_ADAM = "dump_param_to_param_group_map"
 """An argument of these functions that Muon's groups do not fit."""
-BOTH_BACKENDS = "cpu:gloo,cuda:nccl"
 
 
 def replacements(arguments: ModuleType, training: ModuleType) -> Iterator[tuple[object, object]]:
@@ -66,8 +79,6 @@ def validate_args(original: Callable[..., Any], given: dict[str, Any]) -> Any:
         if is_muon:
             args.optimizer = "muon"  # "dist_muon" names the same
         args.optimizer_cpu_offload = is_offloaded
-        if is_offloaded and torch.cuda.is_available() and args.distributed_backend == "nccl":
-            args.distributed_backend = BOTH_BACKENDS  # shards in host memory are reduced there
 
 
 def build(original: Callable[..., Any], given: dict[str, Any]) -> Any:

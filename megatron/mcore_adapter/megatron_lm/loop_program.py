@@ -11,6 +11,7 @@ import typing
 from contextlib import ExitStack
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import torch
 import typing_extensions
@@ -51,10 +52,20 @@ class LoopProgram:
             has_version=any(one.name == "megatron_fsdp_version" for one in SETTINGS),
             has_muon=importlib.util.find_spec("emerging_optimizers") is not None,
         ).complete()
-        self.settings = self._command_line.settings()
         self._given = list(sys.argv)
         self._completed = [sys.argv[0], *self._command_line.completed]
         self._undo = ExitStack()
+
+    def settings(self) -> dict[str, Any]:
+        """Return the attributes of ``ddp_config`` that the engine reads, and releases may lack."""
+        if not self._command_line.is_of_the_loop:
+            return {}
+        settings = {"megatron_fsdp_version": self._command_line.version}
+        try:
+            args = importlib.import_module("megatron.training").get_args()
+        except (ImportError, AssertionError):  # there are no arguments yet
+            return settings
+        return settings | loop_optimizers.settings_of(args)
 
     def prepare(self) -> None:
         """Change ``sys.argv``, the environment, and on a machine without CUDA torch."""

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from types import ModuleType, TracebackType
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from megatron.fsdp.backends import rendezvous
@@ -25,6 +26,7 @@ from megatron.fsdp.trace import failed_collectives
 from megatron.mcore_adapter.megatron_lm.loaded_names import with_original
 from megatron.mcore_adapter.run.environment import complain
 from megatron.mcore_adapter.run.errors import RunError
+from megatron.mcore_adapter.run.model_parallel import backend_for
 from megatron.mcore_adapter.watch.watch import Watch
 
 FOR_THE_USER = (RunError, GradientError, NotImplementedError)
@@ -58,7 +60,8 @@ class LoopWatch:
         if args.exit_signal_handler:  # the loop stops after its step; the watch hears of it too
             signal.signal(signal.SIGTERM, of_loop)
         atexit.register(self.close)
-        with keys_of_this_attempt():
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        with groups_of_this_attempt(backend_for(args, device)):
             result = original(**given)
         # After torch has set its own hook, which collects what is printed until the process ends.
         self._hook, sys.excepthook = sys.excepthook, self._report
@@ -94,10 +97,13 @@ class LoopWatch:
 
 
 @contextmanager
-def keys_of_this_attempt() -> Iterator[None]:
+def groups_of_this_attempt(backend: str) -> Iterator[None]:
     """Let ranks that torchrun has restarted connect to each other, and not to those that have died.
 
     The loop names no method of initialization, which means ``env://``.
+
+    Args:
+        backend: of the groups; the loop would take one that moves no host memory.
     """
     init_process_group = dist.init_process_group
 
@@ -107,7 +113,7 @@ def keys_of_this_attempt() -> Iterator[None]:
             for name in ("store", "rank", "world_size"):  # the rendezvous has them
                 settings.pop(name, None)
             settings["init_method"] = rendezvous.INIT_METHOD
-        init_process_group(**settings)
+        init_process_group(**{**settings, "backend": backend})
 
     dist.init_process_group = init_attempt  # type: ignore[assignment]
     try:

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import argparse
 
+import torch
+
 from megatron.mcore_adapter.releases import process_groups
 
 GROUP_SETTINGS = """tensor_model_parallel_size pipeline_model_parallel_size
@@ -13,6 +15,14 @@ GROUP_SETTINGS = """tensor_model_parallel_size pipeline_model_parallel_size
     num_distributed_optimizer_instances distributed_timeout_minutes use_sharp sharp_enabled_group
     nccl_communicator_config_path high_priority_stream_groups"""
 """Arguments of a run that Megatron-Core's process groups follow from, by the same names."""
+
+
+def backend_for(args: argparse.Namespace, device: torch.device) -> str:
+    """Return the backend of process groups, with one for host memory where shards lie there."""
+    # Megatron-Core makes its groups with the backends of the whole world.
+    if device.type == "cuda" and args.distributed_backend == "nccl" and args.optimizer_cpu_offload:
+        return "cpu:gloo,cuda:nccl"
+    return str(args.distributed_backend)
 
 
 def initialize_model_parallel(args: argparse.Namespace) -> None:

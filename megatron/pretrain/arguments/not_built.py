@@ -43,8 +43,9 @@ REFUSED: dict[str, str] = {
     f"rates do not follow the width here; {IN_THE_OTHER_LOOP}": "use_mup mup_*",
     f"layers follow from the other flags here; {IN_THE_OTHER_LOOP}": """spec hybrid_layer_pattern
         mamba_* use_mamba_mem_eff_path experimental_attention_variant dsa_* linear_*""",
-    f"the command line names data and tokenizer here; {IN_THE_OTHER_LOOP}": (
-        "data_args_path per_split_data_args_path legacy_tokenizer"
+    "newer releases have no other classes of tokenizers": "legacy_tokenizer",
+    f"the command line names data here; {IN_THE_OTHER_LOOP}": (
+        "data_args_path per_split_data_args_path"
     ),
     f"is not written here, and all else of every step; {IN_THE_OTHER_LOOP}": """
         log_memory_interval log_world_size_to_tensorboard moe_per_layer_logging

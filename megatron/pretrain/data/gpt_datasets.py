@@ -28,6 +28,7 @@ from megatron.pretrain.data.splits import (
     DEFAULT_SPLIT,
     Bookends,
     DataSource,
+    Sizes,
     check_splits,
     check_weights,
     parse_blend,
@@ -37,13 +38,13 @@ from megatron.pretrain.data.tokenizer_record import check_records, record_path
 from megatron.pretrain.data.tokenizers import Tokenizer
 
 DEFAULT_CORPUS_DIRECTORY = "data"
-Sizes = tuple[int, int, int]
-"""Samples of the training, validation and test data."""
 BuildDatasets = Callable[[argparse.Namespace, Tokenizer, DataSource | None], tuple[Any, Any, Any]]
 """A function like :func:`build_datasets`."""
 
 
-def find_data(args: argparse.Namespace, tokenizer: Tokenizer) -> DataSource | None:
+def find_data(
+    args: argparse.Namespace, tokenizer: Tokenizer, sizes: Sizes | None = None
+) -> DataSource | None:
     """Find the source of the data and check its files, before a run begins.
 
     A collective that returns the same on every rank, and None for a run without samples. Rank 0
@@ -54,12 +55,17 @@ def find_data(args: argparse.Namespace, tokenizer: Tokenizer) -> DataSource | No
     `valid_data_path` and `test_data_path`; without any, it is the Python standard library, in
     `data_cache_path` or the folder "data".
 
+    Args:
+        args: arguments of the run.
+        tokenizer: tokenizer that the data was written with.
+        sizes: samples of each split; without it those of :func:`wanted_samples`.
+
     Raises:
         ValueError: the data is missing, damaged or too small; the same on every rank.
         OSError: the data cannot be read, or the default corpus be written; the same on every rank.
     """
-    sizes = wanted_samples(args)
-    if not any(sizes):
+    sizes = sizes or wanted_samples(args)
+    if not any(size != 0 for size in sizes):
         return None
     return on_first_rank(lambda: _find_source(args, tokenizer, sizes))
 
@@ -79,11 +85,12 @@ def wanted_samples(args: argparse.Namespace) -> Sizes:
 
 def build_datasets(
     args: argparse.Namespace, tokenizer: Tokenizer, source: DataSource | None = None
-) -> tuple[Dataset | None, Dataset | None, Dataset | None]:
+) -> tuple[Dataset | None, Dataset | list[Dataset] | None, Dataset | None]:
     """Build the training, validation and test datasets.
 
     A collective that returns the same datasets on every rank, and None for a split that is not
-    wanted or has no documents. Rank 0 builds the index caches that the other ranks then read.
+    wanted or has no documents; of several validation sets a list, where Megatron-LM's loop asks for
+    it. Rank 0 builds the index caches that the other ranks then read.
 
     Args:
         args: arguments of the run.
@@ -95,7 +102,6 @@ def build_datasets(
     source = source or find_data(args, tokenizer)
     if source is None:
         return None, None, None
-    sizes = wanted_samples(args)
     config = from_destinations(
         GPTDatasetConfig,
         args,
@@ -117,10 +123,11 @@ def build_datasets(
     dataset_class = MockGPTDataset if args.mock_data else GPTDataset
     with damage_named(source):
         train, valid, test = BlendedMegatronDatasetBuilder(
-            dataset_class, list(sizes), lambda: True, config
+            dataset_class, list(source.sizes), lambda: True, config
         ).build()
     if not args.mock_data:
-        on_first_rank(lambda: _check_caches([train, valid, test]))
+        sets = valid if isinstance(valid, list) else [valid]
+        on_first_rank(lambda: _check_caches([train, *sets, test]))
     return train, valid, test
 
 
@@ -185,7 +192,7 @@ def _find_source(args: argparse.Namespace, tokenizer: Tokenizer, sizes: Sizes) -
     if any(per_split):
         whole: Bookends = (0.0, 1.0)
         blends = [
-            parse_blend(values) if values and size else None
+            parse_blend(values) if values and size != 0 else None
             for values, size in zip(per_split, sizes)
         ]
         source = DataSource([whole if blend else None for blend in blends], blend_per_split=blends)
@@ -201,7 +208,7 @@ def _find_source(args: argparse.Namespace, tokenizer: Tokenizer, sizes: Sizes) -
     if any(record_path(prefix).is_file() for prefix in prefixes):
         check_records(prefixes, TokenizerChoice.of(args), tokenizer)
     source.lines = check_splits(source, tokenizer.vocab_size)
-    source.cache = args.data_cache_path
+    source.cache, source.sizes = args.data_cache_path, sizes
     for folder in source.cache_folders():
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -219,4 +226,4 @@ def _bookends(split: str, sizes: Sizes) -> list[Bookends | None]:
     matrix = convert_split_vector_to_split_matrix(parse_and_normalize_split(split))
     if sizes[0] and matrix[0] is None:
         raise ValueError(f"--split {split} leaves nothing to train on")
-    return [ends if size else None for ends, size in zip(matrix, sizes)]
+    return [ends if size != 0 else None for ends, size in zip(matrix, sizes)]

@@ -54,6 +54,10 @@ def _as_number(text: str) -> float | None:
         return None
 
 
+Sizes = tuple[int, int | None, int]
+"""Samples of the training, validation and test data; None for one epoch, each sample once."""
+
+
 @dataclass
 class DataSource:
     """The source of the samples: a blend of datasets, a blend per split, or neither (mock data)."""
@@ -66,6 +70,7 @@ class DataSource:
     blend_per_split: list[Blend | None] | None = None
     cache: str | None = None
     """The folder of index caches; None for Megatron-Core's own, beside each dataset."""
+    sizes: Sizes = (0, 0, 0)
     lines: list[str] = field(default_factory=list)
     """For the log: what each split gets."""
 

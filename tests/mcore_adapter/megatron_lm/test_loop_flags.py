@@ -139,15 +139,6 @@ def test_flags_of_this_project_are_kept_from_the_loop() -> None:
     }
 
 
-def test_the_engine_gets_settings_that_no_release_has_a_field_for() -> None:
-    assert completed([*FSDP, *SECOND]).settings() == {"megatron_fsdp_version": 2}
-    words = "--optimizer-cpu-offload --optimizer-offload-fraction 0.5 --no-pin-cpu-grads"
-    policy = completed([*FSDP, *words.split()]).settings()["megatron_fsdp_offload_policy"]
-    assert (policy.fraction, policy.pins) == (0.5, False)
-    muon = completed([*FSDP, "--optimizer", "muon"]).settings()
-    assert muon["megatron_fsdp_granularity"] == "prefer_tensors"
-
-
 def test_all_contradictions_are_told_at_once() -> None:
     words = (
         "--optimizer muon --fp16 --outer-dp-sharding-strategy optim"
