@@ -73,6 +73,9 @@ def arguments_of(
         "data_parallel_sharding_strategy": ShardingStrategy(candidate.level).name.lower(),
         "recompute_granularity": "full" if candidate.recomputes else None,
         "micro_batch_size": candidate.micro_batch,
+        # Megatron-LM's loop derives them from the sizes above.
+        "tensor_parallel_num_weight_shards": None,
+        "expert_tensor_parallel_num_weight_shards": None,
     }
     return argparse.Namespace(**vars(args) | changed)
 

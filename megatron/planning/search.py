@@ -18,6 +18,7 @@ from megatron.planning.quick_estimate import QuickEstimate, QuickEstimates, unli
 from megatron.pretrain.arguments import CommandLineError, parse_arguments
 from megatron.pretrain.data.tokenizer_choice import TokenizerChoice
 from megatron.pretrain.data.tokenizers import build_tokenizer, embedding_rows
+from megatron.pretrain.megatron_lm_loop import MEGATRON_LM, chosen_loop, loop_arguments
 from megatron.pretrain.model.flops import training_flops
 
 CHOSEN = {
@@ -145,15 +146,19 @@ def arguments_on(words: Sequence[str], num_gpus: int) -> argparse.Namespace:
     Raises:
         CommandLineError: lists everything that is wrong with them.
     """
-    args, _ = parse_arguments(
-        [*words, "--use-megatron-fsdp"],
-        world_size=num_gpus,
-        cuda=torch.cuda.is_available(),
-        # Nothing of it is imported to plan, and flags of FP8 need it to be there.
-        transformer_engine=importlib.util.find_spec("transformer_engine") is not None
-        or any(word.startswith(("--fp8", "--fp4")) for word in words),
-        emerging_optimizers=True,
-    )
+    words = [*words, "--use-megatron-fsdp"]
+    if chosen_loop(words) == MEGATRON_LM:
+        args = loop_arguments(words, num_gpus)
+    else:
+        args, _ = parse_arguments(
+            words,
+            world_size=num_gpus,
+            cuda=torch.cuda.is_available(),
+            # Nothing of it is imported to plan, and flags of FP8 need it to be there.
+            transformer_engine=importlib.util.find_spec("transformer_engine") is not None
+            or any(word.startswith(("--fp8", "--fp4")) for word in words),
+            emerging_optimizers=True,
+        )
     try:
         rows = embedding_rows(args, build_tokenizer(TokenizerChoice.of(args)))
     except (ValueError, OSError) as error:

@@ -13,7 +13,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from megatron.mcore_adapter.releases import tested
 from megatron.mcore_adapter.run.environment import say
 from megatron.mcore_adapter.run.errors import RunError
 from megatron.mcore_adapter.run.logging_setup import leave_logging
+from megatron.pretrain.arguments.check import CommandLineError
 from megatron.pretrain.arguments.parser import parser_of_given_flags
 from megatron.pretrain.data import gpt_datasets
 from megatron.pretrain.data.gpt_datasets import BuildDatasets
@@ -72,12 +73,13 @@ def main(words: Sequence[str], build: BuildDatasets) -> int:
         words: the command line, with the flag that has chosen this loop.
         build: makes the datasets of the files that the arguments name.
     """
-    check(words)
+    problem = obstacle(words)
+    if problem is not None:
+        tested.end_program(f"pretrain_gpt.py: error: {problem}", 2)
     leave_logging()
     tokenizer = value_of(words, "--tokenizer-type") or BYTES
-    is_dry = DRY_RUN in words
-    if is_dry:
-        os.environ.update(RANK="0", WORLD_SIZE=value_of(words, DRY_RUN_RANKS) or "1")
+    if DRY_RUN in words:
+        return dry_run(words)
     for name, value in SINGLE_RANK.items():
         os.environ.setdefault(name, value)
     sys.argv[1:] = completed(words)
@@ -87,9 +89,6 @@ def main(words: Sequence[str], build: BuildDatasets) -> int:
         drop_in.install()
     except (LoopFlagError, RuntimeError, tested.ReleaseError) as error:
         tested.end_program(f"pretrain_gpt.py: error: {error}", 2)
-
-    if is_dry:
-        return dry_run(tokenizer)
     from megatron.mcore_adapter.megatron_lm import gpt_program
 
     def build_for_loop(args: Any, num_samples: Sequence[Any]) -> Sequence[Any]:
@@ -102,26 +101,25 @@ def main(words: Sequence[str], build: BuildDatasets) -> int:
     return 0
 
 
-def check(words: Sequence[str]) -> None:
-    """End the program in one line without a loop, or for a model or data that is not built here."""
+def obstacle(words: Sequence[str]) -> str | None:
+    """Return why the loop cannot run a command line: there is none, or a flag is not built here."""
     core = tested.check()
     if not tested.has_loop():
-        tested.end_program(
-            f"pretrain_gpt.py: error: {FLAG} {MEGATRON_LM}: Megatron-Core {core} has no training"
-            f" loop: pip install 'megatron-core>={tested.FIRST_WITH_LOOP}' (for Python 3.12 and"
-            " newer), or put a checkout of Megatron-LM on PYTHONPATH",
-            2,
+        return (
+            f"{FLAG} {MEGATRON_LM}: Megatron-Core {core} has no training loop: pip install"
+            f" 'megatron-core>={tested.FIRST_WITH_LOOP}' (for Python 3.12 and newer), or put a"
+            " checkout of Megatron-LM on PYTHONPATH"
         )
     missing = dict(NOT_HERE)
     if core.numbers < BUILDERS_SINCE:
         missing |= dict.fromkeys(OF_BUILDERS, "the loop builds such models since 0.19")
     problems = [f"{flag}: {missing[flag]}" for flag in missing if value_of(words, flag) is not None]
-    if problems:
-        tested.end_program(
-            f"pretrain_gpt.py: error: {'; '.join(problems)}. torchrun -m megatron.mcore_adapter"
-            " PROGRAM.py starts a program of Megatron-LM that has it",
-            2,
-        )
+    if not problems:
+        return None
+    return (
+        f"{'; '.join(problems)}. torchrun -m megatron.mcore_adapter PROGRAM.py starts a program of"
+        " Megatron-LM that has it"
+    )
 
 
 def completed(words: Sequence[str]) -> list[str]:
@@ -130,7 +128,9 @@ def completed(words: Sequence[str]) -> list[str]:
     kept = _without(kept, DRY_RUN_RANKS)
     if value_of(words, "--tokenizer-type") in (None, BYTES):
         kept = _without(kept, "--tokenizer-type")
-        kept += ["--tokenizer-type", "NullTokenizer", "--vocab-size", str(NUM_BYTES + 1)]
+        kept += ["--tokenizer-type", "NullTokenizer"]
+        if value_of(words, "--vocab-size") is None:
+            kept += ["--vocab-size", str(NUM_BYTES + 1)]
     length = value_of(words, "--seq-length")
     if length is not None and value_of(words, "--max-position-embeddings") is None:
         kept += ["--max-position-embeddings", length]
@@ -141,24 +141,59 @@ def completed(words: Sequence[str]) -> list[str]:
     return kept
 
 
-def dry_run(kind: str) -> int:
-    """Check the command line as the loop does, print what follows from it, and return 0.
-
-    Args:
-        kind: type of the tokenizer of the command line.
-    """
-    from megatron.training import arguments
-
-    args = arguments.parse_args()
-    with redirect_stdout(io.StringIO()):  # a list of all arguments
-        arguments.validate_args(args)
-    _, defaults = parser_of_given_flags()  # of what that loop does not know
-    choice = asdict(tokenizer_choice(args, kind))
+def dry_run(words: Sequence[str]) -> int:
+    """Check the command line as the loop does, print what follows from it, and return 0."""
     try:
-        print_dry_run(argparse.Namespace(**{**defaults, **vars(args), **choice}), say)
+        args = loop_arguments(words, int(value_of(words, DRY_RUN_RANKS) or 1))
+        print_dry_run(args, say)
+    except CommandLineError as error:
+        tested.end_program(f"pretrain_gpt.py: error: {error.problems[0]}", 2)
     except (ValueError, NotImplementedError, OSError, RunError) as error:
         tested.end_program(f"pretrain_gpt.py: error: {error}", 1)
     return 0
+
+
+def loop_arguments(words: Sequence[str], num_ranks: int) -> argparse.Namespace:
+    """Return the arguments as the loop completes and checks them, for a run of so many ranks.
+
+    What this program's flags have and the loop's do not has their defaults. No rank is contacted.
+
+    Args:
+        words: the command line of ``pretrain_gpt.py``.
+        num_ranks: number of ranks of the run.
+
+    Raises:
+        CommandLineError: there is no loop, or it refuses them.
+    """
+    problem = obstacle(words)
+    if problem is not None:
+        raise CommandLineError([problem])
+    os.environ.update(SINGLE_RANK, RANK="0", WORLD_SIZE=str(num_ranks))
+    sys.argv[1:] = completed(words)
+    errors = io.StringIO()
+    try:
+        # The first stream gets a list of all arguments.
+        with redirect_stdout(io.StringIO()), redirect_stderr(errors):
+            from megatron.mcore_adapter import drop_in
+
+            with drop_in.install():
+                from megatron.training import arguments
+
+                args = arguments.parse_args()
+                arguments.validate_args(args)
+    except SystemExit:  # by the loop's parser, or one of its assertions
+        problem = errors.getvalue().strip().rpartition("error: ")[2]
+        raise CommandLineError([problem]) from None
+    except (LoopFlagError, RuntimeError, ValueError, tested.ReleaseError) as error:
+        raise CommandLineError([str(error)]) from None
+    _, defaults = parser_of_given_flags()
+    choice = asdict(tokenizer_choice(args, value_of(words, "--tokenizer-type") or BYTES))
+    translated = {
+        **choice,
+        "vocab_size": args.vocab_size,  # the model may have more rows than the tokenizer needs
+        "rope_type": args.rope_type or "yarn",  # of latent attention alone, as in its config
+    }
+    return argparse.Namespace(**{**defaults, **vars(args), **translated})
 
 
 def build_datasets(

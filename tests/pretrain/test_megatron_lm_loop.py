@@ -28,14 +28,16 @@ MODEL = (
 )
 
 
-def start(words: str, folder: Path, release: str | None = None) -> subprocess.CompletedProcess[str]:
-    """Run the program on one rank, with a release of Megatron-Core that has the loop or without."""
+def start(
+    words: str, folder: Path, release: str | None = None, program: str = "pretrain_gpt.py"
+) -> subprocess.CompletedProcess[str]:
+    """Run a program on one rank, with a release of Megatron-Core that has the loop or without."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     if release is not None:
         megatron_release.require(release)
         environment |= megatron_release.environment(release)
     return subprocess.run(
-        [sys.executable, str(ROOT / "pretrain_gpt.py"), *words.split()],
+        [sys.executable, str(ROOT / program), *words.split()],
         cwd=folder,
         env=environment,
         text=True,
@@ -151,3 +153,26 @@ def test_a_command_line_is_planned_or_refused_in_one_line(tmp_path: Path) -> Non
     assert "ranks: 2 = 1 tensor x 1 pipeline x 1 context x 2 data" in planned.stdout, planned.stderr
     refused = start(f"{line} --tensor-model-parallel-size 3", tmp_path, RELEASES[-1])
     assert refused.returncode == 2 and "Traceback" not in refused.stderr
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("release", [RELEASES[0], RELEASES[-1]])
+def test_a_plan_is_the_same_with_the_arguments_of_either_loop(release: str, tmp_path: Path) -> None:
+    """Among them are a vocabulary beyond the tokenizer's, latent attention, and experts."""
+    model = (
+        "--bf16 --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64"
+        " --max-position-embeddings 64 --vocab-size 3000 --untie-embeddings-and-output-weights"
+        " --position-embedding-type rope --multi-latent-attention --q-lora-rank 32"
+        " --kv-lora-rank 32 --num-experts 4 --moe-token-dispatcher-type alltoall"
+    )
+    line = f"--gpus 8 --pipeline 1,2 --micro-batch 1 --global-batch-size 16 --show 2 {model}"
+    tables = []
+    for loop in ("own", "megatron-lm"):
+        done = start(f"{line} --loop {loop}", tmp_path, release, "tools/plan.py")
+        assert done.returncode == 0, done.stderr
+        tables.append(done.stdout.partition("#")[0])
+    assert tables[0] == tables[1] and " 2. " in tables[0]
+    refused = start(
+        f"--gpus 8 {MODEL} --loop megatron-lm --sft", tmp_path, release, "tools/plan.py"
+    )
+    assert refused.returncode == 2 and "--sft: this program has no data" in refused.stderr
