@@ -5,12 +5,15 @@ For example:
 
     python tools/functional_configs.py ../Megatron-LM
     python tools/functional_configs.py ../Megatron-LM --json > taken.json
+    PYTHONPATH=.:../Megatron-LM python tools/functional_configs.py ../Megatron-LM --loop megatron-lm
 
 Every GPT and MoE configuration is turned into flags as Megatron-LM's run script does, and checked
-as pretrain_gpt.py would on GPUs with Transformer Engine. Files that it names need not be there.
+as pretrain_gpt.py would on GPUs with Transformer Engine, with its own loop or with Megatron-LM's.
+Files that it names need not be there.
 """
 
 import json
+import os
 import re
 import shlex
 import tempfile
@@ -22,6 +25,7 @@ from importlib import import_module
 from itertools import chain, pairwise
 from math import lcm
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -31,6 +35,7 @@ import yaml  # type: ignore[import-untyped]
 with warnings.catch_warnings():
     # Megatron-Core warns of every GPU library that is absent; checking flags needs none of them.
     warnings.simplefilter("ignore", UserWarning)
+    from megatron.pretrain import megatron_lm_loop
     from megatron.pretrain.arguments import CommandLineError, parse_arguments
 
 CASES = "tests/functional_tests/test_cases"
@@ -47,6 +52,14 @@ KERNELS = {
         fused_sort_chunks_by_index fused_sort_chunks_by_index_with_probs fused_unpermute""",
 }
 """Modules of Megatron-Core -> kernels of Transformer Engine that its configs look for there."""
+
+ON_GPUS = {
+    "torch.cuda.is_available": True,
+    "torch.cuda.get_device_capability": (10, 0),
+    "torch.cuda.get_device_properties": SimpleNamespace(major=10),
+    "megatron.core.utils.is_te_min_version": True,  # by whose name the loop imports it
+}
+"""Functions, and what Megatron-LM's loop is told by them of the machine."""
 
 
 def configurations(checkout: Path) -> dict[str, dict[str, Any]]:
@@ -139,8 +152,25 @@ def kernels_of_transformer_engine() -> Iterator[None]:
         yield
 
 
-def problems_of(content: dict[str, Any], files: Path) -> list[str]:
-    """Return the problems of a configuration's command line; none if it is taken."""
+@contextmanager
+def loop_on_gpus(environment: dict[str, str]) -> Iterator[None]:
+    """Let Megatron-LM's loop find GPUs, Transformer Engine and environment variables."""
+    with ExitStack() as stack:
+        stack.enter_context(patch.dict(os.environ, environment))
+        stack.enter_context(patch("megatron.mcore_adapter.megatron_lm.loop_program.HAVE_TE", True))
+        for function, result in ON_GPUS.items():
+            stack.enter_context(patch(function, return_value=result))
+        yield
+
+
+def problems_of(content: dict[str, Any], files: Path, loop: str) -> list[str]:
+    """Return the problems of a configuration's command line; none if it is taken.
+
+    Args:
+        content: of its file.
+        files: a directory that stands for those that environment variables name.
+        loop: ``own`` or ``megatron-lm``, which stops at the first problem.
+    """
     arguments = content.get("MODEL_ARGS")
     if not isinstance(arguments, dict):
         return ["the file has no section MODEL_ARGS"]
@@ -150,9 +180,14 @@ def problems_of(content: dict[str, Any], files: Path) -> list[str]:
     try:
         with warnings.catch_warnings(), kernels_of_transformer_engine():
             warnings.simplefilter("ignore")
+            ranks = num_ranks(arguments, ranks_of_a_node(content))
+            if loop == megatron_lm_loop.MEGATRON_LM:
+                with loop_on_gpus(environment):
+                    megatron_lm_loop.loop_arguments(line, ranks)
+                return []
             parse_arguments(
                 line,
-                world_size=num_ranks(arguments, ranks_of_a_node(content)),
+                world_size=ranks,
                 cuda=True,
                 transformer_engine=True,
                 fused_weight_gradient=True,
@@ -163,10 +198,13 @@ def problems_of(content: dict[str, Any], files: Path) -> list[str]:
     return []
 
 
-def check_all(contents: dict[str, dict[str, Any]]) -> dict[str, list[str]]:
-    """Return the problems of each configuration, none for one that is taken."""
+def check_all(contents: dict[str, dict[str, Any]], loop: str) -> dict[str, list[str]]:
+    """Return the problems of each configuration with a loop, none for one that is taken."""
+    problems = {}
     with tempfile.TemporaryDirectory() as files:
-        return {name: problems_of(content, Path(files)) for name, content in contents.items()}
+        for name, content in contents.items():
+            problems[name] = problems_of(content, Path(files), loop)
+    return problems
 
 
 def grouped(problems: dict[str, list[str]]) -> dict[str, list[str]]:
@@ -193,9 +231,16 @@ def report(problems: dict[str, list[str]]) -> Iterable[str]:
 @click.command()
 @click.argument("checkout", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print the problems of each test as JSON.")
-def main(checkout: Path, as_json: bool) -> None:
+@click.option(
+    "--loop",
+    type=click.Choice([megatron_lm_loop.OWN, megatron_lm_loop.MEGATRON_LM]),
+    default=megatron_lm_loop.OWN,
+    show_default=True,
+    help="The loop that checks them; Megatron-LM's is that of the Megatron-Core at hand.",
+)
+def main(checkout: Path, as_json: bool, loop: str) -> None:
     """Print how many GPT and MoE tests of the Megatron-LM in CHECKOUT are taken, and why not."""
-    problems = check_all(configurations(checkout))
+    problems = check_all(configurations(checkout), loop)
     if as_json:
         click.echo(json.dumps(problems, indent=1))
         return

@@ -5,13 +5,18 @@ The flags are those of the public tag core_v0.16.1.
 """
 
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import yaml  # type: ignore[import-untyped]
 from click.testing import CliRunner
 
+from tests.support import megatron_release
+from tests.support.megatron_release import ROOT
 from tools.functional_configs import CASES, main, num_ranks, ranks_of_a_node, words_of
 
 
@@ -91,6 +96,22 @@ def test_configurations_that_are_taken_are_counted_and_the_others_explained(
     lines = result.stdout.splitlines()
     assert lines[0] == f"{len(PARTS) - 1} of {len(PARTS)} configurations are taken"
     assert "    1 (1)  --zz-qq: unknown flag" in lines
+
+
+@pytest.mark.exhaustive
+def test_the_loop_of_megatron_lm_takes_them_too(checkout: Path) -> None:
+    release = megatron_release.RELEASES[-1]
+    megatron_release.require(release)
+    done = subprocess.run(
+        [sys.executable, "tools/functional_configs.py", str(checkout), "--loop", "megatron-lm"],
+        cwd=ROOT,
+        env={**os.environ, **megatron_release.environment(release)},
+        text=True,
+        capture_output=True,
+    )
+    lines = done.stdout.splitlines()
+    assert lines[0] == f"{len(PARTS) - 1} of {len(PARTS)} configurations are taken", done.stderr
+    assert "    1 (1)  unrecognized arguments: --zz-qq 9" in lines
 
 
 def test_values_become_words_as_in_the_run_script(tmp_path: Path) -> None:

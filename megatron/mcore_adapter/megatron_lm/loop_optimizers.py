@@ -58,17 +58,16 @@ def replacements(arguments: ModuleType, training: ModuleType) -> Iterator[tuple[
 
 
 def validate_args(original: Callable[..., Any], given: dict[str, Any]) -> Any:
-    """Check and complete the arguments, as those of Adam on the device.
+    """Check and complete the arguments, with FSDP as those of Adam on the device.
 
     The loop checks by assertions: the message of one that fails ends the program.
     """
     args = given["args"]
-    is_muon, is_offloaded = args.optimizer in MUON, args.optimizer_cpu_offload
-    if not args.use_megatron_fsdp:
-        return original(**given)
-    if is_muon:
-        args.optimizer = "adam"
-    args.optimizer_cpu_offload = False
+    optimizer, is_offloaded = args.optimizer, args.optimizer_cpu_offload
+    if args.use_megatron_fsdp:
+        args.optimizer_cpu_offload = False
+        if optimizer in MUON:
+            args.optimizer = "adam"
     try:
         return original(**given)
     except AssertionError as error:
@@ -76,9 +75,10 @@ def validate_args(original: Callable[..., Any], given: dict[str, Any]) -> Any:
         words = str(error) or place.line
         tested.end_program(f"error: {words} ({place.filename}:{place.lineno})", 2)
     finally:
-        if is_muon:
-            args.optimizer = "muon"  # "dist_muon" names the same
-        args.optimizer_cpu_offload = is_offloaded
+        if args.use_megatron_fsdp:
+            # "dist_muon" names the same.
+            args.optimizer = "muon" if optimizer in MUON else optimizer
+            args.optimizer_cpu_offload = is_offloaded
 
 
 def build(original: Callable[..., Any], given: dict[str, Any]) -> Any:
