@@ -31,6 +31,7 @@ from unittest.mock import patch
 
 import click
 import yaml  # type: ignore[import-untyped]
+from packaging.version import Version
 
 with warnings.catch_warnings():
     # Megatron-Core warns of every GPU library that is absent; checking flags needs none of them.
@@ -53,11 +54,11 @@ KERNELS = {
 }
 """Modules of Megatron-Core -> kernels of Transformer Engine that its configs look for there."""
 
+ENGINE_VERSION = "2.9"
 ON_GPUS = {
     "torch.cuda.is_available": True,
     "torch.cuda.get_device_capability": (10, 0),
     "torch.cuda.get_device_properties": SimpleNamespace(major=10),
-    "megatron.core.utils.is_te_min_version": True,  # by whose name the loop imports it
 }
 """Functions, and what Megatron-LM's loop is told by them of the machine."""
 
@@ -142,9 +143,12 @@ def ranks_of_a_node(content: dict[str, Any]) -> int:
 
 
 @contextmanager
-def kernels_of_transformer_engine() -> Iterator[None]:
-    """Let Megatron-Core's configs find the kernels of Transformer Engine where there are none."""
+def with_transformer_engine() -> Iterator[None]:
+    """Let Megatron-Core find Transformer Engine and its kernels where there are none."""
     with ExitStack() as stack:
+        stack.enter_context(
+            patch("megatron.core.utils.get_te_version", return_value=Version(ENGINE_VERSION))
+        )
         for module, names in KERNELS.items():
             for name in names.split():
                 if getattr(import_module(module), name, None) is None:
@@ -178,7 +182,7 @@ def problems_of(content: dict[str, Any], files: Path, loop: str) -> list[str]:
     make_files(line)
     environment = {name: str(value) for name, value in (content.get("ENV_VARS") or {}).items()}
     try:
-        with warnings.catch_warnings(), kernels_of_transformer_engine():
+        with warnings.catch_warnings(), with_transformer_engine():
             warnings.simplefilter("ignore")
             ranks = num_ranks(arguments, ranks_of_a_node(content))
             if loop == megatron_lm_loop.MEGATRON_LM:
