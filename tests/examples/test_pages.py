@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every block and every command of the pages is run, or named here with the reason why not."""
 
+import ast
 import json
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from errno import errorcode
 from functools import cache
@@ -21,7 +22,14 @@ from torch.distributed.checkpoint import FileSystemReader
 from megatron.planning.machine import find_machine
 from tests.examples import test_hugging_face, test_readme, test_site
 from tests.examples.conftest import Shell, with_inspector
-from tests.support.examples.blocks import DOCS, Block, blocks_of, inline_commands, python_of
+from tests.support.examples.blocks import (
+    DOCS,
+    FENCE,
+    Block,
+    blocks_of,
+    inline_commands,
+    python_of,
+)
 from tests.support.examples.documents import check_block, command_blocks, run_document
 from tests.support.examples.operations_table import rows_of, wrong_rows
 from tests.support.examples.page_programs import PROGRAMS, run_page
@@ -49,28 +57,61 @@ def test_operations_on_parameters_do_what_the_table_says() -> None:
 
 OWN = r"(?:megatron_fsdp|megatron\.(?:fsdp|checkpoint|pretrain|mcore_adapter|planning|huggingface))"
 DOTTED = re.compile(rf"(?<![\w/.]){OWN}(?:\.[A-Za-z_]\w*)*(?![\w/]|\.\w)")
-IMPORTED = re.compile(rf"from ({OWN}(?:\.\w+)*) import ([\w, ]+)|`(\w+)` of `({OWN}[\w.]*)`")
+IN_ITS_MODULE = re.compile(rf"((?:`\w+`(?:,|\s+and)?\s+)+)(?:of|from|in)\s+`({OWN}[\w.]*)`")
+"""`Name` of `module`, and several of them."""
 
 
 def names_in(text: str) -> set[str]:
     """Return the names of our own that a page mentions, with their modules."""
     names = set(DOTTED.findall(text))
-    for module, imported, name, of_module in IMPORTED.findall(text):
-        names |= {f"{module}.{each.strip()}" for each in imported.split(",") if each.strip()}
-        names |= {f"{of_module}.{name}"} if name else set()
+    for listed, module in IN_ITS_MODULE.findall(text):
+        names |= {f"{module}.{name}" for name in re.findall(r"`(\w+)`", listed)}
+    for _, words, code in FENCE.findall(text):
+        if words.startswith("python"):
+            names |= imported_in(code)
     return names
 
 
-def test_every_name_that_a_page_mentions_is_there() -> None:
-    names = set().union(*(names_in((ROOT / page).read_text()) for page in PAGES))
-    assert {"megatron_fsdp.fully_shard", "megatron_fsdp.clip_grad_norm_"} <= names
-    absent = []
+def imported_in(code: str) -> set[str]:
+    """Return the names of our own that a program imports, with their modules."""
+    names = set()
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.ImportFrom) and re.match(rf"{OWN}\b", node.module or ""):
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def absent(names: Iterable[str]) -> list[str]:
+    """Return those of the names that cannot be imported, with the reason."""
+    found = []
     for name in sorted(names):
         try:
             resolve_name(name)
         except (ImportError, AttributeError) as error:
-            absent.append(f"{name}: {error}")
-    assert absent == []
+            found.append(f"{name}: {error}")
+    return found
+
+
+def test_every_name_that_a_page_mentions_can_be_imported() -> None:
+    names = set().union(*(names_in((ROOT / page).read_text()) for page in PAGES))
+    assert {"megatron_fsdp.fully_shard", "megatron_fsdp.clip_grad_norm_"} <= names
+    assert {"megatron_fsdp.experimental.microbatch", "megatron.fsdp.Offload"} <= names
+    assert absent(names) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Clip with `clip_grad_norm` of `megatron_fsdp`, which",
+        "Clip with `fully_shard`, `clip_grad_norm`\nof `megatron_fsdp`",
+        "call `megatron_fsdp.clip_grad_norm` once",
+        "```python\nfrom megatron_fsdp import (\n    clip_grad_norm,\n)\n```\n",
+    ],
+    ids=["of", "several", "dotted", "imported"],
+)
+def test_a_name_that_cannot_be_imported_is_found(text: str) -> None:
+    (problem,) = absent(names_in(text))
+    assert problem.startswith("megatron_fsdp.clip_grad_norm: ")
 
 
 # ---- commands
