@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A recipe in the form of Megatron-Bridge's, fully sharded: see docs/megatron_bridge.md."""
+"""A recipe in the form of Megatron-Bridge's, fully sharded: see docs/coming_from_megatron_lm.md."""
 
 import argparse
 from types import SimpleNamespace

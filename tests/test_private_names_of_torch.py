@@ -11,7 +11,7 @@ from pathlib import Path
 from tests.support.syntax_trees import parse
 
 REPOSITORY = Path(__file__).parents[1]
-LIST = REPOSITORY / "docs" / "torch_releases.md"
+LIST = REPOSITORY / "docs" / "decisions" / "torch_releases.md"
 FOLDERS = ("megatron", "megatron_fsdp", "tests", "tools", "benchmarks", "examples")
 
 

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write the table of arguments of docs/arguments.md, from the docstring that explains them.
+"""Write the table of arguments of docs/arguments.md: their fields and flags in Megatron-Core.
 
     python tools/argument_table.py
 
-Each argument of `fully_shard_model` stands beside the field of Megatron-Core's
-`DistributedDataParallelConfig` and the flag of `pretrain_gpt.py` that say the same.
+Each argument of `fully_shard_model` with an equivalent is beside the field of Megatron-Core's
+`DistributedDataParallelConfig` and the flag of `pretrain_gpt.py` that set the same.
 """
 
 import inspect
-import re
 import sys
 from pathlib import Path
 from typing import NamedTuple
@@ -22,7 +21,7 @@ BEGIN, END = "<!-- table of arguments -->\n", "<!-- end of the table -->\n"
 
 
 class OtherWays(NamedTuple):
-    """The config field and the flags that say the same as an argument, where there are any."""
+    """The config field and the flags that set the same as an argument, where there are any."""
 
     field: str = ""
     flags: tuple[str, ...] = ()
@@ -85,28 +84,15 @@ def with_table(page: str) -> str:
 
 
 def table() -> str:
-    """Return the rows of all arguments, in the order of the signature."""
-    explained = explanations(inspect.getdoc(fully_shard_model) or "")
-    lines = ["| argument | default | explanation | config field, flags |", "|---|---|---|---|"]
-    for name, parameter in inspect.signature(fully_shard_model).parameters.items():
-        ways = WAYS.get(name, OtherWays())
-        others = ", ".join(f"`{word}`" for word in (ways.field, *ways.flags) if word)
-        lines.append(f"| `{name}` | {default_of(parameter)} | {explained[name]} | {others} |")
+    """Return the rows of the arguments with equivalents, in the order of the signature."""
+    lines = ["| argument | config field | flags |", "|---|---|---|"]
+    for name in inspect.signature(fully_shard_model).parameters:
+        if name in WAYS:
+            ways = WAYS[name]
+            field = f"`{ways.field}`" if ways.field else ""
+            flags = ", ".join(f"`{flag}`" for flag in ways.flags)
+            lines.append(f"| `{name}` | {field} | {flags} |")
     return "\n".join(lines) + "\n"
-
-
-def default_of(parameter: inspect.Parameter) -> str:
-    """Return the default value as it is written, if there is one of a plain type."""
-    is_plain = isinstance(parameter.default, (bool, int, str, type(None)))
-    return f"`{parameter.default}`" if is_plain else ""
-
-
-def explanations(docstring: str) -> dict[str, str]:
-    """Return the text of each argument in the section Args of a docstring."""
-    section = docstring.split("Args:\n")[1].split("\n\n")[0]
-    entries = re.findall(r"^    (\w+): (.*(?:\n        .*)*)", section, re.MULTILINE)
-    texts = {name: re.sub(r"\s+", " ", text) for name, text in entries}
-    return {name: text.replace("``", "`").replace("|", "\\|") for name, text in texts.items()}
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 # From tensor x pipeline parallelism to FSDP and on to Hugging Face, in small: four CPU ranks, no GPU, a minute or two.
-# docs/migrating_to_fsdp.md goes through it step by step.
+# docs/coming_from_megatron_lm.md goes through it step by step.
 #
 #   bash examples/megatron_fsdp/migrate_to_fsdp_laptop.sh [more flags of pretrain_gpt.py, for both runs]
 #

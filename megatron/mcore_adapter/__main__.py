@@ -3,7 +3,8 @@
 
     torchrun --nproc-per-node 8 -m megatron.mcore_adapter pretrain_gpt.py --use-megatron-fsdp ...
 
-The program is not changed: see :mod:`megatron.mcore_adapter.drop_in` and docs/megatron_lm_loop.md.
+The program is not changed: see :mod:`megatron.mcore_adapter.drop_in`, and
+docs/coming_from_megatron_lm.md.
 """
 
 import runpy

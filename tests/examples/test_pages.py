@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every block and every command of the pages is run, or named here with the reason why not."""
 
+import ast
 import json
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from errno import errorcode
 from functools import cache
@@ -21,7 +22,14 @@ from torch.distributed.checkpoint import FileSystemReader
 from megatron.planning.machine import find_machine
 from tests.examples import test_hugging_face, test_readme, test_site
 from tests.examples.conftest import Shell, with_inspector
-from tests.support.examples.blocks import DOCS, Block, blocks_of, inline_commands, python_of
+from tests.support.examples.blocks import (
+    DOCS,
+    FENCE,
+    Block,
+    blocks_of,
+    inline_commands,
+    python_of,
+)
 from tests.support.examples.documents import check_block, command_blocks, run_document
 from tests.support.examples.operations_table import rows_of, wrong_rows
 from tests.support.examples.page_programs import PROGRAMS, run_page
@@ -32,10 +40,10 @@ from tests.support.warm_programs import ROOT
 PAGES = ["README.md", *(path.relative_to(ROOT).as_posix() for path in sorted(DOCS.rglob("*.md")))]
 
 
-@pytest.mark.always("offload", "programs_for_other_packages")
+@pytest.mark.always("optimizer_state", "coming_from_megatron_fsdp")
 @pytest.mark.parametrize("page", PROGRAMS, ids=lambda page: Path(page).stem)
 def test_the_python_blocks_of_a_page_run_as_one_program(page: str, tmp_path: Path) -> None:
-    blocks = [block.code for block in python_of(page)]
+    blocks = [block.code for block in python_of(page) if block.name not in PYTHON_ELSEWHERE]
     assert len(blocks) == len(PROGRAMS[page].checks), "give every block a check"
     run_ranks(2, run_page, page, blocks, str(tmp_path))
 
@@ -49,28 +57,63 @@ def test_operations_on_parameters_do_what_the_table_says() -> None:
 
 OWN = r"(?:megatron_fsdp|megatron\.(?:fsdp|checkpoint|pretrain|mcore_adapter|planning|huggingface))"
 DOTTED = re.compile(rf"(?<![\w/.]){OWN}(?:\.[A-Za-z_]\w*)*(?![\w/]|\.\w)")
-IMPORTED = re.compile(rf"from ({OWN}(?:\.\w+)*) import ([\w, ]+)|`(\w+)` of `({OWN}[\w.]*)`")
+CALLABLE = r"`\w+(?:\([^`]*\))?`"
+IN_ITS_MODULE = re.compile(rf"((?:{CALLABLE}(?:,|\s+and)?\s+)+)(?:of|from|in)\s+`({OWN}[\w.]*)`")
+"""`Name` of `module`, and several of them."""
 
 
 def names_in(text: str) -> set[str]:
     """Return the names of our own that a page mentions, with their modules."""
     names = set(DOTTED.findall(text))
-    for module, imported, name, of_module in IMPORTED.findall(text):
-        names |= {f"{module}.{each.strip()}" for each in imported.split(",") if each.strip()}
-        names |= {f"{of_module}.{name}"} if name else set()
+    for listed, module in IN_ITS_MODULE.findall(text):
+        names |= {f"{module}.{name}" for name in re.findall(r"`(\w+)[`(]", listed)}
+    for _, words, code in FENCE.findall(text):
+        if words.startswith("python"):
+            names |= imported_in(code)
     return names
 
 
-def test_every_name_that_a_page_mentions_is_there() -> None:
-    names = set().union(*(names_in((ROOT / page).read_text()) for page in PAGES))
-    assert {"megatron_fsdp.fully_shard", "megatron_fsdp.clip_grad_norm_"} <= names
-    absent = []
+def imported_in(code: str) -> set[str]:
+    """Return the names of our own that a program imports, with their modules."""
+    names = set()
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.ImportFrom) and re.match(rf"{OWN}\b", node.module or ""):
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def absent(names: Iterable[str]) -> list[str]:
+    """Return those of the names that cannot be imported, with the reason."""
+    found = []
     for name in sorted(names):
         try:
             resolve_name(name)
         except (ImportError, AttributeError) as error:
-            absent.append(f"{name}: {error}")
-    assert absent == []
+            found.append(f"{name}: {error}")
+    return found
+
+
+def test_every_name_that_a_page_mentions_can_be_imported() -> None:
+    names = set().union(*(names_in((ROOT / page).read_text()) for page in PAGES))
+    assert {"megatron_fsdp.fully_shard", "megatron_fsdp.clip_grad_norm_"} <= names
+    assert {"megatron_fsdp.experimental.microbatch", "megatron.fsdp.Offload"} <= names
+    assert absent(names) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Clip with `clip_grad_norm` of `megatron_fsdp`, which",
+        "Clip with `fully_shard`, `clip_grad_norm`\nof `megatron_fsdp`",
+        "Clip with `clip_grad_norm(max_norm=, norm_type=)` of `megatron_fsdp`",
+        "call `megatron_fsdp.clip_grad_norm` once",
+        "```python\nfrom megatron_fsdp import (\n    clip_grad_norm,\n)\n```\n",
+    ],
+    ids=["of", "several", "call", "dotted", "imported"],
+)
+def test_a_name_that_cannot_be_imported_is_found(text: str) -> None:
+    (problem,) = absent(names_in(text))
+    assert problem.startswith("megatron_fsdp.clip_grad_norm: ")
 
 
 # ---- commands
@@ -83,7 +126,7 @@ class CommandPage:
     Attributes:
         tolerance: relative, of quoted numbers with a decimal point.
         replaced: parts of commands, and what stands there in the test: `{folder}` is its folder.
-        agreeing: pairs of blocks; the first prints only steps that the second prints too.
+        agreeing: blocks of two commands, and the number of steps whose losses both print alike.
         pasted_losses: number of lines with the losses of two runs, which are the same.
         check: looks at the folder afterwards.
     """
@@ -111,12 +154,11 @@ LLAMA = (
     " --normalization RMSNorm --swiglu --disable-bias-linear"
 )
 COMMAND_PAGES = {
-    "docs/coming_from_megatron_lm.md": CommandPage(),
-    "docs/command_line.md": CommandPage(),
+    "docs/arguments.md": CommandPage(),
     # Other processors round bfloat16 in other places.
     "docs/examples.md": CommandPage(
         tolerance=0.15,
-        agreeing=((3, 2), (5, 4), (7, 6)),
+        agreeing=((2, 1), (3, 1), (4, 2)),
         check=the_recipe_of_bridge_has_saved,
     ),
     "docs/checkpoints_at_urls.md": CommandPage(
@@ -124,28 +166,27 @@ COMMAND_PAGES = {
     ),
     "docs/planning.md": CommandPage(),
     "docs/data_and_tokenizers.md": CommandPage(),
-    "docs/migrating_to_fsdp.md": CommandPage(pasted_losses=12),
+    "docs/coming_from_megatron_lm.md": CommandPage(pasted_losses=12),
 }
 ELSEWHERE = {
     "docs/index.md: make pretrain": "is in README.md too, as tests/examples/test_site.py compares",
     "docs/index.md: torchrun --nproc_per_node 2 train.py": "tests/examples/test_site.py",
-    "docs/hugging_face.md: pip install 'open-megatron-fsdp[huggingface]'": (
-        "would change the environment; below the extra is looked up"
-    ),
-    "docs/checkpoints_at_urls.md: pip install s3fs  # gcsfs for gs://, adlfs for abfs://: a message"
-    " names the package that is missing": "would change the environment; below fsspec is asked",
-    "docs/megatron_lm_loop.md: torchrun --nproc-per-node 8 pretrain_gpt.py --loop megatron-lm"
-    " --use-megatron-fsdp ARGUMENTS...": "needs a newer release;"
+    "docs/coming_from_megatron_lm.md: torchrun --nproc-per-node 8 pretrain_gpt.py"
+    " --loop megatron-lm --use-megatron-fsdp ARGUMENTS...": "needs a newer release;"
     " tests/pretrain/test_megatron_lm_loop.py starts it",
-    "docs/megatron_lm_loop.md: cd Megatron-LM": "needs a checkout of Megatron-LM;"
+    "docs/coming_from_megatron_lm.md: cd Megatron-LM": "needs a checkout of Megatron-LM;"
     " benchmarks/parity/real_loop.py starts the loops of three releases in this way",
     "docs/observing_runs.md: python tools/launch.py --nproc_per_node 8 --log-dir logs --tee 3"
     " --local-ranks-filter 0 \\": "shows a defect; tests/tools/test_launch.py causes one",
-    "docs/weights_of_fewer_bits.md: torchrun --nproc_per_node 8 pretrain_gpt.py --use-megatron-fsdp"
+    "docs/quantized_weights.md: torchrun --nproc_per_node 8 pretrain_gpt.py --use-megatron-fsdp"
     " --bf16 --num-layers 24 --hidden-size 2048 \\": "needs Transformer Engine on 8 GPUs;"
     " tests/pretrain/test_low_precision.py trains with its flags",
 }
 """Blocks of commands that do not run as a part of their page: page and first line, and why not."""
+PYTHON_ELSEWHERE = {
+    "docs/optimizer_state.md: import torch": "needs torchao; tests/fsdp/quantized/test_page.py",
+}
+"""Python blocks that are no part of the program of their page, and what runs them."""
 
 
 def is_elsewhere(page: str, commands: str) -> bool:
@@ -164,9 +205,10 @@ def test_the_commands_of_a_page_print_what_is_quoted(page: str, shell: Shell) ->
     run = run_document(blocks, with_inspector(shell), timeout=300)
     for block, output, code in zip(blocks, run.outputs, run.codes):
         check_block(block, output, code, settings.tolerance)
-    steps = [set(re.findall("^step .*", output, re.MULTILINE)) for output in run.outputs]
-    for fewer, more in settings.agreeing:
-        assert steps[fewer] and steps[fewer] <= steps[more], (steps[fewer], steps[more])
+    steps = [re.findall("^step .*", output, re.MULTILINE) for output in run.outputs]
+    for number, shared in settings.agreeing:
+        twice = {line for line in steps[number] if steps[number].count(line) == 2}
+        assert len(twice) == shared, steps[number]
     pairs = re.findall(r"^(\{.*\})\t(\{.*\})$", "\n".join(run.outputs), re.MULTILINE)
     assert len(pairs) == settings.pasted_losses
     for first, second in pairs:
@@ -193,6 +235,8 @@ def runners_of(block: Block) -> list[str]:
     if block.title:
         sides = ("Both", "Here", test_site.SIDE_BY_SIDE.get(page))
         return ["side by side"] * (page in test_site.SIDE_BY_SIDE and block.title in sides)
+    if block.name in PYTHON_ELSEWHERE:
+        return ["elsewhere"]
     if block.language == "python":
         return [
             name
@@ -201,9 +245,9 @@ def runners_of(block: Block) -> list[str]:
                 ("start page", ("docs/index.md",)),
                 ("readme", ("README.md",)),
                 # tests/fsdp/quantized/test_page.py
-                ("weights", ("docs/weights_of_fewer_bits.md", "docs/low_precision_optimizers.md")),
+                ("weights", ("docs/quantized_weights.md",)),
                 # tests/cuda_model/test_graphed_training.py
-                ("graphs", ("docs/cuda_graphs.md",)),
+                ("graphs", ("docs/gpus.md",)),
             )
             if page in pages
         ]
@@ -250,8 +294,9 @@ def test_a_block_of_a_new_page_has_no_runner(language: str) -> None:
 
 def test_blocks_that_run_elsewhere_exist_and_name_files_that_do() -> None:
     names = {block.name for block in chain.from_iterable(map(blocks_of, PAGES))}
-    assert names >= ELSEWHERE.keys(), ELSEWHERE.keys() - names
-    files = re.findall(r"tests/[\w/]+\.py", " ".join(ELSEWHERE.values()))
+    elsewhere = ELSEWHERE | PYTHON_ELSEWHERE
+    assert names >= elsewhere.keys(), elsewhere.keys() - names
+    files = re.findall(r"tests/[\w/]+\.py", " ".join(elsewhere.values()))
     assert all((ROOT / file).is_file() for file in files)
 
 

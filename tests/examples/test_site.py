@@ -2,6 +2,7 @@
 """Pages of the documentation site: their code runs, and their table is that of the code."""
 
 import ast
+import inspect
 import os
 import re
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from megatron.pretrain.arguments import build_parser
 from megatron.pretrain.arguments.not_built import IN_THE_OTHER_LOOP, refusal
 from megatron.pretrain.arguments.program_flags import PROGRAM_GROUPS
 from megatron.pretrain.data.tokenizer_choice import TOKENIZER_TYPES
+from megatron_fsdp import fully_shard_model
 from tests.examples.conftest import Shell
 from tests.support.examples.blocks import DOCS, Block, blocks_of, python_of
 from tests.support.examples.documents import command_blocks
@@ -70,6 +72,12 @@ def test_the_table_of_arguments_is_that_of_the_docstring() -> None:
     assert with_table(page) == page, "python tools/argument_table.py writes it"
 
 
+def test_the_docstring_explains_every_argument() -> None:
+    section = (inspect.getdoc(fully_shard_model) or "").split("Args:\n")[1].split("\n\n")[0]
+    explained = re.findall(r"^    (\w+): \S", section, re.MULTILINE)
+    assert explained == list(inspect.signature(fully_shard_model).parameters)
+
+
 def test_the_other_ways_in_of_an_argument_exist() -> None:
     from megatron.core.distributed import DistributedDataParallelConfig
 
@@ -109,11 +117,18 @@ def test_every_message_of_the_troubleshooting_page_is_one_of_the_sources() -> No
     assert not missing, missing
 
 
-def test_every_test_that_the_page_of_kinds_names_exists() -> None:
-    rows = re.findall(r"^\| .* \|$", (DOCS / "what_others_met.md").read_text(), re.MULTILINE)
-    assert len(rows) >= 12  # with the heading
+def test_every_test_that_the_table_of_reports_names_exists() -> None:
+    _, rest = (ROOT / "CONTRIBUTING.md").read_text().split("## What other implementations met\n")
+    rows = re.findall(r"^\| .* \|$", rest.split("\n## ")[0], re.MULTILINE)
+    assert len(rows) >= 30  # with the heading
     for file, name in re.findall(r"([\w/]+\.py)::(\w+)", "\n".join(rows)):
         assert re.search(rf"^def {name}\(", (ROOT / file).read_text(), re.MULTILINE), name
+
+
+def test_the_pages_are_a_short_way_in() -> None:
+    pages = list(DOCS.glob("*.md"))
+    assert len(pages) <= 18
+    assert sum(len(page.read_text().splitlines()) for page in pages) <= 3000
 
 
 def test_every_page_is_in_the_navigation() -> None:

@@ -6,8 +6,8 @@
 
 Without CUDA the ranks are the CPU's, over gloo. With ``--streams`` no value is read before the end
 of a training, which would order all streams: for ``TORCH_CUDA_SANITIZER=1``, or without CUDA on the
-model of a CUDA device (docs/cuda_model.md). A rank that fails ends the others; ``--progress FILE``
-then has the names of the trainings that passed before.
+model of a CUDA device (docs/decisions/cuda_model.md). A rank that fails ends the others;
+``--progress FILE`` then has the names of the trainings that passed before.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ def check_graphs(check: Check) -> None:
         if not captures_iterations(args):
             return
     except ValueError as error:
-        check.problems.append(f"{flag}: {error}. See docs/cuda_graphs.md")
+        check.problems.append(f"{flag}: {error}. See docs/gpus.md")
         check.set_default("cuda_graph_impl")
         return
     chosen = f"{flag} {args.cuda_graph_impl}"

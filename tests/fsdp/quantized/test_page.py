@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The programs of docs/weights_of_fewer_bits.md and docs/low_precision_optimizers.md."""
+"""The programs of docs/quantized_weights.md and of quantized state in docs/optimizer_state.md."""
 
 from __future__ import annotations
 
@@ -12,10 +12,8 @@ from tests.support.fsdp.reference import Ranks
 from tests.support.transformer_engine.ranks import RunOnRanks
 from tools import transformer_engine_on_cpu
 
-PAGE = "docs/weights_of_fewer_bits.md"
-
-
-OPTIMIZERS_PAGE = "docs/low_precision_optimizers.md"
+PAGE = "docs/quantized_weights.md"
+OPTIMIZERS_PAGE = "docs/optimizer_state.md"
 
 
 def run_block(number: int) -> list[str]:
@@ -51,7 +49,7 @@ def step_of_eight_bits() -> set[str]:
     import torch
 
     names: dict[str, Any] = {}
-    (block,) = python_of(OPTIMIZERS_PAGE)
+    block = python_of(OPTIMIZERS_PAGE)[0]
     with torch.compiler.set_stance("force_eager"):
         exec(block.code, names)
     slots = names["optimizer"].state.values()

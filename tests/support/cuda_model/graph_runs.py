@@ -14,7 +14,7 @@ from tests.support.cuda_model.machine import cuda_model
 from tests.support.examples.blocks import python_of
 from tests.support.fsdp.meshes import Meshes
 
-PAGE = "docs/cuda_graphs.md"
+PAGE = "docs/gpus.md"
 
 STEPS, WIDTH = 5, 6
 

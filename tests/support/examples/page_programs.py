@@ -159,7 +159,7 @@ def the_averages_follow_the_weights(names: Names) -> None:
     assert_same(whole(average.module.state_dict()), own)
 
 
-# ---- docs/programs_for_other_packages.md
+# ---- docs/coming_from_megatron_fsdp.md
 
 
 class MyNorm(nn.Module):
@@ -177,13 +177,8 @@ def before_programs() -> Names:
     """Build a model on the meta device."""
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(8, 8), MyNorm(), nn.Linear(8, 8))
-    return {
-        "MyNorm": MyNorm,
-        "model": model,
-        "fully_shard": fully_shard,
-        "fully_shard_model": fully_shard_model,
-        "newton_schulz": orthogonal,
-    }
+    functions = {"fully_shard": fully_shard, "fully_shard_model": fully_shard_model}
+    return {"MyNorm": MyNorm, "model": model, "newton_schulz": orthogonal, **functions}
 
 
 def every_module_has_values(names: Names) -> None:
@@ -210,9 +205,10 @@ def matrices_are_stepped_as_without_sharding(names: Names) -> None:
         for parameter in expected.parameters():
             parameter.sub_(orthogonal(parameter.grad), alpha=0.02)
     assert_same(whole(names["model"].state_dict()), expected.state_dict(), 1e-6)
+    names |= before_second_generation()  # The next block shards a model of its own.
 
 
-# ---- docs/offload.md
+# ---- docs/optimizer_state.md
 
 
 def before_offload() -> Names:
@@ -423,8 +419,13 @@ PROGRAMS = {
             the_averages_follow_the_weights,
         ),
     ),
-    "docs/programs_for_other_packages.md": PageProgram(
-        before_programs, (every_module_has_values, matrices_are_stepped_as_without_sharding)
+    "docs/coming_from_megatron_fsdp.md": PageProgram(
+        before_programs,
+        (
+            every_module_has_values,
+            matrices_are_stepped_as_without_sharding,
+            the_model_is_that_of_one_process,
+        ),
     ),
     "docs/matrix_optimizers.md": PageProgram(
         before_matrices,
@@ -435,16 +436,12 @@ PROGRAMS = {
             a_declared_optimizer_has_owners,
         ),
     ),
-    "docs/offload.md": PageProgram(before_offload, (the_model_trains_as_on_the_device,)),
+    "docs/optimizer_state.md": PageProgram(before_offload, (the_model_trains_as_on_the_device,)),
     "docs/hugging_face.md": PageProgram(
         before_hugging_face,
         (the_model_has_the_weights_of_the_shards, each_rank_generates_what_a_plain_model_does),
     ),
     "docs/coming_from_megatron_lm.md": PageProgram(
-        before_megatron_core, (the_settings_shard_a_model,)
+        before_megatron_core, (the_class_is_the_drop_ins, the_settings_shard_a_model)
     ),
-    "docs/second_generation.md": PageProgram(
-        before_second_generation, (the_model_is_that_of_one_process,)
-    ),
-    "docs/megatron_lm_loop.md": PageProgram(dict, (the_class_is_the_drop_ins,)),
 }

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The names that docs/second_generation.md assumes, and the check of its program."""
+"""Names for the last program of docs/coming_from_megatron_fsdp.md, and its check."""
 
 from typing import Any
 
