@@ -16,8 +16,8 @@ BROKEN_LINES = [
     BrokenLine(
         "layout: parts of a flat range",
         "megatron/fsdp/engine/layout.py",
-        "_clamp(self.stop - at, size)",
-        "_clamp(self.stop - at - 1, size)",
+        "_clamp(self.stop - first, size)",
+        "_clamp(self.stop - first - 1, size)",
         "tests/fsdp/engine/test_layout.py",
     ),
     BrokenLine(
