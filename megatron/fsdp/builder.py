@@ -217,20 +217,34 @@ class Sharder:
         settings = self._settings
         precision = settings.precision.resolve(key.stored.dtype, key.trainable)
         level, shards_outer = settings.strategy.of(key.is_expert)
-        ranks = settings.own_mesh.axes(key.is_expert), shards_outer, settings.device
-        how = precision, settings.strategy.boundaries, settings.memory.keeps_copies
-        form = stored_forms.make_form(key.stored, parameters, self._module, *ranks, *how)
-        return stored_forms.group_class(form)(
+        form = stored_forms.make_form(
+            key.stored,
             parameters,
-            level,
-            shards_outer,
-            precision,
-            self._communicators[key.is_expert],
-            unit_name,
-            self._slots.weights if self._slots else Storage(),
-            self._slots.gradients if self._slots else Storage(),
-            form,
-            self._memories.of_group(sum(each.numel() for each in parameters.values())),
+            self._module,
+            axes=settings.own_mesh.axes(key.is_expert),
+            shards_outer=shards_outer,
+            device=settings.device,
+            precision=precision,
+            boundaries=settings.strategy.boundaries,
+            keeps_copies=settings.memory.keeps_copies,
+        )
+        weight_storage = gradient_storage = Storage()
+        if self._slots is not None:
+            weight_storage = self._slots.weights
+            gradient_storage = self._slots.gradients
+        numel = sum(parameter.numel() for parameter in parameters.values())
+        make_group = stored_forms.group_class(form)
+        return make_group(
+            named=parameters,
+            strategy=level,
+            shards_outer=shards_outer,
+            precision=precision,
+            communicator=self._communicators[key.is_expert],
+            unit_name=unit_name,
+            weight_storage=weight_storage,
+            gradient_storage=gradient_storage,
+            form=form,
+            memory=self._memories.of_group(numel),
         )
 
     def _communicator(self, is_expert: bool) -> Communicator:

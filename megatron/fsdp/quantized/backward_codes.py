@@ -32,8 +32,8 @@ class TwoSidedGroup(ParamGroup):
 
     form: TransformerEngineForm
 
-    def __init__(self, *arguments: Any):
-        super().__init__(*arguments)
+    def __init__(self, **arguments: Any):
+        super().__init__(**arguments)
         rows, name = self.compute, f"{self.compute.name}, for the backward"
         flat, storage = rows.flat, rows.storage
         columns = FlatBuffer(
