@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Set
 from functools import partial
-from itertools import chain, starmap
 from typing import Any, NamedTuple
 
 import torch
@@ -40,6 +39,7 @@ from megatron.fsdp.settings import Settings, resolve_unit_modules
 from megatron.fsdp.warnings_once import warn
 
 ShardedParams = dict[nn.Parameter, ShardedParam]  # by the module's own parameters
+ParametersOfUnits = dict[Unit, dict[str, nn.Parameter]]  # by the names of parameters
 
 
 def shard_parameters(
@@ -52,38 +52,33 @@ def shard_parameters(
     """Move a module to its device and shard its parameters, as views of buffers; a collective.
 
     Args:
-        module: the module.
-        settings: its settings.
-        initialiser: of parameters on the meta device; None: there are none.
+        module: the module, of which parameters become views of flat buffers.
+        settings: its settings, which were checked.
+        initialiser: gives parameters on the meta device their first values. None: there are none.
         sharded_before: parameters of modules inside that an earlier call has sharded, and the
             compute parameters of these. They are left as they are.
         streams: the streams of collectives. None: streams of this call.
 
     Returns:
-        The units, the root first, the sharded parameters, and the memory slots, if any.
+        The units, the root first; the sharded parameters by their compute parameters; the memory
+        slots, if there are any.
     """
-    strategy, ignored = settings.strategy, settings.strategy.ignored | sharded_before
+    ignored = settings.strategy.ignored | sharded_before
     move(module, settings.device, ignored)  # tensors on meta are allocated later
-    wanted = resolve_unit_modules(settings.units)
-    units = [Unit("", module)]
-    if not strategy.one_unit:
-        units = find_units(module, wanted, strategy.fine_grained, ignored)
-    parameters_of = assign_parameters(units)
-    for unit, parameters in parameters_of.items():
-        parameters_of[unit] = {name: one for name, one in parameters.items() if one not in ignored}
-    if not strategy.fine_grained:
-        merge_small_units(units, parameters_of, settings.overlap.prefetch_bytes)
-    for unit, parameters in parameters_of.items():
-        unit.name, unit.shown_name = own_name(unit.name), own_name(unit.shown_name)
-        parameters_of[unit] = {own_name(name): each for name, each in parameters.items()}
+    units, parameters_of = _find_units(module, settings, ignored)
     check_agreement(settings, parameters_of, dict(module.named_buffers()))
     slots = _make_memory_slots(settings)
-    numel = sum(sum(map(nn.Parameter.numel, given.values())) for given in parameters_of.values())
-    sharder = Sharder(module, settings, slots, numel, streams or streams_for(settings.device))
+    numel = 0
+    for parameters in parameters_of.values():
+        numel += sum(parameter.numel() for parameter in parameters.values())
+    if streams is None:
+        streams = streams_for(settings.device)
+    sharder = Sharder(module, settings, slots=slots, numel=numel, streams=streams)
     sharded_params = sharder.shard(parameters_of, initialiser)
     if initialiser is not None:
         sharder.initialise(units, sharded_params, initialiser)
     sharder.broadcast_buffers(module)
+    by_compute: ShardedParams = {}
     for given, sharded_param in sharded_params.items():
         if given is not sharded_param.compute:  # optimizers have the one that was given
             link(given, sharded_param)
@@ -91,19 +86,53 @@ def shard_parameters(
         for name, value in users_attributes(given).items():
             setattr(sharded_param.parameter, name, value)
         link(sharded_param.parameter, sharded_param)
-    for group in chain.from_iterable(unit.groups for unit in units):
-        if not group.is_readable:
-            group.guard.close()
-    return units, {each.compute: each for each in sharded_params.values()}, slots
+        by_compute[sharded_param.compute] = sharded_param
+    for unit in units:
+        for group in unit.groups:
+            if not group.is_readable:
+                group.guard.close()
+    return units, by_compute, slots
+
+
+def _find_units(
+    module: nn.Module,
+    settings: Settings,
+    ignored: Set[nn.Parameter],
+) -> tuple[list[Unit], ParametersOfUnits]:
+    """Return the units, the root first, and the parameters of each by their own names."""
+    strategy = settings.strategy
+    units = [Unit("", module)]
+    unit_modules = resolve_unit_modules(settings.units)
+    if not strategy.one_unit:
+        units = find_units(module, unit_modules, strategy.fine_grained, ignored)
+    parameters_of: ParametersOfUnits = {}
+    for unit, parameters in assign_parameters(units).items():
+        parameters_of[unit] = {}
+        for name, parameter in parameters.items():
+            if parameter not in ignored:
+                parameters_of[unit][own_name(name)] = parameter
+    if not strategy.fine_grained:
+        merge_small_units(units, parameters_of, settings.overlap.prefetch_bytes)
+    for unit in parameters_of:
+        unit.name = own_name(unit.name)
+        unit.shown_name = own_name(unit.shown_name)
+    return units, parameters_of
 
 
 class GroupKey(NamedTuple):
-    """The properties that all parameters of a group share."""
+    """The properties that all parameters of a group share.
+
+    Args:
+        stored: the form in which they are stored, with their dtype.
+        trainable: they require gradients.
+        is_expert: they are on the mesh of experts.
+        alone: name of a parameter that must be the only one of its group; None for others.
+    """
 
     stored: stored_forms.FormKey
     trainable: bool
     is_expert: bool
-    alone: str | None  # name of a parameter that must be the only one of its group
+    alone: str | None
 
 
 def names_of_groups(
@@ -112,25 +141,35 @@ def names_of_groups(
     """Return the names of the parameters of each group of a unit."""
     names: dict[GroupKey, list[str]] = defaultdict(list)
     for name, parameter in parameters.items():
+        # A weight that pipeline stages share must be sharded alike on all of them, whatever else
+        # is in their units.
+        is_alone = getattr(parameter, "shared_embedding", False)
         key = GroupKey(
-            stored_forms.form_of(parameter),
-            parameter.requires_grad,
-            has_expert_mesh and is_expert_parameter(name, parameter),
-            # A weight that pipeline stages share must be sharded alike on all of them, whatever
-            # else is in their units.
-            name if getattr(parameter, "shared_embedding", False) else None,
+            stored=stored_forms.form_of(parameter),
+            trainable=parameter.requires_grad,
+            is_expert=has_expert_mesh and is_expert_parameter(name, parameter),
+            alone=name if is_alone else None,
         )
         names[key].append(name)
     return names
 
 
 class Sharder:
-    """Shards the parameters of units over the ranks of the mesh."""
+    """Shards the parameters of units over the ranks of the mesh.
+
+    Args:
+        module: the model.
+        settings: its settings.
+        slots: memory slots of gathered weights and local gradients. None: there are none.
+        numel: number of elements of all parameters.
+        streams: the streams of collectives.
+    """
 
     def __init__(
         self,
         module: nn.Module,
         settings: Settings,
+        *,
         slots: EngineSlots | None,
         numel: int,
         streams: Streams,
@@ -140,10 +179,13 @@ class Sharder:
         self._slots = slots
         self._streams = streams
         self._memories = Memories(settings.device, settings.offload, numel)
+        self._has_expert_mesh = settings.own_mesh.expert is not None
         # Of dense parameters (False) and of expert parameters (True).
-        kinds = [False] if settings.own_mesh.expert is None else [False, True]
-        self._communicators = {is_expert: self._communicator(is_expert) for is_expert in kinds}
-        self._parameter_meshes = {is_expert: self._parameter_mesh(is_expert) for is_expert in kinds}
+        self._communicators = {False: self._communicator(is_expert=False)}
+        self._parameter_meshes = {False: self._parameter_mesh(is_expert=False)}
+        if self._has_expert_mesh:
+            self._communicators[True] = self._communicator(is_expert=True)
+            self._parameter_meshes[True] = self._parameter_mesh(is_expert=True)
 
     def shard(
         self, parameters_of: dict[Unit, dict[str, nn.Parameter]], initialiser: Initialiser | None
@@ -153,19 +195,18 @@ class Sharder:
         # on the device of the shards never needs twice its memory. Parameters on the meta device
         # are filled by `initialise`, unless the shards are there too: then a run is simulated.
         sharded_params: ShardedParams = {}
-        has_expert_mesh = self._settings.own_mesh.expert is not None
-        given: dict[nn.Parameter, nn.Parameter] = {}  # by those that initialisation has made anew
+        given: dict[nn.Parameter, nn.Parameter] = {}  # by those that initialisation put in place
         for unit, parameters in parameters_of.items():
             if initialiser is not None:
                 given |= make_anew(self._module, parameters, initialiser.initialise)
-            for key, names in names_of_groups(parameters, has_expert_mesh).items():
+            for key, names in names_of_groups(parameters, self._has_expert_mesh).items():
                 members = {name: parameters[name] for name in names}
                 group = self._make_group(key, members, unit.shown_name)
                 unit.groups.append(group)
                 parameter_mesh = self._parameter_meshes[key.is_expert]
                 for index, parameter in enumerate(group.parameters):
-                    named = given.get(parameter, parameter)
-                    sharded_params[named] = ShardedParam(group, index, parameter_mesh)
+                    original = given.get(parameter, parameter)
+                    sharded_params[original] = ShardedParam(group, index, parameter_mesh)
                     if not parameter.is_meta or self._settings.device.type == "meta":
                         group.shard_parameter(index)
         return sharded_params
@@ -174,8 +215,11 @@ class Sharder:
         self, units: list[Unit], sharded_params: ShardedParams, initialiser: Initialiser
     ) -> None:
         """Initialise the parameters on the meta device, and shard them, part by part."""
-        named = [unit.module for unit in units if not unit.is_automatic]
-        root, *modules = [module for module in named if module is not None]
+        named = []
+        for unit in units:
+            if unit.module is not None and not unit.is_automatic:
+                named.append(unit.module)
+        root, *modules = named
         for part in initialisation_parts(root, modules, initialiser.kept_together):
             for parameter in materialize(part, self._settings.device, initialiser):
                 sharded_param = sharded_params[parameter]
@@ -183,33 +227,23 @@ class Sharder:
 
     def broadcast_buffers(self, module: nn.Module) -> None:
         """Give all data ranks the buffers of the first one, as they have its weights."""
-        # Those of modules with experts inside are of the first rank with the same experts.
-        mesh = self._settings.own_mesh
         changed: list[str] = []
         for path, inner in module.named_modules():
-            buffers: dict[str, Any] = dict(inner.named_buffers(path, recurse=False))
-            inside = {**buffers, **dict(inner.named_parameters(path))}
-            is_expert = mesh.expert is not None and any(
-                starmap(is_expert_parameter, inside.items())
-            )
-            for name, buffer in buffers.items():
-                local = local_tensor(buffer).detach()
-                if local.layout is not torch.strided or hasattr(local, "__tensor_flatten__"):
-                    continue
-                # As bytes, because backends do not know all dtypes.
-                values = local.contiguous().view(-1).view(torch.uint8)
-                before = values.clone()
-                self._communicators[is_expert].broadcast(values)
-                if local.is_meta or torch.equal(before, values):
-                    continue
-                changed.append(own_name(name))
-                given = values.view(local.dtype).view(local.shape)
-                if 0 in local.stride():  # expanded: its elements cannot be written to
-                    set_local_tensor(buffer, given)
-                else:
-                    local.copy_(given)
-        if names := agree(changed, mesh.all_groups()):
+            communicator = self._communicators[self._has_experts(path, inner)]
+            for name, buffer in inner.named_buffers(path, recurse=False):
+                if _broadcast_buffer(buffer, communicator):
+                    changed.append(own_name(name))
+        names = agree(changed, self._settings.own_mesh.all_groups())
+        if names:
             warn("buffers differ between ranks, and become the first one's: %s", ", ".join(names))
+
+    def _has_experts(self, path: str, module: nn.Module) -> bool:
+        """Return True if a module has experts inside: other ranks have other ones."""
+        if not self._has_expert_mesh:
+            return False
+        tensors: dict[str, Any] = dict(module.named_buffers(path, recurse=False))
+        tensors.update(module.named_parameters(path))
+        return any(is_expert_parameter(name, tensor) for name, tensor in tensors.items())
 
     def _make_group(
         self, key: GroupKey, parameters: dict[str, nn.Parameter], unit_name: str
@@ -248,14 +282,21 @@ class Sharder:
         )
 
     def _communicator(self, is_expert: bool) -> Communicator:
-        mesh, gradients = self._settings.own_mesh, self._settings.gradients
+        mesh = self._settings.own_mesh
+        gradients = self._settings.gradients
         axes = mesh.axes(is_expert)
+        outer = None
+        if axes.outer is not None:
+            outer = axes.outer.get_group()
+        divisor = 1
+        if not gradients.sum_only:
+            # Expert gradients are summed over fewer ranks, but the loss is the mean over all.
+            divisor = mesh.dense.num_data_ranks * gradients.divisor
         return Communicator(
             inner=axes.inner.get_group(),
-            outer=axes.outer.get_group() if axes.outer is not None else None,
+            outer=outer,
             all_gather_group=axes.all_gather_group,
-            # Expert gradients are summed over fewer ranks, but the loss is the mean over all.
-            divisor=1 if gradients.sum_only else mesh.dense.num_data_ranks * gradients.divisor,
+            divisor=divisor,
             average_in_collective=gradients.average_in_collective,
             streams=self._streams,
             transport=GlooMessages(),
@@ -263,21 +304,30 @@ class Sharder:
 
     def _parameter_mesh(self, is_expert: bool) -> ParameterMesh:
         axes = self._settings.own_mesh.axes(is_expert)
-        mesh = axes.dtensor_mesh(self._settings.strategy.of(is_expert)[1])
-        return ParameterMesh(axes, mesh, *self._norm_groups(axes, is_expert))
+        _, shards_outer = self._settings.strategy.of(is_expert)
+        sliced, copied = self._norm_groups(axes, is_expert)
+        return ParameterMesh(axes, axes.dtensor_mesh(shards_outer), sliced, copied)
 
     def _norm_groups(self, axes: Axes, is_expert: bool) -> tuple[NormGroup, NormGroup]:
-        """Return the norm groups of parameters: tensor-parallel slices, and copies."""
+        """Return the norm groups of tensor-parallel slices, and of copies."""
         level, shards_outer = self._settings.strategy.of(is_expert)
-        data = self._data_groups(shards_outer) if level.shards_optimizer or is_expert else []
-        tensor = self._settings.own_mesh.dense.tensor
-        every = (*data, *([] if tensor is None else [tensor.get_group()]))
+        dense = self._settings.own_mesh.dense
+        data_groups = []
+        if level.shards_optimizer or is_expert:
+            data_groups = self._data_groups(shards_outer)
+        groups = list(data_groups)
+        if dense.tensor is not None:
+            groups.append(dense.tensor.get_group())
         if not is_expert:
-            return NormGroup(every), NormGroup(tuple(data))
+            return NormGroup(tuple(groups)), NormGroup(tuple(data_groups))
         # Other ranks own other experts of the same name. Norms are over all of them.
-        copies = 1 if level.shards_optimizer else axes.inner.size()
-        tensor_copies = axes.tensor.size() if axes.tensor is not None else 1
-        return NormGroup(every, copies), NormGroup(every, copies * tensor_copies)
+        copies = 1
+        if not level.shards_optimizer:
+            copies = axes.inner.size()
+        tensor_copies = copies
+        if axes.tensor is not None:
+            tensor_copies *= axes.tensor.size()
+        return NormGroup(tuple(groups), copies), NormGroup(tuple(groups), tensor_copies)
 
     def _data_groups(self, shards_outer: bool) -> list[dist.ProcessGroup]:
         dense = self._settings.own_mesh.dense
@@ -288,14 +338,34 @@ class Sharder:
         return [dense.inner.get_group(), dense.outer.get_group()]
 
 
+def _broadcast_buffer(buffer: Any, communicator: Communicator) -> bool:
+    """Give a buffer the values of the first rank; return True if they differ on this rank."""
+    local = local_tensor(buffer).detach()
+    if local.layout is not torch.strided or hasattr(local, "__tensor_flatten__"):
+        return False
+    # As bytes, because backends do not know all dtypes.
+    values = local.contiguous().view(-1).view(torch.uint8)
+    before = values.clone()
+    communicator.broadcast(values)
+    if local.is_meta or torch.equal(before, values):
+        return False
+    received = values.view(local.dtype).view(local.shape)
+    if 0 in local.stride():  # expanded: its elements cannot be written to
+        set_local_tensor(buffer, received)
+    else:
+        local.copy_(received)
+    return True
+
+
 def _make_memory_slots(settings: Settings) -> EngineSlots | None:
-    memory, device = settings.memory, settings.device
+    memory = settings.memory
+    device = settings.device
     if not memory.uses_slots:
         return None
     if not memory.registers:
         return EngineSlots(memory, partial(allocate_slots, device))
-    meshes = (settings.own_mesh.dense, settings.own_mesh.expert or settings.own_mesh.dense)
+    meshes = [settings.own_mesh.dense, settings.own_mesh.expert or settings.own_mesh.dense]
     groups = [axes.all_gather_group for axes in meshes]
     groups += [axes.inner.get_group() for axes in meshes]
-    nccl = NcclMemory(groups, device, not memory.registers_locally)
+    nccl = NcclMemory(groups, device, is_symmetric=not memory.registers_locally)
     return EngineSlots(memory, nccl.allocate, nccl)

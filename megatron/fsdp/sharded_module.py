@@ -97,7 +97,7 @@ class ShardedModule(nn.Module):
         problems.raise_everywhere()
         if self._gives_advice:
             warn_of_unmatched_units(module, settings.units or ())
-        self.strategy = max(map(settings.strategy.of, (False, True)))[0]  # the highest level
+        self.strategy = settings.strategy.highest_level
         self._settings = settings
         self._mesh = settings.own_mesh
         self.module = module

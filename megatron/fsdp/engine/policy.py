@@ -8,8 +8,8 @@ from enum import IntEnum
 
 import torch
 
-# Each setting checks itself. A message names one as `Strategy.level`, which interfaces with other
-# names replace.
+# Each settings object checks its fields. A message names a field as `Strategy.level`, which
+# interfaces with other names replace.
 
 
 class ShardingStrategy(IntEnum):
@@ -42,10 +42,14 @@ class ShardingStrategy(IntEnum):
     def parse(
         cls, value: int | str | ShardingStrategy, argument: str = "Strategy.level"
     ) -> ShardingStrategy:
-        """Return the strategy of a number (0 to 3), a name ("optim_grads") or a member.
+        """Return the strategy of a level.
+
+        Args:
+            value: a number from 0 to 3, a name such as "optim_grads", or a member.
+            argument: the user's name of the argument, for the error.
 
         Raises:
-            ValueError: names the ``argument`` of the user and the values that it accepts.
+            ValueError: for any other value.
         """
         if isinstance(value, str) and value.upper() in cls.__members__:
             return cls[value.upper()]
@@ -80,17 +84,34 @@ class MixedPrecisionPolicy:
                 )
 
     def resolve(self, compute_dtype: torch.dtype, trainable: bool) -> Precision:
-        """Return the dtypes of a group of parameters of ``compute_dtype``."""
-        main_param = compute_dtype  # also of frozen parameters, since nothing updates them
+        """Return the dtypes of a group.
+
+        Args:
+            compute_dtype: dtype of its parameters in the module.
+            trainable: False: frozen parameters keep their dtype, since nothing updates them.
+        """
+        main_param = compute_dtype
         if trainable and self.main_params_dtype is not None:
             main_param = self.main_params_dtype
         main_grad = self.main_grads_dtype or compute_dtype
-        return Precision(compute_dtype, main_param, main_grad, self.grad_comm_dtype or main_grad)
+        return Precision(
+            compute=compute_dtype,
+            main_param=main_param,
+            main_grad=main_grad,
+            grad_comm=self.grad_comm_dtype or main_grad,
+        )
 
 
 @dataclass(frozen=True)
 class Precision:
-    """A :class:`MixedPrecisionPolicy` with every default filled in for one group."""
+    """The dtypes of a group: a :class:`MixedPrecisionPolicy` with its defaults filled in.
+
+    Args:
+        compute: dtype of compute weights, and of the gradients that autograd computes.
+        main_param: dtype of main weights.
+        main_grad: dtype in which gradients accumulate.
+        grad_comm: dtype in which gradients are reduced.
+    """
 
     compute: torch.dtype
     main_param: torch.dtype
@@ -139,6 +160,6 @@ def problems_of_flags(setting: object) -> list[str]:
 
 
 def raise_problems(problems: list[str]) -> None:
-    """Raise one ``ValueError`` with a line for each problem; do nothing if there are none."""
+    """Raise one ``ValueError`` with a line for each problem, if there are any."""
     if problems:
         raise ValueError("\n".join(problems))

@@ -87,7 +87,11 @@ class FunctionsOfTorch:
 
     @classmethod
     def __torch_function__(
-        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+        cls,
+        func: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             return cls.call(func, args, kwargs or {})
@@ -168,7 +172,13 @@ class GuardedParameter(FunctionsOfTorch, nn.Parameter):
 
     @classmethod
     def call(cls, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Raise ``RuntimeError`` for what reads elements."""
+        """Raise ``RuntimeError`` for functions that read elements.
+
+        Args:
+            func: a function of torch, or the ``__get__`` or ``__set__`` of an attribute.
+            args: its positional arguments.
+            kwargs: its keyword arguments.
+        """
         reads = func not in ALLOWED
         if type(func).__name__ == "method-wrapper":  # the __get__ or __set__ of an attribute
             name = getattr(getattr(func, "__self__", None), "__name__", "")
