@@ -253,13 +253,13 @@ class Communicator:
             # Example: 8 data ranks; experts have 2 inner and 2 outer ranks. The two collectives
             # divide by 4, which leaves a divisor of 2.
             divisor = self.divisor / (self.inner_size * self.outer_size)
-        if operand.dtype == torch.float16 and divisor > 1:
+        divides_first = operand.dtype == torch.float16 and divisor > 1
+        if divides_first:
             operand.div_(divisor)
-            divisor = 1
         pending = Pending()
         if collective is not None:
             pending = self.streams.launch("reduce", collective)
-        if divisor == 1:
+        if divides_first or divisor == 1:
             return pending
 
         def wait_and_divide() -> None:
