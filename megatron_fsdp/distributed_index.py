@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megatron.fsdp.backends.rendezvous import default_mesh
 from megatron.fsdp.engine.mesh import Axes, Mesh, submesh
+from megatron.fsdp.engine.policy import ParameterKind
 from megatron_fsdp.translation import KEYWORDS, published_names
 
 
@@ -98,10 +99,16 @@ class FSDPDistributedIndex(Mesh):
         """Number of ranks on the shard axis."""
         return self.dense.inner.size()
 
-    def axes(self, is_expert_parallel: bool = False) -> Axes:
-        """Return the axes of dense or of expert parameters; see :class:`Mesh`."""
+    def axes(self, kind: ParameterKind | bool = ParameterKind.DENSE) -> Axes:
+        """Return the axes of a kind of parameters; see :class:`Mesh`.
+
+        Args:
+            kind: the kind, or True for expert parameters and False for all others.
+        """
+        if not isinstance(kind, ParameterKind):
+            kind = ParameterKind.EXPERT if kind else ParameterKind.DENSE
         with published_names():
-            return super().axes(is_expert_parallel)
+            return super().axes(kind)
 
     def get_root_mesh(self, is_expert_parallel: bool = False) -> DeviceMesh:
         """Return the mesh that the user passed, of dense or of expert parameters."""

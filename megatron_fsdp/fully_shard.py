@@ -89,6 +89,7 @@ def fully_shard_model(
     offload_policy: OffloadPolicy | Offload | str | os.PathLike[str] | None = None,
     expert_zero_dp_strategy: str | int | ShardingStrategy | None = None,
     expert_outer_dp_sharding_strategy: str | int | ShardingStrategy | None = None,
+    embedding_zero_dp_strategy: str | int | ShardingStrategy | None = None,
 ) -> MegatronFSDP:
     """Shard a model over data ranks, by the published keywords of ``megatron.fsdp.fully_shard``.
 
@@ -211,6 +212,11 @@ def fully_shard_model(
             ``expt_device_mesh``. None: as for other parameters.
         expert_outer_dp_sharding_strategy: ``outer_dp_sharding_strategy`` of expert parameters.
             None: as for other parameters where the level of experts is 3, otherwise 0.
+        embedding_zero_dp_strategy: ``zero_dp_strategy`` of embeddings and of the output layer:
+            parameters of ``nn.Embedding`` and of the module that ``get_output_embeddings`` returns,
+            and those with the attribute ``is_embedding_or_output_parameter``. With 2 they stay
+            gathered, as a fused cross entropy over the output layer needs it. None: as for other
+            parameters.
 
     Returns:
         The wrapper; the user's module is its ``module``.

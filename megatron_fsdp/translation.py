@@ -41,6 +41,7 @@ KEYWORDS: dict[type, dict[str, str]] = {
         "outer": "outer_dp_sharding_strategy",
         "expert_level": "expert_zero_dp_strategy",
         "expert_outer": "expert_outer_dp_sharding_strategy",
+        "embedding_level": "embedding_zero_dp_strategy",
         "boundaries": "granularity",
         "one_unit": "disable_bucketing",
         "fine_grained": "enable_fine_grained_param_gather",

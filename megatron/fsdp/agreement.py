@@ -14,7 +14,7 @@ from torch import nn
 
 from megatron.fsdp.engine.mesh import Mesh
 from megatron.fsdp.engine.unit import Unit
-from megatron.fsdp.engine.unit_choice import is_expert_parameter
+from megatron.fsdp.engine.unit_choice import belongs_to_expert
 from megatron.fsdp.module_access.trainability import Trainability
 from megatron.fsdp.problems import refuse_differences
 from megatron.fsdp.settings import Settings
@@ -89,7 +89,7 @@ def names_on_all_ranks(
     name_of = {
         parameter: name
         for name, parameter in module.named_parameters()
-        if not (has_mesh and is_expert_parameter(name, parameter))
+        if not (has_mesh and belongs_to_expert(name, parameter))
     }
     groups = [group["params"] for group in optimizer.param_groups]
     return [[name_of[each] for each in own if each in name_of] for own in groups]
@@ -107,7 +107,7 @@ class FreezingAgreement:
         self.trainability = trainability
         # Experts that have a mesh of their own are not compared: other ranks have other ones.
         self._is_compared = [
-            mesh.expert is None or not is_expert_parameter(name, parameter)
+            mesh.expert is None or not belongs_to_expert(name, parameter)
             for name, parameter in zip(trainability.names, trainability.parameters)
         ]
         axes = mesh.dense  # whose inner axis is compared if the mesh cannot tell all data ranks

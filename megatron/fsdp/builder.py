@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Set
+from collections.abc import Mapping, Set
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -21,12 +21,14 @@ from megatron.fsdp.engine.collectives import Communicator, agree
 from megatron.fsdp.engine.device import Streams, streams_for
 from megatron.fsdp.engine.mesh import Axes, NormGroup
 from megatron.fsdp.engine.param_group import ParamGroup
+from megatron.fsdp.engine.policy import ParameterKind
 from megatron.fsdp.engine.tensor_parallel import local_tensor, set_local_tensor
 from megatron.fsdp.engine.unit import Unit
 from megatron.fsdp.engine.unit_choice import (
     assign_parameters,
+    belongs_to_expert,
     find_units,
-    is_expert_parameter,
+    kinds_of,
     merge_small_units,
 )
 from megatron.fsdp.meta_initialisation import Initialiser, initialisation_parts, materialize
@@ -125,20 +127,25 @@ class GroupKey(NamedTuple):
     Args:
         stored: the form in which they are stored, with their dtype.
         trainable: they require gradients.
-        is_expert: they are on the mesh of experts.
+        kind: their kind, which decides their mesh and their strategy.
         alone: name of a parameter that must be the only one of its group; None for others.
     """
 
     stored: stored_forms.FormKey
     trainable: bool
-    is_expert: bool
+    kind: ParameterKind
     alone: str | None
 
 
 def names_of_groups(
-    parameters: dict[str, nn.Parameter], has_expert_mesh: bool
+    parameters: dict[str, nn.Parameter], kinds: Mapping[str, ParameterKind]
 ) -> dict[GroupKey, list[str]]:
-    """Return the names of the parameters of each group of a unit."""
+    """Return the names of the parameters of each group of a unit.
+
+    Args:
+        parameters: those of the unit, by their names.
+        kinds: the kinds of these and others by their names.
+    """
     names: dict[GroupKey, list[str]] = defaultdict(list)
     for name, parameter in parameters.items():
         # A weight that pipeline stages share must be sharded alike on all of them, whatever else
@@ -147,7 +154,7 @@ def names_of_groups(
         key = GroupKey(
             stored=stored_forms.form_of(parameter),
             trainable=parameter.requires_grad,
-            is_expert=has_expert_mesh and is_expert_parameter(name, parameter),
+            kind=kinds[name],
             alone=name if is_alone else None,
         )
         names[key].append(name)
@@ -180,12 +187,13 @@ class Sharder:
         self._streams = streams
         self._memories = Memories(settings.device, settings.offload, numel)
         self._has_expert_mesh = settings.own_mesh.expert is not None
-        # Of dense parameters (False) and of expert parameters (True).
-        self._communicators = {False: self._communicator(is_expert=False)}
-        self._parameter_meshes = {False: self._parameter_mesh(is_expert=False)}
+        dense = self._communicator(ParameterKind.DENSE)
+        self._communicators = {ParameterKind.DENSE: dense, ParameterKind.EMBEDDING: dense}
         if self._has_expert_mesh:
-            self._communicators[True] = self._communicator(is_expert=True)
-            self._parameter_meshes[True] = self._parameter_mesh(is_expert=True)
+            self._communicators[ParameterKind.EXPERT] = self._communicator(ParameterKind.EXPERT)
+        self._parameter_meshes: dict[ParameterKind, ParameterMesh] = {}
+        for kind in self._communicators:
+            self._parameter_meshes[kind] = self._parameter_mesh(kind)
 
     def shard(
         self, parameters_of: dict[Unit, dict[str, nn.Parameter]], initialiser: Initialiser | None
@@ -197,13 +205,19 @@ class Sharder:
         sharded_params: ShardedParams = {}
         given: dict[nn.Parameter, nn.Parameter] = {}  # by those that initialisation put in place
         for unit, parameters in parameters_of.items():
+            kinds = kinds_of(
+                self._module,
+                parameters,
+                has_expert_mesh=self._has_expert_mesh,
+                has_embedding_strategy=self._settings.strategy.embedding_level is not None,
+            )
             if initialiser is not None:
                 given |= make_anew(self._module, parameters, initialiser.initialise)
-            for key, names in names_of_groups(parameters, self._has_expert_mesh).items():
+            for key, names in names_of_groups(parameters, kinds).items():
                 members = {name: parameters[name] for name in names}
                 group = self._make_group(key, members, unit.shown_name)
                 unit.groups.append(group)
-                parameter_mesh = self._parameter_meshes[key.is_expert]
+                parameter_mesh = self._parameter_meshes[key.kind]
                 for index, parameter in enumerate(group.parameters):
                     original = given.get(parameter, parameter)
                     sharded_params[original] = ShardedParam(group, index, parameter_mesh)
@@ -229,7 +243,10 @@ class Sharder:
         """Give all data ranks the buffers of the first one, as they have its weights."""
         changed: list[str] = []
         for path, inner in module.named_modules():
-            communicator = self._communicators[self._has_experts(path, inner)]
+            kind = ParameterKind.DENSE
+            if self._has_experts(path, inner):
+                kind = ParameterKind.EXPERT
+            communicator = self._communicators[kind]
             for name, buffer in inner.named_buffers(path, recurse=False):
                 if _broadcast_buffer(buffer, communicator):
                     changed.append(own_name(name))
@@ -243,19 +260,19 @@ class Sharder:
             return False
         tensors: dict[str, Any] = dict(module.named_buffers(path, recurse=False))
         tensors.update(module.named_parameters(path))
-        return any(is_expert_parameter(name, tensor) for name, tensor in tensors.items())
+        return any(belongs_to_expert(name, tensor) for name, tensor in tensors.items())
 
     def _make_group(
         self, key: GroupKey, parameters: dict[str, nn.Parameter], unit_name: str
     ) -> ParamGroup:
         settings = self._settings
         precision = settings.precision.resolve(key.stored.dtype, key.trainable)
-        level, shards_outer = settings.strategy.of(key.is_expert)
+        level, shards_outer = settings.strategy.of(key.kind)
         form = stored_forms.make_form(
             key.stored,
             parameters,
             self._module,
-            axes=settings.own_mesh.axes(key.is_expert),
+            axes=settings.own_mesh.axes(key.kind),
             shards_outer=shards_outer,
             device=settings.device,
             precision=precision,
@@ -273,7 +290,7 @@ class Sharder:
             strategy=level,
             shards_outer=shards_outer,
             precision=precision,
-            communicator=self._communicators[key.is_expert],
+            communicator=self._communicators[key.kind],
             unit_name=unit_name,
             weight_storage=weight_storage,
             gradient_storage=gradient_storage,
@@ -281,10 +298,10 @@ class Sharder:
             memory=self._memories.of_group(numel),
         )
 
-    def _communicator(self, is_expert: bool) -> Communicator:
+    def _communicator(self, kind: ParameterKind) -> Communicator:
         mesh = self._settings.own_mesh
         gradients = self._settings.gradients
-        axes = mesh.axes(is_expert)
+        axes = mesh.axes(kind)
         outer = None
         if axes.outer is not None:
             outer = axes.outer.get_group()
@@ -302,17 +319,18 @@ class Sharder:
             transport=GlooMessages(),
         )
 
-    def _parameter_mesh(self, is_expert: bool) -> ParameterMesh:
-        axes = self._settings.own_mesh.axes(is_expert)
-        _, shards_outer = self._settings.strategy.of(is_expert)
-        sliced, copied = self._norm_groups(axes, is_expert)
-        return ParameterMesh(axes, axes.dtensor_mesh(shards_outer), sliced, copied)
+    def _parameter_mesh(self, kind: ParameterKind) -> ParameterMesh:
+        axes = self._settings.own_mesh.axes(kind)
+        _, shards_outer = self._settings.strategy.of(kind)
+        sliced, copied = self._norm_groups(axes, kind)
+        return ParameterMesh(kind, axes, axes.dtensor_mesh(shards_outer), sliced, copied)
 
-    def _norm_groups(self, axes: Axes, is_expert: bool) -> tuple[NormGroup, NormGroup]:
+    def _norm_groups(self, axes: Axes, kind: ParameterKind) -> tuple[NormGroup, NormGroup]:
         """Return the norm groups of tensor-parallel slices, and of copies."""
-        level, shards_outer = self._settings.strategy.of(is_expert)
+        level, shards_outer = self._settings.strategy.of(kind)
         dense = self._settings.own_mesh.dense
         data_groups = []
+        is_expert = kind is ParameterKind.EXPERT
         if level.shards_optimizer or is_expert:
             data_groups = self._data_groups(shards_outer)
         groups = list(data_groups)

@@ -13,8 +13,9 @@ from torch.distributed.tensor import DTensor
 from megatron.fsdp.backends.memory_slots import problems_of_nccl
 from megatron.fsdp.dtensor.sharded_param import is_linked
 from megatron.fsdp.engine.mesh import Mesh
+from megatron.fsdp.engine.policy import ParameterKind
 from megatron.fsdp.engine.tensor_parallel import local_tensor
-from megatron.fsdp.engine.unit_choice import is_expert_parameter
+from megatron.fsdp.engine.unit_choice import belongs_to_expert, kinds_of
 from megatron.fsdp.meta_initialisation import Initialiser, problems_of_initialisation
 from megatron.fsdp.optimizer.host.host_memory import problems_of_offload
 from megatron.fsdp.problems import Problems
@@ -57,11 +58,13 @@ def check_all(
         if parameter not in ignored and parameter not in sharded_before:
             named[name] = parameter
     problems.check(_refuse_casts_of_dtensors, named, settings)
-    is_expert: dict[str, bool] = {}
-    for name, parameter in named.items():
-        has_expert_mesh = mesh is not None and mesh.expert is not None
-        is_expert[name] = has_expert_mesh and is_expert_parameter(name, parameter)
-    _check_storage(problems, named, is_expert, settings)
+    kinds = kinds_of(
+        module,
+        named,
+        has_expert_mesh=mesh is not None and mesh.expert is not None,
+        has_embedding_strategy=settings.strategy.embedding_level is not None,
+    )
+    _check_storage(problems, named, kinds, settings)
     problems.add_all(_problems_of_units(module, units or ()))
     problems.add_all(_problems_of_dtypes(named))
     if not named and not sharded_before:
@@ -76,8 +79,8 @@ def check_all(
     if mesh is not None:
         problems.add_all(_problems_of_axes(named, mesh))
         problems.add_all(_problems_of_devices(named, settings))
-        problems.add_all(_problems_of_experts(is_expert, settings))
-        problems.add_all(_problems_of_offload(named, is_expert, settings, mesh))
+        problems.add_all(_problems_of_kinds(set(kinds.values()), settings))
+        problems.add_all(_problems_of_offload(named, kinds, settings, mesh))
     if initialiser is not None:
         problems.add_all(_problems_of_first_values(module, settings, initialiser))
     elif mesh is None or mesh.device.type != "meta":  # a simulated run, where nothing has values
@@ -104,19 +107,19 @@ def _is_sharded(module: nn.Module, sharded_before: Set[nn.Parameter]) -> bool:
 def _check_storage(
     problems: Problems,
     named: dict[str, nn.Parameter],
-    is_expert: dict[str, bool],
+    kinds: dict[str, ParameterKind],
     settings: Settings,
 ) -> None:
-    """Add the reasons why dense or expert parameters cannot be stored as they are."""
-    for of_experts in (False, True):
-        level, shards_outer = settings.strategy.of(of_experts)
+    """Add the reasons why parameters of a kind cannot be stored as they are."""
+    for kind in ParameterKind:
+        level, shards_outer = settings.strategy.of(kind)
         sharding = Sharding(
             level=level,
             shards_outer=shards_outer,
             uses_slots=settings.memory.uses_slots,
             has_tensor_axis=settings.mesh is not None and settings.mesh.tensor is not None,
         )
-        members = {name: named[name] for name in named if is_expert[name] is of_experts}
+        members = {name: named[name] for name in named if kinds[name] is kind}
         problems.check(refuse_parameters, members, sharding)
 
 
@@ -155,10 +158,16 @@ def _problems_of_dtypes(parameters: dict[str, nn.Parameter]) -> Iterator[str]:
         yield f"trainable parameters expect a floating-point dtype, but there are {found}"
 
 
-def _problems_of_experts(is_expert: dict[str, bool], settings: Settings) -> Iterator[str]:
+def _problems_of_kinds(kinds: set[ParameterKind], settings: Settings) -> Iterator[str]:
+    """Yield problems of strategies for kinds of parameters that the model does not have."""
     strategy = settings.strategy
+    if strategy.embedding_level is not None and ParameterKind.EMBEDDING not in kinds:
+        yield (
+            "Strategy.embedding_level needs parameters of an nn.Embedding, of the module that"
+            " get_output_embeddings returns, or with is_embedding_or_output_parameter=True"
+        )
     has_expert_strategy = strategy.expert_level is not None or strategy.expert_outer is not None
-    if has_expert_strategy and not any(is_expert.values()):
+    if has_expert_strategy and ParameterKind.EXPERT not in kinds:
         yield (
             "Strategy.expert_level and Strategy.expert_outer need Mesh.expert_mesh and expert"
             " parameters: with allreduce=False, or in a module called experts"
@@ -167,23 +176,23 @@ def _problems_of_experts(is_expert: dict[str, bool], settings: Settings) -> Iter
 
 def _problems_of_offload(
     named: dict[str, nn.Parameter],
-    is_expert: dict[str, bool],
+    kinds: dict[str, ParameterKind],
     settings: Settings,
     mesh: Mesh,
 ) -> Iterator[str]:
     if settings.offload is None:
         return
-    is_sharded: dict[bool, bool] = {}  # by is_expert
-    for of_experts in (False, True):
-        level, _ = settings.strategy.of(of_experts)
-        is_sharded[of_experts] = level.shards_optimizer
+    is_sharded: dict[ParameterKind, bool] = {}
+    for kind in ParameterKind:
+        level, _ = settings.strategy.of(kind)
+        is_sharded[kind] = level.shards_optimizer
     yield from problems_of_offload(
         offload=settings.offload,
         device=settings.device,
         mesh=mesh,
         named=named,
         precision_of=settings.precision.resolve,
-        is_expert=is_expert,
+        kinds=kinds,
         is_sharded=is_sharded,
     )
 
@@ -264,10 +273,13 @@ def _problems_of_axes(named: dict[str, nn.Parameter], mesh: Mesh) -> Iterator[st
     for name, parameter in named.items():
         if not isinstance(parameter, DTensor):
             continue
-        is_expert = mesh.expert is not None and is_expert_parameter(name, parameter)
-        axis = mesh.axes(is_expert).tensor
+        axes = mesh.dense
+        where = ""
+        if mesh.expert is not None and belongs_to_expert(name, parameter):
+            axes = mesh.expert
+            where = " of Mesh.expert_mesh"
+        axis = axes.tensor
         found = parameter.device_mesh
-        where = " of Mesh.expert_mesh" if is_expert else ""
         if axis is None:
             yield (
                 f"{name} is a DTensor over {found.mesh_dim_names}: for tensor parallelism, pass"

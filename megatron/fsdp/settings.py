@@ -20,6 +20,7 @@ from megatron.fsdp.engine.mesh import Mesh
 from megatron.fsdp.engine.policy import (
     MixedPrecisionPolicy,
     Overlap,
+    ParameterKind,
     Precision,
     ShardingStrategy,
     problems_of_flags,
@@ -41,6 +42,11 @@ class Strategy:
             state too, at level 3.
         expert_level: ``level`` of expert parameters, over ``Mesh.expert_mesh``. None: ``level``.
         expert_outer: ``outer`` of expert parameters. None: ``outer`` at level 3, otherwise 0.
+        embedding_level: ``level`` of embeddings and of the output layer: parameters of
+            ``nn.Embedding`` and of the module that ``get_output_embeddings`` returns, and those
+            with the attribute ``is_embedding_or_output_parameter``, as Megatron-Core marks them.
+            With 2 they stay gathered, as a fused cross entropy over the output layer needs it.
+            None: ``level``.
         boundaries: "prefer_rows": a shard boundary may cut inside a row of a parameter where rows
             would cost more than 1 % of padding; the local tensor is then flat. "rows": never. A
             number: nor inside a block of so many elements, for optimizers that quantize state.
@@ -56,6 +62,7 @@ class Strategy:
     outer: int | str | ShardingStrategy = ShardingStrategy.NO_SHARD
     expert_level: int | str | ShardingStrategy | None = None
     expert_outer: int | str | ShardingStrategy | None = None
+    embedding_level: int | str | ShardingStrategy | None = None
     boundaries: str | int = "prefer_rows"
     one_unit: bool = False
     fine_grained: bool = False
@@ -71,9 +78,9 @@ class Strategy:
         if not all(isinstance(parameter, nn.Parameter) for parameter in ignored):
             problems.append(self._problem_of_ignored(ignored))
         parsed: dict[str, ShardingStrategy] = {}
-        for name in ("level", "outer", "expert_level", "expert_outer"):
+        for name in ("level", "outer", "expert_level", "expert_outer", "embedding_level"):
             value = getattr(self, name)
-            if value is None and name.startswith("expert"):
+            if value is None and name not in ("level", "outer"):
                 continue
             try:
                 parsed[name] = ShardingStrategy.parse(value, f"Strategy.{name}")
@@ -115,23 +122,27 @@ class Strategy:
             ]
         return []
 
-    def of(self, is_expert: bool) -> tuple[ShardingStrategy, bool]:
-        """Return the level of some parameters, and True if the outer axis shards their state."""
+    def of(self, kind: ParameterKind) -> tuple[ShardingStrategy, bool]:
+        """Return the level of a kind of parameters, and True if the outer axis shards their state.
+
+        It does so at level 3 only.
+        """
         level = self.level
         outer = self.outer
-        if is_expert and self.expert_level is not None:
+        if kind is ParameterKind.EMBEDDING and self.embedding_level is not None:
+            level = self.embedding_level
+        if kind is ParameterKind.EXPERT and self.expert_level is not None:
             level = self.expert_level
-        if is_expert and self.expert_outer is not None:
+        if kind is ParameterKind.EXPERT and self.expert_outer is not None:
             outer = self.expert_outer
         parsed = ShardingStrategy.parse(level)
         return parsed, parsed.shards_parameters and ShardingStrategy.parse(outer).shards_optimizer
 
     @property
     def highest_level(self) -> ShardingStrategy:
-        """The higher one of the levels of dense and of expert parameters."""
-        dense, _ = self.of(is_expert=False)
-        expert, _ = self.of(is_expert=True)
-        return max(dense, expert)
+        """The highest one of the levels of all kinds of parameters."""
+        levels = [self.of(kind)[0] for kind in ParameterKind]
+        return max(levels)
 
 
 PER_PARAMETER = "param_dtype_override_fn"

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from megatron.fsdp.engine.policy import raise_problems
+from megatron.fsdp.engine.policy import ParameterKind, raise_problems
 
 # [Note: the axes of a parameter]
 #     inner     the ranks that shard it; on `expert_mesh`, those that have the same experts
@@ -88,13 +88,13 @@ class Mesh:
             return None
         return self._axes_of(self.expert_mesh, self.expert_data_group, self.expert_gather_group)
 
-    def axes(self, is_expert_parallel: bool = False) -> Axes:
-        """Return the axes of dense or of expert parameters.
+    def axes(self, kind: ParameterKind = ParameterKind.DENSE) -> Axes:
+        """Return the axes of a kind of parameters.
 
         Raises:
             ValueError: for expert parameters of a mesh without ``expert_mesh``.
         """
-        if not is_expert_parallel:
+        if kind is not ParameterKind.EXPERT:
             return self.dense
         if self.expert is None:
             raise ValueError(

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from enum import IntEnum
+from enum import Enum, IntEnum
 
 import torch
 
@@ -57,6 +57,17 @@ class ShardingStrategy(IntEnum):
             return cls(value)
         names = ", ".join(f"{member.name.lower()}/{member.value}" for member in cls)
         raise ValueError(f"{argument} expects one of {names} but got {value!r}")
+
+
+class ParameterKind(Enum):
+    """What a parameter is to the mesh and to the strategy."""
+
+    DENSE = "dense"
+    """All that are of no other kind."""
+    EXPERT = "expert"
+    """Of an expert-parallel layer, with a mesh of the ranks that have the same experts."""
+    EMBEDDING = "embedding"
+    """Of an embedding or of the output layer, with a strategy of their own."""
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The choice of units, and the assignment of parameters to them."""
+"""The choice of units, the assignment of parameters to them, and the kinds of parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 
+import torch
 from torch import nn
 
+from megatron.fsdp.engine.policy import ParameterKind
 from megatron.fsdp.engine.tensor_parallel import has_uneven_slices
 from megatron.fsdp.engine.unit import Unit
+
+OF_EMBEDDINGS = "is_embedding_or_output_parameter"
+"""The attribute by which Megatron-Core marks the weights of embeddings and of the output layer."""
 
 
 def find_units(
@@ -151,11 +156,61 @@ def merge_small_units(
                 root.modules.append(unit.module)
 
 
-def is_expert_parameter(name: str, parameter: nn.Parameter) -> bool:
-    """Return True if a parameter belongs to an expert of an expert-parallel layer."""
-    # Megatron-Core marks such parameters by `allreduce=False`. Without that attribute, a parameter
-    # belongs to an expert if it is inside a module called `experts`.
-    allreduce = getattr(parameter, "allreduce", None)
-    if allreduce is None:
+def kinds_of(
+    module: nn.Module,
+    named: Mapping[str, nn.Parameter],
+    *,
+    has_expert_mesh: bool,
+    has_embedding_strategy: bool = False,
+) -> dict[str, ParameterKind]:
+    """Return the kinds of parameters by their names.
+
+    Args:
+        module: the model.
+        named: some of its parameters, by their names in the model.
+        has_expert_mesh: experts have a mesh of their own; without one they are dense parameters.
+        has_embedding_strategy: embeddings have a strategy of their own; without one they are dense.
+    """
+    embeddings: set[nn.Parameter] = set()
+    if has_embedding_strategy:
+        embeddings = embedding_parameters(module)
+    kinds = {}
+    for name, parameter in named.items():
+        kinds[name] = ParameterKind.DENSE
+        if has_expert_mesh and belongs_to_expert(name, parameter):
+            kinds[name] = ParameterKind.EXPERT
+        elif parameter in embeddings:
+            kinds[name] = ParameterKind.EMBEDDING
+    return kinds
+
+
+def belongs_to_expert(name: str, tensor: torch.Tensor) -> bool:
+    """Return True if a parameter or buffer belongs to an expert of an expert-parallel layer.
+
+    Args:
+        name: its name in the model.
+        tensor: the parameter, which Megatron-Core marks by ``allreduce=False``.
+    """
+    allreduce = getattr(tensor, "allreduce", None)
+    if allreduce is None:  # not marked: it is inside a module called "experts"
         return "experts" in name.split(".")[:-1]
     return not allreduce
+
+
+def embedding_parameters(module: nn.Module) -> set[nn.Parameter]:
+    """Return the parameters of the embeddings and of the output layer of a model.
+
+    They are marked as Megatron-Core marks them, or belong to an ``nn.Embedding``, or to the module
+    that ``get_output_embeddings``, as models of transformers have it, returns.
+    """
+    found = set()
+    for parameter in module.parameters():
+        if getattr(parameter, OF_EMBEDDINGS, False):
+            found.add(parameter)
+    for inner in module.modules():
+        if isinstance(inner, nn.Embedding):
+            found.update(inner.parameters())
+        output_layer = getattr(inner, "get_output_embeddings", lambda: None)()
+        if isinstance(output_layer, nn.Module):
+            found.update(output_layer.parameters())
+    return found
