@@ -213,13 +213,13 @@ class Communicator:
 
         The shapes are ``[inner_size * n]`` and ``[n]``; ``full`` may be overwritten.
         """
-        return self._divide(full, shard, self._reduce_scatter_over(self.inner, full, shard))
+        return self._divide(full, shard, self._reduce_scatter_over(full, shard, self.inner))
 
     def _reduce_scatter_over(
         self,
-        group: dist.ProcessGroup,
         full: torch.Tensor,
         shard: torch.Tensor,
+        group: dist.ProcessGroup,
     ) -> Collective:
         reduction = self.transport.reduce_scatter(full, shard, group, self._operation(full))
         return observed(REDUCE, "reduce_scatter", (full,), group, reduction)
@@ -228,10 +228,10 @@ class Communicator:
         """Reduce ``full`` in place over the inner axis, and divide; see [Note: the divisor]."""
         reduction = None
         if self.inner_size > 1:
-            reduction = self._all_reduce_over(self.inner, full)
+            reduction = self._all_reduce_over(full, self.inner)
         return self._divide(full, full, reduction)
 
-    def _all_reduce_over(self, group: dist.ProcessGroup | None, tensor: torch.Tensor) -> Collective:
+    def _all_reduce_over(self, tensor: torch.Tensor, group: dist.ProcessGroup | None) -> Collective:
         start = partial(dist.all_reduce, tensor, self._operation(tensor), group)
         return observed(REDUCE, "all_reduce", (tensor,), group, start)
 
@@ -241,11 +241,11 @@ class Communicator:
         The shapes are ``[outer_size * n]``, already divided, and ``[n]``.
         """
         assert self.outer is not None
-        return self.streams.launch("reduce", self._reduce_scatter_over(self.outer, shard, owned))
+        return self.streams.launch("reduce", self._reduce_scatter_over(shard, owned, self.outer))
 
     def all_reduce_outer(self, shard: torch.Tensor) -> Pending:
         """Reduce ``shard`` in place over the outer axis; it is already divided."""
-        return self.streams.launch("reduce", self._all_reduce_over(self.outer, shard))
+        return self.streams.launch("reduce", self._all_reduce_over(shard, self.outer))
 
     def _operation(self, operand: torch.Tensor) -> dist.ReduceOp.RedOpType:
         # NCCL divides before it adds, gloo after: on a CPU a sum of float16 could overflow.
