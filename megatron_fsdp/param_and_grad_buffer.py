@@ -70,9 +70,9 @@ def make_fsdp_dtensor(
         slice_ = sharded_param_of(param).slice
     else:
         slice_ = TensorSlice.of_parameter(param, tuple(local_of(param).shape), axes.tensor)
-    data: Placement = (
-        Shard(0) if is_sharded_param else Replicate()
-    )  # ranks may have rows of any number
+    data: Placement = Replicate()
+    if is_sharded_param:
+        data = Shard(0)  # ranks may have any numbers of rows
     placements = slice_.placements(axes.tensor, mesh.ndim, data)
     dtensor = make_uneven_dtensor(local_tensor, slice_.shape or (1,), mesh, placements)
     if run_check:

@@ -196,7 +196,9 @@ class Sharder:
             self._parameter_meshes[kind] = self._parameter_mesh(kind)
 
     def shard(
-        self, parameters_of: dict[Unit, dict[str, nn.Parameter]], initialiser: Initialiser | None
+        self,
+        parameters_of: dict[Unit, dict[str, nn.Parameter]],
+        initialiser: Initialiser | None,
     ) -> ShardedParams:
         """Create the groups of every unit, and move parameters into the buffers of their groups."""
         # The values of a parameter move into the buffer as soon as the buffer exists, so a module
@@ -226,7 +228,10 @@ class Sharder:
         return sharded_params
 
     def initialise(
-        self, units: list[Unit], sharded_params: ShardedParams, initialiser: Initialiser
+        self,
+        units: list[Unit],
+        sharded_params: ShardedParams,
+        initialiser: Initialiser,
     ) -> None:
         """Initialise the parameters on the meta device, and shard them, part by part."""
         named = []
@@ -263,7 +268,10 @@ class Sharder:
         return any(belongs_to_expert(name, tensor) for name, tensor in tensors.items())
 
     def _make_group(
-        self, key: GroupKey, parameters: dict[str, nn.Parameter], unit_name: str
+        self,
+        key: GroupKey,
+        parameters: dict[str, nn.Parameter],
+        unit_name: str,
     ) -> ParamGroup:
         settings = self._settings
         precision = settings.precision.resolve(key.stored.dtype, key.trainable)

@@ -198,7 +198,9 @@ def _problems_of_offload(
 
 
 def _problems_of_first_values(
-    module: nn.Module, settings: Settings, initialiser: Initialiser
+    module: nn.Module,
+    settings: Settings,
+    initialiser: Initialiser,
 ) -> Iterator[str]:
     yield from problems_of_initialisation(module, initialiser)
     if any(parameter.is_meta for parameter in settings.strategy.ignored):

@@ -59,7 +59,10 @@ class ShownGradients:
     """
 
     def __init__(
-        self, sharded_params: Sequence[ShardedParam], attribute: str, family: GradientFamily
+        self,
+        sharded_params: Sequence[ShardedParam],
+        attribute: str,
+        family: GradientFamily,
     ):
         self.sharded_params = sharded_params
         self.group: ParamGroup = sharded_params[0].group

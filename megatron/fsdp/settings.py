@@ -178,7 +178,10 @@ class ComputePrecision(MixedPrecisionPolicy):
         if grad_comm is None:
             grad_comm = main if REDUCES_AS_MAIN else compute_dtype
         return Precision(
-            compute=compute_dtype, main_param=main, main_grad=main, grad_comm=grad_comm
+            compute=compute_dtype,
+            main_param=main,
+            main_grad=main,
+            grad_comm=grad_comm,
         )
 
 

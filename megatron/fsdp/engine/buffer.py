@@ -164,7 +164,12 @@ class ShardMemory:
         function(tensor)
         return Pending()
 
-    def add(self, total: torch.Tensor, addend: torch.Tensor, is_first: bool) -> None:
+    def add(
+        self,
+        total: torch.Tensor,
+        addend: torch.Tensor,
+        is_first: bool,
+    ) -> None:
         """Add a tensor to a sum.
 
         Copies may be under way on return: the host calls :meth:`wait` before it reads the total,
@@ -292,7 +297,12 @@ def padding_of(flat: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
     return padding
 
 
-def shard_view(shard: torch.Tensor, layout: Layout, index: int, rank: int) -> torch.Tensor:
+def shard_view(
+    shard: torch.Tensor,
+    layout: Layout,
+    index: int,
+    rank: int,
+) -> torch.Tensor:
     """Return the part of a parameter that a shard contains, in its local shape.
 
     Args:

@@ -65,7 +65,10 @@ class Transport:
         """
         if len(fulls) == 1:
             return lambda asynchronous: _all_gather_single(
-                fulls[0], shards[0], group=group, async_op=asynchronous
+                fulls[0],
+                shards[0],
+                group=group,
+                async_op=asynchronous,
             )
 
         def start(asynchronous: bool) -> Work | None:
@@ -93,7 +96,11 @@ class Transport:
             operation: sum or average.
         """
         return lambda asynchronous: _reduce_scatter_single(
-            shard, full, op=operation, group=group, async_op=asynchronous
+            shard,
+            full,
+            op=operation,
+            group=group,
+            async_op=asynchronous,
         )
 
 
@@ -163,21 +170,23 @@ class Communicator:
                 owned_shards.append(gather.owned)
         collectives = []
         if owned_shards and self.outer is not None:
-            collectives.append(self._all_gather_over(self.outer, outer_shards, owned_shards))
+            gather_outer = self.transport.all_gather(outer_shards, owned_shards, self.outer)
+            collectives.append(
+                observed(GATHER, "all_gather", outer_shards, self.outer, gather_outer)
+            )
         if self.inner_size > 1:
-            collectives.append(self._all_gather_over(self.all_gather_group, fulls, shards))
+            group = self.all_gather_group
+            gather_inner = self.transport.all_gather(fulls, shards, group)
+            collectives.append(observed(GATHER, "all_gather", fulls, group, gather_inner))
         copies = all_of([gather.filled for gather in gathers])
         collectives[0] = _after(copies, collectives[0])
         return self.streams.launch("gather", *collectives)
 
-    def _all_gather_over(
-        self, group: dist.ProcessGroup, fulls: list[torch.Tensor], shards: list[torch.Tensor]
-    ) -> Collective:
-        collective = self.transport.all_gather(fulls, shards, group)
-        return observed(GATHER, "all_gather", fulls, group, collective)
-
     def broadcast(
-        self, tensor: torch.Tensor, over_inner: bool = True, over_outer: bool = True
+        self,
+        tensor: torch.Tensor,
+        over_inner: bool = True,
+        over_outer: bool = True,
     ) -> None:
         """Broadcast from the first rank of one or both axes, synchronously.
 
@@ -204,10 +213,13 @@ class Communicator:
 
         The shapes are ``[inner_size * n]`` and ``[n]``; ``full`` may be overwritten.
         """
-        return self._divide(full, shard, self._reduce_scatter_over(self.inner, full, shard))
+        return self._divide(full, shard, self._reduce_scatter_over(full, shard, self.inner))
 
     def _reduce_scatter_over(
-        self, group: dist.ProcessGroup, full: torch.Tensor, shard: torch.Tensor
+        self,
+        full: torch.Tensor,
+        shard: torch.Tensor,
+        group: dist.ProcessGroup,
     ) -> Collective:
         reduction = self.transport.reduce_scatter(full, shard, group, self._operation(full))
         return observed(REDUCE, "reduce_scatter", (full,), group, reduction)
@@ -216,10 +228,10 @@ class Communicator:
         """Reduce ``full`` in place over the inner axis, and divide; see [Note: the divisor]."""
         reduction = None
         if self.inner_size > 1:
-            reduction = self._all_reduce_over(self.inner, full)
+            reduction = self._all_reduce_over(full, self.inner)
         return self._divide(full, full, reduction)
 
-    def _all_reduce_over(self, group: dist.ProcessGroup | None, tensor: torch.Tensor) -> Collective:
+    def _all_reduce_over(self, tensor: torch.Tensor, group: dist.ProcessGroup | None) -> Collective:
         start = partial(dist.all_reduce, tensor, self._operation(tensor), group)
         return observed(REDUCE, "all_reduce", (tensor,), group, start)
 
@@ -229,11 +241,11 @@ class Communicator:
         The shapes are ``[outer_size * n]``, already divided, and ``[n]``.
         """
         assert self.outer is not None
-        return self.streams.launch("reduce", self._reduce_scatter_over(self.outer, shard, owned))
+        return self.streams.launch("reduce", self._reduce_scatter_over(shard, owned, self.outer))
 
     def all_reduce_outer(self, shard: torch.Tensor) -> Pending:
         """Reduce ``shard`` in place over the outer axis; it is already divided."""
-        return self.streams.launch("reduce", self._all_reduce_over(self.outer, shard))
+        return self.streams.launch("reduce", self._all_reduce_over(shard, self.outer))
 
     def _operation(self, operand: torch.Tensor) -> dist.ReduceOp.RedOpType:
         # NCCL divides before it adds, gloo after: on a CPU a sum of float16 could overflow.
@@ -243,9 +255,12 @@ class Communicator:
         return dist.ReduceOp.SUM
 
     def _divide(
-        self, operand: torch.Tensor, result: torch.Tensor, collective: Collective | None
+        self,
+        operand: torch.Tensor,
+        result: torch.Tensor,
+        collective: Collective | None,
     ) -> Pending:
-        """Launch the reduction over the inner axis, divided as [Note: the divisor] says."""
+        """Launch the reduction over the inner axis, and divide: see [Note: the divisor]."""
         # Without a collective, the operand is the sum already. The reduction over the outer axis
         # does not divide: it adds up terms of the mean.
         divisor: float = self.divisor
@@ -300,7 +315,7 @@ def local_group(ranks: Sequence[int], **settings: Any) -> dist.ProcessGroup:
 def connect(groups: Iterable[dist.ProcessGroup], device: torch.device) -> None:
     """Create NCCL's communicators of groups, one by one; a collective of the ranks of each."""
     # NCCL connects the ranks of a group at its first collective of tensors on the device. Object
-    # collectives are none: with the backend "cpu:gloo,cuda:nccl" they use gloo.
+    # collectives do not count: with the backend "cpu:gloo,cuda:nccl" they use gloo.
     operand = torch.zeros(1, device=device)
     for group in groups:
         with observing("all_reduce", operand, group):
@@ -326,7 +341,9 @@ def agree(
 
 
 def all_reduce_over(
-    tensor: torch.Tensor, groups: Sequence[dist.ProcessGroup], op: dist.ReduceOp.RedOpType
+    tensor: torch.Tensor,
+    groups: Sequence[dist.ProcessGroup],
+    op: dist.ReduceOp.RedOpType,
 ) -> torch.Tensor:
     """All-reduce ``tensor`` in place over one group after the other, and return it.
 

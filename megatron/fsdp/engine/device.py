@@ -173,7 +173,11 @@ class LockedPages(mmap.mmap):
             self._unlock()
 
 
-def pinned(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def pinned(
+    numel: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> torch.Tensor:
     """Return a flat tensor of zeros in pinned memory, which takes whole pages of its own.
 
     Args:

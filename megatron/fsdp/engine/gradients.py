@@ -137,23 +137,25 @@ class GroupGradients(StateOwner[GradientState]):
         shard = torch.empty(layout.shard_size, device="meta")
         indices = range(len(parameters))
         places = Places([shard_view(shard, layout, index, partition.rank) for index in indices])
-        self._grad_sum = RunningSum(
-            numel=layout.shard_size,
-            dtype=precision.main_grad,
-            memory=memory,
-            holds_address=self.holds_addresses,
-            places=places,
-        )
+        self._grad_sum = self._make_shard_sum(precision.main_grad, memory, places)
         # Empty, unless it has the values of the sum in the other dtype of the optimizer.
-        self._optimizer_grad = RunningSum(
-            numel=layout.shard_size,
-            dtype=precision.main_param,
-            memory=memory,
-            holds_address=self.holds_addresses,
-            places=places,
-        )
+        self._optimizer_grad = self._make_shard_sum(precision.main_param, memory, places)
         self._reduction: Iterator[None] | None = None  # the one under way
         self.num_reductions = 0  # that have started, the same on all ranks
+
+    def _make_shard_sum(
+        self,
+        dtype: torch.dtype,
+        memory: ShardMemory,
+        places: Places,
+    ) -> RunningSum:
+        return RunningSum(
+            numel=self._layout.shard_size,
+            dtype=dtype,
+            memory=memory,
+            holds_address=self.holds_addresses,
+            places=places,
+        )
 
     def __str__(self) -> str:
         return f"the gradients of unit {self._unit_name!r}"
@@ -205,7 +207,9 @@ class GroupGradients(StateOwner[GradientState]):
         self.change_state(GradientState.WAITING)
 
     def _open(
-        self, reduces_now: bool, covers_all: bool = False
+        self,
+        reduces_now: bool,
+        covers_all: bool = False,
     ) -> tuple[FlatBuffer | FlatGradient, bool]:
         """Return the flat tensor, and True if it has values that the caller must add to.
 
@@ -541,7 +545,11 @@ def set_all(owners: Iterable[object], attribute: str, value: object) -> None:
     set_each(owners, attribute, repeat(value))
 
 
-def set_each(owners: Iterable[object], attribute: str, values: Iterable[object]) -> None:
+def set_each(
+    owners: Iterable[object],
+    attribute: str,
+    values: Iterable[object],
+) -> None:
     """Set an attribute of every owner to a value of its own.
 
     Args:
@@ -564,4 +572,5 @@ def select(items: Sequence[Item], indices: Iterable[int]) -> list[Item]:
 
 def are_plain(grads: Sequence[torch.Tensor]) -> bool:
     """Return True if gradients are dense tensors of torch, and no DTensors."""
-    return set(map(type, grads)) == {torch.Tensor} and not any(read_all(grads, "is_sparse"))
+    classes = set(map(type, grads))
+    return classes == {torch.Tensor} and not any(read_all(grads, "is_sparse"))

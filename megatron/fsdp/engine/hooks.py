@@ -72,7 +72,12 @@ class UnitHooks:
         callbacks: notified before calls and after uses of units.
     """
 
-    def __init__(self, schedule: Schedule, gradients: PassCallbacks, callbacks: UnitCallbacks):
+    def __init__(
+        self,
+        schedule: Schedule,
+        gradients: PassCallbacks,
+        callbacks: UnitCallbacks,
+    ):
         self._schedule = schedule
         self._gradients = gradients
         self.callbacks = callbacks
@@ -89,7 +94,9 @@ class UnitHooks:
             pre_forward = torch.compiler.disable(partial(self._pre_forward, unit))
             for module in unit.modules:
                 before = module.register_forward_pre_hook(
-                    pre_forward, prepend=True, with_kwargs=True
+                    pre_forward,
+                    prepend=True,
+                    with_kwargs=True,
                 )
                 after = module.register_forward_hook(post_forward, always_call=True)
                 self.handles |= {before.id, after.id}
@@ -113,7 +120,11 @@ class UnitHooks:
     # ---- forward
 
     def _pre_forward(
-        self, unit: Unit, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        unit: Unit,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> None:
         borrowed = list(unit.shared)
         for argument in (*args, *kwargs.values()):
@@ -133,7 +144,12 @@ class UnitHooks:
         if torch.is_grad_enabled():
             self._watch_inputs(call, (args, kwargs))
 
-    def _post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    def _post_forward(
+        self,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        output: Any,
+    ) -> Any:
         call = self.calls.pop()
         observe.end_forward(call)
         try:

@@ -250,7 +250,9 @@ def plan(
 
 @lru_cache(maxsize=1024)  # most layers of a model are equal
 def _plan(
-    shapes: tuple[tuple[int, ...], ...], world_size: int, granularities: tuple[Granularity, ...]
+    shapes: tuple[tuple[int, ...], ...],
+    world_size: int,
+    granularities: tuple[Granularity, ...],
 ) -> Layout:
     requests = [
         Request(prod(shape), granularity.alignment(shape), granularity.is_required)
@@ -265,7 +267,9 @@ def _plan(
     shard_size = placement.shard_size
     starts = dict(placement.starts)
     # Parameters without elements lie behind all others.
-    end = max((start + prod(shapes[index]) for index, start in placement.starts), default=0)
+    end = 0
+    for index, start in placement.starts:
+        end = max(end, start + prod(shapes[index]))
     end += -end % MIN_ALIGNMENT
     positions = []
     for index, shape in enumerate(shapes):
@@ -300,7 +304,8 @@ def _chunks(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Chunk]:
         row, offset = divmod(start, size)
         num_whole = (stop - start) // size
         if offset == 0 and num_whole:
-            yield (row,) + (0,) * (len(shape) - 1), (num_whole, *shape[1:])
+            offsets = (row,) + (0,) * (len(shape) - 1)
+            yield offsets, (num_whole, *shape[1:])
             start += num_whole * size
         else:
             end = min(stop, (row + 1) * size)

@@ -69,7 +69,9 @@ class Mesh:
         problems = self._problems_of_groups("device_mesh", "data_group", "gather_group")
         if self.expert_mesh is not None:
             problems += self._problems_of_groups(
-                "expert_mesh", "expert_data_group", "expert_gather_group"
+                "expert_mesh",
+                "expert_data_group",
+                "expert_gather_group",
             )
         raise_problems(problems)
         _ = self.dense, self.expert  # flattened axes are created now, on all ranks
@@ -212,7 +214,12 @@ class Mesh:
             )
         return problems
 
-    def _problems_of_groups(self, mesh: str, data_group: str, gather_group: str) -> list[str]:
+    def _problems_of_groups(
+        self,
+        mesh: str,
+        data_group: str,
+        gather_group: str,
+    ) -> list[str]:
         """Return the problems of the axes of a mesh and of its groups, by the names of fields."""
         axes: dict[str, DeviceMesh] = {}
         for field in AXES:
@@ -223,8 +230,9 @@ class Mesh:
         for first, second in combinations(axes, 2):
             # Shards of the one axis would be summed over the other as if they were copies. A
             # flattened axis shares ranks with its parts.
-            shared = set(axes[first].mesh.tolist()) & set(axes[second].mesh.tolist())
-            if len(shared) > 1:
+            first_ranks = set(axes[first].mesh.tolist())
+            second_ranks = set(axes[second].mesh.tolist())
+            if len(first_ranks & second_ranks) > 1:
                 problems.append(
                     f"the axes of Mesh.{mesh} Mesh.{first}={axis_names(axes[first])[0]!r} and"
                     f" Mesh.{second}={axis_names(axes[second])[0]!r} share ranks: name axes that"
@@ -359,7 +367,8 @@ def _extend_along(ranks: torch.Tensor, axis: DeviceMesh) -> torch.Tensor:
     root = axis._get_root_mesh()
     dim = axis_names(root).index(axis_names(axis)[0])
     group_of: dict[int, list[int]] = {}
-    for group in root.mesh.movedim(dim, -1).reshape(-1, axis.size()).tolist():
+    rows = root.mesh.movedim(dim, -1).reshape(-1, axis.size())
+    for group in rows.tolist():
         group_of.update(dict.fromkeys(group, group))
     groups = [group_of[rank] for rank in ranks.flatten().tolist()]
     return torch.tensor(groups, dtype=ranks.dtype).view(*ranks.shape, -1)

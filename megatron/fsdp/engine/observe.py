@@ -49,7 +49,13 @@ class Observer:
     def storage(self, action: str, tensor: torch.Tensor) -> None:
         """Note that the storage of a flat tensor is allocated ("allocate") or freed ("release")."""
 
-    def begin_collective(self, kind: str, name: str, operands: Operands, group: Group) -> Any:
+    def begin_collective(
+        self,
+        kind: str,
+        name: str,
+        operands: Operands,
+        group: Group,
+    ) -> Any:
         """Note that a collective is launched.
 
         Args:
@@ -157,7 +163,13 @@ def end_forward(call: Hashable) -> None:
 class _ObservedCollective(AbstractContextManager[object]):
     """A collective that observers are notified of; an asynchronous one is the work to wait for."""
 
-    def __init__(self, kind: str, name: str, operands: Operands, group: Group):
+    def __init__(
+        self,
+        kind: str,
+        name: str,
+        operands: Operands,
+        group: Group,
+    ):
         self.work: Work | None = None
         self._notified: list[tuple[Observer, Any]] = []
         for observer in observers:
@@ -166,7 +178,12 @@ class _ObservedCollective(AbstractContextManager[object]):
         if memory is not None:
             self._notified.append((memory, memory.begin_collective(kind, name, operands, group)))
 
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+    def __exit__(
+        self,
+        kind: object,
+        error: BaseException | None,
+        traceback: object,
+    ) -> None:
         for observer, begun in self._notified:
             if isinstance(error, Exception):
                 observer.fail_collective(begun, error)
@@ -182,7 +199,11 @@ class _ObservedCollective(AbstractContextManager[object]):
 
 
 def observed(
-    kind: str, name: str, operands: Operands, group: Group, collective: Collective
+    kind: str,
+    name: str,
+    operands: Operands,
+    group: Group,
+    collective: Collective,
 ) -> Collective:
     """Return ``collective`` so that observers are notified when it starts and ends.
 
@@ -208,7 +229,9 @@ def observed(
 
 
 def observing(
-    name: str, operand: torch.Tensor | None, group: Group
+    name: str,
+    operand: torch.Tensor | None,
+    group: Group,
 ) -> AbstractContextManager[object]:
     """Return a context for a synchronous collective, of which observers are notified.
 

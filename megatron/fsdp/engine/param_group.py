@@ -61,7 +61,13 @@ class StoredForm:
         set_local_tensor(parameter, view.data)
         return parameter
 
-    def fill(self, shard: torch.Tensor, main: torch.Tensor, layout: Layout, rank: int) -> None:
+    def fill(
+        self,
+        shard: torch.Tensor,
+        main: torch.Tensor,
+        layout: Layout,
+        rank: int,
+    ) -> None:
         """Compute the compute shard of a rank from its main weights; a collective.
 
         Args:
@@ -204,7 +210,8 @@ class ParamGroup:
         with observe.work(self.unit_name, "shard"):
             self.communicator.broadcast(values)
         owned = self.layout.owned(index, self.rank)
-        self.main_view(index).view(-1).copy_(values.view(-1)[owned.start : owned.stop])
+        owned_values = values.view(-1)[owned.start : owned.stop]
+        self.main_view(index).view(-1).copy_(owned_values)
         self.memory.release(self.main_shard)
         if self.compute.layout is self.layout and not self.reshards_after_use:
             self.compute.views[index].copy_(values)

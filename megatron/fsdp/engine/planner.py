@@ -11,7 +11,7 @@ from math import lcm
 # [Note: how the planner chooses] A flat buffer of ``world_size * shard_size`` elements is cut at
 # the multiples of the shard size. Parameters lie in it whole, in any order. The *alignment* of a
 # parameter is a number of elements, usually those of one row, that no cut should divide. A
-# parameter that is longer than two shards is cut wherever the shard size says, so its alignment
+# parameter that is longer than two shards is cut wherever the shard size demands, so its alignment
 # must divide the shard size. A shorter one can be moved until its cut falls between rows.
 #
 # 1. The smallest buffer that satisfies the required alignments is accepted whatever its padding.
@@ -175,7 +175,11 @@ def _search(
     return best
 
 
-def _steps(classes: Sequence[_SizeClass], smallest: int, largest: int) -> list[int]:
+def _steps(
+    classes: Sequence[_SizeClass],
+    smallest: int,
+    largest: int,
+) -> list[int]:
     """Return the numbers whose multiples are worth trying as shard sizes."""
     # They are common multiples of alignments. Parameters that fit in a shard are ignored, because
     # their alignments need not divide it.
@@ -205,7 +209,11 @@ def _ladder(first: int, last: int) -> Iterator[int]:
         yield last
 
 
-def _place(classes: Sequence[_SizeClass], world_size: int, shard: int) -> Placement | None:
+def _place(
+    classes: Sequence[_SizeClass],
+    world_size: int,
+    shard: int,
+) -> Placement | None:
     """Place the parameters one after the other; return None if that breaks a requirement."""
     # Parameters whose preference no start can satisfy may start anywhere: they fill gaps.
     suited = []
@@ -257,7 +265,12 @@ def _first_preferred(waiting: list[tuple[_SizeClass, list[int]]]) -> int | None:
     return None
 
 
-def cuts_are_aligned(alignment: int, start: int, numel: int, shard: int) -> bool:
+def cuts_are_aligned(
+    alignment: int,
+    start: int,
+    numel: int,
+    shard: int,
+) -> bool:
     """Return True if every cut of ``[start, start + numel)`` is aligned, counted from the start.
 
     Args:

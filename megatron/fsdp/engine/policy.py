@@ -40,7 +40,9 @@ class ShardingStrategy(IntEnum):
 
     @classmethod
     def parse(
-        cls, value: int | str | ShardingStrategy, argument: str = "Strategy.level"
+        cls,
+        value: int | str | ShardingStrategy,
+        argument: str = "Strategy.level",
     ) -> ShardingStrategy:
         """Return the strategy of a level.
 
@@ -151,7 +153,8 @@ class Overlap:
     def __post_init__(self) -> None:
         problems = problems_of_flags(self)
         size = self.prefetch_bytes
-        if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+        is_size = isinstance(size, int) and not isinstance(size, bool) and size > 0
+        if size is not None and not is_size:
             problems.append(
                 "Overlap.prefetch_bytes expects a positive number of bytes or None but got"
                 f" {size!r}"

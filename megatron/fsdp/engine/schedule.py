@@ -195,7 +195,10 @@ class Schedule:
             self._start_reduction(gradients, over_inner=True, over_outer=is_complete)
 
     def _start_reduction(
-        self, gradients: GroupGradients, over_inner: bool, over_outer: bool
+        self,
+        gradients: GroupGradients,
+        over_inner: bool,
+        over_outer: bool,
     ) -> None:
         gradients.reduce(over_inner, over_outer)
         self._reducing.append(gradients)

@@ -95,7 +95,7 @@ class BackwardState(EngineState):
     RUNNING = "RECOMPUTED", "IDLE"
     # Gradients came from another pass than the one in which the unit came into use: the nested
     # backward of recomputation, a backward inside a forward, or one of several over a kept graph.
-    # More may follow for the same parameters, so counting does not tell the end.
+    # More may follow for the same parameters, so counting them does not show the end.
     RECOMPUTED = "IDLE"
 
 

@@ -42,7 +42,12 @@ class UnitCall(StateOwner[CallState]):
         borrowed: other units whose parameters the call uses; those that it reads are appended.
     """
 
-    def __init__(self, unit: Unit, module: nn.Module | None, borrowed: list[Unit]):
+    def __init__(
+        self,
+        unit: Unit,
+        module: nn.Module | None,
+        borrowed: list[Unit],
+    ):
         self.unit = unit
         self.module = module
         self.borrowed = borrowed
@@ -113,7 +118,12 @@ class Unit(StateOwner[BackwardState]):
         is_automatic: the user did not name the module as a unit.
     """
 
-    def __init__(self, name: str, module: nn.Module | None, is_automatic: bool = False):
+    def __init__(
+        self,
+        name: str,
+        module: nn.Module | None,
+        is_automatic: bool = False,
+    ):
         self.name = name
         self.shown_name = name or "root"  # in traces
         self.module = module

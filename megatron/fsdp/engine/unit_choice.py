@@ -113,7 +113,9 @@ def _containing(around: Around) -> Unit | None:
 
 
 def merge_small_units(
-    units: list[Unit], parameters_of: dict[Unit, dict[str, nn.Parameter]], limit: int | None = None
+    units: list[Unit],
+    parameters_of: dict[Unit, dict[str, nn.Parameter]],
+    limit: int | None = None,
 ) -> None:
     """Merge small automatic units into the root's unit, whose collectives then serve them too.
 
@@ -136,7 +138,11 @@ def merge_small_units(
         limit = largest_named
     room = limit - sizes[root]
     merged = set()
-    for unit in sorted(units[1:], key=lambda unit: (unit.module is not None, sizes[unit])):
+
+    def order(unit: Unit) -> tuple[bool, int]:
+        return unit.module is not None, sizes[unit]
+
+    for unit in sorted(units[1:], key=order):
         sharers = [sharer for sharer in units if unit in sharer.shared]
         is_automatic = all(sharer.is_automatic for sharer in sharers or [unit])
         # A tied weight comes before its sharers; those that need one that stays behind stay too.

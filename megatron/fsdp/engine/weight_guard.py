@@ -3,12 +3,12 @@
 
 # [Note: weights that nobody may read] Code may read a weight past its module, by a reference that
 # it keeps, and backward may read one for a tensor that left a unit by another way than as its
-# result. No hook tells the schedule of it, so they would read freed memory at level 3, what an
+# result. No hook notifies the schedule, so they would read freed memory at level 3, what an
 # all-gather has not filled yet, or weights of another unit in its memory slot. So while a unit is
 # not unsharded, its compute parameters
 #   - have a class that refuses to compute with them, as torch's uninitialized parameters do, and
 #   - have version counters that no graph knows, so that autograd, which compares them with what it
-#     has saved, raises before it reads. The number tells which parameter it is.
+#     has saved, raises before it reads. The number identifies the parameter.
 
 from __future__ import annotations
 
@@ -97,7 +97,12 @@ class FunctionsOfTorch:
             return cls.call(func, args, kwargs or {})
 
     @classmethod
-    def call(cls, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def call(
+        cls,
+        func: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+    ) -> Any:
         """Return the result of a function of torch.
 
         Args:
@@ -120,7 +125,12 @@ class WeightGuard:
         unit_name: name of their unit, for messages.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], names: Sequence[str], unit_name: str):
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        names: Sequence[str],
+        unit_name: str,
+    ):
         self._parameters = parameters
         self._unit_name = unit_name
         self._name_of = dict(zip(_versions, names))
@@ -171,7 +181,12 @@ class GuardedParameter(FunctionsOfTorch, nn.Parameter):
         return format(repr(self), spec)
 
     @classmethod
-    def call(cls, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def call(
+        cls,
+        func: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+    ) -> Any:
         """Raise ``RuntimeError`` for functions that read elements.
 
         Args:
