@@ -33,8 +33,8 @@ class Room(NamedTuple):
 ROOMS = [
     # folder                                lines  files
     Room("megatron_fsdp",                   2_900, 17),  # the second generation
-    Room("megatron/fsdp/engine",            5_200, 19),  # one thing a line, arguments documented
-    Room("megatron/fsdp",                  13_600, 61),  # parts, agreement, sharding in place
+    Room("megatron/fsdp/engine",            5_300, 19),  # one thing a line, arguments documented
+    Room("megatron/fsdp",                  13_900, 61),  # parts, agreement, sharding in place
     Room("megatron/mcore_adapter",          4_700, 34),  # both generations and loops
     Room("megatron/checkpoint",            12_650, 64),  # the end of interrupted conversions
     Room("megatron/pretrain",               8_700, 52),
@@ -52,7 +52,7 @@ ADDED_ROOMS = [
 
 # The engine: the algorithm, which one reads in an afternoon.
 ENGINE = "megatron/fsdp/engine"
-ENGINE_CODE_LINES = 3_200
+ENGINE_CODE_LINES = 3_250
 ENGINE_DOCSTRINGS = 0.20  # of all lines, at most: accessors need one line
 ENGINE_COMMENTS = 0.05  # of all lines, at least: decisions need reasons
 ENGINE_IGNORES = re.compile(

@@ -58,12 +58,7 @@ def check_all(
         if parameter not in ignored and parameter not in sharded_before:
             named[name] = parameter
     problems.check(_refuse_casts_of_dtensors, named, settings)
-    kinds = kinds_of(
-        module,
-        named,
-        has_expert_mesh=mesh is not None and mesh.expert is not None,
-        has_embedding_strategy=settings.strategy.embedding_level is not None,
-    )
+    kinds = _kinds(module, named, settings)
     _check_storage(problems, named, kinds, settings)
     problems.add_all(_problems_of_units(module, units or ()))
     problems.add_all(_problems_of_dtypes(named))
@@ -93,6 +88,18 @@ def _problems_of_outer_axis(settings: Settings) -> Iterator[str]:
     for name in ("outer", "expert_outer"):
         if getattr(settings.strategy, name):
             yield f"Strategy.{name}='optim' needs Mesh.outer, the name of the outer axis"
+
+
+def _kinds(
+    module: nn.Module, named: dict[str, nn.Parameter], settings: Settings
+) -> dict[str, ParameterKind]:
+    mesh = settings.mesh
+    return kinds_of(
+        module,
+        named,
+        has_expert_mesh=mesh is not None and mesh.expert is not None,
+        has_embedding_strategy=settings.strategy.embedding_level is not None,
+    )
 
 
 def _is_sharded(module: nn.Module, sharded_before: Set[nn.Parameter]) -> bool:

@@ -62,7 +62,7 @@ class ShardingStrategy(IntEnum):
 
 
 class ParameterKind(Enum):
-    """What a parameter is to the mesh and to the strategy."""
+    """The kind of a parameter, which decides its axes of the mesh and its strategy."""
 
     DENSE = "dense"
     """All that are of no other kind."""
