@@ -10,7 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megatron.fsdp.backends.rendezvous import default_mesh
 from megatron.fsdp.engine.mesh import Axes, Mesh, submesh
-from megatron_fsdp.translation import KEYWORDS, published_names
+from megatron.fsdp.engine.policy import ParameterKind
+from megatron_fsdp.translation import published_names
 
 
 class FSDPDistributedIndex(Mesh):
@@ -52,16 +53,25 @@ class FSDPDistributedIndex(Mesh):
         fsdp_group_ag: dist.ProcessGroup | None = None,
         expt_fsdp_group_ag: dist.ProcessGroup | None = None,
     ):
-        keywords = dict(locals())
         if device_mesh is None:
-            keywords["device_mesh"] = default_mesh()
+            device_mesh = default_mesh()
         object.__setattr__(self, "hsdp_outer_dp_shard", hsdp_outer_dp_shard)
         with published_names():
             if hsdp_outer_dp_shard and dp_outer_dim is None:
                 raise ValueError(
                     "hsdp_outer_dp_shard needs dp_outer_dim, the name of the outer data axis"
                 )
-            super().__init__(**{field: keywords[name] for field, name in KEYWORDS[Mesh].items()})
+            super().__init__(
+                device_mesh=device_mesh,
+                inner=dp_shard_dim,
+                outer=dp_outer_dim,
+                tensor=tp_dim,
+                data_group=hybrid_fsdp_group,
+                gather_group=fsdp_group_ag,
+                expert_mesh=expt_device_mesh,
+                expert_data_group=hybrid_fsdp_expt_group,
+                expert_gather_group=expt_fsdp_group_ag,
+            )
 
     @property
     def dp_shard_dim(self) -> str | None:
@@ -98,17 +108,25 @@ class FSDPDistributedIndex(Mesh):
         """Number of ranks on the shard axis."""
         return self.dense.inner.size()
 
-    def axes(self, is_expert_parallel: bool = False) -> Axes:
-        """Return the axes of dense or of expert parameters; see :class:`Mesh`."""
+    def axes(self, kind: ParameterKind | bool = ParameterKind.DENSE) -> Axes:
+        """Return the axes of a kind of parameters; see :class:`Mesh`.
+
+        Args:
+            kind: the kind, or True for expert parameters and False for all others.
+        """
+        if not isinstance(kind, ParameterKind):
+            kind = ParameterKind.EXPERT if kind else ParameterKind.DENSE
         with published_names():
-            return super().axes(is_expert_parallel)
+            return super().axes(kind)
 
     def get_root_mesh(self, is_expert_parallel: bool = False) -> DeviceMesh:
         """Return the mesh that the user passed, of dense or of expert parameters."""
         return self.axes(is_expert_parallel).root
 
     def get_submesh(
-        self, names: str | Sequence[str], is_expert_parallel: bool = False
+        self,
+        names: str | Sequence[str],
+        is_expert_parallel: bool = False,
     ) -> DeviceMesh:
         """Return the mesh of one or several axes.
 
@@ -116,7 +134,9 @@ class FSDPDistributedIndex(Mesh):
             ValueError: for names that the mesh does not have.
         """
         mesh = self.get_root_mesh(is_expert_parallel)
-        names = (names,) if isinstance(names, str) else tuple(names)
+        if isinstance(names, str):
+            names = (names,)
+        names = tuple(names)
         found = submesh(mesh, names)
         if found is None:
             raise ValueError(
@@ -126,7 +146,9 @@ class FSDPDistributedIndex(Mesh):
         return found
 
     def get_fsdp_group(
-        self, is_expert_parallel: bool = False, independent_all_gather: bool = False
+        self,
+        is_expert_parallel: bool = False,
+        independent_all_gather: bool = False,
     ) -> dist.ProcessGroup:
         """Return the group of the ranks that a parameter is sharded over.
 
@@ -135,7 +157,9 @@ class FSDPDistributedIndex(Mesh):
             independent_all_gather: return the group for all-gathers only, if there is one.
         """
         axes = self.axes(is_expert_parallel)
-        return axes.all_gather_group if independent_all_gather else axes.inner.get_group()
+        if independent_all_gather:
+            return axes.all_gather_group
+        return axes.inner.get_group()
 
     def get_dp_group(self, is_expert_parallel: bool = False) -> dist.ProcessGroup:
         """Return the group of all data ranks of these parameters: inner x outer.
@@ -152,4 +176,6 @@ class FSDPDistributedIndex(Mesh):
     def get_outer_fsdp_group(self, is_expert_parallel: bool = False) -> dist.ProcessGroup | None:
         """Return the group of the outer data axis; None without one."""
         outer = self.axes(is_expert_parallel).outer
-        return outer.get_group() if outer is not None else None
+        if outer is None:
+            return None
+        return outer.get_group()

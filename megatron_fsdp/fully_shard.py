@@ -6,11 +6,9 @@ They translate their keywords into the settings of :func:`megatron.fsdp.fully_sh
 
 from __future__ import annotations
 
-import inspect
 import os
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
-from typing import Any, Concatenate, ParamSpec
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,8 +36,6 @@ from megatron_fsdp.translation import (
 )
 
 __all__ = ["ShardingStrategy", "fully_shard", "fully_shard_model", "fully_shard_optimizer"]
-
-Keywords = ParamSpec("Keywords")
 
 
 def fully_shard_model(
@@ -89,6 +85,7 @@ def fully_shard_model(
     offload_policy: OffloadPolicy | Offload | str | os.PathLike[str] | None = None,
     expert_zero_dp_strategy: str | int | ShardingStrategy | None = None,
     expert_outer_dp_sharding_strategy: str | int | ShardingStrategy | None = None,
+    embedding_zero_dp_strategy: str | int | ShardingStrategy | None = None,
 ) -> MegatronFSDP:
     """Shard a model over data ranks, by the published keywords of ``megatron.fsdp.fully_shard``.
 
@@ -162,7 +159,7 @@ def fully_shard_model(
             registered any more.
         fsdp_double_buffer: gather weights and collect gradients in a fixed set of memory slots,
             whose addresses never change. The first step finds out what is needed at the same time;
-            ``model.memory_slots`` tells the bytes of the slots.
+            ``model.memory_slots`` has the bytes of the slots.
         fsdp_db_use_persist_buf_on_alloc_fail: if slots cannot be allocated, train with separate
             storage for each buffer. Otherwise that is an error, and always in ``cuda_graph_mode``
             and with the windows of ``nccl_ub``.
@@ -206,11 +203,16 @@ def fully_shard_model(
         offload_policy: where main weights, reduced gradients and optimizer state lie, if not on the
             device: ``CPUOffloadPolicy()`` of FSDP2 or "host": in host memory; a folder: in files on
             a local disk, which take memory only while they are in use. ``Offload`` of
-            ``megatron.fsdp`` says more. None: on the device.
+            ``megatron.fsdp`` has more settings. None: on the device.
         expert_zero_dp_strategy: ``zero_dp_strategy`` of expert parameters, over
             ``expt_device_mesh``. None: as for other parameters.
         expert_outer_dp_sharding_strategy: ``outer_dp_sharding_strategy`` of expert parameters.
             None: as for other parameters where the level of experts is 3, otherwise 0.
+        embedding_zero_dp_strategy: ``zero_dp_strategy`` of embeddings and of the output layer:
+            parameters of ``nn.Embedding`` and of the module that ``get_output_embeddings`` returns,
+            and those with the attribute ``is_embedding_or_output_parameter``. With 2 they stay
+            gathered, as a fused cross entropy over the output layer needs it. None: as for other
+            parameters.
 
     Returns:
         The wrapper; the user's module is its ``module``.
@@ -223,11 +225,56 @@ def fully_shard_model(
     Sources:
         ZeRO: Rajbhandari et al., arXiv:1910.02054. FSDP: Zhao et al., arXiv:2304.11277.
     """
-    keywords = dict(locals())
-    del keywords["module"]
+    keywords = {
+        "device_mesh": device_mesh,
+        "dp_shard_dim": dp_shard_dim,
+        "dp_outer_dim": dp_outer_dim,
+        "tp_dim": tp_dim,
+        "hybrid_fsdp_group": hybrid_fsdp_group,
+        "hybrid_fsdp_expt_group": hybrid_fsdp_expt_group,
+        "expt_device_mesh": expt_device_mesh,
+        "fsdp_group_ag": fsdp_group_ag,
+        "expt_fsdp_group_ag": expt_fsdp_group_ag,
+        "fsdp_unit_modules": fsdp_unit_modules,
+        "zero_dp_strategy": zero_dp_strategy,
+        "outer_dp_sharding_strategy": outer_dp_sharding_strategy,
+        "device": device,
+        "init_model_with_meta_device": init_model_with_meta_device,
+        "mixed_precision_policy": mixed_precision_policy,
+        "overlap_grad_reduce": overlap_grad_reduce,
+        "overlap_param_gather": overlap_param_gather,
+        "sync_model_each_microbatch": sync_model_each_microbatch,
+        "preproc_state_dict_for_dcp_ckpt": preproc_state_dict_for_dcp_ckpt,
+        "report_nan_in_param_grad": report_nan_in_param_grad,
+        "average_in_collective": average_in_collective,
+        "disable_bucketing": disable_bucketing,
+        "calculate_per_token_loss": calculate_per_token_loss,
+        "keep_fp8_transpose_cache": keep_fp8_transpose_cache,
+        "nccl_ub": nccl_ub,
+        "fsdp_double_buffer": fsdp_double_buffer,
+        "fsdp_db_use_persist_buf_on_alloc_fail": fsdp_db_use_persist_buf_on_alloc_fail,
+        "disable_symmetric_registration": disable_symmetric_registration,
+        "enable_fine_grained_param_gather": enable_fine_grained_param_gather,
+        "use_decoupled_grad": use_decoupled_grad,
+        "cuda_graph_mode": cuda_graph_mode,
+        "maxpool_double_buffer": maxpool_double_buffer,
+        "check_for_nan_in_grad": check_for_nan_in_grad,
+        "grad_reduce_in_fp32": grad_reduce_in_fp32,
+        "preserve_fp32_weights": preserve_fp32_weights,
+        "suggested_communication_unit_size": suggested_communication_unit_size,
+        "param_init_fn": param_init_fn,
+        "find_unused_parameters": find_unused_parameters,
+        "granularity": granularity,
+        "fsdp_manual_registration": fsdp_manual_registration,
+        "ignored_params": ignored_params,
+        "offload_policy": offload_policy,
+        "expert_zero_dp_strategy": expert_zero_dp_strategy,
+        "expert_outer_dp_sharding_strategy": expert_outer_dp_sharding_strategy,
+        "embedding_zero_dp_strategy": embedding_zero_dp_strategy,
+    }
     problems, settings = _translated(keywords)
     with published_names():
-        return _wrapped(keywords, module, settings, problems)
+        return _KeywordModel(module, settings, problems, keywords)
 
 
 def fully_shard_optimizer(
@@ -256,33 +303,55 @@ def fully_shard_optimizer(
         return shard_optimizer(optimizer, preproc_state_dict_for_dcp_ckpt)
 
 
-def _takes_keywords_of(
-    shard_model: Callable[Concatenate[nn.Module, Keywords], MegatronFSDP],
-) -> Callable[
-    [Callable[..., tuple[MegatronFSDP, Optimizers]]],
-    Callable[
-        Concatenate[nn.Module, Optimizers, Keywords],
-        tuple[MegatronFSDP, Optimizers],
-    ],
-]:
-    """Give a function of a model and an optimizer the keywords of one of a model."""
-
-    def decorate(function: Any) -> Any:
-        own = inspect.signature(function).parameters
-        module, *others = inspect.signature(shard_model).parameters.values()
-        parameters = [module, own["optimizer"], *others]
-        function.__signature__ = inspect.signature(function).replace(parameters=parameters)
-        return function
-
-    return decorate
-
-
-@_takes_keywords_of(fully_shard_model)
 def fully_shard(
     module: nn.Module,
     optimizer: Optimizers,
-    *args: Any,
-    **keywords: Any,
+    device_mesh: DeviceMesh | None = None,
+    dp_shard_dim: str | None = None,
+    dp_outer_dim: str | None = None,
+    tp_dim: str | None = None,
+    hybrid_fsdp_group: dist.ProcessGroup | None = None,
+    hybrid_fsdp_expt_group: dist.ProcessGroup | None = None,
+    expt_device_mesh: DeviceMesh | None = None,
+    fsdp_group_ag: dist.ProcessGroup | None = None,
+    expt_fsdp_group_ag: dist.ProcessGroup | None = None,
+    fsdp_unit_modules: Sequence[type | nn.Module | str] | None = None,
+    zero_dp_strategy: str | int | ShardingStrategy = 3,
+    outer_dp_sharding_strategy: str | int | ShardingStrategy = 0,
+    device: torch.device | str | None = None,
+    init_model_with_meta_device: bool = False,
+    mixed_precision_policy: MixedPrecisionPolicy | TorchPrecision = DEFAULT_PRECISION,
+    overlap_grad_reduce: bool = True,
+    overlap_param_gather: bool = True,
+    sync_model_each_microbatch: bool = True,
+    preproc_state_dict_for_dcp_ckpt: bool = True,
+    report_nan_in_param_grad: bool = False,
+    average_in_collective: bool = False,
+    disable_bucketing: bool = False,
+    calculate_per_token_loss: bool = False,
+    keep_fp8_transpose_cache: bool = False,
+    nccl_ub: bool = False,
+    fsdp_double_buffer: bool = False,
+    fsdp_db_use_persist_buf_on_alloc_fail: bool = False,
+    disable_symmetric_registration: bool = False,
+    enable_fine_grained_param_gather: bool = False,
+    use_decoupled_grad: bool = False,
+    cuda_graph_mode: bool = False,
+    maxpool_double_buffer: bool = False,
+    *,
+    check_for_nan_in_grad: bool | None = None,
+    grad_reduce_in_fp32: bool | None = None,
+    preserve_fp32_weights: bool | None = None,
+    suggested_communication_unit_size: int | None = None,
+    param_init_fn: Callable[[nn.Module], object] | None = None,
+    find_unused_parameters: bool = False,
+    granularity: str | int = "prefer_rows",
+    fsdp_manual_registration: bool = False,
+    ignored_params: Iterable[nn.Parameter] | None = None,
+    offload_policy: OffloadPolicy | Offload | str | os.PathLike[str] | None = None,
+    expert_zero_dp_strategy: str | int | ShardingStrategy | None = None,
+    expert_outer_dp_sharding_strategy: str | int | ShardingStrategy | None = None,
+    embedding_zero_dp_strategy: str | int | ShardingStrategy | None = None,
 ) -> tuple[MegatronFSDP, Optimizers]:
     """Shard an existing model and its optimizer together, by the published keywords.
 
@@ -290,34 +359,86 @@ def fully_shard(
     training loop needs. The optimizer keeps its param groups, hyper-parameters and state. A list of
     optimizers works too, such as torch's Muon over matrices and AdamW over all other parameters.
 
-    All arguments after the first two are those of :func:`fully_shard_model`;
-    :func:`fully_shard_optimizer` makes the returned optimizer. After an error, the model and the
-    optimizer are unchanged.
+    All arguments after the first two are those of :func:`fully_shard_model`, whose documentation
+    explains them; :func:`fully_shard_optimizer` makes the returned optimizer. After an error, the
+    model and the optimizer are unchanged.
 
     Raises:
         ValueError: lists every problem, the same on every rank.
         NotImplementedError: names the arguments that are not built yet, or the optimizer.
         RuntimeError: if the program was not started for torch.distributed.
     """
-    bound = inspect.signature(fully_shard_model).bind(module, *args, **keywords)
-    bound.apply_defaults()
-    given = dict(bound.arguments)
-    del given["module"]
-    problems, settings = _translated(given)
-    wrapper = partial(_wrapped, given)
+    keywords = {
+        "device_mesh": device_mesh,
+        "dp_shard_dim": dp_shard_dim,
+        "dp_outer_dim": dp_outer_dim,
+        "tp_dim": tp_dim,
+        "hybrid_fsdp_group": hybrid_fsdp_group,
+        "hybrid_fsdp_expt_group": hybrid_fsdp_expt_group,
+        "expt_device_mesh": expt_device_mesh,
+        "fsdp_group_ag": fsdp_group_ag,
+        "expt_fsdp_group_ag": expt_fsdp_group_ag,
+        "fsdp_unit_modules": fsdp_unit_modules,
+        "zero_dp_strategy": zero_dp_strategy,
+        "outer_dp_sharding_strategy": outer_dp_sharding_strategy,
+        "device": device,
+        "init_model_with_meta_device": init_model_with_meta_device,
+        "mixed_precision_policy": mixed_precision_policy,
+        "overlap_grad_reduce": overlap_grad_reduce,
+        "overlap_param_gather": overlap_param_gather,
+        "sync_model_each_microbatch": sync_model_each_microbatch,
+        "preproc_state_dict_for_dcp_ckpt": preproc_state_dict_for_dcp_ckpt,
+        "report_nan_in_param_grad": report_nan_in_param_grad,
+        "average_in_collective": average_in_collective,
+        "disable_bucketing": disable_bucketing,
+        "calculate_per_token_loss": calculate_per_token_loss,
+        "keep_fp8_transpose_cache": keep_fp8_transpose_cache,
+        "nccl_ub": nccl_ub,
+        "fsdp_double_buffer": fsdp_double_buffer,
+        "fsdp_db_use_persist_buf_on_alloc_fail": fsdp_db_use_persist_buf_on_alloc_fail,
+        "disable_symmetric_registration": disable_symmetric_registration,
+        "enable_fine_grained_param_gather": enable_fine_grained_param_gather,
+        "use_decoupled_grad": use_decoupled_grad,
+        "cuda_graph_mode": cuda_graph_mode,
+        "maxpool_double_buffer": maxpool_double_buffer,
+        "check_for_nan_in_grad": check_for_nan_in_grad,
+        "grad_reduce_in_fp32": grad_reduce_in_fp32,
+        "preserve_fp32_weights": preserve_fp32_weights,
+        "suggested_communication_unit_size": suggested_communication_unit_size,
+        "param_init_fn": param_init_fn,
+        "find_unused_parameters": find_unused_parameters,
+        "granularity": granularity,
+        "fsdp_manual_registration": fsdp_manual_registration,
+        "ignored_params": ignored_params,
+        "offload_policy": offload_policy,
+        "expert_zero_dp_strategy": expert_zero_dp_strategy,
+        "expert_outer_dp_sharding_strategy": expert_outer_dp_sharding_strategy,
+        "embedding_zero_dp_strategy": embedding_zero_dp_strategy,
+    }
+    problems, settings = _translated(keywords)
+
+    def wrap(
+        module: nn.Module,
+        settings: Settings,
+        problems: Problems,
+    ) -> MegatronFSDP:
+        return _KeywordModel(module, settings, problems, keywords)
+
     with published_names():
-        return shard_both(module, optimizer, settings, problems, wrapper)
+        return shard_both(module, optimizer, settings, problems, wrap)
 
 
 def _translated(keywords: dict[str, Any]) -> tuple[Problems, Settings]:
     """Return the problems and the settings of keywords of :func:`fully_shard_model`."""
     device_mesh = keywords["device_mesh"]
-    is_mesh = isinstance(device_mesh, DeviceMesh)
-    problems = Problems(device_mesh.get_all_groups() if is_mesh else (None,))
-    mesh_keywords = {keyword: keywords[keyword] for keyword in KEYWORDS[Mesh].values()}
-    mesh = problems.check(FSDPDistributedIndex, **mesh_keywords)
+    groups: Sequence[dist.ProcessGroup | None] = (None,)
+    if isinstance(device_mesh, DeviceMesh):
+        groups = device_mesh.get_all_groups()
+    problems = Problems(groups)
+    of_mesh = {keyword: keywords[keyword] for keyword in KEYWORDS[Mesh].values()}
+    mesh = problems.check(FSDPDistributedIndex, **of_mesh)
     older = keywords["check_for_nan_in_grad"]
-    if keywords["report_nan_in_param_grad"] is True and older is False:
+    if older is False and keywords["report_nan_in_param_grad"] is True:
         problems.add(
             "check_for_nan_in_grad=False contradicts report_nan_in_param_grad=True: give one of"
             " them"
@@ -327,11 +448,26 @@ def _translated(keywords: dict[str, Any]) -> tuple[Problems, Settings]:
     return problems, settings_of(keywords, mesh, problems)
 
 
-def _wrapped(
-    keywords: dict[str, Any], module: nn.Module, settings: Settings, problems: Problems
-) -> MegatronFSDP:
-    model = MegatronFSDP.__new__(MegatronFSDP)  # its constructor takes other arguments
-    ShardedModule.__init__(model, module, settings, problems)
-    model.checkpoint_ready = keywords["preproc_state_dict_for_dcp_ckpt"]
-    model.ddp_config = config_of(keywords, settings)
-    return model
+class _KeywordModel(MegatronFSDP):
+    """The wrapper that keywords make, which have settings that no configuration object has.
+
+    Args:
+        module: the module.
+        settings: the settings that the keywords ask for.
+        problems: the problems of the keywords.
+        keywords: all keywords of :func:`fully_shard_model`.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        settings: Settings,
+        problems: Problems,
+        keywords: dict[str, Any],
+    ):
+        ShardedModule.__init__(self, module, settings, problems)
+        self.checkpoint_ready = keywords["preproc_state_dict_for_dcp_ckpt"]
+        self.ddp_config = config_of(keywords, settings)
+
+    def _get_name(self) -> str:
+        return MegatronFSDP.__name__

@@ -19,7 +19,6 @@ from megatron_fsdp.distributed_index import FSDPDistributedIndex
 from megatron_fsdp.not_offered import attributes_of
 from megatron_fsdp.outside_schedule import OutsideSchedule
 from megatron_fsdp.translation import (
-    ALL_KEYWORDS,
     DEFAULT_PRECISION,
     FIELDS,
     keywords_of,
@@ -105,34 +104,40 @@ class MegatronFSDP(OutsideSchedule):
         fine_grained_recurse_module_types: Sequence[type] | None = None,
         report_nan_in_param_grad: bool = False,
     ):
-        given = dict(locals())
-        if not isinstance(dist_index, FSDPDistributedIndex):
-            raise ValueError(
-                f"dist_index expects an FSDPDistributedIndex but got {type(dist_index).__name__}"
-            )
-        config = DistributedDataParallelConfig.fully_sharded() if ddp_config is None else ddp_config
-        if not hasattr(config, "data_parallel_sharding_strategy"):
-            raise ValueError(
-                f"ddp_config expects a DistributedDataParallelConfig but got {config!r}"
-            )
+        config = _checked_config(dist_index, ddp_config)
         problems = Problems(dist_index.all_groups())
+        given = {
+            "mixed_precision_policy": mixed_precision_policy,
+            "fsdp_unit_modules": fsdp_unit_modules,
+            "disable_bucketing": disable_bucketing,
+            "device": device,
+            "calculate_per_token_loss": calculate_per_token_loss,
+            "init_model_with_meta_device": init_model_with_meta_device,
+            "sync_model_each_microbatch": sync_model_each_microbatch,
+            "keep_fp8_transpose_cache": keep_fp8_transpose_cache,
+            "nccl_ub": nccl_ub,
+            "fsdp_double_buffer": fsdp_double_buffer,
+            "fsdp_db_use_persist_buf_on_alloc_fail": fsdp_db_use_persist_buf_on_alloc_fail,
+            "disable_symmetric_registration": disable_symmetric_registration,
+            "report_nan_in_param_grad": report_nan_in_param_grad,
+        }
         keywords = keywords_of(config)
-        of_config = keywords["enable_fine_grained_param_gather"]
-        for name in ALL_KEYWORDS.intersection(given):
-            keywords[name] = given[name] or keywords.get(name, given[name])
-        forward = enable_fine_grained_param_gather_hook
-        backward = enable_fine_grained_param_gather_backward_hook
-        keywords["enable_fine_grained_param_gather"] = of_config or (forward and backward)
-        problems.check(
-            refuse_unbuilt,
-            enable_fine_grained_param_gather_hook=forward and not (of_config or backward),
-            enable_fine_grained_param_gather_backward_hook=backward and not (of_config or forward),
-            fine_grained_recurse_module_types=fine_grained_recurse_module_types,
-        )
+        for name, value in given.items():
+            keywords[name] = value or keywords.get(name, value)
         if dist_index.hsdp_outer_dp_shard:
             keywords["outer_dp_sharding_strategy"] = 1
         if mixed_precision_policy == DEFAULT_PRECISION:
             keywords["mixed_precision_policy"] = problems.check(precision_of, config)
+        forward = enable_fine_grained_param_gather_hook
+        backward = enable_fine_grained_param_gather_backward_hook
+        is_fine_grained = keywords["enable_fine_grained_param_gather"] or (forward and backward)
+        keywords["enable_fine_grained_param_gather"] = is_fine_grained
+        problems.check(
+            refuse_unbuilt,
+            enable_fine_grained_param_gather_hook=forward and not is_fine_grained,
+            enable_fine_grained_param_gather_backward_hook=backward and not is_fine_grained,
+            fine_grained_recurse_module_types=fine_grained_recurse_module_types,
+        )
         of_fields = {name: field for name, field in FIELDS.items() if name not in given}
         with published_names(of_fields):
             super().__init__(module, settings_of(keywords, dist_index, problems), problems)
@@ -191,6 +196,22 @@ class MegatronFSDP(OutsideSchedule):
 
     def _replace_param_with_raw_if_needed(self) -> None:
         """Do nothing: a forward of the model or of a module in it uses the compute parameters."""
+
+
+def _checked_config(
+    dist_index: object,
+    config: DistributedDataParallelConfig | None,
+) -> DistributedDataParallelConfig:
+    """Return the configuration, by default that of level 3 with overlap, if types are right."""
+    if not isinstance(dist_index, FSDPDistributedIndex):
+        raise ValueError(
+            f"dist_index expects an FSDPDistributedIndex but got {type(dist_index).__name__}"
+        )
+    if config is None:
+        return DistributedDataParallelConfig.fully_sharded()
+    if not hasattr(config, "data_parallel_sharding_strategy"):
+        raise ValueError(f"ddp_config expects a DistributedDataParallelConfig but got {config!r}")
+    return config
 
 
 _HOOKS = "hooks on modules and tensors drive the schedule; torch's own module hooks can be added"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A schedule outside of the model: it runs parts of units, and says when units begin and end."""
+"""A schedule outside of the model: it runs parts of units, and reports their begin and end."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class OutsideSchedule(ShardedModule):
     """The calls of a schedule that runs parts of units, of two microbatches in turn.
 
     No forward of the model or of these units is called then, and each part has a backward pass of
-    its own, so hooks cannot tell when a unit begins and ends. For each microbatch the schedule
+    its own, so hooks cannot know when a unit begins and ends. For each microbatch the schedule
     calls :meth:`pre_forward`, :meth:`post_forward`, :meth:`pre_backward` and :meth:`post_backward`
     for the model, and between these :meth:`pre_forward` and :meth:`post_forward_release_module`,
     :meth:`pre_backward` and :meth:`post_backward_release_module` for each unit that it runs in
@@ -32,7 +32,11 @@ class OutsideSchedule(ShardedModule):
     _overlaps = False
 
     def pre_forward(self, module: nn.Module | None = None) -> None:
-        """Begin the forward of a unit, None: of the model, and unshard its weights."""
+        """Begin the forward of a unit and unshard its weights.
+
+        Args:
+            module: module of the unit. None: the model.
+        """
         unit = self._unit(module)
         if module is None:
             if self._root_call is None:
@@ -44,7 +48,8 @@ class OutsideSchedule(ShardedModule):
         self._hooks.calls.append(call)
         self._schedule.begin_use(call)
         if module is None:
-            self._root_call, self._awaiting = call, dict[Unit, list[UnitCall]]()
+            self._root_call = call
+            self._awaiting: dict[Unit, list[UnitCall]] = {}
         else:
             self._prefetch(unit, 1)
 
@@ -62,10 +67,20 @@ class OutsideSchedule(ShardedModule):
         self._hooks.end_use(call, call.used_units)
 
     def pre_backward(self, module: nn.Module | None = None) -> None:
-        """Begin the backward of a unit, None: of the model, and unshard its weights."""
+        """Begin the backward of a unit and unshard its weights.
+
+        Args:
+            module: module of the unit. None: the model.
+
+        Raises:
+            RuntimeError: without a forward whose backward has not begun.
+        """
         unit = self._unit(module)
-        calls = [self._root_call] if module is None else self._awaiting.get(unit, [])
-        if not calls or (call := calls[0]) is None:
+        call = self._root_call
+        if module is not None:
+            awaiting = self._awaiting.get(unit)
+            call = awaiting[0] if awaiting else None
+        if call is None:
             raise RuntimeError(f"{unit}: pre_backward expects a forward before it")
         if module is None:
             self._gradients.begin_backward()
@@ -83,9 +98,10 @@ class OutsideSchedule(ShardedModule):
         self._end_backward(self._awaiting[self._unit(module)][0])
 
     def post_backward(self) -> None:
-        """End the backward of the model: finish what is left, and hand gradients over."""
-        while self._root_call and (call := self._hooks.calls[0]) is not self._root_call:
-            self._end_backward(call)
+        """End the backward of the model: finish the units that are left, and attach gradients."""
+        if self._root_call is not None:
+            while self._hooks.calls[0] is not self._root_call:
+                self._end_backward(self._hooks.calls[0])
         self._hold_gradients()
         self._schedule.finish_backward()
         self._gradients.end_backward()
@@ -98,15 +114,17 @@ class OutsideSchedule(ShardedModule):
         self._schedule.begin_forward()
         # It knows one order of units, but forward and backward take turns here.
         prefetcher = self._schedule.prefetcher
-        self._overlaps, prefetcher.is_enabled = prefetcher.is_enabled, False
+        self._overlaps = prefetcher.is_enabled
+        prefetcher.is_enabled = False
 
     def _end_backward(self, call: UnitCall) -> None:
         self._awaiting[call.unit].remove(call)
         self._hooks.calls.remove(call)
         for group in call.unit.trained_groups:
-            # No hook of autograd tells of gradients that are computed after a backward.
-            present = [each for each in group.parameters if each.grad is not None]
-            call.unit.arrived.update(map(id, present))
+            # No hook of autograd reports gradients that are computed after a backward.
+            for parameter in group.parameters:
+                if parameter.grad is not None:
+                    call.unit.arrived.add(id(parameter))
         self._hold_gradients()
         self._hooks.end_use(call, call.borrowed)
         call.unit.users.pop(call)
@@ -126,10 +144,12 @@ class OutsideSchedule(ShardedModule):
     def _hold_gradients(self) -> None:
         """Keep the memory of gradients, which other streams have allocated, while they are used."""
         for unit in self._units:
-            for group in unit.trained_groups if unit.arrived else ():
-                for gradient in [parameter.grad for parameter in group.parameters]:
-                    if gradient is not None:
-                        held(gradient)
+            if not unit.arrived:
+                continue
+            for group in unit.trained_groups:
+                for parameter in group.parameters:
+                    if parameter.grad is not None:
+                        held(parameter.grad)
 
     def _prefetch(self, unit: Unit, step: int) -> None:
         """Unshard the unit that follows, in the order of registration."""

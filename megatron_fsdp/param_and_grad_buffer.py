@@ -11,6 +11,7 @@ from megatron.fsdp.dtensor.sharded_param import is_linked, sharded_param_of
 from megatron.fsdp.dtensor.tensor_part import TensorSlice
 from megatron.fsdp.dtensor.uneven_dtensor import UnevenDTensor
 from megatron.fsdp.engine.mesh import Mesh
+from megatron.fsdp.engine.policy import ParameterKind
 from megatron.fsdp.engine.tensor_parallel import local_tensor as local_of
 from megatron_fsdp.not_offered import attributes_of
 from megatron_fsdp.uneven_dtensor import (
@@ -62,15 +63,16 @@ def make_fsdp_dtensor(
             "not built yet: force_sync_tp_duplicated_param; broadcast the tensor over the"
             " tensor-parallel group before"
         )
-    axes = dist_index.axes(is_expert_param)
+    kind = ParameterKind.EXPERT if is_expert_param else ParameterKind.DENSE
+    axes = dist_index.axes(kind)
     mesh = axes.dtensor_mesh(getattr(dist_index, "hsdp_outer_dp_shard", False))
     if is_linked(param):
         slice_ = sharded_param_of(param).slice
     else:
         slice_ = TensorSlice.of_parameter(param, tuple(local_of(param).shape), axes.tensor)
-    data: Placement = (
-        Shard(0) if is_sharded_param else Replicate()
-    )  # ranks may have rows of any number
+    data: Placement = Replicate()
+    if is_sharded_param:
+        data = Shard(0)  # ranks may have any numbers of rows
     placements = slice_.placements(axes.tensor, mesh.ndim, data)
     dtensor = make_uneven_dtensor(local_tensor, slice_.shape or (1,), mesh, placements)
     if run_check:

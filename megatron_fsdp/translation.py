@@ -41,6 +41,7 @@ KEYWORDS: dict[type, dict[str, str]] = {
         "outer": "outer_dp_sharding_strategy",
         "expert_level": "expert_zero_dp_strategy",
         "expert_outer": "expert_outer_dp_sharding_strategy",
+        "embedding_level": "embedding_zero_dp_strategy",
         "boundaries": "granularity",
         "one_unit": "disable_bucketing",
         "fine_grained": "enable_fine_grained_param_gather",
@@ -96,11 +97,15 @@ FIELDS = {
 """The fields of ``DistributedDataParallelConfig`` that have another name than their keywords."""
 
 
-def settings_of(keywords: Mapping[str, Any], mesh: Mesh | None, problems: Problems) -> Settings:
-    """Return the settings that keywords of ``fully_shard_model`` ask for.
+def settings_of(
+    keywords: Mapping[str, Any],
+    mesh: Mesh | None,
+    problems: Problems,
+) -> Settings:
+    """Return the settings for keywords of ``fully_shard_model``.
 
     Args:
-        keywords: all of them.
+        keywords: the keywords; those that are left out have the defaults of the settings.
         mesh: the mesh; None if it cannot be made.
         problems: problems of keywords are added to it; their settings have defaults in the result.
     """
@@ -109,24 +114,28 @@ def settings_of(keywords: Mapping[str, Any], mesh: Mesh | None, problems: Proble
         if setting not in (Mesh, Settings):
             values = {field: keywords[name] for field, name in names.items() if name in keywords}
             made[setting] = problems.check(partial(setting, **values)) or setting()
-    older = keywords.get("grad_reduce_in_fp32"), keywords.get("preserve_fp32_weights")
-    policy = keywords["mixed_precision_policy"]
-    precision = problems.check(precision_policy, policy, *older)
+    precision = problems.check(
+        precision_policy,
+        keywords["mixed_precision_policy"],
+        keywords.get("grad_reduce_in_fp32"),
+        keywords.get("preserve_fp32_weights"),
+    )
     for name, value in keywords.items():
         is_checked = name not in ALL_KEYWORDS or name == "init_model_with_meta_device"
         if is_checked and value not in (True, False, None):
             problems.add(f"{name} expects True or False but got {value!r}")
+    initialisation = None
+    if keywords["init_model_with_meta_device"]:
+        initialisation = made[MetaInitialisation]
     return Settings(
         mesh=mesh,
         units=keywords["fsdp_unit_modules"],
         strategy=made[Strategy],
-        precision=DEFAULT_PRECISION if precision is None else precision,
+        precision=precision or DEFAULT_PRECISION,
         gradients=made[Gradients],
         overlap=made[Overlap],
         memory=made[Memory],
-        initialisation=(
-            made[MetaInitialisation] if keywords["init_model_with_meta_device"] else None
-        ),
+        initialisation=initialisation,
     )
 
 
@@ -145,11 +154,9 @@ def precision_policy(
     Raises:
         ValueError: if both are given and contradict each other.
     """
-    old = MixedPrecisionPolicy(
-        main_params_dtype=None if preserve_fp32_weights is False else torch.float32,
-        main_grads_dtype=torch.float32 if grad_reduce_in_fp32 else None,
-        grad_comm_dtype=torch.float32 if grad_reduce_in_fp32 else None,
-    )
+    main_params_dtype = None if preserve_fp32_weights is False else torch.float32
+    grads_dtype = torch.float32 if grad_reduce_in_fp32 else None
+    old = MixedPrecisionPolicy(main_params_dtype, grads_dtype, grads_dtype)
     if policy is None or policy is DEFAULT_PRECISION:
         return old
     own = parse_precision(policy)
@@ -166,7 +173,8 @@ def precision_policy(
             f" mixed_precision_policy.main_params_dtype={own.main_params_dtype}: give one of"
             " them"
         )
-    in_fp32 = own.main_grads_dtype == (own.grad_comm_dtype or own.main_grads_dtype) == torch.float32
+    grad_comm_dtype = own.grad_comm_dtype or own.main_grads_dtype
+    in_fp32 = own.main_grads_dtype == torch.float32 and grad_comm_dtype == torch.float32
     if grad_reduce_in_fp32 is not None and grad_reduce_in_fp32 != in_fp32:
         raise ValueError(
             f"grad_reduce_in_fp32={grad_reduce_in_fp32} contradicts"
@@ -189,24 +197,32 @@ def keywords_of(config: object) -> dict[str, Any]:
     for field in fields(DistributedDataParallelConfig):
         keyword = keyword_of.get(field.name, field.name)
         if keyword in ALL_KEYWORDS:
-            value = getattr(config, field.name, field.default)
-            keywords[keyword] = field.default if value is None else value
+            value = getattr(config, field.name, None)
+            if value is None:
+                value = field.default
+            keywords[keyword] = value
     return keywords
 
 
 def strategy_of(config: object) -> Strategy:
     """Return the strategy of a configuration object, of this package or another."""
     keywords = keywords_of(config)
-    names = KEYWORDS[Strategy].items()
+    values = {}
+    for field, name in KEYWORDS[Strategy].items():
+        if name in keywords:
+            values[field] = keywords[name]
     with published_names(FIELDS):
-        return Strategy(**{field: keywords[name] for field, name in names if name in keywords})
+        return Strategy(**values)
 
 
 def config_of(keywords: Mapping[str, Any], settings: Settings) -> DistributedDataParallelConfig:
     """Return the configuration object with the keywords that it has fields for."""
     names = {field.name for field in fields(DistributedDataParallelConfig)}
-    values = {FIELDS.get(keyword, keyword): keywords[keyword] for keyword in ALL_KEYWORDS}
-    values = {name: value for name, value in values.items() if name in names}
+    values = {}
+    for keyword in ALL_KEYWORDS:
+        name = FIELDS.get(keyword, keyword)
+        if name in names:
+            values[name] = keywords[keyword]
     precision = settings.precision
     return DistributedDataParallelConfig(
         **values,
@@ -251,10 +267,10 @@ for _setting, _names in KEYWORDS.items():
 
 @contextmanager
 def published_names(more: Mapping[str, str] | None = None) -> Iterator[None]:
-    """Let errors raised inside name keywords where they name settings.
+    """Replace the names of settings by those of keywords in errors that are raised inside.
 
     Args:
-        more: names that are replaced in the result.
+        more: further replacements, by the names that are replaced, in the result of the others.
     """
     try:
         yield

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Functions on uneven DTensors: gathering, checkpoints, validation, splitting, nested state."""
 
-# Functions that may communicate say so: every rank of the mesh must call them, in the same order.
+# The docstrings name the functions that may communicate: every rank of the mesh must call them, in
+# the same order.
 
 from __future__ import annotations
 
@@ -70,9 +71,18 @@ def make_uneven_dtensor(
     device_mesh: DeviceMesh,
     placements: Sequence[Placement],
 ) -> UnevenDTensor:
-    """Return a DTensor of ``shape`` over ``local_tensor``, sharing its storage; no communication.
+    """Return a DTensor over a local tensor, without communication.
 
     Local tensors of successive ranks follow one another, as rows or flat ranges of any size.
+
+    Args:
+        local_tensor: this rank's part, whose storage the result shares.
+        shape: shape of the whole tensor.
+        device_mesh: the mesh.
+        placements: a placement for each of its axes.
+
+    Raises:
+        ValueError: for another number of placements.
     """
     if len(placements) != device_mesh.ndim:
         raise ValueError(
@@ -101,7 +111,8 @@ def gather_uneven_dtensor_to_full_tensor(
 ) -> DTensor:
     """Gather the whole tensor as a replicated DTensor whose local tensors are on another device."""
     _check_is_dtensor(dtensor)
-    whole, mesh = full_tensor(dtensor), dtensor.device_mesh
+    whole = full_tensor(dtensor)
+    mesh = dtensor.device_mesh
     if target_device is not None:
         whole = whole.to(target_device)
     return dtensor_over(whole, mesh, [Replicate()] * mesh.ndim, whole.shape)
@@ -140,7 +151,14 @@ def get_state_dict(
     submodules: set[nn.Module] | None = None,
     options: StateDictOptions | None = None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the result of torch's function of this name, ready for torch's checkpoint."""
+    """Return the result of torch's function of this name, ready for torch's checkpoint.
+
+    Args:
+        model: the model, as of torch's function.
+        optimizers: one or several optimizers over its parameters.
+        submodules: as of torch's function.
+        options: as of torch's function.
+    """
     found = get_torch_state_dict(model, optimizers, submodules=submodules, options=options)
     model_state, optimizer_state = cast(tuple[dict[str, Any], dict[str, Any]], found)
     preprocess_state_dict_for_uneven_dtensor(model_state)
@@ -155,22 +173,30 @@ def gather_and_compute_chunk_metadata(dtensor: DTensor) -> ChunkStorageMetadata:
     elements has size 0 in dim 0. Several chunks on some rank are a ``NotImplementedError``.
     """
     _check_placements(dtensor)
-    shape, mesh = tuple(dtensor.shape), dtensor.device_mesh
+    shape = tuple(dtensor.shape)
+    mesh = dtensor.device_mesh
     if not shape or is_replicated(dtensor):
-        local_shape = shape if dtensor._local_tensor.numel() else (0, *shape[1:])
-        return ChunkStorageMetadata(torch.Size([0] * len(local_shape)), torch.Size(local_shape))
+        sizes = shape
+        if not dtensor._local_tensor.numel():
+            sizes = (0, *shape[1:])
+        return ChunkStorageMetadata(torch.Size([0] * len(sizes)), torch.Size(sizes))
     local_shapes = _exchange(tuple(dtensor._local_tensor.shape), mesh)
-    placements = dtensor.placements
-    found = {rank: _part_at(rank, shape, placements, local_shapes) for rank in local_shapes}
-    if max(len(part.chunks) for part, _ in found.values()) > 1:
-        raise NotImplementedError(
-            "a rank holds a run of elements, which is more than one chunk:"
-            " update_uneven_dtensor_chunk_metadata gives the DTensor a __create_chunk_list__ with"
-            " all of them"
-        )
+    found: dict[Coordinate, tuple[TensorPart, tuple[int, ...]]] = {}
+    for rank in local_shapes:
+        found[rank] = _part_at(rank, shape, dtensor.placements, local_shapes)
+        part, _ = found[rank]
+        if len(part.chunks) > 1:
+            raise NotImplementedError(
+                "a rank holds a run of elements, which is more than one chunk:"
+                " update_uneven_dtensor_chunk_metadata gives the DTensor a __create_chunk_list__"
+                " with all of them"
+            )
     part, offsets = found[tuple(mesh.get_coordinate() or ())]
-    _, sizes = part.chunks[0] if part.chunks else (offsets, (0, *shape[1:]))
-    offsets = offsets if part.chunks else (offsets[0], *[0] * (len(shape) - 1))
+    if part.chunks:
+        _, sizes = part.chunks[0]
+    else:
+        sizes = (0, *shape[1:])
+        offsets = (offsets[0], *[0] * (len(shape) - 1))
     return ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
 
 
@@ -179,7 +205,8 @@ def _attach_chunks(named: dict[str, DTensor]) -> None:
     parts: dict[str, TensorPart] = {}
     unknown: dict[DeviceMesh, dict[str, DTensor]] = defaultdict(dict)
     for name, dtensor in named.items():
-        part, mesh = part_of(dtensor), dtensor.device_mesh
+        part = part_of(dtensor)
+        mesh = dtensor.device_mesh
         if part is not None:
             parts[name] = part
         elif is_sharded_or_replicated(dtensor.placements) and mesh.get_coordinate() is not None:
@@ -207,7 +234,8 @@ def _exchanged_parts(named: dict[str, DTensor], mesh: DeviceMesh) -> dict[str, T
     missing = keys - keys.intersection(*of_ranks.values())
     if missing:
         raise ValueError("\n".join(f"some rank does not have {key}" for key in sorted(missing)))
-    own, parts = tuple(mesh.get_coordinate() or ()), {}
+    own = tuple(mesh.get_coordinate() or ())
+    parts = {}
     for name, shape in shapes:
         local_shapes = {rank: of_rank[name, shape] for rank, of_rank in of_ranks.items()}
         parts[name], _ = _part_at(own, shape, named[name].placements, local_shapes)
@@ -217,7 +245,11 @@ def _exchanged_parts(named: dict[str, DTensor], mesh: DeviceMesh) -> dict[str, T
 def _exchange(value: Any, mesh: DeviceMesh) -> dict[Coordinate, Any]:
     """Return the values, literals of Python, of all ranks of a mesh by their coordinates."""
     own = (tuple(mesh.get_coordinate() or ()), value)
-    return dict(map(literal_eval, agree([repr(own)], mesh.get_all_groups())))
+    values: dict[Coordinate, Any] = {}
+    for text in agree([repr(own)], mesh.get_all_groups()):
+        coordinate, of_rank = literal_eval(text)
+        values[coordinate] = of_rank
+    return values
 
 
 def _part_at(
@@ -245,12 +277,17 @@ def _part_at(
         for coordinate, local in local_shapes.items():
             is_on_line = all(coordinate[axis] == own[axis] for axis in others)
             if dim > 0 or is_on_line:
-                size = prod(local) if is_flat else (*local, *[0] * ndim)[dim]
+                size = 0
+                if is_flat:
+                    size = prod(local)
+                elif dim < len(local):
+                    size = local[dim]
                 position = tuple(coordinate[axis] for axis in axes)
                 sizes[position] = max(sizes[position], size)
         own_position = tuple(own[axis] for axis in axes)
         offsets.append(sum(size for position, size in sizes.items() if position < own_position))
-    local, chunks = local_shapes[own], []
+    local = local_shapes[own]
+    chunks: list[Chunk] = []
     if is_flat:
         flat_range = FlatRange(shape, offsets[0], offsets[0] + prod(local), by_rows=False)
         chunks = flat_range.chunks()
@@ -284,13 +321,13 @@ def validate_uneven_dtensor(dtensor: DTensor) -> None:
     or do not fit the local tensor, or if copies have different chunks.
     """
     part = _own_part(dtensor)
-    mesh, shape = dtensor.device_mesh, tuple(dtensor.shape)
+    mesh = dtensor.device_mesh
+    shape = tuple(dtensor.shape)
     # Ranks whose coordinates differ only along replicating axes have copies.
-    copies = tuple(
-        0 if isinstance(placement, Replicate) else position
-        for placement, position in zip(dtensor.placements, mesh.get_coordinate() or ())
-    )
-    own = (copies, dist.get_rank(), dtensor._local_tensor.numel(), part.chunks)
+    copies = []
+    for placement, position in zip(dtensor.placements, mesh.get_coordinate() or ()):
+        copies.append(0 if isinstance(placement, Replicate) else position)
+    own = (tuple(copies), dist.get_rank(), dtensor._local_tensor.numel(), part.chunks)
     problems = _problems(sorted(_exchange(own, mesh).values()), shape)
     if problems:
         raise ValueError(
@@ -317,19 +354,28 @@ def _problems(ranks: list[Any], shape: tuple[int, ...]) -> list[str]:
             )
         # Only one rank may have the element of a scalar, which is called Replicate.
         first_of[copies] = (first, chunks_of_first or chunks)
-    everything: list[Chunk] = sorted(sum((chunks for _, chunks in first_of.values()), ()))
-    for index, left in enumerate(everything if shape else ()):
-        for right in islice(everything, index + 1, None):
+    everything: list[Chunk] = []
+    for _, of_copies in first_of.values():
+        everything += of_copies
+    everything.sort()
+    if shape:
+        problems += _overlaps(everything)
+    missing = prod(shape) - sum(prod(sizes) for _, sizes in everything)
+    if not problems and missing > 0:
+        problems.append(f"{missing} elements are held by no rank")
+    return problems
+
+
+def _overlaps(chunks: list[Chunk]) -> Iterator[str]:
+    """Yield a problem for each two of the sorted chunks that share elements."""
+    for index, left in enumerate(chunks):
+        for right in islice(chunks, index + 1, None):
             if right[0][0] >= left[0][0] + left[1][0]:
                 break  # all others begin in later rows
             if all(
                 a < b + size_b and b < a + size_a for a, size_a, b, size_b in zip(*left, *right)
             ):
-                problems.append(f"{_text(left)} and {_text(right)} overlap")
-    missing = prod(shape) - sum(prod(sizes) for _, sizes in everything)
-    if not problems and missing > 0:
-        problems.append(f"{missing} elements are held by no rank")
-    return problems
+                yield f"{_text(left)} and {_text(right)} overlap"
 
 
 def _text(chunk: Chunk) -> str:
@@ -349,14 +395,22 @@ def split_dtensor(
     """Split a DTensor along ``dim`` into DTensors, like ``torch.split``; detached, sharing storage.
 
     A rank keeps its elements, so it may have none of a part. If ranks do not know their parts, this
-    call is a small collective. The parts are always ready for torch's checkpoint, so
-    ``update_uneven_dtensor_chunk_meta`` has no effect. Dims other than 0 of flat ranges are a
-    ``NotImplementedError``.
+    call is a small collective.
+
+    Args:
+        dtensor: any DTensor with the placements ``Shard`` and ``Replicate``.
+        split_size_or_sections: size of every part but the last, or the size of each.
+        dim: dim of the whole tensor.
+        update_uneven_dtensor_chunk_meta: makes no difference: the parts are always ready for
+            torch's checkpoint.
+
+    Raises:
+        NotImplementedError: for flat ranges and dims other than 0.
     """
     _check_is_dtensor(dtensor)
-    pieces = torch.empty(dtensor.shape, device="meta").split(split_size_or_sections, dim)
+    parts = torch.empty(dtensor.shape, device="meta").split(split_size_or_sections, dim)
     dim %= dtensor.ndim
-    lengths = [piece.shape[dim] for piece in pieces]
+    lengths = [meta_part.shape[dim] for meta_part in parts]
     part = _own_part(dtensor)
     if part.is_flat and dim > 0:
         raise NotImplementedError(
@@ -368,7 +422,13 @@ def split_dtensor(
     return (_cut(dtensor, part, dim, start, length) for start, length in zip(starts, lengths))
 
 
-def _cut(dtensor: DTensor, part: TensorPart, dim: int, start: int, length: int) -> DTensor:
+def _cut(
+    dtensor: DTensor,
+    part: TensorPart,
+    dim: int,
+    start: int,
+    length: int,
+) -> DTensor:
     """Return the range ``[start, start + length)`` of ``dim`` as a DTensor."""
     # A block: of rows 2 to 5 of a matrix, ((2, 0), (4, 3)), the range of rows 3 to 8 has rows 1 to
     # 3 of the local tensor, the chunk ((0, 0), (3, 3)) of the range.
@@ -380,7 +440,8 @@ def _cut(dtensor: DTensor, part: TensorPart, dim: int, start: int, length: int) 
     chunks: list[Chunk] = []
     first = position = 0  # of the range, and of the chunk, in the flat local tensor
     for offsets, sizes in part.chunks:
-        low, high = max(offsets[dim], start), min(offsets[dim] + sizes[dim], start + length)
+        low = max(offsets[dim], start)
+        high = min(offsets[dim] + sizes[dim], start + length)
         if low < high:
             if not chunks:
                 first = position + (low - offsets[0]) * row_size(sizes)
@@ -403,11 +464,19 @@ def filter_unflattened_state_dict(
     key_chain: list[Any] = [],  # noqa: B006  # the published default; it is not changed here
     visit_condition: Callable[[Any], bool] = lambda x: False,
 ) -> list[list[Any]]:
-    """List the paths after ``key_chain`` of items of nested state that meet the condition."""
+    """Return the paths of items of nested state that meet a condition.
+
+    Args:
+        state_dict: nested mappings, lists and tuples.
+        key_chain: path of ``state_dict`` itself, with which the results begin.
+        visit_condition: called with every item that is not nested further.
+    """
     if isinstance(state_dict, list | tuple):
         state_dict = dict(enumerate(state_dict))
     if not isinstance(state_dict, Mapping):
-        return [[*key_chain]] if visit_condition(state_dict) else []
+        if visit_condition(state_dict):
+            return [[*key_chain]]
+        return []
     paths: list[list[Any]] = []
     for key, value in state_dict.items():
         paths += filter_unflattened_state_dict(value, [*key_chain, key], visit_condition)

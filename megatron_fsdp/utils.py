@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Questions about meshes, models and parameters, and state of one optimizer for another."""
+"""Properties of meshes, models and parameters, and state of one optimizer for another."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import chain
 from typing import Any
 
 import torch
@@ -37,7 +36,9 @@ def find_megatron_fsdp(model: nn.Module) -> MegatronFSDP | None:
     inner: object = model
     while isinstance(inner, nn.Module) and not isinstance(inner, MegatronFSDP):
         inner = getattr(inner, "module", None)
-    return inner if isinstance(inner, MegatronFSDP) else None
+    if isinstance(inner, MegatronFSDP):
+        return inner
+    return None
 
 
 def get_mesh_names(device_mesh: DeviceMesh | None, only_submesh_dims: bool = False) -> list[str]:
@@ -66,8 +67,10 @@ def contains_submesh(
         device_mesh: None contains nothing.
         submesh_names: one name or several; the result is False if there are none.
     """
-    wanted = (submesh_names,) if isinstance(submesh_names, str) else tuple(submesh_names or ())
-    return bool(wanted) and set(wanted) <= set(get_mesh_names(device_mesh))
+    if isinstance(submesh_names, str):
+        submesh_names = (submesh_names,)
+    wanted = set(submesh_names or ())
+    return bool(wanted) and wanted <= set(get_mesh_names(device_mesh))
 
 
 def is_mcore_tensor_model_parallel(param: torch.Tensor) -> bool:
@@ -92,33 +95,54 @@ def state_of_other_optimizers(
         ValueError: there is no momentum for a parameter, or it is in another basis, as SOAP's, or
             a sum of gradients, as SGD's.
     """
-    slots_of: dict[str, dict[str, Any]] = {}
-    result, saved = optimizer.state_dict(), [*saved]
-    groups = chain.from_iterable(each["param_groups"] for each in (result, *saved))
-    if any("dampening" in group for group in groups):
-        raise ValueError(
-            "the momentum of SGD is a sum of gradients, not an average as of the others"
-        )
-    for each in saved:
-        for group in each["param_groups"]:
+    result = optimizer.state_dict()
+    _refuse_sums(result)
+    slots_of: dict[str, dict[str, Any]] = {}  # by the names of parameters
+    last_step = 0.0
+    for state_dict in saved:
+        _refuse_sums(state_dict)
+        for group in state_dict["param_groups"]:
             for name, key in zip(group["param_names"], group["params"], strict=True):
-                slots_of[name] = each["state"].get(key, {})
-    steps = [slots["step"] for slots in slots_of.values() if "step" in slots]
+                slots = state_dict["state"].get(key, {})
+                slots_of[name] = slots
+                last_step = max(last_step, float(slots.get("step", 0.0)))
     for group in result["param_groups"]:
         for name, key in zip(group["param_names"], group["params"], strict=True):
-            own, slots = result["state"].get(key, {}), slots_of.get(name, {})
-            if not own and not slots:
-                continue  # it is frozen
-            first = slots.get("exp_avg", slots.get("momentum_buffer"))
-            if first is None or "Q_L" in slots or not own.keys() & {"exp_avg", "momentum_buffer"}:
-                raise ValueError(f"{name}: {sorted(own)} cannot be made of {sorted(slots)}")
-            if "momentum_buffer" in own:
-                slots = {"momentum_buffer": first}
-            elif "exp_avg_sq" not in slots:
-                step = torch.tensor(max(map(float, steps), default=0.0))
-                slots = {"step": step, "exp_avg": first, "exp_avg_sq": first.square()}
-            result["state"][key] = slots
+            wanted = result["state"].get(key, {})
+            slots = slots_of.get(name, {})
+            if wanted or slots:  # else it is frozen
+                result["state"][key] = _slots_for(name, wanted, slots, last_step)
     return result
+
+
+def _refuse_sums(state_dict: dict[str, Any]) -> None:
+    for group in state_dict["param_groups"]:
+        if "dampening" in group:
+            raise ValueError(
+                "the momentum of SGD is a sum of gradients, not an average as of the others"
+            )
+
+
+def _slots_for(
+    name: str,
+    wanted: dict[str, Any],
+    slots: dict[str, Any],
+    last_step: float,
+) -> dict[str, Any]:
+    """Return the state of a parameter with the slots of another optimizer, made of ``slots``."""
+    momentum = slots.get("exp_avg", slots.get("momentum_buffer"))
+    has_momentum = "exp_avg" in wanted or "momentum_buffer" in wanted
+    if momentum is None or "Q_L" in slots or not has_momentum:
+        raise ValueError(f"{name}: {sorted(wanted)} cannot be made of {sorted(slots)}")
+    if "momentum_buffer" in wanted:
+        return {"momentum_buffer": momentum}
+    if "exp_avg_sq" in slots:
+        return slots
+    return {
+        "step": torch.tensor(last_step),
+        "exp_avg": momentum,
+        "exp_avg_sq": momentum.square(),
+    }
 
 
 _SLOTS = "memory at fixed addresses is fsdp_double_buffer=True, its bytes model.memory_slots"

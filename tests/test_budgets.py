@@ -32,9 +32,9 @@ class Room(NamedTuple):
 
 ROOMS = [
     # folder                                lines  files
-    Room("megatron_fsdp",                   2_700, 17),  # the second generation
-    Room("megatron/fsdp/engine",            4_320, 19),  # streams of copies, priorities of groups
-    Room("megatron/fsdp",                  12_300, 61),  # parts, agreement, sharding in place
+    Room("megatron_fsdp",                   2_900, 17),  # the second generation
+    Room("megatron/fsdp/engine",            5_300, 19),  # one thing a line, arguments documented
+    Room("megatron/fsdp",                  13_900, 61),  # parts, agreement, sharding in place
     Room("megatron/mcore_adapter",          4_700, 34),  # both generations and loops
     Room("megatron/checkpoint",            12_650, 64),  # the end of interrupted conversions
     Room("megatron/pretrain",               8_700, 52),
@@ -52,7 +52,7 @@ ADDED_ROOMS = [
 
 # The engine: the algorithm, which one reads in an afternoon.
 ENGINE = "megatron/fsdp/engine"
-ENGINE_CODE_LINES = 2_720
+ENGINE_CODE_LINES = 3_250
 ENGINE_DOCSTRINGS = 0.20  # of all lines, at most: accessors need one line
 ENGINE_COMMENTS = 0.05  # of all lines, at least: decisions need reasons
 ENGINE_IGNORES = re.compile(
@@ -77,7 +77,7 @@ FORBIDDEN = {
 }
 
 # Everywhere.
-MODULE_LINES = 450
+MODULE_LINES = 600
 FUNCTION_LINES = 60
 FILES_OF_A_FOLDER = 19  # the engine has that many
 NAMES_OF_SEVERAL_FILES = 4
@@ -365,7 +365,7 @@ def test_a_version_in_the_changelog_fits_a_screen() -> None:
 @pytest.mark.parametrize(
     ("source", "problem"),
     [
-        ("\n" * 451, "451 lines"),
+        ("\n" * 601, "601 lines"),
         ("def f():\n" + "    pass\n" * 60, "f has 61 lines"),
         ("x = [a for b in c for a in b]", "several `for`s"),
     ],

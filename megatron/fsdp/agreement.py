@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import fields
-from itertools import chain, compress
 
 import torch
 import torch.distributed as dist
@@ -14,7 +13,7 @@ from torch import nn
 
 from megatron.fsdp.engine.mesh import Mesh
 from megatron.fsdp.engine.unit import Unit
-from megatron.fsdp.engine.unit_choice import is_expert_parameter
+from megatron.fsdp.engine.unit_choice import belongs_to_expert
 from megatron.fsdp.module_access.trainability import Trainability
 from megatron.fsdp.problems import refuse_differences
 from megatron.fsdp.settings import Settings
@@ -27,7 +26,16 @@ def check_agreement(
     parameters_of: dict[Unit, dict[str, nn.Parameter]],
     buffers: dict[str, torch.Tensor],
 ) -> None:
-    """Raise ``ValueError`` on every rank if ranks shard other models or by other settings."""
+    """Check that all ranks shard the same model by the same settings; a collective.
+
+    Args:
+        settings: the settings of this rank.
+        parameters_of: parameters of every unit by their names.
+        buffers: buffers of the model by their names.
+
+    Raises:
+        ValueError: on every rank, naming what differs.
+    """
     # Ranks that differ would wait for each other forever.
     values: dict[str, object] = {"Settings.precision": settings.precision}
     for setting in (settings.strategy, settings.gradients, settings.overlap, settings.memory):
@@ -36,42 +44,56 @@ def check_agreement(
                 name = f"{type(setting).__name__}.{field.name}"
                 values[name] = getattr(setting, field.name)
     values["the list of units"] = ", ".join(unit.name or "the model" for unit in parameters_of)
-    parameters = list(chain.from_iterable(of.items() for of in parameters_of.values()))
-    for number, (name, parameter) in enumerate(parameters):
-        trainable = "trainable" if parameter.requires_grad else "frozen"
-        on_meta = " on meta" if parameter.is_meta else ""
-        values[f"parameter {number}"] = (
-            f"{name} {tuple(parameter.shape)} {parameter.dtype} {trainable}{on_meta}"
-        )
-    values["the number of parameters"] = len(parameters)
+    num_parameters = 0
+    for parameters in parameters_of.values():
+        for name, parameter in parameters.items():
+            values[f"parameter {num_parameters}"] = f"{name} {_description(parameter)}"
+            num_parameters += 1
+    values["the number of parameters"] = num_parameters
     for number, (name, buffer) in enumerate(buffers.items()):
         values[f"buffer {number}"] = f"{name} {tuple(buffer.shape)} {buffer.dtype}"
     values["the number of buffers"] = len(buffers)
     refuse_differences(values, data_groups(settings.own_mesh))
 
 
+def _description(parameter: nn.Parameter) -> str:
+    text = f"{tuple(parameter.shape)} {parameter.dtype}"
+    text += " trainable" if parameter.requires_grad else " frozen"
+    if parameter.is_meta:
+        text += " on meta"
+    return text
+
+
 def data_groups(mesh: Mesh) -> list[dist.ProcessGroup]:
-    """List groups that together reach the ranks which share the parameters of this one."""
-    axes = mesh.dense
-    return [axis.get_group() for axis in (axes.inner, axes.outer) if axis is not None]
+    """Return groups that together reach the ranks which share the parameters of this one."""
+    groups = [mesh.dense.inner.get_group()]
+    if mesh.dense.outer is not None:
+        groups.append(mesh.dense.outer.get_group())
+    return groups
 
 
 def compared_settings(
-    optimizer: torch.optim.Optimizer, names: Sequence[Sequence[str]], which: str
+    optimizer: torch.optim.Optimizer,
+    names: Sequence[Sequence[str]],
+    which: str,
 ) -> dict[str, object]:
     """Return the settings of an optimizer that must be equal on all ranks, by their names.
 
-    Otherwise each rank would update its shards in its own way. ``names`` are those of the
-    parameters of each param group.
+    Otherwise each rank would update its shards in its own way.
+
+    Args:
+        optimizer: any optimizer.
+        names: names of the parameters of each of its param groups.
+        which: name of the optimizer for messages, such as "the optimizer".
     """
     values: dict[str, object] = {
         f"the class of {which}": type(optimizer).__name__,
         f"the number of param groups of {which}": len(optimizer.param_groups),
     }
     settings = getattr(optimizer, "defaults", {})  # optimizers of other packages may have none
-    for number, (group, own) in enumerate(zip(optimizer.param_groups, names)):
+    for number, (group, names_of_group) in enumerate(zip(optimizer.param_groups, names)):
         of_group = f"of param group {number} of {which}"
-        values[f"the list of parameters {of_group}"] = ", ".join(own)
+        values[f"the list of parameters {of_group}"] = ", ".join(names_of_group)
         for name in settings.keys() & group.keys():  # others are notes of the program
             value = group[name]
             if isinstance(value, torch.Tensor) and value.numel() == 1:
@@ -82,21 +104,35 @@ def compared_settings(
 
 
 def names_on_all_ranks(
-    optimizer: torch.optim.Optimizer, module: nn.Module, settings: Settings
+    optimizer: torch.optim.Optimizer,
+    module: nn.Module,
+    settings: Settings,
 ) -> list[list[str]]:
-    """Return the names of each group's parameters, without experts, which other ranks may lack."""
-    has_mesh = settings.mesh is not None and settings.own_mesh.expert is not None
-    name_of = {
-        parameter: name
-        for name, parameter in module.named_parameters()
-        if not (has_mesh and is_expert_parameter(name, parameter))
-    }
-    groups = [group["params"] for group in optimizer.param_groups]
-    return [[name_of[each] for each in own if each in name_of] for own in groups]
+    """Return the names of each group's parameters, without experts, which other ranks may lack.
+
+    Args:
+        optimizer: an optimizer over parameters of the module.
+        module: the module, before it is sharded.
+        settings: with the mesh of experts, if they have one.
+    """
+    has_expert_mesh = settings.mesh is not None and settings.own_mesh.expert is not None
+    name_of: dict[nn.Parameter, str] = {}
+    for name, parameter in module.named_parameters():
+        if not (has_expert_mesh and belongs_to_expert(name, parameter)):
+            name_of[parameter] = name
+    names = []
+    for group in optimizer.param_groups:
+        names.append([name_of[each] for each in group["params"] if each in name_of])
+    return names
 
 
 class FreezingAgreement:
-    """Checks that ranks which freeze or thaw parameters do so alike."""
+    """Checks that ranks which freeze or thaw parameters do so alike.
+
+    Args:
+        trainability: the parameters of the model, and which of them are frozen.
+        mesh: the mesh of the model.
+    """
 
     # Ranks that differ would reduce different units, and add up gradients of different parameters
     # or wait for each other. Only ranks whose parameters have changed can compare them, so they use
@@ -106,19 +142,22 @@ class FreezingAgreement:
     def __init__(self, trainability: Trainability, mesh: Mesh):
         self.trainability = trainability
         # Experts that have a mesh of their own are not compared: other ranks have other ones.
-        self._is_compared = [
-            mesh.expert is None or not is_expert_parameter(name, parameter)
-            for name, parameter in zip(trainability.names, trainability.parameters)
-        ]
-        axes = mesh.dense  # whose inner axis is compared if the mesh cannot tell all data ranks
-        group = axes.inner.get_group() if axes.data_group is None else axes.data_group
+        self._compared: list[int] = []  # indices of parameters
+        named = zip(trainability.names, trainability.parameters)
+        for index, (name, parameter) in enumerate(named):
+            if mesh.expert is None or not belongs_to_expert(name, parameter):
+                self._compared.append(index)
+        group = mesh.dense.data_group
+        if group is None:  # the mesh cannot provide all data ranks
+            group = mesh.dense.inner.get_group()
         self._ranks = dist.get_process_group_ranks(group)
         self._num_seen = trainability.num_changes
         self._agreed = {hash(self._flags())}
         self._num_checks = 0
         number = _num_models[tuple(self._ranks)]
         _num_models[tuple(self._ranks)] += 1
-        self._prefix = f"fsdp_frozen/{'_'.join(map(str, self._ranks))}/{number}"
+        ranks = "_".join(str(rank) for rank in self._ranks)
+        self._prefix = f"fsdp_frozen/{ranks}/{number}"
 
     def check(self) -> None:
         """Compare what is frozen, before a backward, if that has changed on this rank.
@@ -141,7 +180,8 @@ class FreezingAgreement:
         self._agreed.add(hash(flags))
 
     def _flags(self) -> tuple[bool, ...]:
-        return tuple(compress(self.trainability.flags, self._is_compared))
+        flags = self.trainability.flags
+        return tuple(flags[index] for index in self._compared)
 
     def _exchange(self, flags: str) -> str:
         """Wait until all ranks have changed their flags, and return a difference; "" if none."""
@@ -149,17 +189,24 @@ class FreezingAgreement:
         rank = dist.get_rank()
         self._num_checks += 1
         key = f"{self._prefix}/{self._num_checks}"
-        own = f"{rank} {flags}"
-        first_rank, first = store.compare_set(f"{key}/first", "", own).decode().split()
-        if first != flags:
-            index = next(i for i, (one, other) in enumerate(zip(flags, first)) if one != other)
-            frozen, trained = (rank, first_rank) if flags[index] == "0" else (first_rank, rank)
-            name = list(compress(self.trainability.names, self._is_compared))[index]
+        first = store.compare_set(f"{key}/first", "", f"{rank} {flags}").decode()
+        first_rank, first_flags = first.split()
+        if first_flags != flags:
+            position = 0  # of the first difference
+            while flags[position] == first_flags[position]:
+                position += 1
+            name = self.trainability.names[self._compared[position]]
+            frozen: int | str = first_rank
+            trained: int | str = rank
+            if flags[position] == "0":
+                frozen, trained = trained, frozen
             text = f"{name} is frozen on rank {frozen} and trained on rank {trained}"
             store.set(f"{key}/different", text)
         if store.add(f"{key}/number", 1) == len(self._ranks):
-            is_different = store.check([f"{key}/different"])
-            store.set(f"{key}/end", store.get(f"{key}/different").decode() if is_different else "")
+            difference = ""
+            if store.check([f"{key}/different"]):
+                difference = store.get(f"{key}/different").decode()
+            store.set(f"{key}/end", difference)
         try:
             return store.get(f"{key}/end").decode()
         except RuntimeError:

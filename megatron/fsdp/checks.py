@@ -13,8 +13,9 @@ from torch.distributed.tensor import DTensor
 from megatron.fsdp.backends.memory_slots import problems_of_nccl
 from megatron.fsdp.dtensor.sharded_param import is_linked
 from megatron.fsdp.engine.mesh import Mesh
+from megatron.fsdp.engine.policy import ParameterKind
 from megatron.fsdp.engine.tensor_parallel import local_tensor
-from megatron.fsdp.engine.unit_choice import is_expert_parameter
+from megatron.fsdp.engine.unit_choice import belongs_to_expert, kinds_of
 from megatron.fsdp.meta_initialisation import Initialiser, problems_of_initialisation
 from megatron.fsdp.optimizer.host.host_memory import problems_of_offload
 from megatron.fsdp.problems import Problems
@@ -30,65 +31,111 @@ def check_all(
     initialiser: Initialiser | None,
     sharded_before: Set[nn.Parameter] = frozenset(),
 ) -> None:
-    """Add every reason why ``module``, of any type, cannot be sharded with ``settings``.
+    """Add every reason why a module cannot be sharded.
 
-    ``sharded_before`` are parameters of modules inside that an earlier call has sharded.
+    Args:
+        problems: the reasons are added to it.
+        module: any object; one that is no module is a problem.
+        settings: its settings; their mesh is None if it could not be made.
+        initialiser: gives parameters on the meta device their first values. None: such parameters
+            are a problem.
+        sharded_before: parameters of modules inside that an earlier call has sharded.
     """
-    mesh, strategy = settings.mesh, settings.strategy
-    for name in ("outer", "expert_outer") if mesh is not None and mesh.outer is None else ():
-        if getattr(strategy, name):
-            problems.add(f"Strategy.{name}='optim' needs Mesh.outer, the name of the outer axis")
+    mesh = settings.mesh
+    ignored = settings.strategy.ignored
+    problems.add_all(_problems_of_outer_axis(settings))
     if mesh is not None and settings.memory.registers:
-        for problem in problems_of_nccl(settings.device):
-            problems.add(problem)
+        problems.add_all(problems_of_nccl(settings.device))
     units = problems.check(resolve_unit_modules, settings.units)
     if not isinstance(module, nn.Module):
         problems.add(f"module expects a torch.nn.Module but got {type(module).__name__}")
         return
-    # The wrapper again, or the module inside it, which may be compiled.
-    own = [one for one in module.parameters() if one not in sharded_before]
-    if any(is_linked(one) or hasattr(one, IS_COMPUTE) for one in own):
+    if _is_sharded(module, sharded_before):
         problems.add("the module is sharded already")
         return
-    others = strategy.ignored | sharded_before
-    named = {name: one for name, one in module.named_parameters() if one not in others}
+    named: dict[str, nn.Parameter] = {}
+    for name, parameter in module.named_parameters():
+        if parameter not in ignored and parameter not in sharded_before:
+            named[name] = parameter
     problems.check(_refuse_casts_of_dtensors, named, settings)
-    has_slices = mesh is not None and mesh.tensor is not None
-    has_mesh, slots = mesh is not None and mesh.expert is not None, settings.memory.uses_slots
-    kinds = {name: has_mesh and is_expert_parameter(name, one) for name, one in named.items()}
-    for is_expert in (False, True):
-        of_kind = {name: one for name, one in named.items() if kinds[name] == is_expert}
-        sharding = Sharding(*strategy.of(is_expert), slots, has_slices)
-        problems.check(refuse_parameters, of_kind, sharding)
-    found = [*_problems_of_units(module, units or ()), *_problems_of_dtypes(named)]
+    kinds = _kinds(module, named, settings)
+    _check_storage(problems, named, kinds, settings)
+    problems.add_all(_problems_of_units(module, units or ()))
+    problems.add_all(_problems_of_dtypes(named))
     if not named and not sharded_before:
-        found.append("the module has no parameters to shard")
-    found += _problems_of_shared_memory(named)
-    if foreign := len(strategy.ignored - set(module.parameters())):
-        found.append(
-            f"Strategy.ignored has {foreign} parameters that are no part of the model: take them"
-            " from the model that is sharded, not from a copy of it"
+        problems.add("the module has no parameters to shard")
+    problems.add_all(_problems_of_shared_memory(named))
+    num_foreign = len(ignored - set(module.parameters()))
+    if num_foreign:
+        problems.add(
+            f"Strategy.ignored has {num_foreign} parameters that are no part of the model: take"
+            " them from the model that is sharded, not from a copy of it"
         )
     if mesh is not None:
-        found += [*_problems_of_axes(named, mesh), *_problems_of_devices(named, settings)]
-        if {strategy.expert_level, strategy.expert_outer} != {None} and True not in kinds.values():
-            found.append(
-                "Strategy.expert_level and Strategy.expert_outer need Mesh.expert_mesh and expert"
-                " parameters: with allreduce=False, or in a module called experts"
-            )
-        found += _problems_of_offload(named, kinds, settings, mesh)
+        problems.add_all(_problems_of_axes(named, mesh))
+        problems.add_all(_problems_of_devices(named, settings))
+        problems.add_all(_problems_of_kinds(set(kinds.values()), settings))
+        problems.add_all(_problems_of_offload(named, kinds, settings, mesh))
     if initialiser is not None:
-        found += _problems_of_first_values(module, settings, initialiser)
+        problems.add_all(_problems_of_first_values(module, settings, initialiser))
     elif mesh is None or mesh.device.type != "meta":  # a simulated run, where nothing has values
-        found += _problems_of_meta_tensors(module)
-    for problem in found:
-        problems.add(problem)
+        problems.add_all(_problems_of_meta_tensors(module))
+
+
+def _problems_of_outer_axis(settings: Settings) -> Iterator[str]:
+    if settings.mesh is None or settings.mesh.outer is not None:
+        return
+    for name in ("outer", "expert_outer"):
+        if getattr(settings.strategy, name):
+            yield f"Strategy.{name}='optim' needs Mesh.outer, the name of the outer axis"
+
+
+def _kinds(
+    module: nn.Module, named: dict[str, nn.Parameter], settings: Settings
+) -> dict[str, ParameterKind]:
+    mesh = settings.mesh
+    return kinds_of(
+        module,
+        named,
+        has_expert_mesh=mesh is not None and mesh.expert is not None,
+        has_embedding_strategy=settings.strategy.embedding_level is not None,
+    )
+
+
+def _is_sharded(module: nn.Module, sharded_before: Set[nn.Parameter]) -> bool:
+    """Return True for a wrapper, and for the module inside one, which may be compiled."""
+    for parameter in module.parameters():
+        is_new = parameter not in sharded_before
+        if is_new and (is_linked(parameter) or hasattr(parameter, IS_COMPUTE)):
+            return True
+    return False
+
+
+def _check_storage(
+    problems: Problems,
+    named: dict[str, nn.Parameter],
+    kinds: dict[str, ParameterKind],
+    settings: Settings,
+) -> None:
+    """Add the reasons why parameters of a kind cannot be stored as they are."""
+    for kind in ParameterKind:
+        level, shards_outer = settings.strategy.of(kind)
+        sharding = Sharding(
+            level=level,
+            shards_outer=shards_outer,
+            uses_slots=settings.memory.uses_slots,
+            has_tensor_axis=settings.mesh is not None and settings.mesh.tensor is not None,
+        )
+        members = {name: named[name] for name in named if kinds[name] is kind}
+        problems.check(refuse_parameters, members, sharding)
 
 
 def _refuse_casts_of_dtensors(named: dict[str, nn.Parameter], settings: Settings) -> None:
     """Raise ``NotImplementedError`` for DTensors whose dtype would have to change in place."""
     precision = settings.precision
-    dtype = precision.param_dtype if isinstance(precision, ComputePrecision) else None
+    if not isinstance(precision, ComputePrecision):
+        return
+    dtype = precision.param_dtype
     for name, parameter in named.items():
         if isinstance(parameter, DTensor) and dtype not in (None, parameter.dtype):
             raise NotImplementedError(
@@ -98,50 +145,82 @@ def _refuse_casts_of_dtensors(named: dict[str, nn.Parameter], settings: Settings
 
 
 def _problems_of_units(module: nn.Module, units: Units) -> Iterator[str]:
-    own = set(module.modules())
-    strangers = [unit for unit in units if isinstance(unit, nn.Module) and unit not in own]
-    if strangers:
-        names = ", ".join(type(unit).__name__ for unit in strangers[:5])
+    inside = set(module.modules())
+    foreign = [unit for unit in units if isinstance(unit, nn.Module) and unit not in inside]
+    if foreign:
+        names = ", ".join(type(unit).__name__ for unit in foreign[:5])
         yield (
-            f"Settings.units has {len(strangers)} modules that are no part of the model ({names}):"
+            f"Settings.units has {len(foreign)} modules that are no part of the model ({names}):"
             " take them from the model that is sharded (not from a copy of it), or name their class"
         )
 
 
 def _problems_of_dtypes(parameters: dict[str, nn.Parameter]) -> Iterator[str]:
-    wrong = [
-        f"{name} ({parameter.dtype})"
-        for name, parameter in parameters.items()
-        if parameter.requires_grad and not parameter.is_floating_point()
-    ]
+    wrong = []
+    for name, parameter in parameters.items():
+        if parameter.requires_grad and not parameter.is_floating_point():
+            wrong.append(f"{name} ({parameter.dtype})")
     if wrong:
         found = ", ".join(wrong[:5])
         yield f"trainable parameters expect a floating-point dtype, but there are {found}"
 
 
+def _problems_of_kinds(kinds: set[ParameterKind], settings: Settings) -> Iterator[str]:
+    """Yield problems of strategies for kinds of parameters that the model does not have."""
+    strategy = settings.strategy
+    if strategy.embedding_level is not None and ParameterKind.EMBEDDING not in kinds:
+        yield (
+            "Strategy.embedding_level needs parameters of an nn.Embedding, of the module that"
+            " get_output_embeddings returns, or with is_embedding_or_output_parameter=True"
+        )
+    has_expert_strategy = strategy.expert_level is not None or strategy.expert_outer is not None
+    if has_expert_strategy and ParameterKind.EXPERT not in kinds:
+        yield (
+            "Strategy.expert_level and Strategy.expert_outer need Mesh.expert_mesh and expert"
+            " parameters: with allreduce=False, or in a module called experts"
+        )
+
+
 def _problems_of_offload(
-    named: dict[str, nn.Parameter], kinds: dict[str, bool], settings: Settings, mesh: Mesh
+    named: dict[str, nn.Parameter],
+    kinds: dict[str, ParameterKind],
+    settings: Settings,
+    mesh: Mesh,
 ) -> Iterator[str]:
     if settings.offload is None:
         return
-    divided = {kind: settings.strategy.of(kind)[0].shards_optimizer for kind in (False, True)}
-    how = settings.precision.resolve, kinds, divided
-    yield from problems_of_offload(settings.offload, settings.device, mesh, named, *how)
+    is_sharded: dict[ParameterKind, bool] = {}
+    for kind in ParameterKind:
+        level, _ = settings.strategy.of(kind)
+        is_sharded[kind] = level.shards_optimizer
+    yield from problems_of_offload(
+        offload=settings.offload,
+        device=settings.device,
+        mesh=mesh,
+        named=named,
+        precision_of=settings.precision.resolve,
+        kinds=kinds,
+        is_sharded=is_sharded,
+    )
 
 
 def _problems_of_first_values(
-    module: nn.Module, settings: Settings, initialiser: Initialiser
+    module: nn.Module,
+    settings: Settings,
+    initialiser: Initialiser,
 ) -> Iterator[str]:
     yield from problems_of_initialisation(module, initialiser)
     if any(parameter.is_meta for parameter in settings.strategy.ignored):
         yield "Strategy.ignored has parameters on the meta device: give them values"
-    if not max(map(settings.strategy.of, (False, True)))[0].shards_optimizer:
+    if not settings.strategy.highest_level.shards_optimizer:
         yield "Settings.initialisation needs a sharding strategy: level 0 shards nothing"
 
 
 def _problems_of_meta_tensors(module: nn.Module) -> Iterator[str]:
-    tensors = (*module.named_parameters(), *module.named_buffers())
-    on_meta = [name for name, tensor in tensors if tensor.is_meta]
+    on_meta: list[str] = []
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if tensor.is_meta:
+            on_meta.append(name)
     if on_meta:
         yield (
             "parameters or buffers on the meta device have no values to shard:"
@@ -157,8 +236,10 @@ def _problems_of_shared_memory(named: dict[str, nn.Parameter]) -> Iterator[str]:
         if not is_plain or local.is_meta or not local.numel() or not local.data_ptr():
             continue
         # Between the elements of a slice there may be those of another one.
-        steps = zip(local.shape, local.stride(), strict=True)
-        if sum((size - 1) * stride for size, stride in steps) + 1 == local.numel():
+        extent = 1  # from the first element to the last
+        for size, stride in zip(local.shape, local.stride(), strict=True):
+            extent += (size - 1) * stride
+        if extent == local.numel():
             start = local.data_ptr()
             ranges.append((str(local.device), start, start + local.nbytes, name))
     ranges.sort()
@@ -174,18 +255,24 @@ def _problems_of_devices(named: dict[str, nn.Parameter], settings: Settings) -> 
     device = settings.device
     if device.type not in ("cpu", "meta") and not torch.get_device_module(device).is_available():
         yield f"device {device}: this machine has none, or torch was built without it"
-    others = {str(one.device) for one in named.values() if one.device.type not in ("cpu", "meta")}
-    if others - {str(settings.device)} and settings.device.type != "meta":
+    found = set()
+    for parameter in named.values():
+        if parameter.device.type not in ("cpu", "meta"):
+            found.add(str(parameter.device))
+    if found - {str(device)} and device.type != "meta":
         yield (
-            f"the module has parameters on {', '.join(sorted(others))}, but this rank trains on"
-            f" {settings.device}: call torch.cuda.set_device(local_rank) first, give a mesh of that"
+            f"the module has parameters on {', '.join(sorted(found))}, but this rank trains on"
+            f" {device}: call torch.cuda.set_device(local_rank) first, give a mesh of that"
             " device type, and load the module without a device_map"
         )
 
 
 def _problems_of_axes(named: dict[str, nn.Parameter], mesh: Mesh) -> Iterator[str]:
     """Yield problems of parameters that need an axis that the mesh does not have."""
-    experts = [name for name, one in named.items() if getattr(one, "allreduce", True) is False]
+    experts = []
+    for name, parameter in named.items():
+        if getattr(parameter, "allreduce", True) is False:
+            experts.append(name)
     if experts and mesh.expert is None:
         yield (
             f"{', '.join(experts[:3])} and others are expert parameters (allreduce=False),"
@@ -195,17 +282,21 @@ def _problems_of_axes(named: dict[str, nn.Parameter], mesh: Mesh) -> Iterator[st
     for name, parameter in named.items():
         if not isinstance(parameter, DTensor):
             continue
-        is_expert = mesh.expert is not None and is_expert_parameter(name, parameter)
-        axis, own = mesh.axes(is_expert).tensor, parameter.device_mesh
-        where = " of Mesh.expert_mesh" if is_expert else ""
+        axes = mesh.dense
+        where = ""
+        if mesh.expert is not None and belongs_to_expert(name, parameter):
+            axes = mesh.expert
+            where = " of Mesh.expert_mesh"
+        axis = axes.tensor
+        found = parameter.device_mesh
         if axis is None:
             yield (
-                f"{name} is a DTensor over {own.mesh_dim_names}: for tensor parallelism, pass that"
-                f" axis{where} as Mesh.tensor, in one mesh with the data axes; if other software"
-                " has sharded the model (FSDP2, or from_pretrained of transformers with tp_plan or"
-                " a DistributedConfig), load it without that"
+                f"{name} is a DTensor over {found.mesh_dim_names}: for tensor parallelism, pass"
+                f" that axis{where} as Mesh.tensor, in one mesh with the data axes; if other"
+                " software has sharded the model (FSDP2, or from_pretrained of transformers with"
+                " tp_plan or a DistributedConfig), load it without that"
             )
             return  # the others have the same problem
-        if own.mesh.tolist() != axis.mesh.tolist():
+        if found.mesh.tolist() != axis.mesh.tolist():
             yield f"{name} is a DTensor over another mesh than Mesh.tensor={mesh.tensor!r}{where}"
             return

@@ -64,7 +64,8 @@ def fully_shard(
         gradients: how they are reduced, and when they are final.
         overlap: what is communicated while units compute.
         memory: where buffers are.
-        initialisation: of parameters on the meta device; None: there are none.
+        initialisation: first values of parameters on the meta device. None: there are no such
+            parameters.
 
     Returns:
         The wrapper, a :class:`ShardedModule`; the user's module is its ``module``. With an
@@ -76,8 +77,10 @@ def fully_shard(
         RuntimeError: if the program was not started for torch.distributed.
     """
     # Sources: ZeRO, Rajbhandari et al., arXiv:1910.02054; FSDP, Zhao et al., arXiv:2304.11277.
+    if mesh is None:
+        mesh = Mesh(device_mesh=default_mesh())
     settings = Settings(
-        mesh=Mesh(device_mesh=default_mesh()) if mesh is None else mesh,
+        mesh=mesh,
         units=units,
         strategy=strategy,
         precision=parse_precision(precision),
@@ -99,10 +102,23 @@ def shard_both(
     problems: Problems,
     wrapper: Callable[[nn.Module, Settings, Problems], Wrapper],
 ) -> tuple[Wrapper, Optimizers]:
-    """Shard a model, by the constructor ``wrapper``, and its optimizer or several of them."""
+    """Shard a model, and its optimizer or several of them.
+
+    Args:
+        model: the module.
+        optimizer: one over its parameters, or a list of them.
+        settings: the settings of the model.
+        problems: problems that the caller has found.
+        wrapper: makes the wrapper of the model; called when the optimizers were checked.
+
+    Returns:
+        The wrapper and ``optimizer``, whose parameters are then those of the wrapper.
+    """
     optimizers = several(problems, optimizer)
     for number, each in enumerate(optimizers):
-        which = f"optimizer {number}" if len(optimizers) > 1 else "the optimizer"
+        which = "the optimizer"
+        if len(optimizers) > 1:
+            which = f"optimizer {number}"
         check_optimizer(problems, each, which, model, settings)
     sharded = wrapper(model, with_fitting_boundaries(settings, optimizers), problems)
     for each in optimizers:

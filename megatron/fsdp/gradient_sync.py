@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from itertools import chain, compress, count, islice, repeat
-from operator import and_, is_, is_not
+from itertools import compress
+from operator import and_
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from megatron.fsdp.dtensor.sharded_param import GradientFamily, ShardedGradient,
 from megatron.fsdp.engine import observe
 from megatron.fsdp.engine.buffer import RunningSum, shard_view
 from megatron.fsdp.engine.collectives import all_reduce_over
-from megatron.fsdp.engine.gradients import set_all
+from megatron.fsdp.engine.gradients import indices_of_present, read_all, set_all, set_each
 from megatron.fsdp.engine.param_group import ParamGroup
 from megatron.fsdp.engine.schedule import Schedule
 from megatron.fsdp.engine.states import GradientState, ShownState, StateOwner
@@ -36,14 +36,13 @@ from megatron.fsdp.module_access.trainability import read_flags
 # pass notices that, and drops the gradient shards too.
 
 # [Note: kept gradients] The DTensors that parameters show are the same in every step, since making
-# them costs the host 4 us for each parameter. Their local tensors are new in each step, so what
-# code gets from a gradient by `to_local()`, `detach()` or `clone()` does not change after
-# `zero_grad`. A gradient that is kept itself has no values then (its local tensor is on the meta
-# device) until it shows those of the next step.
+# them costs the host 4 us for each parameter. Their local tensors are new in each step, so the
+# result of `to_local()`, `detach()` or `clone()` of a gradient does not change after `zero_grad`.
+# A gradient that is kept itself has no values then (its local tensor is on the meta device) until
+# it shows those of the next step.
 
-# [Note: hooks of parameters] Like torch's, a hook gets what the pass adds, not the sum with what
-# earlier passes have left on the parameter. That is set aside for the pass and added again after
-# the hooks.
+# [Note: hooks of parameters] Like torch's, a hook gets the gradient of this pass, not its sum with
+# those of earlier passes. Theirs is set aside for the pass and added again after the hooks.
 
 
 class GradientError(RuntimeError):
@@ -51,21 +50,30 @@ class GradientError(RuntimeError):
 
 
 class ShownGradients:
-    """The gradients of a group of trainable parameters, as the parameters show them."""
+    """The gradients of a group of trainable parameters, as the parameters show them.
+
+    Args:
+        sharded_params: the parameters, in the order of the group.
+        attribute: attribute on which they show gradients: "grad" or "decoupled_grad".
+        family: the gradients of the model, of which norms are computed together.
+    """
 
     def __init__(
-        self, sharded_params: Sequence[ShardedParam], attribute: str, family: GradientFamily
+        self,
+        sharded_params: Sequence[ShardedParam],
+        attribute: str,
+        family: GradientFamily,
     ):
         self.sharded_params = sharded_params
         self.group: ParamGroup = sharded_params[0].group
         self.parameters: list[torch.Tensor] = [sharded.parameter for sharded in sharded_params]
-        self._attribute = attribute  # of the parameters, on which they show gradients
+        self._attribute = attribute
         self._family = family
-        self.attached: list[ShardedGradient] = []  # that the parameters have been given
+        self.attached: list[ShardedGradient] = []  # those on the parameters
         # Indices of the parameters that were trained in a backward pass of this step, and show a
         # gradient although they may be frozen now.
         self.had_passes: set[int] = set()
-        # Whether each parameter got a gradient on some rank; None: all count as used.
+        # For each parameter, True if some rank has a gradient of it. None: all count as used.
         self.used: list[bool] | None = None
         self._gradients: list[ShardedGradient] = []  # one for each parameter; made when first shown
         self._no_values: list[torch.Tensor] = []  # their local tensors while there are none
@@ -75,38 +83,41 @@ class ShownGradients:
         """Show the gradients in the gradient shard."""
         flat = shard.tensor()
         if not self._gradients:
-            self._gradients = [own.gradient(flat, self._family) for own in self.sharded_params]
+            for sharded_param in self.sharded_params:
+                self._gradients.append(sharded_param.gradient(flat, self._family))
             self._no_values = shard.places.within(torch.empty_like(flat, device="meta"))
         if self._flat is not flat:
             self._flat = flat
-            set_all(self._gradients, "_local_tensor", shard.views())
+            set_each(self._gradients, "_local_tensor", shard.views())
         flags = read_flags(self.parameters)
         if not all(flags):
             for index in self.had_passes:
                 flags[index] = True
         if self.used is not None:
             flags = list(map(and_, flags, self.used))
-        self.attached = list(compress(self._gradients, flags))
-        shown: Sequence[ShardedGradient | None] = self._gradients
-        if not all(flags):
-            shown = [own if flag else None for own, flag in zip(self._gradients, flags)]
+        self.attached = list(compress(self._gradients, flags))  # in C, as other loops of a step
+        shown: list[ShardedGradient | None] = [*self._gradients]
+        if len(self.attached) < len(shown):
+            for index, flag in enumerate(flags):
+                if not flag:
+                    shown[index] = None
         with torch._C.DisableTorchFunctionSubclass():
-            set_all(self.parameters, self._attribute, shown)
+            set_each(self.parameters, self._attribute, shown)
 
     def drop(self) -> None:
         """Show no gradients; see [Note: kept gradients]."""
         self.attached = []
         self.had_passes.clear()
         with torch._C.DisableTorchFunctionSubclass():
-            set_all(self.parameters, self._attribute, repeat(None))
+            set_all(self.parameters, self._attribute, None)
         if self._flat is not None and not self.group.gradients.holds_addresses:
             self._flat = None
-            set_all(self._gradients, "_local_tensor", self._no_values)
+            set_each(self._gradients, "_local_tensor", self._no_values)
 
     def shown(self) -> list[torch.Tensor | None]:
         """Return the gradient that each parameter shows; the user may have replaced it."""
         with torch._C.DisableTorchFunctionSubclass():
-            return list(map(getattr, self.parameters, repeat(self._attribute), repeat(None)))
+            return read_all(self.parameters, self._attribute)
 
     def sum(self) -> torch.Tensor:
         """Return the sum of the gradients, on the device of compute."""
@@ -115,15 +126,28 @@ class ShownGradients:
 
     def nonfinite(self) -> list[ShardedParam]:
         """Return the parameters whose gradient is NaN or Inf on this rank."""
-        return [
-            sharded_param
-            for sharded_param, gradient in zip(self.sharded_params, self.shown())
-            if gradient is not None and not torch.isfinite(local_tensor(gradient)).all()
-        ]
+        found = []
+        for sharded_param, gradient in zip(self.sharded_params, self.shown()):
+            if gradient is not None and not torch.isfinite(local_tensor(gradient)).all():
+                found.append(sharded_param)
+        return found
 
 
 class GradientSync(StateOwner[ShownState]):
-    """The gradients of all parameters of a model; see [Note: the life cycle of gradients]."""
+    """The gradients of all parameters of a model; see [Note: the life cycle of gradients].
+
+    Args:
+        sharded_params: all sharded parameters, those of a group in its order.
+        schedule: the schedule that reduces gradients.
+        agreement: checks that ranks freeze the same parameters.
+        use_decoupled_grad: show gradients on ``param.decoupled_grad``, in the dtype in which they
+            accumulate.
+        report_nonfinite: called on every rank with the parameters whose gradient is NaN or Inf on
+            this rank, which may be none. None: gradients are not checked.
+        groups_of_use: groups that together reach every rank. A parameter shows no gradient if it
+            got none on any of them. None: it shows zeros.
+        after_pass: called when the gradients of a backward pass are complete.
+    """
 
     def __init__(
         self,
@@ -140,15 +164,10 @@ class GradientSync(StateOwner[ShownState]):
         self._microbatches = schedule.microbatches
         self._agreement = agreement
         self._trainability = agreement.trainability
-        # On `param.decoupled_grad`, gradients have the dtype in which they accumulate.
         self._use_decoupled_grad = use_decoupled_grad
-        # Called on every rank with the parameters whose gradient is NaN or Inf on this rank, which
-        # may be none. None: gradients are not checked.
         self._report_nonfinite = report_nonfinite
-        # Groups that together reach every rank. A parameter shows no gradient if it got none on any
-        # of them. None: it shows zeros.
         self._groups_of_use = groups_of_use
-        self._after_pass = after_pass  # its gradients are taken care of then
+        self._after_pass = after_pass
         self.state = ShownState.NONE
         self._num_changes = -1  # of what is frozen, at the end of the last pass
         trainable: dict[ParamGroup, list[ShardedParam]] = {}
@@ -157,13 +176,15 @@ class GradientSync(StateOwner[ShownState]):
                 trainable.setdefault(sharded_param.group, []).append(sharded_param)
                 note_hook: Callable[[], None] = partial(self._note_hook, sharded_param)
                 sharded_param.parameter.on_hook = ProcessLink(note_hook)
-        self._attribute = attribute = "decoupled_grad" if use_decoupled_grad else "grad"
+        self._attribute = "grad"
+        if use_decoupled_grad:
+            self._attribute = "decoupled_grad"
         # Parameters with hooks, each with the number of reductions when they were last called.
         self._hooked: dict[ShardedParam, int] = {}
         self._set_aside: dict[ShardedParam, torch.Tensor] = {}
         self._family = GradientFamily()
         self._groups = [
-            ShownGradients(members, attribute, self._family) for members in trainable.values()
+            ShownGradients(members, self._attribute, self._family) for members in trainable.values()
         ]
         self._forget_use()
 
@@ -189,16 +210,15 @@ class GradientSync(StateOwner[ShownState]):
         if self.state not in (ShownState.SHOWN, ShownState.FINAL):
             return
         for shown in self._groups:
-            gradients = shown.shown()
-            if all(map(is_not, gradients, repeat(None))):
+            present = indices_of_present(shown.shown())
+            if len(present) == len(shown.parameters):
                 continue
-            if all(map(is_, gradients, repeat(None))):
+            if not present:
                 self._drop_reduced(shown)
                 continue
-            for index, gradient in enumerate(gradients):
-                if gradient is None:
-                    shown.had_passes.discard(index)
-                    clear_gradient_shard(shown.sharded_params[index])
+            for index in set(range(len(shown.parameters))).difference(present):
+                shown.had_passes.discard(index)
+                clear_gradient_shard(shown.sharded_params[index])
         if self._hooked and self.state is ShownState.FINAL:
             self._set_gradients_aside()
         self.change_state(ShownState.HIDDEN)
@@ -214,7 +234,8 @@ class GradientSync(StateOwner[ShownState]):
         if self._num_changes != self._trainability.num_changes:
             self._num_changes = self._trainability.num_changes
             for shown in self._groups:
-                shown.had_passes.update(compress(count(), read_flags(shown.parameters)))
+                flags = read_flags(shown.parameters)
+                shown.had_passes.update(compress(range(len(flags)), flags))
         self._microbatches.end_pass()
         if self._hands_over:
             self.finish()
@@ -238,8 +259,10 @@ class GradientSync(StateOwner[ShownState]):
 
     def attach(self) -> None:
         """Wait for the reductions that have started, and put the results on the parameters."""
-        are_all = self.state in (ShownState.NONE, ShownState.FINAL)
-        self._attach(ShownState.FINAL if are_all else ShownState.SHOWN)
+        state = ShownState.SHOWN
+        if self.state in (ShownState.NONE, ShownState.FINAL):
+            state = ShownState.FINAL
+        self._attach(state)
 
     def _attach(self, state: ShownState) -> None:
         self._schedule.wait_for_reductions()
@@ -275,11 +298,14 @@ class GradientSync(StateOwner[ShownState]):
         device = self._groups[0].group.main_shard.device
         table = torch.tensor(flags, dtype=torch.uint8, device=device)
         all_reduce_over(table, groups, dist.ReduceOp.MAX)
-        everywhere = iter(map(bool, table.tolist()))
+        everywhere = table.bool().tolist()
+        start = 0  # of the flags of a group: first that of its state, then those of parameters
         for shown in self._groups:
-            if next(everywhere):
+            stop = start + 1 + len(shown.parameters)
+            if everywhere[start]:
                 shown.group.gradients.change_state(GradientState.WAITING)
-            shown.used = list(islice(everywhere, len(shown.parameters)))
+            shown.used = everywhere[start + 1 : stop]
+            start = stop
 
     # ---- hooks of parameters
 
@@ -312,12 +338,13 @@ class GradientSync(StateOwner[ShownState]):
         """Call the hooks of the parameters that have got new gradients, and may be trained."""
         called: list[torch.Tensor] = []
         for sharded_param, number in list(self._hooked.items()):
-            parameter, group = sharded_param.parameter, sharded_param.group
+            parameter = sharded_param.parameter
             gradient: Any = getattr(parameter, self._attribute, None)
-            self._hooked[sharded_param] = group.gradients.num_reductions
+            num_reductions = sharded_param.group.gradients.num_reductions
+            self._hooked[sharded_param] = num_reductions
             if gradient is None:  # no rank has used the parameter
                 continue
-            if number != group.gradients.num_reductions and parameter.requires_grad:
+            if number != num_reductions and parameter.requires_grad:
                 called.append(parameter)
                 for hook in list((parameter._backward_hooks or {}).values()):
                     result = hook(gradient)
@@ -348,10 +375,10 @@ class GradientSync(StateOwner[ShownState]):
 
     def clear_hidden(self) -> None:
         """Drop the final gradients of groups whose parameters show none any more."""
-        is_shown = self.state in (ShownState.SHOWN, ShownState.FINAL)
-        for shown in self._groups if is_shown else ():
-            if all(map(is_, shown.shown(), repeat(None))):
-                self._drop_reduced(shown)
+        if self.state in (ShownState.SHOWN, ShownState.FINAL):
+            for shown in self._groups:
+                if not indices_of_present(shown.shown()):
+                    self._drop_reduced(shown)
         self._set_family()
 
     def _drop_reduced(self, shown: ShownGradients) -> None:
@@ -361,7 +388,10 @@ class GradientSync(StateOwner[ShownState]):
         self._family.assign([])  # it refers to gradients too
 
     def _set_family(self) -> None:
-        self._family.assign(chain.from_iterable([shown.attached for shown in self._groups]))
+        attached: list[ShardedGradient] = []
+        for shown in self._groups:
+            attached += shown.attached
+        self._family.assign(attached)
 
     def _forget_use(self) -> None:
         if self._groups_of_use is not None:

@@ -54,7 +54,9 @@ class Context:
     """
 
     def __init__(self, device: torch.device | str | None = None, has_one_stream: bool = False):
-        self.device = None if device is None else torch.device(device)
+        self.device: torch.device | None = None
+        if device is not None:
+            self.device = torch.device(device)
         self._has_one_stream = has_one_stream
         self._streams: Streams | None = None
         self.roots: list[InPlaceModel] = []  # in the order of their calls
@@ -63,8 +65,9 @@ class Context:
 
     def is_on(self, device: torch.device) -> bool:
         """Return True for the device of the context, whose number may be left out."""
-        own = device if self.device is None else self.device
-        return own.type == device.type and own.index in (None, device.index)
+        if self.device is None:
+            return True
+        return self.device.type == device.type and self.device.index in (None, device.index)
 
     def streams(self, device: torch.device) -> Streams:
         """Return the streams of all collectives."""
@@ -106,7 +109,13 @@ class InPlaceModel(ShardedModule):
     _shows_attributes = False
     _prefix = ""
 
-    def __init__(self, module: nn.Module, settings: Settings, problems: Problems, context: Context):
+    def __init__(
+        self,
+        module: nn.Module,
+        settings: Settings,
+        problems: Problems,
+        context: Context,
+    ):
         self._inside = tuple(models_inside(module))
         self.context = context
         before: set[Any] = _tied_outside(module)
@@ -142,7 +151,11 @@ class InPlaceModel(ShardedModule):
     ) -> tuple[list[Unit], ShardedParams, EngineSlots | None]:
         streams = self.context.streams(self._settings.device)
         units, sharded_params, slots = shard_parameters(
-            self.module, self._settings, initialiser, self._sharded_before, streams
+            self.module,
+            self._settings,
+            initialiser,
+            sharded_before=self._sharded_before,
+            streams=streams,
         )
         paths = {inner: path for path, inner in self.module.named_modules()}
         for model in self._inside:
@@ -177,15 +190,17 @@ class InPlaceModel(ShardedModule):
 
     def _count_all_experts(self, sharded_param: ShardedParam) -> None:
         """Sum the norm of an expert's gradient over the data ranks that have other experts."""
-        dense, group = self._mesh.dense, sharded_param.group
-        own_ranks = group.communicator.inner_size * group.communicator.outer_size
-        if own_ranks >= dense.num_data_ranks:
+        dense = self._mesh.dense
+        group = sharded_param.group
+        num_ranks = group.communicator.inner_size * group.communicator.outer_size
+        if num_ranks >= dense.num_data_ranks:
             return
-        copies = own_ranks // group.partition.num_owned
+        copies = num_ranks // group.partition.num_owned
         groups = data_groups(self._mesh)
         if dense.tensor is not None:
             groups.append(dense.tensor.get_group())
-            copies *= dense.tensor.size() if sharded_param.slice.dim is None else 1
+            if sharded_param.slice.dim is None:  # every tensor-parallel rank has a copy
+                copies *= dense.tensor.size()
         sharded_param.norm_group = NormGroup(tuple(groups), copies)
 
 
@@ -202,7 +217,9 @@ def is_root(module: nn.Module) -> bool:
 
 def models_inside(module: object) -> Iterator[InPlaceModel]:
     """Yield the models of modules inside of ``module``, in its order, that no larger one has."""
-    for inner in module.modules() if isinstance(module, nn.Module) else ():
+    if not isinstance(module, nn.Module):
+        return
+    for inner in module.modules():
         model = vars(inner).get(MODEL)
         if model is not None and model.module is inner and inner is not module:
             yield model
@@ -212,7 +229,9 @@ def _tied_outside(module: object) -> set[nn.Parameter]:
     """Return the parameters that belong to models of other modules, not around this one."""
     # The module around both uses them by name, in the unit that they have.
     tied: set[nn.Parameter] = set()
-    for parameter in module.parameters() if isinstance(module, nn.Module) else ():
+    if not isinstance(module, nn.Module):
+        return tied
+    for parameter in module.parameters():
         link = vars(parameter).get(MODEL)
         if link is not None and module not in link.target.module.modules():
             tied.add(parameter)
@@ -256,7 +275,14 @@ class FSDPModule(nn.Module):
         prefix: str = "",
         keep_vars: bool = False,
     ) -> dict[str, Any]:
-        """Return main weights as DTensors of full shape, and buffers unchanged."""
+        """Return main weights as DTensors of full shape, and buffers unchanged.
+
+        Args:
+            args: older positional arguments of torch.
+            destination: receives the entries. None: a new dictionary.
+            prefix: precedes the names.
+            keep_vars: return the parameters themselves, which require gradients.
+        """
         model = model_of(self)
         state: dict[str, Any] = super().state_dict(
             *args,
@@ -269,18 +295,30 @@ class FSDPModule(nn.Module):
         return state
 
     def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+        self,
+        state_dict: Mapping[str, Any],
+        strict: bool = True,
+        assign: bool = False,
     ) -> Any:
         """Load DTensors of the same layout, or full tensors; the next forward uses them.
 
-        A collective above level 0, as of :class:`ShardedModule`. ``assign`` is refused.
+        A collective above level 0, as that of :class:`ShardedModule`.
+
+        Args:
+            state_dict: the tensors by their names.
+            strict: refuse missing and unexpected keys.
+            assign: refused if it is True (``NotImplementedError``).
         """
         refuse_assignment(self, state_dict, "", {"assign_to_params_buffers": assign})
         model = model_of(self)
-        groups = model._mesh.all_groups() if model.strategy.shards_optimizer else ()
-        load = super().load_state_dict
-        find = model._sharded_param_of
-        return load_model_state(self, find, state_dict, strict, groups, load)
+        return load_model_state(
+            self,
+            model._sharded_param_of,
+            state_dict,
+            strict,
+            groups=model._groups_of_loading(),
+            load_buffers=super().load_state_dict,
+        )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, also those that no parameter shows yet."""
@@ -303,8 +341,25 @@ def _class_in_place(cls: Any) -> Any:
     return type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__})
 
 
-def refuse_assignment(module: nn.Module, state: Any, prefix: str, local: Any, *rest: Any) -> None:
-    """Refuse to put tensors in place of weights: the hook before a module loads its state."""
+def refuse_assignment(
+    module: nn.Module,
+    state: Any,
+    prefix: str,
+    local: Any,
+    *rest: Any,
+) -> None:
+    """Refuse to put tensors in place of weights: the hook before a module loads its state.
+
+    Args:
+        module: the module.
+        state: the state dict.
+        prefix: prefix of the module in it.
+        local: metadata of the module, with the argument ``assign`` of the call.
+        rest: other arguments of the hook.
+
+    Raises:
+        NotImplementedError: if the call assigns.
+    """
     if local.get("assign_to_params_buffers"):
         raise NotImplementedError(
             "load_state_dict(assign=True) of a sharded module: its weights are views of buffers."

@@ -50,18 +50,16 @@ class Initialiser:
 
     def for_model(self, model: nn.Module, setting: MetaInitialisation | None) -> Initialiser | None:
         """Return the initialiser of a model; None: nothing is on meta."""
-        modules = list(model.modules()) if isinstance(model, nn.Module) else []
-        if setting is None or not any(map(_own_meta_tensors, modules)):
+        if setting is None or not isinstance(model, nn.Module):
+            return None
+        if not any(_own_meta_tensors(module) for module in model.modules()):
             return None
         if setting.function is not None:
             return GivenInitialiser(setting.function)
-        # Models of transformers, which this package does not import.
-        models = [
-            module
-            for module in modules
-            if any(base.__name__ == "PreTrainedModel" for base in type(module).__mro__)
-        ]
-        return TransformersInitialiser(models, self) if models else self
+        models = [module for module in model.modules() if _is_of_transformers(module)]
+        if models:
+            return TransformersInitialiser(models, self)
+        return self
 
     def knows(self, module: nn.Module) -> bool:
         """Return True if ``module`` can be initialised."""
@@ -73,6 +71,11 @@ class Initialiser:
         if reset is None:
             raise ValueError(f"{type(module).__name__} has no method reset_parameters()")
         reset()
+
+
+def _is_of_transformers(module: nn.Module) -> bool:
+    """Return True for a model of transformers, which this package does not import."""
+    return any(base.__name__ == "PreTrainedModel" for base in type(module).__mro__)
 
 
 class GivenInitialiser(Initialiser):
@@ -107,7 +110,9 @@ class TransformersInitialiser(Initialiser):
             self._method_for.update(dict.fromkeys(model.modules(), method))
             # Layers scale weights of the modules inside them. Transformers never splits them.
             names = set(getattr(model, "_no_split_modules", None) or ())
-            self.kept_together.update(m for m in model.modules() if type(m).__name__ in names)
+            for module in model.modules():
+                if type(module).__name__ in names:
+                    self.kept_together.add(module)
 
     def knows(self, module: nn.Module) -> bool:
         """Return True for modules of these models, and for those that the others know."""
@@ -137,9 +142,17 @@ def problems_of_initialisation(module: nn.Module, initialiser: Initialiser) -> I
 
 
 def initialisation_parts(
-    root: nn.Module, units: Iterable[nn.Module], together: Collection[nn.Module] = ()
+    root: nn.Module,
+    units: Iterable[nn.Module],
+    together: Collection[nn.Module] = (),
 ) -> Iterator[list[nn.Module]]:
-    """Yield the parts of ``root``, children first; those of ``together`` with any units inside."""
+    """Yield the parts of a model, children first.
+
+    Args:
+        root: the model.
+        units: the modules of its units.
+        together: modules that are one part each, with any units inside.
+    """
     wanted = set(units)
 
     def visit(module: nn.Module) -> Iterator[list[nn.Module]]:
@@ -159,9 +172,17 @@ def initialisation_parts(
 
 
 def materialize(
-    modules: Collection[nn.Module], device: torch.device, initialiser: Initialiser
+    modules: Collection[nn.Module],
+    device: torch.device,
+    initialiser: Initialiser,
 ) -> list[nn.Parameter]:
-    """Move the meta tensors of a part to ``device``, initialise them, and return its parameters."""
+    """Move the meta tensors of a part to a device, initialise them, and return its parameters.
+
+    Args:
+        modules: the modules of the part, children first.
+        device: device of the new tensors.
+        initialiser: gives them their values.
+    """
     of_modules = {module: _own_meta_tensors(module) for module in modules}
     found: dict[nn.Parameter, None] = {}
     for module, tensors in of_modules.items():
@@ -181,10 +202,14 @@ def materialize(
         if tensors or (is_parent and any(inside.values())):
             with torch.no_grad(), _protected(inside, device):
                 initialiser.initialise(module)
-        own = module._parameters
-        if gone := [name for name, one in tensors.items() if one in found and one is not own[name]]:
+        replaced = []
+        for name, tensor in tensors.items():
+            if tensor in found and module._parameters[name] is not tensor:
+                replaced.append(name)
+        if replaced:
             raise NotImplementedError(
-                f"{type(module).__name__} makes {', '.join(gone)} anew: build it on a device"
+                f"{type(module).__name__} replaces {', '.join(replaced)} by new parameters: build"
+                " it on a device"
             )
     if initialiser.source is not None:
         _refuse_without_values(of_modules, initialiser.source)
@@ -192,9 +217,11 @@ def materialize(
 
 
 def _reset_method(module: nn.Module) -> Callable[[], object] | None:
-    names = ("reset_parameters", "_reset_parameters")  # the second in some of torch's modules
-    methods: list[Any] = [getattr(module, name, None) for name in names]
-    return next(filter(callable, methods), None)
+    for name in ("reset_parameters", "_reset_parameters"):  # the second in some of torch's modules
+        method: Callable[[], object] | None = getattr(module, name, None)
+        if callable(method):
+            return method
+    return None
 
 
 def _refuse_without_values(
@@ -221,21 +248,21 @@ def _protected(
     """Replace the tensors that modules own, except those named, by stand-ins for a while."""
     # They keep their values: a parameter tied to one of an earlier module, which may be sharded
     # already, or a tensor that the user has set. As many random numbers are drawn.
-    stores: list[dict[str, Any]] = []
-    kept: list[dict[str, Any]] = []
+    kept: list[tuple[dict[str, Any], str, torch.Tensor | None]] = []
     for module, names in names_of.items():
-        stores += [module._parameters, module._buffers]
-        for store in stores[-2:]:
-            kept.append({name: own for name, own in store.items() if name not in names})
-    for store, tensors in zip(stores, kept):
-        store.update(
-            {name: None if own is None else _like(own, device) for name, own in tensors.items()}
-        )
+        stores: list[dict[str, Any]] = [module._parameters, module._buffers]
+        for store in stores:
+            for name, tensor in store.items():
+                if name not in names:
+                    kept.append((store, name, tensor))
+    for store, name, tensor in kept:
+        if tensor is not None:
+            store[name] = _like(tensor, device)
     try:
         yield
     finally:
-        for store, tensors in zip(stores, kept):
-            store.update(tensors)
+        for store, name, tensor in kept:
+            store[name] = tensor
 
 
 def _own_tensors(module: nn.Module) -> dict[str, torch.Tensor]:

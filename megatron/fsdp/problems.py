@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import ParamSpec, TypeAlias, TypeVar
 
 import torch.distributed as dist
@@ -22,7 +22,9 @@ _WRONG, _UNBUILT = "0", "1"
 class Problems:
     """A list that checks add problems to, raised as one error.
 
-    ``groups`` reach every rank if they are used one after the other; None: the group of all ranks.
+    Args:
+        groups: process groups that reach every rank if they are used one after the other; None in
+            it is the group of all ranks.
     """
 
     def __init__(self, groups: Groups = (None,)) -> None:
@@ -35,10 +37,17 @@ class Problems:
         """Add the text of a problem, which becomes part of a ``ValueError``."""
         self._found[_WRONG + text] = None
 
-    def compare(self, values: Mapping[str, object], groups_of: Callable[[], Groups]) -> None:
-        """Add values, by their names, that must be equal on all ranks of some groups.
+    def add_all(self, texts: Iterable[str]) -> None:
+        """Add the texts of several problems."""
+        for text in texts:
+            self.add(text)
 
-        ``groups_of`` returns the groups; it is called if there are no problems.
+    def compare(self, values: Mapping[str, object], groups_of: Callable[[], Groups]) -> None:
+        """Add values that must be equal on all ranks of some groups.
+
+        Args:
+            values: the values by their names.
+            groups_of: returns the groups; it is called only if there are no problems.
         """
         self._compared.append((values, groups_of))
 
@@ -48,7 +57,13 @@ class Problems:
         *args: Parameters.args,
         **kwargs: Parameters.kwargs,
     ) -> Result | None:
-        """Return the result of ``function``, or None if it raises an error, which is a problem."""
+        """Return the result of a function, or None if it raises an error, which is a problem.
+
+        Args:
+            function: any function; ``ValueError`` and ``NotImplementedError`` become problems.
+            args: its positional arguments.
+            kwargs: its keyword arguments.
+        """
         try:
             return function(*args, **kwargs)
         except NotImplementedError as error:
@@ -66,11 +81,13 @@ class Problems:
         if dist.is_initialized():
             found = agree(found, self._groups)
         if found:
-            is_wrong = any(text.startswith(_WRONG) for text in found)
             message = "\n".join(text[1:] for text in found)
-            raise ValueError(message) if is_wrong else NotImplementedError(message)
-        for values, groups_of in self._compared if dist.is_initialized() else ():
-            refuse_differences(values, groups_of())
+            if any(text.startswith(_WRONG) for text in found):
+                raise ValueError(message)
+            raise NotImplementedError(message)
+        if dist.is_initialized():
+            for values, groups_of in self._compared:
+                refuse_differences(values, groups_of())
 
 
 def refuse_differences(values: Mapping[str, object], groups: Groups) -> None:
@@ -79,21 +96,25 @@ def refuse_differences(values: Mapping[str, object], groups: Groups) -> None:
     # other characters.
     texts = agree([f"{name}\0{value}" for name, value in values.items()], groups)
     counts = Counter(text.partition("\0")[0] for text in texts)
-    # What only some ranks have, as the last parameter of a larger model, is no difference: their
-    # numbers differ then.
+    # Values that only some ranks have, as the last parameter of a larger model, are no difference:
+    # the numbers of parameters differ then.
     different = [name for name in counts if counts[name] > 1]
     if not different:
         return
-    own = [f"{name}\0{values.get(name, 'nothing')}\0{dist.get_rank()}" for name in different]
+    rank = dist.get_rank()
+    found = [f"{name}\0{values.get(name, 'nothing')}\0{rank}" for name in different]
     ranks_of: dict[str, dict[str, list[int]]] = {name: defaultdict(list) for name in different}
-    for text in agree(own, groups):
-        name, value, rank = text.split("\0")
-        ranks_of[name][value].append(int(rank))
+    for text in agree(found, groups):
+        name, value, of_rank = text.split("\0")
+        ranks_of[name][value].append(int(of_rank))
     lines = []
-    for name, of_values in ranks_of.items():
-        found = [
-            f"{value} on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, sorted(ranks)))}"
-            for value, ranks in of_values.items()
-        ]
-        lines.append(f"{name} differs between ranks: {'; '.join(found)}")
+    for name, by_value in ranks_of.items():
+        differences = [f"{value} on {_ranks(ranks)}" for value, ranks in by_value.items()]
+        lines.append(f"{name} differs between ranks: {'; '.join(differences)}")
     raise ValueError("\n".join(lines[:10]))
+
+
+def _ranks(ranks: list[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    return f"ranks {', '.join(str(rank) for rank in sorted(ranks))}"

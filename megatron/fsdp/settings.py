@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The settings of a sharded model, which check themselves."""
+"""The settings of a sharded model: frozen dataclasses that check their fields."""
 
-# Messages name a setting as `Strategy.level`; interfaces with names of their own replace that.
-# `Mesh`, `Overlap`, `Memory` and `MetaInitialisation` are beside the parts that they are for.
+# Messages name a field as `Strategy.level`; interfaces with other names replace that. `Mesh`,
+# `Overlap`, `Memory` and `MetaInitialisation` are in the files of the parts that use them.
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from megatron.fsdp.engine.mesh import Mesh
 from megatron.fsdp.engine.policy import (
     MixedPrecisionPolicy,
     Overlap,
+    ParameterKind,
     Precision,
     ShardingStrategy,
     problems_of_flags,
@@ -41,6 +42,11 @@ class Strategy:
             state too, at level 3.
         expert_level: ``level`` of expert parameters, over ``Mesh.expert_mesh``. None: ``level``.
         expert_outer: ``outer`` of expert parameters. None: ``outer`` at level 3, otherwise 0.
+        embedding_level: ``level`` of embeddings and of the output layer: parameters of
+            ``nn.Embedding`` and of the module that ``get_output_embeddings`` returns, and those
+            with the attribute ``is_embedding_or_output_parameter``, as Megatron-Core marks them.
+            With 2 they stay gathered, as a fused cross entropy over the output layer needs it.
+            None: ``level``.
         boundaries: "prefer_rows": a shard boundary may cut inside a row of a parameter where rows
             would cost more than 1 % of padding; the local tensor is then flat. "rows": never. A
             number: nor inside a block of so many elements, for optimizers that quantize state.
@@ -56,6 +62,7 @@ class Strategy:
     outer: int | str | ShardingStrategy = ShardingStrategy.NO_SHARD
     expert_level: int | str | ShardingStrategy | None = None
     expert_outer: int | str | ShardingStrategy | None = None
+    embedding_level: int | str | ShardingStrategy | None = None
     boundaries: str | int = "prefer_rows"
     one_unit: bool = False
     fine_grained: bool = False
@@ -63,31 +70,24 @@ class Strategy:
 
     def __post_init__(self) -> None:
         problems = problems_of_flags(self)
-        given: Any = () if self.ignored is None else self.ignored
-        are_several = isinstance(given, Iterable) and not isinstance(given, torch.Tensor)
-        ignored = list(given) if are_several else [given]
-        if not are_several or not all(isinstance(one, nn.Parameter) for one in ignored):
-            found = ", ".join(sorted({type(one).__name__ for one in ignored}))
-            problems.append(f"Strategy.ignored expects a set of parameters but got {found}")
+        ignored: list[Any] = []
+        if isinstance(self.ignored, Iterable) and not isinstance(self.ignored, torch.Tensor):
+            ignored = list(self.ignored)
+        elif self.ignored is not None:
+            problems.append(self._problem_of_ignored([self.ignored]))
+        if not all(isinstance(parameter, nn.Parameter) for parameter in ignored):
+            problems.append(self._problem_of_ignored(ignored))
         parsed: dict[str, ShardingStrategy] = {}
-        for name in ("level", "outer", "expert_level", "expert_outer"):
+        for name in ("level", "outer", "expert_level", "expert_outer", "embedding_level"):
             value = getattr(self, name)
+            if value is None and name not in ("level", "outer"):
+                continue
             try:
-                if value is not None or not name.startswith("expert"):
-                    parsed[name] = ShardingStrategy.parse(value, f"Strategy.{name}")
+                parsed[name] = ShardingStrategy.parse(value, f"Strategy.{name}")
             except ValueError as error:
                 problems.append(str(error))
-        for kind in ("", "expert_"):
-            name, level = f"Strategy.{kind}outer", parsed.get(f"{kind}level", parsed.get("level"))
-            outer = parsed.get(f"{kind}outer", ShardingStrategy.NO_SHARD)
-            if outer > ShardingStrategy.OPTIM:
-                wrong = getattr(self, f"{kind}outer")
-                problems.append(f"{name} expects no_shard/0 or optim/1 but got {wrong!r}")
-            elif outer and level is not None and not level.shards_parameters:
-                problems.append(
-                    f"{name}='optim' needs Strategy.{kind}level='optim_grads_params' but got"
-                    f" {str(level)!r}"
-                )
+        problems += self._problems_of_outer("level", "outer", parsed)
+        problems += self._problems_of_outer("expert_level", "expert_outer", parsed)
         size = self.boundaries
         is_size = isinstance(size, int) and not isinstance(size, bool) and size > 0
         if not is_size and size not in ("prefer_rows", "rows", "prefer_tensors"):
@@ -100,14 +100,49 @@ class Strategy:
             object.__setattr__(self, name, strategy)
         object.__setattr__(self, "ignored", frozenset(ignored))
 
-    def of(self, is_expert: bool) -> tuple[ShardingStrategy, bool]:
-        """Return the level of some parameters, and True if the outer axis shards their state."""
-        level, outer = self.level, self.outer
-        if is_expert:
-            level = level if self.expert_level is None else self.expert_level
-            outer = outer if self.expert_outer is None else self.expert_outer
+    def _problem_of_ignored(self, entries: list[Any]) -> str:
+        classes = sorted({type(entry).__name__ for entry in entries})
+        return f"Strategy.ignored expects a set of parameters but got {', '.join(classes)}"
+
+    def _problems_of_outer(
+        self,
+        level_name: str,
+        outer_name: str,
+        parsed: dict[str, ShardingStrategy],
+    ) -> list[str]:
+        outer = parsed.get(outer_name, ShardingStrategy.NO_SHARD)
+        if outer > ShardingStrategy.OPTIM:
+            value = getattr(self, outer_name)
+            return [f"Strategy.{outer_name} expects no_shard/0 or optim/1 but got {value!r}"]
+        level = parsed.get(level_name, parsed.get("level"))
+        if outer and level is not None and not level.shards_parameters:
+            return [
+                f"Strategy.{outer_name}='optim' needs Strategy.{level_name}='optim_grads_params'"
+                f" but got {str(level)!r}"
+            ]
+        return []
+
+    def of(self, kind: ParameterKind) -> tuple[ShardingStrategy, bool]:
+        """Return the level of a kind of parameters, and True if the outer axis shards their state.
+
+        It does so at level 3 only.
+        """
+        level = self.level
+        outer = self.outer
+        if kind is ParameterKind.EMBEDDING and self.embedding_level is not None:
+            level = self.embedding_level
+        if kind is ParameterKind.EXPERT and self.expert_level is not None:
+            level = self.expert_level
+        if kind is ParameterKind.EXPERT and self.expert_outer is not None:
+            outer = self.expert_outer
         parsed = ShardingStrategy.parse(level)
         return parsed, parsed.shards_parameters and ShardingStrategy.parse(outer).shards_optimizer
+
+    @property
+    def highest_level(self) -> ShardingStrategy:
+        """The highest one of the levels of all kinds of parameters."""
+        levels = [self.of(kind)[0] for kind in ParameterKind]
+        return max(levels)
 
 
 PER_PARAMETER = "param_dtype_override_fn"
@@ -130,23 +165,45 @@ class ComputePrecision(MixedPrecisionPolicy):
     cast_forward_inputs: bool = True
 
     def resolve(self, compute_dtype: torch.dtype, trainable: bool) -> Precision:
-        """Return the dtypes of a group; its main weights keep the dtype of the module."""
+        """Return the dtypes of a group; its main weights keep the dtype of the module.
+
+        Args:
+            compute_dtype: dtype of the parameters in the module.
+            trainable: makes no difference.
+        """
         main = compute_dtype
         if self.param_dtype is not None and main.is_floating_point:
             compute_dtype = self.param_dtype
-        comm = main if REDUCES_AS_MAIN else compute_dtype
-        return Precision(compute_dtype, main, main, self.grad_comm_dtype or comm)
+        grad_comm = self.grad_comm_dtype
+        if grad_comm is None:
+            grad_comm = main if REDUCES_AS_MAIN else compute_dtype
+        return Precision(
+            compute=compute_dtype,
+            main_param=main,
+            main_grad=main,
+            grad_comm=grad_comm,
+        )
 
 
 def parse_precision(policy: MixedPrecisionPolicy | TorchPrecision) -> MixedPrecisionPolicy:
-    """Return a policy of this package for one of it or of ``torch.distributed.fsdp``."""
+    """Return a policy of this package for one of it or of ``torch.distributed.fsdp``.
+
+    Raises:
+        ValueError: for any other object.
+        NotImplementedError: for a policy of torch with a dtype for each parameter.
+    """
     if isinstance(policy, TorchPrecision):
         if getattr(policy, PER_PARAMETER, None) is not None:
             raise NotImplementedError(
                 f"not built: {PER_PARAMETER}; without it param_dtype is that of all parameters"
             )
-        dtypes = policy.reduce_dtype, policy.param_dtype, policy.output_dtype
-        return ComputePrecision(None, None, *dtypes, policy.cast_forward_inputs)
+        return ComputePrecision(
+            main_params_dtype=None,
+            grad_comm_dtype=policy.reduce_dtype,
+            param_dtype=policy.param_dtype,
+            output_dtype=policy.output_dtype,
+            cast_forward_inputs=policy.cast_forward_inputs,
+        )
     if not isinstance(policy, MixedPrecisionPolicy):
         raise ValueError(f"Settings.precision expects a MixedPrecisionPolicy but got {policy!r}")
     return policy
@@ -168,8 +225,8 @@ class Gradients:
         find_unused: leave ``param.grad`` None, not zero, if the parameter got no gradient on any
             rank since gradients were cleared. It costs a small all-reduce for each
             synchronisation, and levels 0 and 1 reduce when backward is over.
-        divisor: what averaged gradients are divided by further: the size of expert parallelism for
-            experts that are sharded as a model of their own.
+        divisor: further divisor of averaged gradients: the size of expert parallelism for experts
+            that are sharded as a model of their own.
     """
 
     sum_only: bool = False
@@ -206,7 +263,7 @@ class Settings:
 
     @property
     def offload(self) -> Offload | None:
-        """The place of main weights, gradients and optimizer state; None: the device."""
+        """The settings of offloaded main weights, gradients and state; None: on the device."""
         return Offload.parse(self.memory.offload)
 
     @property
@@ -218,17 +275,20 @@ class Settings:
     @property
     def device(self) -> torch.device:
         """The device of the parameters."""
-        of_mesh, device = self.own_mesh.device, self.memory.device
+        of_mesh = self.own_mesh.device
+        device = self.memory.device
         is_fixed = self.initialisation is not None or of_mesh.type == "meta"
         if is_fixed or device in (None, torch.device(of_mesh.type)):  # "cuda" is this rank's GPU
             return of_mesh
         return torch.device(device)
 
 
-def resolve_unit_modules(
-    unit_modules: Units | None,
-) -> list[type | nn.Module]:
-    """Import the classes that are given by path; raise ``ValueError`` with every wrong entry."""
+def resolve_unit_modules(unit_modules: Units | None) -> list[type | nn.Module]:
+    """Import the classes that are given by path.
+
+    Raises:
+        ValueError: names every entry that is neither a module, nor a class of modules, nor a path.
+    """
     expected = "Settings.units expects a list of module classes or their import paths"
     if isinstance(unit_modules, (str, type, nn.Module)):
         raise ValueError(f"{expected} but got {unit_modules!r} alone")
@@ -236,7 +296,9 @@ def resolve_unit_modules(
     problems = []
     for entry in unit_modules or ():
         try:
-            value = pkgutil.resolve_name(entry) if isinstance(entry, str) else entry
+            value: Any = entry
+            if isinstance(entry, str):
+                value = pkgutil.resolve_name(entry)
         except (ImportError, AttributeError, ValueError) as error:
             problems.append(f"{entry!r} cannot be imported as package.module.Class ({error})")
             continue

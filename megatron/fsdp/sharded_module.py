@@ -4,10 +4,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from functools import partial
-from itertools import chain
 from typing import Any, NoReturn, SupportsIndex
 
 import torch
@@ -74,11 +73,21 @@ class ShardedModule(nn.Module):
     ``parameters()`` yields the main weights, which an optimizer steps, as DTensors, the same
     objects at every call. The user's module is ``module``, whose attributes and methods the wrapper
     has too. At level 3, its own parameters have values only while a unit is in use.
+
+    Args:
+        module: the module, whose parameters become views of flat buffers.
+        settings: its settings.
+        problems: problems that the caller has found; the constructor adds its own and raises all.
+            None: there are none.
+
+    Raises:
+        ValueError: lists every problem, the same on every rank.
+        NotImplementedError: names the features that are not built.
     """
 
     initialiser = Initialiser()  # of modules that were built on the meta device
     checkpoint_ready = True  # tensors of state dicts describe their chunks to torch's checkpoint
-    # Warn of what is hardly meant; not where a program chooses units and optimizer itself.
+    # Warn of probable mistakes; not where a program chooses units and optimizer itself.
     _gives_advice = True
     _has_optimizer = False  # a sharded optimizer steps the parameters
     _shows_attributes = True  # attributes of `module` can be read on the wrapper
@@ -88,16 +97,22 @@ class ShardedModule(nn.Module):
     # Parameters of models inside that earlier calls have sharded, and their compute parameters.
     _sharded_before: Set[nn.Parameter] = frozenset()
 
-    def __init__(self, module: nn.Module, settings: Settings, problems: Problems | None = None):
+    def __init__(
+        self,
+        module: nn.Module,
+        settings: Settings,
+        problems: Problems | None = None,
+    ):
         super().__init__()
         failed_collectives.watch()
-        problems = Problems(settings.own_mesh.all_groups()) if problems is None else problems
+        if problems is None:
+            problems = Problems(settings.own_mesh.all_groups())
         initialiser = self.initialiser.for_model(module, settings.initialisation)
         check_all(problems, module, settings, initialiser, self._sharded_before)
         problems.raise_everywhere()
         if self._gives_advice:
             warn_of_unmatched_units(module, settings.units or ())
-        self.strategy = max(map(settings.strategy.of, (False, True)))[0]  # the highest level
+        self.strategy = settings.strategy.highest_level
         self._settings = settings
         self._mesh = settings.own_mesh
         self.module = module
@@ -108,27 +123,26 @@ class ShardedModule(nn.Module):
         for compute, sharded_param in self._sharded_params.items():
             sharded[compute] = sharded_param.parameter
         self._ignored = settings.strategy.ignored
-        # What an optimizer may step, by all names of tied ones.
-        named = module.named_parameters(remove_duplicate=False)
-        self._by_name = {own_name(name): sharded.get(each, each) for name, each in named}
-        reversed_names = reversed(self._by_name.items())  # the first name of each stays
-        self._name_of = {parameter: self._prefix + name for name, parameter in reversed_names}
+        # The parameters that an optimizer may step, by all names of tied ones.
+        self._by_name: dict[str, Any] = {}
+        self._name_of: dict[Any, str] = {}  # the first name of each
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            shown = sharded.get(parameter, parameter)
+            self._by_name[own_name(name)] = shown
+            self._name_of.setdefault(shown, self._prefix + own_name(name))
         for parameter in self._name_of:
             setattr(parameter, OWNER, ProcessLink(self))
-        gradients, overlap = settings.gradients, settings.overlap
         self._trainability = Trainability(units, sharded)
-        self._microbatches = Microbatches(gradients.sync_each_microbatch)
-        self._schedule = Schedule(units, overlap, self._microbatches, gradients.find_unused)
-        self._gradients = GradientSync(
-            self._sharded_params.values(),
-            self._schedule,
-            FreezingAgreement(self._trainability, self._mesh),
-            use_decoupled_grad=gradients.are_decoupled,
-            report_nonfinite=self._report_nonfinite if gradients.report_nonfinite else None,
-            groups_of_use=self._mesh.all_groups() if gradients.find_unused else None,
-            after_pass=self._after_backward,
+        self._microbatches = Microbatches(settings.gradients.sync_each_microbatch)
+        self._schedule = Schedule(
+            units,
+            settings.overlap,
+            self._microbatches,
+            reduces_late=settings.gradients.find_unused,
         )
-        self._known = KnownParameters(self, {own: name for name, own in module.named_parameters()})
+        self._gradients = self._make_gradient_sync()
+        names = {parameter: name for name, parameter in module.named_parameters()}
+        self._known = KnownParameters(self, names)
         access = UnitAccess(units, self._trainability, self._known)
         self._hooks = UnitHooks(self._schedule, self._gradients, access)
         ShownParameters(self._hooks, sharded, self._trainability, module)
@@ -140,6 +154,24 @@ class ShardedModule(nn.Module):
         prepare_wrapped_module(module, gathers_layers, self.state_dict, self._apply)
         lead_by_own_names(self)
 
+    def _make_gradient_sync(self) -> GradientSync:
+        gradients = self._settings.gradients
+        report_nonfinite = None
+        if gradients.report_nonfinite:
+            report_nonfinite = self._report_nonfinite
+        groups_of_use = None
+        if gradients.find_unused:
+            groups_of_use = self._mesh.all_groups()
+        return GradientSync(
+            self._sharded_params.values(),
+            self._schedule,
+            FreezingAgreement(self._trainability, self._mesh),
+            use_decoupled_grad=gradients.are_decoupled,
+            report_nonfinite=report_nonfinite,
+            groups_of_use=groups_of_use,
+            after_pass=self._after_backward,
+        )
+
     # ---- the parts
 
     def _shard_parameters(
@@ -149,18 +181,23 @@ class ShardedModule(nn.Module):
 
     @property
     def sharded_params(self) -> list[ShardedParam]:
-        """Every parameter that is sharded once, in the module's order."""
-        return list(dict.fromkeys(map(sharded_param_of, filter(is_linked, self._by_name.values()))))
+        """All sharded parameters, each once, in the module's order."""
+        return [sharded_param_of(shown) for shown in self._name_of if is_linked(shown)]
 
     @property
     def groups(self) -> list[ParamGroup]:
         """The groups of all units, in the order of units."""
-        return list(chain.from_iterable(unit.groups for unit in self._units))
+        groups = []
+        for unit in self._units:
+            groups += unit.groups
+        return groups
 
     @property
     def memory_slots(self) -> dict[str, list[int]]:
         """Bytes of each memory slot, by contents; none before the first step has ended."""
-        return {} if self._memory_slots is None else self._memory_slots.sizes
+        if self._memory_slots is None:
+            return {}
+        return self._memory_slots.sizes
 
     # ---- torch.nn.Module
 
@@ -185,13 +222,23 @@ class ShardedModule(nn.Module):
             raise
 
     def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+        self,
+        prefix: str = "",
+        recurse: bool = True,
+        remove_duplicate: bool = True,
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield names, which begin with ``module.``, and main weights as DTensors."""
+        """Yield names, which begin with ``module.``, and main weights as DTensors.
+
+        Args:
+            prefix: precedes the names, with a dot.
+            recurse: makes no difference: torch's ``set_state_dict`` asks module by module.
+            remove_duplicate: yield a tied parameter under its first name only.
+        """
         self._known.check()
-        # Whatever `recurse` is: torch's `set_state_dict` asks module by module.
         self._trainability.follow()
-        prefix = f"{prefix}.{self._prefix}" if prefix else self._prefix
+        if prefix:
+            prefix += "."
+        prefix += self._prefix
         for name, parameter in self._by_name.items():
             if not remove_duplicate or self._name_of[parameter] == self._prefix + name:
                 yield prefix + name, parameter
@@ -203,7 +250,14 @@ class ShardedModule(nn.Module):
         prefix: str = "",
         keep_vars: bool = False,
     ) -> dict[str, Any]:
-        """Return main weights as DTensors of full shape, and buffers unchanged."""
+        """Return main weights as DTensors of full shape, and buffers unchanged.
+
+        Args:
+            args: older positional arguments of torch.
+            destination: receives the entries. None: a new dictionary.
+            prefix: precedes the names.
+            keep_vars: return the parameters themselves, which require gradients.
+        """
         self._known.check()
         state: dict[str, Any] = super().state_dict(
             *args,
@@ -212,29 +266,54 @@ class ShardedModule(nn.Module):
             keep_vars=True,
         )
         show_main_weights(
-            state, prefix, self._sharded_param_of, keep_vars, with_chunks=self.checkpoint_ready
+            state,
+            prefix,
+            self._sharded_param_of,
+            keep_vars,
+            with_chunks=self.checkpoint_ready,
         )
         return state
 
     def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+        self,
+        state_dict: Mapping[str, Any],
+        strict: bool = True,
+        assign: bool = False,
     ) -> _IncompatibleKeys:
         """Load DTensors of the same layout, or full tensors; the next forward uses them.
 
-        A collective above level 0: all ranks load the same keys. If ``strict`` is False, a warning
-        names what is left out, and no key that fits is an error. Names are the wrapper's or the
-        module's own. ``assign`` copies too: weights remain views.
+        A collective above level 0: all ranks load the same keys.
+
+        Args:
+            state_dict: the tensors, by the names of the wrapper or those of the module.
+            strict: refuse missing and unexpected keys. Otherwise a warning names them, and only a
+                state dict of which no key fits is an error.
+            assign: makes no difference: values are copied, because weights remain views.
         """
-        groups = self._mesh.all_groups() if self.strategy.shards_optimizer else ()
-        return load_model_state(self.module, self._sharded_param_of, state_dict, strict, groups)
+        return load_model_state(
+            self.module,
+            self._sharded_param_of,
+            state_dict,
+            strict,
+            groups=self._groups_of_loading(),
+        )
+
+    def _groups_of_loading(self) -> Sequence[dist.ProcessGroup]:
+        if self.strategy.shards_optimizer:
+            return self._mesh.all_groups()
+        return ()
 
     def _sharded_param_of(self, value: Any) -> ShardedParam | None:
         if not isinstance(value, nn.Parameter):
             return None
-        return sharded_param_of(value) if is_linked(value) else self._sharded_params.get(value)
+        if is_linked(value):
+            return sharded_param_of(value)
+        return self._sharded_params.get(value)
 
     def _apply(
-        self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
+        self,
+        fn: Callable[[torch.Tensor], torch.Tensor],
+        recurse: bool = True,
     ) -> ShardedModule:
         """Refuse ``to``, ``cuda``, ``half`` and so on, unless they change nothing."""
         for group in self.groups:
@@ -280,7 +359,8 @@ class ShardedModule(nn.Module):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Mark the microbatches inside the context as not the last one of the step."""
-        before, self.is_last_microbatch = self.is_last_microbatch, False
+        before = self.is_last_microbatch
+        self.is_last_microbatch = False
         try:
             yield
         finally:
@@ -289,7 +369,8 @@ class ShardedModule(nn.Module):
     @contextmanager
     def sync(self) -> Iterator[None]:
         """Make every backward inside the context end with final gradients."""
-        before, self._microbatches.sync_each = self._microbatches.sync_each, True
+        before = self._microbatches.sync_each
+        self._microbatches.sync_each = True
         try:
             yield
         finally:
@@ -321,8 +402,10 @@ class ShardedModule(nn.Module):
 
     def zero_grad_buffer(self, only_hidden: bool = False) -> None:
         """Drop all gradients, or only the final ones of groups whose parameters show none."""
-        clear = self._gradients.clear_hidden if only_hidden else self._gradients.clear
-        clear()
+        if only_hidden:
+            self._gradients.clear_hidden()
+        else:
+            self._gradients.clear()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients; without ``set_to_none`` leave zeros on the parameters."""
@@ -335,12 +418,18 @@ class ShardedModule(nn.Module):
     # ---- weights
 
     def install_optimized_model_weights(
-        self, only_shared: bool = False, only_trainable: bool = False
+        self,
+        only_shared: bool = False,
+        only_trainable: bool = False,
     ) -> None:
-        """Let the next forward cast and gather the main weights as they are when it begins.
+        """Make the next forward cast and gather the main weights as they are when it begins.
 
-        The sharded optimizer's step ends with this. Below level 3 weights stay gathered: whoever
+        The sharded optimizer's step ends with this. Below level 3 weights stay gathered: code that
         edits them after a forward, in a way that torch does not see, calls this.
+
+        Args:
+            only_shared: leave out weights that are cast: their all-gathers send older values.
+            only_trainable: leave out frozen weights.
         """
         for observer in observe.observers:
             observer.begin_step()
@@ -348,26 +437,36 @@ class ShardedModule(nn.Module):
         if not self._settings.memory.registers_manually:
             self._assign_memory_slots()
         for group in self.groups:
-            is_wanted = group.requires_grad or not only_trainable
+            if only_trainable and not group.requires_grad:
+                continue
             # Offloaded weights of one dtype are installed as those that share storage are.
             is_shared = group.precision.main_param == group.compute.flat.dtype
-            if is_wanted and (is_shared or not only_shared):
+            if is_shared or not only_shared:
                 group.install_main_weights()
 
     def start_param_sync(
-        self, *unused: object, force_sync: bool = False, force_dispatch: bool = False
+        self,
+        *unused: object,
+        force_sync: bool = False,
+        force_dispatch: bool = False,
     ) -> None:
         """Start the all-gathers of new weights, which the next forward would start when it begins.
 
         At levels 1 and 2 these are all units, at level 3 those with which the next forward begins
-        if all-gathers overlap compute; with ``force_dispatch`` all. ``force_sync`` waits for them.
+        if all-gathers overlap compute.
+
+        Args:
+            unused: ignored.
+            force_sync: wait for the all-gathers.
+            force_dispatch: gather all units at level 3 too.
         """
         self._schedule.unshard_kept()
-        if self.strategy.shards_parameters and not force_dispatch:
+        if force_dispatch:
+            for unit in self._units:
+                if not unit.blockers:  # otherwise it is gathered when its memory slot is free
+                    unit.unshard()
+        elif self.strategy.shards_parameters:
             self._schedule.prefetcher.start_next_forward()
-        for unit in self._units if force_dispatch else ():
-            if not unit.blockers:  # otherwise it is gathered when its memory slot is free
-                unit.unshard()
         if force_sync or not self._settings.overlap.param_gather:
             self.synchronize_param_gather()
 
@@ -379,13 +478,17 @@ class ShardedModule(nn.Module):
     def unshard(self, module: nn.Module | None = None, async_op: bool = False) -> UnitHandle | None:
         """Gather the weights of one unit ahead, as in FSDP2; its next call uses them, and reshards.
 
-        Units inside of ``module`` (None: the root) are not gathered. With ``async_op`` the handle's
-        ``wait()`` waits, or the call. Below level 3 weights are gathered only if they have changed.
+        Below level 3 weights are gathered only if they have changed.
+
+        Args:
+            module: module of the unit; units inside of it are not gathered. None: the root.
+            async_op: return a handle whose ``wait()`` waits, as the next call of the unit does.
         """
         handle = UnitHandle(units_of(self._units, module), self._schedule.prefetcher)
-        if not async_op:
-            handle.wait()
-        return handle if async_op else None
+        if async_op:
+            return handle
+        handle.wait()
+        return None
 
     def reshard(self, module: nn.Module | None = None) -> None:
         """Free the gathered weights of one unit at level 3, unless a call uses them."""
@@ -426,10 +529,13 @@ class ShardedModule(nn.Module):
 
     def _report_nonfinite(self, found: list[ShardedParam]) -> None:
         """Raise :class:`GradientError` on every rank if any rank has found a NaN or Inf."""
-        names = ", ".join(self._shown_name(sharded_param) for sharded_param in found)
-        own = [f"rank {dist.get_rank()}: NaN or Inf in the gradient of {names}"] if found else []
-        if everywhere := agree(own, self._groups_that_end_together()):
-            raise GradientError("\n".join(everywhere))
+        problems = []
+        if found:
+            names = ", ".join(self._shown_name(sharded_param) for sharded_param in found)
+            problems.append(f"rank {dist.get_rank()}: NaN or Inf in the gradient of {names}")
+        problems = agree(problems, self._groups_that_end_together())
+        if problems:
+            raise GradientError("\n".join(problems))
 
     def _shown_name(self, sharded_param: ShardedParam) -> str:
         return sharded_param.name

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Warnings of what is legal but hardly meant, and the error of an optimizer that trains nothing."""
+"""Warnings of probable mistakes, and the error of an optimizer that would train nothing."""
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
 from collections.abc import Sequence
-from itertools import chain
 from typing import Any
 from weakref import WeakSet
 
@@ -28,7 +27,13 @@ _is_watching = False
 
 
 def warn(message: str, *args: object, level: int = logging.WARNING) -> None:
-    """Log a warning, or a message of another level, on the first rank only."""
+    """Log a message on the first rank only.
+
+    Args:
+        message: the message, with placeholders of ``logging``.
+        args: values of the placeholders.
+        level: level of ``logging``.
+    """
     if not dist.is_initialized() or dist.get_rank() == 0:
         _logger.log(level, message, *args)
 
@@ -36,17 +41,20 @@ def warn(message: str, *args: object, level: int = logging.WARNING) -> None:
 def warn_of_unmatched_units(module: nn.Module, units: Units) -> None:
     """Warn of classes of units that are nowhere in the model."""
     inside = list(module.modules())[1:]
-    unmatched = [
-        unit.__name__
-        for unit in resolve_unit_modules(units)
-        if isinstance(unit, type) and not any(isinstance(one, unit) for one in inside)
-    ]
+    unmatched = []
+    for unit in resolve_unit_modules(units):
+        if isinstance(unit, type) and not any(isinstance(other, unit) for other in inside):
+            unmatched.append(unit.__name__)
     if not unmatched:
         return
-    parents = [one for one in module.modules() if next(one.children(), None) is not None]
-    counts = Counter(type(one).__name__ for one in parents)
+    counts: Counter[str] = Counter()
+    for parent in module.modules():
+        if next(parent.children(), None) is not None:
+            counts[type(parent).__name__] += 1
     present = [name for name, count in counts.most_common(5) if count > 1]
-    hint = f" Its repeated modules are {', '.join(present)}" if present else ""
+    hint = ""
+    if present:
+        hint = f" Its repeated modules are {', '.join(present)}"
     warn(
         f"units: the model has no {' and no '.join(unmatched)}, so nothing is gathered layer by"
         f" layer for it.{hint}"
@@ -100,13 +108,17 @@ def _refuse_parameters_from_before(optimizer: torch.optim.Optimizer, *unused: An
     """Raise ``RuntimeError`` at the first step of an optimizer that would train nothing."""
     if optimizer in _checked:
         return
-    given = list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
-    stale = sum(hasattr(parameter, IS_COMPUTE) and parameter.requires_grad for parameter in given)
-    if stale:
+    num_parameters = 0
+    num_stale = 0
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            num_parameters += 1
+            num_stale += hasattr(parameter, IS_COMPUTE) and parameter.requires_grad
+    if num_stale:
         raise RuntimeError(
-            f"{stale} of the optimizer's {len(given)} parameters are those of a module that has"
-            " been sharded since: they have no gradients, and a step would train nothing. Create"
-            " the optimizer over model.parameters() after fully_shard_model and pass it to"
+            f"{num_stale} of the optimizer's {num_parameters} parameters are those of a module that"
+            " has been sharded since: they have no gradients, and a step would train nothing."
+            " Create the optimizer over model.parameters() after fully_shard_model and pass it to"
             " fully_shard_optimizer, or shard both by fully_shard(model, optimizer)"
         )
     _checked.add(optimizer)

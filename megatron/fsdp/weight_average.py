@@ -18,7 +18,7 @@ from megatron.fsdp.sharded_module import ShardedModule
 class WeightAverage:
     """An exponential moving average of the main weights of a sharded model.
 
-    Every rank averages its main weights, in their dtype, without communication; nothing else.
+    Every rank averages its main weights only, in their dtype, without communication.
 
         average = WeightAverage(model, decay=0.999)
         average.update()  # after each step of the optimizer
@@ -46,7 +46,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Let the average follow the weights, after a step of the optimizer."""
+        """Add the weights to the average, after a step of the optimizer."""
         if self._is_applied:
             raise RuntimeError("update the average outside of applied(): the model has it there")
         self.num_updates += 1
@@ -74,8 +74,11 @@ class WeightAverage:
             group.install_main_weights()
 
     def _named(self) -> dict[str, ShardedParam]:
-        named = self._model.named_parameters(remove_duplicate=False)
-        return {name: sharded_param_of(each) for name, each in named if is_linked(each)}
+        named = {}
+        for name, parameter in self._model.named_parameters(remove_duplicate=False):
+            if is_linked(parameter):
+                named[name] = sharded_param_of(parameter)
+        return named
 
     def state_dict(self) -> dict[str, Any]:
         """Return the averages, as DTensors that share their storage, and ``num_updates``."""

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from megatron.fsdp.engine.collectives import local_group
-from megatron.fsdp.engine.unit_choice import is_expert_parameter
+from megatron.fsdp.engine.unit_choice import belongs_to_expert
 from megatron.mcore_adapter.releases.process_groups import all_gather_group
 from megatron_fsdp import FSDPDistributedIndex
 
@@ -50,7 +50,7 @@ def mesh_axes(
     if device is None:
         device = torch.accelerator.current_accelerator(check_available=True) or "cpu"
     device_type = torch.device(device).type
-    has_experts = any(is_expert_parameter(*named) for named in module.named_parameters())
+    has_experts = any(belongs_to_expert(*named) for named in module.named_parameters())
     tensor, outer = groups["tp_group"], groups["inter_dist_opt_group"]
     tensor_of_experts = expert_tensor_group(pg_collection) if has_experts else None
     tensor_groups = (tensor, tensor_of_experts)

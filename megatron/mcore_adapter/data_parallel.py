@@ -23,6 +23,7 @@ from torch import nn
 
 from megatron.fsdp import Offload
 from megatron.fsdp.dtensor.sharded_param import ShardedParam
+from megatron.fsdp.engine.policy import ParameterKind
 from megatron.fsdp.module_access.shown_parameters import PASSED_ON
 from megatron.mcore_adapter.axes import complete, expert_tensor_group, instance_group, mesh_axes
 from megatron.mcore_adapter.captured_iterations import call_with_new_weights, captures_iterations
@@ -167,7 +168,7 @@ class FullyShardedDataParallel(_BaseDataParallel):
         groups = ProcessGroupCollection.setup_process_groups_for_ddp(
             pg_collection, config, ddp_config
         )
-        strategies = [strategy_of(ddp_config).of(is_expert) for is_expert in (False, True)]
+        strategies = [strategy_of(ddp_config).of(kind) for kind in ParameterKind]
         _check_experts(config, groups, pg_collection)
         index = mesh_axes(module, ddp_config, groups, pg_collection, device)
         _mark_parameters(module)

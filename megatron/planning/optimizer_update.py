@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from megatron.fsdp import ShardedModule
 from megatron.fsdp.dtensor.sharded_param import ShardedParam, sharded_param_of
-from megatron.fsdp.engine.unit_choice import is_expert_parameter
+from megatron.fsdp.engine.policy import ParameterKind
 from megatron.fsdp.optimizer.matrix.matrix_parts import OwnerRanks
 from megatron.mcore_adapter.core_optimizers import is_matrix
 from megatron.mcore_adapter.run.optimizer_names import MUON
@@ -151,16 +151,11 @@ def matrices_of(model: ShardedModule) -> list[ShardedParam]:
 def _plan_owners(
     args: argparse.Namespace, machine: Cluster, model: ShardedModule, matrices: list[ShardedParam]
 ) -> Iterator[OwnerPlan]:
-    """Yield the plans of experts' matrices and of all others."""
-    has_experts = model._mesh.expert is not None
-    for is_expert in (True, False):
-        own = [
-            each
-            for each in matrices
-            if (has_experts and is_expert_parameter(each.name, each.compute)) == is_expert
-        ]
+    """Yield the plans of each kind's matrices."""
+    for kind in ParameterKind:
+        own = [each for each in matrices if each.kind is kind]
         if own:
-            axes = model._mesh.axes(is_expert)
+            axes = model._mesh.axes(kind)
             among = OwnerRanks(axes)
             numbers = dist.get_process_group_ranks(among.group)
             yield plan_owners(

@@ -15,8 +15,14 @@ from torch import nn
 from megatron.fsdp.builder import names_of_groups
 from megatron.fsdp.engine import unit_choice
 from megatron.fsdp.engine.layout import PREFER_ROWS, Granularity, plan
-from megatron.fsdp.engine.policy import MixedPrecisionPolicy, Precision, ShardingStrategy
+from megatron.fsdp.engine.policy import (
+    MixedPrecisionPolicy,
+    ParameterKind,
+    Precision,
+    ShardingStrategy,
+)
 from megatron.fsdp.engine.tensor_parallel import local_tensor
+from megatron.fsdp.engine.unit_choice import belongs_to_expert, kinds_of
 from megatron.fsdp.settings import Strategy, resolve_unit_modules
 
 
@@ -80,15 +86,18 @@ def estimate_memory(model: nn.Module, memory_plan: MemoryPlan) -> MemoryEstimate
     of_units = []
     for parameters in parameters_of.values():
         of_unit: Counter[str] = Counter()
-        for key, names in names_of_groups(parameters, memory_plan.expert is not None).items():
-            axes = memory_plan.expert if key.is_expert and memory_plan.expert else memory_plan.dense
+        kinds = kinds_of(model, parameters, has_expert_mesh=memory_plan.expert is not None)
+        for key, names in names_of_groups(parameters, kinds).items():
+            axes = memory_plan.dense
+            if key.kind is ParameterKind.EXPERT and memory_plan.expert:
+                axes = memory_plan.expert
             precision = memory_plan.precision.resolve(key.stored.dtype, key.trainable)
             for is_coded in (False, True):
                 members = [parameters[name] for name in names]
                 members = [one for one in members if (one in memory_plan.coded) == is_coded]
                 shapes = [tuple(local_tensor(one).shape) for one in members]
                 element = memory_plan.code_bytes if is_coded else precision.compute.itemsize
-                strategy = memory_plan.strategy.of(key.is_expert)
+                strategy = memory_plan.strategy.of(key.kind)
                 matrices = memory_plan.matrices.intersection(members)
                 in_matrices = sum(local_tensor(one).numel() for one in matrices)
                 rest = (axes, strategy, precision, key.trainable, memory_plan, element, in_matrices)
@@ -113,7 +122,7 @@ def estimate_memory(model: nn.Module, memory_plan: MemoryPlan) -> MemoryEstimate
 
 def experts_in(model: nn.Module) -> bool:
     """Return True if a model has expert parameters, which have a mesh of their own."""
-    return any(unit_choice.is_expert_parameter(*named) for named in model.named_parameters())
+    return any(belongs_to_expert(*named) for named in model.named_parameters())
 
 
 def host_bytes(numel: int, precision: Precision, trainable: bool, states: int) -> int:

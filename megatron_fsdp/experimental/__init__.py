@@ -7,7 +7,7 @@ with fully_shard_context() as context:
     fully_shard(model, mesh, placements)
 optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters()))
 
-It is the engine of the first generation: :class:`Placements` say its strategies, axis by axis.
+It is the engine of the first generation: :class:`Placements` are its strategies, axis by axis.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def fully_shard_context(
     use_symmetric_memory: bool = False,
     unify_communication_stream: bool = False,
 ) -> Iterator[Context]:
-    """Let all calls of :func:`fully_shard` inside share streams and the order of prefetching.
+    """Share streams and the order of prefetching between all calls of :func:`fully_shard` inside.
 
     Modules that no later call contains are roots. While one computes, the weights with which the
     next one begins are gathered, in the order of the calls for roots. The context ends before any
@@ -138,18 +138,24 @@ def fully_shard(
             "fully_shard after fully_shard_optimizer: shard the module around those with an"
             " optimizer first. The optimizer itself may be made before"
         )
-    problems = Problems(mesh.get_all_groups() if isinstance(mesh, DeviceMesh) else (None,))
+    problems = Problems()
+    if isinstance(mesh, DeviceMesh):
+        problems = Problems(mesh.get_all_groups())
     with published_names(NAMES):
+        engine_mesh = None
+        strategy = Strategy()
         axes = problems.check(sharded_axes, module, mesh, placements, grad_divisor != 1)
+        if axes is not None:
+            engine_mesh, strategy = axes
         precision = mixed_precision_policy or MixedPrecisionPolicy()
         settings = Settings(
-            mesh=axes and axes[0],
-            strategy=axes[1] if axes else Strategy(),
+            mesh=engine_mesh,
+            strategy=strategy,
             precision=problems.check(parse_precision, precision) or MixedPrecisionPolicy(),
             gradients=problems.check(Gradients, divisor=grad_divisor) or Gradients(),
             initialisation=MetaInitialisation() if _is_on_meta(module) else None,
         )
-        if axes is not None and not context.is_on(settings.device):
+        if engine_mesh is not None and not context.is_on(settings.device):
             problems.add(f"the context is on {context.device}, the mesh on {settings.device}")
         InPlaceModel(module, settings, problems, context)
     return module
@@ -161,7 +167,7 @@ def _is_on_meta(module: object) -> bool:
 
 @contextmanager
 def microbatch(context: Context, is_last: bool) -> Iterator[None]:
-    """Say whether the backward passes inside are those of the last microbatch of a step.
+    """Mark the backward passes inside as those of the last microbatch of a step, or not.
 
     Where an axis replicates gradients (levels 0 and 1, HSDP and HFSDP), they are reduced over it
     by the last one only, and are final on ``param.grad`` after that. With ``Shard(0)`` alone every
@@ -181,7 +187,7 @@ def microbatch(context: Context, is_last: bool) -> Iterator[None]:
 
 
 def fully_shard_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Let the steps of an optimizer over ``module.parameters()`` follow sharding; return it.
+    """Shard an optimizer over ``module.parameters()``, in place, and return it.
 
     Before a step gradients are final, in the dtype of main weights; after it compute weights follow
     these. It steps on the memory of shards at once, and ``state_dict()`` is ready for checkpoints.
@@ -198,7 +204,9 @@ def fully_shard_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optim
 
 
 def save_checkpoint(
-    model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint_dir: str | os.PathLike[str]
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    checkpoint_dir: str | os.PathLike[str],
 ) -> None:
     """Save a model and its optimizer as a directory of torch.distributed.checkpoint."""
     save(_state(model, optimizer), checkpoint_id=checkpoint_dir)

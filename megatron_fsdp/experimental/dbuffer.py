@@ -22,11 +22,17 @@ OPERATIONS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG}
 
 @dataclass(frozen=True)
 class BufferLayout:
-    """The positions of whole tensors in a buffer, in elements; no rank's part cuts a row."""
+    """The positions of whole tensors in a buffer, in elements; no rank's part cuts a row.
+
+    Args:
+        tensor_shapes: shapes of the tensors.
+        tensor_to_offset: position of the first element of each of them.
+        size: number of elements of the buffer, padding included.
+    """
 
     tensor_shapes: tuple[torch.Size, ...]
     tensor_to_offset: tuple[int, ...]
-    size: int  # with padding
+    size: int
 
 
 class DBuffer:
@@ -38,9 +44,9 @@ class DBuffer:
     Args:
         mesh: the mesh.
         placements: ``Shard(0)``, ``Replicate()`` or ``Partial()`` for each of its axes.
-        tensor_shapes: of the tensors.
-        dtype: of all of them.
-        device: of this rank's part. None: the mesh's.
+        tensor_shapes: shapes of the whole tensors.
+        dtype: dtype of all tensors.
+        device: device of this rank's part, which is zeros at first. None: the mesh's.
 
     Raises:
         ValueError: for other placements.
@@ -56,21 +62,23 @@ class DBuffer:
     ):
         self.mesh = mesh
         self.placements = tuple(placements)
-        shapes = tuple(map(torch.Size, tensor_shapes))
+        shapes = tuple(torch.Size(shape) for shape in tensor_shapes)
         known = (Replicate(), Shard(0), Partial("sum"), Partial("avg"))
         if len(self.placements) != mesh.ndim or not set(self.placements) <= set(known):
             raise ValueError(
                 f"placements expects Shard(0), Replicate() or Partial() for each of {mesh.ndim}"
                 f" axes but got {self.placements}"
             )
-        plan_ = plan(shapes, mesh.size(), ROWS)
-        starts = tuple(position.start for position in plan_.positions)
-        self.layout = BufferLayout(shapes, starts, plan_.numel)
-        self.offset, size = 0, plan_.numel
-        for axis in self._axes_of(Shard):
+        layout = plan(shapes, mesh.size(), ROWS)
+        starts = tuple(position.start for position in layout.positions)
+        self.layout = BufferLayout(shapes, starts, layout.numel)
+        self.offset = 0
+        size = layout.numel
+        for axis in self._sharded_axes():
             size //= mesh.size(axis)
             self.offset += size * mesh.get_local_rank(axis)
-        device = mesh.device_type if device is None else device
+        if device is None:
+            device = mesh.device_type
         self.local_buffer = torch.zeros(size, dtype=dtype, device=device)
 
     @classmethod
@@ -81,7 +89,14 @@ class DBuffer:
         placements: Iterable[Placement],
         tensor_shapes: Iterable[Sequence[int]],
     ) -> DBuffer:
-        """Return a buffer of which ``local_buffer`` is this rank's part, without a copy."""
+        """Return a buffer over this rank's part, without a copy.
+
+        Args:
+            local_buffer: flat tensor of this rank's elements, whose storage the result shares.
+            mesh: the mesh.
+            placements: a placement for each of its axes.
+            tensor_shapes: shapes of the whole tensors.
+        """
         buffer = cls(mesh, placements, tensor_shapes, local_buffer.dtype, "meta")
         if local_buffer.shape != buffer.local_buffer.shape:
             raise ValueError(
@@ -93,14 +108,25 @@ class DBuffer:
 
     @classmethod
     def distribute_tensors(
-        cls, tensors: Sequence[torch.Tensor], mesh: DeviceMesh, placements: Iterable[Placement]
+        cls,
+        tensors: Sequence[torch.Tensor],
+        mesh: DeviceMesh,
+        placements: Iterable[Placement],
     ) -> DBuffer:
-        """Return a buffer with this rank's part of whole tensors, which all ranks have."""
+        """Return a buffer with this rank's part of whole tensors.
+
+        Args:
+            tensors: the whole tensors, of one dtype, the same on all ranks.
+            mesh: the mesh.
+            placements: a placement for each of its axes.
+        """
         shapes = [tensor.shape for tensor in tensors]
         buffer = cls(mesh, placements, shapes, tensors[0].dtype)
         for index, tensor in enumerate(tensors):
-            start, stop = buffer._rows_of(index)
-            buffer.get_tensor(index).copy_(tensor[start:stop] if tensor.ndim else tensor)
+            if tensor.ndim:
+                start, stop = buffer._rows_of(index)
+                tensor = tensor[start:stop]
+            buffer.get_tensor(index).copy_(tensor)
         return buffer
 
     @property
@@ -110,12 +136,15 @@ class DBuffer:
 
     def get_tensor(self, index: int) -> torch.Tensor:
         """Return this rank's rows of a tensor, maybe none, as a view of the buffer."""
-        shape, (start, stop) = self.layout.tensor_shapes[index], self._rows_of(index)
-        begin = self.layout.tensor_to_offset[index] + start * row_size(shape) - self.offset
+        shape = self.layout.tensor_shapes[index]
+        start, stop = self._rows_of(index)
         if start == stop:
             return self.local_buffer[:0].view(0, *shape[1:])
+        begin = self.layout.tensor_to_offset[index] + start * row_size(shape) - self.offset
         flat = self.local_buffer.narrow(0, begin, (stop - start) * row_size(shape))
-        return flat.view(stop - start, *shape[1:]) if shape else flat.view(())
+        if not shape:
+            return flat.view(())
+        return flat.view(stop - start, *shape[1:])
 
     def get_dtensor(self, index: int) -> DTensor:
         """Return the whole tensor as a DTensor over :meth:`get_tensor`."""
@@ -125,14 +154,25 @@ class DBuffer:
     # ---- changes of the placement on one axis
 
     def allgather(self, axis: int, out: DBuffer | None = None) -> DBuffer:
-        """Gather the shards of an axis; they must be those that no other axis divides."""
+        """All-gather the shards of an axis; they must be those that no other axis divides."""
         result = self._placed(axis, Shard(0), Replicate(), out)
         group = self.mesh.get_group(axis)
         Transport().all_gather([result.local_buffer], [self.local_buffer], group)(False)
         return result
 
-    def scatter(self, axis: int, placement: Placement, out: DBuffer | None = None) -> DBuffer:
-        """Take this rank's shard of copies, which shares their memory unless ``out`` is given."""
+    def scatter(
+        self,
+        axis: int,
+        placement: Placement,
+        out: DBuffer | None = None,
+    ) -> DBuffer:
+        """Return this rank's shard of copies.
+
+        Args:
+            axis: axis of the mesh that has copies.
+            placement: the placement of the result on it.
+            out: receives the shard. None: the result shares the memory of the copies.
+        """
         result = self._placed(axis, Replicate(), placement, out, allocates=False)
         part = self.local_buffer.chunk(self.mesh.size(axis))[self.mesh.get_local_rank(axis)]
         if out is None:
@@ -141,20 +181,33 @@ class DBuffer:
         return out
 
     def allreduce(self, axis: int, out: DBuffer | None = None) -> DBuffer:
-        """Reduce the partial sums of an axis into copies."""
+        """All-reduce the partial sums of an axis into copies."""
         result = self._placed(axis, self.placements[axis], Replicate(), out)
         result.local_buffer.copy_(self.local_buffer)
         dist.all_reduce(result.local_buffer, self._operation(axis), self.mesh.get_group(axis))
         return result
 
     def reduce_scatter(
-        self, axis: int, placement: Placement, out: DBuffer | None = None
+        self,
+        axis: int,
+        placement: Placement,
+        out: DBuffer | None = None,
     ) -> DBuffer:
-        """Reduce the partial sums of an axis into shards."""
+        """Reduce-scatter the partial sums of an axis.
+
+        Args:
+            axis: axis of the mesh that has partial sums.
+            placement: the placement of the result on it.
+            out: receives the result. None: a new buffer.
+        """
         result = self._placed(axis, self.placements[axis], placement, out)
-        group, operation = self.mesh.get_group(axis), self._operation(axis)
-        full, shard = self.local_buffer, result.local_buffer
-        Transport().reduce_scatter(full, shard, group, operation)(False)
+        start = Transport().reduce_scatter(
+            full=self.local_buffer,
+            shard=result.local_buffer,
+            group=self.mesh.get_group(axis),
+            operation=self._operation(axis),
+        )
+        start(False)
         return result
 
     def redistribute(self, placements: Iterable[Placement], out: DBuffer | None = None) -> DBuffer:
@@ -178,15 +231,17 @@ class DBuffer:
 
     # ---- parts
 
-    def _axes_of(self, kind: type[Placement]) -> list[int]:
-        return [axis for axis, one in enumerate(self.placements) if isinstance(one, kind)]
+    def _sharded_axes(self) -> list[int]:
+        return [axis for axis, one in enumerate(self.placements) if isinstance(one, Shard)]
 
     def _rows_of(self, index: int) -> tuple[int, int]:
         """Return the range of rows of a tensor that this rank has; a scalar is one row."""
-        shape, start = self.layout.tensor_shapes[index], self.layout.tensor_to_offset[index]
-        size, rows = row_size(shape), shape[0] if shape else 1
-        begin = min(max((self.offset - start) // size, 0), rows)
-        end = min(max((self.offset + len(self.local_buffer) - start) // size, 0), rows)
+        shape = self.layout.tensor_shapes[index]
+        num_rows = shape[0] if shape else 1
+        size = row_size(shape)
+        start = self.offset - self.layout.tensor_to_offset[index]  # of this rank's part
+        begin = min(max(start // size, 0), num_rows)
+        end = min(max((start + len(self.local_buffer)) // size, 0), num_rows)
         return begin, end
 
     def _operation(self, axis: int) -> dist.ReduceOp.RedOpType:
@@ -203,14 +258,15 @@ class DBuffer:
         out: DBuffer | None,
         allocates: bool = True,
     ) -> DBuffer:
-        """Return the buffer for a result: ``out``, or a new one; check what it is made of."""
+        """Return the buffer for a result: ``out``, or a new one; check the placements."""
         if self.placements[axis] != before:
             raise ValueError(f"axis {axis} expects {before!r} but has {self.placements[axis]!r}")
-        if Shard(0) in (before, after) and any(one > axis for one in self._axes_of(Shard)):
+        if Shard(0) in (before, after) and any(other > axis for other in self._sharded_axes()):
             raise ValueError(f"axis {axis}: gather the shards of later axes first")
         placements = (*self.placements[:axis], after, *self.placements[axis + 1 :])
-        shapes, device = self.layout.tensor_shapes, self.local_buffer.device
-        if out is not None and (out.placements, out.layout) != (placements, self.layout):
-            raise ValueError(f"out expects the placements {placements} and the same layout")
-        where = device if allocates else "meta"
-        return DBuffer(self.mesh, placements, shapes, self.dtype, where) if out is None else out
+        if out is not None:
+            if out.placements != placements or out.layout != self.layout:
+                raise ValueError(f"out expects the placements {placements} and the same layout")
+            return out
+        device = self.local_buffer.device if allocates else "meta"
+        return DBuffer(self.mesh, placements, self.layout.tensor_shapes, self.dtype, device)

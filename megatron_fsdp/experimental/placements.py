@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Placements of the second generation of the published interface, and the strategies they say."""
+"""Placements of the second generation of the published interface, as strategies of the engine."""
 
 from __future__ import annotations
 
@@ -90,7 +90,10 @@ class Placements:
 
 
 def sharded_axes(
-    module: nn.Module, mesh: DeviceMesh, placements: Placements, has_experts: bool
+    module: nn.Module,
+    mesh: DeviceMesh,
+    placements: Placements,
+    has_experts: bool,
 ) -> tuple[Mesh, Strategy]:
     """Return the mesh and the strategy of the engine for placements on the axes of a mesh."""
     if not isinstance(mesh, DeviceMesh):
@@ -110,7 +113,7 @@ def sharded_axes(
     levels = sorted(by_level)
     if len(levels) > 2 or (len(levels) == 2 and levels[0] != 0 and levels != [1, 3]):
         raise ValueError(
-            f"placements have the levels {levels} on {by_level}: beside an axis that shards, a"
+            f"placements have the levels {levels} on {by_level}: next to an axis that shards, a"
             " second one may replicate everything, or shard the optimizer if the first one shards"
             " everything"
         )
@@ -121,9 +124,11 @@ def sharded_axes(
             named[tuple(axes)]._flatten(flat[level])  # torch makes it once
     others = set(axis_names(named)).difference(*by_level.values())
     tensor = None
-    for parameter in module.parameters() if isinstance(module, nn.Module) else ():
+    parameters = list(module.parameters()) if isinstance(module, nn.Module) else []
+    for parameter in parameters:
         if isinstance(parameter, DTensor) and not is_linked(parameter):
-            tensor = next(iter(others.intersection(axis_names(parameter.device_mesh))), tensor)
+            for name in others.intersection(axis_names(parameter.device_mesh)):
+                tensor = name
     axes_of_engine = Mesh(
         device_mesh=named,
         inner=flat[levels[-1]],

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from megatron.fsdp import Mesh, Strategy, trace
 from megatron.fsdp import fully_shard as by_settings
+from megatron.fsdp.engine.policy import ParameterKind
 from megatron_fsdp import MegatronFSDP, fully_shard, fully_shard_model
 from tests.fsdp.test_collectives_of_axes import ExpertStack
 from tests.fsdp.test_communication import order_of
@@ -241,5 +242,6 @@ def test_strategies_of_experts_check_themselves() -> None:
         assert name in str(error.value)
     with pytest.raises(ValueError, match=r"expert_outer='optim' needs Strategy\.expert_level="):
         Strategy(level=3, outer=1, expert_level=1, expert_outer=1)
-    assert Strategy(level=3, outer=1, expert_level=1).of(True) == (1, False)
-    assert Strategy(level=3, outer=1).of(True) == Strategy(level=3, outer=1).of(False) == (3, True)
+    assert Strategy(level=3, outer=1, expert_level=1).of(ParameterKind.EXPERT) == (1, False)
+    for kind in ParameterKind:
+        assert Strategy(level=3, outer=1).of(kind) == (3, True)

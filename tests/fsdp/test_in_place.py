@@ -176,6 +176,6 @@ def test_a_context_has_one_stream_or_two_of_its_device() -> None:
     for is_one in (False, True):
         with fully_shard_context("cuda", unify_communication_stream=is_one) as context:
             assert context.is_on(torch.device("cuda", 1)) and not context.is_on(torch.device("cpu"))
-        assert context.streams(torch.device("cuda"))._is_one is is_one
+        assert context.streams(torch.device("cuda"))._has_one_stream is is_one
     with fully_shard_context("cuda:0") as context:
         assert not context.is_on(torch.device("cuda", 1))

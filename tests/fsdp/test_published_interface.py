@@ -76,7 +76,7 @@ SHARD = """
     preserve_fp32_weights=None, suggested_communication_unit_size=None, param_init_fn=None,
     find_unused_parameters=False, granularity='prefer_rows', fsdp_manual_registration=False,
     ignored_params=None, offload_policy=None, expert_zero_dp_strategy=None,
-    expert_outer_dp_sharding_strategy=None
+    expert_outer_dp_sharding_strategy=None, embedding_zero_dp_strategy=None
 """
 
 SIGNATURES = {

@@ -34,6 +34,7 @@ from megatron.fsdp.engine.collectives import all_reduce_over
 from megatron.fsdp.engine.layout import row_size
 from megatron.fsdp.engine.mesh import Axes, NormGroup
 from megatron.fsdp.engine.param_group import ParamGroup
+from megatron.fsdp.engine.policy import ParameterKind
 
 AnyUneven = TypeVar("AnyUneven", bound=UnevenDTensor)
 
@@ -49,8 +50,9 @@ _is_offloaded = attrgetter("memory.target.is_offloaded")
 
 @dataclass(frozen=True)
 class ParameterMesh:
-    """The mesh of dense parameters or of expert parameters."""
+    """The mesh of a kind of parameters."""
 
+    kind: ParameterKind
     axes: Axes
     mesh: DeviceMesh  # tensor axis if there is one, inner axis, and outer axis if it shards them
     norm_group_of_slices: NormGroup  # of parameters that tensor parallelism divides
@@ -71,6 +73,7 @@ class ShardedParam:
         self.flat_range = group.layout.owned(index, group.rank)
         shape, axis = self.flat_range.shape, mesh.axes.tensor
         self.slice = TensorSlice.of_parameter(group.parameters[index], shape, axis)
+        self.kind = mesh.kind
         self._mesh = mesh.mesh
         self.norm_group = (
             mesh.norm_group_of_copies if self.slice.dim is None else mesh.norm_group_of_slices

@@ -34,17 +34,17 @@ class Storage:
         observe.storage("allocate", buffer.flat)
 
     def free(self, buffer: FlatBuffer) -> None:
-        """Take the memory of an allocated buffer back."""
+        """Free the memory of an allocated buffer."""
         buffer.flat.untyped_storage().resize_(0)
         observe.storage("release", buffer.flat)
 
     def abandon(self, buffer: FlatBuffer) -> None:
-        """Leave the memory of an allocated buffer to a failed collective, and then to nobody."""
+        """Give an allocated buffer other memory, since a failed collective may use the old one."""
         observe.storage("release", buffer.flat)
         buffer.move(None)
 
     def discard(self, buffer: FlatBuffer) -> None:
-        """Forget a freed buffer that is not used any more, and all uses of it."""
+        """Forget a freed buffer that is not used any more, with the record of its uses."""
 
     def blocker(self, buffer: FlatBuffer) -> FlatBuffer | None:
         """Return the unused buffer that must be freed before this one can be allocated, if any."""
@@ -54,7 +54,13 @@ class Storage:
 class FlatBuffer:
     """One flat tensor ``[layout.numel]`` over all parameters of a group; its storage can be freed.
 
-    ``on_move`` is called when it has moved to other memory.
+    Args:
+        layout: positions of the parameters.
+        dtype: dtype of the elements.
+        device: device of the tensor.
+        name: contents, for messages.
+        storage: gives and takes the memory.
+        on_move: called when the tensor has moved to other memory.
     """
 
     def __init__(
@@ -73,14 +79,14 @@ class FlatBuffer:
         self.flat = torch.empty(layout.numel, dtype=dtype, device=device)
         self.num_bytes = self.flat.numel() * self.flat.element_size()
         observe.storage("allocate", self.flat)
-        self.views = [  # of whole parameters, in their logical shapes
-            self.flat[position.start : position.stop].view(position.shape)
-            for position in layout.positions
-        ]
+        self.views: list[torch.Tensor] = []  # of whole parameters, in their logical shapes
+        for position in layout.positions:
+            flat = self.flat[position.start : position.stop]
+            self.views.append(flat.view(position.shape))
         self.padding = padding_of(self.flat, layout)
         self._slices: list[torch.Tensor] = []
         self.is_allocated = True
-        # A collective has failed, of which other ranks may still send to this memory, or read it.
+        # A collective has failed; other ranks may still write to this memory, or read it.
         self.is_in_failed_collective = False
         self.num_moves = 0  # to other addresses: graphs of autograd refer to the old one
         self.storage = storage
@@ -103,7 +109,7 @@ class FlatBuffer:
             self.is_allocated = self.is_in_failed_collective = False
 
     def discard(self) -> None:
-        """Free the storage, and forget all uses of the buffer."""
+        """Free the storage, and drop the record of its uses."""
         self.free()
         self.storage.discard(self)
 
@@ -113,9 +119,10 @@ class FlatBuffer:
         return self.storage.blocker(self)
 
     def move(self, memory: torch.Tensor | None) -> None:
-        """Use other memory, ``uint8`` and at least ``num_bytes``; None: storage of its own.
+        """Move the buffer, which nobody may use, to other memory.
 
-        Nobody may use the buffer.
+        Args:
+            memory: ``uint8``, at least ``num_bytes`` long. None: freed storage of its own.
         """
         if memory is None:
             storage = torch.UntypedStorage(self.num_bytes, device=self.flat.device)
@@ -137,12 +144,16 @@ class FlatBuffer:
 
 
 class ShardMemory:
-    """The memory of main weights, reduced gradients and optimizer state; that of the device."""
+    """The memory of main weights, reduced gradients and optimizer state; here that of the device.
 
-    is_offloaded = False  # they lie elsewhere, and copies between there and the device are needed
+    Args:
+        device: device on which units compute.
+    """
+
+    is_offloaded = False  # the memory is elsewhere, and copies to and from the device are needed
 
     def __init__(self, device: torch.device):
-        self.device = device  # of compute
+        self.device = device
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return a new flat tensor."""
@@ -153,11 +164,21 @@ class ShardMemory:
         function(tensor)
         return Pending()
 
-    def add(self, total: torch.Tensor, addend: torch.Tensor, is_first: bool) -> None:
-        """Add ``addend`` to ``total`` of this memory, which has no values yet if it ``is_first``.
+    def add(
+        self,
+        total: torch.Tensor,
+        addend: torch.Tensor,
+        is_first: bool,
+    ) -> None:
+        """Add a tensor to a sum.
 
         Copies may be under way on return: the host calls :meth:`wait` before it reads the total,
-        and nobody writes to the addend or frees its storage.
+        and until then nobody writes to the addend or frees its storage.
+
+        Args:
+            total: flat tensor of this memory.
+            addend: flat tensor of the same size on the device; its dtype may differ.
+            is_first: the total has no values yet.
         """
         if is_first:
             total.copy_(addend)
@@ -165,20 +186,21 @@ class ShardMemory:
             total.add_(addend)
 
     def wait(self) -> None:
-        """Let the host wait for all copies from and to the device."""
+        """Make the host wait for all copies from and to the device."""
 
     def release(self, tensor: torch.Tensor) -> None:
-        """Note that the next use of ``tensor`` is far."""
+        """Note that ``tensor`` is not used soon: a file may write it back."""
 
 
 class RunningSum:
     """A flat tensor ``[numel]`` that the first addend fills and later ones are added to.
 
     Args:
+        numel: number of elements.
         dtype: dtype in which addends are summed.
-        memory: where the sum lies; addends are on its device.
-        holds_address: keep the tensor for all sums, whose address captured graphs know.
-        places: the places of the parameters' gradients in the tensor.
+        memory: memory of the sum; addends are on its device.
+        holds_address: keep the tensor for all sums, because captured graphs know its address.
+        places: the views of the parameters' gradients. None: there are none.
     """
 
     def __init__(
@@ -202,7 +224,10 @@ class RunningSum:
     def total(self) -> torch.Tensor:
         """The sum, or zeros if nothing was added, which the host may read."""
         self.memory.wait()
-        return self.tensor().zero_() if self.is_empty else self.tensor()
+        total = self.tensor()
+        if self.is_empty:
+            total.zero_()
+        return total
 
     def is_in(self, tensor: torch.Tensor) -> bool:
         """Return True if ``tensor`` is the tensor of the sum."""
@@ -237,7 +262,7 @@ class RunningSum:
         self.is_empty = False
 
     def drop(self) -> None:
-        """Begin a new sum, in another tensor unless the address is held."""
+        """Begin a new sum, in another tensor unless the address is kept."""
         # Code that keeps a gradient still has the tensor: nothing writes to it any more.
         self.is_empty = True
         if self._total is not None and not self._holds_address:
@@ -246,25 +271,45 @@ class RunningSum:
 
 
 class Places:
-    """The places of some views of one flat tensor, to make views of others like it."""
+    """Shapes, strides and offsets of some views of a flat tensor, to make equal views of others.
+
+    Args:
+        views: views of one flat tensor, which may be on the meta device.
+    """
 
     def __init__(self, views: Sequence[torch.Tensor]):
         self._places = [(view.shape, view.stride(), view.storage_offset()) for view in views]
 
     def within(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Return the views of ``flat``."""
+        """Return the same views of ``flat``."""
         return list(starmap(flat.as_strided, self._places))  # in C: every step does this
 
 
 def padding_of(flat: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
     """Return the slices of a flat tensor that belong to no parameter."""
     used = sorted((place.start, place.stop) for place in layout.positions if place.numel)
-    starts = [start for start, _ in used] + [layout.numel]
-    stops = [0] + [stop for _, stop in used]
-    return [flat[stop:start] for stop, start in zip(stops, starts) if stop < start]
+    padding = []
+    end = 0  # of the parameters so far
+    for start, stop in [*used, (layout.numel, layout.numel)]:
+        if end < start:
+            padding.append(flat[end:start])
+        end = stop
+    return padding
 
 
-def shard_view(shard: torch.Tensor, layout: Layout, index: int, rank: int) -> torch.Tensor:
-    """Return the part of parameter ``index`` in the flat shard of ``rank``, in its local shape."""
+def shard_view(
+    shard: torch.Tensor,
+    layout: Layout,
+    index: int,
+    rank: int,
+) -> torch.Tensor:
+    """Return the part of a parameter that a shard contains, in its local shape.
+
+    Args:
+        shard: ``[layout.shard_size]``; the result shares its storage.
+        layout: the layout of the group.
+        index: index of the parameter in the group.
+        rank: the owner of the shard.
+    """
     start, stop = layout.shard_range(index, rank)
     return shard[start:stop].view(layout.owned(index, rank).local_shape)

@@ -28,12 +28,19 @@ _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.re
 
 
 class Gather(NamedTuple):
-    """The all-gather of one flat buffer."""
+    """The all-gather of one flat buffer.
 
-    full: torch.Tensor  # [inner_size * n], which is filled with the shards of all inner ranks
-    shard: torch.Tensor  # [n], this rank's; may be a slice of `full`
-    filled: Pending  # the copy of main weights from the host into this rank's part, if any
-    # [n / outer_size]; if given, `shard` is first filled with those of the outer ranks.
+    Args:
+        full: ``[inner_size * n]``, which is filled with the shards of all inner ranks.
+        shard: ``[n]``, this rank's shard; may be a slice of ``full``.
+        filled: the copy of main weights from the host into this rank's part, if there is one.
+        owned: ``[n / outer_size]``, this rank's owned shard. If given, ``shard`` is first filled
+            with the owned shards of the outer ranks.
+    """
+
+    full: torch.Tensor
+    shard: torch.Tensor
+    filled: Pending
     owned: torch.Tensor | None = None
 
 
@@ -49,14 +56,19 @@ class Transport:
         shards: Sequence[torch.Tensor],
         group: dist.ProcessGroup,
     ) -> Collective:
-        """Return the collective that fills each of ``fulls`` with the shards of all ranks.
+        """Return the all-gather that fills the full tensors with the shards of all ranks.
 
-        The tensors have the shapes ``[world_size * n]`` and ``[n]``; ``n`` and the dtype may differ
-        between them. A shard may be this rank's slice of its full tensor.
+        Args:
+            fulls: tensors ``[world_size * n]``; ``n`` and the dtype may differ between them.
+            shards: this rank's shard ``[n]`` of every full tensor, which may be a slice of it.
+            group: the ranks.
         """
         if len(fulls) == 1:
             return lambda asynchronous: _all_gather_single(
-                fulls[0], shards[0], group=group, async_op=asynchronous
+                fulls[0],
+                shards[0],
+                group=group,
+                async_op=asynchronous,
             )
 
         def start(asynchronous: bool) -> Work | None:
@@ -75,12 +87,20 @@ class Transport:
         group: dist.ProcessGroup,
         operation: dist.ReduceOp.RedOpType,
     ) -> Collective:
-        """Return the collective that makes ``shard`` this rank's slice of the reduced ``full``.
+        """Return the reduce-scatter that makes ``shard`` this rank's slice of the reduced ``full``.
 
-        The shapes are ``[n]`` and ``[world_size * n]``, and ``shard`` is no part of ``full``.
+        Args:
+            full: ``[world_size * n]``, which may be overwritten.
+            shard: ``[n]``, no part of ``full``.
+            group: the ranks.
+            operation: sum or average.
         """
         return lambda asynchronous: _reduce_scatter_single(
-            shard, full, op=operation, group=group, async_op=asynchronous
+            shard,
+            full,
+            op=operation,
+            group=group,
+            async_op=asynchronous,
         )
 
 
@@ -110,49 +130,71 @@ class Communicator:
     def __post_init__(self) -> None:
         self.inner_size = dist.get_world_size(self.inner)
         self.inner_rank = dist.get_rank(self.inner)
-        has_outer = self.outer is not None
-        self.outer_size = dist.get_world_size(self.outer) if has_outer else 1
-        self.outer_rank = dist.get_rank(self.outer) if has_outer else 0
+        self.outer_size = 1
+        self.outer_rank = 0
+        groups = [self.inner, self.all_gather_group]
+        if self.outer is not None:
+            self.outer_size = dist.get_world_size(self.outer)
+            self.outer_rank = dist.get_rank(self.outer)
+            groups.append(self.outer)
         self.is_hybrid = self.outer_size > 1
         self.has_collectives = self.inner_size * self.outer_size > 1
-        self.gather_groups = self.all_gather_group, self.outer  # of weights
-        groups = (self.inner, self.outer, self.all_gather_group)
-        self.streams.serve([group for group in groups if group is not None])
+        self.gather_groups = (self.all_gather_group, self.outer)  # of weights
+        self.streams.serve(groups)
 
     def partition(self, shards_inner: bool, shards_outer: bool) -> Partition:
         """Return the shards of a buffer that one or both axes divide, and this rank's."""
-        return Partition(
-            num_inner=self.inner_size if shards_inner else 1,
-            num_outer=self.outer_size if shards_outer else 1,
-            inner_rank=self.inner_rank if shards_inner else 0,
-            outer_rank=self.outer_rank if shards_outer else 0,
-        )
+        num_inner = num_outer = 1
+        inner_rank = outer_rank = 0
+        if shards_inner:
+            num_inner = self.inner_size
+            inner_rank = self.inner_rank
+        if shards_outer:
+            num_outer = self.outer_size
+            outer_rank = self.outer_rank
+        return Partition(num_inner, num_outer, inner_rank, outer_rank)
 
     # ---- weights
 
     def all_gather(self, gathers: Sequence[Gather]) -> Pending:
         """Start all-gathers together, in one collective over each axis with something to gather."""
-        shards = [gather.shard for gather in gathers]
-        # What is filled, what fills it, and the ranks, over one axis after the other.
-        stages = []
-        owned = [gather.owned for gather in gathers if gather.owned is not None]
-        if owned and self.outer is not None:
-            filled = [gather.shard for gather in gathers if gather.owned is not None]
-            stages.append((filled, owned, self.outer))
-        if self.inner_size > 1:
-            stages.append(([gather.full for gather in gathers], shards, self.all_gather_group))
+        fulls: list[torch.Tensor] = []
+        shards: list[torch.Tensor] = []
+        outer_shards: list[torch.Tensor] = []  # those that the outer axis fills first
+        owned_shards: list[torch.Tensor] = []
+        for gather in gathers:
+            fulls.append(gather.full)
+            shards.append(gather.shard)
+            if gather.owned is not None:
+                outer_shards.append(gather.shard)
+                owned_shards.append(gather.owned)
         collectives = []
-        for fulls, parts, group in stages:
-            collective = self.transport.all_gather(fulls, parts, group)
-            collectives.append(observed(GATHER, "all_gather", fulls, group, collective))
+        if owned_shards and self.outer is not None:
+            gather_outer = self.transport.all_gather(outer_shards, owned_shards, self.outer)
+            collectives.append(
+                observed(GATHER, "all_gather", outer_shards, self.outer, gather_outer)
+            )
+        if self.inner_size > 1:
+            group = self.all_gather_group
+            gather_inner = self.transport.all_gather(fulls, shards, group)
+            collectives.append(observed(GATHER, "all_gather", fulls, group, gather_inner))
         copies = all_of([gather.filled for gather in gathers])
         collectives[0] = _after(copies, collectives[0])
         return self.streams.launch("gather", *collectives)
 
     def broadcast(
-        self, tensor: torch.Tensor, over_inner: bool = True, over_outer: bool = True
+        self,
+        tensor: torch.Tensor,
+        over_inner: bool = True,
+        over_outer: bool = True,
     ) -> None:
-        """Broadcast ``tensor`` from the first rank of one or both axes, synchronously."""
+        """Broadcast from the first rank of one or both axes, synchronously.
+
+        Args:
+            tensor: any tensor, which is overwritten on the other ranks.
+            over_inner: broadcast over the inner axis.
+            over_outer: broadcast over the outer axis, if there is one, afterwards.
+        """
         if over_inner:
             broadcast_over(tensor, [self.inner])
         if over_outer and self.outer is not None:
@@ -171,20 +213,25 @@ class Communicator:
 
         The shapes are ``[inner_size * n]`` and ``[n]``; ``full`` may be overwritten.
         """
-        return self._divide(full, shard, self._scattering(full, shard, self.inner))
+        return self._divide(full, shard, self._reduce_scatter_over(full, shard, self.inner))
 
-    def _scattering(
-        self, full: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup
+    def _reduce_scatter_over(
+        self,
+        full: torch.Tensor,
+        shard: torch.Tensor,
+        group: dist.ProcessGroup,
     ) -> Collective:
         reduction = self.transport.reduce_scatter(full, shard, group, self._operation(full))
         return observed(REDUCE, "reduce_scatter", (full,), group, reduction)
 
     def all_reduce(self, full: torch.Tensor) -> Pending:
         """Reduce ``full`` in place over the inner axis, and divide; see [Note: the divisor]."""
-        reduction = self._reducing(full, self.inner) if self.inner_size > 1 else None
+        reduction = None
+        if self.inner_size > 1:
+            reduction = self._all_reduce_over(full, self.inner)
         return self._divide(full, full, reduction)
 
-    def _reducing(self, tensor: torch.Tensor, group: dist.ProcessGroup | None) -> Collective:
+    def _all_reduce_over(self, tensor: torch.Tensor, group: dist.ProcessGroup | None) -> Collective:
         start = partial(dist.all_reduce, tensor, self._operation(tensor), group)
         return observed(REDUCE, "all_reduce", (tensor,), group, start)
 
@@ -194,22 +241,26 @@ class Communicator:
         The shapes are ``[outer_size * n]``, already divided, and ``[n]``.
         """
         assert self.outer is not None
-        return self.streams.launch("reduce", self._scattering(shard, owned, self.outer))
+        return self.streams.launch("reduce", self._reduce_scatter_over(shard, owned, self.outer))
 
     def all_reduce_outer(self, shard: torch.Tensor) -> Pending:
         """Reduce ``shard`` in place over the outer axis; it is already divided."""
-        return self.streams.launch("reduce", self._reducing(shard, self.outer))
+        return self.streams.launch("reduce", self._all_reduce_over(shard, self.outer))
 
     def _operation(self, operand: torch.Tensor) -> dist.ReduceOp.RedOpType:
         # NCCL divides before it adds, gloo after: on a CPU a sum of float16 could overflow.
         overflows = operand.dtype == torch.float16 and operand.is_cpu
-        averages = self.average_in_collective and not overflows
-        return dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM
+        if self.average_in_collective and not overflows:
+            return dist.ReduceOp.AVG
+        return dist.ReduceOp.SUM
 
     def _divide(
-        self, operand: torch.Tensor, result: torch.Tensor, collective: Collective | None
+        self,
+        operand: torch.Tensor,
+        result: torch.Tensor,
+        collective: Collective | None,
     ) -> Pending:
-        """Launch the reduction over the inner axis, divided as [Note: the divisor] says."""
+        """Launch the reduction over the inner axis, and divide: see [Note: the divisor]."""
         # Without a collective, the operand is the sum already. The reduction over the outer axis
         # does not divide: it adds up terms of the mean.
         divisor: float = self.divisor
@@ -220,7 +271,9 @@ class Communicator:
         divides_first = operand.dtype == torch.float16 and divisor > 1
         if divides_first:
             operand.div_(divisor)
-        pending = self.streams.launch("reduce", collective) if collective else Pending()
+        pending = Pending()
+        if collective is not None:
+            pending = self.streams.launch("reduce", collective)
         if divides_first or divisor == 1:
             return pending
 
@@ -232,7 +285,7 @@ class Communicator:
 
 
 def _after(pending: Pending, collective: Collective) -> Collective:
-    """Return a collective that waits for ``pending`` on its own stream, where compute does not."""
+    """Return a collective that first waits for ``pending``, on its own stream only."""
 
     def start(asynchronous: bool) -> Work | None:
         pending.wait()
@@ -245,8 +298,8 @@ def local_group(ranks: Sequence[int], **settings: Any) -> dist.ProcessGroup:
     """Create a process group, which is a collective of its own ranks only.
 
     Args:
-        ranks: of the program.
-        settings: further arguments of ``new_group``.
+        ranks: its ranks, as numbers in the program.
+        settings: further arguments of ``torch.distributed.new_group``.
     """
     # With a device bound to all ranks, torch would split their communicator (ncclCommSplit). That
     # is a collective of all of them, and would wait for ranks outside, which do not call.
@@ -260,9 +313,9 @@ def local_group(ranks: Sequence[int], **settings: Any) -> dist.ProcessGroup:
 
 
 def connect(groups: Iterable[dist.ProcessGroup], device: torch.device) -> None:
-    """Make NCCL's communicators of groups, one by one; all ranks of each must do so together."""
+    """Create NCCL's communicators of groups, one by one; a collective of the ranks of each."""
     # NCCL connects the ranks of a group at its first collective of tensors on the device. Object
-    # collectives are none: with the backend "cpu:gloo,cuda:nccl" they use gloo.
+    # collectives do not count: with the backend "cpu:gloo,cuda:nccl" they use gloo.
     operand = torch.zeros(1, device=device)
     for group in groups:
         with observing("all_reduce", operand, group):
@@ -288,9 +341,17 @@ def agree(
 
 
 def all_reduce_over(
-    tensor: torch.Tensor, groups: Sequence[dist.ProcessGroup], op: dist.ReduceOp.RedOpType
+    tensor: torch.Tensor,
+    groups: Sequence[dist.ProcessGroup],
+    op: dist.ReduceOp.RedOpType,
 ) -> torch.Tensor:
-    """All-reduce ``tensor`` in place over one group after the other; return it."""
+    """All-reduce ``tensor`` in place over one group after the other, and return it.
+
+    Args:
+        tensor: any tensor.
+        groups: groups that together reach the wanted ranks; those of one rank are left out.
+        op: sum, maximum or another associative operation.
+    """
     for group in groups:
         if dist.get_world_size(group) > 1:
             with observing("all_reduce", tensor, group):
@@ -319,4 +380,5 @@ def all_gather_uneven(shard: torch.Tensor, group: dist.ProcessGroup) -> list[tor
     gathered = shard.new_empty(num_ranks * longest)
     with observing("all_gather", gathered, group):
         _all_gather_single(gathered, padded, group=group)
-    return [row[:size] for row, size in zip(gathered.view(num_ranks, longest), sizes.tolist())]
+    rows = gathered.view(num_ranks, longest)
+    return [row[:size] for row, size in zip(rows, sizes.tolist())]

@@ -34,11 +34,15 @@ Collective = Callable[[bool], "Work | None"]
 
 
 class Pending:
-    """An operation under way; on CUDA, all that wait for it do so on one stream."""
+    """An operation under way; on CUDA, all who wait for it do so on one stream.
+
+    Args:
+        wait: makes compute wait for the result. None: the operation is over.
+    """
 
     def __init__(self, wait: Callable[[], object] | None = None):
-        self._wait = wait  # makes compute wait for the result; None: it is over
-        self.has_failed = False  # someone has waited for it, and has got its error
+        self._wait = wait
+        self.has_failed = False  # a caller has waited for it, and has got its error
 
     def wait(self) -> None:
         """Make compute wait for the result; further calls do nothing, unless it has failed."""
@@ -55,7 +59,7 @@ class Pending:
 
 
 def all_of(operations: Iterable[Pending]) -> Pending:
-    """Return what waits for all of ``operations``."""
+    """Return one pending operation that stands for all of ``operations``."""
 
     def wait() -> None:
         for pending in operations:
@@ -84,22 +88,27 @@ class CpuStreams:
         return Pending(wait)
 
     def wait_on_host(self) -> None:
-        """Do nothing: what the host has launched, it has waited for."""
+        """Do nothing: the host has waited for everything that it has launched."""
 
 
 class CudaStreams:
-    """Runs collectives of tensors on ``device`` on streams of their own, ordered by events."""
+    """Runs collectives on streams of their own, ordered by events.
 
-    def __init__(self, device: torch.device, is_one: bool = False):
+    Args:
+        device: the device of the tensors.
+        has_one_stream: run all collectives on the same stream.
+    """
+
+    def __init__(self, device: torch.device, has_one_stream: bool = False):
         self._device = device
-        self._is_one = is_one  # all collectives run on the same stream
+        self._has_one_stream = has_one_stream
         self._priority = 0
         self._streams = defaultdict[str, torch.cuda.Stream](
             lambda: torch.cuda.Stream(device, self._priority)
         )
 
     def serve(self, groups: Sequence[dist.ProcessGroup]) -> None:
-        """Let the collectives of ``groups`` go before compute if one of these asks for it."""
+        """Give collectives priority over compute if one of ``groups`` was created with it."""
         # A group's own stream has its priority, but NCCL runs on it what is asynchronous. What is
         # launched here is not, so it runs on these streams.
         for group in groups:
@@ -110,14 +119,20 @@ class CudaStreams:
             except RuntimeError:  # a backend that has none
                 continue
             if getattr(options, "is_high_priority_stream", False):
-                # That of all streams of the model, which its groups share. None is made before all
-                # groups are served.
+                # All groups of a model share its streams, which are created at the first launch,
+                # after this.
                 self._priority = -1
 
     def launch(self, stream_name: str, *collectives: Collective) -> Pending:
-        """Run ``collectives`` on a stream; each may use the results of those before it."""
-        # The streams are "gather" and "reduce": neither waits for the other, unless they are one.
-        stream = self._streams["" if self._is_one else stream_name]
+        """Run ``collectives`` on a stream; each may use the results of those before it.
+
+        Args:
+            stream_name: "gather" or "reduce": neither stream waits for the other.
+            collectives: run one after another, in this order.
+        """
+        if self._has_one_stream:
+            stream_name = "all collectives"
+        stream = self._streams[stream_name]
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
             for collective in collectives:
@@ -126,7 +141,7 @@ class CudaStreams:
         return Pending(lambda: torch.cuda.current_stream(self._device).wait_event(done))
 
     def wait_on_host(self) -> None:
-        """Let the host wait for everything that these streams were given."""
+        """Make the host wait for all collectives that were launched on these streams."""
         for stream in self._streams.values():
             stream.synchronize()
 
@@ -158,12 +173,16 @@ class LockedPages(mmap.mmap):
             self._unlock()
 
 
-def pinned(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def pinned(
+    numel: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> torch.Tensor:
     """Return a flat tensor of zeros in pinned memory, which takes whole pages of its own.
 
     Args:
-        numel: at least 1.
-        dtype: of the tensor.
+        numel: number of elements, at least 1.
+        dtype: dtype of the elements; the memory is ``numel * dtype.itemsize`` bytes.
         device: the GPU that copies from and to it.
     """
     # Torch's allocator of pinned memory (CachingHostAllocator.h) would round the bytes up to a
@@ -178,9 +197,11 @@ def pinned(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor
 Streams = CpuStreams | CudaStreams
 
 
-def streams_for(device: torch.device, is_one: bool = False) -> Streams:
+def streams_for(device: torch.device, has_one_stream: bool = False) -> Streams:
     """Return the streams for collectives of tensors on ``device``; on CPU there are none."""
-    return CudaStreams(device, is_one) if device.type == "cuda" else CpuStreams()
+    if device.type == "cuda":
+        return CudaStreams(device, has_one_stream)
+    return CpuStreams()
 
 
 # Returns the number of the backward pass that autograd is running in this thread, or -1. Activation

@@ -8,7 +8,6 @@ import dataclasses
 import weakref
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from functools import partial
-from itertools import chain
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -34,7 +33,7 @@ from megatron.fsdp.engine.unit import Unit, UnitCall
 #     pre-forward     unshard the unit, the units that it shares parameters with, and any unit whose
 #                     parameter is passed as an argument (tied output layers)
 #     in forward      unshard a unit whose parameter the code reads by name: the call borrows it
-#     post-forward    end the use of all of them. Not while autograd recomputes activations, because
+#     post-forward    end the use of all of them, but not while autograd recomputes activations:
 #                     the backward of the same unit follows at once
 #     pre-backward    at the first gradient of an output: unshard all of them again
 #     post-backward   at the last gradient of an input: the call's backward is over. Where inputs
@@ -45,13 +44,13 @@ from megatron.fsdp.engine.unit import Unit, UnitCall
 
 
 class UnitCallbacks(Protocol):
-    """The client that follows what code does with the weights of units."""
+    """The client that watches how code changes the weights of units."""
 
     def before_call(self) -> None:
-        """Act before the outermost forward or method."""
+        """Prepare for the outermost forward or method."""
 
     def after_use(self, unit: Unit) -> None:
-        """Act after a call has used the weights of ``unit``, before they are resharded."""
+        """Handle the end of a use of ``unit`` by a call, before its weights are resharded."""
 
 
 class PassCallbacks(Protocol):
@@ -61,13 +60,24 @@ class PassCallbacks(Protocol):
         """Prepare for the gradients of a pass that has reached the model."""
 
     def end_backward(self) -> None:
-        """Go on with the gradients of a pass: every unit is finished."""
+        """Handle the gradients of a pass in which every unit is finished."""
 
 
 class UnitHooks:
-    """Connects the modules of units to their schedule."""
+    """Connects the modules of units to their schedule.
 
-    def __init__(self, schedule: Schedule, gradients: PassCallbacks, callbacks: UnitCallbacks):
+    Args:
+        schedule: the schedule, which has the units.
+        gradients: notified when a backward pass begins and ends.
+        callbacks: notified before calls and after uses of units.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        gradients: PassCallbacks,
+        callbacks: UnitCallbacks,
+    ):
         self._schedule = schedule
         self._gradients = gradients
         self.callbacks = callbacks
@@ -84,17 +94,23 @@ class UnitHooks:
             pre_forward = torch.compiler.disable(partial(self._pre_forward, unit))
             for module in unit.modules:
                 before = module.register_forward_pre_hook(
-                    pre_forward, prepend=True, with_kwargs=True
+                    pre_forward,
+                    prepend=True,
+                    with_kwargs=True,
                 )
                 after = module.register_forward_hook(post_forward, always_call=True)
                 self.handles |= {before.id, after.id}
             for group in unit.groups:
                 self.unit_of.update(dict.fromkeys(group.parameters, unit))
-                for parameter in group.parameters if group.requires_grad else ():
-                    # Python's collector does not see what these hooks refer to.
-                    grad_arrived = partial(UnitHooks._grad_arrived, weakref.proxy(self))
-                    handle = parameter.register_post_accumulate_grad_hook(grad_arrived)
-                    self._on_parameters.append(handle)
+                if group.requires_grad:
+                    self._hook_parameters(group.parameters)
+
+    def _hook_parameters(self, parameters: Iterable[nn.Parameter]) -> None:
+        for parameter in parameters:
+            # Python's garbage collector does not see the references of these hooks.
+            grad_arrived = partial(UnitHooks._grad_arrived, weakref.proxy(self))
+            handle = parameter.register_post_accumulate_grad_hook(grad_arrived)
+            self._on_parameters.append(handle)
 
     def remove_from_parameters(self) -> None:
         """Remove the hooks on parameters; those on modules are known by ``handles``."""
@@ -104,7 +120,11 @@ class UnitHooks:
     # ---- forward
 
     def _pre_forward(
-        self, unit: Unit, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        unit: Unit,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> None:
         borrowed = list(unit.shared)
         for argument in (*args, *kwargs.values()):
@@ -124,7 +144,12 @@ class UnitHooks:
         if torch.is_grad_enabled():
             self._watch_inputs(call, (args, kwargs))
 
-    def _post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    def _post_forward(
+        self,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        output: Any,
+    ) -> Any:
         call = self.calls.pop()
         observe.end_forward(call)
         try:
@@ -143,21 +168,25 @@ class UnitHooks:
         """Return ``output`` with copies of the weights in it that may be freed before its use."""
         # Linear layers may return their bias, for the caller to add. Copies cost less memory than
         # keeping the unit until the caller is done, which is the whole model's forward at worst.
-        groups = chain.from_iterable(unit.groups for unit in units)
-        freed = {
-            group.compute.flat.untyped_storage()._cdata
-            for group in groups
-            if group.reshards_after_use
-        }
+        freed = set()  # storages
+        for unit in units:
+            for group in unit.groups:
+                if group.reshards_after_use:
+                    freed.add(group.compute.flat.untyped_storage()._cdata)
 
         def is_freed(tensor: torch.Tensor) -> bool:
             local = local_tensor(debug_unwrap(tensor))
             has_storage = local.layout is torch.strided and not local.is_mkldnn
             return has_storage and local.untyped_storage()._cdata in freed
 
-        if not freed or not any(map(is_freed, tensors_in(output))):
+        def copy_if_freed(tensor: torch.Tensor) -> torch.Tensor:
+            if is_freed(tensor):
+                return tensor.clone()
+            return tensor
+
+        if not freed or not any(is_freed(tensor) for tensor in tensors_in(output)):
             return output
-        return map_tensors(lambda tensor: tensor.clone() if is_freed(tensor) else tensor, output)
+        return map_tensors(copy_if_freed, output)
 
     def forget_calls(self) -> None:
         """End the forwards under way after an exception for which torch calls no hooks."""
@@ -168,8 +197,14 @@ class UnitHooks:
             self.end_use(call, call.used_units)
 
     def call_method(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a method of a module that is not its forward, and return its result."""
-        # Weights that it reads by name are gathered then, and again for its backward; if any.
+        """Call a method of a module that is not its forward, and return its result.
+
+        Args:
+            method: the bound method.
+            args: its positional arguments.
+            kwargs: its keyword arguments.
+        """
+        # Weights that it reads by name are gathered when it reads them, and for its backward.
         if self.calls or in_backward():
             return method(*args, **kwargs)
         self.callbacks.before_call()
@@ -188,7 +223,7 @@ class UnitHooks:
         return output
 
     def borrow(self, unit: Unit) -> None:
-        """Let the innermost call use ``unit`` until it ends, unless a call under way uses it."""
+        """Unshard ``unit`` for the innermost call, until it ends, unless a call already uses it."""
         if not any(unit in call.used_units for call in self.calls):
             self.calls[-1].borrowed.append(unit)
             self._schedule.borrow(unit, self.calls[-1])
@@ -220,7 +255,7 @@ class UnitHooks:
                 continue
             if tensor.grad_fn is not None:
                 # Hooks of a tensor run before those of the node that computed it. If the tensor is
-                # the next unit's input, the backward of that one thus ends before this one begins.
+                # the next unit's input, the backward of that unit thus ends before this begins.
                 tensor.grad_fn.register_prehook(pre_backward_of_node)
             elif tensor.requires_grad:
                 tensor.register_hook(pre_backward)
@@ -232,7 +267,7 @@ class UnitHooks:
         return output
 
     def _watch_transformed_outputs(self, call: UnitCall, output: Any) -> Any:
-        """Do the same inside of function transforms: see [Note: function transforms]."""
+        """Watch outputs inside of function transforms: see [Note: function transforms]."""
         pre_backward = partial(self._pre_backward_of_node, call)
 
         def watch(tensor: torch.Tensor) -> torch.Tensor:
@@ -279,8 +314,8 @@ class UnitHooks:
 
     def _pre_backward_of_node(self, call: UnitCall, gradients: Any) -> None:
         # Autograd runs the nodes that were made last first, so those of later calls have run. The
-        # gradients of their inputs need not be complete: `call` and others may have the same ones
-        # (the result of an encoder). In a second pass over a kept graph, no hooks tell of them.
+        # gradients of their inputs need not be complete: `call` and others may share inputs (the
+        # result of an encoder). In a second pass over a kept graph, no hooks report them.
         for later in list(self._awaiting):
             is_of_pass = later.unit.users.get(later) == current_pass()
             if later.began > call.ended and is_of_pass and later.unit.has_all_grads:
@@ -293,9 +328,12 @@ class UnitHooks:
         for tensor in tensors_in(inputs):
             if tensor.requires_grad:
                 call.note_input(tensor)
-                if not isinstance(tensor, nn.Parameter):
-                    (leaves if tensor.is_leaf else others).append(tensor)
-        call.num_inputs = len(leaves) + bool(others)
+                if isinstance(tensor, nn.Parameter):
+                    continue
+                if tensor.is_leaf:
+                    leaves.append(tensor)
+                else:
+                    others.append(tensor)
         call.has_leaf_inputs = bool(leaves)
 
         def arrived(gradient: Any) -> None:
@@ -305,10 +343,12 @@ class UnitHooks:
 
         # torch's hook on several tensors knows which of them get no gradient, but it rejects leaves
         # in `autograd.grad`, so each leaf gets a hook of its own.
-        single = [*leaves, *others] if len(others) == 1 else leaves
-        call.input_hooks = [tensor.register_hook(arrived) for tensor in single]
-        if len(others) > 1:
+        call.input_hooks = [leaf.register_hook(arrived) for leaf in leaves]
+        if len(others) == 1:
+            call.input_hooks.append(others[0].register_hook(arrived))
+        elif others:
             call.input_hooks.append(torch.autograd.graph.register_multi_grad_hook(others, arrived))
+        call.num_inputs = len(call.input_hooks)
 
     def _post_backward(self, call: UnitCall) -> None:
         # The hooks refer to the graph and the graph to the hooks. Unless they are removed, the
@@ -343,7 +383,9 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) ->
         return mapped
 
     def map_leaf(leaf: Any) -> Any:
-        return leaf if leaf is value else map_tensors(function, leaf)
+        if leaf is value:
+            return leaf
+        return map_tensors(function, leaf)
 
     return tree_map(map_leaf, value, is_leaf=lambda leaf: leaf is not value)
 
@@ -362,4 +404,8 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
         inner = [getattr(value, item.name) for item in dataclasses.fields(value)]
     else:
         inner = [leaf for leaf in tree_leaves(value) if leaf is not value]
-    return list(chain.from_iterable(tensors_in(item) for item in inner if item is not None))
+    found: list[torch.Tensor] = []
+    for item in inner:
+        if item is not None:
+            found += tensors_in(item)
+    return found

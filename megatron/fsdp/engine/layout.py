@@ -45,9 +45,13 @@ class Granularity:
         """Return the number of elements of a tensor of ``shape`` that stay together."""
         if self.unit == "tensor":
             return max(prod(shape), 1)
-        if self.unit == "blocks":
-            return lcm(row_size(shape), 1 if prod(shape) % self.count else self.count)
-        return self.count * (row_size(shape) if self.unit == "rows" else 1)
+        if self.unit == "rows":
+            return self.count * row_size(shape)
+        if self.unit == "elements":
+            return self.count
+        if prod(shape) % self.count:  # the tensor does not consist of whole blocks
+            return row_size(shape)
+        return lcm(row_size(shape), self.count)
 
 
 ROWS = Granularity("rows")
@@ -57,11 +61,17 @@ PREFER_TENSORS = Granularity("tensor", is_required=False)
 
 @dataclass(frozen=True)
 class ParamPosition:
-    """The position of one parameter in the flat buffer, in elements."""
+    """The position of one parameter in the flat buffer.
+
+    Args:
+        shape: shape of the whole parameter; of a DTensor that of its local tensor.
+        start: position of the first element in the buffer.
+        by_rows: no cut between shards falls inside one of its rows.
+    """
 
     shape: tuple[int, ...]
     start: int
-    by_rows: bool  # no cut between shards falls inside one of its rows
+    by_rows: bool
 
     @property
     def numel(self) -> int:
@@ -76,11 +86,18 @@ class ParamPosition:
 
 @dataclass(frozen=True)
 class Layout:
-    """The flat buffer of a group over ``world_size`` ranks. See [Note: the flat buffer]."""
+    """The flat buffer of a group over ``world_size`` ranks. See [Note: the flat buffer].
+
+    Args:
+        world_size: number of shards, one for each rank.
+        shard_size: size of a shard in elements, a multiple of ``MIN_ALIGNMENT``.
+        positions: positions of the parameters, in the order in which the group lists them, which
+            need not be their order in the buffer.
+    """
 
     world_size: int
-    shard_size: int  # in elements, a multiple of `MIN_ALIGNMENT`
-    positions: tuple[ParamPosition, ...]  # in the order of the parameters
+    shard_size: int
+    positions: tuple[ParamPosition, ...]
 
     @property
     def numel(self) -> int:
@@ -108,12 +125,19 @@ class Layout:
 
 @dataclass(frozen=True)
 class FlatRange:
-    """A contiguous range ``[start, stop)`` of the elements of a tensor in row-major order."""
+    """A contiguous range ``[start, stop)`` of the elements of a tensor in row-major order.
 
-    shape: tuple[int, ...]  # of the whole tensor
+    Args:
+        shape: shape of the whole tensor.
+        start: first element of the range.
+        stop: element behind the last one; ``start`` if the range is empty.
+        by_rows: no rank's range of this tensor begins or ends inside a row.
+    """
+
+    shape: tuple[int, ...]
     start: int
     stop: int
-    by_rows: bool  # no rank's range of this tensor begins or ends inside a row
+    by_rows: bool
 
     @property
     def numel(self) -> int:
@@ -135,13 +159,19 @@ class FlatRange:
         # of the first and [0, 4) of the second.
         shape = (self.shape[0] // count, *self.shape[1:])
         size = prod(shape)
-        firsts = [number * size for number in range(count)]
-        cuts = [(_clamp(self.start - at, size), _clamp(self.stop - at, size)) for at in firsts]
-        return [FlatRange(shape, start, stop, self.by_rows) for start, stop in cuts]
+        parts = []
+        for number in range(count):
+            first = number * size
+            start = _clamp(self.start - first, size)
+            stop = _clamp(self.stop - first, size)
+            parts.append(FlatRange(shape, start, stop, self.by_rows))
+        return parts
 
     def chunks(self) -> list[Chunk]:
         """Return the at most ``2 * ndim - 1`` chunks of the range, in row-major order."""
-        return list(_chunks(self.shape, self.start, self.stop)) if self.numel else []
+        if not self.numel:
+            return []
+        return list(_chunks(self.shape, self.start, self.stop))
 
 
 # [Note: shards and owned shards] The ranks of the inner axis divide a group's flat buffer into
@@ -160,12 +190,20 @@ class FlatRange:
 
 @dataclass(frozen=True)
 class Partition:
-    """The number of shards, and the index of the one that this rank owns."""
+    """The number of shards, and the index of the one that this rank owns.
 
-    num_inner: int  # shards of the flat buffer; 1 if every rank updates all parameters
-    num_outer: int  # owned shards of a shard; 1 unless the outer axis shards optimizer state
-    inner_rank: int  # the index of this rank's shard
-    outer_rank: int  # the index of this rank's owned shard within its shard
+    Args:
+        num_inner: number of shards of the flat buffer; 1 if every rank updates all parameters.
+        num_outer: number of owned shards of a shard; 1 unless the outer axis shards optimizer
+            state.
+        inner_rank: index of this rank's shard.
+        outer_rank: index of this rank's owned shard within its shard.
+    """
+
+    num_inner: int
+    num_outer: int
+    inner_rank: int
+    outer_rank: int
 
     @property
     def num_owned(self) -> int:
@@ -198,18 +236,23 @@ def plan(
         shapes: shapes of the parameters, in the order of ``positions`` of the result.
         world_size: number of shards, at least 1.
         granularity: granularity of all parameters, or one for each.
+
+    Raises:
+        ValueError: for a world size below 1, or another number of granularities than of shapes.
     """
-    sizes = tuple(tuple(shape) for shape in shapes)
-    if isinstance(granularity, Granularity):
-        granularity = (granularity,) * len(sizes)
     if world_size < 1:
         raise ValueError(f"expects a world size of at least 1 but got {world_size}")
+    if isinstance(granularity, Granularity):
+        granularity = (granularity,) * len(shapes)
+    sizes = tuple(tuple(shape) for shape in shapes)
     return _plan(sizes, world_size, tuple(granularity))
 
 
 @lru_cache(maxsize=1024)  # most layers of a model are equal
 def _plan(
-    shapes: tuple[tuple[int, ...], ...], world_size: int, granularities: tuple[Granularity, ...]
+    shapes: tuple[tuple[int, ...], ...],
+    world_size: int,
+    granularities: tuple[Granularity, ...],
 ) -> Layout:
     requests = [
         Request(prod(shape), granularity.alignment(shape), granularity.is_required)
@@ -217,21 +260,24 @@ def _plan(
     ]
     placement = find_placement(requests, world_size)
     if placement.num_broken and PREFER_TENSORS in granularities:
-        rows = [PREFER_ROWS if each == PREFER_TENSORS else each for each in granularities]
-        return _plan(shapes, world_size, tuple(rows))
+        weaker = []
+        for granularity in granularities:
+            weaker.append(PREFER_ROWS if granularity == PREFER_TENSORS else granularity)
+        return _plan(shapes, world_size, tuple(weaker))
+    shard_size = placement.shard_size
     starts = dict(placement.starts)
     # Parameters without elements lie behind all others.
-    end = max((start + prod(shapes[index]) for index, start in placement.starts), default=0)
+    end = 0
+    for index, start in placement.starts:
+        end = max(end, start + prod(shapes[index]))
     end += -end % MIN_ALIGNMENT
     positions = []
     for index, shape in enumerate(shapes):
         start = starts.get(index, end)
+        by_rows = cuts_are_aligned(row_size(shape), start, prod(shape), shard_size)
         # A scalar has no dim 0, so it has no rows.
-        by_rows = bool(shape) and cuts_are_aligned(
-            row_size(shape), start, prod(shape), placement.shard_size
-        )
-        positions.append(ParamPosition(shape, start, by_rows))
-    return Layout(world_size, placement.shard_size, tuple(positions))
+        positions.append(ParamPosition(shape, start, by_rows and len(shape) > 0))
+    return Layout(world_size, shard_size, tuple(positions))
 
 
 def _clamp(position: int, size: int) -> int:
@@ -247,15 +293,19 @@ def _chunks(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Chunk]:
     #     0  0  1  1      ((0, 2), (1, 2))    the end of row 0: [2, 4) of a vector of 4
     #     1  1  1  1      ((1, 0), (1, 4))    the whole row 1
     #     1  1  1  0      ((2, 0), (1, 3))    the beginning of row 2: [0, 3) of a vector of 4
-    if len(shape) <= 1:
-        yield ((start,), (stop - start,)) if shape else ((), ())
+    if not shape:
+        yield (), ()
+        return
+    if len(shape) == 1:
+        yield (start,), (stop - start,)
         return
     size = prod(shape[1:])
     while start < stop:
         row, offset = divmod(start, size)
         num_whole = (stop - start) // size
         if offset == 0 and num_whole:
-            yield (row,) + (0,) * (len(shape) - 1), (num_whole, *shape[1:])
+            offsets = (row,) + (0,) * (len(shape) - 1)
+            yield offsets, (num_whole, *shape[1:])
             start += num_whole * size
         else:
             end = min(stop, (row + 1) * size)

@@ -7,19 +7,22 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain, combinations, permutations
-from math import prod
+from itertools import combinations, permutations
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from megatron.fsdp.engine.policy import raise_problems
+from megatron.fsdp.engine.policy import ParameterKind, raise_problems
 
 # [Note: the axes of a parameter]
 #     inner     the ranks that shard it; on `expert_mesh`, those that have the same experts
 #     outer     in hybrid sharding, the ranks that replicate it or shard its optimizer state further
 #     tensor    the ranks that have other slices, or copies, of it in tensor parallelism
+
+
+AXES = ("inner", "outer", "tensor")
+"""The fields of :class:`Mesh` that name an axis."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -66,7 +69,9 @@ class Mesh:
         problems = self._problems_of_groups("device_mesh", "data_group", "gather_group")
         if self.expert_mesh is not None:
             problems += self._problems_of_groups(
-                "expert_mesh", "expert_data_group", "expert_gather_group"
+                "expert_mesh",
+                "expert_data_group",
+                "expert_gather_group",
             )
         raise_problems(problems)
         _ = self.dense, self.expert  # flattened axes are created now, on all ranks
@@ -85,9 +90,13 @@ class Mesh:
             return None
         return self._axes_of(self.expert_mesh, self.expert_data_group, self.expert_gather_group)
 
-    def axes(self, is_expert_parallel: bool = False) -> Axes:
-        """Return the axes of dense or of expert parameters."""
-        if not is_expert_parallel:
+    def axes(self, kind: ParameterKind = ParameterKind.DENSE) -> Axes:
+        """Return the axes of a kind of parameters.
+
+        Raises:
+            ValueError: for expert parameters of a mesh without ``expert_mesh``.
+        """
+        if kind is not ParameterKind.EXPERT:
             return self.dense
         if self.expert is None:
             raise ValueError(
@@ -107,16 +116,19 @@ class Mesh:
     def all_groups(self) -> list[dist.ProcessGroup]:
         """Return groups that reach every rank of the mesh if they are used one after the other."""
         # If the mesh has no group of its data ranks: all ranks of the program.
-        data_group = self.dense.data_group or dist.distributed_c10d._get_default_group()
-        tensor = self.dense.tensor
-        return [data_group] if tensor is None else [data_group, tensor.get_group()]
+        groups = [self.dense.data_group or dist.distributed_c10d._get_default_group()]
+        if self.dense.tensor is not None:
+            groups.append(self.dense.tensor.get_group())
+        return groups
 
     def _axis(self, mesh: DeviceMesh, name: str | None) -> DeviceMesh | None:
         """Return an axis of dense or expert parameters; None if it has no name."""
         if name is None:
             return None
         axis = submesh(mesh, [name])
-        return submesh(self.device_mesh, [name]) if axis is None and name == self.outer else axis
+        if axis is None and name == self.outer:  # experts may use the outer axis of the dense mesh
+            return submesh(self.device_mesh, [name])
+        return axis
 
     def _axes_of(
         self,
@@ -129,15 +141,18 @@ class Mesh:
         if data_group is None and self.outer is None:
             data_group = inner.get_group()
         elif data_group is None and self.outer is not None:
-            for names in ([self.outer, self.inner], [self.inner, self.outer]):
-                both = submesh(mesh, names)
-                if data_group is None and both is not None:
-                    data_group = both._flatten().get_group()  # created once per mesh
+            both = submesh(mesh, [self.outer, self.inner])
+            if both is None:
+                both = submesh(mesh, [self.inner, self.outer])
+            if both is not None:
+                data_group = both._flatten().get_group()  # created once per mesh
+        if gather_group is None:
+            gather_group = inner.get_group()
         return Axes(
             inner=inner,
             outer=self._axis(mesh, self.outer),
             tensor=self._axis(mesh, self.tensor),
-            all_gather_group=inner.get_group() if gather_group is None else gather_group,
+            all_gather_group=gather_group,
             data_group=data_group,
             root=mesh,
         )
@@ -152,8 +167,11 @@ class Mesh:
                 f"Mesh.inner is required with a mesh of several axes: one of {names}, or a"
                 " flattened one"
             )
-        fields = {"inner": self.inner, "outer": self.outer, "tensor": self.tensor}
-        given = {f"Mesh.{field}": name for field, name in fields.items() if name is not None}
+        given: dict[str, str] = {}
+        for field in AXES:
+            name = getattr(self, field)
+            if name is not None:
+                given[f"Mesh.{field}"] = name
         for field, name in given.items():
             if not isinstance(name, str):
                 problems.append(
@@ -165,7 +183,7 @@ class Mesh:
                     f"{field}={name!r} is not an axis of the device mesh, which has {names}:"
                     " name one of its (or flattened) axes"
                 )
-        if len(set(map(str, given.values()))) < len(given):
+        if len({str(name) for name in given.values()}) < len(given):
             listed = ", ".join(f"{field}={name!r}" for field, name in given.items())
             problems.append(f"{listed}: the axes must differ")
         return problems
@@ -180,45 +198,66 @@ class Mesh:
                 if getattr(self, field) is not None:
                     problems.append(f"Mesh.{field} needs Mesh.expert_mesh")
             return problems
-        inner = axis_names(self.device_mesh)[0] if self.inner is None else self.inner
+        inner = self.inner
+        if inner is None:
+            inner = axis_names(self.device_mesh)[0]
         if submesh(self.expert_mesh, [inner]) is None:
             problems.append(
                 f"Mesh.expert_mesh needs the shard axis {inner!r} too, but has"
                 f" {self.expert_mesh.mesh_dim_names}"
             )
-        own, other = self.device_mesh.device_type, self.expert_mesh.device_type
-        if own != other:
-            problems.append(f"Mesh.expert_mesh is on {other}, Mesh.device_mesh on {own}")
+        dense_type = self.device_mesh.device_type
+        expert_type = self.expert_mesh.device_type
+        if dense_type != expert_type:
+            problems.append(
+                f"Mesh.expert_mesh is on {expert_type}, Mesh.device_mesh on {dense_type}"
+            )
         return problems
 
-    def _problems_of_groups(self, mesh: str, data_group: str, gather_group: str) -> list[str]:
+    def _problems_of_groups(
+        self,
+        mesh: str,
+        data_group: str,
+        gather_group: str,
+    ) -> list[str]:
         """Return the problems of the axes of a mesh and of its groups, by the names of fields."""
-        fields = [field for field in ("inner", "outer", "tensor") if getattr(self, field)]
-        found = {field: self._axis(getattr(self, mesh), getattr(self, field)) for field in fields}
-        axes = {field: axis for field, axis in found.items() if axis is not None}
-        problems = [
+        axes: dict[str, DeviceMesh] = {}
+        for field in AXES:
+            axis = self._axis(getattr(self, mesh), getattr(self, field))
+            if axis is not None:
+                axes[field] = axis
+        problems = []
+        for first, second in combinations(axes, 2):
             # Shards of the one axis would be summed over the other as if they were copies. A
             # flattened axis shares ranks with its parts.
-            f"the axes of Mesh.{mesh} Mesh.{first}={axis_names(axes[first])[0]!r} and"
-            f" Mesh.{second}={axis_names(axes[second])[0]!r} share ranks: name axes that are no"
-            " parts of one another"
-            for first, second in combinations(axes, 2)
-            if len(set(axes[first].mesh.tolist()) & set(axes[second].mesh.tolist())) > 1
-        ]
-        data_axes = [axes[field] for field in ("inner", "outer") if field in axes]
-        size = prod(axis.size() for axis in data_axes)
-        wanted = set(chain.from_iterable(axis.mesh.tolist() for axis in data_axes))
-        inner = dist.get_process_group_ranks(axes["inner"].get_group())
+            first_ranks = set(axes[first].mesh.tolist())
+            second_ranks = set(axes[second].mesh.tolist())
+            if len(first_ranks & second_ranks) > 1:
+                problems.append(
+                    f"the axes of Mesh.{mesh} Mesh.{first}={axis_names(axes[first])[0]!r} and"
+                    f" Mesh.{second}={axis_names(axes[second])[0]!r} share ranks: name axes that"
+                    " are no parts of one another"
+                )
+        inner = axes["inner"].mesh.tolist()
+        size = len(inner)
+        data_ranks = set(inner)
+        if "outer" in axes:
+            size *= axes["outer"].size()
+            data_ranks.update(axes["outer"].mesh.tolist())
         for name in (data_group, gather_group):
             group = getattr(self, name)
-            is_group = isinstance(group, dist.ProcessGroup)
-            ranks = dist.get_process_group_ranks(group) if is_group else []
+            if group is None:
+                continue
+            ranks = []
+            if isinstance(group, dist.ProcessGroup):
+                ranks = dist.get_process_group_ranks(group)
             if name == gather_group:
-                is_right, expected = ranks == inner, f"shard axis, {inner}"
+                is_right = ranks == dist.get_process_group_ranks(axes["inner"].get_group())
+                expected = f"shard axis, {inner}"
             else:
-                is_right = len(ranks) == size and wanted <= set(ranks)
-                expected = f"outer and the shard axis, {size} with {sorted(wanted)}"
-            if group is not None and not is_right:
+                is_right = len(ranks) == size and data_ranks <= set(ranks)
+                expected = f"outer and the shard axis, {size} with {sorted(data_ranks)}"
+            if not is_right:
                 problems.append(
                     f"Mesh.{name} expects a ProcessGroup of the ranks of the {expected}, but got"
                     f" {ranks or type(group).__name__}"
@@ -228,26 +267,40 @@ class Mesh:
 
 @dataclass(frozen=True)
 class Axes:
-    """The one-axis meshes of dense or of expert parameters. See [Note: the axes of a parameter]."""
+    """The one-axis meshes of dense or of expert parameters. See [Note: the axes of a parameter].
+
+    Args:
+        inner: the axis over which the parameters are sharded.
+        outer: the outer data axis of hybrid sharding; None without one.
+        tensor: the tensor-parallel axis; None without one.
+        all_gather_group: group of the inner ranks for all-gathers of weights.
+        data_group: group of the inner and outer ranks; None if the mesh cannot provide it.
+        root: the mesh to which the axes belong.
+    """
 
     inner: DeviceMesh
     outer: DeviceMesh | None
     tensor: DeviceMesh | None
-    all_gather_group: dist.ProcessGroup  # the inner ranks, for all-gathers of weights
-    data_group: dist.ProcessGroup | None  # inner x outer; None if the mesh cannot provide it
-    root: DeviceMesh  # the mesh to which the axes belong
+    all_gather_group: dist.ProcessGroup
+    data_group: dist.ProcessGroup | None
+    root: DeviceMesh
 
     @property
     def num_data_ranks(self) -> int:
         """Number of ranks that compute on different data with these parameters."""
-        return self.inner.size() * (self.outer.size() if self.outer is not None else 1)
+        if self.outer is None:
+            return self.inner.size()
+        return self.inner.size() * self.outer.size()
 
     def dtensor_mesh(self, outer_is_sharded: bool) -> DeviceMesh:
         """Return the mesh of the DTensors of these parameters, without creating process groups."""
         # Its axes are in the order in which a parameter is divided: a tensor-parallel slice is
         # sharded over the inner axis, and that shard over the outer one.
-        wanted = (self.tensor, self.inner, self.outer if outer_is_sharded else None)
-        axes = [axis for axis in wanted if axis is not None]
+        axes = [self.inner]
+        if self.tensor is not None:
+            axes.insert(0, self.tensor)
+        if outer_is_sharded and self.outer is not None:
+            axes.append(self.outer)
         if len(axes) == 1:
             return self.inner
         names = [axis_names(axis)[0] for axis in axes]
@@ -266,10 +319,15 @@ class Axes:
 
 @dataclass(frozen=True, eq=False)  # its hash is not computed in Python
 class NormGroup:
-    """The ranks over which the norm of a parameter is summed."""
+    """The ranks over which the norm of a parameter is summed.
 
-    groups: tuple[dist.ProcessGroup, ...]  # one after the other, they reach all of these ranks
-    copies: int = 1  # number of these ranks that have the same shard
+    Args:
+        groups: groups that reach all of these ranks if they are used one after the other.
+        copies: number of these ranks that have the same shard.
+    """
+
+    groups: tuple[dist.ProcessGroup, ...]
+    copies: int = 1
 
 
 def axis_names(mesh: DeviceMesh) -> tuple[str, ...]:
@@ -285,7 +343,7 @@ def submesh(mesh: DeviceMesh, names: Sequence[str]) -> DeviceMesh | None:
         # torch deprecates slicing a flattened axis out of its root; users could do nothing.
         warnings.simplefilter("ignore")
         try:
-            return mesh[names[0] if len(names) == 1 else tuple(names)]
+            return mesh[tuple(names)]
         except (KeyError, RuntimeError, ValueError, NotImplementedError):
             return None
 
@@ -309,7 +367,8 @@ def _extend_along(ranks: torch.Tensor, axis: DeviceMesh) -> torch.Tensor:
     root = axis._get_root_mesh()
     dim = axis_names(root).index(axis_names(axis)[0])
     group_of: dict[int, list[int]] = {}
-    for group in root.mesh.movedim(dim, -1).reshape(-1, axis.size()).tolist():
+    rows = root.mesh.movedim(dim, -1).reshape(-1, axis.size())
+    for group in rows.tolist():
         group_of.update(dict.fromkeys(group, group))
     groups = [group_of[rank] for rank in ranks.flatten().tolist()]
     return torch.tensor(groups, dtype=ranks.dtype).view(*ranks.shape, -1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Observers: what the engine tells of its work on units, its collectives and its flat storage."""
+"""Observers: clients that the engine notifies of its work, its collectives and its storage."""
 
 from __future__ import annotations
 
@@ -18,20 +18,21 @@ FORWARD, BACKWARD, STEP = "forward", "backward", "step"
 # Kinds of collectives: of weights, of gradients, and everything else.
 GATHER, REDUCE, OTHER = "gather", "reduce", "other"
 
-Operands = Sequence[torch.Tensor]  # whole: the results of a gather, the operand of a reduction
+# The unsharded tensors of a collective: the results of an all-gather, the operand of a reduction.
+Operands = Sequence[torch.Tensor]
 Group = dist.ProcessGroup | None  # the ranks of a collective; None: all ranks
 
 NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 class Observer:
-    """A client of the engine that is told what it does; every method does nothing by default."""
+    """A client that the engine notifies of what it does; every method does nothing by default."""
 
     def begin_pass(self, phase: str) -> None:
         """Note that a forward of a root, or a backward pass, begins."""
 
     def begin_work(self, unit: str, work: str) -> Any:
-        """Note that work on a unit begins; return what :meth:`end_work` is called with."""
+        """Note that work on a unit begins; return the argument of :meth:`end_work`."""
 
     def end_work(self, begun: Any) -> None:
         """Note that work on a unit has ended."""
@@ -48,8 +49,24 @@ class Observer:
     def storage(self, action: str, tensor: torch.Tensor) -> None:
         """Note that the storage of a flat tensor is allocated ("allocate") or freed ("release")."""
 
-    def begin_collective(self, kind: str, name: str, operands: Operands, group: Group) -> Any:
-        """Note that a collective is launched; return what the next two methods are called with."""
+    def begin_collective(
+        self,
+        kind: str,
+        name: str,
+        operands: Operands,
+        group: Group,
+    ) -> Any:
+        """Note that a collective is launched.
+
+        Args:
+            kind: ``GATHER``, ``REDUCE`` or ``OTHER``.
+            name: name of the collective as in torch.distributed, such as "all_gather".
+            operands: unsharded tensors, of which only the metadata may be kept.
+            group: its ranks; None: all ranks.
+
+        Returns:
+            The argument of :meth:`end_collective` or :meth:`fail_collective`.
+        """
 
     def end_collective(self, begun: Any) -> None:
         """Note that this rank has waited for a collective, or need not wait for it."""
@@ -59,28 +76,28 @@ class Observer:
 
 
 # Observers belong to the process and not to a model, because one recording covers all models and
-# the collectives between them. Without an observer, each place that tells costs an empty loop.
+# the collectives between them. Without an observer, each notification costs an empty loop.
 observers: tuple[Observer, ...] = ()
-# One more, which is told last, and of collectives only, in every run: it explains those that fail.
+# One more, which is notified last, and of collectives only, in every run: it explains failures.
 memory: Observer | None = None
-last_unit = ""  # of the work that began last, which collectives of weights and gradients are for
+last_unit = ""  # of the work that began last, to which collectives of weights and gradients belong
 _forwards: dict[Hashable, AbstractContextManager[None]] = {}  # the observed ones under way
 
 
 def add(observer: Observer) -> None:
-    """Tell ``observer`` everything from now on."""
+    """Notify ``observer`` from now on."""
     global observers
     observers = (*observers, observer)
 
 
 def remove(observer: Observer) -> None:
-    """Tell ``observer`` nothing any more."""
+    """Stop notifying ``observer``."""
     global observers
     observers = tuple(other for other in observers if other is not observer)
 
 
 def storage(action: str, tensor: torch.Tensor) -> None:
-    """Tell that the storage of a flat tensor is allocated or released."""
+    """Report that the storage of a flat tensor is allocated or released."""
     for observer in observers:
         observer.storage(action, tensor)
 
@@ -92,29 +109,39 @@ def current_phase() -> str:
     """Return the phase in which the engine is, as far as forwards are observed."""
     if in_backward():
         return BACKWARD
-    return FORWARD if _forwards else STEP
+    if _forwards:
+        return FORWARD
+    return STEP
 
 
 def work(unit: str, work: str) -> AbstractContextManager[None]:
     """Return a context for work on a unit; collectives and storage inside it are the unit's."""
     global last_unit
     last_unit = unit
-    return _told_work(unit, work) if observers or profiler._is_profiler_enabled else NOTHING
+    if observers or profiler._is_profiler_enabled:
+        return _observed_work(unit, work)
+    return NOTHING
 
 
 @contextmanager
-def _told_work(unit: str, work: str) -> Iterator[None]:
+def _observed_work(unit: str, work: str) -> Iterator[None]:
     with profiler.record_function(f"FSDP::{work} ({unit}, {current_phase()})"):
-        told = [(observer, observer.begin_work(unit, work)) for observer in observers]
+        notified = [(observer, observer.begin_work(unit, work)) for observer in observers]
         try:
             yield
         finally:
-            for observer, begun in told:
+            for observer, begun in notified:
                 observer.end_work(begun)
 
 
 def begin_forward(call: Hashable, unit: str, is_root: bool) -> None:
-    """Tell that ``call``, a forward of ``unit``, begins."""
+    """Report that a forward begins.
+
+    Args:
+        call: the call of the unit, by which :func:`end_forward` finds it.
+        unit: name of the unit.
+        is_root: the unit is that of the root, whose forward begins a pass.
+    """
     if not (observers or profiler._is_profiler_enabled):
         return
     if is_root and not in_backward():
@@ -125,7 +152,7 @@ def begin_forward(call: Hashable, unit: str, is_root: bool) -> None:
 
 
 def end_forward(call: Hashable) -> None:
-    """Tell that ``call`` has ended."""
+    """Report that the forward ``call`` has ended."""
     if _forwards and call in _forwards:
         _forwards.pop(call).__exit__(None, None, None)
 
@@ -134,20 +161,33 @@ def end_forward(call: Hashable) -> None:
 
 
 class _ObservedCollective(AbstractContextManager[object]):
-    """A collective that observers are told of; if it is asynchronous, also the work to wait for."""
+    """A collective that observers are notified of; an asynchronous one is the work to wait for."""
 
-    def __init__(self, kind: str, name: str, operands: Operands, group: Group):
-        self._told = [
-            (observer, observer.begin_collective(kind, name, operands, group))
-            for observer in (observers if memory is None else (*observers, memory))
-        ]
+    def __init__(
+        self,
+        kind: str,
+        name: str,
+        operands: Operands,
+        group: Group,
+    ):
         self.work: Work | None = None
+        self._notified: list[tuple[Observer, Any]] = []
+        for observer in observers:
+            begun = observer.begin_collective(kind, name, operands, group)
+            self._notified.append((observer, begun))
+        if memory is not None:
+            self._notified.append((memory, memory.begin_collective(kind, name, operands, group)))
 
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        for observer, begun in self._told:
+    def __exit__(
+        self,
+        kind: object,
+        error: BaseException | None,
+        traceback: object,
+    ) -> None:
+        for observer, begun in self._notified:
             if isinstance(error, Exception):
                 observer.fail_collective(begun, error)
-            elif self.work is None:  # otherwise it is over when somebody has waited for it
+            elif self.work is None:  # otherwise it is over when a caller has waited for it
                 observer.end_collective(begun)
 
     def wait(self) -> None:
@@ -159,28 +199,50 @@ class _ObservedCollective(AbstractContextManager[object]):
 
 
 def observed(
-    kind: str, name: str, operands: Operands, group: Group, collective: Collective
+    kind: str,
+    name: str,
+    operands: Operands,
+    group: Group,
+    collective: Collective,
 ) -> Collective:
-    """Return ``collective``, of which observers are told when it starts and ends.
+    """Return ``collective`` so that observers are notified when it starts and ends.
 
-    ``kind`` is ``GATHER``, ``REDUCE`` or ``OTHER``, ``name`` that of the operation.
+    Args:
+        kind: ``GATHER``, ``REDUCE`` or ``OTHER``.
+        name: name of the collective as in torch.distributed, such as "all_gather".
+        operands: its unsharded tensors.
+        group: its ranks; None: all ranks.
+        collective: starts it; returned unchanged while there is no observer.
     """
     if not observers and memory is None:
         return collective
 
     def start(asynchronous: bool) -> Work | None:
-        told = _ObservedCollective(kind, name, operands, group)
-        with told:
-            told.work = collective(asynchronous)
-        return told if told.work is not None else None
+        observation = _ObservedCollective(kind, name, operands, group)
+        with observation:
+            observation.work = collective(asynchronous)
+        if observation.work is None:
+            return None
+        return observation
 
     return start
 
 
 def observing(
-    name: str, operand: torch.Tensor | None, group: Group
+    name: str,
+    operand: torch.Tensor | None,
+    group: Group,
 ) -> AbstractContextManager[object]:
-    """Return a context for a synchronous collective, of which observers are told."""
+    """Return a context for a synchronous collective, of which observers are notified.
+
+    Args:
+        name: name of the collective as in torch.distributed, such as "broadcast".
+        operand: its unsharded tensor; None: it exchanges objects.
+        group: its ranks; None: all ranks.
+    """
     if not observers and memory is None:
         return NOTHING
-    return _ObservedCollective(OTHER, name, () if operand is None else (operand,), group)
+    operands: Operands = ()
+    if operand is not None:
+        operands = (operand,)
+    return _ObservedCollective(OTHER, name, operands, group)

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Sequence
 from functools import partial
-from itertools import chain
 
 import torch
 from torch import nn
@@ -38,13 +37,17 @@ from megatron.fsdp.engine.weight_guard import WeightGuard
 
 
 class StoredForm:
-    """The form in which a group stores compute weights; by default their values, in one dtype."""
+    """The form in which a group stores compute weights; by default their values, in one dtype.
+
+    Args:
+        granularity: smallest part of a parameter's values that no shard boundary cuts.
+    """
 
     def __init__(self, granularity: Granularity = PREFER_ROWS):
-        self.granularity = granularity  # of the values
+        self.granularity = granularity
 
     def values(self, parameter: nn.Parameter) -> torch.Tensor:
-        """Return the values to shard, those of the local tensor, without a graph."""
+        """Return the values to shard: the local tensor, detached, which shares its storage."""
         return local_tensor(parameter).detach()
 
     def buffer(self, layout: Layout, dtype: torch.dtype) -> tuple[Layout, torch.dtype]:
@@ -58,8 +61,21 @@ class StoredForm:
         set_local_tensor(parameter, view.data)
         return parameter
 
-    def fill(self, shard: torch.Tensor, main: torch.Tensor, layout: Layout, rank: int) -> None:
-        """Compute the shard of ``rank`` from its main weights, in another dtype; a collective."""
+    def fill(
+        self,
+        shard: torch.Tensor,
+        main: torch.Tensor,
+        layout: Layout,
+        rank: int,
+    ) -> None:
+        """Compute the compute shard of a rank from its main weights; a collective.
+
+        Args:
+            shard: the owned shard ``[layout.shard_size]``, which is overwritten.
+            main: its main weights, of the same shape, in another dtype.
+            layout: the layout of the values.
+            rank: index of the owned shard.
+        """
         shard.copy_(main)
 
     def finish(self, flat: torch.Tensor) -> None:
@@ -72,12 +88,24 @@ class StoredForm:
 class ParamGroup:
     """The weights of some parameters that are sharded together, and their ``gradients``.
 
-    :meth:`shard_parameter` moves each of ``parameters`` into the group. ``shards_outer``, at level
-    3 only: the outer axis shards optimizer state too.
+    :meth:`shard_parameter` moves each of the parameters into the group.
+
+    Args:
+        named: the compute parameters by their names. They share dtype, trainability and mesh.
+        strategy: the ZeRO level.
+        shards_outer: the outer axis shards optimizer state too; at level 3 only.
+        precision: dtypes of weights and gradients.
+        communicator: the collectives over the mesh of the parameters.
+        unit_name: name of the unit, for messages and observers.
+        weight_storage: memory of gathered weights at level 3.
+        gradient_storage: memory of local gradients.
+        form: the form in which compute weights are stored.
+        memory: memory of main weights and gradient shards.
     """
 
     def __init__(
         self,
+        *,
         named: dict[str, nn.Parameter],
         strategy: ShardingStrategy,
         shards_outer: bool,
@@ -100,14 +128,11 @@ class ParamGroup:
         self.rank = self.partition.rank
         self.form = form
         self.memory = memory
-        shapes = [tuple(form.values(parameter).shape) for parameter in self.parameters]
+        shapes = [form.values(parameter).shape for parameter in self.parameters]
         self.layout = plan(shapes, self.partition.num_owned, form.granularity)
         self.has_all_shards = self.layout.world_size == 1  # weights need no all-gather then
         self.reshards_after_use = strategy.shards_parameters and self.partition.num_inner > 1
-        name = f"the gathered weights of unit {unit_name!r} ({self.names[0]}, ...)"
-        storage = weight_storage if self.reshards_after_use else Storage()
-        stored = form.buffer(self.layout, precision.compute)
-        self.compute = FlatBuffer(*stored, memory.device, name, storage, self._point_parameters)
+        self.compute = self._make_buffer(weight_storage)
         self.buffers = [self.compute]  # that a use may allocate
         is_same = precision.main_param == self.compute.flat.dtype
         self.main_is_compute = is_same and not memory.is_offloaded
@@ -115,41 +140,67 @@ class ParamGroup:
         has_one_stage = self.partition.num_outer == 1
         self._casts_at_unshard = self.reshards_after_use and is_cast and has_one_stage
         self.compute_shard, self._owned_shard = self._make_shards(self.compute)
-        owned, size, dtype = self._owned_shard, self.layout.shard_size, precision.main_param
-        self.main_shard = owned if self.main_is_compute else memory.empty(size, dtype).zero_()
-        memory.release(self.main_shard)
-        if not self.reshards_after_use and self.compute.padding:
+        self.main_shard = self._make_main_shard()
+        self.state = WeightState.UNSHARDED
+        if self.reshards_after_use:
+            self.state = WeightState.SHARDED
+        elif self.compute.padding:
             torch._foreach_zero_(self.compute.padding)  # for sums over the flat tensor
-        self.state = WeightState.SHARDED if self.reshards_after_use else WeightState.UNSHARDED
         self.main_state = MainState.INSTALLED
         self._kept: torch.Tensor | None = None  # the compute shard to gather while HELD, if cast
         self._all_gather: Pending | None = None
         self.guard = WeightGuard(self.parameters, self.names, unit_name)
-        self.gradients = GroupGradients(
-            self.parameters,
-            self.layout,
-            self.partition,
-            strategy,
-            precision,
-            communicator,
-            unit_name,
-            gradient_storage,
-            memory,
-        )
+        self.gradients = self._make_gradients(gradient_storage)
 
     def __str__(self) -> str:
         return f"parameter group {self.names[0]}"
+
+    def _make_buffer(self, storage: Storage) -> FlatBuffer:
+        """Return the flat buffer of compute weights, allocated, without values yet."""
+        if not self.reshards_after_use:
+            storage = Storage()
+        layout, dtype = self.form.buffer(self.layout, self.precision.compute)
+        return FlatBuffer(
+            layout=layout,
+            dtype=dtype,
+            device=self.memory.device,
+            name=f"the gathered weights of unit {self.unit_name!r} ({self.names[0]}, ...)",
+            storage=storage,
+            on_move=self._point_parameters,
+        )
 
     def _make_shards(self, buffer: FlatBuffer) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the compute shard of a new buffer and its owned shard, without values yet."""
         partition = self.partition
         shard = buffer.slice(partition.inner_rank, partition.num_inner)
         if self.reshards_after_use:
-            shard = shard if self._casts_at_unshard else torch.zeros_like(shard)
-            buffer.discard()  # that was no use
-        is_divided = partition.num_outer > 1
-        owned = shard.view(partition.num_outer, -1)[partition.outer_rank] if is_divided else shard
-        return shard, owned
+            if not self._casts_at_unshard:
+                shard = torch.zeros_like(shard)
+            buffer.discard()  # this was no use
+        if partition.num_outer == 1:
+            return shard, shard
+        return shard, shard.view(partition.num_outer, -1)[partition.outer_rank]
+
+    def _make_main_shard(self) -> torch.Tensor:
+        """Return the main shard: the owned shard itself, or zeros in the memory of the group."""
+        shard = self._owned_shard
+        if not self.main_is_compute:
+            shard = self.memory.empty(self.layout.shard_size, self.precision.main_param).zero_()
+        self.memory.release(shard)
+        return shard
+
+    def _make_gradients(self, storage: Storage) -> GroupGradients:
+        return GroupGradients(
+            parameters=self.parameters,
+            layout=self.layout,
+            partition=self.partition,
+            strategy=self.strategy,
+            precision=self.precision,
+            communicator=self.communicator,
+            unit_name=self.unit_name,
+            storage=storage,
+            memory=self.memory,
+        )
 
     @torch.no_grad()
     def shard_parameter(self, index: int) -> None:
@@ -159,7 +210,8 @@ class ParamGroup:
         with observe.work(self.unit_name, "shard"):
             self.communicator.broadcast(values)
         owned = self.layout.owned(index, self.rank)
-        self.main_view(index).view(-1).copy_(values.view(-1)[owned.start : owned.stop])
+        owned_values = values.view(-1)[owned.start : owned.stop]
+        self.main_view(index).view(-1).copy_(owned_values)
         self.memory.release(self.main_shard)
         if self.compute.layout is self.layout and not self.reshards_after_use:
             self.compute.views[index].copy_(values)
@@ -170,8 +222,11 @@ class ParamGroup:
     @torch.no_grad()
     def _point_parameters(self, indices: Iterable[int] | None = None) -> None:
         """Make these compute parameters, or all of them, views of the flat buffer."""
-        for at in range(len(self.parameters)) if indices is None else indices:
-            self.parameters[at] = self.form.point(self.parameters[at], self.compute.views[at])
+        if indices is None:
+            indices = range(len(self.parameters))
+        for index in indices:
+            view = self.compute.views[index]
+            self.parameters[index] = self.form.point(self.parameters[index], view)
 
     def main_view(self, index: int) -> torch.Tensor:
         """Return the part of main parameter ``index`` that this rank owns; it may be empty."""
@@ -181,11 +236,11 @@ class ParamGroup:
 
     @property
     def is_readable(self) -> bool:
-        """True if compute parameters have values, of now or of before a step."""
+        """True if compute parameters have values, which may be older than main weights."""
         return self.state in (WeightState.UNSHARDED, WeightState.STALE)
 
     def needs_unshard(self) -> bool:
-        """Return True if there is something to gather for a use in the pass under way."""
+        """Return True if a use in the pass under way needs an all-gather."""
         return self.state in (WeightState.SHARDED, WeightState.STALE)
 
     def prepare_unshard(self) -> list[Gather]:
@@ -194,8 +249,9 @@ class ParamGroup:
         filled = Pending()
         if self._casts_at_unshard or self.main_state is MainState.DUE:
             filled = self._cast()
-        is_outer_due = self.partition.num_outer > 1 and self.main_state is not MainState.INSTALLED
-        owned = self._owned_shard if is_outer_due else None
+        owned = None
+        if self.partition.num_outer > 1 and self.main_state is not MainState.INSTALLED:
+            owned = self._owned_shard
         return [Gather(self.compute.flat, self.compute_shard, filled, owned)]
 
     def begin_unshard(self, all_gather: Pending) -> None:
@@ -207,7 +263,7 @@ class ParamGroup:
 
     @torch.no_grad()
     def _cast(self) -> Pending:
-        """Begin to fill the owned shard from main weights, unless they are it, or what is kept."""
+        """Begin to fill the owned shard from main weights, or from the copy that is kept."""
         if self._kept is not None:
             self._owned_shard.copy_(self._kept)
         elif not self.main_is_compute:
@@ -250,9 +306,9 @@ class ParamGroup:
     # ---- new values
 
     def wait_for_readers(self) -> None:
-        """Wait for gathers and copies of main weights, before something else writes to them.
+        """Wait for all-gathers and copies that read main weights, before other code writes to them.
 
-        On CPU this may be a collective: the second stage of a hybrid gather runs in it.
+        On CPU this may be a collective: the second all-gather of hybrid sharding runs in it.
         """
         if self._all_gather is not None and not self._all_gather.has_failed:
             self.wait_for_unshard()
@@ -270,14 +326,14 @@ class ParamGroup:
         self.main_state = change_state(self, self.main_state, MainState.HELD)
 
     def note_edit(self) -> None:
-        """Note that main weights are written to next: the next use of the unit installs them."""
+        """Prepare for a write to main weights; the next use of the unit installs them."""
         self.wait_for_readers()
         if self.main_state is not MainState.HELD:
             self._make_due()
 
     @torch.no_grad()
     def install_main_weights(self) -> None:
-        """Let the next use of the unit cast and gather main weights, which may change till then."""
+        """Make the next use of the unit cast and gather main weights as they are then."""
         self._kept = None
         self._make_due()
         if self.reshards_after_use and self.state is WeightState.STALE:
@@ -287,8 +343,10 @@ class ParamGroup:
     def _make_due(self) -> None:
         self.wait_for_unshard()
         is_in_place = self.has_all_shards and self.main_is_compute
-        due = MainState.INSTALLED if is_in_place else MainState.DUE
-        self.main_state = change_state(self, self.main_state, due)
+        main_state = MainState.DUE
+        if is_in_place:
+            main_state = MainState.INSTALLED
+        self.main_state = change_state(self, self.main_state, main_state)
         if self.state is WeightState.UNSHARDED and not is_in_place:
             self.state = change_state(self, self.state, WeightState.STALE)
 
@@ -317,12 +375,15 @@ def unshard(groups: Sequence[ParamGroup]) -> None:
     if not by_ranks:
         return
     with observe.work(groups[0].unit_name, "unshard"):
-        for (is_whole, _), together in by_ranks.items():
-            gathers = list(chain.from_iterable(group.prepare_unshard() for group in together))
-            communicator = together[0].communicator
+        for (has_all_shards, _), together in by_ranks.items():
+            gathers: list[Gather] = []
+            for group in together:
+                gathers += group.prepare_unshard()
             try:
-                filled = [gather.filled for gather in gathers]
-                all_gather = all_of(filled) if is_whole else communicator.all_gather(gathers)
+                if has_all_shards:
+                    all_gather = all_of([gather.filled for gather in gathers])
+                else:
+                    all_gather = together[0].communicator.all_gather(gathers)
             except BaseException:  # some of its messages may be under way
                 for group in together:
                     group.compute.is_in_failed_collective = True

@@ -11,7 +11,7 @@ from math import lcm
 # [Note: how the planner chooses] A flat buffer of ``world_size * shard_size`` elements is cut at
 # the multiples of the shard size. Parameters lie in it whole, in any order. The *alignment* of a
 # parameter is a number of elements, usually those of one row, that no cut should divide. A
-# parameter that is longer than two shards is cut wherever the shard size says, so its alignment
+# parameter that is longer than two shards is cut wherever the shard size demands, so its alignment
 # must divide the shard size. A shorter one can be moved until its cut falls between rows.
 #
 # 1. The smallest buffer that satisfies the required alignments is accepted whatever its padding.
@@ -35,20 +35,32 @@ MAX_STEPS = 32
 
 @dataclass(frozen=True)
 class Request:
-    """The size and the alignment of a parameter, in elements."""
+    """The size and the alignment of a parameter.
+
+    Args:
+        numel: number of elements, which may be 0.
+        alignment: number of elements that no cut should divide, counted from the first element.
+        is_required: satisfy the alignment whatever the padding costs.
+    """
 
     numel: int
     alignment: int
-    is_required: bool  # whatever the padding costs
+    is_required: bool
 
 
 @dataclass(frozen=True, order=True)
 class Placement:
-    """A shard size and the starts of the parameters. Of two placements the smaller is better."""
+    """A shard size and the starts of the parameters. Of two placements the smaller is better.
 
-    num_broken: int  # parameters that are cut inside their alignment
+    Args:
+        num_broken: number of parameters that are cut inside their alignment.
+        shard_size: size of a shard in elements.
+        starts: index and start of each parameter that has elements, in the order of the buffer.
+    """
+
+    num_broken: int
     shard_size: int
-    starts: tuple[tuple[int, int], ...]  # index and start of each parameter that has elements
+    starts: tuple[tuple[int, int], ...]
 
 
 def find_placement(requests: Sequence[Request], world_size: int) -> Placement:
@@ -57,10 +69,10 @@ def find_placement(requests: Sequence[Request], world_size: int) -> Placement:
     total = _total_size(classes)
     smallest_shard = max(_round_up(_ceil_div(total, world_size), MIN_ALIGNMENT), MIN_ALIGNMENT)
     # A shard that is large enough for everything is never cut, so this search finds something.
-    required = [kind if kind.is_required else kind.without_alignment() for kind in classes]
+    required = [size_class.without_preference() for size_class in classes]
     best = _search(required, world_size, smallest_shard, max(total, smallest_shard))
     assert best is not None
-    if all(kind.is_required for kind in classes):
+    if all(size_class.is_required for size_class in classes):
         return best
     numel = sum(request.numel for request in requests)
     padding = max(int(PADDING_BUDGET * numel), MIN_ALIGNMENT * (world_size + len(requests)))
@@ -107,6 +119,12 @@ class _SizeClass:
         """Return the same parameters with the minimum alignment: they may be cut anywhere."""
         return replace(self, alignment=MIN_ALIGNMENT)
 
+    def without_preference(self) -> _SizeClass:
+        """Return the same parameters, with the minimum alignment unless theirs is required."""
+        if self.is_required:
+            return self
+        return self.without_alignment()
+
 
 def _size_classes(requests: Sequence[Request]) -> list[_SizeClass]:
     """Group the parameters that have elements, the largest alignments first."""
@@ -117,32 +135,39 @@ def _size_classes(requests: Sequence[Request]) -> list[_SizeClass]:
             # An alignment larger than the parameter only means that it must not be cut.
             alignment = min(lcm(request.alignment, MIN_ALIGNMENT), size)
             members.setdefault((alignment, size, request.is_required), []).append(index)
-    return [
-        _SizeClass(size, alignment, is_required, tuple(members[alignment, size, is_required]))
-        for alignment, size, is_required in sorted(members, reverse=True)
-    ]
+    classes = []
+    for key in sorted(members, reverse=True):
+        alignment, size, is_required = key
+        classes.append(_SizeClass(size, alignment, is_required, tuple(members[key])))
+    return classes
 
 
 def _total_size(classes: Sequence[_SizeClass]) -> int:
-    return sum(kind.size * len(kind.indices) for kind in classes)
+    return sum(size_class.size * len(size_class.indices) for size_class in classes)
 
 
 def _search(
-    classes: Sequence[_SizeClass], world_size: int, smallest: int, largest: int
+    classes: Sequence[_SizeClass],
+    world_size: int,
+    smallest: int,
+    largest: int,
 ) -> Placement | None:
     """Return the best placement with a shard size in ``[smallest, largest]``, or None."""
     best: Placement | None = None
     for step in _steps(classes, smallest, largest):
-        # If a required alignment does not divide the step, the shard must be large enough for one
-        # cut through its parameters.
-        strict = [kind for kind in classes if kind.is_required and step % kind.alignment]
-        floor = max([smallest, *(kind.one_cut_shard() for kind in strict)])
-        # Parameters that are misaligned at every multiple of this step.
-        unsuited = [kind for kind in classes if not kind.suits(largest // step * step)]
-        hopeless = sum(len(kind.indices) for kind in unsuited)
-        for multiple in _ladder(_ceil_div(floor, step), largest // step):
+        last = largest // step
+        floor = smallest
+        num_misaligned = 0  # at every multiple of this step
+        for size_class in classes:
+            # If a required alignment does not divide the step, the shard must be large enough for
+            # one cut through its parameters.
+            if size_class.is_required and step % size_class.alignment:
+                floor = max(floor, size_class.one_cut_shard())
+            if not size_class.suits(last * step):
+                num_misaligned += len(size_class.indices)
+        for multiple in _ladder(_ceil_div(floor, step), last):
             shard = multiple * step
-            if best is not None and (best.num_broken, best.shard_size) <= (hopeless, shard):
+            if best is not None and (best.num_broken, best.shard_size) <= (num_misaligned, shard):
                 break  # larger multiples are no better, unless another step tries them too
             found = _place(classes, world_size, shard)
             if found is not None and (best is None or found < best):
@@ -150,20 +175,25 @@ def _search(
     return best
 
 
-def _steps(classes: Sequence[_SizeClass], smallest: int, largest: int) -> list[int]:
+def _steps(
+    classes: Sequence[_SizeClass],
+    smallest: int,
+    largest: int,
+) -> list[int]:
     """Return the numbers whose multiples are worth trying as shard sizes."""
     # They are common multiples of alignments. Parameters that fit in a shard are ignored, because
     # their alignments need not divide it.
     count: Counter[int] = Counter()
-    for kind in classes:
-        if kind.size > smallest:
-            count[kind.alignment] += len(kind.indices)
+    for size_class in classes:
+        if size_class.size > smallest:
+            count[size_class.alignment] += len(size_class.indices)
     steps = [MIN_ALIGNMENT]
     # The most frequent alignments first, because the list is truncated to MAX_STEPS.
     for alignment in sorted(count, key=lambda alignment: (-count[alignment], alignment)):
         common = {lcm(step, alignment) for step in steps}
-        new = sorted(step for step in common.difference(steps) if step <= largest)
-        steps = [*steps, *new][:MAX_STEPS]
+        for step in sorted(common.difference(steps)):
+            if step <= largest and len(steps) < MAX_STEPS:
+                steps.append(step)
     return steps
 
 
@@ -179,31 +209,38 @@ def _ladder(first: int, last: int) -> Iterator[int]:
         yield last
 
 
-def _place(classes: Sequence[_SizeClass], world_size: int, shard: int) -> Placement | None:
+def _place(
+    classes: Sequence[_SizeClass],
+    world_size: int,
+    shard: int,
+) -> Placement | None:
     """Place the parameters one after the other; return None if that breaks a requirement."""
     # Parameters whose preference no start can satisfy may start anywhere: they fill gaps.
-    suited, unsuited = [], []
-    for kind in classes:
-        if kind.suits(shard):
-            suited.append((kind, [*kind.indices]))
-        elif kind.is_required:
+    suited = []
+    unsuited = []
+    for size_class in classes:
+        if size_class.suits(shard):
+            suited.append((size_class, [*size_class.indices]))
+        elif size_class.is_required:
             return None
         else:
-            unsuited.append((kind.without_alignment(), [*kind.indices]))
+            unsuited.append((size_class.without_alignment(), [*size_class.indices]))
     waiting = suited + unsuited
     starts: list[tuple[int, int]] = []
-    cursor, spare = 0, world_size * shard - _total_size(classes)
+    cursor = 0
+    spare = world_size * shard - _total_size(classes)
     while waiting:
         # Among equal gaps the first class, which has the largest alignment.
         start, position = min(
-            (kind.first_start(cursor, shard), position)
-            for position, (kind, _) in enumerate(waiting)
+            (size_class.first_start(cursor, shard), position)
+            for position, (size_class, _) in enumerate(waiting)
         )
         if start - cursor > spare:
-            preferred = [index for index, (kind, _) in enumerate(waiting) if not kind.is_required]
-            if not preferred:
+            preferred = _first_preferred(waiting)
+            if preferred is None:
                 return None
-            position, start = preferred[0], cursor
+            position = preferred
+            start = cursor
         chosen, indices = waiting[position]
         starts.append((indices.pop(0), start))
         spare -= start - cursor
@@ -212,14 +249,36 @@ def _place(classes: Sequence[_SizeClass], world_size: int, shard: int) -> Placem
             del waiting[position]
     start_of = dict(starts)
     num_broken = 0
-    for kind in classes:
-        for index in kind.indices:
-            num_broken += not cuts_are_aligned(kind.alignment, start_of[index], kind.size, shard)
+    for size_class in classes:
+        for index in size_class.indices:
+            start = start_of[index]
+            if not cuts_are_aligned(size_class.alignment, start, size_class.size, shard):
+                num_broken += 1
     return Placement(num_broken, shard, tuple(starts))
 
 
-def cuts_are_aligned(alignment: int, start: int, numel: int, shard: int) -> bool:
-    """Return True if every cut of ``[start, start + numel)`` is aligned, counted from the start."""
+def _first_preferred(waiting: list[tuple[_SizeClass, list[int]]]) -> int | None:
+    """Return the position of the first class whose alignment is only preferred; None without."""
+    for position, (size_class, _) in enumerate(waiting):
+        if not size_class.is_required:
+            return position
+    return None
+
+
+def cuts_are_aligned(
+    alignment: int,
+    start: int,
+    numel: int,
+    shard: int,
+) -> bool:
+    """Return True if every cut of ``[start, start + numel)`` is aligned, counted from the start.
+
+    Args:
+        alignment: number of elements that no cut may divide.
+        start: position in the flat buffer, in elements.
+        numel: number of elements; 0 is never cut.
+        shard: size of a shard in elements; cuts are at its multiples.
+    """
     # If the first two cuts are aligned, so is their distance, the shard size, and every other cut.
     cuts = range(_next_cut(start, shard), start + numel, shard)
     return all((cut - start) % alignment == 0 for cut in cuts[:2])

@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from enum import IntEnum
+from enum import Enum, IntEnum
 
 import torch
 
-# Each setting checks itself. A message names one as `Strategy.level`, which interfaces with other
-# names replace.
+# Each settings object checks its fields. A message names a field as `Strategy.level`, which
+# interfaces with other names replace.
 
 
 class ShardingStrategy(IntEnum):
@@ -40,12 +40,18 @@ class ShardingStrategy(IntEnum):
 
     @classmethod
     def parse(
-        cls, value: int | str | ShardingStrategy, argument: str = "Strategy.level"
+        cls,
+        value: int | str | ShardingStrategy,
+        argument: str = "Strategy.level",
     ) -> ShardingStrategy:
-        """Return the strategy of a number (0 to 3), a name ("optim_grads") or a member.
+        """Return the strategy of a level.
+
+        Args:
+            value: a number from 0 to 3, a name such as "optim_grads", or a member.
+            argument: the user's name of the argument, for the error.
 
         Raises:
-            ValueError: names the ``argument`` of the user and the values that it accepts.
+            ValueError: for any other value.
         """
         if isinstance(value, str) and value.upper() in cls.__members__:
             return cls[value.upper()]
@@ -53,6 +59,17 @@ class ShardingStrategy(IntEnum):
             return cls(value)
         names = ", ".join(f"{member.name.lower()}/{member.value}" for member in cls)
         raise ValueError(f"{argument} expects one of {names} but got {value!r}")
+
+
+class ParameterKind(Enum):
+    """The kind of a parameter, which decides its axes of the mesh and its strategy."""
+
+    DENSE = "dense"
+    """All that are of no other kind."""
+    EXPERT = "expert"
+    """Of an expert-parallel layer, with a mesh of the ranks that have the same experts."""
+    EMBEDDING = "embedding"
+    """Of an embedding or of the output layer, with a strategy of their own."""
 
 
 @dataclass(frozen=True)
@@ -80,17 +97,34 @@ class MixedPrecisionPolicy:
                 )
 
     def resolve(self, compute_dtype: torch.dtype, trainable: bool) -> Precision:
-        """Return the dtypes of a group of parameters of ``compute_dtype``."""
-        main_param = compute_dtype  # also of frozen parameters, since nothing updates them
+        """Return the dtypes of a group.
+
+        Args:
+            compute_dtype: dtype of its parameters in the module.
+            trainable: False: frozen parameters keep their dtype, since nothing updates them.
+        """
+        main_param = compute_dtype
         if trainable and self.main_params_dtype is not None:
             main_param = self.main_params_dtype
         main_grad = self.main_grads_dtype or compute_dtype
-        return Precision(compute_dtype, main_param, main_grad, self.grad_comm_dtype or main_grad)
+        return Precision(
+            compute=compute_dtype,
+            main_param=main_param,
+            main_grad=main_grad,
+            grad_comm=self.grad_comm_dtype or main_grad,
+        )
 
 
 @dataclass(frozen=True)
 class Precision:
-    """A :class:`MixedPrecisionPolicy` with every default filled in for one group."""
+    """The dtypes of a group: a :class:`MixedPrecisionPolicy` with its defaults filled in.
+
+    Args:
+        compute: dtype of compute weights, and of the gradients that autograd computes.
+        main_param: dtype of main weights.
+        main_grad: dtype in which gradients accumulate.
+        grad_comm: dtype in which gradients are reduced.
+    """
 
     compute: torch.dtype
     main_param: torch.dtype
@@ -119,7 +153,8 @@ class Overlap:
     def __post_init__(self) -> None:
         problems = problems_of_flags(self)
         size = self.prefetch_bytes
-        if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+        is_size = isinstance(size, int) and not isinstance(size, bool) and size > 0
+        if size is not None and not is_size:
             problems.append(
                 "Overlap.prefetch_bytes expects a positive number of bytes or None but got"
                 f" {size!r}"
@@ -139,6 +174,6 @@ def problems_of_flags(setting: object) -> list[str]:
 
 
 def raise_problems(problems: list[str]) -> None:
-    """Raise one ``ValueError`` with a line for each problem; do nothing if there are none."""
+    """Raise one ``ValueError`` with a line for each problem, if there are any."""
     if problems:
         raise ValueError("\n".join(problems))

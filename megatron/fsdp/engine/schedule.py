@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from itertools import chain
 
 import torch
 from torch import nn
@@ -26,19 +25,23 @@ from megatron.fsdp.engine.unit import FORWARD, GRAPH, TRACE, Unit, UnitCall
 
 
 class Microbatches:
-    """The caller's statements about the backward passes to come."""
+    """The settings of the training loop for the backward passes to come.
+
+    Args:
+        sync_each: every pass ends with final gradients on the parameters.
+    """
 
     # Gradients of a pass that does not synchronise accumulate: on this rank where a ZeRO level
-    # keeps whole gradients, otherwise in the gradient shards. What is not reduced then is reduced
-    # before the optimizer's step.
+    # keeps whole gradients, otherwise in the gradient shards. The rest of their reduction precedes
+    # the optimizer's step.
 
     def __init__(self, sync_each: bool):
-        self.sync_each = sync_each  # every pass ends with final gradients on the parameters
+        self.sync_each = sync_each
         self.is_last = True  # outside of `no_sync`
         self._are_marked = False  # by `no_sync`: a pass outside of it is the last one of its step
 
     def mark(self, is_last: bool) -> None:
-        """Say whether the passes to come are the last ones of their step."""
+        """Mark the passes to come as the last ones of their step, or not."""
         self.is_last = is_last
         self._are_marked = self._are_marked or not is_last
 
@@ -53,13 +56,21 @@ class Microbatches:
             self._are_marked = False
 
     def set_sync_each(self, sync_each: bool) -> None:
-        """Choose whether every pass ends with final gradients, and forget earlier marks."""
+        """Set ``sync_each``, and forget earlier marks."""
         self.sync_each = sync_each
         self._are_marked = False
 
 
 class Schedule:
-    """Turns the calls of units, forward and backward, into all-gathers and reductions."""
+    """Turns the calls of units, forward and backward, into all-gathers and reductions.
+
+    Args:
+        units: all units, the root first, then in the order of registration.
+        overlap: the overlap of communication with compute.
+        microbatches: when gradients are reduced completely.
+        reduces_late: reduce gradients when the backward pass is over: at levels 0 and 1, the loss
+            may then reach other units on other ranks. Levels 2 and 3 reduce unit by unit anyway.
+    """
 
     def __init__(
         self,
@@ -68,11 +79,9 @@ class Schedule:
         microbatches: Microbatches,
         reduces_late: bool,
     ):
-        self.units = units  # the root first, then in the order of registration
+        self.units = units
         self.microbatches = microbatches
         self._overlaps_reductions = overlap.grad_reduce
-        # Reduce gradients when the backward pass is over: at levels 0 and 1, the loss may then
-        # reach other units on other ranks. Levels 2 and 3 reduce unit by unit in any case.
         self._reduces_late = reduces_late
         self.prefetcher = Prefetcher(units, overlap)
         self._reducing: list[GroupGradients] = []  # whose reductions are under way, oldest first
@@ -100,7 +109,7 @@ class Schedule:
                 unit.wait_for_unshard()
 
     def begin_use(self, call: UnitCall) -> None:
-        """Unshard the units that a call uses, and prefetch those that follow its own."""
+        """Unshard the units that a call uses, and prefetch those that follow."""
         for borrowed in call.borrowed:
             self.borrow(borrowed, call)
         unit = call.unit
@@ -113,7 +122,7 @@ class Schedule:
             self.prefetcher.reached(unit)
 
     def borrow(self, unit: Unit, user: Hashable) -> None:
-        """Unshard a unit for a user; the use is neither recorded nor prefetched from."""
+        """Unshard a unit for a user, without recording the use or prefetching other units."""
         unit.users[user] = current_pass()
         self.prefetcher.used(unit)
         unit.unshard()
@@ -126,8 +135,8 @@ class Schedule:
 
     def _reshard(self, unit: Unit) -> None:
         if unit.users:
-            pass
-        elif is_traced():
+            return
+        if is_traced():
             unit.users[TRACE] = FORWARD
         elif self._keeps_graph:
             # The unit stays unsharded until the end of the next backward pass that is not recorded.
@@ -163,7 +172,7 @@ class Schedule:
     def _finish_unit(self, unit: Unit) -> None:
         """End the backward of a unit: reduce its gradients if it is time, and reshard it."""
         if unit.arrived:
-            # Autograd records hooks only with create_graph=True, and a context has its price.
+            # Autograd records hooks only with create_graph=True. A context costs host time.
             with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
                 self._reduce(unit)
         unit.reset_backward(is_over=not self.is_in_backward)
@@ -180,12 +189,16 @@ class Schedule:
         for group in unit.trained_groups:
             is_due = group.strategy.shards_gradients or (is_complete and not self._reduces_late)
             group.gradients.accumulate(is_due)
-            due += [group.gradients] if is_due else []
-        for gradients in due:  # over the inner axis, the outer one too if it is the last microbatch
-            self._start_reduction(gradients, True, is_complete)
+            if is_due:
+                due.append(group.gradients)
+        for gradients in due:  # over the outer axis only after the last microbatch
+            self._start_reduction(gradients, over_inner=True, over_outer=is_complete)
 
     def _start_reduction(
-        self, gradients: GroupGradients, over_inner: bool, over_outer: bool
+        self,
+        gradients: GroupGradients,
+        over_inner: bool,
+        over_outer: bool,
     ) -> None:
         gradients.reduce(over_inner, over_outer)
         self._reducing.append(gradients)
@@ -204,7 +217,7 @@ class Schedule:
                 # Both are the same on all ranks, whichever of them have gradients.
                 is_due = group.gradients.state is GradientState.WAITING
                 if is_due or group.gradients.has_inner_sum:
-                    self._start_reduction(group.gradients, is_due, True)
+                    self._start_reduction(group.gradients, over_inner=is_due, over_outer=True)
 
     @torch.no_grad()
     def wait_for_reductions(self) -> None:
@@ -242,19 +255,30 @@ class Schedule:
 
 @dataclass(frozen=True)
 class UseOrder:
-    """The order in which a forward has used units; one may be there several times."""
+    """The order in which a forward has used units; one may occur several times.
+
+    Args:
+        forward: the units in this order.
+        backward: the reverse order, but for the root: it comes first, and is in use until the end.
+        kept: the units that stay unsharded at the end of the forward, as backward begins with them.
+        num_before: number of uses that come before those of ``kept``.
+        num_updates: number of updates of the main weights that came before the forward.
+    """
 
     forward: list[Unit] = field(default_factory=list)
-    # The reverse order, but for the root: it comes first, and is in use until the end.
     backward: list[Unit] = field(default_factory=list)
-    # The units that stay unsharded at the end of the forward, as backward begins with them.
     kept: list[Unit] = field(default_factory=list)
-    num_before: int = 0  # uses that come before those of `kept`
-    num_updates: int = 0  # updates of the main weights that came before the forward
+    num_before: int = 0
+    num_updates: int = 0
 
 
 class Prefetcher:
-    """Unshards units before they are used, never more of them than the window allows."""
+    """Unshards units before they are used, never more of them than the window allows.
+
+    Args:
+        units: all units, the root first.
+        overlap: whether weights are prefetched, and how many.
+    """
 
     # The order is recorded in every forward of the root. All ranks prefetch the same units at the
     # same points, because only calls of units, and of `start_param_sync`, trigger prefetching.
@@ -265,14 +289,15 @@ class Prefetcher:
         self._max_units = overlap.prefetch_units
         self._max_bytes = overlap.prefetch_bytes
         self._unit_of: dict[FlatBuffer, Unit] = {}
+        # Otherwise weights stay allocated, and each forward begins with all gathers that are due.
+        self._are_resharded = False
+        # Several units may then have the same memory, and take turns in it.
+        self._are_assigned_ahead = False
         for unit in units:
             for group in unit.groups:
                 self._unit_of.update(dict.fromkeys(group.buffers, unit))
-        groups = list(chain.from_iterable(unit.groups for unit in units))
-        # Otherwise weights stay allocated, and each forward begins with all gathers that are due.
-        self._are_resharded = any(group.reshards_after_use for group in groups)
-        # Several units may then have the same memory, which holds one of them at a time.
-        self._are_assigned_ahead = any(group.compute.storage.is_assigned_ahead for group in groups)
+                self._are_resharded |= group.reshards_after_use
+                self._are_assigned_ahead |= group.compute.storage.is_assigned_ahead
         self._recorded: list[Unit] = []  # in the forward under way
         self._order = UseOrder()  # of the last forward
         self._current = units[0]  # the unit that was used last
@@ -288,7 +313,8 @@ class Prefetcher:
     def start_recording(self) -> None:
         """Start to record the order of units, at the beginning of the root's forward."""
         self._recorded = []
-        self._position, self._upcoming = -1, []
+        self._position = -1
+        self._upcoming = []
         if self._num_updates:  # none between microbatches
             self._order = replace(self._order, num_updates=self._num_updates)
             self._num_updates = 0
@@ -297,14 +323,17 @@ class Prefetcher:
 
     def stop_recording(self) -> None:
         """Keep the recorded order, and reshard units that were prefetched but not used."""
-        kept = self._order.kept if torch.is_grad_enabled() else []
+        kept: list[Unit] = []
+        if torch.is_grad_enabled():
+            kept = self._order.kept
         self.reshard_idle(self._prefetched.difference(kept))
         order = self._recorded
-        last: list[Unit] = []
-        for unit in order[:0:-1] if self.is_enabled else ():
-            if not self._fits([*last, unit]):
-                break
-            last.append(unit)
+        last: list[Unit] = []  # the units that backward uses first
+        if self.is_enabled:
+            for unit in reversed(order[1:]):
+                if not self._fits([*last, unit]):
+                    break
+                last.append(unit)
         self._order = UseOrder(
             forward=list(order),
             backward=order[:1] + order[:0:-1],
@@ -312,7 +341,8 @@ class Prefetcher:
             num_before=len(order) - max(1, len(last)),
             num_updates=self._order.num_updates,
         )
-        self._position, self._upcoming = -1, []
+        self._position = -1
+        self._upcoming = []
 
     def reached(self, unit: Unit) -> None:
         """Record that a call of ``unit`` begins, and prefetch the units that follow it."""
@@ -321,12 +351,13 @@ class Prefetcher:
             self._recorded.append(unit)
         self._current = unit
         order = self._order.backward if is_backward else self._order.forward
-        # The next use from here, otherwise the first. Nothing is prefetched after a unit that the
-        # order does not have.
-        start = self._position + 1
-        self._position = len(order)
-        if unit in order:
-            self._position = order.index(unit, start if unit in order[start:] else 0)
+        next_position = self._position + 1
+        if unit in order[next_position:]:
+            self._position = order.index(unit, next_position)
+        elif unit in order:
+            self._position = order.index(unit)
+        else:
+            self._position = len(order)  # nothing is prefetched after an unknown unit
         self.prefetch()
 
     # ---- unsharding ahead
@@ -354,9 +385,11 @@ class Prefetcher:
         if in_backward():
             order = self._order.backward
             # When a unit's backward begins, the unit above it is still unsharded: count it too.
-            others = (self._current, self._units[0])
-            self._in_use = {unit: None for unit in self._in_use if unit.users}
-            ahead = [unit for unit in self._in_use if unit not in others]
+            for unit in list(self._in_use):
+                if not unit.users:
+                    del self._in_use[unit]
+                elif unit is not self._current and unit is not self._units[0]:
+                    ahead.append(unit)
         window: list[Unit] = []
         for unit in order[self._position + 1 :]:
             if unit in window or not self._fits([*ahead, unit]):
@@ -366,12 +399,15 @@ class Prefetcher:
         return window
 
     def _fits(self, units: Sequence[Unit]) -> bool:
-        """Return True if so many units may be unsharded beside the one in use."""
+        """Return True if these units may be unsharded in addition to the one in use."""
         if self._max_bytes is None:
             return len(units) <= self._max_units
-        groups = chain.from_iterable(unit.groups for unit in units)
-        freed = [group.compute for group in groups if group.reshards_after_use]
-        return sum(buffer.num_bytes for buffer in freed) <= self._max_bytes
+        num_bytes = 0
+        for unit in units:
+            for group in unit.groups:
+                if group.reshards_after_use:
+                    num_bytes += group.compute.num_bytes
+        return num_bytes <= self._max_bytes
 
     def weights_change(self) -> None:
         """Reshard all prefetched units, because main weights have new values."""
@@ -386,17 +422,19 @@ class Prefetcher:
         if not self.is_enabled or is_early or root.users or in_backward():
             return
         self._current = root
-        self._position, self._upcoming = 0, []
-        window = [root, *self._window()] if self._order.forward else []
-        self._unshard_ahead(window)
-        self._of_next_forward.update(self._prefetched.intersection(window))
+        self._position = 0
+        self._upcoming = []
+        if self._order.forward:
+            window = [root, *self._window()]
+            self._unshard_ahead(window)
+            self._of_next_forward.update(self._prefetched.intersection(window))
 
     # ---- resharding
 
     def keep(self, unit: Unit) -> bool:
-        """Keep a unit whose call ends unsharded if it is used again at once."""
+        """Keep a unit whose call ends unsharded if it is used again at once; return True then."""
         # It may be called again, or its backward is among the first. Then it counts as prefetched,
-        # so nothing more than the window is unsharded.
+        # so that no more units than the window allows are unsharded.
         is_kept = unit in self._upcoming or unit in self._kept_for_backward()
         if is_kept:
             self._prefetched.add(unit)
@@ -405,7 +443,9 @@ class Prefetcher:
     def _kept_for_backward(self) -> list[Unit]:
         """Return the units that stay unsharded from now on: the last ones of a forward."""
         is_end_of_forward = len(self._recorded) > self._order.num_before and not in_backward()
-        return self._order.kept if is_end_of_forward and torch.is_grad_enabled() else []
+        if is_end_of_forward and torch.is_grad_enabled():
+            return self._order.kept
+        return []
 
     def used(self, unit: Unit) -> None:
         """Prepare for a call that uses ``unit`` now: reshard unused units in its memory."""
@@ -422,8 +462,9 @@ class Prefetcher:
 
     def reshard_idle(self, units: set[Unit]) -> None:
         """Reshard those of the units that no call uses."""
-        # The order of a set differs between ranks.
-        for unit in self._units if units else ():
+        if not units:
+            return
+        for unit in self._units:  # the order of a set differs between ranks
             if unit in units:
                 self._prefetched.discard(unit)
                 self._of_next_forward.discard(unit)

@@ -20,15 +20,15 @@ from typing import Generic, TypeVar
 #     the gradients of its inputs arrive    UNSHARDED -> SHARDED             RUNNING -> IDLE
 #
 # In the last line, the local gradients move into the group's flat buffer (GradientState EMPTY ->
-# WAITING) and are reduced (-> REDUCING) into the gradient shard (-> EMPTY). Parameters show that at
-# the end of the pass (ShownState HIDDEN -> FINAL). The optimizer then updates the main weights
-# (MainState INSTALLED -> DUE). At level 3 the next all-gather sends the new values. Below, weights
-# stay allocated: they are STALE until the next forward, or `start_param_sync`, gathers or casts
-# them. Where level 0 needs no cast, they are always UNSHARDED.
+# WAITING) and are reduced (-> REDUCING) into the gradient shard (-> EMPTY). Parameters show the
+# shard at the end of the pass (ShownState HIDDEN -> FINAL). The optimizer then updates the main
+# weights (MainState INSTALLED -> DUE). At level 3 the next all-gather sends the new values. Below,
+# weights stay allocated: they are STALE until the next forward, or `start_param_sync`, gathers or
+# casts them. Where level 0 needs no cast, they are always UNSHARDED.
 
 
 class EngineState(Enum):
-    """A state; its value names the states that may follow, beside itself."""
+    """A state; its value names the states that may follow it. It may always follow itself."""
 
     __hash__ = object.__hash__  # Enum's is Python code and showed up in profiles
 
@@ -50,7 +50,7 @@ class WeightState(EngineState):
 
 
 class MainState(EngineState):
-    """The way of new main weights into the compute shard, which all-gathers send."""
+    """The progress of new main weights into the compute shard, which all-gathers send."""
 
     # The compute shard has the values of the main weights, or each all-gather casts them.
     INSTALLED = "DUE", "HELD"
@@ -64,7 +64,7 @@ class GradientState(EngineState):
     """The local gradients of a group: this rank's sum since the last reduction."""
 
     EMPTY = "WRITING", "WAITING"
-    # Layers write gradients into the flat tensor themselves; autograd has not brought any yet.
+    # Layers write gradients into the flat tensor themselves; autograd has not reported any yet.
     WRITING = "WAITING", "EMPTY"
     # A reduction is due, in which all ranks take part, also those without gradients. EMPTY without
     # it if gradients are dropped.
@@ -95,7 +95,7 @@ class BackwardState(EngineState):
     RUNNING = "RECOMPUTED", "IDLE"
     # Gradients came from another pass than the one in which the unit came into use: the nested
     # backward of recomputation, a backward inside a forward, or one of several over a kept graph.
-    # More may follow for the same parameters, so counting does not tell the end.
+    # More may follow for the same parameters, so counting them does not show the end.
     RECOMPUTED = "IDLE"
 
 
@@ -114,7 +114,16 @@ State = TypeVar("State", bound=EngineState)
 
 
 def change_state(owner: object, state: State, new_state: State) -> State:
-    """Return ``new_state`` if it may follow ``state``; ``str(owner)`` is in the error's message."""
+    """Return ``new_state``.
+
+    Args:
+        owner: the object whose state changes; its ``str`` is in the error's message.
+        state: its state.
+        new_state: the state that it changes to.
+
+    Raises:
+        RuntimeError: if ``new_state`` may not follow ``state``.
+    """
     if new_state is not state and new_state.name not in state.following:
         raise RuntimeError(
             f"{owner} cannot change from {state.name} to {new_state.name}: it may become"
@@ -129,5 +138,5 @@ class StateOwner(Generic[State]):
     state: State
 
     def change_state(self, state: State) -> None:
-        """Go on to ``state``."""
+        """Change to ``state``; raise ``RuntimeError`` if it may not follow the current one."""
         self.state = change_state(self, self.state, state)

@@ -10,17 +10,19 @@ from torch.distributed.tensor import DTensor, Shard
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return the local tensor of a DTensor, and any other tensor itself."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    if isinstance(tensor, DTensor):
+        return tensor._local_tensor
+    return tensor
 
 
 def has_uneven_slices(parameter: nn.Parameter) -> bool:
     """Return True if tensor parallelism has divided ``parameter`` into slices of unequal sizes."""
     if not isinstance(parameter, DTensor):
         return False
-    return any(
-        isinstance(placement, Shard) and parameter.shape[placement.dim] % size
-        for placement, size in zip(parameter.placements, parameter.device_mesh.shape)
-    )
+    for placement, size in zip(parameter.placements, parameter.device_mesh.shape):
+        if isinstance(placement, Shard) and parameter.shape[placement.dim] % size:
+            return True
+    return False
 
 
 def set_local_tensor(parameter: nn.Parameter, value: torch.Tensor) -> None:
@@ -41,4 +43,6 @@ def local_grad(parameter: nn.Parameter) -> torch.Tensor:
         if grad.placements != parameter.placements:
             grad = grad.redistribute(placements=parameter.placements)
         grad = grad.to_local()
-    return grad.to_dense() if grad.is_sparse else grad
+    if grad.is_sparse:
+        return grad.to_dense()
+    return grad

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
-from operator import attrgetter
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -30,12 +29,12 @@ def has_other_backward() -> bool:
 
 
 def is_traced() -> bool:
-    """Return True if the operations under way are recorded, as by ``linearize``, to run later."""
+    """Return True while operations are recorded to run later, as by ``torch.func.linearize``."""
     return get_proxy_mode() is not None
 
 
 def outside_transforms(function: Callable[P, R]) -> Callable[P, R]:
-    """Let a function on plain tensors run outside of the transforms under way."""
+    """Make a function on plain tensors run outside of the transforms under way."""
 
     @wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -48,7 +47,7 @@ def outside_transforms(function: Callable[P, R]) -> Callable[P, R]:
 
 
 class BeforeBackward(torch.autograd.Function):
-    """The identity, which calls a function with the gradient before backward goes on."""
+    """The identity, whose backward calls a function with the gradient before it continues."""
 
     generate_vmap_rule = True
 
@@ -59,7 +58,13 @@ class BeforeBackward(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        """Keep the function."""
+        """Save the function for the backward.
+
+        Args:
+            ctx: context of the autograd function.
+            inputs: the arguments of :meth:`forward`: the function and the tensor.
+            output: the result of :meth:`forward`, which the backward does not need.
+        """
         ctx.callback, _ = inputs
 
     @staticmethod
@@ -70,9 +75,19 @@ class BeforeBackward(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, _: None, tangent: Any) -> Any:
-        """Let the backward of the tangent call the function too."""
-        return None if tangent is None else before_backward(ctx.callback, tangent)
+        """Make the backward of the tangent call the function too.
+
+        Args:
+            ctx: context of the autograd function.
+            _: tangent of the function, which has none.
+            tangent: tangent of the tensor; None if it has none.
+        """
+        if tangent is None:
+            return None
+        return before_backward(ctx.callback, tangent)
 
 
-before_backward: Callable[[Callable[[Any], None], torch.Tensor], torch.Tensor]
-before_backward = attrgetter("apply")(BeforeBackward)
+def before_backward(callback: Callable[[Any], None], tensor: torch.Tensor) -> torch.Tensor:
+    """Return ``tensor``; its backward calls ``callback`` with the gradient first."""
+    result: torch.Tensor = BeforeBackward.apply(callback, tensor)  # type: ignore[no-untyped-call]
+    return result

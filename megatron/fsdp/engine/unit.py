@@ -5,8 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from functools import cached_property
-from itertools import chain, count
-from operator import attrgetter
+from itertools import count
 
 import torch
 from torch import nn
@@ -32,24 +31,33 @@ KEPT_ASIDE = (
 )
 
 _clock = count()
-_state = attrgetter("state")
 
 
 class UnitCall(StateOwner[CallState]):
-    """One call of a unit's module, from the beginning of its forward to the end of its backward."""
+    """One call of a unit's module, from the beginning of its forward to the end of its backward.
 
-    def __init__(self, unit: Unit, module: nn.Module | None, borrowed: list[Unit]):
+    Args:
+        unit: the unit that is called.
+        module: one of its modules. None: the call is a method of no unit's module.
+        borrowed: other units whose parameters the call uses; those that it reads are appended.
+    """
+
+    def __init__(
+        self,
+        unit: Unit,
+        module: nn.Module | None,
+        borrowed: list[Unit],
+    ):
         self.unit = unit
-        self.module = module  # one of the unit's; None: a method of no unit's module
-        # Other units whose parameters the call uses; more are added when they are read.
+        self.module = module
         self.borrowed = borrowed
         self.state = CallState.FORWARD
         # Positions of the begin and the end of the forward among those of all calls.
         self.began = self.ended = next(_clock)
         # Inputs that require gradients, with their versions, by id; empty after the forward.
         self.inputs: dict[int, tuple[torch.Tensor, int]] = {}
-        self._num_moves = 0  # of the weights that the forward used, by then
-        self.num_inputs = 0  # that get gradients and have hooks, of which a few count as one
+        self._num_moves = 0  # of the weights that the forward used, when it ended
+        self.num_inputs = 0  # that get gradients; inputs with one hook in common count as one
         self.awaited_inputs = 0  # of them, those whose gradients are outstanding in this pass
         self.input_hooks: list[RemovableHandle] = []
         # Gradients of leaf inputs may arrive before those of parameters on another path.
@@ -65,13 +73,17 @@ class UnitCall(StateOwner[CallState]):
 
     def note_input(self, tensor: torch.Tensor) -> None:
         """Note an input, and the tensor that it is a view of."""
-        for noted in (tensor, tensor._base):
-            if noted is not None:
-                self.inputs[id(noted)] = noted, noted._version
+        self.inputs[id(tensor)] = (tensor, tensor._version)
+        base = tensor._base
+        if base is not None:
+            self.inputs[id(base)] = (base, base._version)
 
     def is_unchanged_input(self, tensor: torch.Tensor) -> bool:
-        """Return True for an input that the forward passes on: it needs no weights in backward."""
-        return id(tensor) in self.inputs and self.inputs[id(tensor)][1] == tensor._version
+        """Return True for an input that the forward returns: it needs no weights in backward."""
+        if id(tensor) not in self.inputs:
+            return False
+        _, version = self.inputs[id(tensor)]
+        return version == tensor._version
 
     def end_forward(self) -> None:
         """Note the end of a forward that has a backward."""
@@ -79,7 +91,7 @@ class UnitCall(StateOwner[CallState]):
         self._num_moves = self._count_moves()
 
     def check_addresses(self) -> None:
-        """Raise an error if the graph refers to addresses where the weights are no more."""
+        """Raise ``RuntimeError`` if weights have left the addresses that the graph refers to."""
         if self._num_moves != self._count_moves():
             raise RuntimeError(
                 f"{self.unit}: its forward came before an all-gather that failed, or the step that"
@@ -88,23 +100,36 @@ class UnitCall(StateOwner[CallState]):
             )
 
     def _count_moves(self) -> int:
-        groups = chain.from_iterable(unit.groups for unit in self.used_units)
-        return sum(group.compute.num_moves for group in groups)
+        num_moves = 0
+        for unit in self.used_units:
+            for group in unit.groups:
+                num_moves += group.compute.num_moves
+        return num_moves
 
 
 class Unit(StateOwner[BackwardState]):
     """Parameters that are unsharded and resharded together.
 
     They are those of a module, or ones that several units share; these have no module.
+
+    Args:
+        name: path of the module in the model; "" for the root.
+        module: the module. None: several units share the parameters.
+        is_automatic: the user did not name the module as a unit.
     """
 
-    def __init__(self, name: str, module: nn.Module | None, is_automatic: bool = False):
+    def __init__(
+        self,
+        name: str,
+        module: nn.Module | None,
+        is_automatic: bool = False,
+    ):
         self.name = name
         self.shown_name = name or "root"  # in traces
         self.module = module
         # The modules whose calls use the unit: its own, and small ones inside that were merged.
         self.modules = [] if module is None else [module]
-        self.is_automatic = is_automatic  # the user did not name the module as a unit
+        self.is_automatic = is_automatic
         self.groups: list[ParamGroup] = []
         self.shared: list[Unit] = []  # units of parameters that this one shares with others
         self.state = BackwardState.IDLE
@@ -128,13 +153,18 @@ class Unit(StateOwner[BackwardState]):
 
     def find_trained(self) -> None:
         """Find the groups and count the parameters that are not frozen now."""
-        numbers = {
-            group: sum(parameter.requires_grad for parameter in group.parameters)
-            for group in self.trainable_groups
-        }
-        self.trained_groups = [group for group, number in numbers.items() if number]
-        self._num_trained = sum(numbers.values())
-        self._has_frozen = self._num_trained < sum(len(group.parameters) for group in self.groups)
+        self.trained_groups = []
+        self._num_trained = 0
+        num_parameters = 0
+        for group in self.groups:
+            num_parameters += len(group.parameters)
+            num_trained = 0
+            if group.requires_grad:
+                num_trained = sum(parameter.requires_grad for parameter in group.parameters)
+            if num_trained:
+                self.trained_groups.append(group)
+                self._num_trained += num_trained
+        self._has_frozen = self._num_trained < num_parameters
 
     # ---- weights
 
@@ -154,22 +184,29 @@ class Unit(StateOwner[BackwardState]):
 
     @property
     def blockers(self) -> set[FlatBuffer]:
-        """The buffers of other units in the memory of this one's weights."""
-        buffers = chain.from_iterable(group.buffers for group in self.groups)
-        return set(filter(None, (buffer.blocker for buffer in buffers)))
+        """The buffers of other units that occupy the memory of this one's weights."""
+        blockers = set()
+        for group in self.groups:
+            for buffer in group.buffers:
+                blocker = buffer.blocker
+                if blocker is not None:
+                    blockers.add(blocker)
+        return blockers
 
     @property
     def is_unsharded(self) -> bool:
         """True if the compute parameters have the values of the main weights."""
-        return set(map(_state, self.groups)) <= {WeightState.UNSHARDED}
+        return all(group.state is WeightState.UNSHARDED for group in self.groups)
 
     # ---- backward
 
     def begin_backward(self, call: UnitCall) -> None:
         """Note that the backward of ``call``, a call of this unit, has begun."""
         call.awaited_inputs = call.num_inputs
-        awaits = CallState.AWAITING_INPUTS if call.num_inputs else CallState.AWAITING_PARAMETERS
-        call.change_state(awaits)
+        if call.num_inputs:
+            call.change_state(CallState.AWAITING_INPUTS)
+        else:
+            call.change_state(CallState.AWAITING_PARAMETERS)
         self.calls_in_backward.append(call)
         if self.state is BackwardState.IDLE:
             self.change_state(BackwardState.RUNNING)
@@ -192,16 +229,16 @@ class Unit(StateOwner[BackwardState]):
         if any(since != number for since in self.users.values()):
             self.change_state(BackwardState.RECOMPUTED)
         elif self.state is BackwardState.IDLE:
-            if {WeightState.SHARDED, WeightState.UNSHARDING}.intersection(map(_state, self.groups)):
+            if not all(group.is_readable for group in self.groups):
                 raise RuntimeError(KEPT_ASIDE % self)
             self.change_state(BackwardState.RUNNING)
 
     @property
     def has_all_grads(self) -> bool:
         """True if every parameter that is trained has its gradient; never after recomputation."""
-        # Never where all are frozen: only the inputs tell when the backward is over. Nor while
-        # another unit's backward uses frozen parameters of this one.
-        if not 0 < len(self.arrived) == self._num_trained:
+        # Never where all are frozen: only gradients of inputs show that the backward is over. Nor
+        # while another unit's backward uses frozen parameters of this one.
+        if self._num_trained == 0 or len(self.arrived) != self._num_trained:
             return False
         is_lent = self._has_frozen and any(_borrows(user, self) for user in self.users)
         return self.state is not BackwardState.RECOMPUTED and not is_lent
@@ -209,30 +246,31 @@ class Unit(StateOwner[BackwardState]):
     @property
     def awaits_inputs(self) -> bool:
         """True if gradients of some call's inputs are outstanding."""
-        return CallState.AWAITING_INPUTS in map(_state, self.calls_in_backward)
+        return any(call.state is CallState.AWAITING_INPUTS for call in self.calls_in_backward)
 
     @property
     def is_in_backward(self) -> bool:
         """True if the backward pass under way has reached the unit and has not finished it."""
-        return self.state is not BackwardState.IDLE or any(
-            since != FORWARD for since in self.users.values()
-        )
+        if self.state is not BackwardState.IDLE:
+            return True
+        return any(since != FORWARD for since in self.users.values())
 
     def reset_backward(self, is_over: bool = True) -> None:
-        """Return to IDLE and drop the users that began in a backward pass, which may be over."""
-        # Otherwise calls of other units, whose backward may contain that of this one, still use it
-        # unless all of its gradients are there.
+        """Return to IDLE and drop the users that began in a backward pass.
+
+        Args:
+            is_over: the pass is over. Otherwise calls of other units, whose backward may contain
+                that of this one, still use it unless all of its gradients have arrived.
+        """
         keeps_borrowers = not (is_over or self.has_all_grads)
         self.arrived.clear()
         for call in self.calls_in_backward:
             call.change_state(CallState.FORWARD)
         self.calls_in_backward.clear()
         # A forward that contains a backward continues to use the unit.
-        self.users = {
-            user: since
-            for user, since in self.users.items()
-            if since == FORWARD or (keeps_borrowers and _borrows(user, self))
-        }
+        for user, since in list(self.users.items()):
+            if since != FORWARD and not (keeps_borrowers and _borrows(user, self)):
+                del self.users[user]
         self.change_state(BackwardState.IDLE)
 
 

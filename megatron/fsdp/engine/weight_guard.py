@@ -3,28 +3,27 @@
 
 # [Note: weights that nobody may read] Code may read a weight past its module, by a reference that
 # it keeps, and backward may read one for a tensor that left a unit by another way than as its
-# result. No hook tells the schedule of it, so they would read freed memory at level 3, what an
+# result. No hook notifies the schedule, so they would read freed memory at level 3, what an
 # all-gather has not filled yet, or weights of another unit in its memory slot. So while a unit is
 # not unsharded, its compute parameters
 #   - have a class that refuses to compute with them, as torch's uninitialized parameters do, and
 #   - have version counters that no graph knows, so that autograd, which compares them with what it
-#     has saved, raises before it reads. The number tells which parameter it is.
+#     has saved, raises before it reads. The number identifies the parameter.
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
 from functools import wraps
-from itertools import count, repeat
-from operator import attrgetter
+from itertools import count
 from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from megatron.fsdp.engine.gradients import set_all
+from megatron.fsdp.engine.gradients import read_all, set_all
 
 NOT_GATHERED = (
     "unit {unit!r}: {name} is read while its weights are not gathered. Either code reads it past"
@@ -37,49 +36,101 @@ VERSION_IN_MESSAGE = re.compile(r"is at version (\d+); expected version")
 # Methods that read no elements.
 ALLOWED = frozenset(
     {
-        *(torch.Tensor.__hash__, torch.Tensor.__len__, torch.Tensor.dim, torch.Tensor.size),
-        *(torch.Tensor.stride, torch.Tensor.numel, torch.Tensor.nelement),
-        *(torch.Tensor.element_size, torch.Tensor.storage_offset, torch.Tensor.is_contiguous),
-        *(torch.Tensor.is_floating_point, torch.Tensor.is_complex, torch.Tensor.get_device),
-        *(torch.Tensor.untyped_storage, torch.Tensor.requires_grad_, torch.Tensor.register_hook),
-        *(torch.Tensor.register_post_accumulate_grad_hook, torch.Tensor.retain_grad),
-        *(torch.Tensor.ndimension, torch.Tensor.type, torch.Tensor.is_signed),
-        *(torch.Tensor.is_pinned, torch.Tensor.is_shared, torch.Tensor.is_inference),
-        *(torch.numel, torch.is_floating_point, torch.is_complex, torch.result_type),
-        *(torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like),
-        *(torch.Tensor.new_empty, torch.Tensor.new_zeros, torch.Tensor.new_ones),
-        torch.Tensor.new_full,
+        Tensor.__hash__,
+        Tensor.__len__,
+        Tensor.dim,
+        Tensor.size,
+        Tensor.stride,
+        Tensor.numel,
+        Tensor.nelement,
+        Tensor.element_size,
+        Tensor.storage_offset,
+        Tensor.is_contiguous,
+        Tensor.is_floating_point,
+        Tensor.is_complex,
+        Tensor.get_device,
+        Tensor.untyped_storage,
+        Tensor.requires_grad_,
+        Tensor.register_hook,
+        Tensor.register_post_accumulate_grad_hook,
+        Tensor.retain_grad,
+        Tensor.ndimension,
+        Tensor.type,
+        Tensor.is_signed,
+        Tensor.is_pinned,
+        Tensor.is_shared,
+        Tensor.is_inference,
+        torch.numel,
+        torch.is_floating_point,
+        torch.is_complex,
+        torch.result_type,
+        torch.empty_like,
+        torch.zeros_like,
+        torch.ones_like,
+        torch.full_like,
+        Tensor.new_empty,
+        Tensor.new_zeros,
+        Tensor.new_ones,
+        Tensor.new_full,
     }
 )
 # Attributes that are views of the elements; the others read none.
 VIEWS = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
 
 _set_versions = torch._C._autograd._unsafe_set_version_counter
-_version_of = attrgetter("_version")
 _guard_of_version: WeakValueDictionary[int, WeightGuard] = WeakValueDictionary()
 _versions = count(FIRST_VERSION)
 
 
 class FunctionsOfTorch:
-    """A base of tensor classes: functions of torch on them are calls of :meth:`call`."""
+    """A base of tensor classes whose :meth:`call` replaces functions of torch."""
 
     @classmethod
     def __torch_function__(
-        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+        cls,
+        func: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             return cls.call(func, args, kwargs or {})
 
     @classmethod
-    def call(cls, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Return the result of ``func``, or NotImplemented to leave it to another tensor."""
+    def call(
+        cls,
+        func: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Return the result of a function of torch.
+
+        Args:
+            func: the function, or the ``__get__`` or ``__set__`` of an attribute.
+            args: its positional arguments, at least one of them a tensor of this class.
+            kwargs: its keyword arguments.
+
+        Returns:
+            The result, or NotImplemented, so that the class of another tensor is asked.
+        """
         raise NotImplementedError
 
 
 class WeightGuard:
-    """Lets the compute parameters of a group be read, or not."""
+    """Permits code to read the compute parameters of a group, or refuses it.
 
-    def __init__(self, parameters: Sequence[nn.Parameter], names: Sequence[str], unit_name: str):
+    Args:
+        parameters: the compute parameters.
+        names: a name for each of them, for messages.
+        unit_name: name of their unit, for messages.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        names: Sequence[str],
+        unit_name: str,
+    ):
         self._parameters = parameters
         self._unit_name = unit_name
         self._name_of = dict(zip(_versions, names))
@@ -90,20 +141,21 @@ class WeightGuard:
     @property
     def versions(self) -> tuple[int, ...]:
         """The version counters of the parameters as autograd knows them."""
-        return self._saved or tuple(map(_version_of, self._parameters))
+        return self._saved or tuple(read_all(self._parameters, "_version"))
 
     def close(self) -> None:
-        """Let nobody read the parameters."""
+        """Refuse reads of the parameters."""
         if self._saved is None:
-            self._saved = tuple(map(_version_of, self._parameters))
+            self._saved = self.versions
             _set_versions(tuple(self._parameters), tuple(self._name_of))
             if self._plain is None:  # tensor subclasses have functions of their own
-                self._plain = [each for each in self._parameters if type(each) is nn.Parameter]
-            set_all(self._plain, "__class__", repeat(GuardedParameter))
+                self._plain = [one for one in self._parameters if type(one) is nn.Parameter]
+            set_all(self._plain, "__class__", GuardedParameter)
 
     def open(self, complete: Callable[[], None]) -> None:
-        """Let everybody read the parameters again, which ``complete`` may write to first."""
-        set_all(self._plain or (), "__class__", repeat(nn.Parameter))
+        """Permit reads of the parameters again, which ``complete`` may write to first."""
+        if self._plain is not None:
+            set_all(self._plain, "__class__", nn.Parameter)
         complete()
         if self._saved is not None:
             _set_versions(tuple(self._parameters), self._saved)
@@ -114,8 +166,8 @@ class WeightGuard:
         self._unit_name = unit_name
         self._name_of = dict(zip(self._name_of, names))
 
-    def words(self, version: int) -> str:
-        """Return the message about a reader of the parameter with this version."""
+    def message(self, version: int) -> str:
+        """Return the error message for a read of the parameter with this version."""
         return NOT_GATHERED.format(unit=self._unit_name, name=self._name_of[version])
 
 
@@ -129,34 +181,50 @@ class GuardedParameter(FunctionsOfTorch, nn.Parameter):
         return format(repr(self), spec)
 
     @classmethod
-    def call(cls, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Raise ``RuntimeError`` for what reads elements."""
-        # Attributes come as their __get__ and __set__.
-        is_attribute = type(func).__name__ == "method-wrapper"
-        name = getattr(getattr(func, "__self__", None), "__name__", "")
-        reads = is_attribute and func.__name__ == "__get__" and name in VIEWS
-        if func in ALLOWED or (is_attribute and not reads):
+    def call(
+        cls,
+        func: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Raise ``RuntimeError`` for functions that read elements.
+
+        Args:
+            func: a function of torch, or the ``__get__`` or ``__set__`` of an attribute.
+            args: its positional arguments.
+            kwargs: its keyword arguments.
+        """
+        reads = func not in ALLOWED
+        if type(func).__name__ == "method-wrapper":  # the __get__ or __set__ of an attribute
+            name = getattr(getattr(func, "__self__", None), "__name__", "")
+            reads = func.__name__ == "__get__" and name in VIEWS
+        if not reads:
             return func(*args, **kwargs)
         for value in tree_leaves((args, kwargs)):
             if isinstance(value, GuardedParameter):
-                raise RuntimeError(_guard_of_version[value._version].words(value._version))
+                raise RuntimeError(_guard_of_version[value._version].message(value._version))
         return NotImplemented
 
 
-def _named(run: Callable[..., Any]) -> Callable[..., Any]:
+def _naming_parameters(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``run`` so that errors of guarded parameters name them."""
+
     @wraps(run)
     def run_and_name(*args: Any, **kwargs: Any) -> Any:
         try:
             return run(*args, **kwargs)
         except RuntimeError as error:
             found = VERSION_IN_MESSAGE.search(str(error))
-            if found and (guard := _guard_of_version.get(version := int(found[1]))):
-                raise RuntimeError(guard.words(version)) from error
+            if found is not None:
+                version = int(found[1])
+                guard = _guard_of_version.get(version)
+                if guard is not None:
+                    raise RuntimeError(guard.message(version)) from error
             raise
 
     return run_and_name
 
 
-# torch knows nothing of parameters' names; this is what all its ways into backward call.
+# torch does not know the names of parameters. All its ways into backward call this function.
 run_backward: Any = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
-torch.autograd._engine_run_backward = _named(run_backward)  # type: ignore[attr-defined]
+torch.autograd._engine_run_backward = _naming_parameters(run_backward)  # type: ignore[attr-defined]

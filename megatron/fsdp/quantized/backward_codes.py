@@ -32,12 +32,16 @@ class TwoSidedGroup(ParamGroup):
 
     form: TransformerEngineForm
 
-    def __init__(self, *arguments: Any):
-        super().__init__(*arguments)
-        rows, name = self.compute, f"{self.compute.name}, for the backward"
-        flat, storage = rows.flat, rows.storage
+    def __init__(self, **arguments: Any):
+        super().__init__(**arguments)
+        rows = self.compute
         columns = FlatBuffer(
-            rows.layout, flat.dtype, flat.device, name, storage, self._point_parameters
+            layout=rows.layout,
+            dtype=rows.flat.dtype,
+            device=rows.flat.device,
+            name=f"{rows.name}, for the backward",
+            storage=rows.storage,
+            on_move=self._point_parameters,
         )
         self.buffers.append(columns)
         self._shards = [(self.compute_shard, self._owned_shard), self._make_shards(columns)]

@@ -189,9 +189,9 @@ def order_of_communication(name: str) -> list[tuple[str, str]]:
         calls.append(("gather", self.names[0]))
         unshard(self, all_gather)
 
-    def watched_start(self: Schedule, gradients: GroupGradients, *arguments: bool) -> None:
+    def watched_start(self: Schedule, gradients: GroupGradients, **arguments: bool) -> None:
         calls.append(("reduce", str(gradients)))
-        start(self, gradients, *arguments)
+        start(self, gradients, **arguments)
 
     module = models.build(name)
     with (

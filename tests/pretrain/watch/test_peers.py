@@ -225,13 +225,13 @@ def waiting(wait: Callable[[], object]) -> SimpleNamespace:
         form=StoredForm(),
         compute=SimpleNamespace(flat=local),
         comm_dtype=local.dtype,
-        _open=lambda reduces_now: (SimpleNamespace(flat=local), False),
+        _local_flat=lambda reduces_now: local,
         _communicator=SimpleNamespace(reduce_scatter=lambda full, result: work),
         _drop_local=lambda: None,
     )
     target = SimpleNamespace(buffer_for=lambda dtype: local, add=lambda result: None)
-    group._go_on = partial(GroupGradients._go_on, group)
-    group._go_on(GroupGradients._reduce_inner(group, target))
+    group._run = partial(GroupGradients._run, group)
+    group._run(GroupGradients._reduce_inner(group, target))
     return group
 
 

@@ -39,6 +39,7 @@ class Drawn:
     # "linear", "tied" with the embedding, "functional": the code reads the embedding's weight
     head: str = "linear"
     frozen_embedding: bool = False
+    marks_embeddings: bool = False  # as Megatron-Core does, the output layer too
     skip: int | None = None  # a layer that odd steps leave out
     is_output_a_dict: bool = False
 
@@ -183,6 +184,10 @@ class DrawnModel(nn.Module):
             first, second = (self.layers[number].up for number in drawn.tied_layers)
             second.weight = first.weight
         self.embed.requires_grad_(not drawn.frozen_embedding)
+        if drawn.marks_embeddings:
+            for module in (self.embed, self.head):
+                for parameter in module.parameters():
+                    parameter.is_embedding_or_output_parameter = True
 
     def forward(self, x: Tensor, step: int = 0) -> object:
         x = self.embed(x)

@@ -18,7 +18,7 @@ from megatron.fsdp.engine.device import CpuStreams, Pending
 def watching_collectives() -> Iterator[list[tuple[str, Any, Any]]]:
     """Record name, group and operation of every gather and reduction."""
     calls: list[tuple[str, Any, Any]] = []
-    observed, scatter = collectives.observed, Communicator._scattering
+    observed, scatter = collectives.observed, Communicator._reduce_scatter_over
 
     def watched(kind: str, name: str, operands: Any, group: Any, collective: Any) -> Any:
         if kind == observe.GATHER:
@@ -31,7 +31,7 @@ def watching_collectives() -> Iterator[list[tuple[str, Any, Any]]]:
 
     with (
         patch.object(collectives, "observed", watched),
-        patch.object(Communicator, "_scattering", watched_scatter),
+        patch.object(Communicator, "_reduce_scatter_over", watched_scatter),
     ):
         yield calls
 
@@ -40,13 +40,13 @@ def watching_collectives() -> Iterator[list[tuple[str, Any, Any]]]:
 def watching_dtypes() -> Iterator[list[torch.dtype]]:
     """Record the dtypes in which gradients travel."""
     dtypes: list[torch.dtype] = []
-    scatter = Communicator._scattering
+    scatter = Communicator._reduce_scatter_over
 
     def watched(self: Communicator, full: Tensor, *arguments: Any) -> Any:
         dtypes.append(full.dtype)
         return scatter(self, full, *arguments)
 
-    with patch.object(Communicator, "_scattering", watched):
+    with patch.object(Communicator, "_reduce_scatter_over", watched):
         yield dtypes
 
 
@@ -81,7 +81,7 @@ def watching_streams() -> Iterator[list[tuple[str, int]]]:
 def watching_reductions() -> Iterator[list[torch.dtype]]:
     """Record the dtype of everything that travels in a reduction."""
     dtypes: list[torch.dtype] = []
-    scatter, reduce = Communicator._scattering, Communicator._reducing
+    scatter, reduce = Communicator._reduce_scatter_over, Communicator._all_reduce_over
 
     def watched_scatter(self: Communicator, full: Tensor, *arguments: Any) -> Any:
         dtypes.append(full.dtype)
@@ -91,5 +91,8 @@ def watching_reductions() -> Iterator[list[torch.dtype]]:
         dtypes.append(tensor.dtype)
         return reduce(self, tensor, *arguments)
 
-    with patch.multiple(Communicator, _scattering=watched_scatter, _reducing=watched_reduce):
+    with (
+        patch.object(Communicator, "_reduce_scatter_over", watched_scatter),
+        patch.object(Communicator, "_all_reduce_over", watched_reduce),
+    ):
         yield dtypes

@@ -32,7 +32,7 @@ from torch import nn
 from megatron.fsdp.engine.buffer import ShardMemory
 from megatron.fsdp.engine.device import Pending, pinned, streams_for
 from megatron.fsdp.engine.mesh import Mesh
-from megatron.fsdp.engine.policy import Precision
+from megatron.fsdp.engine.policy import ParameterKind, Precision
 from megatron.fsdp.optimizer.host.offload import Offload
 
 # Streams of copies, those of updates in blocks too.
@@ -184,10 +184,10 @@ def problems_of_offload(
     mesh: Mesh,
     named: Mapping[str, nn.Parameter],
     precision_of: Callable[[torch.dtype, bool], Precision],
-    is_expert: Mapping[str, bool],
-    is_sharded: Mapping[bool, bool],
+    kinds: Mapping[str, ParameterKind],
+    is_sharded: Mapping[ParameterKind, bool],
 ) -> Iterator[str]:
-    """Yield why this rank cannot offload; ``is_sharded`` is that of experts and of all others."""
+    """Yield why this rank cannot offload; ``is_sharded``: state of such parameters is sharded."""
     if is_accelerator(device):
         for group in mesh.all_groups():
             try:
@@ -211,7 +211,7 @@ def problems_of_offload(
         return
     needed = 0
     for name, one in named.items():
-        kind = is_expert[name]
+        kind = kinds[name]
         num_shards = mesh.axes(kind).inner.size() if is_sharded[kind] else 1
         precision = precision_of(one.dtype, one.requires_grad)
         main, gradient = precision.main_param.itemsize, precision.main_grad.itemsize

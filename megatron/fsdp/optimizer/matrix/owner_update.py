@@ -27,8 +27,8 @@ from torch.utils._pytree import tree_map_only
 from megatron.fsdp.dtensor.sharded_param import ShardedParam, is_linked, sharded_param_of
 from megatron.fsdp.engine.collectives import agree
 from megatron.fsdp.engine.device import Pending
+from megatron.fsdp.engine.policy import ParameterKind
 from megatron.fsdp.engine.tensor_parallel import has_uneven_slices
-from megatron.fsdp.engine.unit_choice import is_expert_parameter
 from megatron.fsdp.optimizer.flat_segments import State, are_same
 from megatron.fsdp.optimizer.flat_update import run_step
 from megatron.fsdp.optimizer.matrix.exchange import Exchange
@@ -106,7 +106,7 @@ class OwnerUpdate:
 
     def _assign_owners(self, optimizer: torch.optim.Optimizer) -> None:
         self._group_of, self._rounds, self._others = {}, [], set()
-        found: dict[tuple[ShardedModule, bool], list[ShardedParam]] = defaultdict(list)
+        found: dict[tuple[ShardedModule, ParameterKind], list[ShardedParam]] = defaultdict(list)
         for number, group in enumerate(optimizer.param_groups):
             for parameter in group["params"]:
                 self._group_of[parameter] = number
@@ -114,13 +114,9 @@ class OwnerUpdate:
                     self._others.add(parameter)
                     continue
                 model, sharded_param = owner_of(parameter), sharded_param_of(parameter)
-                has_experts = model._mesh.expert is not None
-                is_expert = has_experts and is_expert_parameter(
-                    sharded_param.name, sharded_param.compute
-                )
-                found[model, is_expert].append(sharded_param)
-        for (model, is_expert), sharded_params in found.items():
-            ranks = OwnerRanks(model._mesh.axes(is_expert))
+                found[model, sharded_param.kind].append(sharded_param)
+        for (model, kind), sharded_params in found.items():
+            ranks = OwnerRanks(model._mesh.axes(kind))
             costs = [self._cost(optimizer, each) for each in sharded_params]
             able = [ranks.with_all(each) for each in sharded_params]
             self._rounds += [
