@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-import argparse
 import io
 import math
+from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +14,7 @@ import numpy
 import torch
 
 from megatron.checkpoint.core.key_rules import VOCABULARY
-from megatron.checkpoint.core.lazy_tensor import LazyTensor
+from megatron.checkpoint.core.lazy_tensor import LazyTensor, Tensors
 from megatron.checkpoint.core.parts import Progress, ignore_progress
 from megatron.checkpoint.core.training_state import TrainingState
 from megatron.checkpoint.dcp.stored_checkpoint import StoredCheckpoint
@@ -144,7 +144,7 @@ def num_bytes(state: TrainingState) -> int:
     return sum(tensor.num_bytes for _, _, tensor in state.tensors())
 
 
-def _tensors(state: TrainingState, weights_only: bool) -> dict[str, LazyTensor]:
+def _tensors(state: TrainingState, weights_only: bool) -> Tensors:
     return {
         f"{name} ({kind})": tensor
         for kind, name, tensor in state.tensors()
@@ -159,7 +159,7 @@ def _facts(state: TrainingState) -> dict[str, Any]:
         "operations": state.operations,
         "checkpoint version": state.version,
     }
-    args = vars(state.args or argparse.Namespace())
+    args = vars(state.args or Namespace())
     of_args = {name: value for name, value in args.items() if name not in FORMAT_ARGUMENTS}
     tables = {"args.": of_args, "schedule.": state.scheduler, "loss scaler.": state.grad_scaler}
     for prefix, table in {**tables, "random state of ": state.random_states}.items():
@@ -259,7 +259,7 @@ def same(first: Any, second: Any) -> bool:
         return same(first.tolist(), second.tolist())
     if _both(pair, io.BytesIO):
         return bool(first.getvalue() == second.getvalue())
-    if _both(pair, argparse.Namespace):
+    if _both(pair, Namespace):
         return same(vars(first), vars(second))
     if _both(pair, dict):
         return first.keys() == second.keys() and all(same(first[key], second[key]) for key in first)

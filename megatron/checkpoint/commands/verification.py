@@ -10,6 +10,7 @@ import torch
 
 from megatron.checkpoint.commands.formats import PLAIN, Opened
 from megatron.checkpoint.core.key_rules import expected_shape
+from megatron.checkpoint.core.lazy_tensor import Shape
 from megatron.checkpoint.core.parts import Progress, ignore_progress
 from megatron.checkpoint.core.training_state import SCHEDULE, TrainingState
 from megatron.checkpoint.dcp.chunk import Chunk, chunks_overlap
@@ -134,7 +135,7 @@ def _wrong_shapes(state: TrainingState) -> Iterator[str]:
             )
 
 
-def _fits(shape: tuple[int, ...], expected: tuple[int | None, ...]) -> bool:
+def _fits(shape: Shape, expected: tuple[int | None, ...]) -> bool:
     """Compare shapes; None in ``expected`` allows any size."""
     return len(expected) == len(shape) and all(
         wanted is None or wanted == size for wanted, size in zip(expected, shape)

@@ -8,13 +8,14 @@ parameters takes a few more rules.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import re
+from argparse import Namespace
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from megatron.checkpoint.core.lazy_tensor import Shape
 from megatron.checkpoint.core.spelling import (
     HALVES,
     INNER_LAYER,
@@ -205,7 +206,7 @@ def is_gated(name: str, gated_linear_unit: bool = True) -> bool:
     return rule is not None and rule.gated
 
 
-def has_halves(name: str, shapes: Mapping[str, tuple[int, ...]]) -> bool:
+def has_halves(name: str, shapes: Mapping[str, Shape]) -> bool:
     """Return True if dim 0 of a parameter is a gate, followed by the rows that it multiplies.
 
     It then has twice as many rows as the next linear layer, whose shape is in ``shapes``, columns.
@@ -229,7 +230,7 @@ def split_dim(name: str) -> int | None:
     return rule.split_dim
 
 
-def expected_shape(name: str, args: argparse.Namespace) -> tuple[int | None, ...] | None:
+def expected_shape(name: str, args: Namespace) -> tuple[int | None, ...] | None:
     """Return the shape that a parameter should have; None for one that is not known.
 
     Args:
@@ -243,32 +244,32 @@ def expected_shape(name: str, args: argparse.Namespace) -> tuple[int | None, ...
     return tuple(_size(dim, args) for dim in dims)
 
 
-def _size(dim: str, args: argparse.Namespace) -> int | None:
+def _size(dim: str, args: Namespace) -> int | None:
     try:
         return _SIZES[dim](args)
     except (AttributeError, TypeError):  # an argument that is missing or None
         return None
 
 
-def _gated_rows(args: argparse.Namespace, width: int) -> int:
+def _gated_rows(args: Namespace, width: int) -> int:
     is_gated = args.swiglu or getattr(args, "quick_geglu", False)
     return width * (2 if is_gated else 1)
 
 
-def _attention_width(args: argparse.Namespace) -> int:
+def _attention_width(args: Namespace) -> int:
     head_dim: int = args.v_head_dim if args.multi_latent_attention else args.kv_channels
     num_heads: int = args.num_attention_heads
     return num_heads * head_dim
 
 
-def _qkv_rows(args: argparse.Namespace) -> int:
+def _qkv_rows(args: Namespace) -> int:
     num_heads: int = args.num_attention_heads
     num_groups: int = args.num_query_groups if args.group_query_attention else num_heads
     head_dim: int = args.kv_channels
     return (num_heads + 2 * num_groups) * head_dim
 
 
-_SIZES: dict[str, Callable[[argparse.Namespace], int]] = {
+_SIZES: dict[str, Callable[[Namespace], int]] = {
     "one": lambda args: 1,
     "hidden": lambda args: args.hidden_size,
     "twice_hidden": lambda args: 2 * args.hidden_size,

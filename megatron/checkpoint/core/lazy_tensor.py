@@ -13,6 +13,9 @@ import torch
 
 _BLOCK_BYTES = 64 << 20
 
+Shape = tuple[int, ...]
+"""Lengths of the dims of a tensor."""
+
 
 @dataclass(frozen=True)
 class LazyTensor:
@@ -25,7 +28,7 @@ class LazyTensor:
             tensor has one row, the tensor itself.
     """
 
-    shape: tuple[int, ...]
+    shape: Shape
     dtype: torch.dtype
     read_rows: Callable[[int, int], torch.Tensor]
 
@@ -85,6 +88,10 @@ class LazyTensor:
         )
 
 
+Tensors = dict[str, LazyTensor]
+"""Tensors by name."""
+
+
 def in_memory(tensor: torch.Tensor) -> LazyTensor:
     """Return a lazy tensor over a tensor that is already in memory."""
     return LazyTensor(
@@ -92,7 +99,7 @@ def in_memory(tensor: torch.Tensor) -> LazyTensor:
     )
 
 
-def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> LazyTensor:
+def zeros(shape: Shape, dtype: torch.dtype) -> LazyTensor:
     """Return a lazy tensor of zeros."""
 
     def read_rows(start: int, stop: int) -> torch.Tensor:

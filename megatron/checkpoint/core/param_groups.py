@@ -11,6 +11,7 @@ from collections.abc import Container, Iterable, Mapping
 from typing import Any
 
 from megatron.checkpoint.core.key_rules import VOCABULARY
+from megatron.checkpoint.core.lazy_tensor import Shape
 from megatron.checkpoint.core.listing import listed, some
 from megatron.checkpoint.core.spelling import canonical_name, is_expert
 from megatron.checkpoint.core.training_state import OptimizerParamGroup
@@ -28,7 +29,7 @@ _FIELDS_OF_TRANSFORMER_ENGINE = {"bias_correction": True}
 
 
 def assign(
-    shapes: Mapping[str, tuple[int, ...]],
+    shapes: Mapping[str, Shape],
     groups: list[dict[str, Any]],
     decay_query_key_norms: bool = False,
     numbers: Mapping[str, int] | None = None,
@@ -79,7 +80,7 @@ def assign(
 
 
 def _fitting(
-    name: str, shape: tuple[int, ...], groups: list[dict[str, Any]], decay_query_key_norms: bool
+    name: str, shape: Shape, groups: list[dict[str, Any]], decay_query_key_norms: bool
 ) -> list[int]:
     """Return the numbers of the groups that the rules allow for a parameter.
 
@@ -104,7 +105,7 @@ def has_muon(groups: Iterable[Mapping[str, Any]]) -> bool:
     return len({"betas" in fields for fields in groups}) > 1
 
 
-def _has_weight_decay(name: str, shape: tuple[int, ...], decay_query_key_norms: bool) -> bool:
+def _has_weight_decay(name: str, shape: Shape, decay_query_key_norms: bool) -> bool:
     is_query_key_norm = ".q_layernorm." in name or ".k_layernorm." in name
     if is_query_key_norm and decay_query_key_norms:
         return True

@@ -22,6 +22,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
+from megatron.checkpoint.core.lazy_tensor import Shape
 from megatron.checkpoint.core.training_state import TrainingState
 
 
@@ -223,7 +224,7 @@ def layer_kinds(names: Iterable[str]) -> dict[str, LayerKind]:
     }
 
 
-def unstacked(key: str, shape: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, ...]]]:
+def unstacked(key: str, shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Yield canonical name and index of every parameter that a key of a torch_dist file has.
 
     The index is along the leading axes. A key of stacked layers with the shape (2, 8, 4) has the

@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-import argparse
 import functools
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron.checkpoint.core.lazy_tensor import LazyTensor
+from megatron.checkpoint.core.lazy_tensor import LazyTensor, Tensors
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 MOMENTUM = "momentum_buffer"  # of Muon and of SGD
@@ -18,6 +18,9 @@ SCHEDULE = (
     *("start_wd", "end_wd", "wd_incr_style", "wd_incr_steps"),
 )
 """Fields in the state of Megatron-Core's scheduler."""
+
+RandomStates = dict[tuple[int, int], list[dict[str, Any]]]
+"""Pipeline stage and tensor-parallel rank -> a dict of generator states for each data rank."""
 
 
 @dataclass
@@ -95,17 +98,17 @@ class TrainingState:
         notes: messages to the user about what was read; each begins with a name or key.
     """
 
-    weights: dict[str, LazyTensor]
+    weights: Tensors
     compute_dtype: dict[str, Any] = field(default_factory=dict)
-    buffers: dict[str, LazyTensor] = field(default_factory=dict)
+    buffers: Tensors = field(default_factory=dict)
     extra_states: dict[str, bytes] = field(default_factory=dict)
-    moments: dict[str, dict[str, LazyTensor]] = field(default_factory=dict)
+    moments: dict[str, Tensors] = field(default_factory=dict)
     steps: dict[str, float] = field(default_factory=dict)
     is_fresh: dict[str, Freshness] = field(default_factory=dict)
     groups: list[OptimizerParamGroup] | None = None
     scheduler: dict[str, Any] | None = None
-    random_states: dict[tuple[int, int], list[dict[str, Any]]] = field(default_factory=dict)
-    args: argparse.Namespace | None = None
+    random_states: RandomStates = field(default_factory=dict)
+    args: Namespace | None = None
     iteration: int | None = None
     operations: float | None = None
     grad_scaler: dict[str, Any] | None = None

@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.futures import Future
 
-from megatron.checkpoint.core.lazy_tensor import LazyTensor
+from megatron.checkpoint.core.lazy_tensor import LazyTensor, Shape
 from megatron.checkpoint.core.parts import Part, Progress, ignore_progress
 from megatron.checkpoint.dcp import safe_pickle
 from megatron.checkpoint.dcp.signing_writer import SigningWriter
@@ -56,12 +56,12 @@ class TensorEntry:
     """
 
     key: str
-    shape: tuple[int, ...]
+    shape: Shape
     offsets: tuple[int, ...]
     tensor: LazyTensor
 
     @property
-    def sizes(self) -> tuple[int, ...]:
+    def sizes(self) -> Shape:
         """Sizes of the chunk; as long as ``shape``."""
         num_left_out = len(self.shape) - len(self.tensor.shape)
         return (1,) * num_left_out + self.tensor.shape

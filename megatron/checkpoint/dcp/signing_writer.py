@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from megatron.checkpoint.core.lazy_tensor import Shape
 from megatron.checkpoint.integrity.block_digest import BlockDigest, crc32
 from megatron.checkpoint.integrity.manifest import FileDigest, Manifest, digest_of
 from megatron.checkpoint.store import durable
@@ -237,7 +238,7 @@ def archive_of(tensor: torch.Tensor) -> TensorArchive | None:
 
 
 @lru_cache(maxsize=4096)
-def _archive(dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...]) -> TensorArchive:
+def _archive(dtype: torch.dtype, shape: Shape, strides: tuple[int, ...]) -> TensorArchive:
     file = _FileWithGap()
     with torch.serialization.skip_data():
         torch.save(torch.empty_strided(shape, strides, dtype=dtype), cast(IO[bytes], file))

@@ -17,7 +17,7 @@ import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
 
-from megatron.checkpoint.core.lazy_tensor import LazyTensor
+from megatron.checkpoint.core.lazy_tensor import LazyTensor, Shape
 from megatron.checkpoint.core.parts import Progress, ignore_progress
 from megatron.checkpoint.dcp import safe_pickle
 from megatron.checkpoint.dcp.chunk import Chunk, ChunkIndex, chunks_overlap
@@ -145,7 +145,7 @@ class StoredCheckpoint:
 
     # ---- entries
 
-    def shape(self, key: str) -> tuple[int, ...]:
+    def shape(self, key: str) -> Shape:
         """Return the shape of a tensor."""
         return tuple(self.tensors[key].size)
 

@@ -3,18 +3,18 @@
 
 from __future__ import annotations
 
-import argparse
 import re
+from argparse import Namespace
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from megatron.checkpoint.core import key_rules, param_groups
-from megatron.checkpoint.core.lazy_tensor import LazyTensor, concatenate
+from megatron.checkpoint.core.lazy_tensor import LazyTensor, Tensors, concatenate
 from megatron.checkpoint.core.listing import listed, some
 from megatron.checkpoint.core.spelling import HALVES, canonical_name, plain_name
-from megatron.checkpoint.core.training_state import MOMENTS, MOMENTUM, TrainingState
+from megatron.checkpoint.core.training_state import MOMENTS, MOMENTUM, RandomStates, TrainingState
 from megatron.checkpoint.dcp.stored_checkpoint import StoredCheckpoint
 from megatron.checkpoint.fsdp_dtensor.keys import (
     CHECKPOINT_VERSION,
@@ -110,9 +110,7 @@ def _canonical_names(parameters: Mapping[str, Any]) -> dict[str, str]:
     return names
 
 
-def _renamed(
-    tensors: Mapping[str, LazyTensor], names: Mapping[str, str], buffers: bool
-) -> dict[str, LazyTensor]:
+def _renamed(tensors: Tensors, names: Mapping[str, str], buffers: bool) -> Tensors:
     """Return the buffers, or all other tensors, by their canonical names."""
     return {
         names[name]: tensor
@@ -121,7 +119,7 @@ def _renamed(
     }
 
 
-def _compute_dtype(args: argparse.Namespace) -> torch.dtype:
+def _compute_dtype(args: Namespace) -> torch.dtype:
     """Return the dtype in which the model of a run computes, by arguments of the run."""
     dtype: torch.dtype | None = getattr(args, "params_dtype", None)
     if dtype is not None:
@@ -134,7 +132,7 @@ def _compute_dtype(args: argparse.Namespace) -> torch.dtype:
 # ---- model and optimizer
 
 
-def _parameters_and_other_keys(stored: StoredCheckpoint) -> tuple[dict[str, LazyTensor], set[str]]:
+def _parameters_and_other_keys(stored: StoredCheckpoint) -> tuple[Tensors, set[str]]:
     """Return the parameters and buffers by name, and the keys of neither model nor optimizer.
 
     The two halves of a gated weight are one tensor.
@@ -147,7 +145,7 @@ def _parameters_and_other_keys(stored: StoredCheckpoint) -> tuple[dict[str, Lazy
         for key in stored.tensors
         if key.startswith(MODEL_KEY_PREFIX)
     }
-    parameters: dict[str, LazyTensor] = {}
+    parameters: Tensors = {}
     for name, tensor in tensors.items():
         stem, half = split_half(name)
         if not half:
@@ -168,7 +166,7 @@ def _parameters_and_other_keys(stored: StoredCheckpoint) -> tuple[dict[str, Lazy
     return parameters, {key for key in entries if not key.startswith(ours)}
 
 
-def _joined(tensors: Mapping[str, LazyTensor], name: str, where: str) -> LazyTensor:
+def _joined(tensors: Tensors, name: str, where: str) -> LazyTensor:
     """Return the two halves of a gated weight as one tensor."""
     missing = [name + half for half in HALVES if name + half not in tensors]
     if missing:
@@ -177,15 +175,15 @@ def _joined(tensors: Mapping[str, LazyTensor], name: str, where: str) -> LazyTen
 
 
 def _optimizer_state(
-    stored: StoredCheckpoint, parameters: Mapping[str, LazyTensor]
-) -> tuple[dict[str, dict[str, LazyTensor]], dict[str, float]]:
+    stored: StoredCheckpoint, parameters: Tensors
+) -> tuple[dict[str, Tensors], dict[str, float]]:
     """Return the moments by parameter and slot, and the number of steps by parameter.
 
     Raises:
         ValueError: for state of unknown parameters, in unknown slots or of another shape than the
             parameter's.
     """
-    slots: dict[str, dict[str, LazyTensor]] = {}
+    slots: dict[str, Tensors] = {}
     steps: dict[str, float] = {}
     strange = []
     for key in [*stored.tensors, *stored.objects]:
@@ -202,7 +200,7 @@ def _optimizer_state(
     if strange:
         title = "optimizer state of parameters or kinds that are not there"
         raise ValueError(listed(title, strange))
-    moments: dict[str, dict[str, LazyTensor]] = {}
+    moments: dict[str, Tensors] = {}
     for slot, tensors in slots.items():
         for name, weight in parameters.items():
             moment = _moment(tensors, name, slot)
@@ -224,7 +222,7 @@ def _parameter_of(name: str, parameters: Mapping[str, Any]) -> str:
     return name
 
 
-def _moment(tensors: Mapping[str, LazyTensor], name: str, slot: str) -> LazyTensor | None:
+def _moment(tensors: Tensors, name: str, slot: str) -> LazyTensor | None:
     """Return the moment of a parameter in one slot, whole or joined from halves."""
     if name in tensors:
         return tensors[name]
@@ -298,7 +296,7 @@ class _OtherEntries:
         return {key.removeprefix(prefix): self.read(key) for key in keys}
 
 
-def _random_states(others: _OtherEntries) -> dict[tuple[int, int], list[dict[str, Any]]]:
+def _random_states(others: _OtherEntries) -> RandomStates:
     """Read the generators: (pipeline stage, tensor-parallel rank) -> one dict per data rank.
 
     ``rng_state.(0, 1).2.random_rng_state`` is a generator of data rank 2, and

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from megatron.checkpoint.core import key_rules, param_groups
-from megatron.checkpoint.core.lazy_tensor import LazyTensor, in_memory
+from megatron.checkpoint.core.lazy_tensor import LazyTensor, Tensors, in_memory
 from megatron.checkpoint.core.listing import listed
 from megatron.checkpoint.core.spelling import HALVES, Spelling
 from megatron.checkpoint.core.training_state import OptimizerParamGroup, TrainingState
@@ -193,7 +193,7 @@ class _EntryList:
             yield module_name + HALVES[1], tensor.rows(middle, tensor.num_rows)
 
 
-def _step_slot(state: TrainingState, name: str) -> dict[str, LazyTensor]:
+def _step_slot(state: TrainingState, name: str) -> Tensors:
     """Return the counter that torch's AdamW has for every parameter with moments."""
     step = state.step_of(name)
     if step is None or name not in state.moments:

@@ -15,7 +15,7 @@ to derive it from the keys.
 
 from __future__ import annotations
 
-import argparse
+from argparse import Namespace
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -74,7 +74,7 @@ def names_in_file(keys: Iterable[str]) -> dict[str, str]:
     return names
 
 
-def args_of_format(args: argparse.Namespace) -> argparse.Namespace:
+def args_of_format(args: Namespace) -> Namespace:
     """Return a copy of ``args`` with the values of a run that writes this format."""
     values = {"use_megatron_fsdp": True, "use_distributed_optimizer": True}
-    return argparse.Namespace(**vars(args) | values | {"ckpt_format": "fsdp_dtensor"})
+    return Namespace(**vars(args) | values | {"ckpt_format": "fsdp_dtensor"})

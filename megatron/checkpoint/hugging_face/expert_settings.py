@@ -3,23 +3,28 @@
 
 from __future__ import annotations
 
-import argparse
-from typing import Any
+from argparse import Namespace
 
 from megatron.checkpoint.hugging_face.model_arguments import layers_with_experts
-from megatron.checkpoint.hugging_face.setting_rules import Config, SettingRule, in_words
+from megatron.checkpoint.hugging_face.setting_rules import (
+    Arguments,
+    Config,
+    Problems,
+    SettingRule,
+    in_words,
+)
 
 # ---- layers
 
 
-def _layer_frequency(pattern: list[int], problems: list[str]) -> dict[str, Any]:
+def _layer_frequency(pattern: list[int], problems: Problems) -> Arguments:
     """Return ``moe_layer_freq`` for one number per layer: 1 with experts, 0 without."""
     if pattern and not any(pattern):
         problems.append("no layer has experts: --moe-layer-freq has to name one")
     return {"moe_layer_freq": 1 if all(pattern) else pattern}
 
 
-def _read_sparse_layers(config: Config, problems: list[str]) -> dict[str, Any]:
+def _read_sparse_layers(config: Config, problems: Problems) -> Arguments:
     """Read every ``decoder_sparse_step``-th layer: with a step of 2 layers 1, 3, 5 and so on."""
     dense, step = config.get("mlp_only_layers") or [], config.get("decoder_sparse_step") or 1
     pattern = []
@@ -28,7 +33,7 @@ def _read_sparse_layers(config: Config, problems: list[str]) -> dict[str, Any]:
     return _layer_frequency(pattern, problems)
 
 
-def _write_sparse_layers(args: argparse.Namespace, problems: list[str]) -> Config:
+def _write_sparse_layers(args: Namespace, problems: Problems) -> Config:
     dense = [number for number, sparse in enumerate(layers_with_experts(args)) if not sparse]
     return {"mlp_only_layers": dense, "decoder_sparse_step": 1}
 
@@ -42,14 +47,14 @@ SPARSE_LAYERS = SettingRule(
 """Any layers can be dense."""
 
 
-def _read_first_dense(config: Config, problems: list[str]) -> dict[str, Any]:
+def _read_first_dense(config: Config, problems: Problems) -> Arguments:
     num_layers = config.get("num_hidden_layers") or 0
     num_dense = config.get("first_k_dense_replace", 3) or 0
     pattern = [int(number >= num_dense) for number in range(num_layers)]
     return _layer_frequency(pattern, problems)
 
 
-def _write_first_dense(args: argparse.Namespace, problems: list[str]) -> Config:
+def _write_first_dense(args: Namespace, problems: Problems) -> Config:
     pattern = layers_with_experts(args)
     if pattern != sorted(pattern):
         problems.append(f"moe_layer_freq {args.moe_layer_freq}: dense layers have to come first")
@@ -62,7 +67,7 @@ FIRST_LAYERS_DENSE = SettingRule(
 """The first layers can be dense."""
 
 
-def _write_all_sparse(args: argparse.Namespace, problems: list[str]) -> Config:
+def _write_all_sparse(args: Namespace, problems: Problems) -> Config:
     if not all(layers_with_experts(args)):
         problems.append(
             f"moe_layer_freq {args.moe_layer_freq}: all layers have experts in this family"
@@ -78,7 +83,7 @@ EXPERTS_EVERYWHERE = SettingRule(
 # ---- shared experts
 
 
-def _read_shared_experts(config: Config, problems: list[str]) -> dict[str, Any]:
+def _read_shared_experts(config: Config, problems: Problems) -> Arguments:
     number = config.get("n_shared_experts", 1)
     if not number:
         problems.append(f"n_shared_experts {number}: there is at least one")
@@ -86,7 +91,7 @@ def _read_shared_experts(config: Config, problems: list[str]) -> dict[str, Any]:
     return {"moe_shared_expert_intermediate_size": width}
 
 
-def _write_shared_experts(args: argparse.Namespace, problems: list[str]) -> Config:
+def _write_shared_experts(args: Namespace, problems: Problems) -> Config:
     width, expert = args.moe_shared_expert_intermediate_size or 0, args.moe_ffn_hidden_size or 1
     if not width or width % expert:
         problems.append(
@@ -107,7 +112,7 @@ SHARED_EXPERTS = SettingRule(
 # ---- routing
 
 
-def _read_normalized(config: Config, problems: list[str]) -> dict[str, Any]:
+def _read_normalized(config: Config, problems: Problems) -> Arguments:
     normalized = bool(config.get("norm_topk_prob", False))
     if normalized and config.get("num_experts_per_tok") == 1:
         problems.append(
@@ -126,7 +131,7 @@ NORMALIZED_SCORES = SettingRule(
 """Scores of the chosen experts add up to 1 exactly if the softmax comes after the choice."""
 
 
-def _read_sigmoid_scores(config: Config, problems: list[str]) -> dict[str, Any]:
+def _read_sigmoid_scores(config: Config, problems: Problems) -> Arguments:
     topk, normalized = config.get("num_experts_per_tok"), config.get("norm_topk_prob", True)
     if bool(normalized) != (topk != 1):
         problems.append(
@@ -145,7 +150,7 @@ SIGMOID_SCORES = SettingRule(
 """Sigmoid scores of several chosen experts always add up to 1 in Megatron-Core."""
 
 
-def _read_routing_groups(config: Config, problems: list[str]) -> dict[str, Any]:
+def _read_routing_groups(config: Config, problems: Problems) -> Arguments:
     num_groups, chosen = config.get("n_group", 8) or 1, config.get("topk_group", 4) or 1
     if chosen == num_groups:  # all of them: no limit
         return {"moe_router_num_groups": None, "moe_router_group_topk": None}
@@ -154,7 +159,7 @@ def _read_routing_groups(config: Config, problems: list[str]) -> dict[str, Any]:
     return {"moe_router_num_groups": num_groups, "moe_router_group_topk": chosen}
 
 
-def _write_routing_groups(args: argparse.Namespace, problems: list[str]) -> Config:
+def _write_routing_groups(args: Namespace, problems: Problems) -> Config:
     chosen = args.moe_router_group_topk
     if not chosen:
         return {"n_group": 1, "topk_group": 1}
@@ -164,7 +169,7 @@ def _write_routing_groups(args: argparse.Namespace, problems: list[str]) -> Conf
 
 
 def _check_routing_groups(
-    name: str, topk: int, group_name: str, chosen: int, problems: list[str]
+    name: str, topk: int, group_name: str, chosen: int, problems: Problems
 ) -> None:
     """Check that both programs score a group of experts alike.
 

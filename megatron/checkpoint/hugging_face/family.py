@@ -9,7 +9,7 @@ several of theirs, and has a :class:`Rearrangement`; and rules of its settings
 
 from __future__ import annotations
 
-import argparse
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from megatron.checkpoint.core.key_rules import OUTPUT_LAYER, WORD_EMBEDDINGS
-from megatron.checkpoint.core.lazy_tensor import LazyTensor, concatenate, zeros
+from megatron.checkpoint.core.lazy_tensor import LazyTensor, Shape, concatenate, zeros
 from megatron.checkpoint.core.spelling import INNER_LAYER
 from megatron.checkpoint.hugging_face.model_arguments import (
     ARGUMENTS,
@@ -33,8 +33,6 @@ from megatron.checkpoint.hugging_face.setting_rules import (
     only,
 )
 
-Shape = tuple[int, ...]
-
 
 @dataclass(frozen=True)
 class Rearrangement:
@@ -46,15 +44,15 @@ class Rearrangement:
         shapes: shape of ours -> shapes of theirs.
     """
 
-    merge: Callable[[Sequence[LazyTensor], argparse.Namespace], LazyTensor]
-    split: Callable[[LazyTensor, argparse.Namespace], list[LazyTensor]]
-    shapes: Callable[[Shape, argparse.Namespace], list[Shape]]
+    merge: Callable[[Sequence[LazyTensor], Namespace], LazyTensor]
+    split: Callable[[LazyTensor, Namespace], list[LazyTensor]]
+    shapes: Callable[[Shape, Namespace], list[Shape]]
 
 
 # ---- heads of attention
 
 
-def _group_widths(args: argparse.Namespace) -> tuple[int, int, int]:
+def _group_widths(args: Namespace) -> tuple[int, int, int]:
     """Return the rows of one query group's queries, of its key and of its value.
 
     8 heads of 64 channels in 2 groups: 256 rows of queries (4 heads), 64 of the key, 64 of the
@@ -64,7 +62,7 @@ def _group_widths(args: argparse.Namespace) -> tuple[int, int, int]:
     return heads * args.kv_channels, args.kv_channels, args.kv_channels
 
 
-def _merge_heads(theirs: Sequence[LazyTensor], args: argparse.Namespace) -> LazyTensor:
+def _merge_heads(theirs: Sequence[LazyTensor], args: Namespace) -> LazyTensor:
     """Interleave queries, keys and values of all heads to those of group after group.
 
     With two groups: ``q0 q1``, ``k0 k1``, ``v0 v1`` become ``q0 k0 v0 q1 k1 v1``.
@@ -76,7 +74,7 @@ def _merge_heads(theirs: Sequence[LazyTensor], args: argparse.Namespace) -> Lazy
     return concatenate(rows)
 
 
-def _split_heads(tensor: LazyTensor, args: argparse.Namespace) -> list[LazyTensor]:
+def _split_heads(tensor: LazyTensor, args: Namespace) -> list[LazyTensor]:
     """Undo :func:`_merge_heads`.
 
     With groups of 256, 64 and 64 rows, the keys are rows 256 to 320, 640 to 704 and so on: 384 rows
@@ -92,11 +90,11 @@ def _split_heads(tensor: LazyTensor, args: argparse.Namespace) -> list[LazyTenso
     return theirs
 
 
-def _head_shapes(shape: Shape, args: argparse.Namespace) -> list[Shape]:
+def _head_shapes(shape: Shape, args: Namespace) -> list[Shape]:
     return [(num_query_groups(args) * width, *shape[1:]) for width in _group_widths(args)]
 
 
-def _merge_fused_heads(theirs: Sequence[LazyTensor], args: argparse.Namespace) -> LazyTensor:
+def _merge_fused_heads(theirs: Sequence[LazyTensor], args: Namespace) -> LazyTensor:
     """Transpose GPT-2's fused matrix, and interleave it to queries, key and value of each head.
 
     Its columns are the queries of all heads, then their keys, then their values. With 2 heads of
@@ -107,7 +105,7 @@ def _merge_fused_heads(theirs: Sequence[LazyTensor], args: argparse.Namespace) -
     return _transposed(theirs[0], before=None, after=order)
 
 
-def _split_fused_heads(tensor: LazyTensor, args: argparse.Namespace) -> list[LazyTensor]:
+def _split_fused_heads(tensor: LazyTensor, args: Namespace) -> list[LazyTensor]:
     """Undo :func:`_merge_fused_heads`."""
     heads, width = args.num_attention_heads, args.kv_channels
     order = torch.arange(3 * heads * width).view(heads, 3, width).transpose(0, 1).reshape(-1)
@@ -176,36 +174,36 @@ VOCABULARY = Rearrangement(
 
 # ---- rows of tables
 
-Where = Callable[[argparse.Namespace, int], bool]
+Where = Callable[[Namespace, int], bool]
 """The arguments and the number of a layer -> whether the layer has a tensor."""
 
 
-def everywhere(args: argparse.Namespace, layer: int) -> bool:
+def everywhere(args: Namespace, layer: int) -> bool:
     """Return True for all layers of all models."""
     return True
 
 
-def untied(args: argparse.Namespace, layer: int) -> bool:
+def untied(args: Namespace, layer: int) -> bool:
     """Return True for an output layer with a weight of its own."""
     return bool(args.untie_embeddings_and_output_weights)
 
 
-def has_experts(args: argparse.Namespace, layer: int) -> bool:
+def has_experts(args: Namespace, layer: int) -> bool:
     """Return True if the layer's MLP is made of experts."""
     return bool(layers_with_experts(args)[layer])
 
 
-def is_dense(args: argparse.Namespace, layer: int) -> bool:
+def is_dense(args: Namespace, layer: int) -> bool:
     """Return True if the layer has one MLP for all tokens."""
     return not has_experts(args, layer)
 
 
-def compresses_queries(args: argparse.Namespace, layer: int) -> bool:
+def compresses_queries(args: Namespace, layer: int) -> bool:
     """Return True if latent attention projects queries down and up again."""
     return args.q_lora_rank is not None
 
 
-def keeps_queries(args: argparse.Namespace, layer: int) -> bool:
+def keeps_queries(args: Namespace, layer: int) -> bool:
     """Return True if latent attention projects queries once."""
     return args.q_lora_rank is None
 
@@ -309,7 +307,7 @@ class Family:
     passed_over: tuple[str, ...] = (".rotary_emb.inv_freq",)
     ignored: tuple[str, ...] = ()
 
-    def pairings(self, args: argparse.Namespace) -> Iterator[Pairing]:
+    def pairings(self, args: Namespace) -> Iterator[Pairing]:
         """Yield all tensors of the model of ``args``."""
         for row in self.outside:
             if row.where(args, 0):
@@ -327,7 +325,7 @@ class Family:
             yield Pairing(WORD_EMBEDDINGS, (theirs + _EMBEDDING_COPY,), VOCABULARY, is_copy=True)
             yield Pairing(head, (theirs + _OUTPUT_COPY,), VOCABULARY, is_copy=True)
 
-    def read_config(self, config: Config) -> tuple[argparse.Namespace, list[str]]:
+    def read_config(self, config: Config) -> tuple[Namespace, list[str]]:
         """Return the arguments that correspond to a config, and its problems.
 
         A setting that no rule reads has to be one of those without meaning.
@@ -345,9 +343,9 @@ class Family:
                     f"{key} {in_words(config[key])}: unknown, and may change what the model"
                     " computes"
                 )
-        return argparse.Namespace(**values), problems
+        return Namespace(**values), problems
 
-    def write_config(self, args: argparse.Namespace) -> tuple[Config, list[str]]:
+    def write_config(self, args: Namespace) -> tuple[Config, list[str]]:
         """Return the config of the model of ``args``, and why the family has no such model.
 
         An argument that no rule writes has to have its default, or the model would compute
@@ -385,7 +383,7 @@ class Family:
 
 
 def _in_layer(
-    rows: tuple[TensorRow, ...], args: argparse.Namespace, number: int, ours: str, theirs: str
+    rows: tuple[TensorRow, ...], args: Namespace, number: int, ours: str, theirs: str
 ) -> Iterator[Pairing]:
     """Yield the tensors of layer ``number``; ``ours`` and ``theirs`` are beginnings of names."""
     for row in rows:

@@ -3,18 +3,18 @@
 
 from __future__ import annotations
 
-import argparse
+from argparse import Namespace
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import chain, groupby
 from typing import Any
 
 
-def _always(args: argparse.Namespace) -> bool:
+def _always(args: Namespace) -> bool:
     return True
 
 
-def _with(name: str) -> Callable[[argparse.Namespace], bool]:
+def _with(name: str) -> Callable[[Namespace], bool]:
     return lambda args: bool(getattr(args, name))
 
 
@@ -26,32 +26,32 @@ _mup = _with("use_mup")
 _experts = _with("num_experts")
 
 
-def _not_latent(args: argparse.Namespace) -> bool:
+def _not_latent(args: Namespace) -> bool:
     return not args.multi_latent_attention
 
 
-def _own_bias_of_qkv(args: argparse.Namespace) -> bool:
+def _own_bias_of_qkv(args: Namespace) -> bool:
     # With add_bias_linear every linear layer has a bias, and this argument is set too.
     return not args.multi_latent_attention and not args.add_bias_linear
 
 
-def _yarn(args: argparse.Namespace) -> bool:
+def _yarn(args: Namespace) -> bool:
     return bool(args.multi_latent_attention) and args.rope_type != "rope"
 
 
-def _rotary(args: argparse.Namespace) -> bool:
+def _rotary(args: Namespace) -> bool:
     return bool(args.position_embedding_type == "rope")
 
 
-def _rotates(args: argparse.Namespace) -> bool:
+def _rotates(args: Namespace) -> bool:
     return _rotary(args) or _latent(args)
 
 
-def _limited(args: argparse.Namespace) -> bool:
+def _limited(args: Namespace) -> bool:
     return _experts(args) and args.moe_expert_capacity_factor is not None
 
 
-def _plain_gelu(args: argparse.Namespace) -> bool:
+def _plain_gelu(args: Namespace) -> bool:
     others = args.swiglu or args.squared_relu or args.openai_gelu
     return bool(args.add_bias_linear) and not others
 
@@ -74,7 +74,7 @@ class Argument:
     name: str
     default: Any = None
     flag: str = ""
-    counts: Callable[[argparse.Namespace], bool] = _always
+    counts: Callable[[Namespace], bool] = _always
     in_outputs: bool = True
     in_megatron_lm: bool = True
 
@@ -207,11 +207,11 @@ Those that only concern its training, such as losses that balance experts, are n
 """
 
 
-def completed(args: argparse.Namespace) -> argparse.Namespace:
+def completed(args: Namespace) -> Namespace:
     """Return a copy with defaults for missing arguments, and sizes that follow from others."""
     known = vars(args)
     defaults = {argument.name: argument.default_in(known) for argument in ARGUMENTS}
-    args = argparse.Namespace(**(defaults | known))
+    args = Namespace(**(defaults | known))
     args.group_query_attention = bool(args.group_query_attention)
     if args.kv_channels is None and args.hidden_size and args.num_attention_heads:
         args.kv_channels = args.hidden_size // args.num_attention_heads
@@ -220,7 +220,7 @@ def completed(args: argparse.Namespace) -> argparse.Namespace:
     return args
 
 
-def layers_with_experts(args: argparse.Namespace) -> list[int]:
+def layers_with_experts(args: Namespace) -> list[int]:
     """Return for every layer 1 if its MLP is made of experts, else 0.
 
     ``moe_layer_freq`` is such a list, or a number: with 3 layers 0, 3, 6 and so on have experts.
@@ -233,13 +233,13 @@ def layers_with_experts(args: argparse.Namespace) -> list[int]:
     return [int(number % pattern == 0) for number in range(args.num_layers)]
 
 
-def num_query_groups(args: argparse.Namespace) -> int:
+def num_query_groups(args: Namespace) -> int:
     """Return how many keys, each with a value, a layer of attention has."""
     groups: int = args.num_query_groups if args.group_query_attention else args.num_attention_heads
     return groups
 
 
-def model_flags(args: argparse.Namespace) -> list[str]:
+def model_flags(args: Namespace) -> list[str]:
     """Return the words of a command line of pretrain_gpt.py that build the model of ``args``.
 
     Flags that only concern its training are not among them.

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron.checkpoint.core.lazy_tensor import LazyTensor
+from megatron.checkpoint.core.lazy_tensor import LazyTensor, Tensors
 from megatron.checkpoint.integrity.block_digest import BlockDigest
 from megatron.checkpoint.integrity.manifest import FileDigest
 from megatron.checkpoint.store import durable
@@ -71,7 +71,7 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
     durable.write_text(path, json.dumps(content, indent=2, sort_keys=True) + "\n")
 
 
-def read_tensors(directory: Path) -> dict[str, LazyTensor]:
+def read_tensors(directory: Path) -> Tensors:
     """Return all tensors of a model by name. Their values are read later, when they are needed.
 
     Raises:
@@ -121,9 +121,7 @@ def is_kept(name: str, quantization: Mapping[str, Any]) -> bool:
     )
 
 
-def dequantized(
-    tensors: Mapping[str, LazyTensor], quantization: Mapping[str, Any], where: Path
-) -> dict[str, LazyTensor]:
+def dequantized(tensors: Tensors, quantization: Mapping[str, Any], where: Path) -> Tensors:
     """Return the tensors of a model with codes and scales multiplied, in fp32.
 
     Raises:
@@ -204,7 +202,7 @@ _FILE_METADATA = {"format": "pt"}
 """Readers of model directories refuse files that do not name the library of their tensors."""
 
 
-def stored_tensors(path: Path) -> dict[str, LazyTensor]:
+def stored_tensors(path: Path) -> Tensors:
     """Return the tensors of a safetensors file by name. Only its header is read at once.
 
     Raises:
@@ -292,9 +290,7 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
     return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
-def write_shard(
-    path: Path, tensors: dict[str, LazyTensor], progress: Callable[[int], None]
-) -> FileDigest:
+def write_shard(path: Path, tensors: Tensors, progress: Callable[[int], None]) -> FileDigest:
     """Write, or replace, a file of tensors in this order, with one of them in memory at a time.
 
     The disk has it afterwards. Returns its size and digest.
@@ -321,7 +317,7 @@ def write_shard(
     return FileDigest(path.stat().st_size, digest.hexdigest())
 
 
-def _header(tensors: dict[str, LazyTensor]) -> bytes:
+def _header(tensors: Tensors) -> bytes:
     strange = sorted(
         f"{name} ({tensor.dtype})" for name, tensor in tensors.items() if tensor.dtype not in NAMES
     )

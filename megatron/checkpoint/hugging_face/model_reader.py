@@ -3,19 +3,19 @@
 
 from __future__ import annotations
 
-import argparse
 import re
-from collections.abc import Iterable, Mapping
+from argparse import Namespace
+from collections.abc import Iterable
 from pathlib import Path
 from typing import cast
 
 import torch
 
 from megatron.checkpoint.core.key_rules import WORD_EMBEDDINGS, expected_shape, is_buffer
-from megatron.checkpoint.core.lazy_tensor import LazyTensor
+from megatron.checkpoint.core.lazy_tensor import LazyTensor, Shape, Tensors
 from megatron.checkpoint.core.training_state import TrainingState
 from megatron.checkpoint.hugging_face.families import family_named
-from megatron.checkpoint.hugging_face.family import Family, Pairing, Shape
+from megatron.checkpoint.hugging_face.family import Family, Pairing
 from megatron.checkpoint.hugging_face.model_directory import (
     CONFIG,
     dequantized,
@@ -79,7 +79,7 @@ def read(directory: Path, *, vocabulary_multiple: int | None = None) -> Training
     return state
 
 
-def _with_base(stored: dict[str, LazyTensor], base: str) -> dict[str, LazyTensor]:
+def _with_base(stored: Tensors, base: str) -> Tensors:
     """Return names as in the whole language model, also if it was saved without its head."""
     if any(name.startswith(base) for name in stored):
         return stored
@@ -89,14 +89,14 @@ def _with_base(stored: dict[str, LazyTensor], base: str) -> dict[str, LazyTensor
     }
 
 
-def _with_single_experts(stored: dict[str, LazyTensor], family: Family) -> dict[str, LazyTensor]:
+def _with_single_experts(stored: Tensors, family: Family) -> Tensors:
     """Return tensors of single experts, also where a file has those of all experts as one.
 
     So transformers saves its own modules with ``save_original_format=False``:
     ``mlp.experts.gate_up_proj`` of the shape (experts, rows of gate and up, columns), and
     ``mlp.experts.down_proj``. The router is ``mlp.gate`` there in every family.
     """
-    found: dict[str, LazyTensor] = {}
+    found: Tensors = {}
     own = r"mlp\.(?:experts\.(?:gate_up|down)_proj|gate\.weight)"
     pattern = re.compile(rf"({re.escape(family.layers)}\d+\.)({own})")
     for name, tensor in stored.items():
@@ -105,10 +105,10 @@ def _with_single_experts(stored: dict[str, LazyTensor], family: Family) -> dict[
     return found
 
 
-def _renamed(layer: str, own: str, tensor: LazyTensor, family: Family) -> dict[str, LazyTensor]:
+def _renamed(layer: str, own: str, tensor: LazyTensor, family: Family) -> Tensors:
     """Return the tensor ``own`` of a layer of transformers' modules under the names of a family."""
     number_of_parts = {"mlp.experts.gate_up_proj": 2, "mlp.experts.down_proj": 1}.get(own)
-    found: dict[str, LazyTensor] = {}
+    found: Tensors = {}
     for row in family.layer:
         theirs = row.theirs.split()
         if number_of_parts is None and row.ours == "mlp.router.weight":
@@ -145,9 +145,7 @@ def _padded_size(size: int, multiple: int | None) -> int:
     return -(-size // multiple) * multiple
 
 
-def _wrong_tensors(
-    args: argparse.Namespace, pairings: Iterable[Pairing], stored: Mapping[str, LazyTensor]
-) -> list[str]:
+def _wrong_tensors(args: Namespace, pairings: Iterable[Pairing], stored: Tensors) -> list[str]:
     """Report tensors of the model that are missing or have another shape or dtype."""
     problems = []
     for pairing in pairings:
@@ -163,14 +161,14 @@ def _wrong_tensors(
     return problems
 
 
-def _their_shapes(pairing: Pairing, args: argparse.Namespace) -> list[Shape]:
+def _their_shapes(pairing: Pairing, args: Namespace) -> list[Shape]:
     # The key rules know every size of every tensor that a family has.
     shape = cast(Shape, expected_shape(pairing.ours, args))
     return pairing.rearrangement.shapes(shape, args)
 
 
 def _other_tensors(
-    family: Family, args: argparse.Namespace, stored: Iterable[str]
+    family: Family, args: Namespace, stored: Iterable[str]
 ) -> tuple[list[str], list[str]]:
     """Return notes about copies, which are not read, and problems with unknown tensors."""
     copies: set[str] = set()
@@ -192,7 +190,7 @@ def _other_tensors(
     return notes, problems
 
 
-def _set_tokenizer(args: argparse.Namespace, directory: Path) -> None:
+def _set_tokenizer(args: Namespace, directory: Path) -> None:
     files = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
     has_tokenizer = any((directory / name).is_file() for name in files)
     args.tokenizer_type = "HuggingFaceTokenizer" if has_tokenizer else None

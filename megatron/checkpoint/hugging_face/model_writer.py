@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-import argparse
 import shutil
+from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from megatron.checkpoint.core.key_rules import WORD_EMBEDDINGS, expected_shape, is_buffer
-from megatron.checkpoint.core.lazy_tensor import LazyTensor
+from megatron.checkpoint.core.lazy_tensor import Tensors
 from megatron.checkpoint.core.parts import Part, Progress
 from megatron.checkpoint.core.training_state import TrainingState
 from megatron.checkpoint.hugging_face.families import FAMILIES, family_named
@@ -164,11 +164,11 @@ def _template_config(template: Path | None) -> Config:
 
 
 def _arguments_to_write(
-    args: argparse.Namespace,
-    weights: Mapping[str, LazyTensor],
+    args: Namespace,
+    weights: Tensors,
     base: Config,
     vocab_size: int | None,
-) -> argparse.Namespace:
+) -> Namespace:
     """Return the arguments with the sizes of the vocabulary before and after the conversion."""
     args = completed(args)
     if WORD_EMBEDDINGS not in weights:
@@ -188,7 +188,7 @@ def _arguments_to_write(
     return args
 
 
-def _vocabulary_of_tokenizer(args: argparse.Namespace) -> int | None:
+def _vocabulary_of_tokenizer(args: Namespace) -> int | None:
     """Return how many tokens the run's tokenizer has, or None if the arguments do not say it."""
     kind, size = getattr(args, "tokenizer_type", None), getattr(args, "vocab_size", None)
     if kind == "ByteTokenizer":
@@ -198,7 +198,7 @@ def _vocabulary_of_tokenizer(args: argparse.Namespace) -> int | None:
     return size
 
 
-def _config_to_write(name: str | None, args: argparse.Namespace) -> tuple[str, Config]:
+def _config_to_write(name: str | None, args: Namespace) -> tuple[str, Config]:
     """Return the family of the model of ``args``, and its settings."""
     if name is not None:
         family = family_named(name, "a model was asked for of the family")
@@ -241,12 +241,12 @@ def _dtypes_kept_by(template: Path | None, base: Config) -> dict[str, torch.dtyp
 
 def _their_tensors(
     family: Family,
-    args: argparse.Namespace,
+    args: Namespace,
     state: TrainingState,
     dtype: torch.dtype | None,
     kept: Mapping[str, torch.dtype],
     quantization: Config | None,
-) -> dict[str, LazyTensor]:
+) -> Tensors:
     """Return the tensors of the new model by name; ``kept`` are weights of another dtype.
 
     Raises:
@@ -264,7 +264,7 @@ def _their_tensors(
         elif ours[name].shape != shape:
             problems.append(f"{name}: {ours[name].shape}, but by its arguments {shape}")
     refuse("has other tensors than its arguments say", "the checkpoint", problems)
-    found: dict[str, LazyTensor] = {}
+    found: Tensors = {}
     for pairing in pairings:
         parts = pairing.rearrangement.split(ours[pairing.ours], args)
         is_matrix = ".linear_" in pairing.ours and len(ours[pairing.ours].shape) == 2
@@ -280,9 +280,9 @@ def _their_tensors(
     return found
 
 
-def _shards(tensors: Mapping[str, LazyTensor], limit: int) -> dict[str, dict[str, LazyTensor]]:
+def _shards(tensors: Tensors, limit: int) -> dict[str, Tensors]:
     """Distribute tensors over files: name of file -> its tensors."""
-    shards: list[dict[str, LazyTensor]] = []
+    shards: list[Tensors] = []
     size = 0
     for name, tensor in tensors.items():
         if not shards or size + tensor.num_bytes > limit:
@@ -298,7 +298,7 @@ def _shards(tensors: Mapping[str, LazyTensor], limit: int) -> dict[str, dict[str
     }
 
 
-def _part(file: str, tensors: dict[str, LazyTensor], notes: list[str]) -> Part:
+def _part(file: str, tensors: Tensors, notes: list[str]) -> Part:
     """Return the part that writes one file. Reading tensors may append to ``notes``."""
     # Wide values come first, so that all of them are aligned.
     ordered = dict(sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize))

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-import argparse
+from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -13,10 +13,16 @@ from megatron.checkpoint.hugging_face.model_arguments import num_query_groups
 Config = dict[str, Any]
 """The content of a config.json, or a part of it."""
 
-Read = Callable[[Config, list[str]], dict[str, Any]]
+Arguments = dict[str, Any]
+"""Values of Megatron-LM's arguments, by name."""
+
+Problems = list[str]
+"""Reasons why a config or arguments cannot be followed; rules append to it."""
+
+Read = Callable[[Config, Problems], Arguments]
 """A config -> arguments. Problems with the settings are appended to the list."""
 
-Write = Callable[[argparse.Namespace, list[str]], Config]
+Write = Callable[[Namespace, Problems], Config]
 """Arguments -> keys of a config. Problems with the arguments are appended to the list."""
 
 
@@ -37,12 +43,12 @@ class SettingRule:
     write: Write
 
 
-def read_nothing(config: Config, problems: list[str]) -> dict[str, Any]:
+def read_nothing(config: Config, problems: Problems) -> Arguments:
     """Stand for reading in a rule that only writes, or that allows any value."""
     return {}
 
 
-def write_nothing(args: argparse.Namespace, problems: list[str]) -> Config:
+def write_nothing(args: Namespace, problems: Problems) -> Config:
     """Stand for writing in a rule that only reads."""
     return {}
 
@@ -61,14 +67,14 @@ def same(keys: str, name: str, default: Any = _REQUIRED) -> SettingRule:
     """
     spellings = tuple(keys.split())
 
-    def read(config: Config, problems: list[str]) -> dict[str, Any]:
+    def read(config: Config, problems: Problems) -> Arguments:
         value = next((config[key] for key in spellings if config.get(key) is not None), default)
         if value is _REQUIRED:
             problems.append(f"{' or '.join(spellings)} is missing")
             return {}
         return {name: value}
 
-    def write(args: argparse.Namespace, problems: list[str]) -> Config:
+    def write(args: Namespace, problems: Problems) -> Config:
         value = getattr(args, name, None)
         if value is None and default is _REQUIRED:
             problems.append(f"{name} is not set")
@@ -97,13 +103,13 @@ def only(key: str, *allowed: Any, because: str = "", write: bool = True) -> Sett
         write: whether to write the first of the values.
     """
 
-    def read(config: Config, problems: list[str]) -> dict[str, Any]:
+    def read(config: Config, problems: Problems) -> Arguments:
         if key in config and config[key] not in (*allowed, None):
             reason = because or f"Megatron-Core's counterpart has {in_words(allowed[0])} only"
             problems.append(f"{key} {in_words(config[key])}: {reason}")
         return {}
 
-    def write_first(args: argparse.Namespace, problems: list[str]) -> Config:
+    def write_first(args: Namespace, problems: Problems) -> Config:
         return {key: allowed[0]}
 
     return SettingRule((key,), (), read, write_first if write else write_nothing)
@@ -139,7 +145,7 @@ def tied_embeddings(default: bool) -> SettingRule:
 def grouped_queries(default: int | None) -> SettingRule:
     """Make the rule of heads that share a key and a value; ``default`` None: one for each head."""
 
-    def read(config: Config, problems: list[str]) -> dict[str, Any]:
+    def read(config: Config, problems: Problems) -> Arguments:
         heads = config.get("num_attention_heads") or 1
         groups = config.get("num_key_value_heads", default) or heads
         if heads % groups:
@@ -168,7 +174,7 @@ def head_width(default: int | None = None) -> SettingRule:
     return derived("head_dim", "kv_channels", read)
 
 
-def _read_layer_types(config: Config, problems: list[str]) -> dict[str, Any]:
+def _read_layer_types(config: Config, problems: Problems) -> Arguments:
     others = sorted(set(config.get("layer_types") or []) - {"full_attention"})
     if others:
         problems.append(
@@ -181,7 +187,7 @@ LAYER_TYPES = SettingRule(("layer_types",), (), _read_layer_types, write_nothing
 """Every layer attends to all tokens before."""
 
 
-def _read_latent_heads(config: Config, problems: list[str]) -> dict[str, Any]:
+def _read_latent_heads(config: Config, problems: Problems) -> Arguments:
     heads, others = config.get("num_attention_heads"), config.get("num_key_value_heads")
     if others not in (None, heads):
         problems.append(
@@ -206,7 +212,7 @@ QUERY_RANK = derived("q_lora_rank", "q_lora_rank", lambda config: config.get("q_
 # ---- numbers of bits, norms and predicting layers
 
 
-def _read_quantization(config: Config, problems: list[str]) -> dict[str, Any]:
+def _read_quantization(config: Config, problems: Problems) -> Arguments:
     given = config.get("quantization_config") or {}
     block = given.get("weight_block_size") or ()
     is_fp8 = given.get("quant_method") == "fp8" and given.get("fmt", "e4m3") == "e4m3"
@@ -236,14 +242,14 @@ PREDICTIONS = SettingRule(
 _TANH_GELU = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
 
 
-def _read_gelu(config: Config, problems: list[str]) -> dict[str, Any]:
+def _read_gelu(config: Config, problems: Problems) -> Arguments:
     name = config.get("activation_function", "gelu_new")
     if name not in (*_TANH_GELU, "gelu"):
         problems.append(f"activation_function {name}: the counterpart has gelu and gelu_new only")
     return {"bias_gelu_fusion": name != "gelu"}
 
 
-def _write_gelu(args: argparse.Namespace, problems: list[str]) -> Config:
+def _write_gelu(args: Namespace, problems: Problems) -> Config:
     by_tanh = args.openai_gelu or args.bias_gelu_fusion
     return {"activation_function": "gelu_new" if by_tanh else "gelu"}
 
@@ -262,7 +268,7 @@ INNER_WIDTH = derived(
 """The width of the MLP; null: four times the hidden size."""
 
 
-def _read_dropout(config: Config, problems: list[str]) -> dict[str, Any]:
+def _read_dropout(config: Config, problems: Problems) -> Arguments:
     residual, embedding = config.get("resid_pdrop", 0.1), config.get("embd_pdrop", 0.1)
     if residual != embedding:
         problems.append(
@@ -281,11 +287,11 @@ ONE_DROPOUT = SettingRule(
 """Residuals and embeddings have one probability of dropout."""
 
 
-def _read_even_heads(config: Config, problems: list[str]) -> dict[str, Any]:
+def _read_even_heads(config: Config, problems: Problems) -> Arguments:
     return {"kv_channels": (config.get("n_embd") or 0) // (config.get("n_head") or 1)}
 
 
-def _write_even_heads(args: argparse.Namespace, problems: list[str]) -> Config:
+def _write_even_heads(args: Namespace, problems: Problems) -> Config:
     if args.kv_channels * args.num_attention_heads != args.hidden_size:
         problems.append(
             f"kv_channels {args.kv_channels}: heads are as wide as hidden_size over"

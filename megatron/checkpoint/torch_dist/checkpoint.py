@@ -9,10 +9,10 @@ sharded is the common state (``unsharded_state``). The optimizer's tensors have 
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import re
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,10 +20,10 @@ from typing import Any
 import torch
 
 from megatron.checkpoint.core import key_rules, param_groups
-from megatron.checkpoint.core.lazy_tensor import LazyTensor, zeros
+from megatron.checkpoint.core.lazy_tensor import Shape, Tensors, zeros
 from megatron.checkpoint.core.listing import listed
 from megatron.checkpoint.core.spelling import Spelling, name_at, unstacked
-from megatron.checkpoint.core.training_state import MOMENTS, TrainingState
+from megatron.checkpoint.core.training_state import MOMENTS, RandomStates, TrainingState
 from megatron.checkpoint.dcp import safe_pickle
 from megatron.checkpoint.dcp.dcp_target import DcpTarget, Entry, ObjectEntry, TensorEntry
 from megatron.checkpoint.dcp.stored_checkpoint import StoredCheckpoint
@@ -167,9 +167,9 @@ def _add_optimizer(
     add_optimizer_state(state, optimizer.main, optimizer.moments)
 
 
-def _weights(stored: StoredCheckpoint) -> tuple[dict[str, LazyTensor], list[str]]:
+def _weights(stored: StoredCheckpoint) -> tuple[Tensors, list[str]]:
     """Return all tensors of the model by canonical name, and the keys that no rule fits."""
-    weights: dict[str, LazyTensor] = {}
+    weights: Tensors = {}
     unknown: dict[str, None] = {}
     for key in stored.tensors:
         if is_optimizer_key(key) or _EXTRA_STATE.search(key):
@@ -183,7 +183,7 @@ def _weights(stored: StoredCheckpoint) -> tuple[dict[str, LazyTensor], list[str]
     return weights, list(unknown)
 
 
-def _random_states(stored: StoredCheckpoint) -> dict[tuple[int, int], list[dict[str, Any]]]:
+def _random_states(stored: StoredCheckpoint) -> RandomStates:
     """Return the generators' states by pipeline stage and tensor-parallel rank."""
     found: dict[tuple[int, int, int], list[dict[str, Any]]] = {}
     for key in stored.objects:
@@ -192,13 +192,13 @@ def _random_states(stored: StoredCheckpoint) -> dict[tuple[int, int], list[dict[
             value = stored.read_object(key)[0]
             states_of_ranks = value if isinstance(value, list) else [value]
             found[int(ranks[1]), int(ranks[2]), int(ranks[3] or 0)] = states_of_ranks
-    states: dict[tuple[int, int], list[dict[str, Any]]] = {}
+    states: RandomStates = {}
     for stage, tensor_rank, data_rank in sorted(found):
         states.setdefault((stage, tensor_rank), []).extend(found[stage, tensor_rank, data_rank])
     return states
 
 
-def _extra_states(stored: StoredCheckpoint, args: argparse.Namespace | None) -> dict[str, bytes]:
+def _extra_states(stored: StoredCheckpoint, args: Namespace | None) -> dict[str, bytes]:
     """Return the extra states of modules that are not empty; those of runs without FP8 are."""
     found: dict[str, bytes] = {}
     for key in stored.objects if args is None or getattr(args, "fp8", None) else []:
@@ -303,15 +303,13 @@ def _leading_axes(keys: Mapping[str, _StackedKey]) -> dict[str, tuple[int, ...]]
     return axes
 
 
-def _zero_moments(
-    state: TrainingState, keys: Mapping[str, _StackedKey]
-) -> dict[str, dict[str, LazyTensor]]:
+def _zero_moments(state: TrainingState, keys: Mapping[str, _StackedKey]) -> dict[str, Tensors]:
     """Return zeros for frozen parameters that are stacked with others that have moments.
 
     A stacked tensor can have no holes.
     """
     slots_of_key = {keys[name][0]: slots for name, slots in state.moments.items()}
-    found: dict[str, dict[str, LazyTensor]] = {}
+    found: dict[str, Tensors] = {}
     for name, weight in state.weights.items():
         slots = slots_of_key.get(keys[name][0])
         if name not in state.moments and slots is not None:
@@ -369,6 +367,6 @@ def extra_state_tensor(value: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(value), dtype=torch.uint8)
 
 
-def _object_key(name: str, index: tuple[int, ...], shape: tuple[int, ...]) -> str:
+def _object_key(name: str, index: tuple[int, ...], shape: Shape) -> str:
     """Return the key of an object at an index of a grid: ``name/shard_1.0_2.4`` for (1, 0)."""
     return f"{name}/shard_{'.'.join(map(str, index))}_{'.'.join(map(str, shape))}"

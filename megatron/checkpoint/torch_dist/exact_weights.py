@@ -12,14 +12,14 @@ from collections.abc import Mapping
 
 import torch
 
-from megatron.checkpoint.core.lazy_tensor import LazyTensor, zeros
+from megatron.checkpoint.core.lazy_tensor import LazyTensor, Tensors, zeros
 from megatron.checkpoint.core.training_state import Freshness, TrainingState
 
 
 def add_optimizer_state(
     state: TrainingState,
-    main: Mapping[str, LazyTensor],
-    moments: Mapping[str, Mapping[str, LazyTensor]],
+    main: Tensors,
+    moments: Mapping[str, Tensors],
 ) -> None:
     """Replace the model's weights by main weights, and add the moments, if both agree.
 

@@ -32,13 +32,13 @@ something does in the file.
 
 from __future__ import annotations
 
-import argparse
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
 
 import torch
 
-from megatron.checkpoint.core.lazy_tensor import LazyTensor, concatenate
+from megatron.checkpoint.core.lazy_tensor import LazyTensor, Shape, Tensors, concatenate
 from megatron.checkpoint.torch_dist.optimizer_buffers import LayoutMismatchError, OptimizerBuffer
 from megatron.checkpoint.torch_dist.pipeline_split import Placement, StoredShard, place_model
 from megatron.checkpoint.torch_dist.registered_model import (
@@ -63,8 +63,8 @@ _NEEDED_ARGUMENTS = ("tensor_model_parallel_size", "transformer_impl")
 def decode(
     dense: Sequence[Sequence[OptimizerBuffer]],
     experts: Sequence[Sequence[OptimizerBuffer]],
-    weights: Mapping[str, LazyTensor],
-    args: argparse.Namespace | None,
+    weights: Tensors,
+    args: Namespace | None,
 ) -> Iterator[tuple[str, str, LazyTensor]]:
     """Yield name, slot and whole tensor of every parameter in the buffers.
 
@@ -90,8 +90,8 @@ def decode(
 def _find_layout(
     dense: Sequence[Sequence[OptimizerBuffer]],
     experts: Sequence[Sequence[OptimizerBuffer]],
-    weights: Mapping[str, LazyTensor],
-    args: argparse.Namespace | None,
+    weights: Tensors,
+    args: Namespace | None,
 ) -> tuple[RegisteredModel, Placement]:
     """Find the layout that fits: the model in it, and where its parameters are."""
     missing = [name for name in _NEEDED_ARGUMENTS if getattr(args, name, None) is None]
@@ -123,7 +123,7 @@ def _find_layout(
 def _possible_layouts(
     dense: Sequence[Sequence[OptimizerBuffer]],
     experts: Sequence[Sequence[OptimizerBuffer]],
-    args: argparse.Namespace | None,
+    args: Namespace | None,
 ) -> Iterator[BucketLayout]:
     """Yield all layouts that are possible, the one of the arguments first."""
     ranks = [*dense, *experts]
@@ -143,7 +143,7 @@ def _possible_layouts(
 
 
 def _possible_implementations(
-    args: argparse.Namespace | None, shows_order: bool
+    args: Namespace | None, shows_order: bool
 ) -> list[LayerImplementation]:
     """List the implementations of layers that are possible, the one of the arguments first."""
     named = getattr(args, "transformer_impl", None)
@@ -214,7 +214,7 @@ def _beside_each_other(shards: Sequence[LazyTensor]) -> LazyTensor:
     return LazyTensor((rows, columns * len(shards)), shards[0].dtype, read_rows)
 
 
-def _shard_tensor(shard: StoredShard, slot: str, shape: tuple[int, ...]) -> LazyTensor:
+def _shard_tensor(shard: StoredShard, slot: str, shape: Shape) -> LazyTensor:
     """Return a shard in its shape; the buffer has its elements row by row."""
     row = math.prod(shape[1:])
 

@@ -9,9 +9,9 @@ Both find where the parameters are that a layout puts into them, and read ranges
 
 from __future__ import annotations
 
-import argparse
 import functools
 import math
+from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 import torch
 
+from megatron.checkpoint.core.lazy_tensor import Shape
 from megatron.checkpoint.dcp.chunk import Chunk
 from megatron.checkpoint.dcp.stored_checkpoint import StoredCheckpoint
 from megatron.checkpoint.torch_dist import optimizer_keys
@@ -45,7 +46,7 @@ class ParameterShard:
     """
 
     name: str
-    shape: tuple[int, ...]
+    shape: Shape
     has_own_bucket: bool = False
 
     @property
@@ -299,7 +300,7 @@ def check_bucket_sizes(
 def gathered_buffers(
     stored: StoredCheckpoint,
     keys: Mapping[OptimizerOfRank, str],
-    args: argparse.Namespace | None,
+    args: Namespace | None,
 ) -> dict[OptimizerOfRank, list[GatheredBuffer]]:
     """Find the buffers of a ``dp_zero_gather_scatter`` file, reading each object for its sizes.
 
@@ -343,7 +344,7 @@ def gathered_buffers(
     return found
 
 
-def _bucket_size(args: argparse.Namespace | None) -> int | None:
+def _bucket_size(args: Namespace | None) -> int | None:
     """Return the number of elements at which Megatron-LM closes a bucket; None for one bucket."""
     if not getattr(args, "overlap_grad_reduce", False):
         return None

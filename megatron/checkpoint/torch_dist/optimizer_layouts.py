@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron.checkpoint.core.lazy_tensor import LazyTensor
+from megatron.checkpoint.core.lazy_tensor import LazyTensor, Tensors
 from megatron.checkpoint.core.listing import listed
 from megatron.checkpoint.core.spelling import unstacked
 from megatron.checkpoint.dcp.stored_checkpoint import StoredCheckpoint
@@ -73,8 +73,8 @@ class OptimizerTensors:
     """
 
     layout: str | None = None
-    main: dict[str, LazyTensor] = field(default_factory=dict)
-    moments: dict[str, dict[str, LazyTensor]] = field(default_factory=dict)
+    main: Tensors = field(default_factory=dict)
+    moments: dict[str, Tensors] = field(default_factory=dict)
     param_groups: list[dict[str, Any]] = field(default_factory=list)
     used_keys: set[str] = field(default_factory=set)
     grad_scaler: dict[str, Any] | None = None
@@ -95,7 +95,7 @@ class OptimizerTensors:
 
 
 def read_optimizer(
-    stored: StoredCheckpoint, common: Mapping[str, Any], weights: Mapping[str, LazyTensor]
+    stored: StoredCheckpoint, common: Mapping[str, Any], weights: Tensors
 ) -> OptimizerTensors:
     """Find the optimizer's tensors by parameter, whatever the layout, without reading them.
 
@@ -164,9 +164,7 @@ def _find_layout(stored: StoredCheckpoint, keys: Sequence[str]) -> str | None:
     return next(iter(layouts), None)
 
 
-def _read_by_parameter(
-    stored: StoredCheckpoint, weights: Mapping[str, LazyTensor], found: OptimizerTensors
-) -> None:
+def _read_by_parameter(stored: StoredCheckpoint, weights: Tensors, found: OptimizerTensors) -> None:
     problems = []
     for key in sorted(found.used_keys):
         parsed = optimizer_keys.parse(key)
@@ -197,7 +195,7 @@ def _tensor(stored: StoredCheckpoint, key: str, index: Sequence[int]) -> LazyTen
 def _read_by_rank(
     stored: StoredCheckpoint,
     common: Mapping[str, Any],
-    weights: Mapping[str, LazyTensor],
+    weights: Tensors,
     found: OptimizerTensors,
 ) -> None:
     """Put the ranks' buffers in order, decode them, and add what ranks store beside them."""

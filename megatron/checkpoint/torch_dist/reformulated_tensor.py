@@ -22,14 +22,14 @@ from collections.abc import Sequence
 
 import torch
 
-from megatron.checkpoint.core.lazy_tensor import LazyTensor
+from megatron.checkpoint.core.lazy_tensor import LazyTensor, Shape
 from megatron.checkpoint.dcp.chunk import Chunk
 from megatron.checkpoint.dcp.stored_checkpoint import StoredCheckpoint
 
 _ORIGINAL_SHAPE = "nd_reformulated_orig_global_shape"
 
 
-def original_shape(stored: StoredCheckpoint, key: str) -> tuple[int, ...] | None:
+def original_shape(stored: StoredCheckpoint, key: str) -> Shape | None:
     """Return the shape of a reformulated tensor; None for a tensor stored in its own shape."""
     shape = getattr(stored.metadata, "mcore_data", {}).get(key, {}).get(_ORIGINAL_SHAPE)
     return None if shape is None else tuple(shape)

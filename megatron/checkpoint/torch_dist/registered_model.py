@@ -10,12 +10,11 @@ buffer has depends on the model chunk of the pipeline (:class:`ModelChunk`).
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megatron.checkpoint.core import key_rules
 from megatron.checkpoint.core.key_rules import OUTPUT_LAYER, WORD_EMBEDDINGS
-from megatron.checkpoint.core.lazy_tensor import LazyTensor
+from megatron.checkpoint.core.lazy_tensor import Tensors
 from megatron.checkpoint.core.spelling import (
     Spelling,
     expert_number,
@@ -110,7 +109,7 @@ class RegisteredModel:
         ValueError: for parameters whose position in the buffers is not known.
     """
 
-    def __init__(self, weights: Mapping[str, LazyTensor], layout: BucketLayout):
+    def __init__(self, weights: Tensors, layout: BucketLayout):
         self._weights, self.layout = weights, layout
         self._shapes = {name: tensor.shape for name, tensor in weights.items()}
         names = _in_registration_order(weights, layout.layers)
@@ -188,9 +187,7 @@ class RegisteredModel:
         return key_rules.has_halves(name, self._shapes)
 
 
-def _in_registration_order(
-    weights: Mapping[str, LazyTensor], layers: LayerImplementation
-) -> list[str]:
+def _in_registration_order(weights: Tensors, layers: LayerImplementation) -> list[str]:
     names = [name for name in weights if not key_rules.is_buffer(name)]
     spelling = Spelling(
         transformer_engine=layers.transformer_engine,

@@ -9,7 +9,7 @@ chained optimizers where experts have one of their own.
 
 from __future__ import annotations
 
-import argparse
+from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -116,12 +116,12 @@ def notes_on_steps(state: TrainingState) -> Iterator[str]:
             yield f"{name}: its moments have seen {step:g} steps; torch_dist has {last:g} for all"
 
 
-def _args_of_format(args: argparse.Namespace, has_distributed: bool) -> argparse.Namespace:
+def _args_of_format(args: Namespace, has_distributed: bool) -> Namespace:
     """Return the arguments of a run that writes this format."""
     values = {"use_megatron_fsdp": False, "ckpt_format": "torch_dist"}
     values |= {"use_distributed_optimizer": has_distributed}
     values |= {"dist_ckpt_optim_fully_reshardable": True}
-    return argparse.Namespace(**vars(args) | values)
+    return Namespace(**vars(args) | values)
 
 
 def _optimizer(state: TrainingState, has_distributed: bool) -> dict[Any, Any]:
