@@ -19,33 +19,15 @@ import signal
 import types
 import zipfile
 from collections.abc import Callable
-from typing import IO, TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy
 import torch
 from torch.distributed.checkpoint.metadata import TensorProperties
 
-if TYPE_CHECKING:
-    # The base classes below are those in Python, not those in C, which typeshed describes.
-    class _PythonUnpickler(pickle.Unpickler):
-        dispatch: ClassVar[dict[int, Callable[[Any], None]]]
-        stack: list[Any]
-
-        def load_build(self) -> None: ...
-
-    class _PythonPickler(pickle.Pickler):
-        dispatch: ClassVar[dict[type, Callable[[Any, Any], None]]]
-        memo: dict[int, Any]  # type: ignore[assignment]  # typeshed has the memo of the one in C
-
-        def write(self, data: bytes) -> None: ...
-        def memoize(self, obj: object) -> None: ...
-        def save(self, obj: object, save_persistent_id: bool = True) -> None: ...
-        def save_global(self, obj: object, name: str | None = None) -> None: ...
-        def save_type(self, obj: type) -> None: ...
-        def save_reduce(self, function: Any, args: Any, *, obj: object = None) -> None: ...
-
-else:
-    _PythonUnpickler, _PythonPickler = pickle._Unpickler, pickle._Pickler
+# Any: typeshed describes the classes in C, without the methods that are replaced below.
+_PythonUnpickler: Any = pickle._Unpickler
+_PythonPickler: Any = pickle._Pickler
 
 _NUMPY_CORE: Any = numpy._core if hasattr(numpy, "_core") else numpy.core
 _NUMPY = {name: getattr(_NUMPY_CORE.multiarray, name) for name in ("_reconstruct", "scalar")}
@@ -154,7 +136,7 @@ def _member(owner: Any, name: Any) -> Any:
     raise RefusedPickleError(f"the pickle asks for the attribute {name!r} of {owner!r}")
 
 
-class Unpickler(_PythonUnpickler):
+class Unpickler(_PythonUnpickler):  # type: ignore[misc]
     """An unpickler that finds the classes on the list, stand-ins, and nothing else.
 
     It is the one in Python: the one in C sets any attribute of anything, of classes too.
@@ -230,7 +212,7 @@ def _encode(text: str, encoding: str = "latin1") -> bytes:
     return text.encode("latin1")
 
 
-class _Pickler(_PythonPickler):
+class _Pickler(_PythonPickler):  # type: ignore[misc]
     """A pickler that can write stand-ins.
 
     It is the one in Python: the one in C checks that a class can be imported.
@@ -263,18 +245,8 @@ class _Pickler(_PythonPickler):
             super().save_type(obj)
 
 
-def _load(file: IO[bytes], **options: Any) -> Any:
-    return Unpickler(file, **options).load()
-
-
 # The pickle module to give to `torch.load` and `torch.save`.
-_MODULE = types.SimpleNamespace(
-    Unpickler=Unpickler,
-    Pickler=_Pickler,
-    load=_load,
-    loads=lambda data, **options: _load(io.BytesIO(data), **options),
-    __name__=__name__,
-)
+_MODULE = types.SimpleNamespace(Unpickler=Unpickler, Pickler=_Pickler, __name__=__name__)
 
 
 def load(data: bytes) -> Any:
@@ -284,7 +256,7 @@ def load(data: bytes) -> Any:
         RefusedPickleError: for a class that is not on the list.
         ValueError: for bytes that are no pickle.
     """
-    return _guarded(lambda: _load(io.BytesIO(data)))
+    return _guarded(lambda: Unpickler(io.BytesIO(data)).load())
 
 
 def load_torch(data: bytes) -> Any:
@@ -309,7 +281,10 @@ def load_torch(data: bytes) -> Any:
         if "constants.pkl" in torch._C.PyTorchFileReader(io.BytesIO(data)).get_all_records():
             raise RefusedPickleError("it is a TorchScript program, not data")
         return torch.load(
-            io.BytesIO(data), map_location="cpu", weights_only=False, pickle_module=_MODULE
+            io.BytesIO(data),
+            map_location="cpu",
+            weights_only=False,
+            pickle_module=_MODULE,
         )
 
     if data not in _read:
