@@ -18,12 +18,15 @@ import re
 import signal
 import types
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import numpy
 import torch
 from torch.distributed.checkpoint.metadata import TensorProperties
+
+from megatron.checkpoint.integrity.manifest import DamagedCheckpointError
 
 # Any: typeshed describes the classes in C, without the methods that are replaced below.
 _PythonUnpickler: Any = pickle._Unpickler
@@ -40,11 +43,21 @@ _CLASSES: dict[str, tuple[str, ...]] = {
     "torch": ("Size", "device", "strided", *_STORAGES),
     "torch.serialization": ("_get_layout",),
     "torch.distributed.checkpoint.metadata": (
-        *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex"),
-        *("StorageMeta", "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
     ),
     "torch.distributed.checkpoint.planner": (
-        *("BytesIOWriteData", "SavePlan", "TensorWriteData", "WriteItem", "WriteItemType"),
+        "BytesIOWriteData",
+        "SavePlan",
+        "TensorWriteData",
+        "WriteItem",
+        "WriteItemType",
     ),
     "torch.distributed.checkpoint.filesystem": ("_StorageInfo", "_StoragePrefix"),
     # Results of the parts of a conversion.
@@ -55,8 +68,20 @@ _CLASSES: dict[str, tuple[str, ...]] = {
     "numpy": ("dtype", "ndarray"),
 }
 _BUILTINS = (
-    *("bool", "bytearray", "bytes", "complex", "dict", "float", "frozenset", "int"),
-    *("list", "range", "set", "slice", "str", "tuple"),
+    "bool",
+    "bytearray",
+    "bytes",
+    "complex",
+    "dict",
+    "float",
+    "frozenset",
+    "int",
+    "list",
+    "range",
+    "set",
+    "slice",
+    "str",
+    "tuple",
 )
 _NUM_PROPERTIES = len(TensorProperties().__getstate__())
 _PATHS = ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")
@@ -87,7 +112,9 @@ class StandIn:
         self.args = args
 
     def __setstate__(self, state: Any) -> None:
-        self.__dict__.update(state if isinstance(state, dict) else {"state": state})
+        if not isinstance(state, dict):
+            state = {"state": state}
+        self.__dict__.update(state)
 
     def __eq__(self, other: object) -> bool:
         return type(self) is type(other) and self.__dict__ == other.__dict__
@@ -97,7 +124,9 @@ class StandIn:
 
     def __reduce__(self) -> tuple[Any, ...]:
         state = {name: value for name, value in self.__dict__.items() if name != "args"}
-        return (type(self), self.args, state) if state else (type(self), self.args)
+        if not state:
+            return type(self), self.args
+        return type(self), self.args, state
 
     def __repr__(self) -> str:
         return f"{type(self).__qualname__}({', '.join(map(repr, self.args))})"
@@ -106,7 +135,8 @@ class StandIn:
 @functools.cache
 def stand_in(module: str, name: str) -> type[StandIn]:
     """Return the inert class for a class of Megatron-Core."""
-    return type(name.rpartition(".")[2], (StandIn,), {"__module__": module, "__qualname__": name})
+    fields = {"__module__": module, "__qualname__": name}
+    return type(name.rpartition(".")[2], (StandIn,), fields)
 
 
 class _Member(StandIn):
@@ -148,8 +178,10 @@ class Unpickler(_PythonUnpickler):  # type: ignore[misc]
         Raises:
             RefusedPickleError: for anything that is not on the list.
         """
-        if module in ("builtins", "__builtin__"):
-            name = _NAMES_OF_PYTHON_2.get(name, name) if module == "__builtin__" else name
+        if module == "__builtin__":
+            module = "builtins"
+            name = _NAMES_OF_PYTHON_2.get(name, name)
+        if module == "builtins":
             if name == "getattr":
                 return _member
             if name in _BUILTINS:
@@ -184,13 +216,15 @@ class Unpickler(_PythonUnpickler):  # type: ignore[misc]
             RefusedPickleError: for a class or a function, which all of the process shares, and for
                 special attributes.
         """
-        owner, state = self.stack[-2], self.stack[-1]
+        owner, state = self.stack[-2:]
         if isinstance(owner, (type, types.FunctionType, types.BuiltinFunctionType)):
             raise RefusedPickleError(
                 f"the pickle changes {owner.__module__}.{owner.__qualname__}, which is not its own"
             )
-        plain = isinstance(state, dict) and not any(str(name).startswith("__") for name in state)
-        if not plain and (isinstance(owner, StandIn) or not hasattr(owner, "__setstate__")):
+        is_plain = isinstance(state, dict)
+        if is_plain and any(str(name).startswith("__") for name in state):
+            is_plain = False
+        if not is_plain and (isinstance(owner, StandIn) or not hasattr(owner, "__setstate__")):
             raise RefusedPickleError(
                 f"the pickle sets special attributes of a {type(owner).__qualname__}"
             )
@@ -287,19 +321,30 @@ def load_torch(data: bytes) -> Any:
             pickle_module=_MODULE,
         )
 
-    if data not in _read:
-        value = _guarded(read)
-        if not is_scalar(value):
-            return value
+    if data in _read:
+        return _read[data]
+    value = _guarded(read)
+    if is_scalar(value):
         _read[data] = value
-    return _read[data]
+    return value
+
+
+@contextmanager
+def naming(file: str) -> Iterator[None]:
+    """Let errors of reading pickles name the file; what is no refusal means that it is damaged."""
+    try:
+        yield
+    except RefusedPickleError as error:
+        raise RefusedPickleError(f"{file}: {error}") from None
+    except (ValueError, AttributeError, TypeError) as error:
+        raise DamagedCheckpointError(f"{file} is damaged: {error}") from error
 
 
 def is_scalar(value: Any) -> bool:
     """Return True if a value is a number, a string, or a tuple of these: small and immutable."""
-    return type(value) in (bool, int, float, str, type(None)) or (
-        type(value) is tuple and all(map(is_scalar, value))
-    )
+    if type(value) is tuple:
+        return all(is_scalar(item) for item in value)
+    return type(value) in (bool, int, float, str, type(None))
 
 
 # Fields of param groups are a few values, which are stored thousands of times.
@@ -330,6 +375,5 @@ def _guarded(read: Callable[[], Any]) -> Any:
     except RefusedPickleError:
         raise
     except Exception as error:  # damaged pickles fail in every possible way
-        raise ValueError(
-            str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
-        ) from error
+        kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
+        raise ValueError(f"{kind}{error}") from error

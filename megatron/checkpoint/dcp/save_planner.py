@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 from megatron.checkpoint.dcp import safe_pickle
 
 _OVERHEAD = 1200
-"""About the bytes that ``torch.save`` writes beside the elements of a tensor, or for a number."""
+"""About the bytes that ``torch.save`` adds to the elements of a tensor, or writes for a number."""
 
 
 class EvenPlanner(DefaultSavePlanner):
@@ -44,13 +44,16 @@ class EvenPlanner(DefaultSavePlanner):
     rank.
 
     Args:
-        reuse: the plan of the save before, which is used again if it fits; None: none is kept.
-        spreads: whether to share out what several ranks have. False: the first of them writes it.
+        reuse: the plan of the save before, which is used again if it fits. By default no plan is
+            kept.
+        spreads: whether ranks that have the same entries share the work. Otherwise the first of
+            them writes all of these.
     """
 
     def __init__(self, reuse: PlanReuse | None = None, spreads: bool = True):
         super().__init__()
-        self._reuse, self._spreads = reuse, spreads
+        self._reuse = reuse
+        self._spreads = spreads
 
     def own_entries(self) -> tuple[list[WriteItem], dict[str, Any] | None]:
         """Return the items that this rank could write, and the paths of keys in a nested dict."""
@@ -65,8 +68,13 @@ class EvenPlanner(DefaultSavePlanner):
             unchanged = self._reuse.unchanged(self._own_items, self._paths)
             if unchanged is not None:
                 return SavePlan([], planner_data=unchanged)
-        tensors = [item for item in items if item.type != WriteItemType.BYTE_IO]
-        objects = [item.index.fqn for item in self._own_items[len(tensors) :]]
+        tensors = []
+        objects = []
+        for item in self._own_items:
+            if item.type == WriteItemType.BYTE_IO:
+                objects.append(item.index.fqn)
+            else:
+                tensors.append(item)
         return SavePlan(tensors, planner_data=_LocalEntries(objects, self._paths))
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
@@ -85,15 +93,14 @@ class EvenPlanner(DefaultSavePlanner):
                 return all_plans, kept
             all_plans = self._reuse.whole(all_plans)
         objects = _Items()
-        items_of_ranks = [
-            [*plan.items, *map(objects.__getitem__, plan.planner_data.objects)]
-            for plan in all_plans
-        ]
+        items_of_ranks = []
+        for plan in all_plans:
+            items_of_objects = [objects[key] for key in plan.planner_data.objects]
+            items_of_ranks.append(plan.items + items_of_objects)
         chosen = assign(items_of_ranks, self._spreads)
-        plans = [
-            SavePlan([items[position] for position in positions])
-            for items, positions in zip(items_of_ranks, chosen)
-        ]
+        plans = []
+        for items, positions in zip(items_of_ranks, chosen):
+            plans.append(SavePlan([items[position] for position in positions]))
         plans, metadata = create_default_global_save_plan(plans, rewrite_index_hints=False)
         paths: dict[str, Any] = {}
         for plan in all_plans:
@@ -105,10 +112,15 @@ class EvenPlanner(DefaultSavePlanner):
         if problems not in ([], True):
             found = "; ".join(problems or ["torch has logged what is wrong"])
             raise ValueError(f"the ranks do not have each tensor once: {found[:500]}")
-        self.global_plan, self.metadata = plans, metadata
-        save = "" if self._reuse is None else self._reuse.keep_all(all_plans, metadata)
-        answers = [ChosenItems(positions, save) for positions in chosen]
-        return [SavePlan([], planner_data=answer) for answer in answers], metadata
+        self.global_plan = plans
+        self.metadata = metadata
+        save = ""
+        if self._reuse is not None:
+            save = self._reuse.keep_all(all_plans, metadata)
+        answers = []
+        for positions in chosen:
+            answers.append(SavePlan([], planner_data=ChosenItems(positions, save)))
+        return answers, metadata
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         """Return the items that this rank writes."""
@@ -162,7 +174,7 @@ def assign(items_of_ranks: Sequence[Sequence[WriteItem]], spreads: bool) -> list
         The positions of the items that each rank writes, in order.
     """
     candidates: dict[Any, list[tuple[int, int]]] = {}
-    sizes: dict[Any, int] = {}
+    sizes = {}
     for rank, items in enumerate(items_of_ranks):
         for position, item in enumerate(items):
             key = (item.index.fqn, item.index.offset)
@@ -170,8 +182,14 @@ def assign(items_of_ranks: Sequence[Sequence[WriteItem]], spreads: bool) -> list
             sizes[key] = _num_bytes(item)
     num_bytes = [0] * len(items_of_ranks)
     chosen: list[list[int]] = [[] for _ in items_of_ranks]
-    for key in sorted(sizes, key=lambda key: (len(candidates[key]) > 1, -sizes[key])):
-        owners = candidates[key] if spreads else candidates[key][:1]
+
+    def order(key: Any) -> tuple[bool, int]:
+        return len(candidates[key]) > 1, -sizes[key]
+
+    for key in sorted(sizes, key=order):
+        owners = candidates[key]
+        if not spreads:
+            owners = owners[:1]
         rank, position = min(owners, key=lambda owner: num_bytes[owner[0]])
         num_bytes[rank] += sizes[key]
         chosen[rank].append(position)
@@ -194,7 +212,7 @@ def _num_bytes(item: WriteItem) -> int:
 
 @dataclass(frozen=True)
 class UnchangedPlan:
-    """The word for the entries of a rank if they are those of the plan that is kept as ``save``."""
+    """A reference, instead of a rank's entries, to those of the plan that is kept as ``save``."""
 
     save: str
 
@@ -240,31 +258,43 @@ class PlanReuse:
     # ---- on every rank
 
     def unchanged(self, items: list[WriteItem], paths: Any) -> UnchangedPlan | None:
-        """Return what stands for the entries of this rank, None if they are others than before."""
+        """Return the reference to the kept plan; None if the entries of this rank have changed."""
         own = self._own
         if own is None or own.group() is not dist.group.WORLD:
             return None
-        same = own.items == items and own.paths == paths
-        return UnchangedPlan(own.chosen.save) if same else None
+        if own.items != items or own.paths != paths:
+            return None
+        return UnchangedPlan(own.chosen.save)
 
-    def keep(self, items: list[WriteItem], paths: Any, chosen: ChosenItems) -> None:
-        """Keep the plan of this rank."""
+    def keep(
+        self,
+        items: list[WriteItem],
+        paths: Any,
+        chosen: ChosenItems,
+    ) -> None:
+        """Keep the plan of this rank.
+
+        Args:
+            items: the items that this rank could write.
+            paths: paths of keys in a nested dict; None for flat keys.
+            chosen: the items of these that it writes.
+        """
         self._own = _OfRank(weakref.ref(dist.group.WORLD), items, paths, chosen)
 
     def positions(self) -> list[int]:
         """Return the positions of the items that this rank writes, in an unchanged plan."""
-        assert self._own is not None  # the rank has said that its plan is unchanged
+        assert self._own is not None  # the rank has sent an UnchangedPlan
         return self._own.chosen.positions
 
     # ---- on the first rank
 
     def metadata_of(self, plans: Sequence[SavePlan]) -> Metadata | None:
-        """Return the metadata of the save before if the plans of all ranks are those of it."""
+        """Return the metadata of the save before if all ranks have the same plans as then."""
         if self._all is None:
             return None
-        same = UnchangedPlan(self._all.save)
-        if any(plan.planner_data != same for plan in plans):
-            return None
+        for plan in plans:
+            if plan.planner_data != UnchangedPlan(self._all.save):
+                return None
         return dataclasses.replace(self._all.metadata)
 
     def whole(self, plans: Sequence[SavePlan]) -> list[SavePlan]:

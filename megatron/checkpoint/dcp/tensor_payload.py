@@ -2,8 +2,8 @@
 """Tensors in files that ``torch.save`` wrote: their place, their checksum, and any chunk of them.
 
 ``torch.save`` writes a zip archive: a pickle that describes the tensor, and a record with the bytes
-of its storage, uncompressed, beside which the archive has a checksum. DCP files are such archives
-one after another.
+of its storage, uncompressed, with a checksum in the directory of the archive. DCP files are such
+archives one after another.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from typing import IO, Any, cast
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
-from megatron.checkpoint.core.lazy_tensor import Shape
+from megatron.checkpoint.core.lazy_tensor import Shape, bytes_of
 from megatron.checkpoint.dcp import safe_pickle
+from megatron.checkpoint.dcp.chunk import Chunk
 from megatron.checkpoint.dcp.safe_pickle import RefusedPickleError
 from megatron.checkpoint.integrity.block_digest import crc32
 from megatron.checkpoint.integrity.manifest import DamagedCheckpointError
@@ -73,7 +74,11 @@ class TensorPayload:
 # ---- the place of a tensor
 
 
-def read_header(file: IO[bytes], info: _StorageInfo, compares: bool = True) -> TensorPayload:
+def read_header(
+    file: IO[bytes],
+    info: _StorageInfo,
+    compares: bool = True,
+) -> TensorPayload:
     """Find the elements of the tensor that ``torch.save`` wrote at ``info``, without reading them.
 
     Args:
@@ -91,34 +96,37 @@ def read_header(file: IO[bytes], info: _StorageInfo, compares: bool = True) -> T
         raise NotImplementedError(
             f"{file.name} is encoded with {info.transform_descriptors}, which is not read here"
         )
-    window = _Window(file, info.offset, info.length)
     try:
-        with zipfile.ZipFile(window) as archive:
-            names = {name.partition("/")[2]: name for name in archive.namelist()}
-            key, tensor = _described(archive.read(names["data.pkl"]))
-            record = archive.getinfo(names[f"data/{key}"])
-            start = _start_of_record(file, info.offset + record.header_offset)
-            if record.compress_type != zipfile.ZIP_STORED:
-                raise ValueError("its data is compressed")
-            if start + record.file_size > info.offset + info.length:
-                raise ValueError("its data is longer than the file")
-            if tensor.nbytes > record.file_size:
-                raise ValueError(
-                    f"its {record.file_size} bytes are not enough for the shape"
-                    f" {tuple(tensor.shape)}"
-                )
-            if compares:
-                for other in archive.infolist():
-                    if other is not record and other.CRC:
-                        archive.read(other)  # which compares its checksum
-                if info.offset + _offset_by_torch(window, key) != start:
-                    raise ValueError("torch finds its data elsewhere")
+        return _payload_in(file, info, compares)
     except RefusedPickleError as error:
         raise RefusedPickleError(f"{file.name}: {error}") from None
     except Exception as error:  # bytes that were changed or cut off fail in every possible way
         raise DamagedCheckpointError(
             f"{file.name} is damaged at byte {info.offset}: {type(error).__name__}: {error}"
         ) from error
+
+
+def _payload_in(file: IO[bytes], info: _StorageInfo, compares: bool) -> TensorPayload:
+    window = _Window(file, info.offset, info.length)
+    with zipfile.ZipFile(window) as archive:
+        names = {name.partition("/")[2]: name for name in archive.namelist()}
+        key, tensor = _described(archive.read(names["data.pkl"]))
+        record = archive.getinfo(names[f"data/{key}"])
+        start = _start_of_record(file, info.offset + record.header_offset)
+        if record.compress_type != zipfile.ZIP_STORED:
+            raise ValueError("its data is compressed")
+        if start + record.file_size > info.offset + info.length:
+            raise ValueError("its data is longer than the file")
+        if tensor.nbytes > record.file_size:
+            raise ValueError(
+                f"its {record.file_size} bytes are not enough for the shape {tuple(tensor.shape)}"
+            )
+        if compares:
+            for other in archive.infolist():
+                if other is not record and other.CRC:
+                    archive.read(other)  # which compares its checksum
+            if info.offset + _offset_by_torch(window, key) != start:
+                raise ValueError("torch finds its data elsewhere")
     checksum: int | None = record.CRC
     if not checksum and record.file_size:
         checksum = None  # `torch.serialization.set_crc32_options(False)` writes none
@@ -170,7 +178,11 @@ class _Window(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        origins = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._length}
+        origins = {
+            os.SEEK_SET: 0,
+            os.SEEK_CUR: self._position,
+            os.SEEK_END: self._length,
+        }
         position = offset + origins[whence]
         if position < 0:
             raise OSError("seek before the start")
@@ -229,7 +241,10 @@ def checksum_of(file: IO[bytes], payload: TensorPayload) -> int:
 
 
 def read_chunk(
-    file: IO[bytes], payload: TensorPayload, offsets: Sequence[int], target: torch.Tensor
+    file: IO[bytes],
+    payload: TensorPayload,
+    offsets: Sequence[int],
+    target: torch.Tensor,
 ) -> None:
     """Read a chunk of a stored tensor into ``target``, which has the sizes of the chunk.
 
@@ -264,8 +279,9 @@ def read_chunk(
         return
     storage = torch.empty(payload.num_bytes, dtype=torch.uint8)
     _read_into(file, payload.offset, storage)
-    whole = storage.view(payload.dtype).as_strided(payload.size, payload.stride, payload.start)
-    target.copy_(whole[_slices(offsets, target.shape)])
+    elements = storage.view(payload.dtype)
+    whole = elements.as_strided(payload.size, payload.stride, payload.start)
+    target.copy_(whole[_index(offsets, target)])
 
 
 def _read_rows(
@@ -303,7 +319,7 @@ def _read_rows(
             )
     else:
         num_rows = max(_BLOCK // row, 1)
-        columns = (slice(None), *_slices(offsets[1:], target.shape[1:]))
+        columns = _index((0, *offsets[1:]), target)
         for begin in range(0, len(target), num_rows):
             part = target[begin : begin + num_rows]
             block = torch.empty((len(part), *whole[1:]), dtype=dtype)
@@ -311,16 +327,19 @@ def _read_rows(
             part.copy_(block[columns])
 
 
-def _slices(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
-    return tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes))
+def _index(offsets: Sequence[int], target: torch.Tensor) -> tuple[slice, ...]:
+    """Return the index of a chunk at ``offsets`` that has the sizes of ``target``."""
+    chunk = Chunk(tuple(offsets), tuple(target.shape))
+    return chunk.slices([0] * target.dim())
 
 
 def _read_into(file: IO[bytes], position: int, target: torch.Tensor) -> None:
     """Fill a contiguous tensor on the CPU with the bytes at ``position``."""
-    view: memoryview = target.reshape(-1).view(torch.uint8).numpy().data
+    view = bytes_of(target)
     done = 0
     while done < len(view):
-        count = os.preadv(file.fileno(), [view[done:]], position + done)
+        rest = view[done:]
+        count = os.preadv(file.fileno(), [rest], position + done)
         if not count:
             raise DamagedCheckpointError(f"{file.name} is cut off")
         done += count
