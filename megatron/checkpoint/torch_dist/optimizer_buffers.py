@@ -92,9 +92,26 @@ class OptimizerBuffer(Protocol):
         """
         ...
 
-    def read(self, slot: str, location: BufferLocation, start: int, stop: int) -> torch.Tensor:
-        """Read the elements ``[start, stop)`` of the shard at ``location``, a 1-d tensor."""
+    def read(
+        self,
+        slot: str,
+        location: BufferLocation,
+        start: int,
+        stop: int,
+    ) -> torch.Tensor:
+        """Read some elements of a shard, a 1-d tensor.
+
+        Args:
+            slot: slot of the optimizer.
+            location: position of the shard's first element.
+            start: first element that is read, counted from the start of the shard.
+            stop: end of the elements that are read, counted likewise.
+        """
         ...
+
+
+BuffersOfRanks = Sequence[Sequence[OptimizerBuffer]]
+"""The buffers of every model-parallel rank, in the order of its model chunks."""
 
 
 def _aligned(position: int) -> int:
@@ -123,8 +140,15 @@ class ShardedBuffer:
 
     shows_order = True
 
-    def __init__(self, stored: StoredCheckpoint, dtype: str, keys: Sequence[Mapping[str, str]]):
-        self._stored, self._keys, self.dtype = stored, keys, dtype
+    def __init__(
+        self,
+        stored: StoredCheckpoint,
+        dtype: str,
+        keys: Sequence[Mapping[str, str]],
+    ):
+        self._stored = stored
+        self._keys = keys
+        self.dtype = dtype
         self.slots: Mapping[str, torch.dtype] = {
             slot: stored.dtype(key) for slot, key in keys[0].items()
         }
@@ -134,7 +158,8 @@ class ShardedBuffer:
     def _bucket_length(self, bucket: Mapping[str, str]) -> int:
         shapes = {self._stored.shape(key) for key in bucket.values()}
         shape = next(iter(shapes))
-        if bucket.keys() != self.slots.keys() or len(shapes) != 1 or len(shape) != 1:
+        is_one_shape = len(shapes) == 1 and len(shape) == 1
+        if bucket.keys() != self.slots.keys() or not is_one_shape:
             found = ", ".join(f"{key} {self._stored.shape(key)}" for key in bucket.values())
             raise ValueError(
                 f"the tensors of a bucket differ: {found}, expected one dim of the same length for"
@@ -161,7 +186,7 @@ class ShardedBuffer:
         buffer), the first is at 0 to 100 of bucket 0, the second at 128 to 228, where the bucket
         ends, and the third at 0 to 60 of bucket 1.
         """
-        locations: list[BufferLocation] = []
+        locations = []
         bucket = position = 0
         for shard in reversed(shards):  # the order of the buffer is that of the backward pass
             if bucket == len(self.lengths):
@@ -177,10 +202,10 @@ class ShardedBuffer:
             locations.append(BufferLocation(bucket, start))
             # A parameter with its own bucket begins at an aligned position, and the gap before it
             # belongs to the bucket before. That bucket then ends at an aligned position, too.
+            position = end
             if length in (end, _aligned(end)):
-                bucket, position = bucket + 1, 0
-            else:
-                position = end
+                bucket += 1
+                position = 0
         if bucket < len(self.lengths):
             raise LayoutMismatchError(
                 f"buckets from {bucket} on, of {self.lengths[bucket:]} elements, have more than the"
@@ -188,8 +213,21 @@ class ShardedBuffer:
             )
         return locations[::-1]
 
-    def read(self, slot: str, location: BufferLocation, start: int, stop: int) -> torch.Tensor:
-        """Read elements of the shard at ``location``."""
+    def read(
+        self,
+        slot: str,
+        location: BufferLocation,
+        start: int,
+        stop: int,
+    ) -> torch.Tensor:
+        """Read elements of a shard as :meth:`OptimizerBuffer.read` does.
+
+        Args:
+            slot: slot of the optimizer.
+            location: bucket of the shard, and offset of its first element there.
+            start: first element that is read, counted from the start of the shard.
+            stop: end of the elements that are read, counted likewise.
+        """
         key = self._keys[location.bucket][slot]
         chunk = Chunk((location.offset + start,), (stop - start,))
         return self._stored.read_chunk(key, chunk)
@@ -208,22 +246,29 @@ class GatheredBuffer:
         bucket_size: a bucket is closed when it has as many elements; None for one bucket.
 
     Raises:
-        ValueError: if a tensor does not have the number of elements that the object says.
+        ValueError: if a tensor does not have the number of elements that is stored with it.
     """
 
     shows_order = False
 
-    def __init__(self, load: Callable[[], Mapping[str, Any]], dtype: str, bucket_size: int | None):
-        self._load, self.dtype, self._bucket_size = load, dtype, bucket_size
+    def __init__(
+        self,
+        load: Callable[[], Mapping[str, Any]],
+        dtype: str,
+        bucket_size: int | None,
+    ):
+        self._load = load
+        self.dtype = dtype
+        self._bucket_size = bucket_size
         content = load()
-        tensors = {
-            slot: value for slot, value in content.items() if isinstance(value, torch.Tensor)
-        }
-        self.slots: Mapping[str, torch.dtype] = {
-            slot: tensor.dtype for slot, tensor in tensors.items()
-        }
+        slots = {}
+        sizes = {}
+        for slot, value in content.items():
+            if isinstance(value, torch.Tensor):
+                slots[slot] = value.dtype
+                sizes[slot] = tuple(value.shape)
+        self.slots: Mapping[str, torch.dtype] = slots
         self.numel = int(content["numel_unpadded"])
-        sizes = {slot: tuple(tensor.shape) for slot, tensor in tensors.items()}
         if set(sizes.values()) != {(self.numel,)}:
             raise ValueError(
                 f"the tensors of a buffer are {sizes}, expected {self.numel} elements for each"
@@ -237,7 +282,7 @@ class GatheredBuffer:
         bucket begins at 158: its shards are at 158 to 218 and, 64 elements after its beginning, at
         222 to 242.
         """
-        locations: list[BufferLocation] = []
+        locations = []
         bucket_start = end = 0  # both from the beginning of the tensor
         for shard in reversed(shards):  # the order of the buffer is that of the backward pass
             start = bucket_start + _aligned(end - bucket_start)
@@ -250,8 +295,21 @@ class GatheredBuffer:
             raise LayoutMismatchError(f"the parameters fill {end} of its {self.numel} elements")
         return locations[::-1]
 
-    def read(self, slot: str, location: BufferLocation, start: int, stop: int) -> torch.Tensor:
-        """Read elements of the shard at ``location``."""
+    def read(
+        self,
+        slot: str,
+        location: BufferLocation,
+        start: int,
+        stop: int,
+    ) -> torch.Tensor:
+        """Read elements of a shard as :meth:`OptimizerBuffer.read` does.
+
+        Args:
+            slot: slot of the optimizer.
+            location: offset of the shard's first element in the tensor.
+            start: first element that is read, counted from the start of the shard.
+            stop: end of the elements that are read, counted likewise.
+        """
         tensor: torch.Tensor = self._load()[slot]
         return tensor[location.offset + start : location.offset + stop].clone()
 
@@ -279,21 +337,24 @@ def check_bucket_sizes(
     buffers: Mapping[OptimizerOfRank, list[ShardedBuffer]],
     keys: Mapping[OptimizerOfRank, str],
 ) -> None:
-    """Compare the buckets with the sizes that each rank has stored beside them.
+    """Compare the buckets with the sizes that each rank has stored.
 
-    ``keys`` are those of each rank's object ``per_bucket_numel_unpadded``.
+    Args:
+        stored: the checkpoint.
+        buffers: the buffers of each rank.
+        keys: key of each rank's object ``per_bucket_numel_unpadded``.
 
     Raises:
         ValueError: if they differ.
     """
     for owner, key in keys.items():
-        expected: list[list[int]] = []
+        expected = []
         for sizes_of_dtypes in read_sharded_object(stored, key):
-            expected += map(list, sizes_of_dtypes.values())
+            expected += [list(sizes) for sizes in sizes_of_dtypes.values()]
         actual = [buffer.lengths for buffer in buffers.get(owner, [])]
         if expected != actual:
             raise ValueError(
-                f"{key} says that the buckets have {expected} elements, but they have {actual}"
+                f"the buckets should have {expected} elements by {key}, but they have {actual}"
             )
 
 
@@ -307,7 +368,7 @@ def gathered_buffers(
     Args:
         stored: the checkpoint.
         keys: keys of each rank's object ``param_state``.
-        args: arguments of the run that wrote the file. They say where buckets end.
+        args: arguments of the run that wrote the file; where buckets end follows from them.
 
     Raises:
         ValueError: for objects of early releases, which store buckets one by one.
@@ -320,8 +381,12 @@ def gathered_buffers(
     def load_object(key: str) -> Any:
         return read_sharded_object(stored, key)
 
-    def load(key: str, number: int, dtypes: tuple[Any, Any]) -> Any:
-        return load_object(key)[number][dtypes]
+    def loader(
+        key: str,
+        number: int,
+        dtypes: tuple[Any, Any],
+    ) -> Callable[[], Any]:
+        return lambda: load_object(key)[number][dtypes]
 
     found: dict[OptimizerOfRank, list[GatheredBuffer]] = {}
     for (chain, rank), key in keys.items():
@@ -338,9 +403,10 @@ def gathered_buffers(
                 dtype = str(dtypes[0])
                 # Later model chunks have one bucket: their reductions are not on the critical path.
                 is_first_chunk = all(buffer.dtype != dtype for buffer in buffers)
-                bucket_size = _bucket_size(args) if is_first_stage and is_first_chunk else None
-                read = functools.partial(load, key, number, dtypes)
-                buffers.append(GatheredBuffer(read, dtype, bucket_size))
+                bucket_size = None
+                if is_first_stage and is_first_chunk:
+                    bucket_size = _bucket_size(args)
+                buffers.append(GatheredBuffer(loader(key, number, dtypes), dtype, bucket_size))
     return found
 
 

@@ -85,8 +85,13 @@ def parse(key: str) -> OptimizerKey | None:
         return StateKey(state["slot"], state["key"])
     bucket = _BUCKET.match(key)
     if bucket is not None:
-        buffer, number = int(bucket["buffer"]), int(bucket["bucket"])
-        return BucketKey(_owner(bucket), buffer, bucket["dtype"], number, bucket["slot"])
+        return BucketKey(
+            owner=_owner(bucket),
+            buffer=int(bucket["buffer"]),
+            dtype=bucket["dtype"],
+            bucket=int(bucket["bucket"]),
+            slot=bucket["slot"],
+        )
     rank_object = _OBJECT.match(key)
     if rank_object is not None:
         return RankObjectKey(_owner(rank_object), rank_object["name"])

@@ -23,11 +23,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron.checkpoint.core.lazy_tensor import LazyTensor, Tensors
-from megatron.checkpoint.core.listing import listed
+from megatron.checkpoint.core.listing import refuse
 from megatron.checkpoint.core.spelling import unstacked
+from megatron.checkpoint.core.training_state import Fields
 from megatron.checkpoint.dcp.stored_checkpoint import StoredCheckpoint
 from megatron.checkpoint.torch_dist import optimizer_buckets, optimizer_keys
 from megatron.checkpoint.torch_dist.optimizer_buffers import (
+    BuffersOfRanks,
     OptimizerBuffer,
     check_bucket_sizes,
     gathered_buffers,
@@ -53,6 +55,8 @@ MODEL_SPACE = "fully_sharded_model_space"
 DP_RESHARDABLE = "dp_reshardable"
 DP_ZERO = "dp_zero_gather_scatter"
 
+BuffersByRank = Mapping[OptimizerOfRank, Sequence[OptimizerBuffer]]
+
 _MAIN_SLOTS = ("param", "fp32_param")
 """Slots of the main weight: its names in optimizers that are distributed, and that are not."""
 
@@ -75,27 +79,35 @@ class OptimizerTensors:
     layout: str | None = None
     main: Tensors = field(default_factory=dict)
     moments: dict[str, Tensors] = field(default_factory=dict)
-    param_groups: list[dict[str, Any]] = field(default_factory=list)
+    param_groups: list[Fields] = field(default_factory=list)
     used_keys: set[str] = field(default_factory=set)
-    grad_scaler: dict[str, Any] | None = None
+    grad_scaler: Fields | None = None
 
     def add(self, name: str, slot: str, tensor: LazyTensor) -> None:
         """Add one slot of a parameter.
 
+        Args:
+            name: canonical name of the parameter.
+            slot: name of the slot in the file.
+            tensor: the whole tensor, shaped like the weight.
+
         Raises:
             ValueError: for one that is there already.
         """
-        if slot in _MAIN_SLOTS:
-            tensors, key = self.main, name
-        else:
-            tensors, key = self.moments.setdefault(name, {}), slot
+        tensors = self.main
+        key = name
+        if slot not in _MAIN_SLOTS:
+            tensors = self.moments.setdefault(name, {})
+            key = slot
         if key in tensors:
             raise ValueError(f"the optimizer has {slot} of {name} twice")
         tensors[key] = tensor
 
 
 def read_optimizer(
-    stored: StoredCheckpoint, common: Mapping[str, Any], weights: Tensors
+    stored: StoredCheckpoint,
+    common: Mapping[str, Any],
+    weights: Tensors,
 ) -> OptimizerTensors:
     """Find the optimizer's tensors by parameter, whatever the layout, without reading them.
 
@@ -105,8 +117,8 @@ def read_optimizer(
 
     Args:
         stored: the checkpoint.
-        common: the common state. Its ``args`` say how the ranks were laid out; what they lack is
-            inferred from sizes.
+        common: the common state. Its ``args`` have the sizes of parallelism; those that they lack
+            are inferred from the sizes of the buffers.
         weights: canonical name -> the model's tensor.
 
     Raises:
@@ -114,9 +126,7 @@ def read_optimizer(
             of the model accounts for or that are not as large as they should be, and where an
             argument is needed that ``args`` lack.
     """
-    keys = [
-        key for key in (*stored.tensors, *stored.objects) if optimizer_keys.is_optimizer_key(key)
-    ]
+    keys = list(filter(optimizer_keys.is_optimizer_key, [*stored.tensors, *stored.objects]))
     _check_forms(stored, keys)
     layout = _find_layout(stored, keys)
     found = OptimizerTensors(layout, used_keys=set(keys))
@@ -131,12 +141,13 @@ def read_optimizer(
 
 
 def _check_forms(stored: StoredCheckpoint, keys: Sequence[str]) -> None:
-    unknown = [key for key in keys if optimizer_keys.parse(key) is None]
+    unknown = []
     for key in keys:
-        if isinstance(optimizer_keys.parse(key), StateKey) and key not in stored.tensors:
+        parsed = optimizer_keys.parse(key)
+        is_object = key not in stored.tensors
+        if parsed is None or (isinstance(parsed, StateKey) and is_object):
             unknown.append(key)
-    if unknown:
-        raise ValueError(listed("keys of an optimizer that are not understood", unknown))
+    refuse("keys of an optimizer that are not understood", unknown)
 
 
 def _find_layout(stored: StoredCheckpoint, keys: Sequence[str]) -> str | None:
@@ -164,7 +175,11 @@ def _find_layout(stored: StoredCheckpoint, keys: Sequence[str]) -> str | None:
     return next(iter(layouts), None)
 
 
-def _read_by_parameter(stored: StoredCheckpoint, weights: Tensors, found: OptimizerTensors) -> None:
+def _read_by_parameter(
+    stored: StoredCheckpoint,
+    weights: Tensors,
+    found: OptimizerTensors,
+) -> None:
     problems = []
     for key in sorted(found.used_keys):
         parsed = optimizer_keys.parse(key)
@@ -182,14 +197,19 @@ def _read_by_parameter(stored: StoredCheckpoint, weights: Tensors, found: Optimi
                 )
             else:
                 found.add(name, parsed.slot, _tensor(stored, key, index))
-    if problems:
-        raise ValueError(listed("tensors of the optimizer that do not fit the model", problems))
+    refuse("tensors of the optimizer that do not fit the model", problems)
 
 
-def _tensor(stored: StoredCheckpoint, key: str, index: Sequence[int]) -> LazyTensor:
+def _tensor(
+    stored: StoredCheckpoint,
+    key: str,
+    index: Sequence[int],
+) -> LazyTensor:
     """Return the tensor of a key, or its slice at ``index`` of its leading axes."""
     shape = original_shape(stored, key)
-    return stored.lazy(key, index) if shape is None else reformulated(stored, key, shape, index)
+    if shape is None:
+        return stored.lazy(key, index)
+    return reformulated(stored, key, shape, index)
 
 
 def _read_by_rank(
@@ -198,7 +218,7 @@ def _read_by_rank(
     weights: Tensors,
     found: OptimizerTensors,
 ) -> None:
-    """Put the ranks' buffers in order, decode them, and add what ranks store beside them."""
+    """Put the ranks' buffers in order and decode them, and add param groups and gradient scaler."""
     objects = _objects_of_ranks(found.used_keys)
     if objects.get("optimizer"):
         chains = optimizers_of_ranks(stored, objects["optimizer"])
@@ -209,16 +229,17 @@ def _read_by_rank(
         found.grad_scaler = found.grad_scaler or read_sharded_object(stored, key)
 
     args = common.get("args")
-    buffers: Mapping[OptimizerOfRank, Sequence[OptimizerBuffer]]
+    buffers: BuffersByRank
     if found.layout == DP_RESHARDABLE:
         buffers = sharded = sharded_buffers(stored, found.used_keys)
         check_bucket_sizes(stored, sharded, objects.get("per_bucket_numel_unpadded", {}))
     else:
         buffers = gathered_buffers(stored, objects["param_state"], args)
     expert_chain = _chain_of_experts(chains, buffers)
-    dense_chains = sorted({chain for chain, _ in buffers if chain != expert_chain})
-    dense = _buffers_of_ranks(buffers, dense_chains)
-    experts = _buffers_of_ranks(buffers, [] if expert_chain is None else [expert_chain])
+    chain_of_experts = sorted({chain for chain, _ in buffers if chain == expert_chain})
+    other_chains = sorted({chain for chain, _ in buffers if chain != expert_chain})
+    dense = _buffers_of_ranks(buffers, other_chains)
+    experts = _buffers_of_ranks(buffers, chain_of_experts)
     for name, slot, tensor in optimizer_buckets.decode(dense, experts, weights, args):
         found.add(name, slot, tensor)
 
@@ -233,28 +254,27 @@ def _objects_of_ranks(keys: set[str]) -> dict[str, dict[OptimizerOfRank, str]]:
     return objects
 
 
-def _chain_of_experts(
-    chains: Mapping[int, Any], buffers: Mapping[OptimizerOfRank, Any]
-) -> int | None:
+def _chain_of_experts(chains: Mapping[int, Any], buffers: BuffersByRank) -> int | None:
     """Return the number of the optimizer that has the experts; None if there is none."""
+    has_groups = False
     for chain, state in chains.items():
         groups = param_groups_of([state])
-        if groups and all(group.get("is_expert_parallel") for group in groups):
+        has_groups = has_groups or bool(groups)
+        if groups and all(group["is_expert_parallel"] for group in groups):
             return chain
-    if any(param_groups_of([state]) for state in chains.values()):
-        return None
     # Without any param groups, the last of several optimizers is taken.
     last = max((chain for chain, _ in buffers), default=0)
-    return last if last > 0 else None
+    if has_groups or last == 0:
+        return None
+    return last
 
 
-def _buffers_of_ranks(
-    buffers: Mapping[OptimizerOfRank, Sequence[OptimizerBuffer]], chains: Sequence[int]
-) -> list[list[OptimizerBuffer]]:
+def _buffers_of_ranks(buffers: BuffersByRank, chains: Sequence[int]) -> BuffersOfRanks:
     """Return the buffers of every model-parallel rank, optimizer after optimizer."""
-    num_ranks = max((rank + 1 for chain, rank in buffers if chain in chains), default=0)
-    ranks: list[list[OptimizerBuffer]] = [[] for _ in range(num_ranks)]
-    for rank, buffers_of_rank in enumerate(ranks):
-        for chain in chains:
-            buffers_of_rank += buffers.get((chain, rank), [])
+    ranks: list[list[OptimizerBuffer]] = []
+    for chain, rank in sorted(buffers):
+        if chain in chains:
+            while len(ranks) <= rank:
+                ranks.append([])
+            ranks[rank] += buffers[chain, rank]
     return ranks
