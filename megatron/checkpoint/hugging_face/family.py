@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Families of Hugging Face models, and tensors of theirs beside those of Megatron-Core.
+"""Families of Hugging Face models, and their tensors paired with those of Megatron-Core.
 
 A family is a ``model_type`` as data, which works in both directions. It is a table of
 :class:`TensorRow`, each of which pairs one tensor of ours, by its canonical name, with one or
@@ -84,14 +84,15 @@ def _split_heads(tensor: LazyTensor, args: Namespace) -> list[LazyTensor]:
     theirs = []
     first = 0  # row of the queries, the key or the value in a group
     for width in widths:
-        starts = [group * sum(widths) + first for group in range(num_query_groups(args))]
+        starts = range(first, tensor.num_rows, sum(widths))
         theirs.append(concatenate([tensor.rows(start, start + width) for start in starts]))
         first += width
     return theirs
 
 
 def _head_shapes(shape: Shape, args: Namespace) -> list[Shape]:
-    return [(num_query_groups(args) * width, *shape[1:]) for width in _group_widths(args)]
+    num_groups = num_query_groups(args)
+    return [(num_groups * width, *shape[1:]) for width in _group_widths(args)]
 
 
 def _merge_fused_heads(theirs: Sequence[LazyTensor], args: Namespace) -> LazyTensor:
@@ -100,20 +101,26 @@ def _merge_fused_heads(theirs: Sequence[LazyTensor], args: Namespace) -> LazyTen
     Its columns are the queries of all heads, then their keys, then their values. With 2 heads of
     one channel: columns ``q0 q1 k0 k1 v0 v1`` become rows ``q0 k0 v0 q1 k1 v1``.
     """
-    heads, width = args.num_attention_heads, args.kv_channels
-    order = torch.arange(3 * heads * width).view(3, heads, width).transpose(0, 1).reshape(-1)
-    return _transposed(theirs[0], before=None, after=order)
+    heads = args.num_attention_heads
+    width = args.kv_channels
+    columns = torch.arange(3 * heads * width)
+    order = columns.view(3, heads, width).transpose(0, 1).reshape(-1)
+    return _transposed(theirs[0], after=order)
 
 
 def _split_fused_heads(tensor: LazyTensor, args: Namespace) -> list[LazyTensor]:
     """Undo :func:`_merge_fused_heads`."""
-    heads, width = args.num_attention_heads, args.kv_channels
-    order = torch.arange(3 * heads * width).view(heads, 3, width).transpose(0, 1).reshape(-1)
-    return [_transposed(tensor, before=order, after=None)]
+    heads = args.num_attention_heads
+    width = args.kv_channels
+    rows = torch.arange(3 * heads * width)
+    order = rows.view(heads, 3, width).transpose(0, 1).reshape(-1)
+    return [_transposed(tensor, before=order)]
 
 
 def _transposed(
-    tensor: LazyTensor, before: torch.Tensor | None = None, after: torch.Tensor | None = None
+    tensor: LazyTensor,
+    before: torch.Tensor | None = None,
+    after: torch.Tensor | None = None,
 ) -> LazyTensor:
     """Transpose a matrix, with its rows in the order ``before`` it and the new rows ``after`` it.
 
@@ -125,7 +132,9 @@ def _transposed(
             values = values[before]
         if values.dim() > 1:
             values = values.mT
-        return values if after is None else values[after]
+        if after is not None:
+            values = values[after]
+        return values
 
     return tensor.map(tensor.shape[::-1], transpose)
 
@@ -137,7 +146,8 @@ def _padded(tensor: LazyTensor, num_rows: int) -> LazyTensor:
     """Append rows of zeros."""
     if num_rows == tensor.num_rows:
         return tensor
-    padding = zeros((num_rows - tensor.num_rows, *tensor.shape[1:]), tensor.dtype)
+    num_missing = num_rows - tensor.num_rows
+    padding = zeros((num_missing, *tensor.shape[1:]), tensor.dtype)
     return concatenate([tensor, padding])
 
 
@@ -153,7 +163,9 @@ TRANSPOSED = Rearrangement(
 )
 HEADS = Rearrangement(_merge_heads, _split_heads, _head_shapes)
 FUSED_HEADS = Rearrangement(
-    _merge_fused_heads, _split_fused_heads, shapes=lambda shape, args: [shape[::-1]]
+    _merge_fused_heads,
+    _split_fused_heads,
+    shapes=lambda shape, args: [shape[::-1]],
 )
 GATE_AND_UP = Rearrangement(
     merge=lambda theirs, args: concatenate(theirs),
@@ -245,13 +257,38 @@ class Pairing:
 # ---- families
 
 _IGNORED = (
-    *("_attn_implementation", "_attn_implementation_autoset", "_name_or_path", "architectures"),
-    *("auto_map", "bos_token_id", "chunk_size_feed_forward", "dtype", "eos_token_id"),
-    *("finetuning_task", "id2label", "keys_to_ignore_at_inference", "label2id", "model_type"),
-    *("output_attentions", "output_hidden_states", "output_router_logits", "output_scores"),
-    *("pad_token_id", "pretraining_tp", "problem_type", "return_dict", "return_dict_in_generate"),
-    *("router_aux_loss_coef", "sep_token_id", "task_specific_params", "tokenizer_class"),
-    *("torch_dtype", "transformers_version", "unk_token_id", "use_cache", "use_return_dict"),
+    "_attn_implementation",
+    "_attn_implementation_autoset",
+    "_name_or_path",
+    "architectures",
+    "auto_map",
+    "bos_token_id",
+    "chunk_size_feed_forward",
+    "dtype",
+    "eos_token_id",
+    "finetuning_task",
+    "id2label",
+    "keys_to_ignore_at_inference",
+    "label2id",
+    "model_type",
+    "output_attentions",
+    "output_hidden_states",
+    "output_router_logits",
+    "output_scores",
+    "pad_token_id",
+    "pretraining_tp",
+    "problem_type",
+    "return_dict",
+    "return_dict_in_generate",
+    "router_aux_loss_coef",
+    "sep_token_id",
+    "task_specific_params",
+    "tokenizer_class",
+    "torch_dtype",
+    "transformers_version",
+    "unk_token_id",
+    "use_cache",
+    "use_return_dict",
 )
 """Settings that change nothing a model computes from given tokens."""
 
@@ -270,9 +307,10 @@ _PREDICTING_LAYER = (
     TensorRow("eh_proj.weight", "eh_proj.weight"),
     TensorRow("final_layernorm.weight", "shared_head.norm.weight"),
 )
-"""Rows of a layer that predicts further tokens, beside those of the layer inside it."""
+"""Rows of a layer that predicts further tokens, in addition to those of the layer inside it."""
 
-_EMBEDDING_COPY, _OUTPUT_COPY = "embed_tokens.weight", "shared_head.head.weight"
+_EMBEDDING_COPY = "embed_tokens.weight"
+_OUTPUT_COPY = "shared_head.head.weight"
 
 
 @dataclass(frozen=True)
@@ -285,14 +323,14 @@ class Family:
         layer: rows of a layer.
         rules: settings.
         arguments: Megatron-LM's arguments that every model of the family has.
-        training: arguments that a model of the family trains with, if the config does not say it.
+        training: arguments that a model of the family trains with unless the config has others.
             They are no part of the model.
         base: beginning of all names but the output layer's. A file of the model without its head
             leaves it out.
         layers: beginning of the names in a layer, before its number.
         predicts: layers that predict further tokens may follow the others.
         passed_over: endings of tensors that old files have and nothing needs.
-        ignored: settings without meaning here, beside those of all families.
+        ignored: settings without meaning here, in addition to those of all families.
     """
 
     architecture: str
@@ -313,15 +351,24 @@ class Family:
             if row.where(args, 0):
                 yield Pairing(row.ours, tuple(row.theirs.split()), row.rearrangement)
         for number in range(args.num_layers):
-            ours, theirs = f"decoder.layers.{number}.", f"{self.layers}{number}."
-            yield from _in_layer(self.layer, args, number, ours, theirs)
+            yield from _in_layer(
+                self.layer,
+                args,
+                number,
+                ours=f"decoder.layers.{number}.",
+                theirs=f"{self.layers}{number}.",
+            )
         last = args.num_layers - 1  # predicting layers are made like it
-        head = OUTPUT_LAYER if args.untie_embeddings_and_output_weights else WORD_EMBEDDINGS
+        head = WORD_EMBEDDINGS
+        if args.untie_embeddings_and_output_weights:
+            head = OUTPUT_LAYER
         for number in range(args.mtp_num_layers or 0):
             # In a model of 61 layers, our mtp.layers.0 is their model.layers.61.
-            ours, theirs = f"mtp.layers.{number}.", f"{self.layers}{args.num_layers + number}."
-            yield from _in_layer(_PREDICTING_LAYER, args, last, ours, theirs)
-            yield from _in_layer(self.layer, args, last, ours + INNER_LAYER, theirs)
+            ours = f"mtp.layers.{number}."
+            theirs = f"{self.layers}{args.num_layers + number}."
+            yield from _in_layer(_PREDICTING_LAYER, args, last, ours=ours, theirs=theirs)
+            ours_inside = ours + INNER_LAYER
+            yield from _in_layer(self.layer, args, last, ours=ours_inside, theirs=theirs)
             yield Pairing(WORD_EMBEDDINGS, (theirs + _EMBEDDING_COPY,), VOCABULARY, is_copy=True)
             yield Pairing(head, (theirs + _OUTPUT_COPY,), VOCABULARY, is_copy=True)
 
@@ -352,22 +399,21 @@ class Family:
         something else.
         """
         args = completed(args)
-        problems = [
-            f"{name} is {getattr(args, name, None)} instead of {value}"
-            for name, value in self.arguments.items()
-            if getattr(args, name, None) != value
-        ]
-        covered = {*self.arguments, "padded_vocab_size"}
+        required = dict(self.arguments)
+        covered = {*required, "padded_vocab_size"}
         for rule in self.rules:
             covered.update(rule.names)
+        for argument in ARGUMENTS:
+            is_counted = argument.in_outputs and argument.counts(args)
+            if is_counted and argument.name not in covered:
+                required[argument.name] = argument.default
+        problems = []
+        for name, value in required.items():
+            found = getattr(args, name, None)
+            if found != value:
+                problems.append(f"{name} is {found} instead of {value}")
         if getattr(args, "spec", None):
             problems.append(f"spec is {args.spec}: layers of a program's own")
-        for argument in ARGUMENTS:
-            if argument.name in covered or not argument.in_outputs or not argument.counts(args):
-                continue
-            value = getattr(args, argument.name)
-            if value != argument.default:
-                problems.append(f"{argument.name} is {value} instead of {argument.default}")
         if problems:
             return {}, problems
         config: Config = {}
@@ -379,16 +425,27 @@ class Family:
     def keys(self) -> set[str]:
         """Keys of the config that its rules write, or that follow from those."""
         keys: set[str] = set()
-        return keys.union(*(rule.keys for rule in self.rules))
+        for rule in self.rules:
+            keys.update(rule.keys)
+        return keys
 
 
 def _in_layer(
-    rows: tuple[TensorRow, ...], args: Namespace, number: int, ours: str, theirs: str
+    rows: tuple[TensorRow, ...],
+    args: Namespace,
+    number: int,
+    ours: str,
+    theirs: str,
 ) -> Iterator[Pairing]:
     """Yield the tensors of layer ``number``; ``ours`` and ``theirs`` are beginnings of names."""
     for row in rows:
         if not row.where(args, number):
             continue
-        for expert in range(args.num_experts) if "{expert}" in row.ours else [0]:
-            names = tuple(theirs + name.format(expert=expert) for name in row.theirs.split())
-            yield Pairing(ours + row.ours.format(expert=expert), names, row.rearrangement)
+        num_experts = 1
+        if "{expert}" in row.ours:
+            num_experts = args.num_experts
+        for expert in range(num_experts):
+            our_name = ours + row.ours.format(expert=expert)
+            in_layer = row.theirs.format(expert=expert).split()
+            names = tuple(theirs + name for name in in_layer)
+            yield Pairing(our_name, names, row.rearrangement)

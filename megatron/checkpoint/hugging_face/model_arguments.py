@@ -65,7 +65,7 @@ class Argument:
         default: default of Megatron-LM.
         flag: flag of the command line; default: its name. It is a switch if the default is True or
             False.
-        counts: arguments -> True if this one means anything beside the others; else its value is no
+        counts: arguments -> True if this one has any meaning with the others; else its value is no
             part of the model.
         in_outputs: outputs of the trained model depend on it, beyond rounding.
         in_megatron_lm: Megatron-LM's command line has the flag.
@@ -89,15 +89,17 @@ class Argument:
         return self.spelling.removeprefix("--").replace("-", "_")
 
     def default_in(self, known: Mapping[str, Any]) -> Any:
-        """Return the default beside other arguments.
+        """Return the default, which can depend on other arguments.
 
         Some programs store an argument under the name of its flag: ``norm_epsilon`` is
         ``layernorm_epsilon``, ``disable_bias_linear`` True means ``add_bias_linear`` False.
         """
         stored = known.get(self.name_of_flag)
         if isinstance(self.default, bool):
-            return not self.default if stored is True else self.default
-        return self.default if stored is None else stored
+            return self.default != (stored is True)
+        if stored is None:
+            return self.default
+        return stored
 
     def words(self, value: Any) -> list[str]:
         """Return words of a command line that set it to ``value``.
@@ -107,8 +109,9 @@ class Argument:
         """
         if value is None or (value == self.default and not self._is_number_of_model):
             return []
-        flag = self.spelling
-        return [flag] if isinstance(self.default, bool) else [flag, _as_written(value)]
+        if isinstance(self.default, bool):
+            return [self.spelling]
+        return [self.spelling, _as_written(value)]
 
     @property
     def _is_number_of_model(self) -> bool:
@@ -235,7 +238,9 @@ def layers_with_experts(args: Namespace) -> list[int]:
 
 def num_query_groups(args: Namespace) -> int:
     """Return how many keys, each with a value, a layer of attention has."""
-    groups: int = args.num_query_groups if args.group_query_attention else args.num_attention_heads
+    groups: int = args.num_attention_heads
+    if args.group_query_attention:
+        groups = args.num_query_groups
     return groups
 
 
@@ -247,10 +252,11 @@ def model_flags(args: Namespace) -> list[str]:
     args = completed(args)
     words_of: dict[str, list[str]] = {}  # by flag, because two destinations can have the same
     for argument in ARGUMENTS:
-        words = argument.words(getattr(args, argument.name)) if argument.counts(args) else []
-        if words:
-            words_of[words[0]] = words
-    return list(chain.from_iterable(words_of.values()))
+        if argument.counts(args):
+            words = argument.words(getattr(args, argument.name))
+            if words:
+                words_of[words[0]] = words
+    return [*chain(*words_of.values())]
 
 
 def _as_written(value: Any) -> str:

@@ -70,18 +70,19 @@ class YarnStretching(Stretching):
         """Return ``rope_type``, the factor and both scales."""
         if settings is None:
             return {"rope_type": "rope"}
-        scale, scale_of_all = settings.pop("mscale", None), settings.pop("mscale_all_dim", None)
+        scale = settings.pop("mscale", None)
+        scale_of_all = settings.pop("mscale_all_dim", None)
         if scale_of_all and not scale:
             problems.append(
                 "rope_scaling with mscale_all_dim but without mscale: the counterpart uses both or"
                 " none"
             )
-        factor = self.factor(settings, problems)
+        if not scale_of_all:
+            scale = None  # transformers ignores mscale unless there are both
         return {
             "rope_type": "yarn",
-            "rotary_scaling_factor": factor,
-            # transformers ignores mscale unless there are both.
-            "mscale": float(scale) if scale and scale_of_all else 1.0,
+            "rotary_scaling_factor": self.factor(settings, problems),
+            "mscale": float(scale or 1.0),
             "mscale_all_dim": float(scale_of_all or 0.0),
         }
 
@@ -133,17 +134,19 @@ def rotary(theta: float, stretching: Stretching) -> SettingRule:
 
     Args:
         theta: the base if the config does not state it.
-        stretching: the one way of stretching that the counterpart in Megatron-Core knows.
+        stretching: the one way of stretching that the counterpart in Megatron-Core has.
     """
 
     def read(config: Config, problems: Problems) -> Arguments:
-        # Releases of transformers before 5 have the base beside the settings of the stretching.
+        # Releases of transformers before 5 have the base outside the settings of the stretching.
         settings = {
             "rope_theta": config.get("rope_theta"),
             "partial_rotary_factor": config.get("partial_rotary_factor"),
         }
-        given = (config.get("rope_scaling") or {}) | (config.get("rope_parameters") or {})
-        settings |= {key: value for key, value in given.items() if value is not None}
+        for table in ("rope_scaling", "rope_parameters"):
+            for key, value in (config.get(table) or {}).items():
+                if value is not None:
+                    settings[key] = value
         base = settings.pop("rope_theta") or theta
         if base != int(base):
             problems.append(f"rope_theta {base}: --rotary-base takes whole numbers")
@@ -158,7 +161,10 @@ def rotary(theta: float, stretching: Stretching) -> SettingRule:
                 f"rope_scaling of type {name}: the counterpart has {stretching.name} only"
             )
             return {}
-        stretched = stretching.read(settings if name == stretching.name else None, problems)
+        if name == "default":
+            stretched = stretching.read(None, problems)
+        else:
+            stretched = stretching.read(settings, problems)
         return {"rotary_base": int(base)} | stretched
 
     def write(args: Namespace, problems: Problems) -> Config:

@@ -68,11 +68,13 @@ def same(keys: str, name: str, default: Any = _REQUIRED) -> SettingRule:
     spellings = tuple(keys.split())
 
     def read(config: Config, problems: Problems) -> Arguments:
-        value = next((config[key] for key in spellings if config.get(key) is not None), default)
-        if value is _REQUIRED:
+        for key in spellings:
+            if config.get(key) is not None:
+                return {name: config[key]}
+        if default is _REQUIRED:
             problems.append(f"{' or '.join(spellings)} is missing")
             return {}
-        return {name: value}
+        return {name: default}
 
     def write(args: Namespace, problems: Problems) -> Config:
         value = getattr(args, name, None)
@@ -84,7 +86,13 @@ def same(keys: str, name: str, default: Any = _REQUIRED) -> SettingRule:
 
 
 def derived(key: str, name: str, read: Callable[[Config], Any]) -> SettingRule:
-    """Make the rule of a key and an argument of the value that ``read`` finds in a config."""
+    """Make the rule of a key and an argument whose value follows from several keys.
+
+    Args:
+        key: key of the config that is written.
+        name: name of the argument.
+        read: returns the argument's value for a config.
+    """
     return SettingRule(
         (key,),
         (name,),
@@ -93,7 +101,12 @@ def derived(key: str, name: str, read: Callable[[Config], Any]) -> SettingRule:
     )
 
 
-def only(key: str, *allowed: Any, because: str = "", write: bool = True) -> SettingRule:
+def only(
+    key: str,
+    *allowed: Any,
+    because: str = "",
+    write: bool = True,
+) -> SettingRule:
     """Make the rule of a key that must have one of the values which Megatron-Core can follow.
 
     Args:
@@ -112,7 +125,9 @@ def only(key: str, *allowed: Any, because: str = "", write: bool = True) -> Sett
     def write_first(args: Namespace, problems: Problems) -> Config:
         return {key: allowed[0]}
 
-    return SettingRule((key,), (), read, write_first if write else write_nothing)
+    if not write:
+        return SettingRule((key,), (), read, write_nothing)
+    return SettingRule((key,), (), read, write_first)
 
 
 def without_meaning(*keys: str) -> SettingRule:
@@ -125,7 +140,9 @@ def without_meaning(*keys: str) -> SettingRule:
 
 def in_words(value: Any) -> str:
     """Return a value as JSON spells it, for messages."""
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value)
 
 
 def tied_embeddings(default: bool) -> SettingRule:
@@ -168,8 +185,10 @@ def head_width(default: int | None = None) -> SettingRule:
     """Make the rule of a head's width; ``default`` None: hidden size over the number of heads."""
 
     def read(config: Config) -> Any:
-        even = (config.get("hidden_size") or 0) // (config.get("num_attention_heads") or 1)
-        return config.get("head_dim") or (even if default is None else default)
+        hidden_size = config.get("hidden_size") or 0
+        num_heads = config.get("num_attention_heads") or 1
+        even = hidden_size // num_heads
+        return config.get("head_dim") or default or even
 
     return derived("head_dim", "kv_channels", read)
 
@@ -188,7 +207,8 @@ LAYER_TYPES = SettingRule(("layer_types",), (), _read_layer_types, write_nothing
 
 
 def _read_latent_heads(config: Config, problems: Problems) -> Arguments:
-    heads, others = config.get("num_attention_heads"), config.get("num_key_value_heads")
+    heads = config.get("num_attention_heads")
+    others = config.get("num_key_value_heads")
     if others not in (None, heads):
         problems.append(
             f"num_key_value_heads {others}: latent attention has as many as num_attention_heads,"
@@ -209,14 +229,15 @@ LATENT_HEADS = SettingRule(
 QUERY_RANK = derived("q_lora_rank", "q_lora_rank", lambda config: config.get("q_lora_rank", 1536))
 """The width of compressed queries in latent attention; null: they are not compressed."""
 
-# ---- numbers of bits, norms and predicting layers
+# ---- quantization and predicting layers
 
 
 def _read_quantization(config: Config, problems: Problems) -> Arguments:
     given = config.get("quantization_config") or {}
     block = given.get("weight_block_size") or ()
     is_fp8 = given.get("quant_method") == "fp8" and given.get("fmt", "e4m3") == "e4m3"
-    has_blocks = len(block) == 2 and all(type(size) is int and size > 0 for size in block)
+    sizes = [size for size in block if type(size) is int and size > 0]
+    has_blocks = len(block) == len(sizes) == 2
     if given and not (is_fp8 and has_blocks):
         problems.append(
             f"quantization_config {given}: known is quant_method fp8 of the fmt e4m3 with a"
@@ -250,12 +271,16 @@ def _read_gelu(config: Config, problems: Problems) -> Arguments:
 
 
 def _write_gelu(args: Namespace, problems: Problems) -> Config:
-    by_tanh = args.openai_gelu or args.bias_gelu_fusion
-    return {"activation_function": "gelu_new" if by_tanh else "gelu"}
+    if args.openai_gelu or args.bias_gelu_fusion:
+        return {"activation_function": "gelu_new"}
+    return {"activation_function": "gelu"}
 
 
 GELU = SettingRule(
-    ("activation_function",), ("openai_gelu", "bias_gelu_fusion"), _read_gelu, _write_gelu
+    ("activation_function",),
+    ("openai_gelu", "bias_gelu_fusion"),
+    _read_gelu,
+    _write_gelu,
 )
 """The tanh formula of GELU is that of Megatron-Core's fused kernel."""
 
@@ -269,7 +294,8 @@ INNER_WIDTH = derived(
 
 
 def _read_dropout(config: Config, problems: Problems) -> Arguments:
-    residual, embedding = config.get("resid_pdrop", 0.1), config.get("embd_pdrop", 0.1)
+    residual = config.get("resid_pdrop", 0.1)
+    embedding = config.get("embd_pdrop", 0.1)
     if residual != embedding:
         problems.append(
             f"resid_pdrop {residual} and embd_pdrop {embedding}: Megatron-LM has one"
@@ -288,7 +314,9 @@ ONE_DROPOUT = SettingRule(
 
 
 def _read_even_heads(config: Config, problems: Problems) -> Arguments:
-    return {"kv_channels": (config.get("n_embd") or 0) // (config.get("n_head") or 1)}
+    hidden_size = config.get("n_embd") or 0
+    num_heads = config.get("n_head") or 1
+    return {"kv_channels": hidden_size // num_heads}
 
 
 def _write_even_heads(args: Namespace, problems: Problems) -> Config:
