@@ -36,7 +36,7 @@ ROOMS = [
     Room("megatron/fsdp/engine",            4_320, 19),  # streams of copies, priorities of groups
     Room("megatron/fsdp",                  12_300, 61),  # parts, agreement, sharding in place
     Room("megatron/mcore_adapter",          4_700, 34),  # both generations and loops
-    Room("megatron/checkpoint",            13_600, 64),  # one statement a line, arguments explained
+    Room("megatron/checkpoint",            13_900, 64),  # one statement a line, arguments explained
     Room("megatron/pretrain",               8_700, 52),
 ]  # fmt: skip
 

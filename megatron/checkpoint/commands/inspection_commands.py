@@ -35,7 +35,11 @@ from megatron.checkpoint.torch_dist.unsharded_state import read_common
 class ListedEntry:
     """One row of ``inspect``, by the names that its JSON output has.
 
-    The ``dtype`` of anything but a tensor is ``object``, its ``shape`` None.
+    Attributes:
+        key: key of the tensor or object.
+        dtype: dtype of a tensor, without ``torch.``; else ``object``.
+        shape: shape of a tensor; None for an object.
+        bytes: size in the files.
     """
 
     key: str

@@ -114,8 +114,13 @@ MODEL: tuple[tuple[str, tuple[ParameterRule, ...]], ...] = (
 class _TableEntry:
     """A rule with the canonical names that it is for, and its position in the table.
 
-    ``stack`` is the number of its entry in ``MODEL``, ``position_of_module`` that of the first rule
-    for the same module; all rules of an expert are for one module.
+    Attributes:
+        pattern: fits the canonical names.
+        stack: number of the rule's entry in ``MODEL``.
+        position: number of the rule in the whole table.
+        position_of_module: number of the first rule for the same module; all rules of an expert are
+            for one module.
+        rule: the rule.
     """
 
     pattern: re.Pattern[str]

@@ -184,6 +184,10 @@ class EntryPlanner(DefaultSavePlanner):
 
     With one of them on every rank, ``torch.distributed.checkpoint.save`` writes the entries of all
     ranks. An entry that several ranks have is written by one of them.
+
+    Args:
+        entries: the entries of this rank.
+        progress: called with the number of bytes of each entry before it is read.
     """
 
     def __init__(self, entries: list[Entry], progress: Progress = ignore_progress):
@@ -245,8 +249,11 @@ def _in_parts(entries: list[Entry]) -> Iterator[list[Entry]]:
 class EntryReader(FileSystemReader):
     """A reader of a DCP directory that is not written, with every tensor in one chunk.
 
-    Of a tensor it reads the rows that are asked for, one tensor after another. Messages have
-    ``name`` for the checkpoint.
+    Of a tensor it reads only the rows that are needed, one tensor after another.
+
+    Args:
+        target: the directory that would be written.
+        name: path of the checkpoint, for messages.
     """
 
     def __init__(self, target: DcpTarget, name: str):

@@ -146,7 +146,12 @@ class EvenPlanner(DefaultSavePlanner):
 
 @dataclass(frozen=True)
 class _LocalEntries:
-    """The keys of a rank's objects, and of all entries the paths in the nested dict, if any."""
+    """The entries of a rank, other than tensors.
+
+    Attributes:
+        objects: keys of the rank's objects.
+        paths: key of every entry -> path in the nested dict; None for flat keys.
+    """
 
     objects: list[str]
     paths: dict[str, Any] | None
@@ -212,14 +217,23 @@ def _num_bytes(item: WriteItem) -> int:
 
 @dataclass(frozen=True)
 class UnchangedPlan:
-    """A reference, instead of a rank's entries, to those of the plan that is kept as ``save``."""
+    """A reference that a rank sends instead of its entries, if they have not changed.
+
+    Attributes:
+        save: identifier of the plan with the same entries.
+    """
 
     save: str
 
 
 @dataclass(frozen=True)
 class ChosenItems:
-    """The positions of the items that a rank writes, in the plan that is kept as ``save``."""
+    """The items that a rank writes.
+
+    Attributes:
+        positions: positions among the items that the rank could write.
+        save: identifier of the plan that all ranks keep; empty if none is kept.
+    """
 
     positions: list[int]
     save: str
@@ -227,7 +241,14 @@ class ChosenItems:
 
 @dataclass
 class _OfRank:
-    """The plan of a rank, which every rank keeps."""
+    """The plan of a rank, which every rank keeps.
+
+    Attributes:
+        group: the default process group of the save.
+        items: the items that the rank could write.
+        paths: paths of keys in a nested dict.
+        chosen: the items that it writes.
+    """
 
     group: weakref.ref[Any]
     items: list[WriteItem]
@@ -237,7 +258,13 @@ class _OfRank:
 
 @dataclass
 class _OfFirstRank:
-    """The plans of all ranks, which the first rank keeps."""
+    """The plans of all ranks, which the first rank keeps.
+
+    Attributes:
+        save: identifier of the plan.
+        plans: plan of each rank, with all of its entries.
+        metadata: metadata of all entries.
+    """
 
     save: str
     plans: list[SavePlan]

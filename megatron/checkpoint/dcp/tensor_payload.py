@@ -166,7 +166,13 @@ def _start_of_record(file: IO[bytes], header: int) -> int:
 
 
 class _Window(io.RawIOBase):
-    """Some bytes of a file as a file of its own."""
+    """Some bytes of a file as a file of its own.
+
+    Args:
+        file: file that is open for reading; its position changes.
+        offset: first byte.
+        length: number of bytes.
+    """
 
     def __init__(self, file: IO[bytes], offset: int, length: int):
         self._file = file

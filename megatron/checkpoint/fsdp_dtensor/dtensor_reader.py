@@ -287,7 +287,15 @@ def _check_group_fields(
 
 
 class _OtherEntries:
-    """Entries of neither model nor optimizer; ``unread`` are the keys of those not yet read."""
+    """Entries of neither model nor optimizer.
+
+    Args:
+        stored: the files.
+        keys: keys of these entries.
+
+    Attributes:
+        unread: keys of the entries that were not read yet.
+    """
 
     def __init__(self, stored: StoredCheckpoint, keys: set[str]):
         self._stored = stored

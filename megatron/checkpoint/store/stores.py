@@ -153,9 +153,10 @@ class Store:
         Raises:
             OSError: if the URL cannot be reached.
         """
+        if self.marker(name) is not None:
+            return False
         with errors_of(self.url):
-            is_rest = self._system.exists(self._remote(_marker(name)))
-            return not is_rest and bool(self._files(self._remote(name)))
+            return bool(self._files(self._remote(name)))
 
     def marker(self, name: str) -> bytes | None:
         """Return the content of the marker of an upload that has not ended; None without one.
@@ -164,7 +165,7 @@ class Store:
             OSError: if the URL cannot be reached.
         """
         with errors_of(self.url):
-            self._system.invalidate_cache()
+            self._system.invalidate_cache()  # another process may have written the marker
             path = self._remote(_marker(name))
             if not self._system.exists(path):
                 return None
@@ -212,9 +213,8 @@ class Store:
         Raises:
             ValueError: if that fails.
         """
-        name = _marker(
-            f"file_{socket.gethostname()}_{os.getpid()}"
-        )  # :meth:`tidy` removes it after a kill
+        # A name that :meth:`tidy` removes if this is killed.
+        name = _marker(f"file_{socket.gethostname()}_{os.getpid()}")
         with errors_of(self.url, ValueError, "; it cannot be written to"):
             self._write(name, b"")
             self._remove(name)
@@ -276,12 +276,12 @@ class Store:
 
     def abandon(self, name: str) -> None:
         """Remove what there is of an upload that has failed; called on one rank."""
+        if self.marker(name) is None:
+            return
         with errors_of(self.url):
-            self._system.invalidate_cache()  # another process may have written the marker
-            if self._system.exists(self._remote(_marker(name))):
-                if name:
-                    self._remove(name)
-                self._system.rm_file(self._remote(_marker(name)))
+            if name:
+                self._remove(name)
+            self._system.rm_file(self._remote(_marker(name)))
 
     def write_tracker(self, iteration: int | str) -> None:
         """Name the newest complete iteration in the tracker file; called on one rank."""

@@ -57,9 +57,11 @@ class ParameterShard:
 
 @dataclass(frozen=True)
 class BufferLocation:
-    """Position of a shard's first element: the number of the stored tensor, and the offset there.
+    """Position of a shard's first element.
 
-    ``bucket`` is 0 where all buckets are in one tensor.
+    Attributes:
+        bucket: number of the stored tensor; 0 where all buckets are in one tensor.
+        offset: offset in that tensor, in elements.
     """
 
     bucket: int

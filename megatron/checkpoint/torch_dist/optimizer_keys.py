@@ -37,7 +37,12 @@ OptimizerOfRank = tuple[int, int]
 
 @dataclass(frozen=True)
 class StateKey:
-    """A slot of a parameter, such as ``exp_avg``, and the key of the model's tensor."""
+    """A slot of a parameter, or of several ones that are stacked.
+
+    Attributes:
+        slot: slot, such as ``exp_avg``.
+        model_key: key of the model's tensor.
+    """
 
     slot: str
     model_key: str
@@ -64,7 +69,12 @@ class BucketKey:
 
 @dataclass(frozen=True)
 class RankObjectKey:
-    """An object of a rank by its name, such as ``param_state``."""
+    """An object of a rank.
+
+    Attributes:
+        owner: number of the chained optimizer, and the rank.
+        name: name of the object, such as ``param_state``.
+    """
 
     owner: OptimizerOfRank
     name: str

@@ -23,7 +23,13 @@ from megatron.checkpoint.torch_dist.registered_model import ModelChunk, Register
 
 @dataclass(frozen=True)
 class StoredShard:
-    """One rank's shard of a parameter, by canonical name, in a buffer of the file."""
+    """One rank's shard of a parameter in a buffer of the file.
+
+    Attributes:
+        name: canonical name of the parameter.
+        buffer: the rank's buffer.
+        location: position of the shard in the buffer.
+    """
 
     name: str
     buffer: OptimizerBuffer
@@ -234,7 +240,13 @@ def _by_chunk(rank: Sequence[OptimizerBuffer]) -> list[BuffersOfChunk]:
 
 @dataclass(frozen=True)
 class _Remainder:
-    """The layers, norm and multi-token prediction that are left for later chunks."""
+    """The part of the model that is left for later chunks.
+
+    Attributes:
+        first_layer: number of the first layer of the decoder that is left.
+        final_norm: whether the norm after the decoder is left.
+        prediction: whether multi-token prediction is left.
+    """
 
     first_layer: int
     final_norm: bool

@@ -45,7 +45,13 @@ class LayerImplementation:
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """One way in which a run can have laid out its optimizer's buffers over ranks."""
+    """One way in which a run can have laid out its optimizer's buffers over ranks.
+
+    Attributes:
+        tensor_parallel_size: number of ranks that share a parameter outside experts.
+        expert_tensor_parallel_size: number of ranks that share a parameter of an expert.
+        layers: the layers that the model is made of.
+    """
 
     tensor_parallel_size: int
     expert_tensor_parallel_size: int
@@ -81,8 +87,14 @@ class BucketLayout:
 class ModelChunk:
     """The part of the model that one pipeline stage runs in one go.
 
-    Stages have several chunks under interleaved (virtual) pipeline parallelism. The first one has
-    the embeddings, the last one the output layer.
+    Stages have several chunks under interleaved (virtual) pipeline parallelism.
+
+    Attributes:
+        layers: numbers of its layers of the decoder.
+        has_final_norm: it has the norm after the decoder.
+        has_prediction: it has the layers of multi-token prediction.
+        is_first: it is the first chunk of the model, with the embeddings.
+        is_last: it is the last chunk of the model, with the output layer.
     """
 
     layers: range
