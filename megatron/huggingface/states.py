@@ -198,7 +198,7 @@ def whole_state_dict(model: ShardedModule, keep: bool = True) -> dict[str, torch
                     # A shard of a single rank is a view of the weights, which training changes.
                     gathered[main_weight] = tensor.to("cpu", dtype, copy=True)
             value = gathered[main_weight]
-        elif isinstance(value, torch.Tensor):
+        elif keep and isinstance(value, torch.Tensor):
             value = value.cpu()
         if keep:
             whole[name] = value
