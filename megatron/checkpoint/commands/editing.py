@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 from megatron.checkpoint.core.listing import refuse
-from megatron.checkpoint.dcp.chunk import Chunk
 from megatron.checkpoint.dcp.dcp_target import DcpTarget, Entry, ObjectEntry, TensorEntry
 from megatron.checkpoint.dcp.stored_checkpoint import StoredCheckpoint
 from megatron.checkpoint.torch_dist.checkpoint import MARKER
@@ -128,10 +127,9 @@ def target(stored: StoredCheckpoint, renamed: dict[str, str]) -> DcpTarget:
         if key not in stored.tensors:
             entries.append(ObjectEntry(new, partial(stored.read_object, key)))
             continue
-        for chunk in stored.tensors[key].chunks:
-            part = Chunk.of(chunk)
-            tensor = stored.lazy_chunk(key, part)
-            entries.append(TensorEntry(new, stored.shape(key), part.offsets, tensor))
+        for chunk in stored.chunks[key]:
+            tensor = stored.lazy_chunk(key, chunk)
+            entries.append(TensorEntry(new, stored.shape(key), chunk.offsets, tensor))
     paths = stored.metadata.planner_data
     new_paths: dict[str, tuple[Any, ...]] | None = None
     if paths:

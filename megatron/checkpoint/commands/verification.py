@@ -106,9 +106,9 @@ def total_bytes(opened: Opened, fast: bool = False) -> int:
 
 def _wrong_chunks(stored: StoredCheckpoint) -> Iterator[str]:
     """Report tensors whose chunks overlap, reach beyond the shape or leave elements out."""
-    for key, entry in stored.tensors.items():
-        chunks = [Chunk.of(chunk) for chunk in entry.chunks]
-        whole = Chunk((0,) * len(entry.size), tuple(entry.size))
+    for key, chunks in stored.chunks.items():
+        shape = stored.shape(key)
+        whole = Chunk((0,) * len(shape), shape)
         for chunk in chunks:
             if chunk.numel and chunk.overlap(whole) != chunk:
                 yield f"{key}: the chunk at {chunk.offsets} sticks out of the shape {whole.sizes}"

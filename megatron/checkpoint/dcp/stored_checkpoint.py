@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron.checkpoint.core.lazy_tensor import LazyTensor, Shape
 from megatron.checkpoint.core.parts import Progress, ignore_progress
@@ -45,7 +45,8 @@ class StoredCheckpoint:
         directory: path of it.
         has_manifest: True if digests of all files are known.
         metadata: result of :func:`read_metadata`.
-        tensors: key -> shape, dtype and chunks.
+        tensors: key -> shape and dtype.
+        chunks: key of a tensor -> its chunks in the files.
         objects: keys of everything else.
 
     Raises:
@@ -62,10 +63,12 @@ class StoredCheckpoint:
         self.metadata = read_metadata(self.directory)
         entries = self.metadata.state_dict_metadata
         self.tensors: dict[str, TensorStorageMetadata] = {}
+        self.chunks: dict[str, list[Chunk]] = {}
         self.objects: list[str] = []
         for key, entry in entries.items():
             if isinstance(entry, TensorStorageMetadata):
                 self.tensors[key] = entry
+                self.chunks[key] = [Chunk.of(chunk) for chunk in entry.chunks]
             else:
                 self.objects.append(key)
         self._storage: dict[tuple[str, Shape], _StorageInfo] = {}
@@ -78,10 +81,11 @@ class StoredCheckpoint:
 
     def _check_files(self) -> None:
         problems = list(self._integrity.problems_of_files(self.metadata))
-        for key, entry in self.tensors.items():
-            offsets = [tuple(chunk.offsets) for chunk in entry.chunks]
-            absent = [offset for offset in offsets if (key, offset) not in self._storage]
-            if absent and entry.size.numel():
+        for key, chunks in self.chunks.items():
+            absent = [
+                chunk.offsets for chunk in chunks if (key, chunk.offsets) not in self._storage
+            ]
+            if absent and all(self.shape(key)):
                 problems.append(f"{key}: its chunks at {absent[:3]} are nowhere in {METADATA}")
         for key in self.objects:
             if (key, ()) not in self._storage:
@@ -146,8 +150,8 @@ class StoredCheckpoint:
         if key not in self.tensors:
             self._unpickle(key)
             return
-        for chunk in self.tensors[key].chunks:
-            info = self._storage.get((key, tuple(chunk.offsets)))
+        for chunk in self.chunks[key]:
+            info = self._storage.get((key, chunk.offsets))
             if info is not None and file in (None, info.relative_path):
                 payload = self._payload(key, chunk)
                 if self._integrity.verify:
@@ -174,8 +178,7 @@ class StoredCheckpoint:
         """Return the number of bytes that a tensor or an object takes up in the files."""
         if key not in self.tensors:
             return self._storage[key, ()].length
-        chunks = self.tensors[key].chunks
-        return sum(self._storage[key, tuple(chunk.offsets)].length for chunk in chunks)
+        return sum(self._storage[key, chunk.offsets].length for chunk in self.chunks[key])
 
     def lazy(self, key: str, index: Sequence[int] = ()) -> LazyTensor:
         """Return the tensor ``key``, or its slice at ``index`` of its leading axes, unread."""
@@ -215,8 +218,7 @@ class StoredCheckpoint:
             DamagedCheckpointError: if the file lacks some of them, or they have changed.
         """
         if key not in self._chunk_indices:
-            chunks = [Chunk.of(stored) for stored in self.tensors[key].chunks]
-            self._chunk_indices[key] = ChunkIndex(chunks)
+            self._chunk_indices[key] = ChunkIndex(self.chunks[key])
         found = list(self._chunk_indices[key].overlaps(chunk))
         parts = [part for _, part in found]
         missing = chunk.numel - sum(part.numel for part in parts)
@@ -244,8 +246,8 @@ class StoredCheckpoint:
             self._compare_checksum(key, payload)
         return payload
 
-    def _payload(self, key: str, chunk: Chunk | ChunkStorageMetadata) -> TensorPayload:
-        info = self._storage[key, tuple(chunk.offsets)]
+    def _payload(self, key: str, chunk: Chunk) -> TensorPayload:
+        info = self._storage[key, chunk.offsets]
         position = (info.relative_path, info.offset)
         if position not in self._payloads:
             try:
@@ -253,11 +255,10 @@ class StoredCheckpoint:
                     payload = read_header(file, info)
             except DamagedCheckpointError as error:
                 raise DamagedCheckpointError(f"{error}; {key} should be there") from error
-            if payload.size != tuple(chunk.sizes) or payload.dtype != self.dtype(key):
+            if payload.size != chunk.sizes or payload.dtype != self.dtype(key):
                 raise DamagedCheckpointError(
                     f"{self.directory}: {key} is {payload.dtype} {payload.size} in"
-                    f" {info.relative_path}, and {self.dtype(key)} {tuple(chunk.sizes)} in"
-                    f" {METADATA}"
+                    f" {info.relative_path}, and {self.dtype(key)} {chunk.sizes} in {METADATA}"
                 )
             self._payloads[position] = payload
         return self._payloads[position]

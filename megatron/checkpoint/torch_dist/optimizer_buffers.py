@@ -176,8 +176,8 @@ class ShardedBuffer:
         for bucket in self._keys:
             key = next(iter(bucket.values()))  # the other slots are cut in the same way
             positions: set[int] = set()
-            for chunk in self._stored.tensors[key].chunks:
-                positions.update(Chunk.of(chunk).span(0))
+            for chunk in self._stored.chunks[key]:
+                positions.update(chunk.span(0))
             boundaries.append(positions)
         return boundaries
 
