@@ -275,23 +275,23 @@ class PlanReuse:
     """The plan of the save before."""
 
     def __init__(self) -> None:
-        self._own: _OfRank | None = None
-        self._all: _OfFirstRank | None = None
+        self._kept: _OfRank | None = None
+        self._kept_of_all: _OfFirstRank | None = None
 
     def forget(self) -> None:
         """Forget the plan: after a save that failed, ranks may have kept different ones."""
-        self._own = self._all = None
+        self._kept = self._kept_of_all = None
 
     # ---- on every rank
 
     def unchanged(self, items: list[WriteItem], paths: Any) -> UnchangedPlan | None:
         """Return the reference to the kept plan; None if the entries of this rank have changed."""
-        own = self._own
-        if own is None or own.group() is not dist.group.WORLD:
+        kept = self._kept
+        if kept is None or kept.group() is not dist.group.WORLD:
             return None
-        if own.items != items or own.paths != paths:
+        if kept.items != items or kept.paths != paths:
             return None
-        return UnchangedPlan(own.chosen.save)
+        return UnchangedPlan(kept.chosen.save)
 
     def keep(
         self,
@@ -306,23 +306,23 @@ class PlanReuse:
             paths: paths of keys in a nested dict; None for flat keys.
             chosen: the items of these that it writes.
         """
-        self._own = _OfRank(weakref.ref(dist.group.WORLD), items, paths, chosen)
+        self._kept = _OfRank(weakref.ref(dist.group.WORLD), items, paths, chosen)
 
     def positions(self) -> list[int]:
         """Return the positions of the items that this rank writes, in an unchanged plan."""
-        assert self._own is not None  # the rank has sent an UnchangedPlan
-        return self._own.chosen.positions
+        assert self._kept is not None  # the rank has sent an UnchangedPlan
+        return self._kept.chosen.positions
 
     # ---- on the first rank
 
     def metadata_of(self, plans: Sequence[SavePlan]) -> Metadata | None:
         """Return the metadata of the save before if all ranks have the same plans as then."""
-        if self._all is None:
+        if self._kept_of_all is None:
             return None
         for plan in plans:
-            if plan.planner_data != UnchangedPlan(self._all.save):
+            if plan.planner_data != UnchangedPlan(self._kept_of_all.save):
                 return None
-        return dataclasses.replace(self._all.metadata)
+        return dataclasses.replace(self._kept_of_all.metadata)
 
     def whole(self, plans: Sequence[SavePlan]) -> list[SavePlan]:
         """Return the plans with all entries.
@@ -333,13 +333,13 @@ class PlanReuse:
         found = []
         for rank, plan in enumerate(plans):
             if isinstance(plan.planner_data, UnchangedPlan):
-                if self._all is None or plan.planner_data.save != self._all.save:
+                if self._kept_of_all is None or plan.planner_data.save != self._kept_of_all.save:
                     raise ValueError(f"rank {rank} refers to the plan of another save")
-                plan = self._all.plans[rank]
+                plan = self._kept_of_all.plans[rank]
             found.append(plan)
         return found
 
     def keep_all(self, plans: list[SavePlan], metadata: Metadata) -> str:
         """Keep the plans of all ranks, with all entries, and return an identifier of them."""
-        self._all = _OfFirstRank(uuid.uuid4().hex, plans, dataclasses.replace(metadata))
-        return self._all.save
+        self._kept_of_all = _OfFirstRank(uuid.uuid4().hex, plans, dataclasses.replace(metadata))
+        return self._kept_of_all.save

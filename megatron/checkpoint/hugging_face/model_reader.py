@@ -109,8 +109,8 @@ def _with_single_experts(stored: Tensors, family: Family) -> Tensors:
     ``mlp.experts.down_proj``. The router is ``mlp.gate`` there in every family.
     """
     found = {}
-    own = r"mlp\.(?:experts\.(?:gate_up|down)_proj|gate\.weight)"
-    pattern = re.compile(rf"({re.escape(family.layers)}\d+\.)({own})")
+    inside = r"mlp\.(?:experts\.(?:gate_up|down)_proj|gate\.weight)"
+    pattern = re.compile(rf"({re.escape(family.layers)}\d+\.)({inside})")
     for name, tensor in stored.items():
         match = pattern.fullmatch(name)
         if match is None:
@@ -122,12 +122,12 @@ def _with_single_experts(stored: Tensors, family: Family) -> Tensors:
 
 def _renamed(
     layer: str,
-    own: str,
+    inside: str,
     tensor: LazyTensor,
     family: Family,
 ) -> Tensors:
-    """Return the tensor ``own`` of a layer of transformers' modules under the names of a family."""
-    num_parts = {"mlp.experts.gate_up_proj": 2, "mlp.experts.down_proj": 1}.get(own, 0)
+    """Return the tensor ``inside`` a layer of transformers' modules under the names of a family."""
+    num_parts = {"mlp.experts.gate_up_proj": 2, "mlp.experts.down_proj": 1}.get(inside, 0)
     found = {}
     for row in family.layer:
         theirs = row.theirs.split()
@@ -137,12 +137,12 @@ def _renamed(
         elif is_of_experts and len(tensor.shape) == 3:
             for expert in range(tensor.num_rows):
                 stacked = tensor.rows(expert, expert + 1)
-                one = stacked.map(tensor.shape[1:], lambda rows: rows[0])
-                size = one.num_rows // num_parts
-                for part, their in enumerate(theirs):
-                    rows = one.rows(part * size, (part + 1) * size)
-                    found[layer + their.format(expert=expert)] = rows
-    return found or {layer + own: tensor}
+                of_expert = stacked.map(tensor.shape[1:], lambda rows: rows[0])
+                size = of_expert.num_rows // num_parts
+                for part, name in enumerate(theirs):
+                    rows = of_expert.rows(part * size, (part + 1) * size)
+                    found[layer + name.format(expert=expert)] = rows
+    return found or {layer + inside: tensor}
 
 
 def _num_predicting_layers(

@@ -30,7 +30,7 @@ from megatron.checkpoint.store.url_staging import alone_in, staged_directory, ur
 INCOMPLETE = ".incomplete"
 """Name of the marker of a store that is uploaded as a whole; with ``_`` and a name, of that one."""
 
-_TELLING = (directory.TRACKER, directory.METADATA, "config.json")
+_SMALL_FILES = (directory.TRACKER, directory.METADATA, "config.json")
 """Small files that show what a directory is."""
 BROKEN_OFF = "an upload to it was broken off: remove what is there"
 
@@ -88,15 +88,15 @@ class Store:
         for path in self.staged.iterdir():
             if path.name not in entries:
                 directory.remove(path)
-        telling = {}
+        small_files = {}
         for name, entry in entries.items():
             if entry["type"] == "directory":
                 (self.staged / name).mkdir(exist_ok=True)
-            elif name in _TELLING:
-                telling[entry["name"]] = self.staged / name
+            elif name in _SMALL_FILES:
+                small_files[entry["name"]] = self.staged / name
             else:
                 (self.staged / name).touch()
-        self._download(telling)
+        self._download(small_files)
 
     def _entries(self) -> dict[str, Mapping[str, Any]]:
         """Return what the first level has, by name, without incomplete and hidden directories."""
@@ -135,7 +135,7 @@ class Store:
                     missing[source] = target
             self._download(missing)
 
-    def fetch_telling(self, name: str) -> None:
+    def fetch_small_files(self, name: str) -> None:
         """Download the small files that show what the directory of an iteration is, if any.
 
         Raises:
@@ -143,7 +143,7 @@ class Store:
         """
         try:
             if (self.staged / name).is_dir():
-                self.fetch(self.staged / name, _TELLING)
+                self.fetch(self.staged / name, _SMALL_FILES)
         except OSError as error:
             raise ValueError(f"{error}") from error
 
@@ -392,7 +392,7 @@ def local_path(location: str, is_output: bool = False) -> str:
     store.refresh(is_output)
     if not is_iteration:
         return str(store.staged)
-    store.fetch_telling(name)
+    store.fetch_small_files(name)
     return str(store.staged / name)
 
 

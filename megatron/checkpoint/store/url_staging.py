@@ -102,12 +102,12 @@ def directory_token(path: Path) -> str:
     file = path / _TOKEN
     with suppress(FileExistsError):
         path.mkdir(parents=True, exist_ok=True)
-        own = path / f"{_TOKEN}_{uuid.uuid4().hex}"
-        own.write_text(uuid.uuid4().hex)
+        unique = path / f"{_TOKEN}_{uuid.uuid4().hex}"
+        unique.write_text(uuid.uuid4().hex)
         try:
-            os.link(own, file)  # which has its whole content at once
+            os.link(unique, file)  # which has its whole content at once
         finally:
-            own.unlink()
+            unique.unlink()
     return file.read_text()
 
 
