@@ -118,10 +118,10 @@ def compare_entries(
 
 def _descriptions(stored: StoredCheckpoint) -> dict[str, str]:
     """Return dtype and shape of every tensor, and ``object`` for everything else, by key."""
-    descriptions = dict.fromkeys(stored.objects, "object")
+    descriptions = {}
     for key in stored.tensors:
         descriptions[key] = f"{stored.dtype(key)} {stored.shape(key)}"
-    return descriptions
+    return descriptions | dict.fromkeys(stored.objects, "object")
 
 
 def _common_state(stored: StoredCheckpoint) -> dict[str, Any]:

@@ -14,15 +14,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import (
+    DefaultSavePlanner,
+    create_default_global_save_plan,
+)
 from torch.distributed.checkpoint.filesystem import FileSystemReader, _StoragePrefix
 from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
     TensorProperties,
-    TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import (
     LoadPlan,
@@ -160,23 +161,11 @@ class DcpTarget:
 
     def metadata(self) -> Metadata:
         """Return ``.metadata`` without the places of the entries in files."""
-        metadata = Metadata(self._described(), self._paths)
+        plan = SavePlan([_write_item(entry) for entry in self.entries])
+        _, metadata = create_default_global_save_plan([plan])
+        metadata.planner_data = self._paths
         vars(metadata).update(self._more)
         return metadata
-
-    def _described(self) -> dict[str, Any]:
-        """Return the metadata of tensors and objects by key."""
-        described: dict[str, Any] = {}
-        for entry in self.entries:
-            if isinstance(entry, ObjectEntry):
-                described[entry.key] = BytesStorageMetadata()
-                continue
-            if entry.key not in described:
-                properties = TensorProperties(dtype=entry.tensor.dtype)
-                shape = torch.Size(entry.shape)
-                described[entry.key] = TensorStorageMetadata(properties, shape, chunks=[])
-            described[entry.key].chunks.append(_chunk(entry))
-        return described
 
 
 class EntryPlanner(DefaultSavePlanner):

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from megatron.checkpoint.core import key_rules, param_groups
-from megatron.checkpoint.core.lazy_tensor import LazyTensor, Tensors, concatenate
+from megatron.checkpoint.core.lazy_tensor import Tensors, concatenate
 from megatron.checkpoint.core.listing import refuse, some
 from megatron.checkpoint.core.spelling import HALVES, canonical_name, plain_name
 from megatron.checkpoint.core.training_state import (
@@ -168,26 +168,23 @@ def _parameters_and_other_keys(stored: StoredCheckpoint) -> tuple[Tensors, set[s
             if key.startswith(("model.", "optimizer.")):
                 strange.append(key)
     refuse("keys that the format fsdp_dtensor does not have", strange)
-    parameters = {}
+    return _with_joined_halves(tensors, "the model"), other_keys
+
+
+def _with_joined_halves(tensors: Tensors, where: str) -> Tensors:
+    """Return the tensors with the two halves of every gated weight as one tensor."""
+    joined = {}
     for name, tensor in tensors.items():
         stem, half = split_half(name)
         if not half:
-            parameters[name] = tensor
-        elif half == HALVES[0]:
-            parameters[stem] = _joined(tensors, stem, "the model")
-        elif stem + HALVES[0] not in tensors:
-            raise ValueError(f"the model has {name}, but not the other half {stem}{HALVES[0]}")
-    return parameters, other_keys
-
-
-def _joined(tensors: Tensors, name: str, where: str) -> LazyTensor:
-    """Return the two halves of a gated weight as one tensor."""
-    halves = []
-    for half in HALVES:
-        if name + half not in tensors:
-            raise ValueError(f"{where} has one half of {name}, but not {name}{half}")
-        halves.append(tensors[name + half])
-    return concatenate(halves)
+            joined[name] = tensor
+            continue
+        for other in HALVES:
+            if stem + other not in tensors:
+                raise ValueError(f"{where} has {name}, but not the other half {stem}{other}")
+        if half == HALVES[0]:
+            joined[stem] = concatenate([tensors[stem + other] for other in HALVES])
+    return joined
 
 
 def _optimizer_state(
@@ -206,7 +203,7 @@ def _optimizer_state(
         if not key.startswith(STATE_PREFIX):
             continue
         name, _, slot = plain_name(key.removeprefix(STATE_PREFIX)).rpartition(".")
-        parameter = _parameter_of(name, parameters)
+        parameter, _ = split_half(name)
         if parameter not in parameters or slot not in _SLOTS:
             strange.append(key)
         elif slot == "step":
@@ -216,33 +213,14 @@ def _optimizer_state(
     refuse("optimizer state of unknown parameters, or of unknown slots", strange)
     moments: dict[str, Tensors] = {}
     for slot, tensors in slots.items():
-        for name, weight in parameters.items():
-            moment = _moment(tensors, name, slot)
-            if moment is None:
-                continue
-            if moment.shape != weight.shape:
+        for name, moment in _with_joined_halves(tensors, f"the state {slot}").items():
+            shape = parameters[name].shape
+            if moment.shape != shape:
                 raise ValueError(
-                    f"{name} has the shape {weight.shape} in the model, {moment.shape} as {slot}"
+                    f"{name} has the shape {shape} in the model, {moment.shape} as {slot}"
                 )
             moments.setdefault(name, {})[slot] = moment
     return moments, steps
-
-
-def _parameter_of(name: str, parameters: Mapping[str, Any]) -> str:
-    """Return the parameter that ``name`` belongs to, which may be the name of one half."""
-    for half in HALVES:
-        if name.removesuffix(half) in parameters:
-            return name.removesuffix(half)
-    return name
-
-
-def _moment(tensors: Tensors, name: str, slot: str) -> LazyTensor | None:
-    """Return the moment of a parameter in one slot, whole or joined from halves."""
-    if name in tensors:
-        return tensors[name]
-    if any(name + half in tensors for half in HALVES):
-        return _joined(tensors, name, f"the state {slot}")
-    return None
 
 
 def _group_fields(stored: StoredCheckpoint) -> dict[str, Fields]:
