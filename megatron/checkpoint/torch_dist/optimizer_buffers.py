@@ -13,7 +13,7 @@ import functools
 import math
 from argparse import Namespace
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -22,8 +22,7 @@ import torch
 from megatron.checkpoint.core.lazy_tensor import Shape
 from megatron.checkpoint.dcp.chunk import Chunk
 from megatron.checkpoint.dcp.stored_checkpoint import StoredCheckpoint
-from megatron.checkpoint.torch_dist import optimizer_keys
-from megatron.checkpoint.torch_dist.optimizer_keys import BucketKey, OptimizerOfRank
+from megatron.checkpoint.torch_dist.optimizer_keys import BucketKey, OptimizerKey, OptimizerOfRank
 from megatron.checkpoint.torch_dist.unsharded_state import read_sharded_object
 
 PARAMETER_ALIGNMENT = 64
@@ -317,12 +316,11 @@ class GatheredBuffer:
 
 
 def sharded_buffers(
-    stored: StoredCheckpoint, keys: Iterable[str]
+    stored: StoredCheckpoint, keys: Mapping[str, OptimizerKey]
 ) -> dict[OptimizerOfRank, list[ShardedBuffer]]:
     """Find the buffers of a ``dp_reshardable`` file among the keys of its optimizer."""
     buckets_of: dict[tuple[OptimizerOfRank, int, str], dict[int, dict[str, str]]] = {}
-    for key in keys:
-        parsed = optimizer_keys.parse(key)
+    for key, parsed in keys.items():
         if isinstance(parsed, BucketKey):
             buckets = buckets_of.setdefault((parsed.owner, parsed.buffer, parsed.dtype), {})
             buckets.setdefault(parsed.bucket, {})[parsed.slot] = key

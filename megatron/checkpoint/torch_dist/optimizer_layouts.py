@@ -29,7 +29,6 @@ from megatron.checkpoint.core.training_state import Fields
 from megatron.checkpoint.dcp.stored_checkpoint import StoredCheckpoint
 from megatron.checkpoint.torch_dist import optimizer_buckets, optimizer_keys
 from megatron.checkpoint.torch_dist.optimizer_buffers import (
-    BuffersOfRanks,
     OptimizerBuffer,
     check_bucket_sizes,
     gathered_buffers,
@@ -37,6 +36,7 @@ from megatron.checkpoint.torch_dist.optimizer_buffers import (
 )
 from megatron.checkpoint.torch_dist.optimizer_keys import (
     BucketKey,
+    OptimizerKey,
     OptimizerOfRank,
     RankObjectKey,
     StateKey,
@@ -55,7 +55,10 @@ MODEL_SPACE = "fully_sharded_model_space"
 DP_RESHARDABLE = "dp_reshardable"
 DP_ZERO = "dp_zero_gather_scatter"
 
+Keys = Mapping[str, OptimizerKey]
+"""The optimizer's keys of a file -> the same, parsed."""
 BuffersByRank = Mapping[OptimizerOfRank, Sequence[OptimizerBuffer]]
+"""Chained optimizer and rank -> the rank's buffers."""
 
 _MAIN_SLOTS = ("param", "fp32_param")
 """Slots of the main weight: its names in optimizers that are distributed, and that are not."""
@@ -126,36 +129,41 @@ def read_optimizer(
             of the model accounts for or that are not as large as they should be, and where an
             argument is needed that ``args`` lack.
     """
-    keys = list(filter(optimizer_keys.is_optimizer_key, [*stored.tensors, *stored.objects]))
-    _check_forms(stored, keys)
+    keys = _parsed_keys(stored)
     layout = _find_layout(stored, keys)
     found = OptimizerTensors(layout, used_keys=set(keys))
     if layout is None:
         return found
     if layout in (DP_RESHARDABLE, DP_ZERO):
-        _read_by_rank(stored, common, weights, found)
+        _read_by_rank(stored, keys, common, weights, found=found)
     else:
-        _read_by_parameter(stored, weights, found)
+        _read_by_parameter(stored, keys, weights, found)
         found.param_groups = param_groups_of(optimizers_in(common))
     return found
 
 
-def _check_forms(stored: StoredCheckpoint, keys: Sequence[str]) -> None:
+def _parsed_keys(stored: StoredCheckpoint) -> Keys:
+    """Parse all keys of the optimizer, and refuse those of another form."""
+    keys = {}
     unknown = []
-    for key in keys:
+    for key in sorted([*stored.tensors, *stored.objects]):
+        if not optimizer_keys.is_optimizer_key(key):
+            continue
         parsed = optimizer_keys.parse(key)
         is_object = key not in stored.tensors
         if parsed is None or (isinstance(parsed, StateKey) and is_object):
             unknown.append(key)
+        else:
+            keys[key] = parsed
     refuse("keys of an optimizer that are not understood", unknown)
+    return keys
 
 
-def _find_layout(stored: StoredCheckpoint, keys: Sequence[str]) -> str | None:
+def _find_layout(stored: StoredCheckpoint, keys: Keys) -> str | None:
     """Derive the layout from the keys: some files do not name it, and some name a wrong one."""
     layouts = set()
     has_state = False
-    for key in keys:
-        parsed = optimizer_keys.parse(key)
+    for key, parsed in keys.items():
         if isinstance(parsed, StateKey):
             has_state = True
             if original_shape(stored, key) is not None:
@@ -177,23 +185,23 @@ def _find_layout(stored: StoredCheckpoint, keys: Sequence[str]) -> str | None:
 
 def _read_by_parameter(
     stored: StoredCheckpoint,
+    keys: Keys,
     weights: Tensors,
     found: OptimizerTensors,
 ) -> None:
     problems = []
-    for key in sorted(found.used_keys):
-        parsed = optimizer_keys.parse(key)
+    for key, parsed in keys.items():
         if not isinstance(parsed, StateKey):
             continue
         shape = original_shape(stored, key) or stored.shape(key)
         for name, index in unstacked(parsed.model_key, shape):
-            shape_of_one = shape[len(index) :]
+            shape_of_parameter = shape[len(index) :]
             if name not in weights:
                 problems.append(f"{key}: the model has no {name}")
-            elif weights[name].shape != shape_of_one:
+            elif weights[name].shape != shape_of_parameter:
                 problems.append(
-                    f"{key}: {shape_of_one} for {name}, expected {weights[name].shape} as in the"
-                    " model"
+                    f"{key}: {shape_of_parameter} for {name}, expected {weights[name].shape} as in"
+                    " the model"
                 )
             else:
                 found.add(name, parsed.slot, _tensor(stored, key, index))
@@ -214,13 +222,17 @@ def _tensor(
 
 def _read_by_rank(
     stored: StoredCheckpoint,
+    keys: Keys,
     common: Mapping[str, Any],
     weights: Tensors,
     found: OptimizerTensors,
 ) -> None:
     """Put the ranks' buffers in order and decode them, and add param groups and gradient scaler."""
-    objects = _objects_of_ranks(found.used_keys)
-    if objects.get("optimizer"):
+    objects: dict[str, dict[OptimizerOfRank, str]] = {}
+    for key, parsed in keys.items():
+        if isinstance(parsed, RankObjectKey):
+            objects.setdefault(parsed.name, {})[parsed.owner] = key
+    if "optimizer" in objects:
         chains = optimizers_of_ranks(stored, objects["optimizer"])
     else:
         chains = dict(enumerate(optimizers_in(common)))
@@ -231,27 +243,22 @@ def _read_by_rank(
     args = common.get("args")
     buffers: BuffersByRank
     if found.layout == DP_RESHARDABLE:
-        buffers = sharded = sharded_buffers(stored, found.used_keys)
+        buffers = sharded = sharded_buffers(stored, keys)
         check_bucket_sizes(stored, sharded, objects.get("per_bucket_numel_unpadded", {}))
     else:
         buffers = gathered_buffers(stored, objects["param_state"], args)
     expert_chain = _chain_of_experts(chains, buffers)
-    chain_of_experts = sorted({chain for chain, _ in buffers if chain == expert_chain})
-    other_chains = sorted({chain for chain, _ in buffers if chain != expert_chain})
-    dense = _buffers_of_ranks(buffers, other_chains)
-    experts = _buffers_of_ranks(buffers, chain_of_experts)
+    dense: list[list[OptimizerBuffer]] = []
+    experts: list[list[OptimizerBuffer]] = []
+    for chain, rank in sorted(buffers):
+        ranks = dense
+        if chain == expert_chain:
+            ranks = experts
+        while len(ranks) <= rank:
+            ranks.append([])
+        ranks[rank] += buffers[chain, rank]
     for name, slot, tensor in optimizer_buckets.decode(dense, experts, weights, args):
         found.add(name, slot, tensor)
-
-
-def _objects_of_ranks(keys: set[str]) -> dict[str, dict[OptimizerOfRank, str]]:
-    """Return the key of every rank's object, by the object's name and the rank."""
-    objects: dict[str, dict[OptimizerOfRank, str]] = {}
-    for key in sorted(keys):
-        parsed = optimizer_keys.parse(key)
-        if isinstance(parsed, RankObjectKey):
-            objects.setdefault(parsed.name, {})[parsed.owner] = key
-    return objects
 
 
 def _chain_of_experts(chains: Mapping[int, Any], buffers: BuffersByRank) -> int | None:
@@ -267,14 +274,3 @@ def _chain_of_experts(chains: Mapping[int, Any], buffers: BuffersByRank) -> int 
     if has_groups or last == 0:
         return None
     return last
-
-
-def _buffers_of_ranks(buffers: BuffersByRank, chains: Sequence[int]) -> BuffersOfRanks:
-    """Return the buffers of every model-parallel rank, optimizer after optimizer."""
-    ranks: list[list[OptimizerBuffer]] = []
-    for chain, rank in sorted(buffers):
-        if chain in chains:
-            while len(ranks) <= rank:
-                ranks.append([])
-            ranks[rank] += buffers[chain, rank]
-    return ranks
