@@ -119,7 +119,9 @@ class ShardedAccelerator(Accelerator):
         return wrapper
 
     def prepare_optimizer(
-        self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
+        self,
+        optimizer: torch.optim.Optimizer,
+        device_placement: bool | None = None,
     ) -> AcceleratedOptimizer:
         """Shard an optimizer over the parameters of a model, as it was before or after sharding.
 
@@ -211,7 +213,9 @@ class ShardedAccelerator(Accelerator):
 
     @contextmanager
     def join_uneven_inputs(
-        self, joinables: object, even_batches: bool | None = None
+        self,
+        joinables: object,
+        even_batches: bool | None = None,
     ) -> Iterator[NoReturn]:
         """Refuse: ranks with different numbers of batches would wait for each other."""
         raise NotImplementedError(
@@ -222,7 +226,11 @@ class ShardedAccelerator(Accelerator):
 
     # ---- checkpoints
 
-    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, torch.Tensor]:
+    def get_state_dict(
+        self,
+        model: nn.Module,
+        unwrap: bool = True,
+    ) -> dict[str, torch.Tensor]:
         """Gather the weights under the module's own names; a collective.
 
         The main process gets tensors on the CPU, the others an empty dict.

@@ -165,7 +165,10 @@ def load_weights_of_shards(
     model.load_state_dict(weights, strict=not is_peft_model(model))
 
 
-def whole_state_dict(model: ShardedModule, keep: bool = True) -> dict[str, torch.Tensor]:
+def whole_state_dict(
+    model: ShardedModule,
+    keep: bool = True,
+) -> dict[str, torch.Tensor]:
     """Gather the weights, one tensor at a time; a collective.
 
     Weights have the dtype of the module, not that of main weights, and the names of the module.
@@ -206,7 +209,8 @@ def whole_state_dict(model: ShardedModule, keep: bool = True) -> dict[str, torch
 
 
 def _state(
-    models: Sequence[ShardedModule], optimizers: Sequence[torch.optim.Optimizer]
+    models: Sequence[ShardedModule],
+    optimizers: Sequence[torch.optim.Optimizer],
 ) -> dict[str, Any]:
     """Return the state of models and optimizers as DTensors, ready to be saved or loaded into."""
     state = {}

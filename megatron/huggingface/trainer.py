@@ -115,7 +115,11 @@ class ShardedTrainer(Trainer):
             resume_from_checkpoint = found[0]
         return super().train(resume_from_checkpoint, *others, **named)
 
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+    def save_model(
+        self,
+        output_dir: str | None = None,
+        _internal_call: bool = False,
+    ) -> None:
         """Write the whole model as transformers does, or PEFT its adapters; a collective.
 
         Checkpoints of the training get no whole model: their weights are with the optimizer's
@@ -152,7 +156,9 @@ class ShardedTrainer(Trainer):
             torch.save(state, os.path.join(output_dir, SCHEDULER_FILE))
 
     def _load_from_checkpoint(
-        self, resume_from_checkpoint: str, model: nn.Module | None = None
+        self,
+        resume_from_checkpoint: str,
+        model: nn.Module | None = None,
     ) -> None:
         # Shards are loaded into the sharded model, together with the optimizer's.
         if states.shared_shards_folder(resume_from_checkpoint) is None:

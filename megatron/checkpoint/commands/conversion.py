@@ -339,7 +339,8 @@ def _message_of_rank(error: Exception) -> str:
 
 
 def _on_first_rank(
-    action: Callable[[], Result], removed_on_error: Path | None = None
+    action: Callable[[], Result],
+    removed_on_error: Path | None = None,
 ) -> Result | None:
     """Run ``action`` on rank 0 and return its result there, None on other ranks.
 

@@ -40,7 +40,9 @@ class Opened:
     stored: StoredCheckpoint | None
 
     def state(
-        self, group_numbers: Mapping[str, Any] | None = None, allow_unknown: bool = False
+        self,
+        group_numbers: Mapping[str, Any] | None = None,
+        allow_unknown: bool = False,
     ) -> TrainingState:
         """Read the checkpoint. Tensors are read later, when they are needed.
 

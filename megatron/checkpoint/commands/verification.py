@@ -78,7 +78,10 @@ def _other_iteration(opened: Opened, state: TrainingState) -> Iterator[str]:
         )
 
 
-def find_changed_files(opened: Opened, progress: Progress = ignore_progress) -> list[str]:
+def find_changed_files(
+    opened: Opened,
+    progress: Progress = ignore_progress,
+) -> list[str]:
     """Compare the files of a checkpoint with its manifest, and find those that are not listed.
 
     Raises:

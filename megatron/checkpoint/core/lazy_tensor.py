@@ -80,7 +80,9 @@ class LazyTensor:
         return LazyTensor(self.shape, dtype, read_rows)
 
     def map(
-        self, shape: Sequence[int], function: Callable[[torch.Tensor], torch.Tensor]
+        self,
+        shape: Sequence[int],
+        function: Callable[[torch.Tensor], torch.Tensor],
     ) -> LazyTensor:
         """Return a function of the whole tensor, of this shape, that keeps its dtype.
 

@@ -131,7 +131,11 @@ class DcpTarget:
             num_bytes = sum(_num_bytes(entry) for entry in chosen)
             self.parts.append(Part(f"{number:05d}", num_bytes, self._writer(number, chosen)))
 
-    def _writer(self, number: int, entries: list[Entry]) -> Callable[[Path, Progress], Any]:
+    def _writer(
+        self,
+        number: int,
+        entries: list[Entry],
+    ) -> Callable[[Path, Progress], Any]:
         def write(staging: Path, progress: Progress) -> dict[str, Any]:
             known = len(self._notes)
             plan = SavePlan(

@@ -136,7 +136,11 @@ class EvenPlanner(DefaultSavePlanner):
         self.plan = SavePlan(items, storage_data=new_plan.storage_data)
         return self.plan
 
-    def transform_object(self, write_item: WriteItem, object: Any) -> torch.Tensor | io.BytesIO:
+    def transform_object(
+        self,
+        write_item: WriteItem,
+        object: Any,
+    ) -> torch.Tensor | io.BytesIO:
         """Return a tensor, or the pickle of an object."""
         if write_item.type == WriteItemType.BYTE_IO and safe_pickle.is_scalar(object):
             return io.BytesIO(safe_pickle.save_torch(object))
@@ -165,7 +169,10 @@ class _Items(dict[str, WriteItem]):
         return self[key]
 
 
-def assign(items_of_ranks: Sequence[Sequence[WriteItem]], spreads: bool) -> list[list[int]]:
+def assign(
+    items_of_ranks: Sequence[Sequence[WriteItem]],
+    spreads: bool,
+) -> list[list[int]]:
     """Choose for each item one of the ranks that have it.
 
     Items of one rank alone are its own. The others, from the largest to the smallest, go to the

@@ -188,7 +188,8 @@ def _with_joined_halves(tensors: Tensors, where: str) -> Tensors:
 
 
 def _optimizer_state(
-    stored: StoredCheckpoint, parameters: Tensors
+    stored: StoredCheckpoint,
+    parameters: Tensors,
 ) -> tuple[dict[str, Tensors], dict[str, float]]:
     """Return the moments by parameter and slot, and the number of steps by parameter.
 

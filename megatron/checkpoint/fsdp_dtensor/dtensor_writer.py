@@ -195,7 +195,11 @@ class _EntryList:
                 entry = whole(key, in_memory(value))
             self._add(entry, *path)
 
-    def _halves(self, name: str, tensor: LazyTensor) -> Iterator[tuple[str, LazyTensor]]:
+    def _halves(
+        self,
+        name: str,
+        tensor: LazyTensor,
+    ) -> Iterator[tuple[str, LazyTensor]]:
         """Yield the name in the file and the tensor, or those of each half of a gated weight."""
         module_name = self._spelling.module_name(name)
         if name not in self._gated:

@@ -351,13 +351,9 @@ class Family:
             if row.where(args, 0):
                 yield Pairing(row.ours, tuple(row.theirs.split()), row.rearrangement)
         for number in range(args.num_layers):
-            yield from _in_layer(
-                self.layer,
-                args,
-                number,
-                ours=f"decoder.layers.{number}.",
-                theirs=f"{self.layers}{number}.",
-            )
+            ours = f"decoder.layers.{number}."
+            theirs = f"{self.layers}{number}."
+            yield from _in_layer(self.layer, args, number, ours=ours, theirs=theirs)
         last = args.num_layers - 1  # predicting layers are made like it
         head = WORD_EMBEDDINGS
         if args.untie_embeddings_and_output_weights:

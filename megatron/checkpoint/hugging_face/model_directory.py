@@ -180,7 +180,10 @@ def _product(
     return LazyTensor(codes.shape, torch.float32, read_rows)
 
 
-def quantized(tensor: LazyTensor, block: Sequence[int]) -> tuple[LazyTensor, LazyTensor]:
+def quantized(
+    tensor: LazyTensor,
+    block: Sequence[int],
+) -> tuple[LazyTensor, LazyTensor]:
     """Return the codes and the scales of a matrix: 448 stands for the largest value of a block."""
     rows, columns = tensor.shape
     grid = (-(-rows // block[0]), -(-columns // block[1]))

@@ -293,7 +293,11 @@ class FileIntegrity:
             return "it has no tensors"
         return f"it has {some(sorted(self._keys[name]))}"
 
-    def problem_of_content(self, name: str, changed_entries: ChangedEntries) -> str | None:
+    def problem_of_content(
+        self,
+        name: str,
+        changed_entries: ChangedEntries,
+    ) -> str | None:
         """Return what is wrong with the content of a file; None if it is sound. Reads it once.
 
         The digest of the manifest is compared, or without a manifest all checksums in the file.

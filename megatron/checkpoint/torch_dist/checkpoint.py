@@ -172,7 +172,11 @@ def _model_tensors(stored: StoredCheckpoint) -> tuple[Tensors, list[str]]:
     return tensors, unknown
 
 
-def _add_objects(state: TrainingState, stored: StoredCheckpoint, used: set[str]) -> None:
+def _add_objects(
+    state: TrainingState,
+    stored: StoredCheckpoint,
+    used: set[str],
+) -> None:
     """Add random states and extra states, and notes on the objects that no conversion uses.
 
     ``used`` are the keys of the optimizer. The extra states of runs without FP8 are empty.
@@ -286,7 +290,10 @@ def _leading_axes(keys: Mapping[str, _StackedKey]) -> dict[str, tuple[int, ...]]
     return axes
 
 
-def _zero_moments(state: TrainingState, keys: Mapping[str, _StackedKey]) -> dict[str, Tensors]:
+def _zero_moments(
+    state: TrainingState,
+    keys: Mapping[str, _StackedKey],
+) -> dict[str, Tensors]:
     """Return zeros for frozen parameters that are stacked with others that have moments.
 
     A stacked tensor can have no holes.

@@ -148,7 +148,8 @@ def _possible_layouts(
 
 
 def _possible_implementations(
-    args: Namespace | None, shows_order: bool
+    args: Namespace | None,
+    shows_order: bool,
 ) -> list[LayerImplementation]:
     """List the implementations of layers that are possible, the one of the arguments first."""
     named = getattr(args, "transformer_impl", None)

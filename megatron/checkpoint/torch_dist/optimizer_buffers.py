@@ -316,7 +316,8 @@ class GatheredBuffer:
 
 
 def sharded_buffers(
-    stored: StoredCheckpoint, keys: Mapping[str, OptimizerKey]
+    stored: StoredCheckpoint,
+    keys: Mapping[str, OptimizerKey],
 ) -> dict[OptimizerOfRank, list[ShardedBuffer]]:
     """Find the buffers of a ``dp_reshardable`` file among the keys of its optimizer."""
     buckets_of: dict[tuple[OptimizerOfRank, int, str], dict[int, dict[str, str]]] = {}

@@ -40,7 +40,10 @@ Placement = dict[str, list[list[StoredShard]]]
 """Name -> copies of the parameter -> its shards, one for each tensor-parallel rank."""
 
 
-def dense_shards(shards: Sequence[ParameterShard], experts_are_apart: bool) -> list[ParameterShard]:
+def dense_shards(
+    shards: Sequence[ParameterShard],
+    experts_are_apart: bool,
+) -> list[ParameterShard]:
     """Return the shards in the buffers of the dense optimizer; experts may have their own."""
     if not experts_are_apart:
         return list(shards)
@@ -133,7 +136,8 @@ def add_copies(placement: Placement, ranks: Sequence[Sequence[StoredShard]]) -> 
 
 
 def shards_by_dtype(
-    model: RegisteredModel, shards: Sequence[ParameterShard]
+    model: RegisteredModel,
+    shards: Sequence[ParameterShard],
 ) -> dict[str, list[ParameterShard]]:
     """Group shards by the dtype that the parameter has in the model, as text."""
     found: dict[str, list[ParameterShard]] = {}
@@ -143,7 +147,8 @@ def shards_by_dtype(
 
 
 def _place_in_turn(
-    contents: Sequence[tuple[str, list[ParameterShard]]], buffers: Sequence[OptimizerBuffer]
+    contents: Sequence[tuple[str, list[ParameterShard]]],
+    buffers: Sequence[OptimizerBuffer],
 ) -> list[StoredShard]:
     """Locate experts, by dtype, in the buffers of a rank; a chunk without any has no buffer."""
     dtypes = [dtype for dtype, _ in contents]
@@ -157,7 +162,10 @@ def _place_in_turn(
     return placed
 
 
-def _place_in(buffer: OptimizerBuffer, shards: Sequence[ParameterShard]) -> list[StoredShard]:
+def _place_in(
+    buffer: OptimizerBuffer,
+    shards: Sequence[ParameterShard],
+) -> list[StoredShard]:
     placed = []
     for shard, location in zip(shards, buffer.locate(shards)):
         placed.append(StoredShard(shard.name, buffer, location))

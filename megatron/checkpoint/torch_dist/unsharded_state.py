@@ -199,7 +199,8 @@ def optimizers_in(common: Mapping[str, Any]) -> list[Any]:
 
 
 def optimizers_of_ranks(
-    stored: StoredCheckpoint, keys: Mapping[OptimizerOfRank, str]
+    stored: StoredCheckpoint,
+    keys: Mapping[OptimizerOfRank, str],
 ) -> dict[int, Any]:
     """Return the state of each chained optimizer that ranks have stored.
 
