@@ -205,17 +205,12 @@ class EntryPlanner(DefaultSavePlanner):
 def _write_item(entry: Entry) -> WriteItem:
     if isinstance(entry, ObjectEntry):
         return WriteItem(MetadataIndex(entry.key), WriteItemType.BYTE_IO)
-    data = TensorWriteData(
-        _chunk(entry),
-        TensorProperties(dtype=entry.tensor.dtype),
-        torch.Size(entry.shape),
-    )
-    index = MetadataIndex(entry.key, torch.Size(entry.offsets))
+    shape = torch.Size(entry.shape)
+    offsets = torch.Size(entry.offsets)
+    chunk = ChunkStorageMetadata(offsets, torch.Size(entry.sizes))
+    data = TensorWriteData(chunk, TensorProperties(dtype=entry.tensor.dtype), shape)
+    index = MetadataIndex(entry.key, offsets)
     return WriteItem(index, WriteItemType.SHARD, tensor_data=data)
-
-
-def _chunk(entry: TensorEntry) -> ChunkStorageMetadata:
-    return ChunkStorageMetadata(torch.Size(entry.offsets), torch.Size(entry.sizes))
 
 
 def _num_bytes(entry: Entry) -> int:

@@ -47,7 +47,8 @@ def target(
     optimizer_prefix = optimizer_prefix or _default_optimizer_prefix(state)
     _check_prefix("model", model_prefix)
     _check_prefix("optimizer.state", optimizer_prefix)
-    gated = _gated_names(state)
+    shapes = {name: tensor.shape for name, tensor in state.weights.items()}
+    gated = {name for name in shapes if key_rules.has_halves(name, shapes)}
     _check_gated(state, gated, must_be_gated, gated_modules)
     entries = _EntryList(
         state,
@@ -82,12 +83,6 @@ def _check_prefix(start: str, prefix: str) -> None:
             f"no loader asks for the prefix {prefix!r}: it is {start}.module, with one module"
             " for each wrapper"
         )
-
-
-def _gated_names(state: TrainingState) -> set[str]:
-    """Return the parameters that the file has as two halves."""
-    shapes = {name: tensor.shape for name, tensor in state.weights.items()}
-    return {name for name in shapes if key_rules.has_halves(name, shapes)}
 
 
 def _check_gated(
