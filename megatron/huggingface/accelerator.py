@@ -217,7 +217,11 @@ class ShardedAccelerator(Accelerator):
         joinables: object,
         even_batches: bool | None = None,
     ) -> Iterator[NoReturn]:
-        """Refuse: ranks with different numbers of batches would wait for each other."""
+        """Refuse: ranks with different numbers of batches would wait for each other.
+
+        Raises:
+            NotImplementedError: always.
+        """
         raise NotImplementedError(
             "join_uneven_inputs: every forward of a sharded model is a collective; give each rank"
             " the same number of batches, which prepared data loaders do"

@@ -84,7 +84,11 @@ class ShardedTrainer(Trainer):
         """Leave the model where it is: sharding moves it, and tensors on meta cannot be moved."""
 
     def hyperparameter_search(self, *args: Any, **arguments: Any) -> NoReturn:
-        """Refuse: it would shard one model after the other in one process."""
+        """Refuse: it would shard one model after the other in one process.
+
+        Raises:
+            NotImplementedError: always.
+        """
         raise NotImplementedError(
             "hyperparameter_search is not supported: start a program for each trial"
         )
@@ -103,6 +107,9 @@ class ShardedTrainer(Trainer):
         """Train as transformers does; the first rank chooses the last checkpoint for all.
 
         Ranks that looked for themselves could find different ones, while old ones are deleted.
+
+        Raises:
+            ValueError: if ``resume_from_checkpoint`` is True and there is no checkpoint.
         """
         if resume_from_checkpoint is True and dist.is_initialized():
             folder = self.args.output_dir

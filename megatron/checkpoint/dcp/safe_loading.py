@@ -94,7 +94,11 @@ class SafePlanner(DefaultLoadPlanner):
         return self._plan
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Unpickle one object and put it into the state dict that is loaded."""
+        """Unpickle one object and put it into the state dict that is loaded.
+
+        Raises:
+            ValueError: for an object that is damaged or names a class that checkpoints do not hold.
+        """
         key = read_item.dest_index.fqn
         try:
             content = safe_pickle.load_torch(value.getvalue())

@@ -331,7 +331,12 @@ def load_torch(data: bytes) -> Any:
 
 @contextmanager
 def naming(file: str) -> Iterator[None]:
-    """Let errors of reading pickles name the file; what is no refusal means that it is damaged."""
+    """Let errors of reading a pickle inside the context name the file.
+
+    Raises:
+        RefusedPickleError: for a refusal.
+        DamagedCheckpointError: for any other error that reading a pickle raises.
+    """
     try:
         yield
     except RefusedPickleError as error:

@@ -186,6 +186,9 @@ class ShardedBuffer:
         With buckets of 228 and 60 elements and three shards of 100, 100 and 60 (in the order of the
         buffer), the first is at 0 to 100 of bucket 0, the second at 128 to 228, where the bucket
         ends, and the third at 0 to 60 of bucket 1.
+
+        Raises:
+            LayoutMismatchError: if they do not fill the buckets.
         """
         locations = []
         bucket = position = 0
@@ -282,6 +285,9 @@ class GatheredBuffer:
         the buffer), the first two are at 0 to 100 and 128 to 158, which closes the bucket. The next
         bucket begins at 158: its shards are at 158 to 218 and, 64 elements after its beginning, at
         222 to 242.
+
+        Raises:
+            LayoutMismatchError: if they do not fill the buffer.
         """
         locations = []
         bucket_start = end = 0  # both from the beginning of the tensor
