@@ -268,7 +268,7 @@ def verify(
     if problems:
         verdict = f"{len(problems)} problems"
     printer.text(f"{opened.directory} ({opened.format}): {verdict}")
-    sys.exit(bool(problems))
+    sys.exit(int(bool(problems)))
 
 
 @command
@@ -377,4 +377,4 @@ def _report(
     if found.differs:
         verdict = "the checkpoints differ"
     printer.text(f"{found.equal} entries are the same; {verdict}")
-    sys.exit(found.differs)
+    sys.exit(int(found.differs))
