@@ -146,7 +146,7 @@ def _parsed_keys(stored: StoredCheckpoint) -> Keys:
     """Parse all keys of the optimizer, and refuse those of another form."""
     keys = {}
     unknown = []
-    for key in sorted([*stored.tensors, *stored.objects]):
+    for key in [*stored.tensors, *stored.objects]:
         if not optimizer_keys.is_optimizer_key(key):
             continue
         parsed = optimizer_keys.parse(key)
@@ -156,7 +156,7 @@ def _parsed_keys(stored: StoredCheckpoint) -> Keys:
         else:
             keys[key] = parsed
     refuse("keys of an optimizer that are not understood", unknown)
-    return keys
+    return {key: keys[key] for key in sorted(keys)}
 
 
 def _find_layout(stored: StoredCheckpoint, keys: Keys) -> str | None:
