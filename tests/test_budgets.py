@@ -36,7 +36,7 @@ ROOMS = [
     Room("megatron/fsdp/engine",            5_300, 19),  # one thing a line, arguments documented
     Room("megatron/fsdp",                  13_900, 61),  # parts, agreement, sharding in place
     Room("megatron/mcore_adapter",          4_750, 34),  # both generations and loops
-    Room("megatron/checkpoint",            12_650, 64),  # the end of interrupted conversions
+    Room("megatron/checkpoint",            13_900, 64),  # one statement a line, arguments explained
     Room("megatron/pretrain",               8_700, 52),
 ]  # fmt: skip
 

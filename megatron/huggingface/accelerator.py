@@ -59,10 +59,8 @@ class ShardedAccelerator(Accelerator):
         arguments.setdefault("cpu", not torch.cuda.is_available())
         super().__init__(**arguments)
         if self.distributed_type not in SUPPORTED_TYPES:
-            raise_problems(
-                "ShardedAccelerator does not take this",
-                [f"{self.distributed_type}: use GPUs or CPUs"],
-            )
+            problems = [f"{self.distributed_type}: use GPUs or CPUs"]
+        raise_problems("ShardedAccelerator does not take this", problems)
         self._sharded: WeakSet[MegatronFSDP] = WeakSet()
         self._hidden: tuple[list[MegatronFSDP], list[torch.optim.Optimizer]] = ([], [])
         self.register_save_state_pre_hook(self._save_shards)
@@ -80,10 +78,14 @@ class ShardedAccelerator(Accelerator):
         """
         if device_placement is not None:
             raise ValueError("device_placement: sharding places models; leave it out")
-        for each in args:
-            if isinstance(each, torch.optim.Optimizer) and not _is_sharded(each):
-                refuse_optimizer(each)
-        objects = [self.prepare_model(e) if isinstance(e, nn.Module) else e for e in args]
+        for prepared in args:
+            if isinstance(prepared, torch.optim.Optimizer) and not _is_sharded(prepared):
+                refuse_optimizer(prepared)
+        objects = []
+        for prepared in args:
+            if isinstance(prepared, nn.Module):
+                prepared = self.prepare_model(prepared)
+            objects.append(prepared)
         return super().prepare(*objects)
 
     def prepare_model(
@@ -94,10 +96,15 @@ class ShardedAccelerator(Accelerator):
     ) -> MegatronFSDP:
         """Shard a model, for evaluation too; one that is sharded already is returned as it is.
 
+        Args:
+            model: an unsharded model, or what this method has returned.
+            device_placement: ignored: sharding places the model.
+            evaluation_mode: ignored: a model is sharded for evaluation as for training.
+
         Raises:
             ValueError: lists why the model cannot be sharded, the same on every rank.
         """
-        wrapper = model if isinstance(model, MegatronFSDP) else self._wrapper_of(model)
+        wrapper = self._wrapper_of(model)
         if wrapper is None:
             raise_problems(f"{type(model).__name__} cannot be sharded", problems_of_model(model))
             # Evaluation mode leaves out the wrapper of DDP. What remains is autocast.
@@ -112,7 +119,9 @@ class ShardedAccelerator(Accelerator):
         return wrapper
 
     def prepare_optimizer(
-        self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
+        self,
+        optimizer: torch.optim.Optimizer,
+        device_placement: bool | None = None,
     ) -> AcceleratedOptimizer:
         """Shard an optimizer over the parameters of a model, as it was before or after sharding.
 
@@ -133,23 +142,30 @@ class ShardedAccelerator(Accelerator):
         if settings.get("device_mesh") is None and dist.is_initialized():
             # On the device of the Accelerator, which is a CPU with `cpu=True` on any machine.
             settings["device_mesh"] = init_device_mesh(
-                self.device.type, (self.num_processes,), mesh_dim_names=("dp",)
+                self.device.type,
+                (self.num_processes,),
+                mesh_dim_names=("dp",),
             )
             settings["dp_shard_dim"] = "dp"
         return settings
 
     def _wrapper_of(self, module: nn.Module) -> MegatronFSDP | None:
-        """Return the sharded model that has this module inside, if there is one."""
-        return next((each for each in self._sharded if each.module is module), None)
+        """Return the sharded model that is this module, or has it inside; None without one."""
+        if isinstance(module, MegatronFSDP):
+            return module
+        for model in self._sharded:
+            if model.module is module:
+                return model
+        return None
 
     def _model_of(self, optimizer: torch.optim.Optimizer) -> MegatronFSDP:
-        own: set[torch.Tensor] = set()
+        own = set()
         for group in optimizer.param_groups:
             own.update(group["params"])
         for model in self._sharded:
-            known = {each.compute for each in model.sharded_params}
-            if own & (known | {each.parameter for each in model.sharded_params}):
-                return model
+            for sharded in model.sharded_params:
+                if sharded.compute in own or sharded.parameter in own:
+                    return model
         raise ValueError(
             "the optimizer has no parameters of a model that this ShardedAccelerator has prepared:"
             " hand both to prepare(), or prepare the model first"
@@ -161,9 +177,16 @@ class ShardedAccelerator(Accelerator):
         keep_fp32_wrapper: bool = True,
         keep_torch_compile: bool = True,
     ) -> nn.Module:
-        """Return the user's module, whose `generate` and `config` are used as before."""
-        inner = model.module if isinstance(model, MegatronFSDP) else model
-        return super().unwrap_model(inner, keep_fp32_wrapper, keep_torch_compile)
+        """Return the user's module, whose `generate` and `config` are used as before.
+
+        Args:
+            model: a sharded model, or any other one.
+            keep_fp32_wrapper: whether the forward keeps running under autocast.
+            keep_torch_compile: whether a compiled module stays compiled.
+        """
+        if isinstance(model, MegatronFSDP):
+            model = model.module
+        return super().unwrap_model(model, keep_fp32_wrapper, keep_torch_compile)
 
     # ---- training
 
@@ -173,15 +196,32 @@ class ShardedAccelerator(Accelerator):
         max_norm: float,
         norm_type: float = 2,
     ) -> torch.Tensor:
-        """Clip gradients by the norm over all ranks, and return that norm, 0-d."""
+        """Clip gradients by the norm over all ranks; a collective.
+
+        Args:
+            parameters: parameters of a sharded model; their gradients are scaled in place.
+            max_norm: largest norm that is left as it is.
+            norm_type: order of the norm.
+
+        Returns:
+            The norm over all ranks before clipping, a 0-d tensor.
+        """
         norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
-        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+        if isinstance(norm, DTensor):
+            return norm.full_tensor()
+        return norm
 
     @contextmanager
     def join_uneven_inputs(
-        self, joinables: object, even_batches: bool | None = None
+        self,
+        joinables: object,
+        even_batches: bool | None = None,
     ) -> Iterator[NoReturn]:
-        """Refuse: ranks with different numbers of batches would wait for each other."""
+        """Refuse: ranks with different numbers of batches would wait for each other.
+
+        Raises:
+            NotImplementedError: always.
+        """
         raise NotImplementedError(
             "join_uneven_inputs: every forward of a sharded model is a collective; give each rank"
             " the same number of batches, which prepared data loaders do"
@@ -190,26 +230,35 @@ class ShardedAccelerator(Accelerator):
 
     # ---- checkpoints
 
-    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, torch.Tensor]:
+    def get_state_dict(
+        self,
+        model: nn.Module,
+        unwrap: bool = True,
+    ) -> dict[str, torch.Tensor]:
         """Gather the weights under the module's own names; a collective.
 
         The main process gets tensors on the CPU, the others an empty dict.
         """
-        if not isinstance(model, MegatronFSDP):
-            model = self._wrapper_of(model) or model
-        if not isinstance(model, MegatronFSDP):
+        wrapper = self._wrapper_of(model)
+        if wrapper is None:
             return super().get_state_dict(model, unwrap)
-        return states.whole_state_dict(model, keep=self.is_main_process)
+        return states.whole_state_dict(wrapper, keep=self.is_main_process)
 
     def save_state(
-        self, output_dir: str | None = None, safe_serialization: bool = True, **arguments: Any
+        self,
+        output_dir: str | None = None,
+        safe_serialization: bool = True,
+        **arguments: Any,
     ) -> str:
         """Save shards of models and optimizers; everything else as accelerate does."""
         with self._hiding_sharded_objects():
             return super().save_state(output_dir, safe_serialization, **arguments)
 
     def load_state(
-        self, input_dir: str | None = None, load_kwargs: dict | None = None, **arguments: Any
+        self,
+        input_dir: str | None = None,
+        load_kwargs: dict | None = None,
+        **arguments: Any,
     ) -> None:
         """Load what `save_state` has saved, on any number of ranks.
 
@@ -222,7 +271,7 @@ class ShardedAccelerator(Accelerator):
     def _hiding_sharded_objects(self) -> Iterator[None]:
         """Leave models and optimizers, inside the context, to the hooks of this class."""
         lists: dict[str, list[Any]] = {"_models": self._models, "_optimizers": self._optimizers}
-        self._hidden = lists["_models"], [each.optimizer for each in lists["_optimizers"]]
+        self._hidden = lists["_models"], [prepared.optimizer for prepared in lists["_optimizers"]]
         for name in lists:
             setattr(self, name, [])
         try:
@@ -232,7 +281,12 @@ class ShardedAccelerator(Accelerator):
                 setattr(self, name, objects)
             self._hidden = [], []
 
-    def _save_shards(self, models: object, weights: object, folder: str) -> None:
+    def _save_shards(
+        self,
+        models: object,
+        weights: object,
+        folder: str,
+    ) -> None:
         states.save_shards(folder, *self._hidden)
 
     def _load_shards(self, models: object, folder: str) -> None:
@@ -242,20 +296,24 @@ class ShardedAccelerator(Accelerator):
 def default_units(module: nn.Module) -> list[type[nn.Module] | nn.Module]:
     """Return the layers of a module of transformers.
 
-    They are the classes that are never split, and further layers of the model's plan for FSDP2
+    They are the classes that are never split, and the further layers in the model's plan for FSDP2
     (transformers 5.24), whose names have ``*`` for a number.
     """
-    names = set(getattr(module, "_no_split_modules", None) or ())
-    kinds = [type(each) for each in module.modules()]
-    never_split = list(dict.fromkeys(kind for kind in kinds if kind.__name__ in names))
-    rules = {rule for rule in getattr(module, "fsdp_plan", None) or () if "*" in rule}
+    names = getattr(module, "_no_split_modules", None) or ()
+    rules = getattr(module, "fsdp_plan", None) or ()
+    never_split: dict[type[nn.Module], None] = {}
     planned = []
-    for name, each in module.named_modules():
-        if re.sub(r"\d+", "*", name) in rules and type(each) not in never_split:
-            planned.append(each)
+    for name, inner in module.named_modules():
+        # A rule such as model.layers.* is for all layers.
+        rule = re.sub(r"\d+", "*", name)
+        if type(inner).__name__ in names:
+            never_split[type(inner)] = None
+        elif rule in rules and "*" in rule:
+            planned.append(inner)
     return [*never_split, *planned]
 
 
 def _is_sharded(optimizer: torch.optim.Optimizer) -> bool:
-    inner = optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
-    return isinstance(inner, ShardedOptimizer)
+    if isinstance(optimizer, AcceleratedOptimizer):
+        optimizer = optimizer.optimizer
+    return isinstance(optimizer, ShardedOptimizer)

@@ -54,7 +54,7 @@ def raise_problems(subject: str, problems: Sequence[str]) -> None:
 
 def problems_of_sharding(sharding: Mapping[str, Any]) -> list[str]:
     """List the keys of ``sharding`` that are no arguments of ``fully_shard_model``."""
-    known = [name for name in inspect.signature(fully_shard_model).parameters if name != "module"]
+    _, *known = inspect.signature(fully_shard_model).parameters  # the first one is the module
     unknown = [name for name in sharding if name not in known]
     if not unknown:
         return []
@@ -66,27 +66,26 @@ def problems_of_sharding(sharding: Mapping[str, Any]) -> list[str]:
 
 def problems_of_accelerator(arguments: Mapping[str, Any]) -> list[str]:
     """List what is not supported of the arguments of accelerate's Accelerator."""
-    problems = [
-        f"{name}: the model would be distributed twice; leave it out"
-        for name in OTHER_PLUGINS
-        if arguments.get(name) is not None
-    ]
-    problems += [
-        f"the environment variable {name}: the model would be distributed twice; start the program"
-        " with torchrun, or accelerate launch --multi_gpu"
-        for name in OTHER_LAUNCHES
-        if os.environ.get(name, "false").lower() == "true"
-    ]
+    problems = []
+    for name in OTHER_PLUGINS:
+        if arguments.get(name) is not None:
+            problems.append(f"{name}: the model would be distributed twice; leave it out")
+    for name in OTHER_LAUNCHES:
+        if os.environ.get(name, "false").lower() == "true":
+            problems.append(
+                f"the environment variable {name}: the model would be distributed twice; start the"
+                " program with torchrun, or accelerate launch --multi_gpu"
+            )
     precision = arguments.get("mixed_precision")
-    precision = (
-        os.environ.get("ACCELERATE_MIXED_PRECISION", "no") if precision is None else precision
-    )
+    if precision is None:
+        precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     if str(precision) not in ("no", "bf16"):
         problems.append(f"mixed_precision={str(precision)!r}: use 'bf16' or 'no'")
     if arguments.get("device_placement", True) is not True:
         problems.append("device_placement=False: sharding places the model; leave it out")
     backend = getattr(arguments.get("dynamo_plugin"), "backend", arguments.get("dynamo_backend"))
-    backend = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no") if backend is None else backend
+    if backend is None:
+        backend = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no")
     if str(getattr(backend, "value", backend)).upper() != "NO":
         problems.append(f"torch.compile of the whole model: {COMPILE_HINT}")
     if not getattr(arguments.get("dataloader_config"), "even_batches", True):
@@ -145,7 +144,7 @@ def _problems_of_saving(arguments: Any) -> list[str]:
 
 
 def problems_of_model(module: nn.Module) -> list[str]:
-    """List why a model cannot be sharded here, beside what ``fully_shard_model`` checks."""
+    """List why a model cannot be sharded here; ``fully_shard_model`` checks the rest."""
     problems = []
     if getattr(module, "quantization_method", None) is not None:
         problems.append(
@@ -156,10 +155,11 @@ def problems_of_model(module: nn.Module) -> list[str]:
     peft = sys.modules.get("peft")
     if peft is not None and isinstance(module, peft.PeftMixedModel):
         problems.append("PeftMixedModel cannot be saved: use PeftModel")
-    adapters: Any = module.active_peft_config if is_peft_model(module) else None
-    if adapters is not None and adapters.is_prompt_learning:
-        kind = str(getattr(adapters.peft_type, "value", "prompt learning"))
-        problems.append(f"{kind}: PEFT reads prompts outside of the model's forward; use LoRA")
+    if is_peft_model(module):
+        adapters: Any = module.active_peft_config
+        if adapters.is_prompt_learning:
+            kind = str(getattr(adapters.peft_type, "value", "prompt learning"))
+            problems.append(f"{kind}: PEFT reads prompts outside of the model's forward; use LoRA")
     return problems
 
 

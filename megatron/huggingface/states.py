@@ -68,7 +68,8 @@ def shared_shards_folder(checkpoint: Path) -> str | None:
     names = agree([os.fspath(checkpoint)])
     if len(names) > 1:
         raise ValueError(f"ranks want to load different checkpoints: {', '.join(names[:5])}")
-    folder, problems = None, []
+    folder = None
+    problems = []
     try:
         folder = shards_folder(checkpoint)
     except ValueError as error:
@@ -76,7 +77,10 @@ def shared_shards_folder(checkpoint: Path) -> str | None:
     problems = agree(problems)
     if problems:
         raise ValueError(problems[0])
-    blind = agree([] if folder else [f"rank {dist.get_rank()}"])
+    missing_here = []
+    if folder is None:
+        missing_here.append(f"rank {dist.get_rank()}")
+    blind = agree(missing_here)
     if 0 < len(blind) < dist.get_world_size():
         raise ValueError(
             f"{os.path.join(checkpoint, SHARDS_FOLDER)} is not seen by {', '.join(blind[:5])}"
@@ -86,25 +90,39 @@ def shared_shards_folder(checkpoint: Path) -> str | None:
 
 
 def save_shards(
-    checkpoint: Path, models: Sequence[ShardedModule], optimizers: Sequence[torch.optim.Optimizer]
+    checkpoint: Path,
+    models: Sequence[ShardedModule],
+    optimizers: Sequence[torch.optim.Optimizer],
 ) -> None:
     """Write the shards of models and optimizers into a checkpoint; a collective.
 
     Of a PEFT model only what is trained is written.
+
+    Args:
+        checkpoint: folder of the checkpoint; the shards go into a folder in it.
+        models: sharded models.
+        optimizers: sharded optimizers.
     """
     folder = os.path.join(checkpoint, SHARDS_FOLDER)
     if not dist.is_initialized() or dist.get_rank() == 0:
-        # Without it earlier shards are not complete, until all are written anew. Ranks write when
-        # this one has planned what each of them does.
+        # Without it earlier shards are incomplete until all are written. The other ranks write
+        # only when this one has planned what each of them does.
         with contextlib.suppress(FileNotFoundError):
             os.remove(os.path.join(folder, ".metadata"))
     save(_state(models, optimizers), checkpoint_id=folder)
 
 
 def load_shards(
-    checkpoint: Path, models: Sequence[ShardedModule], optimizers: Sequence[torch.optim.Optimizer]
+    checkpoint: Path,
+    models: Sequence[ShardedModule],
+    optimizers: Sequence[torch.optim.Optimizer],
 ) -> None:
     """Load what :func:`save_shards` has written, on any number of ranks; a collective.
+
+    Args:
+        checkpoint: folder of the checkpoint.
+        models: sharded models, in the order in which they were saved; their weights change.
+        optimizers: sharded optimizers, in the order in which they were saved.
 
     Raises:
         ValueError: if the checkpoint has no complete folder of shards.
@@ -120,7 +138,11 @@ def load_shards(
         optimizer.load_state_dict(state[f"optimizer_{number}"])
 
 
-def load_weights_of_shards(model: nn.Module, checkpoint: Path, number: int = 0) -> None:
+def load_weights_of_shards(
+    model: nn.Module,
+    checkpoint: Path,
+    number: int = 0,
+) -> None:
     """Load the weights in a checkpoint of shards into a plain model; needs no process group.
 
     Args:
@@ -136,14 +158,17 @@ def load_weights_of_shards(model: nn.Module, checkpoint: Path, number: int = 0) 
         raise ValueError(f"{checkpoint} has no folder {SHARDS_FOLDER}")
     weights = model.state_dict()
     if is_peft_model(model):
-        frozen = _frozen_names(model)
-        weights = {name: value for name, value in weights.items() if name not in frozen}
+        for name in _frozen_names(model):
+            weights.pop(name, None)
     state = {f"model_{number}": weights}
     load(state, checkpoint_id=folder, no_dist=True)
     model.load_state_dict(weights, strict=not is_peft_model(model))
 
 
-def whole_state_dict(model: ShardedModule, keep: bool = True) -> dict[str, torch.Tensor]:
+def whole_state_dict(
+    model: ShardedModule,
+    keep: bool = True,
+) -> dict[str, torch.Tensor]:
     """Gather the weights, one tensor at a time; a collective.
 
     Weights have the dtype of the module, not that of main weights, and the names of the module.
@@ -158,46 +183,50 @@ def whole_state_dict(model: ShardedModule, keep: bool = True) -> dict[str, torch
         Tensors on the CPU.
     """
     main_weights = model.state_dict(keep_vars=True)
-    dtypes = {each.parameter: each.compute.dtype for each in model.sharded_params}
+    dtypes = {sharded.parameter: sharded.compute.dtype for sharded in model.sharded_params}
     unwanted = _unwanted_names(model.module)
-    gathered: dict[torch.Tensor, torch.Tensor] = {}
+    gathered = {}
     whole = {}
     for key, value in model.state_dict().items():
-        name, main_weight = key.removeprefix(PREFIX), main_weights[key]
+        name = key.removeprefix(PREFIX)
         if name in unwanted:
             continue
-        if not isinstance(value, DTensor):
-            if keep:
-                whole[name] = value.cpu() if isinstance(value, torch.Tensor) else value
-            continue
-        if main_weight not in gathered:
-            tensor = full_tensor(value).to(dtypes.get(main_weight, value.dtype))
-            # A shard of a single rank is a view of the weights, which go on training.
-            gathered[main_weight] = tensor.to("cpu", copy=True) if keep else torch.empty(0)
+        if isinstance(value, DTensor):
+            main_weight = main_weights[key]
+            if main_weight not in gathered:
+                tensor = full_tensor(value)
+                gathered[main_weight] = torch.empty(0)
+                if keep:
+                    dtype = dtypes.get(main_weight, value.dtype)
+                    # A shard of a single rank is a view of the weights, which training changes.
+                    gathered[main_weight] = tensor.to("cpu", dtype, copy=True)
+            value = gathered[main_weight]
+        elif keep and isinstance(value, torch.Tensor):
+            value = value.cpu()
         if keep:
-            whole[name] = gathered[main_weight]
+            whole[name] = value
     return whole
 
 
 def _state(
-    models: Sequence[ShardedModule], optimizers: Sequence[torch.optim.Optimizer]
+    models: Sequence[ShardedModule],
+    optimizers: Sequence[torch.optim.Optimizer],
 ) -> dict[str, Any]:
     """Return the state of models and optimizers as DTensors, ready to be saved or loaded into."""
-    state: dict[str, Any] = {}
+    state = {}
     for number, model in enumerate(models):
-        frozen = _frozen_names(model.module) if is_peft_model(model.module) else set()
-        state[f"model_{number}"] = {
-            name: value
-            for name, value in _with_own_names(model.state_dict()).items()
-            if name not in frozen
-        }
+        frozen = set()
+        if is_peft_model(model.module):
+            frozen = _frozen_names(model.module)
+        weights = {}
+        for key, value in model.state_dict().items():
+            name = key.removeprefix(PREFIX)
+            if name not in frozen:
+                weights[name] = value
+        state[f"model_{number}"] = weights
     for number, optimizer in enumerate(optimizers):
         state[f"optimizer_{number}"] = optimizer.state_dict()
     return state
-
-
-def _with_own_names(state: dict[str, Any]) -> dict[str, Any]:
-    return {key.removeprefix(PREFIX): value for key, value in state.items()}
 
 
 def _frozen_names(module: nn.Module) -> set[str]:
@@ -214,6 +243,8 @@ def _unwanted_names(module: nn.Module) -> set[str]:
     for method in ("get_input_embeddings", "get_output_embeddings"):
         if hasattr(module, method):
             embeddings.append(getattr(module, method)())
-    named = module.named_modules()
-    prefixes = tuple(f"{own_name(name)}." for name, each in named if each in embeddings)
-    return {name for name in _frozen_names(module) if not name.startswith(prefixes)}
+    prefixes = []
+    for name, inner in module.named_modules():
+        if inner in embeddings:
+            prefixes.append(f"{own_name(name)}.")
+    return {name for name in _frozen_names(module) if not name.startswith(tuple(prefixes))}

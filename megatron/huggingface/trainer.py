@@ -32,8 +32,9 @@ class ShardedTrainer(Trainer):
 
     ``trainer.model`` remains the user's model, ``trainer.model_wrapped`` is the
     :class:`megatron.fsdp.MegatronFSDP` around it. Checkpoints contain the shards of all ranks in
-    a folder `sharded_state`, beside the Trainer's other files, and can be resumed on any number of
-    ranks; those of a plain Trainer can be resumed too. ``save_model`` writes the whole model.
+    a folder `sharded_state`, together with the Trainer's other files, and can be resumed on any
+    number of ranks; those of a plain Trainer can be resumed too. ``save_model`` writes the whole
+    model.
 
     Args:
         model: as in transformers.
@@ -59,7 +60,8 @@ class ShardedTrainer(Trainer):
         if args is not None:
             problems += problems_of_training_arguments(args)
         if model is not None:
-            problems += [f"{type(model).__name__}: {each}" for each in problems_of_model(model)]
+            for problem in problems_of_model(model):
+                problems.append(f"{type(model).__name__}: {problem}")
         raise_problems("ShardedTrainer does not take this", problems)
         self.sharding = sharding
         super().__init__(model, args, *others, **named)
@@ -82,7 +84,11 @@ class ShardedTrainer(Trainer):
         """Leave the model where it is: sharding moves it, and tensors on meta cannot be moved."""
 
     def hyperparameter_search(self, *args: Any, **arguments: Any) -> NoReturn:
-        """Refuse: it would shard one model after the other in one process."""
+        """Refuse: it would shard one model after the other in one process.
+
+        Raises:
+            NotImplementedError: always.
+        """
         raise NotImplementedError(
             "hyperparameter_search is not supported: start a program for each trial"
         )
@@ -93,23 +99,34 @@ class ShardedTrainer(Trainer):
     # ---- checkpoints
 
     def train(
-        self, resume_from_checkpoint: str | bool | None = None, *others: Any, **named: Any
+        self,
+        resume_from_checkpoint: str | bool | None = None,
+        *others: Any,
+        **named: Any,
     ) -> TrainOutput:
         """Train as transformers does; the first rank chooses the last checkpoint for all.
 
         Ranks that looked for themselves could find different ones, while old ones are deleted.
+
+        Raises:
+            ValueError: if ``resume_from_checkpoint`` is True and there is no checkpoint.
         """
         if resume_from_checkpoint is True and dist.is_initialized():
             folder = self.args.output_dir
-            looks = dist.get_rank() == 0 and os.path.isdir(folder)
-            found = [get_last_checkpoint(folder) if looks else None]
+            found = [None]
+            if dist.get_rank() == 0 and os.path.isdir(folder):
+                found = [get_last_checkpoint(folder)]
             dist.broadcast_object_list(found, device=self.args.device)
             if found[0] is None:
                 raise ValueError(f"{folder} has no checkpoint to resume from")
             resume_from_checkpoint = found[0]
         return super().train(resume_from_checkpoint, *others, **named)
 
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+    def save_model(
+        self,
+        output_dir: str | None = None,
+        _internal_call: bool = False,
+    ) -> None:
         """Write the whole model as transformers does, or PEFT its adapters; a collective.
 
         Checkpoints of the training get no whole model: their weights are with the optimizer's
@@ -126,7 +143,9 @@ class ShardedTrainer(Trainer):
             os.makedirs(output_dir, exist_ok=True)
         if is_checkpoint and not self.args.save_only_model and not states.is_peft_model(self.model):
             return
-        folder = self.args.output_dir if output_dir is None else output_dir
+        folder = output_dir
+        if folder is None:
+            folder = self.args.output_dir
         weights = states.whole_state_dict(model, keep=self.args.should_save)
         if self.args.should_save:
             self._save(folder, state_dict=weights)
@@ -144,12 +163,15 @@ class ShardedTrainer(Trainer):
             torch.save(state, os.path.join(output_dir, SCHEDULER_FILE))
 
     def _load_from_checkpoint(
-        self, resume_from_checkpoint: str, model: nn.Module | None = None
+        self,
+        resume_from_checkpoint: str,
+        model: nn.Module | None = None,
     ) -> None:
         # Shards are loaded into the sharded model, together with the optimizer's.
         if states.shared_shards_folder(resume_from_checkpoint) is None:
-            own = self.model_wrapped if model is None else model
-            super()._load_from_checkpoint(resume_from_checkpoint, own)
+            if model is None:
+                model = self.model_wrapped
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None or states.shared_shards_folder(checkpoint) is None:
@@ -177,8 +199,20 @@ class ShardedSeq2SeqTrainer(ShardedTrainer, Seq2SeqTrainer):
         ignore_keys: list[str] | None = None,
         **generation: Any,
     ) -> tuple[Any, Any, Any]:
-        """Evaluate one batch; ranks generate together (`synced_gpus`)."""
+        """Evaluate one batch; ranks generate together (`synced_gpus`).
+
+        Args:
+            model: the sharded model.
+            inputs: the batch, by the names of the forward's arguments.
+            prediction_loss_only: whether to return the loss only.
+            ignore_keys: outputs of the model that are left out.
+            **generation: arguments of `generate`; by default those of `evaluate` or `predict`.
+        """
         generation = {**(generation or getattr(self, "_gen_kwargs", {})), "synced_gpus": True}
         return super().prediction_step(
-            model, inputs, prediction_loss_only, ignore_keys=ignore_keys, **generation
+            model,
+            inputs,
+            prediction_loss_only,
+            ignore_keys=ignore_keys,
+            **generation,
         )

@@ -34,13 +34,18 @@ class Printer:
         oom_traceback: whether to print where memory ran out.
     """
 
-    def __init__(self, as_json: bool, show_progress: bool, oom_traceback: bool = False):
+    def __init__(
+        self,
+        as_json: bool,
+        show_progress: bool,
+        oom_traceback: bool = False,
+    ):
         self.oom_traceback = oom_traceback
         self.as_json = as_json
         self.is_first = os.environ.get("RANK", "0") == "0"
         self.show_progress = show_progress and not as_json and self.is_first
 
-    def say(self, text: str) -> None:
+    def text(self, text: str) -> None:
         """Print text for people."""
         if self.is_first and not self.as_json:
             with durable.standard_output():
@@ -69,18 +74,20 @@ def _as_json(value: Any) -> Any:
     """Return ``value`` as JSON can represent it: without NaN and infinity, with text as keys."""
     if isinstance(value, (str, Path)):
         return with_urls(str(value))
-    if isinstance(value, float) and math.isnan(value):
-        return "NaN"
-    if isinstance(value, float) and math.isinf(value):
-        return "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}[str(value)]
     if isinstance(value, Mapping):
         return {str(key): _as_json(item) for key, item in value.items()}
-    return [_as_json(item) for item in value] if isinstance(value, (list, tuple)) else value
+    if isinstance(value, (list, tuple)):
+        return [_as_json(item) for item in value]
+    return value
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
     """Return rows of cells as lines with aligned columns."""
-    widths = [max(map(len, column)) for column in zip(*rows)]
+    widths = []
+    for column in zip(*rows):
+        widths.append(max(len(cell) for cell in column))
     lines = []
     for row in rows:
         cells = [cell.ljust(width) for cell, width in zip(row, widths)]
@@ -134,10 +141,22 @@ class Location(click.Path):
         super().__init__(exists=False, path_type=Path)
         self._is_output = is_output
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Return the path."""
+    def convert(
+        self,
+        value: Any,
+        param: click.Parameter | None,
+        ctx: click.Context | None,
+    ) -> Any:
+        """Return the path.
+
+        Args:
+            value: what the user has written, or a path.
+            param: parameter of the command that it belongs to.
+            ctx: click's context of the command.
+        """
         try:
-            value = local_path(value, self._is_output) if isinstance(value, str) else value
+            if isinstance(value, str):
+                value = local_path(value, self._is_output)
         except ValueError as error:
             self.fail(str(error), param, ctx)
         return super().convert(value, param, ctx)
@@ -178,7 +197,9 @@ def command(function: Callable[..., None]) -> click.Command:
     @click.option("--json", "as_json", is_flag=True, help="Print one JSON object, for machines.")
     @click.option("--quiet", is_flag=True, help="Show no progress.")
     @click.option(
-        "--enable-msc", is_flag=True, help="The multi-storage client: not built, name URLs."
+        "--enable-msc",
+        is_flag=True,
+        help="The multi-storage client: not built, name URLs.",
     )
     @functools.wraps(function)
     def run(

@@ -42,10 +42,17 @@ def main() -> None:
 
 
 for _command in (
-    *(inspect, print_tensor, print_torch_dcp_in_json),
-    *(verify, compare_two_checkpoint, diff),
-    *(convert_torch_dist_to_fsdp_dtensor, convert_fsdp_dtensor_to_torch_dist),
-    *(convert_to_hf, convert_from_hf, modify_state_dict),
+    inspect,
+    print_tensor,
+    print_torch_dcp_in_json,
+    verify,
+    compare_two_checkpoint,
+    diff,
+    convert_torch_dist_to_fsdp_dtensor,
+    convert_fsdp_dtensor_to_torch_dist,
+    convert_to_hf,
+    convert_from_hf,
+    modify_state_dict,
 ):
     main.add_command(_command)
 

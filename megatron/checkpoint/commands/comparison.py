@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-import argparse
 import io
 import math
+from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,22 +14,31 @@ import numpy
 import torch
 
 from megatron.checkpoint.core.key_rules import VOCABULARY
-from megatron.checkpoint.core.lazy_tensor import LazyTensor
+from megatron.checkpoint.core.lazy_tensor import LazyTensor, Tensors
 from megatron.checkpoint.core.parts import Progress, ignore_progress
 from megatron.checkpoint.core.training_state import TrainingState
 from megatron.checkpoint.dcp.stored_checkpoint import StoredCheckpoint
-from megatron.checkpoint.torch_dist import checkpoint as torch_dist
+from megatron.checkpoint.torch_dist.unsharded_state import COMMON_FILE, read_common
 
 FORMAT_ARGUMENTS = (
-    *("ckpt_format", "use_megatron_fsdp", "use_distributed_optimizer"),
-    *("dist_ckpt_optim_fully_reshardable", "rank", "local_rank"),
+    "ckpt_format",
+    "use_megatron_fsdp",
+    "use_distributed_optimizer",
+    "dist_ckpt_optim_fully_reshardable",
+    "rank",
+    "local_rank",
 )
 """Arguments of a run that depend on the format, or on the rank that has saved them."""
 
 _FIELDS_OF_OPTIMIZERS = ("bias_correction", "step")
 """Fields of param groups that only some optimizers have, or that are compared by parameter."""
 
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_INTEGERS = {
+    1: torch.uint8,
+    2: torch.int16,
+    4: torch.int32,
+    8: torch.int64,
+}
 """By the size of an element in bytes."""
 
 
@@ -80,16 +89,27 @@ class Comparison:
 
 
 def compare_entries(
-    first: StoredCheckpoint, second: StoredCheckpoint, progress: Progress = ignore_progress
+    first: StoredCheckpoint,
+    second: StoredCheckpoint,
+    progress: Progress = ignore_progress,
 ) -> Comparison:
-    """Compare all entries by key: tensors bitwise, objects by value."""
+    """Compare all entries by key: tensors bitwise, objects by value.
+
+    Args:
+        first: a checkpoint.
+        second: the other one.
+        progress: called with the number of bytes that were compared, of both together.
+    """
     found = Comparison()
-    mine, theirs = _descriptions(first), _descriptions(second)
+    mine = _descriptions(first)
+    theirs = _descriptions(second)
     for key in _in_both(found, mine, theirs):
         if mine[key] != theirs[key]:
             found.kinds.append(f"{key}: {mine[key]}, {theirs[key]}")
         elif key in first.tensors:
-            _compare_tensors(found, key, first.lazy(key), second.lazy(key), progress)
+            left = first.lazy(key)
+            right = second.lazy(key)
+            _compare_tensors(found, key, left, right, progress=progress)
         else:
             _compare_values(found, key, first.read_object(key), second.read_object(key))
     _compare_all_values(found, _common_state(first), _common_state(second))
@@ -98,16 +118,18 @@ def compare_entries(
 
 def _descriptions(stored: StoredCheckpoint) -> dict[str, str]:
     """Return dtype and shape of every tensor, and ``object`` for everything else, by key."""
-    tensors = {key: f"{stored.dtype(key)} {stored.shape(key)}" for key in stored.tensors}
-    return {**tensors, **dict.fromkeys(stored.objects, "object")}
+    descriptions = {}
+    for key in stored.tensors:
+        descriptions[key] = f"{stored.dtype(key)} {stored.shape(key)}"
+    return descriptions | dict.fromkeys(stored.objects, "object")
 
 
 def _common_state(stored: StoredCheckpoint) -> dict[str, Any]:
-    """Return the content of the file that a torch_dist checkpoint has beside those of DCP."""
-    if not (stored.directory / torch_dist.COMMON_FILE).is_file():
+    """Return the common state of a torch_dist checkpoint that has it in a file of its own."""
+    if not (stored.directory / COMMON_FILE).is_file():
         return {}
-    common = torch_dist.read_common(stored)
-    return {f"{torch_dist.COMMON_FILE}: {name}": value for name, value in common.items()}
+    common = read_common(stored)
+    return {f"{COMMON_FILE}: {name}": value for name, value in common.items()}
 
 
 def compare_states(
@@ -119,21 +141,33 @@ def compare_states(
 ) -> Comparison:
     """Compare the content of two checkpoints: tensors by canonical name, and the rest of a run.
 
-    Tensors of different dtypes are compared in the less precise one. Without ``with_padding`` the
-    rows of the vocabulary that both have are compared, else more rows on one side are a difference.
+    Tensors of different dtypes are compared in the less precise one.
+
+    Args:
+        first: the state of a run.
+        second: that of the other one.
+        weights_only: whether to compare nothing but weights and buffers.
+        with_padding: whether more rows of the vocabulary on one side are a difference. Otherwise
+            the rows that both have are compared.
+        progress: called with the number of bytes that were compared, of both together.
     """
     found = Comparison()
-    mine, theirs = _tensors(first, weights_only), _tensors(second, weights_only)
+    mine = _tensors(first, weights_only)
+    theirs = _tensors(second, weights_only)
     for name in _in_both(found, mine, theirs):
-        pair = [mine[name], theirs[name]]
+        left = mine[name]
+        right = theirs[name]
         if not with_padding and name.partition(" ")[0] in VOCABULARY:
-            rows = min(tensor.num_rows for tensor in pair)
-            pair = [tensor.rows(0, rows) for tensor in pair]
-        if pair[0].shape != pair[1].shape:
-            found.kinds.append(f"{name}: {pair[0].shape}, {pair[1].shape}")
+            num_rows = min(left.num_rows, right.num_rows)
+            left = left.rows(0, num_rows)
+            right = right.rows(0, num_rows)
+        if left.shape != right.shape:
+            found.kinds.append(f"{name}: {left.shape}, {right.shape}")
         else:
-            dtype = min((tensor.dtype for tensor in pair), key=lambda dtype: dtype.itemsize)
-            _compare_tensors(found, name, pair[0].to(dtype), pair[1].to(dtype), progress)
+            dtype = min(left.dtype, right.dtype, key=lambda dtype: dtype.itemsize)
+            left = left.to(dtype)
+            right = right.to(dtype)
+            _compare_tensors(found, name, left, right, progress=progress)
     if not weights_only:
         _compare_all_values(found, _facts(first), _facts(second))
     return _sorted(found)
@@ -144,12 +178,12 @@ def num_bytes(state: TrainingState) -> int:
     return sum(tensor.num_bytes for _, _, tensor in state.tensors())
 
 
-def _tensors(state: TrainingState, weights_only: bool) -> dict[str, LazyTensor]:
-    return {
-        f"{name} ({kind})": tensor
-        for kind, name, tensor in state.tensors()
-        if not weights_only or kind in ("weight", "buffer")
-    }
+def _tensors(state: TrainingState, weights_only: bool) -> Tensors:
+    tensors = {}
+    for kind, name, tensor in state.tensors():
+        if not weights_only or kind in ("weight", "buffer"):
+            tensors[f"{name} ({kind})"] = tensor
+    return tensors
 
 
 def _facts(state: TrainingState) -> dict[str, Any]:
@@ -159,24 +193,32 @@ def _facts(state: TrainingState) -> dict[str, Any]:
         "operations": state.operations,
         "checkpoint version": state.version,
     }
-    args = vars(state.args or argparse.Namespace())
-    of_args = {name: value for name, value in args.items() if name not in FORMAT_ARGUMENTS}
-    tables = {"args.": of_args, "schedule.": state.scheduler, "loss scaler.": state.grad_scaler}
-    for prefix, table in {**tables, "random state of ": state.random_states}.items():
-        facts |= {f"{prefix}{name}": value for name, value in (table or {}).items()}
+    for name, value in vars(state.args or Namespace()).items():
+        if name not in FORMAT_ARGUMENTS:
+            facts[f"args.{name}"] = value
+    for name, value in (state.scheduler or {}).items():
+        facts[f"schedule.{name}"] = value
+    for name, value in (state.grad_scaler or {}).items():
+        facts[f"loss scaler.{name}"] = value
+    for position, generators in state.random_states.items():
+        facts[f"random state of {position}"] = generators
     for group in state.groups or []:
         for name in group.names:
-            # Moments that a reader had to drop begin at step 0. They are known by now, because all
-            # tensors have been read.
-            is_fresh = name in state.is_fresh and state.is_fresh[name]()
-            facts[f"{name}: step"] = 0.0 if is_fresh else state.step_of(name)
+            facts[f"{name}: step"] = state.step_of(name)
+            # All tensors have been read, so it is known which moments the reader has dropped.
+            if name in state.is_fresh and state.is_fresh[name]():
+                facts[f"{name}: step"] = 0.0
             for key, value in group.fields.items():
                 if key not in _FIELDS_OF_OPTIMIZERS:
                     facts[f"{name}: {key}"] = value
     return facts
 
 
-def _in_both(found: Comparison, mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
+def _in_both(
+    found: Comparison,
+    mine: Mapping[str, Any],
+    theirs: Mapping[str, Any],
+) -> list[str]:
     """Record the names that one side has, and return those of both."""
     found.only_first += sorted(mine.keys() - theirs.keys())
     found.only_second += sorted(theirs.keys() - mine.keys())
@@ -187,25 +229,39 @@ def _in_both(found: Comparison, mine: Mapping[str, Any], theirs: Mapping[str, An
 
 
 def _compare_tensors(
-    found: Comparison, name: str, first: LazyTensor, second: LazyTensor, progress: Progress
+    found: Comparison,
+    name: str,
+    first: LazyTensor,
+    second: LazyTensor,
+    progress: Progress,
 ) -> None:
     """Compare two tensors of one shape and dtype, in blocks so that tensors of any size fit."""
-    count, absolute, relative = 0, 0.0, 0.0
+    count = 0
+    absolute = relative = 0.0
     for start, stop in first.row_blocks():
-        mine, theirs = first.read_rows(start, stop), second.read_rows(start, stop)
+        mine = first.read_rows(start, stop)
+        theirs = second.read_rows(start, stop)
         progress(mine.nbytes + theirs.nbytes)
         differs = _bits(mine) != _bits(theirs)
         if differs.any():
-            mine, theirs = _numbers(mine)[differs], _numbers(theirs)[differs]
-            distance = (mine - theirs).abs()
-            magnitude = torch.maximum(mine.abs(), theirs.abs())
+            left = _numbers(mine)[differs]
+            right = _numbers(theirs)[differs]
+            distance = (left - right).abs()
+            magnitude = torch.maximum(left.abs(), right.abs())
             magnitude = magnitude.clamp_min(torch.finfo(torch.double).tiny)
             count += distance.numel()
             absolute = _largest(absolute, distance)
             relative = _largest(relative, distance / magnitude)
     if count:
-        total = math.prod(first.shape)
-        found.values.append(TensorDifference(name, count, total, absolute, relative))
+        found.values.append(
+            TensorDifference(
+                name,
+                count=count,
+                total=math.prod(first.shape),
+                absolute=absolute,
+                relative=relative,
+            )
+        )
     else:
         found.equal += 1
 
@@ -218,26 +274,34 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _numbers(tensor: torch.Tensor) -> torch.Tensor:
-    return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).reshape(-1).double()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    return tensor.reshape(-1).double()
 
 
 def _largest(known: float, values: torch.Tensor) -> float:
     """Return the maximum of ``known`` and ``values``, which is NaN if one of them is NaN."""
-    largest = values.max().item()
-    return largest if math.isnan(largest) or math.isnan(known) else max(known, largest)
+    return torch.maximum(values.max(), values.new_tensor(known)).item()
 
 
 # ---- other values
 
 
 def _compare_all_values(
-    found: Comparison, mine: Mapping[str, Any], theirs: Mapping[str, Any]
+    found: Comparison,
+    mine: Mapping[str, Any],
+    theirs: Mapping[str, Any],
 ) -> None:
     for name in _in_both(found, mine, theirs):
         _compare_values(found, name, mine[name], theirs[name])
 
 
-def _compare_values(found: Comparison, name: str, first: Any, second: Any) -> None:
+def _compare_values(
+    found: Comparison,
+    name: str,
+    first: Any,
+    second: Any,
+) -> None:
     if same(first, second):
         found.equal += 1
     else:
@@ -259,10 +323,12 @@ def same(first: Any, second: Any) -> bool:
         return same(first.tolist(), second.tolist())
     if _both(pair, io.BytesIO):
         return bool(first.getvalue() == second.getvalue())
-    if _both(pair, argparse.Namespace):
+    if _both(pair, Namespace):
         return same(vars(first), vars(second))
     if _both(pair, dict):
-        return first.keys() == second.keys() and all(same(first[key], second[key]) for key in first)
+        if first.keys() != second.keys():
+            return False
+        return all(same(first[key], second[key]) for key in first)
     if _both(pair, (list, tuple)):
         return len(first) == len(second) and all(map(same, first, second))
     if _both(pair, float) and math.isnan(first) and math.isnan(second):
@@ -274,12 +340,14 @@ def _both(pair: tuple[Any, Any], types: type | tuple[type, ...]) -> bool:
     return isinstance(pair[0], types) and isinstance(pair[1], types)
 
 
-def _short(value: Any, limit: int = 80) -> str:
+def _short(value: Any) -> str:
     text = " ".join(repr(value).split())
-    return text if len(text) <= limit else f"{text[:limit]}…"
+    if len(text) > 80:
+        return f"{text[:80]}…"
+    return text
 
 
 def _sorted(found: Comparison) -> Comparison:
     """Put the largest differences first, and NaN before all others."""
-    found.values.sort(key=lambda row: -math.inf if math.isnan(row.absolute) else -row.absolute)
+    found.values.sort(key=lambda row: (math.isnan(row.absolute), row.absolute), reverse=True)
     return found

@@ -40,7 +40,7 @@ from megatron.fsdp.engine.collectives import agree
 Result = TypeVar("Result")
 
 _FAILED = ".failed"
-"""File in the journal by which a rank tells the others that it has failed."""
+"""File in the journal that notifies the other ranks of a failure."""
 OUT_OF_MEMORY = "out of memory; with torchrun each rank needs its own (--oom-traceback tells where)"
 
 
@@ -53,7 +53,8 @@ class ConversionError(RuntimeError):
 
 def fingerprint(*facts: Any) -> str:
     """Return a digest of facts that JSON, or ``str``, can represent."""
-    return hashlib.sha256(json.dumps(facts, default=str, sort_keys=True).encode()).hexdigest()
+    text = json.dumps(facts, default=str, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def convert(
@@ -72,12 +73,13 @@ def convert(
     Args:
         target: the output to write, the same on all ranks.
         output: the directory of the output.
-        identity: the :func:`fingerprint` of its source and arguments; None for a conversion that
-            begins anew, and cannot be continued.
+        identity: the :func:`fingerprint` of its source and arguments. None for a conversion that
+            starts from the beginning, and cannot be continued.
         show_progress: whether to show the progress of the first rank's share.
         oom_traceback: whether to print where memory ran out.
-        report: function that is called on every rank when the output is published, with what this
-            function returns; until it has returned, the conversion is not at its end.
+        report: function that is called on every rank when the output is published, with the notes
+            that are returned here. If it fails, the next conversion with this identity calls it
+            again.
 
     Returns:
         On the first rank, the notes of all parts.
@@ -92,16 +94,27 @@ def convert(
     _check_url(output, identity)
     place = _on_first_rank(lambda: _place_to_write(target, output, identity))
     if _distributed():
-        (place,) = agree([place] if place is not None else [])
+        (place,) = agree([] if place is None else [place])
     if place:
-        _write(target, output, Path(place), identity, show_progress, oom_traceback)
+        _write(
+            target,
+            output,
+            place=Path(place),
+            identity=identity,
+            show_progress=show_progress,
+            oom_traceback=oom_traceback,
+        )
     notes = _on_first_rank(lambda: _finish(target, output)) or []
     report(notes)
     _on_first_rank(output.complete)
     return notes
 
 
-def _place_to_write(target: Target, output: OutputDirectory, identity: str) -> str:
+def _place_to_write(
+    target: Target,
+    output: OutputDirectory,
+    identity: str,
+) -> str:
     """Return the staging directory, or the final one if an interrupted conversion came so far.
 
     Empty if it had begun to remove its journal, the last of its steps but one.
@@ -109,8 +122,9 @@ def _place_to_write(target: Target, output: OutputDirectory, identity: str) -> s
     if not output.is_published(identity):
         return str(output.staging)
     journal = output.final / CONVERSION_JOURNAL
-    has_all = all((journal / part.name).is_file() for part in target.parts)
-    return str(output.final) if has_all else ""
+    if all((journal / part.name).is_file() for part in target.parts):
+        return str(output.final)
+    return ""
 
 
 def _write(
@@ -123,8 +137,10 @@ def _write(
 ) -> None:
     """Write all parts that an interrupted conversion has not, and publish the output."""
     is_continued = directory.has_identity(place, identity)
-    # What was finished before outlasts an error of a rank that has not come to its parts.
-    removed_on_error = None if is_continued else place
+    # Parts that were finished before are kept if a rank fails before it has come to its own.
+    removed_on_error = None
+    if not is_continued:
+        removed_on_error = place
     _on_first_rank(lambda: _prepare(place, identity, is_continued), removed_on_error)
     problem = None
     try:
@@ -150,7 +166,11 @@ def _prepare(place: Path, identity: str, is_continued: bool) -> None:
     (journal / _FAILED).unlink(missing_ok=True)
 
 
-def _write_parts(parts: Sequence[Part], staging: Path, show_progress: bool) -> None:
+def _write_parts(
+    parts: Sequence[Part],
+    staging: Path,
+    show_progress: bool,
+) -> None:
     """Write parts and record their results until all are done or another rank has failed."""
     journal = staging / CONVERSION_JOURNAL
     total = sum(part.num_bytes for part in parts)
@@ -182,13 +202,16 @@ def _result_of(part: Part, place: Path) -> Any:
     if not path.is_file():
         return None
     content = path.read_bytes()
-    digest, result = content[:32], content[32:]
-    return safe_pickle.load(result) if hashlib.sha256(result).digest() == digest else None
+    result = content[32:]
+    if hashlib.sha256(result).digest() != content[:32]:
+        return None
+    return safe_pickle.load(result)
 
 
 def _publish(target: Target, output: OutputDirectory, place: Path) -> None:
     """Write the files that depend on all parts, and make the output visible unless it is."""
-    target.finish(place, {part.name: _result_of(part, place) for part in target.parts})
+    results = {part.name: _result_of(part, place) for part in target.parts}
+    target.finish(place, results)
     if place == output.staging:
         output.publish()
 
@@ -196,7 +219,7 @@ def _publish(target: Target, output: OutputDirectory, place: Path) -> None:
 def _finish(target: Target, output: OutputDirectory) -> list[str]:
     """Let the tracker name the published output, remove the journal, and return all notes."""
     output.track()
-    notes: set[str] = set()
+    notes = set()
     for part in target.parts:
         result = _result_of(part, output.final) or {}
         notes.update(result.get("notes", []))
@@ -228,7 +251,7 @@ def _share(parts: Sequence[Part]) -> Sequence[Part]:
 def _check_url(output: OutputDirectory, identity: str) -> None:
     """Check that an output at a URL can be written; called on all ranks.
 
-    The upload of a conversion with this identity that was broken off is made anew.
+    The upload of a conversion with this identity that was broken off is repeated.
 
     Raises:
         ConversionError: on every rank, if not. All ranks write into one staged directory, so they
@@ -258,7 +281,9 @@ def _check_url(output: OutputDirectory, identity: str) -> None:
 
 def _name_at(store: Store, output: OutputDirectory) -> str:
     """Return the name of an output in a store, empty for one that is the whole store."""
-    return "" if output.final == store.staged else output.final.relative_to(store.staged).as_posix()
+    if output.final == store.staged:
+        return ""
+    return output.final.relative_to(store.staged).as_posix()
 
 
 def upload(output: OutputDirectory) -> None:
@@ -280,7 +305,8 @@ def upload(output: OutputDirectory) -> None:
     rank, world_size = rank_and_world_size()
     try:
         _on_first_rank(lambda: store.begin(name, identity))
-        agreed(lambda: store.upload(final, name, list(sizes)[rank::world_size]), _message_of_rank)
+        share = list(sizes)[rank::world_size]
+        agreed(lambda: store.upload(final, name, share), _message_of_rank)
         _on_first_rank(lambda: store.finish(name, sizes, output.tracked))
     except ConversionError:
         if _is_first():
@@ -307,11 +333,14 @@ def _message_of_rank(error: Exception) -> str:
         message = str(error)
     else:
         message = f"{type(error).__name__}: {error}"
-    return f"rank {dist.get_rank()}: {message}" if _distributed() else message
+    if _distributed():
+        return f"rank {dist.get_rank()}: {message}"
+    return message
 
 
 def _on_first_rank(
-    action: Callable[[], Result], removed_on_error: Path | None = None
+    action: Callable[[], Result],
+    removed_on_error: Path | None = None,
 ) -> Result | None:
     """Run ``action`` on rank 0 and return its result there, None on other ranks.
 
@@ -348,7 +377,9 @@ def agreed(action: Callable[[], None], message_of: Callable[[Exception], str]) -
 
 def _raise_together(problem: str | None, removed_on_error: Path | None) -> None:
     """Exchange problems, and raise one error on every rank if there is any."""
-    problems = [problem] if problem else []
+    problems = []
+    if problem is not None:
+        problems.append(problem)
     if _distributed():
         problems = agree(problems)
     if problems:
@@ -363,7 +394,9 @@ def _distributed() -> bool:
 
 def rank_and_world_size() -> tuple[int, int]:
     """Return this process' rank and the number of ranks: 0 and 1 without torchrun."""
-    return (dist.get_rank(), dist.get_world_size()) if _distributed() else (0, 1)
+    if not _distributed():
+        return 0, 1
+    return dist.get_rank(), dist.get_world_size()
 
 
 def _is_first() -> bool:

@@ -29,7 +29,7 @@ from megatron.checkpoint.commands.formats import (
     Opened,
     open_checkpoint,
 )
-from megatron.checkpoint.core.listing import listed
+from megatron.checkpoint.core.listing import refuse
 from megatron.checkpoint.core.parts import Target
 from megatron.checkpoint.core.spelling import choose_spelling
 from megatron.checkpoint.core.training_state import TrainingState
@@ -47,7 +47,7 @@ from megatron.checkpoint.torch_dist import checkpoint as torch_dist
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 _NOT_OF_THE_OUTPUT = ("input_dir", "output_dir", "as_json", "quiet", "enable_msc", "oom_traceback")
-"""Arguments without influence on the content of the output, or that are told apart by files."""
+"""Arguments that do not change the content of the output, or whose files are compared instead."""
 
 _COMMAND_FOR = {
     TORCH_DIST: "convert-torch-dist-to-fsdp-dtensor",
@@ -56,7 +56,11 @@ _COMMAND_FOR = {
 }
 
 
-def _positive(context: click.Context, parameter: click.Parameter, value: float) -> float:
+def _positive(
+    context: click.Context,
+    parameter: click.Parameter,
+    value: float,
+) -> float:
     if not (math.isfinite(value) and value > 0):
         raise click.BadParameter(f"expects a positive number but got {value}")
     return value
@@ -71,15 +75,16 @@ def _open(path: Path, verify_integrity: bool, expected: str = "") -> Opened:
     """
     opened = open_checkpoint(path, verify_integrity)
     if expected and opened.format != expected:
-        command_for = _COMMAND_FOR.get(opened.format)
-        hint = f"; use {command_for}" if command_for else ""
+        hint = ""
+        if opened.format in _COMMAND_FOR:
+            hint = f"; use {_COMMAND_FOR[opened.format]}"
         raise ValueError(
             f"{opened.directory} is in the format {opened.format}, not {expected}{hint}"
         )
     if opened.stored is not None and opened.stored.has_manifest:
-        damaged = opened.stored.damaged_files(*conversion.rank_and_world_size())
-        if damaged:
-            raise ValueError(listed(f"{opened.directory} is damaged", damaged))
+        rank, world_size = conversion.rank_and_world_size()
+        damaged = opened.stored.damaged_files(rank, world_size)
+        refuse(f"{opened.directory} is damaged", damaged)
     return opened
 
 
@@ -90,8 +95,13 @@ def _convert(
     printer: Printer,
     report: Mapping[str, Any],
 ) -> None:
-    """Carry out a conversion and report it: ``lines`` for people, ``notes``, more for machines."""
-    if Path(os.path.realpath(opened.directory)) in Path(os.path.realpath(output.final)).parents:
+    """Carry out a conversion, and print its ``report``.
+
+    The report has ``notes``, ``lines`` of text for people, and further fields of the JSON object.
+    """
+    source = Path(os.path.realpath(opened.directory))
+    final = Path(os.path.realpath(output.final))
+    if source in final.parents:
         raise ValueError(
             f"{output.final} is inside of the checkpoint that is converted: name another directory"
         )
@@ -102,18 +112,18 @@ def _convert(
         found = {"output": output.final, "input": opened.directory, **report, "notes": notes}
         printer.result(found)
         for note in notes:
-            printer.say(f"note: {note}")
+            printer.text(f"note: {note}")
         for line in report.get("lines", []):
-            printer.say(line)
-        printer.say(f"{opened.directory} ({opened.format}) -> {output.final}")
+            printer.text(line)
+        printer.text(f"{opened.directory} ({opened.format}) -> {output.final}")
 
     conversion.convert(
         target,
         output,
-        _identity(opened, output),
-        printer.show_progress,
-        printer.oom_traceback,
-        upload_and_print,
+        identity=_identity(opened, output),
+        show_progress=printer.show_progress,
+        oom_traceback=printer.oom_traceback,
+        report=upload_and_print,
     )
 
 
@@ -123,17 +133,24 @@ def _identity(opened: Opened, output: directory.OutputDirectory) -> str:
     Local copies of what is at a URL are new in every run: their content counts, not their times.
     """
     context = click.get_current_context()
-    given = {
-        name: value for name, value in context.params.items() if name not in _NOT_OF_THE_OUTPUT
-    }
+    sources = [opened.directory]
+    given = {}
+    for name, value in context.params.items():
+        if name not in _NOT_OF_THE_OUTPUT:
+            given[name] = value
+            if isinstance(value, Path):  # a template, or a map of param groups
+                sources.append(value)
     files = {}
-    for source in (opened.directory, *given.values()):  # a template is a directory, too
-        for path in (source, *source.rglob("*")) if isinstance(source, Path) else ():
+    for source in sources:
+        for path in (source, *source.rglob("*")):
             is_output = {output.final, output.staging}.intersection((path, *path.parents))
-            if path.is_file() and not is_output:
-                status, name = path.stat(), with_urls(str(path.absolute()))
-                time_or_digest = digest_of(path) if is_staged(path) else status.st_mtime_ns
-                files[name] = (status.st_size, time_or_digest)
+            if is_output or not path.is_file():
+                continue
+            status = path.stat()
+            version: Any = status.st_mtime_ns
+            if is_staged(path):
+                version = digest_of(path)
+            files[with_urls(str(path.absolute()))] = (status.st_size, version)
     return conversion.fingerprint(context.command.name, given, files)
 
 
@@ -147,13 +164,15 @@ def _report(state: TrainingState) -> dict[str, Any]:
 
 
 def _summary(state: TrainingState) -> str:
-    elements = sum(torch.Size(tensor.shape).numel() for tensor in state.weights.values())
+    elements = sum(math.prod(tensor.shape) for tensor in state.weights.values())
     summary = f"{len(state.weights)} parameters with {elements:,} elements"
     if state.moments:
         summary += f", optimizer state of {len(state.moments)}"
     else:
         summary += ", no optimizer state"
-    return summary if state.iteration is None else f"{summary}, iteration {state.iteration}"
+    if state.iteration is not None:
+        summary += f", iteration {state.iteration}"
+    return summary
 
 
 def _iteration(opened: Opened, state: TrainingState) -> int | str:
@@ -217,20 +236,25 @@ def convert_torch_dist_to_fsdp_dtensor(
     """
     opened = _open(input_dir, verify_integrity, TORCH_DIST)
     path = options["param_to_param_group_map_json"]
-    group_numbers = None if path is None else read_json(path)
+    group_numbers = None
+    if path is not None:
+        group_numbers = read_json(path)
     state = opened.state(group_numbers, allow_unknown_keys)
     spelling = choose_spelling(state, transformer_impl, options["rename_mtp_keys"])
-    modules = [module.strip() for module in (options["swiglu_modules"] or "").split(",")]
+    gated_modules = []
+    for module in (options["swiglu_modules"] or "").split(","):
+        if module.strip():
+            gated_modules.append(module.strip())
     target = fsdp_dtensor.target(
         state,
         spelling,
-        options["output_model_weight_prefix"],
-        options["output_optimizer_state_prefix"],
+        model_prefix=options["output_model_weight_prefix"],
+        optimizer_prefix=options["output_optimizer_state_prefix"],
         must_be_gated=options["swiglu"],
-        gated_modules=[module for module in modules if module],
+        gated_modules=gated_modules,
     )
     output = directory.new_checkpoint(output_dir, _iteration(opened, state))
-    _convert(opened, target, output, printer, _report(state))
+    _convert(opened, target, output, printer, report=_report(state))
 
 
 @_from_one_to_another
@@ -260,7 +284,7 @@ def convert_fsdp_dtensor_to_torch_dist(
     spelling = choose_spelling(state, transformer_impl, rename_mtp_keys)
     target = torch_dist.target(state, spelling)
     output = directory.new_checkpoint(output_dir, _iteration(opened, state))
-    _convert(opened, target, output, printer, _report(state))
+    _convert(opened, target, output, printer, report=_report(state))
 
 
 @_from_one_to_another
@@ -317,14 +341,15 @@ def convert_to_hf(
     state = opened.state(allow_unknown=allow_unknown_keys)
     target = HuggingFaceTarget(
         state,
-        family,
-        DTYPES[dtype] if dtype else None,
-        template,
-        int(max_shard_size * 2**30),
-        vocab_size,
-        fp8,
+        family=family,
+        dtype=None if dtype is None else DTYPES[dtype],
+        template=template,
+        shard_bytes=int(max_shard_size * 2**30),
+        vocab_size=vocab_size,
+        fp8=fp8,
     )
-    _convert(opened, target, directory.new_directory(output_dir), printer, _report(state))
+    output = directory.new_directory(output_dir)
+    _convert(opened, target, output, printer, report=_report(state))
 
 
 @_from_one_to_another
@@ -365,16 +390,20 @@ def convert_from_hf(
     assert args is not None  # config.json has them
     if params_dtype is not None:
         args.params_dtype = DTYPES[params_dtype]
-        args.bf16, args.fp16 = params_dtype == "bf16", params_dtype == "fp16"
+        args.bf16 = params_dtype == "bf16"
+        args.fp16 = params_dtype == "fp16"
     state.compute_dtype = dict.fromkeys(state.weights, args.params_dtype)
     args.transformer_impl = transformer_impl or "transformer_engine"  # Megatron-LM's own default
     spelling = choose_spelling(state, transformer_impl)
-    target = (fsdp_dtensor if to == FSDP_DTENSOR else torch_dist).target(state, spelling)
+    target_of = torch_dist.target
+    if to == FSDP_DTENSOR:
+        target_of = fsdp_dtensor.target
+    target = target_of(state, spelling)
     flags = model_flags(args)
     lines = [_summary(state), "Flags of this model:", "  " + " ".join(flags)]
     report = {"lines": lines, "model_flags": flags, "notes": list(state.notes)}
     output = directory.new_checkpoint(output_dir, directory.RELEASE)
-    _convert(opened, target, output, printer, report)
+    _convert(opened, target, output, printer, report=report)
 
 
 @_from_one_to_another
@@ -410,4 +439,4 @@ def modify_state_dict(
     }
     target = editing.target(stored, renamed)
     output = directory.same_iteration(opened.directory, output_dir)
-    _convert(opened, target, output, printer, report)
+    _convert(opened, target, output, printer, report=report)

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from megatron.checkpoint.core.listing import listed
-from megatron.checkpoint.dcp.chunk import Chunk
+from megatron.checkpoint.core.listing import refuse
 from megatron.checkpoint.dcp.dcp_target import DcpTarget, Entry, ObjectEntry, TensorEntry
 from megatron.checkpoint.dcp.stored_checkpoint import StoredCheckpoint
-from megatron.checkpoint.torch_dist import checkpoint as torch_dist
+from megatron.checkpoint.torch_dist.checkpoint import MARKER
+from megatron.checkpoint.torch_dist.unsharded_state import COMMON_FILE
 
 _NUM_WORDS = {"remove": 2, "rename": 3}
 
@@ -51,7 +51,9 @@ class EditRule:
             raise ValueError(
                 f"{text!r}: the pattern matches every key, because it matches nothing at all"
             )
-        return cls(pattern, words[2] if len(words) == 3 else None)
+        if words[0] == "remove":
+            return cls(pattern, replacement=None)
+        return cls(pattern, replacement=words[2])
 
     def apply(self, key: str) -> str | None:
         """Return the key after this operation, or None if its entry is removed.
@@ -82,7 +84,7 @@ def new_keys(keys: Sequence[str], rules: Sequence[EditRule]) -> dict[str, str]:
         ValueError: if there is no rule or one changes nothing, if nothing stays, and if two keys
             would become one or a key empty.
     """
-    renamed: dict[str, str] = {}
+    renamed = {}
     unused = set(rules)
     for key in keys:
         new: str | None = key
@@ -94,47 +96,53 @@ def new_keys(keys: Sequence[str], rules: Sequence[EditRule]) -> dict[str, str]:
                 unused.discard(rule)
         if new is not None:
             renamed[key] = new
-    problems = [f"{rule.pattern.pattern!r} fits no key" for rule in rules if rule in unused]
-    first = {name: old for old, name in reversed(renamed.items())}
+    problems = []
+    for rule in rules:
+        if rule in unused:
+            problems.append(f"{rule.pattern.pattern!r} fits no key")
+    first: dict[str, str] = {}
     for old, name in renamed.items():
-        if first[name] != old:
-            problems.append(f"{old} and {first[name]} would both be {name!r}")
-    problems += [f"the key of {old} would be empty" for old, name in renamed.items() if not name]
+        other = first.setdefault(name, old)
+        if other != old:
+            problems.append(f"{old} and {other} would both be {name!r}")
+        if not name:
+            problems.append(f"the key of {old} would be empty")
     if not rules:
         problems.append(
             "no operation is given: --op 'remove PATTERN' or --op 'rename PATTERN REPLACEMENT'"
         )
-    if problems or not renamed:
-        raise ValueError(listed("nothing is written", problems or ["no key would be left"]))
+    if not renamed and not problems:
+        problems.append("no key would be left")
+    refuse("nothing is written", problems)
     return renamed
 
 
 def target(stored: StoredCheckpoint, renamed: dict[str, str]) -> DcpTarget:
     """Return a copy of ``stored`` with some of its entries under new names.
 
-    Tensors keep their chunks, and files beside those of DCP are copied.
+    Tensors keep their chunks, and the further files of torch_dist are copied.
     """
     entries: list[Entry] = []
     for key, new in renamed.items():
         if key not in stored.tensors:
             entries.append(ObjectEntry(new, partial(stored.read_object, key)))
             continue
-        for chunk in stored.tensors[key].chunks:
-            tensor = stored.lazy_chunk(key, Chunk.of(chunk))
-            entries.append(TensorEntry(new, stored.shape(key), tuple(chunk.offsets), tensor))
+        for chunk in stored.chunks[key]:
+            tensor = stored.lazy_chunk(key, chunk)
+            entries.append(TensorEntry(new, stored.shape(key), chunk.offsets, tensor))
     paths = stored.metadata.planner_data
     new_paths: dict[str, tuple[Any, ...]] | None = None
     if paths:
-        new_paths = {
-            new: paths[key] if new == key else _path(paths.get(key, ()), new)
-            for key, new in renamed.items()
-        }
-    files = {
-        name: (stored.directory / name).read_bytes
-        for name in (torch_dist.COMMON_FILE, torch_dist.MARKER)
-        if (stored.directory / name).is_file()
-    }
-    more: dict[str, Any] = {}
+        new_paths = {}
+        for key, new in renamed.items():
+            new_paths[new] = paths.get(key, ())
+            if new != key:
+                new_paths[new] = _path(new_paths[new], new)
+    files = {}
+    for name in (COMMON_FILE, MARKER):
+        if (stored.directory / name).is_file():
+            files[name] = (stored.directory / name).read_bytes
+    more = {}
     # Releases of Megatron-Core up to 0.15 keep here, by key, how they have cut tensors.
     mcore_data = getattr(stored.metadata, "mcore_data", {})
     if mcore_data:
@@ -151,7 +159,7 @@ def _path(path: tuple[Any, ...], new: str) -> tuple[Any, ...]:
     before, at its beginning or at its end, stay components. Everything between them is one: with
     ``a.b.c.d`` of the path ``("a", "b", "c", "d")`` renamed to ``a.x.y.d``, ``("a", "x.y", "d")``.
     """
-    head: list[Any] = []
+    head = []
     for component in path[:-1]:
         if not new.startswith(f"{component}."):
             break

@@ -16,6 +16,7 @@ from megatron.checkpoint.hugging_face import model_reader as hugging_face
 from megatron.checkpoint.hugging_face.model_directory import is_model_directory
 from megatron.checkpoint.store import directory, stores
 from megatron.checkpoint.torch_dist import checkpoint as torch_dist
+from megatron.checkpoint.torch_dist.unsharded_state import COMMON_FILE, COMMON_OBJECT
 
 TORCH_DIST = "torch_dist"
 FSDP_DTENSOR = "fsdp_dtensor"
@@ -39,12 +40,14 @@ class Opened:
     stored: StoredCheckpoint | None
 
     def state(
-        self, group_numbers: Mapping[str, Any] | None = None, allow_unknown: bool = False
+        self,
+        group_numbers: Mapping[str, Any] | None = None,
+        allow_unknown: bool = False,
     ) -> TrainingState:
         """Read the checkpoint. Tensors are read later, when they are needed.
 
-        ``group_numbers`` are those of param groups by parameter, for torch_dist, which does not say
-        them; by default they follow from Megatron-Core's rules.
+        ``group_numbers`` are those of param groups by parameter, for torch_dist, which does not
+        store them; by default they follow from Megatron-Core's rules.
 
         Raises:
             ValueError: if it has no model, or does not follow its format.
@@ -92,11 +95,11 @@ def open_checkpoint(path: str | Path, verify: bool = True) -> Opened:
     path = directory.locate(path)
     stores.fetch(path)
     stored = StoredCheckpoint(path, verify)
-    if (path / torch_dist.MARKER).is_file() or torch_dist.COMMON_OBJECT in stored.objects:
+    if (path / torch_dist.MARKER).is_file() or COMMON_OBJECT in stored.objects:
         return Opened(path, TORCH_DIST, stored)
     if any(key.startswith(MODEL_KEY_PREFIX) for key in stored.tensors):
         return Opened(path, FSDP_DTENSOR, stored)
-    if (path / torch_dist.COMMON_FILE).is_file():
+    if (path / COMMON_FILE).is_file():
         raise ValueError(
             f"{path} has no {torch_dist.MARKER}, which is written last: the checkpoint was not"
             " finished"

@@ -28,14 +28,18 @@ from megatron.checkpoint.core.listing import listed
 from megatron.checkpoint.dcp.stored_checkpoint import StoredCheckpoint
 from megatron.checkpoint.fsdp_dtensor.keys import META_PREFIX
 from megatron.checkpoint.store import durable, stores
-from megatron.checkpoint.torch_dist import checkpoint as torch_dist
+from megatron.checkpoint.torch_dist.unsharded_state import read_common
 
 
 @dataclass(frozen=True)
 class ListedEntry:
     """One row of ``inspect``, by the names that its JSON output has.
 
-    The ``dtype`` of anything but a tensor is ``object``, its ``shape`` None.
+    Attributes:
+        key: key of the tensor or object.
+        dtype: dtype of a tensor, without ``torch.``; else ``object``.
+        shape: shape of a tensor; None for an object.
+        bytes: size in the files.
     """
 
     key: str
@@ -69,19 +73,22 @@ def inspect(
         }
     )
     rows = [("key", "dtype", "shape", "size")]
+    num_tensors = 0
     for entry in entries:
-        shape = "" if entry.shape is None else str(entry.shape)
+        shape = ""
+        if entry.shape is not None:
+            shape = str(entry.shape)
+            num_tensors += 1
         rows.append((entry.key, entry.dtype, shape, readable(entry.bytes)))
-    num_tensors = sum(entry.shape is not None for entry in entries)
     size = readable(sum(entry.bytes for entry in entries))
-    printer.say(f"{opened.directory}, format {opened.format}")
-    printer.say(table(rows))
-    printer.say(f"{num_tensors} tensors, {len(entries) - num_tensors} objects, {size}")
+    printer.text(f"{opened.directory}, format {opened.format}")
+    printer.text(table(rows))
+    printer.text(f"{num_tensors} tensors, {len(entries) - num_tensors} objects, {size}")
     if opened.stored is None:
         return
     left_out = len(opened.stored.metadata.state_dict_metadata) - len(entries)
     if left_out:
-        printer.say(
+        printer.text(
             f"{left_out} fields of param groups are not listed (--not-ignore-param-to-group-meta"
             " lists them)"
         )
@@ -97,8 +104,8 @@ def _listed_entries(opened: Opened, with_groups: bool) -> Iterator[ListedEntry]:
         if key.startswith(META_PREFIX) and not with_groups:
             continue
         if key in stored.tensors:
-            dtype, shape = _dtype_name(stored.dtype(key)), list(stored.shape(key))
-            yield ListedEntry(key, dtype, shape, stored.num_bytes(key))
+            dtype = _dtype_name(stored.dtype(key))
+            yield ListedEntry(key, dtype, list(stored.shape(key)), stored.num_bytes(key))
         else:
             yield ListedEntry(key, "object", None, stored.num_bytes(key))
 
@@ -111,11 +118,18 @@ def _dtype_name(dtype: torch.dtype) -> str:
 @click.argument("checkpoint_dir", type=CHECKPOINT)
 @click.argument("key")
 @verify_integrity
-def print_tensor(checkpoint_dir: Path, key: str, verify_integrity: bool, printer: Printer) -> None:
+def print_tensor(
+    checkpoint_dir: Path,
+    key: str,
+    verify_integrity: bool,
+    printer: Printer,
+) -> None:
     """Print the tensor, or the object, under KEY."""
     opened = open_checkpoint(checkpoint_dir, verify_integrity)
     stored = opened.dcp_files()
-    common = torch_dist.read_common(stored) if opened.format == TORCH_DIST else {}
+    common = {}
+    if opened.format == TORCH_DIST:
+        common = read_common(stored)
     keys = stored.metadata.state_dict_metadata
     if key in common:
         _print_object(key, common[key], printer)
@@ -124,14 +138,16 @@ def print_tensor(checkpoint_dir: Path, key: str, verify_integrity: bool, printer
     elif key in keys:
         _print_object(key, stored.read_object(key), printer)
     else:
-        near = [other for other in keys if key in other][:6]
-        hint = f"; did you mean one of {', '.join(near)}" if near else ""
+        hint = ""
+        near = [other for other in keys if key in other]
+        if near:
+            hint = f"; did you mean one of {', '.join(near[:6])}"
         raise ValueError(f"there is no key {key!r}{hint}")
 
 
 def _print_object(key: str, value: Any, printer: Printer) -> None:
     printer.result({"key": key, "value": value})
-    printer.say(f"{key}: {value!r}")
+    printer.text(f"{key}: {value!r}")
 
 
 def _print_tensor(key: str, tensor: torch.Tensor, printer: Printer) -> None:
@@ -146,10 +162,10 @@ def _print_tensor(key: str, tensor: torch.Tensor, printer: Printer) -> None:
                 "value": tensor.tolist(),
             }
         )
-    printer.say(f"{key}: {tensor.dtype}, shape {list(tensor.shape)}")
+    printer.text(f"{key}: {tensor.dtype}, shape {list(tensor.shape)}")
     text = ", ".join(f"{name} {value:.6g}" for name, value in statistics.items())
-    printer.say(text or "no minimum or maximum")
-    printer.say(str(tensor))
+    printer.text(text or "no minimum or maximum")
+    printer.text(str(tensor))
 
 
 def _statistics(tensor: torch.Tensor) -> dict[str, float]:
@@ -169,7 +185,11 @@ def _statistics(tensor: torch.Tensor) -> dict[str, float]:
 @command
 @click.argument("torch_dcp_dir", type=CHECKPOINT)
 @verify_integrity
-def print_torch_dcp_in_json(torch_dcp_dir: Path, verify_integrity: bool, printer: Printer) -> None:
+def print_torch_dcp_in_json(
+    torch_dcp_dir: Path,
+    verify_integrity: bool,
+    printer: Printer,
+) -> None:
     """Write param_to_param_group_map.json beside the map of param groups that a run has dumped.
 
     The run dumps it with --dump-param-to-param-group-map.
@@ -189,12 +209,14 @@ def print_torch_dcp_in_json(torch_dcp_dir: Path, verify_integrity: bool, printer
             below = torch_dcp_dir.absolute().relative_to(store.staged).as_posix()
             store.upload(torch_dcp_dir, below, [path.name])
     printer.result({"file": path, "content": content})
-    printer.say(text)
-    printer.say(f"wrote {path}")
+    printer.text(text)
+    printer.text(f"wrote {path}")
 
 
 def _group_number(stored: StoredCheckpoint, key: str) -> int:
-    value = stored.lazy(key).read().item() if key in stored.tensors else stored.read_object(key)
+    value = stored.read(key)
+    if isinstance(value, torch.Tensor):
+        value = value.item()
     if not isinstance(value, int):
         raise ValueError(
             f"{stored.directory} is no map of param groups: {key} is {value!r}, not a number"
@@ -205,10 +227,17 @@ def _group_number(stored: StoredCheckpoint, key: str) -> int:
 @command
 @click.argument("checkpoint_dir", type=CHECKPOINT)
 @click.option(
-    "--fast", is_flag=True, help="Compare the files with their digests in manifest.json only."
+    "--fast",
+    is_flag=True,
+    help="Compare the files with their digests in manifest.json only.",
 )
 @verify_integrity
-def verify(checkpoint_dir: Path, fast: bool, verify_integrity: bool, printer: Printer) -> None:
+def verify(
+    checkpoint_dir: Path,
+    fast: bool,
+    verify_integrity: bool,
+    printer: Printer,
+) -> None:
     """Check files, digests, checksums, keys, shapes, main weights against the model's, and NaN.
 
     Exit code 1: not sound.
@@ -232,12 +261,14 @@ def verify(checkpoint_dir: Path, fast: bool, verify_integrity: bool, printer: Pr
         }
     )
     for note in notes:
-        printer.say(f"note: {note}")
+        printer.text(f"note: {note}")
     for problem in problems:
-        printer.say(f"- {problem}")
-    verdict = f"{len(problems)} problems" if problems else "sound"
-    printer.say(f"{opened.directory} ({opened.format}): {verdict}")
-    sys.exit(1 if problems else 0)
+        printer.text(f"- {problem}")
+    verdict = "sound"
+    if problems:
+        verdict = f"{len(problems)} problems"
+    printer.text(f"{opened.directory} ({opened.format}): {verdict}")
+    sys.exit(int(bool(problems)))
 
 
 @command
@@ -245,13 +276,17 @@ def verify(checkpoint_dir: Path, fast: bool, verify_integrity: bool, printer: Pr
 @click.argument("second", type=CHECKPOINT)
 @verify_integrity
 def compare_two_checkpoint(
-    first: Path, second: Path, verify_integrity: bool, printer: Printer
+    first: Path,
+    second: Path,
+    verify_integrity: bool,
+    printer: Printer,
 ) -> None:
     """Compare all entries of two checkpoints by their keys, bit by bit.
 
     Exit code 1 if they differ.
     """
-    mine, theirs = (open_checkpoint(path, verify_integrity).dcp_files() for path in (first, second))
+    mine = open_checkpoint(first, verify_integrity).dcp_files()
+    theirs = open_checkpoint(second, verify_integrity).dcp_files()
     total = 0
     for stored in (mine, theirs):
         total += sum(stored.num_bytes(key) for key in stored.tensors)
@@ -269,7 +304,11 @@ def compare_two_checkpoint(
     help="No optimizer, no arguments. So it is wherever a Hugging Face model is one of them.",
 )
 @click.option(
-    "--rows", type=click.IntRange(min=1), default=20, show_default=True, help="Length of the lists."
+    "--rows",
+    type=click.IntRange(min=1),
+    default=20,
+    show_default=True,
+    help="Length of the lists.",
 )
 @allow_unknown_keys
 @verify_integrity
@@ -290,10 +329,12 @@ def diff(
 
     Exit code 1 if they differ.
     """
-    opened = [open_checkpoint(path, verify_integrity) for path in (first, second)]
-    mine, theirs = (one.state(allow_unknown=allow_unknown_keys) for one in opened)
+    opened = open_checkpoint(first, verify_integrity)
+    other = open_checkpoint(second, verify_integrity)
+    mine = opened.state(allow_unknown=allow_unknown_keys)
+    theirs = other.state(allow_unknown=allow_unknown_keys)
     # A Hugging Face model has weights only, and no padding.
-    with_model = any(one.format == HUGGING_FACE for one in opened)
+    with_model = HUGGING_FACE in (opened.format, other.format)
     total = comparison.num_bytes(mine) + comparison.num_bytes(theirs)
     with printer.progress("comparing", total) as advance:
         found = comparison.compare_states(
@@ -304,11 +345,15 @@ def diff(
             progress=advance,
         )
     for note in mine.notes + theirs.notes:
-        printer.say(f"note: {note}")
+        printer.text(f"note: {note}")
     _report(found, printer, rows)
 
 
-def _report(found: comparison.Comparison, printer: Printer, rows: int) -> NoReturn:
+def _report(
+    found: comparison.Comparison,
+    printer: Printer,
+    rows: int,
+) -> NoReturn:
     """Print the differences and exit, with exit code 1 if there are any."""
     printer.result({"same": not found.differs, **asdict(found)})
     for title, lines in (
@@ -318,16 +363,18 @@ def _report(found: comparison.Comparison, printer: Printer, rows: int) -> NoRetu
         ("not the same", found.objects),
     ):
         if lines:
-            printer.say(listed(f"{len(lines)} {title}", lines, rows))
+            printer.text(listed(f"{len(lines)} {title}", lines, rows))
     if found.values:
         table_rows = [("tensor", "elements that differ", "largest difference", "relative")]
         for value in found.values[:rows]:
             count = f"{value.count} of {value.total}"
             table_rows.append((value.name, count, f"{value.absolute:.3e}", f"{value.relative:.3e}"))
-        printer.say(
+        printer.text(
             f"{len(found.values)} tensors have other values, the largest differences first:"
         )
-        printer.say(table(table_rows))
-    verdict = "the checkpoints differ" if found.differs else "there is no difference"
-    printer.say(f"{found.equal} entries are the same; {verdict}")
-    sys.exit(1 if found.differs else 0)
+        printer.text(table(table_rows))
+    verdict = "there is no difference"
+    if found.differs:
+        verdict = "the checkpoints differ"
+    printer.text(f"{found.equal} entries are the same; {verdict}")
+    sys.exit(int(found.differs))

@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 
 import torch
 
 from megatron.checkpoint.commands.formats import PLAIN, Opened
 from megatron.checkpoint.core.key_rules import expected_shape
+from megatron.checkpoint.core.lazy_tensor import Shape
 from megatron.checkpoint.core.parts import Progress, ignore_progress
 from megatron.checkpoint.core.training_state import SCHEDULE, TrainingState
 from megatron.checkpoint.dcp.chunk import Chunk, chunks_overlap
@@ -19,7 +19,9 @@ from megatron.checkpoint.store import directory
 
 
 def find_problems(
-    opened: Opened, progress: Progress = ignore_progress, notes: list[str] | None = None
+    opened: Opened,
+    progress: Progress = ignore_progress,
+    notes: list[str] | None = None,
 ) -> list[str]:
     """Find all problems of a checkpoint.
 
@@ -28,8 +30,13 @@ def find_problems(
     arguments imply, main weights against those of the model, the optimizer's state, and values that
     are NaN or infinite.
 
-    Harmless entries without meaning to training are added to ``notes``. The progress counts bytes
-    once for files and once for values.
+    Args:
+        opened: the checkpoint.
+        progress: called with numbers of bytes; they count once for files and once for values.
+        notes: a list that gets the harmless entries without meaning to training.
+
+    Returns:
+        A message for each problem.
     """
     problems: list[str] = []
     stored = opened.stored
@@ -46,15 +53,18 @@ def find_problems(
     problems += _incomplete_state(state)
     problems += _incomplete_schedule(state)
     problems += _wrong_values(state, progress)
-    contradicting = [name for name, is_fresh in state.is_fresh.items() if _is_fault(is_fresh)]
-    faults = {*state.unknown, *contradicting}
-    if notes is not None:
-        notes += _other_iteration(opened, state)
+    faults = set(state.unknown)
+    for name, is_fresh in state.is_fresh.items():
+        if _is_fault(is_fresh):
+            faults.add(name)
+    harmless = [*_other_iteration(opened, state)]
     for note in state.notes:
         if note.partition(":")[0] in faults:
             problems.append(note)
-        elif notes is not None:
-            notes.append(note)
+        else:
+            harmless.append(note)
+    if notes is not None:
+        notes += harmless
     return problems
 
 
@@ -68,7 +78,10 @@ def _other_iteration(opened: Opened, state: TrainingState) -> Iterator[str]:
         )
 
 
-def find_changed_files(opened: Opened, progress: Progress = ignore_progress) -> list[str]:
+def find_changed_files(
+    opened: Opened,
+    progress: Progress = ignore_progress,
+) -> list[str]:
     """Compare the files of a checkpoint with its manifest, and find those that are not listed.
 
     Raises:
@@ -85,8 +98,10 @@ def total_bytes(opened: Opened, fast: bool = False) -> int:
     """Return about how many bytes are reported in all, by the fast verification or the full one."""
     if opened.stored is None:
         return 0
-    num_bytes = sum(map(opened.stored.num_bytes, opened.stored.tensors))
-    return num_bytes if fast or opened.format == PLAIN else 2 * num_bytes
+    num_bytes = sum(opened.stored.num_bytes(key) for key in opened.stored.tensors)
+    if fast or opened.format == PLAIN:
+        return num_bytes
+    return 2 * num_bytes
 
 
 # ---- files
@@ -94,24 +109,24 @@ def total_bytes(opened: Opened, fast: bool = False) -> int:
 
 def _wrong_chunks(stored: StoredCheckpoint) -> Iterator[str]:
     """Report tensors whose chunks overlap, reach beyond the shape or leave elements out."""
-    for key, entry in stored.tensors.items():
-        chunks = list(map(Chunk.of, entry.chunks))
+    for key, chunks in stored.chunks.items():
+        shape = stored.shape(key)
+        whole = Chunk((0,) * len(shape), shape)
         for chunk in chunks:
-            if any(chunk.span(dim)[1] > size for dim, size in enumerate(entry.size)):
-                shape = tuple(entry.size)
-                yield f"{key}: the chunk at {chunk.offsets} sticks out of the shape {shape}"
+            if chunk.numel and chunk.overlap(whole) != chunk:
+                yield f"{key}: the chunk at {chunk.offsets} sticks out of the shape {whole.sizes}"
         volume = sum(chunk.numel for chunk in chunks)
-        if volume != math.prod(entry.size):
+        if volume != whole.numel:
             yield (
-                f"{key}: its chunks hold {volume} elements, its shape {tuple(entry.size)} has"
-                f" {math.prod(entry.size)}"
+                f"{key}: its chunks hold {volume} elements, its shape {whole.sizes} has"
+                f" {whole.numel}"
             )
         elif chunks_overlap(chunks):
             yield f"{key}: two of its chunks overlap"
 
 
 def _unreadable_entries(stored: StoredCheckpoint) -> Iterator[str]:
-    """Report entries whose checksums differ or that are not what the metadata says."""
+    """Report entries whose checksums differ or that do not match the metadata."""
     for key in [*stored.tensors, *stored.objects]:
         try:
             stored.check_entry(key)
@@ -126,7 +141,8 @@ def _wrong_shapes(state: TrainingState) -> Iterator[str]:
     """Report tensors that do not fit the model which the arguments describe."""
     if state.args is None:
         return
-    for name, tensor in [*state.weights.items(), *state.buffers.items()]:
+    tensors = state.weights | state.buffers
+    for name, tensor in tensors.items():
         expected = expected_shape(name, state.args)
         if expected is not None and not _fits(tensor.shape, expected):
             yield (
@@ -134,11 +150,11 @@ def _wrong_shapes(state: TrainingState) -> Iterator[str]:
             )
 
 
-def _fits(shape: tuple[int, ...], expected: tuple[int | None, ...]) -> bool:
+def _fits(shape: Shape, expected: tuple[int | None, ...]) -> bool:
     """Compare shapes; None in ``expected`` allows any size."""
-    return len(expected) == len(shape) and all(
-        wanted is None or wanted == size for wanted, size in zip(expected, shape)
-    )
+    if len(expected) != len(shape):
+        return False
+    return all(wanted in (None, size) for wanted, size in zip(expected, shape))
 
 
 def _incomplete_state(state: TrainingState) -> Iterator[str]:
@@ -152,12 +168,6 @@ def _incomplete_state(state: TrainingState) -> Iterator[str]:
         missing = sorted(all_slots - slots.keys())
         if missing:
             yield f"{name}: the optimizer lacks {', '.join(missing)}"
-        for slot, tensor in slots.items():
-            if tensor.shape != state.weights[name].shape:
-                yield (
-                    f"{name}: {slot} has the shape {tensor.shape}, the weight"
-                    f" {state.weights[name].shape}"
-                )
 
 
 def _is_fault(is_fresh: Callable[[], bool]) -> bool:
@@ -183,19 +193,23 @@ def _wrong_values(state: TrainingState, progress: Progress) -> Iterator[str]:
     Reading them also compares checksums, and main weights with the model's.
     """
     for kind, name, tensor in state.tensors():
+        wrong = 0
         try:
-            blocks = (tensor.read_rows(*rows) for rows in tensor.row_blocks())
-            wrong = sum(_count_wrong(block, kind, progress) for block in blocks)
+            for start, stop in tensor.row_blocks():
+                block = tensor.read_rows(start, stop)
+                progress(block.nbytes)
+                wrong += _count_wrong(block, kind)
         except (ValueError, NotImplementedError) as error:
             yield f"{name} ({kind}): {error}"
             continue
         if wrong:
-            negative = " or negative" if kind == "exp_avg_sq" else ""
-            yield f"{name} ({kind}): {wrong} values are NaN or infinite{negative}"
+            fault = "NaN or infinite"
+            if kind == "exp_avg_sq":
+                fault += " or negative"
+            yield f"{name} ({kind}): {wrong} values are {fault}"
 
 
-def _count_wrong(block: torch.Tensor, kind: str, progress: Progress) -> int:
-    progress(block.nbytes)
+def _count_wrong(block: torch.Tensor, kind: str) -> int:
     if not block.is_floating_point():
         return 0
     wrong = ~torch.isfinite(block)

@@ -8,13 +8,14 @@ parameters takes a few more rules.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import re
+from argparse import Namespace
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from megatron.checkpoint.core.lazy_tensor import Shape
 from megatron.checkpoint.core.spelling import (
     HALVES,
     INNER_LAYER,
@@ -57,7 +58,11 @@ They have some more rows, so that tensor parallelism can divide them.
 
 BEFORE_LAYERS = (
     ParameterRule("embedding.word_embeddings", ("vocabulary", "hidden"), 0, leaves=("weight",)),
-    ParameterRule("embedding.position_embeddings", ("positions", "hidden"), leaves=("weight",)),
+    ParameterRule(
+        "embedding.position_embeddings",
+        ("positions", "hidden"),
+        leaves=("weight",),
+    ),
     ParameterRule("embedding.tokentype_embeddings", ("token_types", "hidden"), leaves=("weight",)),
 )
 LAYER = (
@@ -109,8 +114,13 @@ MODEL: tuple[tuple[str, tuple[ParameterRule, ...]], ...] = (
 class _TableEntry:
     """A rule with the canonical names that it is for, and its position in the table.
 
-    ``stack`` is the number of its entry in ``MODEL``, ``position_of_module`` that of the first rule
-    for the same module; all rules of an expert are for one module.
+    Attributes:
+        pattern: fits the canonical names.
+        stack: number of the rule's entry in ``MODEL``.
+        position: number of the rule in the whole table.
+        position_of_module: number of the first rule for the same module; all rules of an expert are
+            for one module.
+        rule: the rule.
     """
 
     pattern: re.Pattern[str]
@@ -132,7 +142,13 @@ def _table() -> list[_TableEntry]:
             module = rule.module.partition("{expert}")[0]
             is_of_module = [other.module.startswith(module) for other in rules]
             entries.append(
-                _TableEntry(pattern, stack, len(entries), start + is_of_module.index(True), rule)
+                _TableEntry(
+                    pattern,
+                    stack,
+                    position=len(entries),
+                    position_of_module=start + is_of_module.index(True),
+                    rule=rule,
+                )
             )
     return entries
 
@@ -148,7 +164,9 @@ def _entry_of(name: str) -> _TableEntry | None:
 def rule_of(name: str) -> ParameterRule | None:
     """Return the rule for a canonical name; None for a parameter that is not known here."""
     entry = _entry_of(name)
-    return None if entry is None else entry.rule
+    if entry is None:
+        return None
+    return entry.rule
 
 
 def registration_order(name: str, spelling: Spelling | None = None) -> tuple[Any, ...]:
@@ -158,11 +176,14 @@ def registration_order(name: str, spelling: Spelling | None = None) -> tuple[Any
     Engine's linear layers register the norm inside before their own weight, and grouped experts the
     first linear layer of all experts before the second of any.
     """
-    module_name = spelling.module_name(name) if spelling is not None else name
+    module_name = name
+    if spelling is not None:
+        module_name = spelling.module_name(name)
     linear, fused, norm_leaf = module_name.rpartition(".layer_norm_")
     if fused:
         of_linear = registration_order(f"{linear}.weight")
-        return (*of_linear[:-1], -2 if norm_leaf == "weight" else -1)
+        leaf = ("weight", "bias").index(norm_leaf)
+        return (*of_linear[:-1], leaf - 2)  # before the leaves of the linear layer itself
     entry = _entry_of(name)
     if entry is None:
         return (len(MODEL), name)
@@ -199,24 +220,28 @@ def has_extra_state(name: str, transformer_engine: bool) -> bool:
 def is_gated(name: str, gated_linear_unit: bool = True) -> bool:
     """Return True if fsdp_dtensor files of a model store the two halves of a parameter separately.
 
-    The name can be in any spelling; ``gated_linear_unit`` says that the model's MLPs are gated.
+    The name can be in any spelling; ``gated_linear_unit`` means that the model's MLPs are gated.
     """
-    rule = rule_of(canonical_name(name)) if gated_linear_unit else None
-    return rule is not None and rule.gated
+    rule = rule_of(canonical_name(name))
+    return gated_linear_unit and rule is not None and rule.gated
 
 
-def has_halves(name: str, shapes: Mapping[str, tuple[int, ...]]) -> bool:
+def has_halves(name: str, shapes: Mapping[str, Shape]) -> bool:
     """Return True if dim 0 of a parameter is a gate, followed by the rows that it multiplies.
 
     It then has twice as many rows as the next linear layer, whose shape is in ``shapes``, columns.
     """
     following = shapes.get(re.sub(r"linear_fc1\.(weight|bias)$", "linear_fc2.weight", name))
-    return is_gated(name) and following is not None and shapes[name][0] == 2 * following[1]
+    if following is None or not is_gated(name):
+        return False
+    return shapes[name][0] == 2 * following[1]
 
 
 def entry_names(name: str, gated_linear_unit: bool) -> list[str]:
     """Return the names of a parameter in an fsdp_dtensor file: its own, or those of its halves."""
-    return [name + half for half in HALVES] if is_gated(name, gated_linear_unit) else [name]
+    if not is_gated(name, gated_linear_unit):
+        return [name]
+    return [name + half for half in HALVES]
 
 
 def split_dim(name: str) -> int | None:
@@ -224,12 +249,12 @@ def split_dim(name: str) -> int | None:
     rule = rule_of(name)
     if rule is None or rule.split_dim is None:
         return None
-    if name.endswith(".bias"):
-        return 0 if rule.split_dim == 0 else None
+    if name.endswith(".bias") and rule.split_dim != 0:
+        return None
     return rule.split_dim
 
 
-def expected_shape(name: str, args: argparse.Namespace) -> tuple[int | None, ...] | None:
+def expected_shape(name: str, args: Namespace) -> tuple[int | None, ...] | None:
     """Return the shape that a parameter should have; None for one that is not known.
 
     Args:
@@ -239,36 +264,48 @@ def expected_shape(name: str, args: argparse.Namespace) -> tuple[int | None, ...
     rule = rule_of(name)
     if rule is None:
         return None
-    dims = rule.dims[:1] if name.endswith(".bias") else rule.dims
+    dims = rule.dims
+    if name.endswith(".bias"):
+        dims = dims[:1]
     return tuple(_size(dim, args) for dim in dims)
 
 
-def _size(dim: str, args: argparse.Namespace) -> int | None:
+def _size(dim: str, args: Namespace) -> int | None:
     try:
         return _SIZES[dim](args)
     except (AttributeError, TypeError):  # an argument that is missing or None
         return None
 
 
-def _gated_rows(args: argparse.Namespace, width: int) -> int:
-    is_gated = args.swiglu or getattr(args, "quick_geglu", False)
-    return width * (2 if is_gated else 1)
+def _gated_rows(args: Namespace, width: int) -> int:
+    factor = 1
+    if args.swiglu or getattr(args, "quick_geglu", False):
+        factor = 2
+    return factor * width
 
 
-def _attention_width(args: argparse.Namespace) -> int:
-    head_dim: int = args.v_head_dim if args.multi_latent_attention else args.kv_channels
+def _attention_width(args: Namespace) -> int:
     num_heads: int = args.num_attention_heads
-    return num_heads * head_dim
+    if args.multi_latent_attention:
+        return num_heads * int(args.v_head_dim)
+    return num_heads * int(args.kv_channels)
 
 
-def _qkv_rows(args: argparse.Namespace) -> int:
-    num_heads: int = args.num_attention_heads
-    num_groups: int = args.num_query_groups if args.group_query_attention else num_heads
-    head_dim: int = args.kv_channels
-    return (num_heads + 2 * num_groups) * head_dim
+def _qkv_rows(args: Namespace) -> int:
+    num_groups: int = args.num_attention_heads
+    if args.group_query_attention:
+        num_groups = args.num_query_groups
+    num_heads: int = args.num_attention_heads + 2 * num_groups
+    return num_heads * int(args.kv_channels)
 
 
-_SIZES: dict[str, Callable[[argparse.Namespace], int]] = {
+def _query_norm(args: Namespace) -> int:
+    if args.multi_latent_attention:
+        return int(args.q_lora_rank)
+    return int(args.kv_channels)
+
+
+_SIZES: dict[str, Callable[[Namespace], int]] = {
     "one": lambda args: 1,
     "hidden": lambda args: args.hidden_size,
     "twice_hidden": lambda args: 2 * args.hidden_size,
@@ -280,9 +317,7 @@ _SIZES: dict[str, Callable[[argparse.Namespace], int]] = {
     "qkv_rows": _qkv_rows,
     "query_rank": lambda args: args.q_lora_rank,
     "key_value_rank": lambda args: args.kv_lora_rank,
-    "query_norm": lambda args: (
-        args.q_lora_rank if args.multi_latent_attention else args.kv_channels
-    ),
+    "query_norm": _query_norm,
     "latent_query_rows": lambda args: (
         args.num_attention_heads * (args.qk_head_dim + args.qk_pos_emb_head_dim)
     ),

@@ -13,6 +13,9 @@ import torch
 
 _BLOCK_BYTES = 64 << 20
 
+Shape = tuple[int, ...]
+"""Lengths of the dims of a tensor."""
+
 
 @dataclass(frozen=True)
 class LazyTensor:
@@ -25,14 +28,16 @@ class LazyTensor:
             tensor has one row, the tensor itself.
     """
 
-    shape: tuple[int, ...]
+    shape: Shape
     dtype: torch.dtype
     read_rows: Callable[[int, int], torch.Tensor]
 
     @property
     def num_rows(self) -> int:
         """Length of dim 0; 1 for a 0-d tensor."""
-        return self.shape[0] if self.shape else 1
+        if not self.shape:
+            return 1
+        return self.shape[0]
 
     @property
     def num_bytes(self) -> int:
@@ -57,48 +62,66 @@ class LazyTensor:
         """
         if not 0 <= start <= stop <= self.num_rows:
             raise ValueError(f"rows {start} to {stop} of a tensor of shape {self.shape}")
-        return LazyTensor(
-            (stop - start, *self.shape[1:]),
-            self.dtype,
-            lambda first, last: self.read_rows(start + first, start + last),
-        )
+
+        def read_rows(first: int, last: int) -> torch.Tensor:
+            return self.read_rows(start + first, start + last)
+
+        shape = shape_of_rows(self.shape, start, stop)
+        return LazyTensor(shape, self.dtype, read_rows)
 
     def to(self, dtype: torch.dtype) -> LazyTensor:
         """Return the tensor in another dtype."""
         if dtype == self.dtype:
             return self
-        return LazyTensor(
-            self.shape, dtype, lambda start, stop: self.read_rows(start, stop).to(dtype)
-        )
+
+        def read_rows(start: int, stop: int) -> torch.Tensor:
+            return self.read_rows(start, stop).to(dtype)
+
+        return LazyTensor(self.shape, dtype, read_rows)
 
     def map(
-        self, shape: Sequence[int], function: Callable[[torch.Tensor], torch.Tensor]
+        self,
+        shape: Sequence[int],
+        function: Callable[[torch.Tensor], torch.Tensor],
     ) -> LazyTensor:
         """Return a function of the whole tensor, of this shape, that keeps its dtype.
 
         Reading any of its rows reads the whole tensor.
         """
-        return LazyTensor(
-            tuple(shape),
-            self.dtype,
-            lambda start, stop: _rows_of(function(self.read()), start, stop),
-        )
+
+        def read_rows(start: int, stop: int) -> torch.Tensor:
+            return _rows_of(function(self.read()), start, stop)
+
+        return LazyTensor(tuple(shape), self.dtype, read_rows)
+
+
+Tensors = dict[str, LazyTensor]
+"""Tensors by name."""
 
 
 def in_memory(tensor: torch.Tensor) -> LazyTensor:
     """Return a lazy tensor over a tensor that is already in memory."""
-    return LazyTensor(
-        tuple(tensor.shape), tensor.dtype, lambda start, stop: _rows_of(tensor, start, stop).clone()
-    )
+
+    def read_rows(start: int, stop: int) -> torch.Tensor:
+        return _rows_of(tensor, start, stop).clone()
+
+    return LazyTensor(tuple(tensor.shape), tensor.dtype, read_rows)
 
 
-def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> LazyTensor:
+def zeros(shape: Shape, dtype: torch.dtype) -> LazyTensor:
     """Return a lazy tensor of zeros."""
 
     def read_rows(start: int, stop: int) -> torch.Tensor:
-        return torch.zeros((stop - start, *shape[1:]) if shape else (), dtype=dtype)
+        return torch.zeros(shape_of_rows(shape, start, stop), dtype=dtype)
 
     return LazyTensor(shape, dtype, read_rows)
+
+
+def shape_of_rows(shape: Shape, start: int, stop: int) -> Shape:
+    """Return the shape of the rows ``[start, stop)`` of a tensor; that of a 0-d tensor is ()."""
+    if not shape:
+        return ()
+    return (stop - start, *shape[1:])
 
 
 def concatenate(parts: Sequence[LazyTensor]) -> LazyTensor:
@@ -108,17 +131,20 @@ def concatenate(parts: Sequence[LazyTensor]) -> LazyTensor:
         ValueError: if their dtypes or other dims differ.
     """
     first = parts[0]
-    if any(part.dtype != first.dtype or part.shape[1:] != first.shape[1:] for part in parts):
-        raise ValueError(
-            f"cannot be one tensor: {', '.join(f'{part.dtype} {part.shape}' for part in parts)}"
-        )
+    for part in parts:
+        is_alike = part.dtype == first.dtype and part.shape[1:] == first.shape[1:]
+        if not is_alike:
+            kinds = [f"{part.dtype} {part.shape}" for part in parts]
+            raise ValueError(f"cannot be one tensor: {', '.join(kinds)}")
 
     def read_rows(start: int, stop: int) -> torch.Tensor:
         # Rows 1 to 5 of parts of 3 and 4 rows are rows 1 to 3 of the first and, because the second
         # begins at row 3, rows 0 to 2 of the second.
-        found, offset = [], 0
+        found = []
+        offset = 0
         for part in parts:
-            part_start, part_stop = max(start - offset, 0), min(stop - offset, part.num_rows)
+            part_start = max(start - offset, 0)
+            part_stop = min(stop - offset, part.num_rows)
             if part_start < part_stop:
                 found.append(part.read_rows(part_start, part_stop))
             offset += part.num_rows
@@ -131,4 +157,11 @@ def concatenate(parts: Sequence[LazyTensor]) -> LazyTensor:
 
 
 def _rows_of(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-    return tensor[start:stop] if tensor.dim() else tensor
+    if tensor.dim() == 0:
+        return tensor
+    return tensor[start:stop]
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """Return the memory of a contiguous tensor on the CPU."""
+    return tensor.reshape(-1).view(torch.uint8).numpy().data

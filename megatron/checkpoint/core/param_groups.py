@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Assignment of parameters to the optimizer's param groups.
 
-torch_dist files do not say which parameter is in which group. It follows from Megatron-Core's
+torch_dist files do not store which parameter is in which group. It follows from Megatron-Core's
 rules.
 """
 
@@ -11,9 +11,10 @@ from collections.abc import Container, Iterable, Mapping
 from typing import Any
 
 from megatron.checkpoint.core.key_rules import VOCABULARY
-from megatron.checkpoint.core.listing import listed, some
+from megatron.checkpoint.core.lazy_tensor import Shape
+from megatron.checkpoint.core.listing import refuse, some
 from megatron.checkpoint.core.spelling import canonical_name, is_expert
-from megatron.checkpoint.core.training_state import OptimizerParamGroup
+from megatron.checkpoint.core.training_state import Fields, OptimizerParamGroup
 
 _FIELDS_OF_TORCH = {
     "amsgrad": False,
@@ -26,10 +27,13 @@ _FIELDS_OF_TORCH = {
 }
 _FIELDS_OF_TRANSFORMER_ENGINE = {"bias_correction": True}
 
+Groups = list[Fields]
+"""Fields of the optimizer's param groups."""
+
 
 def assign(
-    shapes: Mapping[str, tuple[int, ...]],
-    groups: list[dict[str, Any]],
+    shapes: Mapping[str, Shape],
+    groups: Groups,
     decay_query_key_norms: bool = False,
     numbers: Mapping[str, int] | None = None,
     momentum_only: Container[str] = (),
@@ -52,50 +56,61 @@ def assign(
         ValueError: lists the parameters that no group fits, or a number without a group.
     """
     result = [OptimizerParamGroup(dict(fields), []) for fields in groups]
+    has_numbers = numbers or {}
     problems = []
     for name, shape in shapes.items():
-        number = (numbers or {}).get(name)
-        if number is None:
-            fitting = _fitting(name, shape, groups, decay_query_key_norms)
-            if has_muon(groups):
-                is_adams = name not in momentum_only
-                fitting = [each for each in fitting if ("betas" in groups[each]) == is_adams]
+        if name in has_numbers:
+            fitting = [has_numbers[name]]
         else:
-            fitting = [number]
-        if not fitting or fitting[0] >= len(groups):
-            reason = "none fits" if number is None else f"the map says {number}"
-            problems.append(f"{name}: {reason}")
-        elif any(groups[other] != groups[fitting[0]] for other in fitting):
-            problems.append(f"{name}: groups {', '.join(map(str, fitting))} fit, and they differ")
+            fitting = _fitting(
+                name,
+                shape,
+                groups,
+                decay_query_key_norms=decay_query_key_norms,
+                is_adams=name not in momentum_only,
+            )
+        if not fitting:
+            problems.append(f"{name}: none fits")
+            continue
+        first, *others = fitting
+        if first >= len(groups):
+            problems.append(f"{name}: the map says {first}")
+        elif any(groups[other] != groups[first] for other in others):
+            names = ", ".join(str(number) for number in fitting)
+            problems.append(f"{name}: groups {names} fit, and they differ")
         else:
-            result[fitting[0]].names.append(name)
-    if problems:
-        head = (
-            f"the file has {len(groups)} param groups, and the rules do not say which of them these"
-            " parameters are in"
-        )
-        raise ValueError(listed(f"{head} (--param-to-param-group-map-json does)", problems))
+            result[first].names.append(name)
+    refuse(
+        f"the file has {len(groups)} param groups, and the rules do not say which of them these"
+        " parameters are in (--param-to-param-group-map-json does)",
+        problems,
+    )
     return result
 
 
 def _fitting(
-    name: str, shape: tuple[int, ...], groups: list[dict[str, Any]], decay_query_key_norms: bool
+    name: str,
+    shape: Shape,
+    groups: Groups,
+    decay_query_key_norms: bool,
+    is_adams: bool,
 ) -> list[int]:
     """Return the numbers of the groups that the rules allow for a parameter.
 
-    A rule counts only if the groups differ in its field.
+    A rule counts only if the groups differ in it.
     """
-    decays = [group.get("wd_mult") for group in groups]
-    of_experts = [group.get("is_expert_parallel") for group in groups]
-    with_own_rate = [_has_own_rate(group, groups) for group in groups]
     should_decay = _has_weight_decay(name, shape, decay_query_key_norms)
+    # The value of each group, and the one that the parameter's group has.
+    rules = (
+        ([group.get("wd_mult") != 0.0 for group in groups], should_decay),
+        ([bool(group.get("is_expert_parallel")) for group in groups], is_expert(name)),
+        ([_has_own_rate(group, groups) for group in groups], name in VOCABULARY),
+        (["betas" in group for group in groups], is_adams),
+    )
     fitting = list(range(len(groups)))
-    if len(set(decays)) > 1:
-        fitting = [number for number in fitting if (decays[number] != 0.0) == should_decay]
-    if len(set(of_experts)) > 1:
-        fitting = [number for number in fitting if of_experts[number] == is_expert(name)]
-    if len(set(with_own_rate)) > 1:
-        fitting = [number for number in fitting if with_own_rate[number] == (name in VOCABULARY)]
+    for values, wanted in rules:
+        if len(set(values)) > 1:
+            fitting = [number for number in fitting if values[number] == wanted]
     return fitting
 
 
@@ -104,39 +119,46 @@ def has_muon(groups: Iterable[Mapping[str, Any]]) -> bool:
     return len({"betas" in fields for fields in groups}) > 1
 
 
-def _has_weight_decay(name: str, shape: tuple[int, ...], decay_query_key_norms: bool) -> bool:
+def _has_weight_decay(
+    name: str,
+    shape: Shape,
+    decay_query_key_norms: bool,
+) -> bool:
     is_query_key_norm = ".q_layernorm." in name or ".k_layernorm." in name
     if is_query_key_norm and decay_query_key_norms:
         return True
     return len(shape) > 1 and not name.endswith(".bias")
 
 
-def _has_own_rate(group: Mapping[str, Any], groups: list[dict[str, Any]]) -> bool:
+def _has_own_rate(group: Mapping[str, Any], groups: Groups) -> bool:
     """Return True if a group is that of a run's --decoupled-lr.
 
     From 0.16 on ``is_decoupled_lr`` is False in all groups.
     """
-    usual = [
-        (other.get("max_lr"), other.get("min_lr"))
-        for other in groups
-        if other.get("default_config")
-    ]
-    is_other = (
-        group.get("default_config") is False
-        and (group.get("max_lr"), group.get("min_lr")) not in usual
-    )
-    return bool(group.get("is_decoupled_lr")) or is_other
+    if group.get("is_decoupled_lr"):
+        return True
+    if group.get("default_config") is not False:
+        return False
+    for other in groups:
+        if other.get("default_config") and _rates(other) == _rates(group):
+            return False
+    return True
 
 
-def group_by_fields(fields_of: Mapping[str, dict[str, Any]]) -> list[OptimizerParamGroup]:
+def _rates(group: Mapping[str, Any]) -> tuple[Any, Any]:
+    return group.get("max_lr"), group.get("min_lr")
+
+
+def group_by_fields(fields_of: Mapping[str, Fields]) -> list[OptimizerParamGroup]:
     """Return one param group for all parameters with the same fields, groups of experts last."""
     groups: list[OptimizerParamGroup] = []
     for name, fields in fields_of.items():
-        group = next((group for group in groups if group.fields == fields), None)
-        if group is None:
-            group = OptimizerParamGroup(dict(fields), [])
-            groups.append(group)
-        group.names.append(name)
+        for group in groups:
+            if group.fields == fields:
+                group.names.append(name)
+                break
+        else:
+            groups.append(OptimizerParamGroup(dict(fields), [name]))
     return sorted(groups, key=_order_of_group)
 
 
@@ -145,7 +167,7 @@ def _order_of_group(group: OptimizerParamGroup) -> tuple[bool, bool]:
     return bool(group.fields.get("is_expert_parallel")), is_without_decay
 
 
-def for_any_optimizer(fields: Mapping[str, Any], step: float | None) -> dict[str, Any]:
+def for_any_optimizer(fields: Mapping[str, Any], step: float | None) -> Fields:
     """Complete the fields of a group of Adam for both torch's AdamW and Transformer Engine's."""
     complete = dict(fields)
     if "betas" in fields:
@@ -164,14 +186,13 @@ def parse_group_map(content: Mapping[str, Any], names: Iterable[str]) -> dict[st
     Raises:
         ValueError: if it has none of ``names``, or values that are no numbers of groups.
     """
-    numbers = {
-        canonical_name(name.removeprefix("model.")): number for name, number in content.items()
-    }
-    wrong = [
-        name
-        for name, number in numbers.items()
-        if not isinstance(number, int) or isinstance(number, bool) or number < 0
-    ]
+    numbers = {}
+    wrong = []
+    for name, number in content.items():
+        canonical = canonical_name(name.removeprefix("model."))
+        numbers[canonical] = number
+        if type(number) is not int or number < 0:  # True and False are integers too
+            wrong.append(canonical)
     if wrong:
         raise ValueError(f"the map of param groups should hold numbers of groups: {some(wrong)}")
     found = {name: numbers[name] for name in names if name in numbers}

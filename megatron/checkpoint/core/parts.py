@@ -60,7 +60,12 @@ LINE_SECONDS = 10.0
 
 @contextmanager
 def progress_of(
-    title: str, total: int, *, unit: str = "B", show: bool = True, stream: TextIO | None = None
+    title: str,
+    total: int,
+    *,
+    unit: str = "B",
+    show: bool = True,
+    stream: TextIO | None = None,
 ) -> Iterator[Progress]:
     """Show the progress of the work inside this context, by default on stderr.
 
@@ -78,10 +83,11 @@ def progress_of(
     if not show:
         yield ignore_progress
         return
-    stream = stream if stream is not None else sys.stderr
+    stream = stream or sys.stderr
     bar = terminal_bar(stream, desc=title, total=total, unit=unit, unit_scale=unit == "B")
     if bar is None:
-        yield ProgressLines(title, total, unit, stream, time.monotonic).advance
+        lines = ProgressLines(title, total, unit, stream, clock=time.monotonic)
+        yield lines.advance
         return
     with bar:
         yield bar.update
@@ -89,18 +95,36 @@ def progress_of(
 
 def terminal_bar(stream: TextIO | None = None, **options: Any) -> tqdm | None:
     """Return a new bar of tqdm with these options if ``stream`` is a terminal, else None."""
-    stream = stream if stream is not None else sys.stderr
-    return tqdm(file=stream, **options) if stream.isatty() else None
+    stream = stream or sys.stderr
+    if not stream.isatty():
+        return None
+    return tqdm(file=stream, **options)
 
 
 class ProgressLines:
-    """Plain lines about work that takes longer than ``LINE_SECONDS``, for logs and pipes."""
+    """Plain lines about work that takes longer than ``LINE_SECONDS``, for logs and pipes.
+
+    Args:
+        title: the work, as a participle: ``converting``.
+        total: amount of work; 0 if it is not known.
+        unit: ``B`` for bytes, or the plural of what is counted.
+        stream: text file that the lines are printed to.
+        clock: function that returns the seconds since any fixed moment.
+    """
 
     def __init__(
-        self, title: str, total: int, unit: str, stream: TextIO, clock: Callable[[], float]
+        self,
+        title: str,
+        total: int,
+        unit: str,
+        stream: TextIO,
+        clock: Callable[[], float],
     ):
-        self._title, self._total, self._unit = title, total, unit
-        self._stream, self._clock = stream, clock
+        self._title = title
+        self._total = total
+        self._unit = unit
+        self._stream = stream
+        self._clock = clock
         self._done = 0
         self._begin = self._last_line = clock()
 
@@ -115,9 +139,11 @@ class ProgressLines:
 
     def _line(self, seconds: float) -> str:
         """Return ``converting: 25 %, 1.00GB of 4.00GB in 20 s``."""
-        share = f"{100 * self._done // self._total} %, " if self._total else ""
-        of_total = f" of {self._amount(self._total)}" if self._total else ""
-        return f"{self._title}: {share}{self._amount(self._done)}{of_total} in {seconds:.0f} s"
+        progress = self._amount(self._done)
+        if self._total:
+            percent = 100 * self._done // self._total
+            progress = f"{percent} %, {progress} of {self._amount(self._total)}"
+        return f"{self._title}: {progress} in {seconds:.0f} s"
 
     def _amount(self, amount: int) -> str:
         if self._unit != "B":

@@ -34,7 +34,7 @@ def in_threads(action: Callable[[Item], Result], items: Iterable[Item]) -> list[
     The first error, in the order of the items, is raised when all have ended.
     """
     num_threads = number_of_threads()
-    if num_threads == 1:  # a thread has a price
+    if num_threads == 1:  # without the cost of a thread
         return [action(item) for item in items]
     with ThreadPoolExecutor(num_threads) as threads:
         return list(threads.map(action, items))

@@ -22,6 +22,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
+from megatron.checkpoint.core.lazy_tensor import Shape
 from megatron.checkpoint.core.training_state import TrainingState
 
 
@@ -45,10 +46,10 @@ class FusedNorm:
     Attributes:
         norm: path of the norm in the layer.
         linear: path of the linear layer that follows it.
-        in_transformer_engine: tells for which layers of Transformer Engine this is so, in the model
-            and in files.
-        in_files_of_local_layers: tells for which layers torch_dist files call it so although the
-            model is made of local layers.
+        in_transformer_engine: returns True for the layers of Transformer Engine where this is so,
+            in the model and in files.
+        in_files_of_local_layers: returns True for the layers where torch_dist files call it so
+            although the model is made of local layers.
     """
 
     norm: str
@@ -128,13 +129,17 @@ def canonical_name(name: str) -> str:
 def layer_number(name: str) -> int | None:
     """Return the number of the decoder layer that has a parameter; None for one outside."""
     found = _NUMBER.match(name)
-    return int(found[1]) if found is not None else None
+    if found is None:
+        return None
+    return int(found[1])
 
 
 def expert_number(name: str) -> int | None:
     """Return the number of the expert that has a parameter; None for one outside experts."""
     found = _EXPERT.search(name)
-    return int(found[1]) if found is not None else None
+    if found is None:
+        return None
+    return int(found[1])
 
 
 def is_expert(name: str) -> bool:
@@ -185,8 +190,8 @@ class Spelling:
         if expert is not None:
             index = (int(expert[1]),)
             name = f"{name[: expert.start()]}.mlp.experts.experts.{expert[2]}"
-        number = _NUMBER.match(name) if self.stacked else None
-        if number is not None:
+        number = _NUMBER.match(name)
+        if number is not None and self.stacked:
             index = (int(number[1]), *index)
             name = f"decoder.layers.{name[number.end() :]}"
         return name.replace(f".{INNER_LAYER}", f".{self.inner_layer}"), index
@@ -214,28 +219,29 @@ def layer_kinds(names: Iterable[str]) -> dict[str, LayerKind]:
         layer = _LAYER.match(name)
         if layer is not None:
             inside.setdefault(layer[1], []).append(layer[2])
-    return {
-        path: LayerKind(
+    kinds = {}
+    for path, parts in inside.items():
+        kinds[path] = LayerKind(
             has_experts=any(part.startswith(("mlp.router.", "mlp.experts.")) for part in parts),
             is_latent=any(part.startswith("self_attention.linear_kv_down_proj.") for part in parts),
         )
-        for path, parts in inside.items()
-    }
+    return kinds
 
 
-def unstacked(key: str, shape: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, ...]]]:
+def unstacked(key: str, shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Yield canonical name and index of every parameter that a key of a torch_dist file has.
 
     The index is along the leading axes. A key of stacked layers with the shape (2, 8, 4) has the
     layers 0 and 1 at (0,) and (1,), of the shape (8, 4).
 
     Raises:
-        ValueError: if the tensor has fewer axes than its key says.
+        ValueError: if the tensor has fewer axes than its key implies.
     """
     num_axes = bool(_STACKED_LAYERS.match(key)) + bool(_STACKED_EXPERTS.search(key))
     if len(shape) < num_axes:
         raise ValueError(f"{key} has the shape {shape}: an axis of layers or experts is missing")
-    for index in itertools.product(*(range(length) for length in shape[:num_axes])):
+    axes = [range(length) for length in shape[:num_axes]]
+    for index in itertools.product(*axes):
         yield name_at(key, index), index
 
 
@@ -260,7 +266,9 @@ IMPLEMENTATIONS = ("local", "transformer_engine")
 
 
 def choose_spelling(
-    state: TrainingState, transformer_impl: str | None = None, rename_mtp: bool = True
+    state: TrainingState,
+    transformer_impl: str | None = None,
+    rename_mtp: bool = True,
 ) -> Spelling:
     """Return the spelling of the parameter names in the model that will load ``state``.
 
@@ -272,38 +280,47 @@ def choose_spelling(
             is named as in modules of newer releases of Megatron-Core.
 
     Raises:
-        ValueError: if nothing says which layers the model has.
+        ValueError: if neither the file nor ``transformer_impl`` determines the layers.
     """
     kinds = layer_kinds([*state.weights, *state.buffers])
     local = Spelling(transformer_engine=False, grouped_experts=False, stacked=True, layers=kinds)
     engine = _is_engine(state, local, transformer_impl)
+    inner_layer = INNER_LAYER
+    if not rename_mtp:
+        inner_layer = OTHER_INNER_LAYER
     return replace(
         local,
         transformer_engine=engine,
         grouped_experts=_has_grouped_experts(state, engine),
         stacked=_is_stacked(state),
-        inner_layer=INNER_LAYER if rename_mtp else OTHER_INNER_LAYER,
+        inner_layer=inner_layer,
     )
 
 
-def _is_engine(state: TrainingState, local: Spelling, chosen: str | None) -> bool:
+def _is_engine(
+    state: TrainingState,
+    local: Spelling,
+    chosen: str | None,
+) -> bool:
     """Decide between layers of Transformer Engine and local ones, if none are ``chosen``.
 
     They differ in names wherever Transformer Engine has a norm inside a linear layer.
     """
     engine = replace(local, transformer_engine=True)
-    telling = [
-        name for name in state.module_names if local.module_name(name) != engine.module_name(name)
-    ]
-    if telling and chosen is None:
-        return any(state.module_names[name] == engine.module_name(name) for name in telling)
+
+    def differs(name: str) -> bool:
+        return local.module_name(name) != engine.module_name(name)
+
+    in_file = [name for name in state.module_names if differs(name)]
+    if in_file and chosen is None:
+        return any(state.module_names[name] == engine.module_name(name) for name in in_file)
     implementation = chosen or getattr(state.args, "transformer_impl", None)
     if implementation in IMPLEMENTATIONS:
         return implementation == "transformer_engine"
-    if all(local.module_name(name) == engine.module_name(name) for name in state.weights):
+    if not any(differs(name) for name in state.weights):
         return False
     raise ValueError(
-        "the checkpoint does not say which layers its model is made of: --transformer-impl local,"
+        "which layers the model is made of is not in the checkpoint: add --transformer-impl local,"
         " or transformer_engine"
     )
 
@@ -311,18 +328,18 @@ def _is_engine(state: TrainingState, local: Spelling, chosen: str | None) -> boo
 def _has_grouped_experts(state: TrainingState, engine: bool) -> bool:
     """Decide whether the experts of a layer are one module, ``weight0``, ``weight1`` and so on.
 
-    If the file names no experts, the arguments say it for layers of Transformer Engine.
+    If the file names no experts, the arguments decide for layers of Transformer Engine.
     """
-    in_file = [shown for name, shown in state.module_names.items() if is_expert(name)]
-    if in_file:
-        return not any(".local_experts." in shown for shown in in_file)
+    for name, module_name in state.module_names.items():
+        if is_expert(name):
+            return ".local_experts." not in module_name
     return engine and bool(getattr(state.args, "moe_grouped_gemm", False))
 
 
 def _is_stacked(state: TrainingState) -> bool:
     """Decide whether torch_dist files have all layers of the decoder in one tensor.
 
-    They do if all layers are alike, unless an argument of the run says otherwise.
+    They do if all layers are alike, unless an argument of the run excludes it.
     """
     frequency = getattr(state.args, "moe_layer_freq", 1)
     if not isinstance(frequency, int) or frequency > 1:

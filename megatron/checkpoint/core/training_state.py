@@ -3,21 +3,37 @@
 
 from __future__ import annotations
 
-import argparse
 import functools
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron.checkpoint.core.lazy_tensor import LazyTensor
+import torch
+
+from megatron.checkpoint.core.lazy_tensor import LazyTensor, Tensors
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 MOMENTUM = "momentum_buffer"  # of Muon and of SGD
 SCHEDULE = (
-    *("max_lr", "lr_warmup_steps", "num_steps", "lr_decay_style", "lr_decay_steps", "min_lr"),
-    *("start_wd", "end_wd", "wd_incr_style", "wd_incr_steps"),
+    "max_lr",
+    "lr_warmup_steps",
+    "num_steps",
+    "lr_decay_style",
+    "lr_decay_steps",
+    "min_lr",
+    "start_wd",
+    "end_wd",
+    "wd_incr_style",
+    "wd_incr_steps",
 )
 """Fields in the state of Megatron-Core's scheduler."""
+
+Fields = dict[str, Any]
+"""Values by name: of a param group, of the schedule of rates, of generators."""
+
+RandomStates = dict[tuple[int, int], list[Fields]]
+"""Pipeline stage and tensor-parallel rank -> a dict of generator states for each data rank."""
 
 
 @dataclass
@@ -30,7 +46,7 @@ class OptimizerParamGroup:
         names: names of the parameters, canonical.
     """
 
-    fields: dict[str, Any]
+    fields: Fields
     names: list[str]
 
     @functools.cached_property
@@ -40,22 +56,25 @@ class OptimizerParamGroup:
 
 
 class Freshness:
-    """The answer whether a parameter's moments were dropped and begin anew, found when asked for.
+    """The answer, found on demand, whether moments of a parameter were dropped and start from zero.
 
     Args:
-        compare: function that finds it out, which reads the parameter; None: they were not dropped.
+        compare: function that reads the parameter and returns the answer. None means that the
+            moments were not dropped.
 
     Attributes:
-        known: the answer; None as long as nobody has asked. Ranks that share the comparisons of all
+        known: the answer; None before the first call. Ranks that share the comparisons of all
             parameters set it for each other.
     """
 
     def __init__(self, compare: Callable[[], bool] | None = None):
         self._compare = compare
-        self.known: bool | None = None if compare else False
+        self.known: bool | None = None
+        if compare is None:
+            self.known = False
 
     def __call__(self) -> bool:
-        """Return the answer; the first call finds it out."""
+        """Return the answer; the first call compares."""
         if self.known is None:
             assert self._compare is not None
             self.known = self._compare()
@@ -72,14 +91,14 @@ class TrainingState:
     Attributes:
         weights: name -> the most exact value, the fp32 main weight if the file has one.
         compute_dtype: name -> dtype in which the model computes, if it is known.
-        buffers: name -> tensor that the model stores beside parameters, without optimizer state.
-        extra_states: name that ends in ``._extra_state`` -> what a module of Transformer Engine
-            has beside its weights, pickled: the scales and amax histories of delayed scaling.
+        buffers: name -> tensor of the model that is no parameter and has no optimizer state.
+        extra_states: name that ends in ``._extra_state`` -> the extra state of a module of
+            Transformer Engine, pickled: the scales and amax histories of delayed scaling.
         moments: name -> ``exp_avg``, ``exp_avg_sq``, or ``momentum_buffer`` of Muon -> fp32, shaped
             like the weight. Absent for weights without state.
         steps: name -> number of steps that its moments have seen, if the file has it for each
             parameter.
-        is_fresh: name -> whether its moments were dropped and begin anew.
+        is_fresh: name -> whether its moments were dropped and start from zero.
         groups: param groups of the optimizer; None in a file without one.
         scheduler: ``opt_param_scheduler``, the schedule of rates.
         random_states: (pipeline stage, tensor-parallel rank) -> a dict of generator states for each
@@ -95,23 +114,23 @@ class TrainingState:
         notes: messages to the user about what was read; each begins with a name or key.
     """
 
-    weights: dict[str, LazyTensor]
-    compute_dtype: dict[str, Any] = field(default_factory=dict)
-    buffers: dict[str, LazyTensor] = field(default_factory=dict)
+    weights: Tensors
+    compute_dtype: dict[str, torch.dtype] = field(default_factory=dict)
+    buffers: Tensors = field(default_factory=dict)
     extra_states: dict[str, bytes] = field(default_factory=dict)
-    moments: dict[str, dict[str, LazyTensor]] = field(default_factory=dict)
+    moments: dict[str, Tensors] = field(default_factory=dict)
     steps: dict[str, float] = field(default_factory=dict)
     is_fresh: dict[str, Freshness] = field(default_factory=dict)
     groups: list[OptimizerParamGroup] | None = None
-    scheduler: dict[str, Any] | None = None
-    random_states: dict[tuple[int, int], list[dict[str, Any]]] = field(default_factory=dict)
-    args: argparse.Namespace | None = None
+    scheduler: Fields | None = None
+    random_states: RandomStates = field(default_factory=dict)
+    args: Namespace | None = None
     iteration: int | None = None
     operations: float | None = None
-    grad_scaler: dict[str, Any] | None = None
+    grad_scaler: Fields | None = None
     version: float = 3.0
     module_names: dict[str, str] = field(default_factory=dict)
-    others: dict[str, Any] = field(default_factory=dict)
+    others: Fields = field(default_factory=dict)
     unknown: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 

@@ -25,7 +25,7 @@ class Chunk(NamedTuple):
 
     @classmethod
     def of(cls, stored: ChunkStorageMetadata) -> Chunk:
-        """Return what torch's own type says."""
+        """Convert torch's description of a chunk."""
         return cls(tuple(stored.offsets), tuple(stored.sizes))
 
     @property
@@ -37,26 +37,42 @@ class Chunk(NamedTuple):
         """Return first element and end along a dim; a dim that the tensor lacks has one element."""
         if dim >= len(self.sizes):
             return 0, 1
-        return self.offsets[dim], self.offsets[dim] + self.sizes[dim]
+        start = self.offsets[dim]
+        return start, start + self.sizes[dim]
 
     def rows(self, start: int, stop: int, dim: int = 0) -> Chunk:
-        """Return the part ``[start, stop)`` along a dim, counted from the start of the chunk."""
-        offsets, sizes = [*self.offsets], [*self.sizes]
+        """Return a part of the chunk along one dim.
+
+        Args:
+            start: first element of the part, counted from the start of the chunk.
+            stop: end of the part, counted likewise.
+            dim: the dim that is cut; the chunk is kept whole along the others.
+        """
+        offsets = [*self.offsets]
+        sizes = [*self.sizes]
         offsets[dim] += start
         sizes[dim] = stop - start
         return Chunk(tuple(offsets), tuple(sizes))
 
     def overlap(self, other: Chunk) -> Chunk | None:
         """Return the elements that both have; None if there are none."""
-        offsets = tuple(map(max, self.offsets, other.offsets))
-        ends = [min(self.span(dim)[1], other.span(dim)[1]) for dim in range(len(offsets))]
-        sizes = tuple(end - offset for offset, end in zip(offsets, ends))
-        return Chunk(offsets, sizes) if all(size > 0 for size in sizes) else None
+        offsets = []
+        sizes = []
+        for dim in range(len(self.sizes)):
+            start, end = self.span(dim)
+            other_start, other_end = other.span(dim)
+            offsets.append(max(start, other_start))
+            sizes.append(min(end, other_end) - offsets[dim])
+            if sizes[dim] <= 0:
+                return None
+        return Chunk(tuple(offsets), tuple(sizes))
 
     def slices(self, origin: Sequence[int]) -> tuple[slice, ...]:
         """Return the index of the chunk in a tensor whose first element is at ``origin``."""
-        starts = [offset - first for offset, first in zip(self.offsets, origin)]
-        return tuple(slice(start, start + size) for start, size in zip(starts, self.sizes))
+        index = []
+        for offset, size, first in zip(self.offsets, self.sizes, origin):
+            index.append(slice(offset - first, offset - first + size))
+        return tuple(index)
 
 
 class ChunkIndex:
@@ -98,8 +114,10 @@ def chunks_overlap(chunks: Iterable[Chunk]) -> bool:
     """
     active: list[Chunk] = []
     for chunk in sorted(chunks):
-        active = [other for other in active if other.span(0)[1] > chunk.span(0)[0]]
-        if any(chunk.overlap(other) for other in active):
-            return True
+        start, _ = chunk.span(0)
+        active = [other for other in active if other.span(0)[1] > start]
+        for other in active:
+            if chunk.overlap(other) is not None:
+                return True
         active.append(chunk)
     return False

@@ -14,15 +14,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import (
+    DefaultSavePlanner,
+    create_default_global_save_plan,
+)
 from torch.distributed.checkpoint.filesystem import FileSystemReader, _StoragePrefix
 from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
     TensorProperties,
-    TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import (
     LoadPlan,
@@ -35,9 +36,10 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.futures import Future
 
-from megatron.checkpoint.core.lazy_tensor import LazyTensor
+from megatron.checkpoint.core.lazy_tensor import LazyTensor, Shape
 from megatron.checkpoint.core.parts import Part, Progress, ignore_progress
 from megatron.checkpoint.dcp import safe_pickle
+from megatron.checkpoint.dcp.chunk import Chunk
 from megatron.checkpoint.dcp.signing_writer import SigningWriter
 
 PART_BYTES = 256 << 20
@@ -56,12 +58,12 @@ class TensorEntry:
     """
 
     key: str
-    shape: tuple[int, ...]
-    offsets: tuple[int, ...]
+    shape: Shape
+    offsets: Shape
     tensor: LazyTensor
 
     @property
-    def sizes(self) -> tuple[int, ...]:
+    def sizes(self) -> Shape:
         """Sizes of the chunk; as long as ``shape``."""
         num_left_out = len(self.shape) - len(self.tensor.shape)
         return (1,) * num_left_out + self.tensor.shape
@@ -79,6 +81,13 @@ class ObjectEntry:
     key: str
     value: Any
 
+    def pickled(self) -> io.BytesIO:
+        """Return the object as ``torch.save`` writes it."""
+        value = self.value
+        if callable(value):
+            value = value()
+        return io.BytesIO(safe_pickle.save_torch(value))
+
 
 Entry = TensorEntry | ObjectEntry
 
@@ -94,10 +103,10 @@ class DcpTarget:
     Args:
         entries: chunks of tensors, and objects. Those that stand together are written together.
         paths: key -> path in the nested dict that a loader fills; None for flat keys.
-        extra_files: name -> function that makes the content, of files beside DCP's; they are
-            written last.
+        extra_files: name -> function that returns the content, of further files of the format;
+            they are written last.
         notes: a list that reading appends to; notes of a part are in its result.
-        more: fields of ``.metadata`` beside those of torch, by name.
+        more: fields of ``.metadata`` that torch does not have, by name.
 
     Attributes:
         entries: chunks of tensors, and objects.
@@ -115,14 +124,18 @@ class DcpTarget:
         self.entries = list(entries)
         self._paths = paths
         self._extra_files = extra_files or {}
-        self._notes = notes if notes is not None else []
+        self._notes = [] if notes is None else notes
         self._more = more or {}
-        self.parts = [
-            Part(f"{number:05d}", sum(map(_num_bytes, chosen)), self._writer(number, chosen))
-            for number, chosen in enumerate(_in_parts(self.entries))
-        ]
+        self.parts = []
+        for number, chosen in enumerate(_in_parts(self.entries)):
+            num_bytes = sum(_num_bytes(entry) for entry in chosen)
+            self.parts.append(Part(f"{number:05d}", num_bytes, self._writer(number, chosen)))
 
-    def _writer(self, number: int, entries: list[Entry]) -> Callable[[Path, Progress], Any]:
+    def _writer(
+        self,
+        number: int,
+        entries: list[Entry],
+    ) -> Callable[[Path, Progress], Any]:
         def write(staging: Path, progress: Progress) -> dict[str, Any]:
             known = len(self._notes)
             plan = SavePlan(
@@ -131,7 +144,11 @@ class DcpTarget:
             )
             planner = EntryPlanner(entries, progress)
             written = SigningWriter(staging).write_data(plan, planner).wait()
-            return {"written": written, "file": written[-1], "notes": self._notes[known:]}
+            return {
+                "written": written,
+                "file": written[-1],
+                "notes": self._notes[known:],
+            }
 
         return write
 
@@ -148,24 +165,11 @@ class DcpTarget:
 
     def metadata(self) -> Metadata:
         """Return ``.metadata`` without the places of the entries in files."""
-        metadata = Metadata(self._described(), self._paths)
+        plan = SavePlan([_write_item(entry) for entry in self.entries])
+        _, metadata = create_default_global_save_plan([plan])
+        metadata.planner_data = self._paths
         vars(metadata).update(self._more)
         return metadata
-
-    def _described(self) -> dict[str, TensorStorageMetadata | BytesStorageMetadata]:
-        described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
-        tensors: dict[str, TensorStorageMetadata] = {}
-        for entry in self.entries:
-            if isinstance(entry, ObjectEntry):
-                described[entry.key] = BytesStorageMetadata()
-                continue
-            properties = TensorProperties(dtype=entry.tensor.dtype)
-            tensor = tensors.setdefault(
-                entry.key, TensorStorageMetadata(properties, torch.Size(entry.shape), [])
-            )
-            tensor.chunks.append(_chunk(entry))
-            described[entry.key] = tensor
-        return described
 
 
 class EntryPlanner(DefaultSavePlanner):
@@ -173,6 +177,10 @@ class EntryPlanner(DefaultSavePlanner):
 
     With one of them on every rank, ``torch.distributed.checkpoint.save`` writes the entries of all
     ranks. An entry that several ranks have is written by one of them.
+
+    Args:
+        entries: the entries of this rank.
+        progress: called with the number of bytes of each entry before it is read.
     """
 
     def __init__(self, entries: list[Entry], progress: Progress = ignore_progress):
@@ -190,27 +198,25 @@ class EntryPlanner(DefaultSavePlanner):
         entry = self._entries[write_item.index]
         self._progress(_num_bytes(entry))
         if isinstance(entry, ObjectEntry):
-            value = entry.value() if callable(entry.value) else entry.value
-            return io.BytesIO(safe_pickle.save_torch(value))
+            return entry.pickled()
         return entry.tensor.read().reshape(entry.sizes)
 
 
 def _write_item(entry: Entry) -> WriteItem:
     if isinstance(entry, ObjectEntry):
         return WriteItem(MetadataIndex(entry.key), WriteItemType.BYTE_IO)
-    data = TensorWriteData(
-        _chunk(entry), TensorProperties(dtype=entry.tensor.dtype), torch.Size(entry.shape)
-    )
-    index = MetadataIndex(entry.key, torch.Size(entry.offsets))
+    shape = torch.Size(entry.shape)
+    offsets = torch.Size(entry.offsets)
+    chunk = ChunkStorageMetadata(offsets, torch.Size(entry.sizes))
+    data = TensorWriteData(chunk, TensorProperties(dtype=entry.tensor.dtype), shape)
+    index = MetadataIndex(entry.key, offsets)
     return WriteItem(index, WriteItemType.SHARD, tensor_data=data)
 
 
-def _chunk(entry: TensorEntry) -> ChunkStorageMetadata:
-    return ChunkStorageMetadata(torch.Size(entry.offsets), torch.Size(entry.sizes))
-
-
 def _num_bytes(entry: Entry) -> int:
-    return entry.tensor.num_bytes if isinstance(entry, TensorEntry) else 1 << 10
+    if isinstance(entry, ObjectEntry):
+        return 1 << 10  # most objects are numbers
+    return entry.tensor.num_bytes
 
 
 def _in_parts(entries: list[Entry]) -> Iterator[list[Entry]]:
@@ -220,7 +226,8 @@ def _in_parts(entries: list[Entry]) -> Iterator[list[Entry]]:
     for entry in entries:
         if part and size + _num_bytes(entry) > PART_BYTES:
             yield part
-            part, size = [], 0
+            part = []
+            size = 0
         part.append(entry)
         size += _num_bytes(entry)
     if part:
@@ -230,8 +237,11 @@ def _in_parts(entries: list[Entry]) -> Iterator[list[Entry]]:
 class EntryReader(FileSystemReader):
     """A reader of a DCP directory that is not written, with every tensor in one chunk.
 
-    Of a tensor it reads the rows that are asked for, one tensor after another. Messages have
-    ``name`` for the checkpoint.
+    Of a tensor it reads only the rows that are needed, one tensor after another.
+
+    Args:
+        target: the directory that would be written.
+        name: path of the checkpoint, for messages.
     """
 
     def __init__(self, target: DcpTarget, name: str):
@@ -257,15 +267,19 @@ class EntryReader(FileSystemReader):
             if isinstance(entry, TensorEntry):
                 _read_tensor(entry, items, planner)
                 continue
-            value = entry.value() if callable(entry.value) else entry.value
+            pickled = entry.pickled().getvalue()
             for item in items:
-                planner.load_bytes(item, io.BytesIO(safe_pickle.save_torch(value)))
+                planner.load_bytes(item, io.BytesIO(pickled))
         done: Future[None] = Future()
         done.set_result(None)
         return done
 
 
-def _read_tensor(entry: TensorEntry, items: list[ReadItem], planner: LoadPlanner) -> None:
+def _read_tensor(
+    entry: TensorEntry,
+    items: list[ReadItem],
+    planner: LoadPlanner,
+) -> None:
     """Read the regions of one tensor that a rank asks for, by one read of the rows they span."""
     if not entry.tensor.shape:
         for item in items:
@@ -277,11 +291,16 @@ def _read_tensor(entry: TensorEntry, items: list[ReadItem], planner: LoadPlanner
     for item in items:
         # Rows 5 to 9 were read. The region at (6, 2) of sizes (3, 4) is [1:4, 2:6] of them.
         offsets = (item.storage_offsets[0] - start, *item.storage_offsets[1:])
-        region = [slice(first, first + size) for first, size in zip(offsets, item.lengths)]
-        _hand_over(rows[tuple(region)], item, planner)
+        chunk = Chunk(offsets, tuple(item.lengths))
+        region = chunk.slices([0] * rows.dim())
+        _hand_over(rows[region], item, planner)
 
 
-def _hand_over(value: torch.Tensor, item: ReadItem, planner: LoadPlanner) -> None:
+def _hand_over(
+    value: torch.Tensor,
+    item: ReadItem,
+    planner: LoadPlanner,
+) -> None:
     target: torch.Tensor = planner.resolve_tensor(item).detach()
     target.copy_(value)
     planner.commit_tensor(item, target)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Iterable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import IO
 
@@ -45,34 +44,36 @@ class SafeReader(FileSystemReader):
             info: _StorageInfo = self.storage_data[item.storage_index]
             places.setdefault(info.relative_path, []).append((info, item))
         for name, items in places.items():
+            items.sort(key=lambda place: place[0].offset)
             with durable.opened(Path(self.path) / name, 0) as file:
-                items.sort(key=lambda place: place[0].offset)
-                in_threads(partial(_read_tensor, file, planner), _tensors(file, items, planner))
+                _read_items(file, items, planner)
         done: Future[None] = Future()
         done.set_result(None)
         return done
 
 
-def _tensors(
-    file: IO[bytes], items: Iterable[tuple[_StorageInfo, ReadItem]], planner: LoadPlanner
-) -> Iterator[tuple[ReadItem, TensorPayload]]:
-    """Yield the tensors among the items with their places in the file, and read the objects."""
-    for info, item in items:
-        if item.type == LoadItemType.BYTE_IO:
-            data = os.pread(file.fileno(), info.length, info.offset)
-            planner.load_bytes(item, io.BytesIO(data))
-        else:
-            yield item, read_header(file, info, compares=False)
-
-
-def _read_tensor(
-    file: IO[bytes], planner: LoadPlanner, found: tuple[ReadItem, TensorPayload]
+def _read_items(
+    file: IO[bytes],
+    items: Iterable[tuple[_StorageInfo, ReadItem]],
+    planner: LoadPlanner,
 ) -> None:
-    """Read what is asked for of a tensor into the planner's tensor."""
-    item, payload = found
-    target = planner.resolve_tensor(item).detach()
-    read_chunk(file, payload, item.storage_offsets, target)
-    planner.commit_tensor(item, target)
+    """Read objects one after another, and tensors, as far as they are asked for, in threads."""
+
+    def tensors() -> Iterator[tuple[ReadItem, TensorPayload]]:
+        for info, item in items:
+            if item.type == LoadItemType.BYTE_IO:
+                data = os.pread(file.fileno(), info.length, info.offset)
+                planner.load_bytes(item, io.BytesIO(data))
+            else:
+                yield item, read_header(file, info, compares=False)
+
+    def read(found: tuple[ReadItem, TensorPayload]) -> None:
+        item, payload = found
+        target = planner.resolve_tensor(item).detach()
+        read_chunk(file, payload, item.storage_offsets, target)
+        planner.commit_tensor(item, target)
+
+    in_threads(read, tensors())
 
 
 class SafePlanner(DefaultLoadPlanner):
@@ -84,7 +85,7 @@ class SafePlanner(DefaultLoadPlanner):
     """
 
     def create_local_plan(self) -> LoadPlan:
-        """Plan what this rank reads, and tell the first rank nothing: it would change nothing."""
+        """Plan what this rank reads, and send the first rank nothing: it would change nothing."""
         self._plan = super().create_local_plan()
         return LoadPlan([])
 
@@ -93,7 +94,11 @@ class SafePlanner(DefaultLoadPlanner):
         return self._plan
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Unpickle one object and put it into the state dict that is loaded."""
+        """Unpickle one object and put it into the state dict that is loaded.
+
+        Raises:
+            ValueError: for an object that is damaged or names a class that checkpoints do not hold.
+        """
         key = read_item.dest_index.fqn
         try:
             content = safe_pickle.load_torch(value.getvalue())

@@ -18,34 +18,19 @@ import re
 import signal
 import types
 import zipfile
-from collections.abc import Callable
-from typing import IO, TYPE_CHECKING, Any, ClassVar
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar
 
 import numpy
 import torch
 from torch.distributed.checkpoint.metadata import TensorProperties
 
-if TYPE_CHECKING:
-    # The base classes below are those in Python, not those in C, which typeshed describes.
-    class _PythonUnpickler(pickle.Unpickler):
-        dispatch: ClassVar[dict[int, Callable[[Any], None]]]
-        stack: list[Any]
+from megatron.checkpoint.integrity.manifest import DamagedCheckpointError
 
-        def load_build(self) -> None: ...
-
-    class _PythonPickler(pickle.Pickler):
-        dispatch: ClassVar[dict[type, Callable[[Any, Any], None]]]
-        memo: dict[int, Any]  # type: ignore[assignment]  # typeshed has the memo of the one in C
-
-        def write(self, data: bytes) -> None: ...
-        def memoize(self, obj: object) -> None: ...
-        def save(self, obj: object, save_persistent_id: bool = True) -> None: ...
-        def save_global(self, obj: object, name: str | None = None) -> None: ...
-        def save_type(self, obj: type) -> None: ...
-        def save_reduce(self, function: Any, args: Any, *, obj: object = None) -> None: ...
-
-else:
-    _PythonUnpickler, _PythonPickler = pickle._Unpickler, pickle._Pickler
+# Any: typeshed describes the classes in C, without the methods that are replaced below.
+_PythonUnpickler: Any = pickle._Unpickler
+_PythonPickler: Any = pickle._Pickler
 
 _NUMPY_CORE: Any = numpy._core if hasattr(numpy, "_core") else numpy.core
 _NUMPY = {name: getattr(_NUMPY_CORE.multiarray, name) for name in ("_reconstruct", "scalar")}
@@ -58,11 +43,21 @@ _CLASSES: dict[str, tuple[str, ...]] = {
     "torch": ("Size", "device", "strided", *_STORAGES),
     "torch.serialization": ("_get_layout",),
     "torch.distributed.checkpoint.metadata": (
-        *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex"),
-        *("StorageMeta", "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
     ),
     "torch.distributed.checkpoint.planner": (
-        *("BytesIOWriteData", "SavePlan", "TensorWriteData", "WriteItem", "WriteItemType"),
+        "BytesIOWriteData",
+        "SavePlan",
+        "TensorWriteData",
+        "WriteItem",
+        "WriteItemType",
     ),
     "torch.distributed.checkpoint.filesystem": ("_StorageInfo", "_StoragePrefix"),
     # Results of the parts of a conversion.
@@ -73,8 +68,20 @@ _CLASSES: dict[str, tuple[str, ...]] = {
     "numpy": ("dtype", "ndarray"),
 }
 _BUILTINS = (
-    *("bool", "bytearray", "bytes", "complex", "dict", "float", "frozenset", "int"),
-    *("list", "range", "set", "slice", "str", "tuple"),
+    "bool",
+    "bytearray",
+    "bytes",
+    "complex",
+    "dict",
+    "float",
+    "frozenset",
+    "int",
+    "list",
+    "range",
+    "set",
+    "slice",
+    "str",
+    "tuple",
 )
 _NUM_PROPERTIES = len(TensorProperties().__getstate__())
 _PATHS = ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")
@@ -105,7 +112,9 @@ class StandIn:
         self.args = args
 
     def __setstate__(self, state: Any) -> None:
-        self.__dict__.update(state if isinstance(state, dict) else {"state": state})
+        if not isinstance(state, dict):
+            state = {"state": state}
+        self.__dict__.update(state)
 
     def __eq__(self, other: object) -> bool:
         return type(self) is type(other) and self.__dict__ == other.__dict__
@@ -115,7 +124,9 @@ class StandIn:
 
     def __reduce__(self) -> tuple[Any, ...]:
         state = {name: value for name, value in self.__dict__.items() if name != "args"}
-        return (type(self), self.args, state) if state else (type(self), self.args)
+        if not state:
+            return type(self), self.args
+        return type(self), self.args, state
 
     def __repr__(self) -> str:
         return f"{type(self).__qualname__}({', '.join(map(repr, self.args))})"
@@ -124,7 +135,8 @@ class StandIn:
 @functools.cache
 def stand_in(module: str, name: str) -> type[StandIn]:
     """Return the inert class for a class of Megatron-Core."""
-    return type(name.rpartition(".")[2], (StandIn,), {"__module__": module, "__qualname__": name})
+    fields = {"__module__": module, "__qualname__": name}
+    return type(name.rpartition(".")[2], (StandIn,), fields)
 
 
 class _Member(StandIn):
@@ -154,7 +166,7 @@ def _member(owner: Any, name: Any) -> Any:
     raise RefusedPickleError(f"the pickle asks for the attribute {name!r} of {owner!r}")
 
 
-class Unpickler(_PythonUnpickler):
+class Unpickler(_PythonUnpickler):  # type: ignore[misc]
     """An unpickler that finds the classes on the list, stand-ins, and nothing else.
 
     It is the one in Python: the one in C sets any attribute of anything, of classes too.
@@ -166,8 +178,10 @@ class Unpickler(_PythonUnpickler):
         Raises:
             RefusedPickleError: for anything that is not on the list.
         """
-        if module in ("builtins", "__builtin__"):
-            name = _NAMES_OF_PYTHON_2.get(name, name) if module == "__builtin__" else name
+        if module == "__builtin__":
+            module = "builtins"
+            name = _NAMES_OF_PYTHON_2.get(name, name)
+        if module == "builtins":
             if name == "getattr":
                 return _member
             if name in _BUILTINS:
@@ -202,13 +216,15 @@ class Unpickler(_PythonUnpickler):
             RefusedPickleError: for a class or a function, which all of the process shares, and for
                 special attributes.
         """
-        owner, state = self.stack[-2], self.stack[-1]
+        owner, state = self.stack[-2:]
         if isinstance(owner, (type, types.FunctionType, types.BuiltinFunctionType)):
             raise RefusedPickleError(
                 f"the pickle changes {owner.__module__}.{owner.__qualname__}, which is not its own"
             )
-        plain = isinstance(state, dict) and not any(str(name).startswith("__") for name in state)
-        if not plain and (isinstance(owner, StandIn) or not hasattr(owner, "__setstate__")):
+        is_plain = isinstance(state, dict)
+        if is_plain and any(str(name).startswith("__") for name in state):
+            is_plain = False
+        if not is_plain and (isinstance(owner, StandIn) or not hasattr(owner, "__setstate__")):
             raise RefusedPickleError(
                 f"the pickle sets special attributes of a {type(owner).__qualname__}"
             )
@@ -230,7 +246,7 @@ def _encode(text: str, encoding: str = "latin1") -> bytes:
     return text.encode("latin1")
 
 
-class _Pickler(_PythonPickler):
+class _Pickler(_PythonPickler):  # type: ignore[misc]
     """A pickler that can write stand-ins.
 
     It is the one in Python: the one in C checks that a class can be imported.
@@ -263,18 +279,8 @@ class _Pickler(_PythonPickler):
             super().save_type(obj)
 
 
-def _load(file: IO[bytes], **options: Any) -> Any:
-    return Unpickler(file, **options).load()
-
-
 # The pickle module to give to `torch.load` and `torch.save`.
-_MODULE = types.SimpleNamespace(
-    Unpickler=Unpickler,
-    Pickler=_Pickler,
-    load=_load,
-    loads=lambda data, **options: _load(io.BytesIO(data), **options),
-    __name__=__name__,
-)
+_MODULE = types.SimpleNamespace(Unpickler=Unpickler, Pickler=_Pickler, __name__=__name__)
 
 
 def load(data: bytes) -> Any:
@@ -284,7 +290,7 @@ def load(data: bytes) -> Any:
         RefusedPickleError: for a class that is not on the list.
         ValueError: for bytes that are no pickle.
     """
-    return _guarded(lambda: _load(io.BytesIO(data)))
+    return _guarded(lambda: Unpickler(io.BytesIO(data)).load())
 
 
 def load_torch(data: bytes) -> Any:
@@ -309,22 +315,41 @@ def load_torch(data: bytes) -> Any:
         if "constants.pkl" in torch._C.PyTorchFileReader(io.BytesIO(data)).get_all_records():
             raise RefusedPickleError("it is a TorchScript program, not data")
         return torch.load(
-            io.BytesIO(data), map_location="cpu", weights_only=False, pickle_module=_MODULE
+            io.BytesIO(data),
+            map_location="cpu",
+            weights_only=False,
+            pickle_module=_MODULE,
         )
 
-    if data not in _read:
-        value = _guarded(read)
-        if not is_scalar(value):
-            return value
+    if data in _read:
+        return _read[data]
+    value = _guarded(read)
+    if is_scalar(value):
         _read[data] = value
-    return _read[data]
+    return value
+
+
+@contextmanager
+def naming(file: str) -> Iterator[None]:
+    """Let errors of reading a pickle inside the context name the file.
+
+    Raises:
+        RefusedPickleError: for a refusal.
+        DamagedCheckpointError: for any other error that reading a pickle raises.
+    """
+    try:
+        yield
+    except RefusedPickleError as error:
+        raise RefusedPickleError(f"{file}: {error}") from None
+    except (ValueError, AttributeError, TypeError) as error:
+        raise DamagedCheckpointError(f"{file} is damaged: {error}") from error
 
 
 def is_scalar(value: Any) -> bool:
     """Return True if a value is a number, a string, or a tuple of these: small and immutable."""
-    return type(value) in (bool, int, float, str, type(None)) or (
-        type(value) is tuple and all(map(is_scalar, value))
-    )
+    if type(value) is tuple:
+        return all(is_scalar(item) for item in value)
+    return type(value) in (bool, int, float, str, type(None))
 
 
 # Fields of param groups are a few values, which are stored thousands of times.
@@ -355,6 +380,5 @@ def _guarded(read: Callable[[], Any]) -> Any:
     except RefusedPickleError:
         raise
     except Exception as error:  # damaged pickles fail in every possible way
-        raise ValueError(
-            str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
-        ) from error
+        kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
+        raise ValueError(f"{kind}{error}") from error

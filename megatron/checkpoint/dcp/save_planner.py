@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 from megatron.checkpoint.dcp import safe_pickle
 
 _OVERHEAD = 1200
-"""About the bytes that ``torch.save`` writes beside the elements of a tensor, or for a number."""
+"""About the bytes that ``torch.save`` adds to the elements of a tensor, or writes for a number."""
 
 
 class EvenPlanner(DefaultSavePlanner):
@@ -44,13 +44,16 @@ class EvenPlanner(DefaultSavePlanner):
     rank.
 
     Args:
-        reuse: the plan of the save before, which is used again if it fits; None: none is kept.
-        spreads: whether to share out what several ranks have. False: the first of them writes it.
+        reuse: the plan of the save before, which is used again if it fits. By default no plan is
+            kept.
+        spreads: whether ranks that have the same entries share the work. Otherwise the first of
+            them writes all of these.
     """
 
     def __init__(self, reuse: PlanReuse | None = None, spreads: bool = True):
         super().__init__()
-        self._reuse, self._spreads = reuse, spreads
+        self._reuse = reuse
+        self._spreads = spreads
 
     def own_entries(self) -> tuple[list[WriteItem], dict[str, Any] | None]:
         """Return the items that this rank could write, and the paths of keys in a nested dict."""
@@ -65,8 +68,13 @@ class EvenPlanner(DefaultSavePlanner):
             unchanged = self._reuse.unchanged(self._own_items, self._paths)
             if unchanged is not None:
                 return SavePlan([], planner_data=unchanged)
-        tensors = [item for item in items if item.type != WriteItemType.BYTE_IO]
-        objects = [item.index.fqn for item in self._own_items[len(tensors) :]]
+        tensors = []
+        objects = []
+        for item in self._own_items:
+            if item.type == WriteItemType.BYTE_IO:
+                objects.append(item.index.fqn)
+            else:
+                tensors.append(item)
         return SavePlan(tensors, planner_data=_LocalEntries(objects, self._paths))
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
@@ -85,15 +93,14 @@ class EvenPlanner(DefaultSavePlanner):
                 return all_plans, kept
             all_plans = self._reuse.whole(all_plans)
         objects = _Items()
-        items_of_ranks = [
-            [*plan.items, *map(objects.__getitem__, plan.planner_data.objects)]
-            for plan in all_plans
-        ]
+        items_of_ranks = []
+        for plan in all_plans:
+            items_of_objects = [objects[key] for key in plan.planner_data.objects]
+            items_of_ranks.append(plan.items + items_of_objects)
         chosen = assign(items_of_ranks, self._spreads)
-        plans = [
-            SavePlan([items[position] for position in positions])
-            for items, positions in zip(items_of_ranks, chosen)
-        ]
+        plans = []
+        for items, positions in zip(items_of_ranks, chosen):
+            plans.append(SavePlan([items[position] for position in positions]))
         plans, metadata = create_default_global_save_plan(plans, rewrite_index_hints=False)
         paths: dict[str, Any] = {}
         for plan in all_plans:
@@ -105,10 +112,15 @@ class EvenPlanner(DefaultSavePlanner):
         if problems not in ([], True):
             found = "; ".join(problems or ["torch has logged what is wrong"])
             raise ValueError(f"the ranks do not have each tensor once: {found[:500]}")
-        self.global_plan, self.metadata = plans, metadata
-        save = "" if self._reuse is None else self._reuse.keep_all(all_plans, metadata)
-        answers = [ChosenItems(positions, save) for positions in chosen]
-        return [SavePlan([], planner_data=answer) for answer in answers], metadata
+        self.global_plan = plans
+        self.metadata = metadata
+        save = ""
+        if self._reuse is not None:
+            save = self._reuse.keep_all(all_plans, metadata)
+        answers = []
+        for positions in chosen:
+            answers.append(SavePlan([], planner_data=ChosenItems(positions, save)))
+        return answers, metadata
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         """Return the items that this rank writes."""
@@ -124,7 +136,11 @@ class EvenPlanner(DefaultSavePlanner):
         self.plan = SavePlan(items, storage_data=new_plan.storage_data)
         return self.plan
 
-    def transform_object(self, write_item: WriteItem, object: Any) -> torch.Tensor | io.BytesIO:
+    def transform_object(
+        self,
+        write_item: WriteItem,
+        object: Any,
+    ) -> torch.Tensor | io.BytesIO:
         """Return a tensor, or the pickle of an object."""
         if write_item.type == WriteItemType.BYTE_IO and safe_pickle.is_scalar(object):
             return io.BytesIO(safe_pickle.save_torch(object))
@@ -134,7 +150,12 @@ class EvenPlanner(DefaultSavePlanner):
 
 @dataclass(frozen=True)
 class _LocalEntries:
-    """The keys of a rank's objects, and of all entries the paths in the nested dict, if any."""
+    """The entries of a rank, other than tensors.
+
+    Attributes:
+        objects: keys of the rank's objects.
+        paths: key of every entry -> path in the nested dict; None for flat keys.
+    """
 
     objects: list[str]
     paths: dict[str, Any] | None
@@ -148,7 +169,10 @@ class _Items(dict[str, WriteItem]):
         return self[key]
 
 
-def assign(items_of_ranks: Sequence[Sequence[WriteItem]], spreads: bool) -> list[list[int]]:
+def assign(
+    items_of_ranks: Sequence[Sequence[WriteItem]],
+    spreads: bool,
+) -> list[list[int]]:
     """Choose for each item one of the ranks that have it.
 
     Items of one rank alone are its own. The others, from the largest to the smallest, go to the
@@ -162,7 +186,7 @@ def assign(items_of_ranks: Sequence[Sequence[WriteItem]], spreads: bool) -> list
         The positions of the items that each rank writes, in order.
     """
     candidates: dict[Any, list[tuple[int, int]]] = {}
-    sizes: dict[Any, int] = {}
+    sizes = {}
     for rank, items in enumerate(items_of_ranks):
         for position, item in enumerate(items):
             key = (item.index.fqn, item.index.offset)
@@ -170,8 +194,14 @@ def assign(items_of_ranks: Sequence[Sequence[WriteItem]], spreads: bool) -> list
             sizes[key] = _num_bytes(item)
     num_bytes = [0] * len(items_of_ranks)
     chosen: list[list[int]] = [[] for _ in items_of_ranks]
-    for key in sorted(sizes, key=lambda key: (len(candidates[key]) > 1, -sizes[key])):
-        owners = candidates[key] if spreads else candidates[key][:1]
+
+    def order(key: Any) -> tuple[bool, int]:
+        return len(candidates[key]) > 1, -sizes[key]
+
+    for key in sorted(sizes, key=order):
+        owners = candidates[key]
+        if not spreads:
+            owners = owners[:1]
         rank, position = min(owners, key=lambda owner: num_bytes[owner[0]])
         num_bytes[rank] += sizes[key]
         chosen[rank].append(position)
@@ -194,14 +224,23 @@ def _num_bytes(item: WriteItem) -> int:
 
 @dataclass(frozen=True)
 class UnchangedPlan:
-    """The word for the entries of a rank if they are those of the plan that is kept as ``save``."""
+    """A reference that a rank sends instead of its entries, if they have not changed.
+
+    Attributes:
+        save: identifier of the plan with the same entries.
+    """
 
     save: str
 
 
 @dataclass(frozen=True)
 class ChosenItems:
-    """The positions of the items that a rank writes, in the plan that is kept as ``save``."""
+    """The items that a rank writes.
+
+    Attributes:
+        positions: positions among the items that the rank could write.
+        save: identifier of the plan that all ranks keep; empty if none is kept.
+    """
 
     positions: list[int]
     save: str
@@ -209,7 +248,14 @@ class ChosenItems:
 
 @dataclass
 class _OfRank:
-    """The plan of a rank, which every rank keeps."""
+    """The plan of a rank, which every rank keeps.
+
+    Attributes:
+        group: the default process group of the save.
+        items: the items that the rank could write.
+        paths: paths of keys in a nested dict.
+        chosen: the items that it writes.
+    """
 
     group: weakref.ref[Any]
     items: list[WriteItem]
@@ -219,7 +265,13 @@ class _OfRank:
 
 @dataclass
 class _OfFirstRank:
-    """The plans of all ranks, which the first rank keeps."""
+    """The plans of all ranks, which the first rank keeps.
+
+    Attributes:
+        save: identifier of the plan.
+        plans: plan of each rank, with all of its entries.
+        metadata: metadata of all entries.
+    """
 
     save: str
     plans: list[SavePlan]
@@ -230,42 +282,54 @@ class PlanReuse:
     """The plan of the save before."""
 
     def __init__(self) -> None:
-        self._own: _OfRank | None = None
-        self._all: _OfFirstRank | None = None
+        self._kept: _OfRank | None = None
+        self._kept_of_all: _OfFirstRank | None = None
 
     def forget(self) -> None:
         """Forget the plan: after a save that failed, ranks may have kept different ones."""
-        self._own = self._all = None
+        self._kept = self._kept_of_all = None
 
     # ---- on every rank
 
     def unchanged(self, items: list[WriteItem], paths: Any) -> UnchangedPlan | None:
-        """Return what stands for the entries of this rank, None if they are others than before."""
-        own = self._own
-        if own is None or own.group() is not dist.group.WORLD:
+        """Return the reference to the kept plan; None if the entries of this rank have changed."""
+        kept = self._kept
+        if kept is None or kept.group() is not dist.group.WORLD:
             return None
-        same = own.items == items and own.paths == paths
-        return UnchangedPlan(own.chosen.save) if same else None
+        if kept.items != items or kept.paths != paths:
+            return None
+        return UnchangedPlan(kept.chosen.save)
 
-    def keep(self, items: list[WriteItem], paths: Any, chosen: ChosenItems) -> None:
-        """Keep the plan of this rank."""
-        self._own = _OfRank(weakref.ref(dist.group.WORLD), items, paths, chosen)
+    def keep(
+        self,
+        items: list[WriteItem],
+        paths: Any,
+        chosen: ChosenItems,
+    ) -> None:
+        """Keep the plan of this rank.
+
+        Args:
+            items: the items that this rank could write.
+            paths: paths of keys in a nested dict; None for flat keys.
+            chosen: the items of these that it writes.
+        """
+        self._kept = _OfRank(weakref.ref(dist.group.WORLD), items, paths, chosen)
 
     def positions(self) -> list[int]:
         """Return the positions of the items that this rank writes, in an unchanged plan."""
-        assert self._own is not None  # the rank has said that its plan is unchanged
-        return self._own.chosen.positions
+        assert self._kept is not None  # the rank has sent an UnchangedPlan
+        return self._kept.chosen.positions
 
     # ---- on the first rank
 
     def metadata_of(self, plans: Sequence[SavePlan]) -> Metadata | None:
-        """Return the metadata of the save before if the plans of all ranks are those of it."""
-        if self._all is None:
+        """Return the metadata of the save before if all ranks have the same plans as then."""
+        if self._kept_of_all is None:
             return None
-        same = UnchangedPlan(self._all.save)
-        if any(plan.planner_data != same for plan in plans):
-            return None
-        return dataclasses.replace(self._all.metadata)
+        for plan in plans:
+            if plan.planner_data != UnchangedPlan(self._kept_of_all.save):
+                return None
+        return dataclasses.replace(self._kept_of_all.metadata)
 
     def whole(self, plans: Sequence[SavePlan]) -> list[SavePlan]:
         """Return the plans with all entries.
@@ -276,13 +340,13 @@ class PlanReuse:
         found = []
         for rank, plan in enumerate(plans):
             if isinstance(plan.planner_data, UnchangedPlan):
-                if self._all is None or plan.planner_data.save != self._all.save:
+                if self._kept_of_all is None or plan.planner_data.save != self._kept_of_all.save:
                     raise ValueError(f"rank {rank} refers to the plan of another save")
-                plan = self._all.plans[rank]
+                plan = self._kept_of_all.plans[rank]
             found.append(plan)
         return found
 
     def keep_all(self, plans: list[SavePlan], metadata: Metadata) -> str:
         """Keep the plans of all ranks, with all entries, and return an identifier of them."""
-        self._all = _OfFirstRank(uuid.uuid4().hex, plans, dataclasses.replace(metadata))
-        return self._all.save
+        self._kept_of_all = _OfFirstRank(uuid.uuid4().hex, plans, dataclasses.replace(metadata))
+        return self._kept_of_all.save

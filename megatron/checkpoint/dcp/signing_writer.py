@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from megatron.checkpoint.core.lazy_tensor import Shape, bytes_of
 from megatron.checkpoint.integrity.block_digest import BlockDigest, crc32
 from megatron.checkpoint.integrity.manifest import FileDigest, Manifest, digest_of
 from megatron.checkpoint.store import durable
@@ -51,13 +52,12 @@ class SigningWriter(FileSystemWriter):
 
     Args:
         path: the directory.
-        signs: whether to compute digests, and write the manifest when all files are complete.
-        beside: name -> content of other files, which the first rank writes and signs with them.
+        beside: name -> content of further files, which the first rank writes and signs too.
     """
 
-    def __init__(self, path: Path, signs: bool = True, beside: Mapping[str, bytes] | None = None):
+    def __init__(self, path: Path, beside: Mapping[str, bytes] | None = None):
         super().__init__(path)
-        self._signs, self._beside = signs, beside or {}
+        self._beside = beside or {}
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[Any]]:
         """Write the entries of this rank.
@@ -69,7 +69,7 @@ class SigningWriter(FileSystemWriter):
         results: list[Any] = []
         numbers: dict[tuple[Any, ...], bytes] = {}
         with ThreadPoolExecutor(1) as thread, durable.written(Path(self.path) / name) as file:
-            stream = _Stream(file, thread, self._signs)
+            stream = _Stream(file, thread)
             for item in sorted(plan.items, key=lambda item: item.type != WriteItemType.BYTE_IO):
                 start = stream.size
                 _write(planner.resolve_data(item), stream, numbers)
@@ -81,7 +81,7 @@ class SigningWriter(FileSystemWriter):
         return done
 
     def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
-        """Write ``.metadata``, the files beside, and the manifest; called on the first rank.
+        """Write ``.metadata``, the further files, and the manifest; called on the first rank.
 
         Args:
             metadata: metadata of all entries.
@@ -94,22 +94,24 @@ class SigningWriter(FileSystemWriter):
             for place in written:
                 index = MetadataIndex(names[place.index.fqn], place.index.offset)
                 metadata.storage_data[index] = place.storage_data
-        # Not left to torch: 2.10 writes a copy, without the fields that only Megatron-Core knows.
-        metadata.version, metadata.storage_meta = CURRENT_DCP_VERSION, self.storage_meta()
+        # Not left to torch: 2.10 writes a copy, without the fields that Megatron-Core adds.
+        metadata.version = CURRENT_DCP_VERSION
+        metadata.storage_meta = self.storage_meta()
         directory = Path(self.path)
         durable.write_bytes(directory / METADATA, pickle.dumps(metadata))
         for name, content in self._beside.items():
             with durable.written(directory / name) as file:
                 file.write(content)
-        if self._signs:
-            files = dict(written[-1] for written in results)
-            for name in (METADATA, *self._beside):
-                files[name] = digest_of(directory / name)
-            Manifest(directory, files).write()
+        files = dict(written[-1] for written in results)
+        for name in (METADATA, *self._beside):
+            files[name] = digest_of(directory / name)
+        Manifest(directory, files).write()
 
 
 def _write(
-    data: torch.Tensor | io.BytesIO, stream: _Stream, numbers: dict[tuple[Any, ...], bytes]
+    data: torch.Tensor | io.BytesIO,
+    stream: _Stream,
+    numbers: dict[tuple[Any, ...], bytes],
 ) -> None:
     """Write a tensor, or the pickle of an object.
 
@@ -121,7 +123,7 @@ def _write(
     tensor = without_others(data)
     key = None
     if not tensor.ndim:
-        key = (tensor.dtype, tensor.reshape(1).view(torch.uint8).numpy().tobytes())
+        key = (tensor.dtype, bytes_of(tensor).tobytes())
         if key in numbers:
             stream.write(numbers[key])
             return
@@ -129,12 +131,13 @@ def _write(
     if archive is None:
         torch.save(tensor, cast(IO[bytes], stream))
         return
-    elements = tensor.reshape(-1).view(torch.uint8).numpy().data
+    elements = bytes_of(tensor)
     if tensor.nbytes >= _LARGE:
         stream.write(archive.before)
         stream.write(archive.end(stream.write_elements(elements)))
         return
-    content = b"".join((archive.before, elements, archive.end(crc32(elements))))
+    end = archive.end(crc32(elements))
+    content = b"".join((archive.before, elements, end))
     if key is not None:
         numbers[key] = content
     stream.write(content)
@@ -150,28 +153,28 @@ def without_others(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     if not tensor.is_contiguous() or not tensor.numel():
         return tensor.clone()
-    elements = tensor.reshape(-1).view(torch.uint8).numpy()
-    return torch.from_numpy(elements).view(tensor.dtype).view(tensor.shape)
+    return torch.frombuffer(bytes_of(tensor), dtype=tensor.dtype).view(tensor.shape)
 
 
 class _Stream(io.RawIOBase):
-    """A file that ``torch.save`` can write into, of which size and digest are known meanwhile.
+    """A file that ``torch.save`` can write into, with its size and digest until now.
 
-    Checksums of large tensors are computed in ``thread`` while they are written.
+    Args:
+        file: file that is open for writing.
+        thread: computes the checksums of large tensors while they are written.
     """
 
-    def __init__(self, file: IO[bytes], thread: ThreadPoolExecutor, signs: bool):
-        self._file, self._thread = file, thread
-        self._digest = BlockDigest() if signs else None
-        self._checksum = crc32 if self._digest is None else self._digest.update
+    def __init__(self, file: IO[bytes], thread: ThreadPoolExecutor):
+        self._file = file
+        self._thread = thread
+        self._digest = BlockDigest()
         self.size = 0
 
     def writable(self) -> bool:
         return True
 
     def write(self, data: Any) -> int:
-        if self._digest is not None:
-            self._digest.update(data)
+        self._digest.update(data)
         self._file.write(data)
         num_bytes = memoryview(data).nbytes
         self.size += num_bytes
@@ -179,7 +182,7 @@ class _Stream(io.RawIOBase):
 
     def write_elements(self, elements: memoryview) -> int:
         """Write the bytes of a large tensor, and return their CRC-32."""
-        checksum = self._thread.submit(self._checksum, elements)
+        checksum = self._thread.submit(self._digest.update, elements)
         try:
             self._file.write(elements)
         finally:
@@ -188,9 +191,9 @@ class _Stream(io.RawIOBase):
         return result
 
     @property
-    def digest(self) -> FileDigest | None:
+    def digest(self) -> FileDigest:
         """Digest of all that has been written."""
-        return None if self._digest is None else FileDigest(self.size, self._digest.hexdigest())
+        return FileDigest(self.size, self._digest.hexdigest())
 
 
 # ---- the archive of a tensor, without its elements
@@ -233,18 +236,21 @@ def archive_of(tensor: torch.Tensor) -> TensorArchive | None:
         and not tensor.is_conj()
         and not tensor.__dict__  # attributes would be pickled
     )
-    return _archive(tensor.dtype, tuple(tensor.shape), tensor.stride()) if is_plain else None
+    if not is_plain:
+        return None
+    return _archive(tensor.dtype, tuple(tensor.shape), tensor.stride())
 
 
 @lru_cache(maxsize=4096)
-def _archive(dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...]) -> TensorArchive:
+def _archive(dtype: torch.dtype, shape: Shape, strides: Shape) -> TensorArchive:
     file = _FileWithGap()
     with torch.serialization.skip_data():
-        torch.save(torch.empty_strided(shape, strides, dtype=dtype), cast(IO[bytes], file))
-    before, after = bytes(file.before), file.getvalue()
+        tensor = torch.empty_strided(shape, strides, dtype=dtype)
+        torch.save(tensor, cast(IO[bytes], file))
+    after = file.getvalue()
     # A descriptor with the checksum after its signature follows the elements.
     name = after.index(b"archive/data/0", after.index(b"PK\1\2"))
-    return TensorArchive(before, after, (4, name - _CRC_BEFORE_NAME))
+    return TensorArchive(file.before, after, checksums=(4, name - _CRC_BEFORE_NAME))
 
 
 class _FileWithGap(io.BytesIO):

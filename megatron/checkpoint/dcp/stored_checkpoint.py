@@ -2,9 +2,9 @@
 """A directory of torch.distributed.checkpoint (DCP), opened by one process.
 
 DCP's own reader unpickles whatever a file holds, reads whole chunks, and does not notice flipped
-bits. This one unpickles data only (:mod:`megatron.checkpoint.dcp.safe_pickle`), reads the rows
-that are asked for, and trusts no file: one that the manifest lists must have its digest, and
-without a manifest the checksums are compared that ``torch.save`` has put beside all tensors.
+bits. This one unpickles data only (:mod:`megatron.checkpoint.dcp.safe_pickle`), reads only the rows
+that are needed, and trusts no file: one that the manifest lists must have its digest, and without a
+manifest the checksums are compared that ``torch.save`` has stored with all tensors.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from megatron.checkpoint.core.lazy_tensor import LazyTensor
+from megatron.checkpoint.core.lazy_tensor import LazyTensor, Shape
 from megatron.checkpoint.core.parts import Progress, ignore_progress
 from megatron.checkpoint.dcp import safe_pickle
 from megatron.checkpoint.dcp.chunk import Chunk, ChunkIndex, chunks_overlap
@@ -45,13 +45,14 @@ class StoredCheckpoint:
         directory: path of it.
         has_manifest: True if digests of all files are known.
         metadata: result of :func:`read_metadata`.
-        tensors: key -> shape, dtype and chunks.
+        tensors: key -> shape and dtype.
+        chunks: key of a tensor -> its chunks in the files.
         objects: keys of everything else.
 
     Raises:
-        DamagedCheckpointError: lists the files that are missing or of another size than the
-            metadata or the manifest says, and with ``verify`` those without tensors that have
-            changed and those that the manifest does not list.
+        DamagedCheckpointError: lists the files that are missing, or not of the size in the metadata
+            or the manifest, and with ``verify`` those without tensors that have changed and those
+            that the manifest does not list.
         RefusedPickleError: if ``.metadata`` names a class that checkpoints do not contain.
     """
 
@@ -61,14 +62,18 @@ class StoredCheckpoint:
         self.has_manifest = self._integrity.manifest is not None
         self.metadata = read_metadata(self.directory)
         entries = self.metadata.state_dict_metadata
-        self.tensors: dict[str, TensorStorageMetadata] = {
-            key: entry for key, entry in entries.items() if isinstance(entry, TensorStorageMetadata)
-        }
-        self.objects = [key for key in entries if key not in self.tensors]
-        self._storage: dict[tuple[str, tuple[int, ...]], _StorageInfo] = {
-            (index.fqn, tuple(index.offset or ())): info
-            for index, info in self.metadata.storage_data.items()
-        }
+        self.tensors: dict[str, TensorStorageMetadata] = {}
+        self.chunks: dict[str, list[Chunk]] = {}
+        self.objects: list[str] = []
+        for key, entry in entries.items():
+            if isinstance(entry, TensorStorageMetadata):
+                self.tensors[key] = entry
+                self.chunks[key] = [Chunk.of(chunk) for chunk in entry.chunks]
+            else:
+                self.objects.append(key)
+        self._storage: dict[tuple[str, Shape], _StorageInfo] = {}
+        for index, info in self.metadata.storage_data.items():
+            self._storage[index.fqn, tuple(index.offset or ())] = info
         self._chunk_indices: dict[str, ChunkIndex] = {}
         self._payloads: dict[tuple[str, int], TensorPayload] = {}
         self._unchanged: set[TensorPayload] = set()
@@ -76,34 +81,49 @@ class StoredCheckpoint:
 
     def _check_files(self) -> None:
         problems = list(self._integrity.problems_of_files(self.metadata))
-        for key, entry in self.tensors.items():
-            offsets = [tuple(chunk.offsets) for chunk in entry.chunks]
-            absent = [offset for offset in offsets if (key, offset) not in self._storage]
-            if absent and entry.size.numel():
+        for key, chunks in self.chunks.items():
+            absent = [
+                chunk.offsets for chunk in chunks if (key, chunk.offsets) not in self._storage
+            ]
+            if absent and all(self.shape(key)):
                 problems.append(f"{key}: its chunks at {absent[:3]} are nowhere in {METADATA}")
-        lost = [key for key in self.objects if (key, ()) not in self._storage]
-        problems += [f"{key} is nowhere in {METADATA}" for key in lost]
-        described = {*self.tensors, *self.objects}
-        unknown = dict.fromkeys(key for key, _ in self._storage if key not in described)
-        problems += [f"{key} is in the files, but not described in {METADATA}" for key in unknown]
+        for key in self.objects:
+            if (key, ()) not in self._storage:
+                problems.append(f"{key} is nowhere in {METADATA}")
+        described = self.metadata.state_dict_metadata
+        for key in dict.fromkeys(key for key, _ in self._storage):
+            if key not in described:
+                problems.append(f"{key} is in the files, but not described in {METADATA}")
         self._integrity.raise_if_any(problems)
 
     # ---- integrity
 
     def damaged_files(
-        self, rank: int = 0, world_size: int = 1, progress: Progress = ignore_progress
+        self,
+        rank: int = 0,
+        world_size: int = 1,
+        progress: Progress = ignore_progress,
     ) -> list[str]:
         """Find the files with tensors that have changed or are of another checkpoint.
 
-        A rank reads its share of the files; those of other ranks count as sound afterwards. If
-        nothing is to be verified, there are none.
+        Without ``verify`` there are none.
+
+        Args:
+            rank: the rank of this process. It reads its share of the files; those of other ranks
+                count as sound afterwards.
+            world_size: number of ranks that share the work.
+            progress: called with the size of every file that was read, in bytes.
+
+        Returns:
+            A message for each of these files.
         """
-        problems: list[str] = []
+        problems = []
         if self._integrity.verify:
             for name in self._integrity.data_files:
                 if is_of_rank(name, rank, world_size):
                     problem = self._integrity.problem_of_content(name, self._changed_entries)
-                    problems += [problem] if problem else []
+                    if problem is not None:
+                        problems.append(problem)
                     progress((self.directory / name).stat().st_size)
         self._integrity.trust(self._integrity.data_files)
         return problems
@@ -124,14 +144,14 @@ class StoredCheckpoint:
         Without ``verify`` only its description is compared with the metadata.
 
         Raises:
-            DamagedCheckpointError: if it has changed, or is not what the metadata says.
+            DamagedCheckpointError: if it has changed, or does not match the metadata.
             RefusedPickleError: if it names a class that checkpoints do not contain.
         """
         if key not in self.tensors:
             self._unpickle(key)
             return
-        for chunk in self.tensors[key].chunks:
-            info = self._storage.get((key, tuple(chunk.offsets)))
+        for chunk in self.chunks[key]:
+            info = self._storage.get((key, chunk.offsets))
             if info is not None and file in (None, info.relative_path):
                 payload = self._payload(key, chunk)
                 if self._integrity.verify:
@@ -141,11 +161,12 @@ class StoredCheckpoint:
         """Refuse a file that is not the one of the manifest, before anything of it is used."""
         if self._integrity.verify and self.has_manifest:
             problem = self._integrity.problem_of_content(file, self._changed_entries)
-            self._integrity.raise_if_any([problem] if problem else [])
+            if problem is not None:
+                self._integrity.raise_if_any([problem])
 
     # ---- entries
 
-    def shape(self, key: str) -> tuple[int, ...]:
+    def shape(self, key: str) -> Shape:
         """Return the shape of a tensor."""
         return tuple(self.tensors[key].size)
 
@@ -157,18 +178,29 @@ class StoredCheckpoint:
         """Return the number of bytes that a tensor or an object takes up in the files."""
         if key not in self.tensors:
             return self._storage[key, ()].length
-        chunks = self.tensors[key].chunks
-        return sum(self._storage[key, tuple(chunk.offsets)].length for chunk in chunks)
+        return sum(self._storage[key, chunk.offsets].length for chunk in self.chunks[key])
 
     def lazy(self, key: str, index: Sequence[int] = ()) -> LazyTensor:
         """Return the tensor ``key``, or its slice at ``index`` of its leading axes, unread."""
         shape = self.shape(key)[len(index) :]
         # At index (3,) of a shape (8, 5, 4), the slice is the chunk at (3, 0, 0) of (1, 5, 4).
-        chunk = Chunk((*index, *(0,) * len(shape)), (*(1,) * len(index), *shape))
-        return self.lazy_chunk(key, chunk, len(index))
+        offsets = (*index, *[0] * len(shape))
+        sizes = (*[1] * len(index), *shape)
+        return self.lazy_chunk(key, Chunk(offsets, sizes), num_leading=len(index))
 
-    def lazy_chunk(self, key: str, chunk: Chunk, num_leading: int = 0) -> LazyTensor:
-        """Return a chunk of a tensor, unread, without its ``num_leading`` first dims of size 1."""
+    def lazy_chunk(
+        self,
+        key: str,
+        chunk: Chunk,
+        num_leading: int = 0,
+    ) -> LazyTensor:
+        """Return a chunk of a tensor, unread.
+
+        Args:
+            key: key of the tensor.
+            chunk: any region of the tensor; it need not be a chunk of the file.
+            num_leading: number of leading dims, of size 1, that are left out of the result.
+        """
         shape = chunk.sizes[num_leading:]
 
         def read_rows(start: int, stop: int) -> torch.Tensor:
@@ -186,7 +218,7 @@ class StoredCheckpoint:
             DamagedCheckpointError: if the file lacks some of them, or they have changed.
         """
         if key not in self._chunk_indices:
-            self._chunk_indices[key] = ChunkIndex(map(Chunk.of, self.tensors[key].chunks))
+            self._chunk_indices[key] = ChunkIndex(self.chunks[key])
         found = list(self._chunk_indices[key].overlaps(chunk))
         parts = [part for _, part in found]
         missing = chunk.numel - sum(part.numel for part in parts)
@@ -196,25 +228,26 @@ class StoredCheckpoint:
             )
         if missing < 0 or chunks_overlap(parts):
             raise DamagedCheckpointError(f"{self.directory}: two chunks of {key} overlap")
-        # All are checked before there is memory for them: a file can speak of any size.
+        # All are checked before memory is allocated: the metadata of a file can have any size.
         payloads = [self._sound_payload(key, stored) for stored, _ in found]
         out = torch.empty(chunk.sizes, dtype=self.dtype(key))
         for (stored, part), payload in zip(found, payloads):
             starts = [offset - first for offset, first in zip(part.offsets, stored.offsets)]
+            target = out[part.slices(chunk.offsets)]
             with durable.opened(payload.file, 0) as file:
-                read_chunk(file, payload, starts, out[part.slices(chunk.offsets)])
+                read_chunk(file, payload, starts, target)
         return out
 
     def _sound_payload(self, key: str, stored: Chunk) -> TensorPayload:
-        """Find a chunk in its file, and compare its digest, or the checksum beside it."""
+        """Find a chunk in its file, and compare the digest of the file, or its own checksum."""
         self._refuse_damaged(self._storage[key, stored.offsets].relative_path)
         payload = self._payload(key, stored)
         if self._integrity.verify and not self.has_manifest:
             self._compare_checksum(key, payload)
         return payload
 
-    def _payload(self, key: str, chunk: Chunk | ChunkStorageMetadata) -> TensorPayload:
-        info = self._storage[key, tuple(chunk.offsets)]
+    def _payload(self, key: str, chunk: Chunk) -> TensorPayload:
+        info = self._storage[key, chunk.offsets]
         position = (info.relative_path, info.offset)
         if position not in self._payloads:
             try:
@@ -222,11 +255,10 @@ class StoredCheckpoint:
                     payload = read_header(file, info)
             except DamagedCheckpointError as error:
                 raise DamagedCheckpointError(f"{error}; {key} should be there") from error
-            if payload.size != tuple(chunk.sizes) or payload.dtype != self.dtype(key):
+            if payload.size != chunk.sizes or payload.dtype != self.dtype(key):
                 raise DamagedCheckpointError(
                     f"{self.directory}: {key} is {payload.dtype} {payload.size} in"
-                    f" {info.relative_path}, and {self.dtype(key)} {tuple(chunk.sizes)} in"
-                    f" {METADATA}"
+                    f" {info.relative_path}, and {self.dtype(key)} {chunk.sizes} in {METADATA}"
                 )
             self._payloads[position] = payload
         return self._payloads[position]
@@ -244,6 +276,12 @@ class StoredCheckpoint:
             )
         self._unchanged.add(payload)
 
+    def read(self, key: str) -> Any:
+        """Read a tensor as a whole, or an object."""
+        if key in self.tensors:
+            return self.lazy(key).read()
+        return self.read_object(key)
+
     def read_object(self, key: str) -> Any:
         """Read the object that is stored under a key.
 
@@ -259,11 +297,5 @@ class StoredCheckpoint:
         with durable.opened(self.directory / info.relative_path) as file:
             file.seek(info.offset)
             data = file.read(info.length)
-        try:
+        with safe_pickle.naming(f"{self.directory}: {key} in {info.relative_path}"):
             return safe_pickle.load_torch(data)
-        except safe_pickle.RefusedPickleError as error:
-            raise safe_pickle.RefusedPickleError(f"{self.directory}, {key}: {error}") from None
-        except ValueError as error:
-            raise DamagedCheckpointError(
-                f"{self.directory}: {key} in {info.relative_path} is damaged: {error}"
-            ) from error

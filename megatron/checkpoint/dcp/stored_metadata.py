@@ -22,7 +22,7 @@ from megatron.checkpoint.store import durable
 from megatron.checkpoint.store.directory import METADATA
 
 _kept: dict[bytes, Any] | None = None
-"""Content of ``.metadata`` files -> what was read of it, within :func:`metadata_read_once`."""
+"""Content of ``.metadata`` files -> metadata, within :func:`metadata_read_once`."""
 
 
 @contextmanager
@@ -37,7 +37,7 @@ def metadata_read_once() -> Iterator[None]:
 
 
 def read_metadata(directory: Path) -> Any:
-    """Read ``.metadata``: DCP's ``Metadata``, or what stands in for Megatron-Core's own class.
+    """Read ``.metadata``: DCP's ``Metadata``, or the stand-in of Megatron-Core's own class.
 
     Raises:
         DamagedCheckpointError: if it is missing or damaged.
@@ -50,13 +50,9 @@ def read_metadata(directory: Path) -> Any:
         data = file.read()
     if _kept is not None and data in _kept:
         return _kept[data]
-    try:
+    with safe_pickle.naming(str(path)):
         metadata = safe_pickle.load(data)
         _check_form(metadata)
-    except safe_pickle.RefusedPickleError as error:
-        raise safe_pickle.RefusedPickleError(f"{path}: {error}") from None
-    except (ValueError, AttributeError, TypeError) as error:
-        raise DamagedCheckpointError(f"{path} is damaged: {error}") from error
     if _kept is not None:
         _kept[data] = metadata
     return metadata
@@ -65,15 +61,16 @@ def read_metadata(directory: Path) -> Any:
 def _check_form(metadata: Any) -> None:
     """Check the types of all that is used of the metadata.
 
-    Nothing else vouches for it: the file has no checksum, and a pickle has no types.
+    Nothing else guarantees them: the file has no checksum, and a pickle has no types.
     """
-    entries, storage = metadata.state_dict_metadata, metadata.storage_data
+    entries = metadata.state_dict_metadata
+    storage = metadata.storage_data
     paths = getattr(metadata, "planner_data", None)
     if not isinstance(entries, dict) or not isinstance(storage, dict):
         raise ValueError("it has no tables of entries and their places")
     has_tables = isinstance(getattr(metadata, "mcore_data", {}), dict)
     if not has_tables or not isinstance(paths, (dict, type(None))):
-        raise ValueError("its tables beside the entries are none")
+        raise ValueError("its tables of paths, or of Megatron-Core's own data, are no dicts")
     for key, entry in entries.items():
         if not _is_entry(entry) or not isinstance(key, str):
             raise ValueError(f"its entry {key!r} is neither a tensor nor an object")
@@ -81,19 +78,17 @@ def _check_form(metadata: Any) -> None:
             raise ValueError(f"it has no path for the entry {key!r}")
     for index, info in storage.items():
         if not _is_storage(index, info):
-            raise ValueError(f"its place of {getattr(index, 'fqn', index)!r} is none")
+            key = getattr(index, "fqn", index)
+            raise ValueError(f"it has no valid place of {key!r} in the files")
 
 
 def _is_entry(entry: Any) -> bool:
     if not isinstance(entry, TensorStorageMetadata):
         return isinstance(entry, BytesStorageMetadata)
-    num_dims = len(entry.size)
-    chunks = [(chunk.offsets, chunk.sizes) for chunk in entry.chunks]
-    return (
-        isinstance(entry.properties.dtype, torch.dtype)
-        and _are_sizes(num_dims, entry.size)
-        and all(_are_sizes(num_dims, *offsets_and_sizes) for offsets_and_sizes in chunks)
-    )
+    sizes = [entry.size]
+    for chunk in entry.chunks:
+        sizes += [chunk.offsets, chunk.sizes]
+    return isinstance(entry.properties.dtype, torch.dtype) and _are_sizes(len(entry.size), *sizes)
 
 
 def _is_storage(index: Any, info: Any) -> bool:

@@ -2,8 +2,8 @@
 """Tensors in files that ``torch.save`` wrote: their place, their checksum, and any chunk of them.
 
 ``torch.save`` writes a zip archive: a pickle that describes the tensor, and a record with the bytes
-of its storage, uncompressed, beside which the archive has a checksum. DCP files are such archives
-one after another.
+of its storage, uncompressed, with a checksum in the directory of the archive. DCP files are such
+archives one after another.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import math
 import os
 import warnings
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -22,7 +22,10 @@ from typing import IO, Any, cast
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
+from megatron.checkpoint.core.lazy_tensor import Shape, bytes_of
 from megatron.checkpoint.dcp import safe_pickle
+from megatron.checkpoint.dcp.chunk import Chunk
+from megatron.checkpoint.dcp.safe_pickle import RefusedPickleError
 from megatron.checkpoint.integrity.block_digest import crc32
 from megatron.checkpoint.integrity.manifest import DamagedCheckpointError
 from megatron.checkpoint.store.directory import METADATA
@@ -53,26 +56,29 @@ class TensorPayload:
     num_bytes: int
     checksum: int | None
     dtype: torch.dtype
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
+    size: Shape
+    stride: Shape
     start: int
 
     @property
     def is_plain(self) -> bool:
         """True if the storage has the elements of the tensor and no others, row after row."""
-        if self.start or self.num_bytes != math.prod(self.size) * self.dtype.itemsize:
-            return False
-        return all(
-            stride == math.prod(self.size[dim + 1 :])
-            for dim, stride in enumerate(self.stride)
-            if self.size[dim] > 1
-        )
+        numel = 1
+        for size, stride in zip(reversed(self.size), reversed(self.stride)):
+            if size > 1 and stride != numel:
+                return False
+            numel *= size
+        return self.start == 0 and self.num_bytes == numel * self.dtype.itemsize
 
 
 # ---- the place of a tensor
 
 
-def read_header(file: IO[bytes], info: _StorageInfo, compares: bool = True) -> TensorPayload:
+def read_header(
+    file: IO[bytes],
+    info: _StorageInfo,
+    compares: bool = True,
+) -> TensorPayload:
     """Find the elements of the tensor that ``torch.save`` wrote at ``info``, without reading them.
 
     Args:
@@ -90,52 +96,58 @@ def read_header(file: IO[bytes], info: _StorageInfo, compares: bool = True) -> T
         raise NotImplementedError(
             f"{file.name} is encoded with {info.transform_descriptors}, which is not read here"
         )
-    window = _Window(file, info.offset, info.length)
     try:
-        with zipfile.ZipFile(window) as archive:
-            names = {name.partition("/")[2]: name for name in archive.namelist()}
-            tensor = _described(archive.read(names["data.pkl"]))
-            record = archive.getinfo(names[f"data/{tensor.storage.key}"])
-            start = _start_of_record(file, info.offset + record.header_offset)
-            if record.compress_type != zipfile.ZIP_STORED:
-                raise ValueError("its data is compressed")
-            if start + record.file_size > info.offset + info.length:
-                raise ValueError("its data is longer than the file")
-            if math.prod(tensor.size) * tensor.storage.dtype.itemsize > record.file_size:
-                raise ValueError(
-                    f"its {record.file_size} bytes are not enough for the shape {tensor.size}"
-                )
-            if compares:
-                for other in archive.infolist():
-                    if other is not record and other.CRC:
-                        archive.read(other)  # which compares its checksum
-                if info.offset + _offset_by_torch(window, tensor) != start:
-                    raise ValueError("torch finds its data elsewhere")
-    except safe_pickle.RefusedPickleError as error:
-        raise safe_pickle.RefusedPickleError(f"{file.name}: {error}") from None
+        return _payload_in(file, info, compares)
+    except RefusedPickleError as error:
+        raise RefusedPickleError(f"{file.name}: {error}") from None
     except Exception as error:  # bytes that were changed or cut off fail in every possible way
         raise DamagedCheckpointError(
             f"{file.name} is damaged at byte {info.offset}: {type(error).__name__}: {error}"
         ) from error
+
+
+def _payload_in(file: IO[bytes], info: _StorageInfo, compares: bool) -> TensorPayload:
+    window = _Window(file, info.offset, info.length)
+    with zipfile.ZipFile(window) as archive:
+        names = {name.partition("/")[2]: name for name in archive.namelist()}
+        key, tensor = _described(archive.read(names["data.pkl"]))
+        record = archive.getinfo(names[f"data/{key}"])
+        start = _start_of_record(file, info.offset + record.header_offset)
+        if record.compress_type != zipfile.ZIP_STORED:
+            raise ValueError("its data is compressed")
+        if start + record.file_size > info.offset + info.length:
+            raise ValueError("its data is longer than the file")
+        if tensor.nbytes > record.file_size:
+            raise ValueError(
+                f"its {record.file_size} bytes are not enough for the shape {tuple(tensor.shape)}"
+            )
+        if compares:
+            for other in archive.infolist():
+                if other is not record and other.CRC:
+                    archive.read(other)  # which compares its checksum
+            if info.offset + _offset_by_torch(window, key) != start:
+                raise ValueError("torch finds its data elsewhere")
+    checksum: int | None = record.CRC
+    if not checksum and record.file_size:
+        checksum = None  # `torch.serialization.set_crc32_options(False)` writes none
     return TensorPayload(
-        Path(file.name),
-        start,
-        record.file_size,
-        # `torch.serialization.set_crc32_options(False)` writes no checksum.
-        record.CRC or (None if record.file_size else 0),
-        tensor.storage.dtype,
-        tensor.size,
-        tensor.stride,
-        tensor.start,
+        file=Path(file.name),
+        offset=start,
+        num_bytes=record.file_size,
+        checksum=checksum,
+        dtype=tensor.dtype,
+        size=tuple(tensor.shape),
+        stride=tensor.stride(),
+        start=int(tensor.storage_offset()),
     )
 
 
-def _offset_by_torch(window: _Window, tensor: _Tensor) -> int:
+def _offset_by_torch(window: _Window, key: str) -> int:
     """Return where torch finds the elements: by fields of the archive that have no checksum."""
     window.seek(0)
     # Any: torch's annotations lack the method.
     reader: Any = torch._C.PyTorchFileReader(cast(IO[bytes], window))
-    offset: int = reader.get_record_offset(f"data/{tensor.storage.key}")
+    offset: int = reader.get_record_offset(f"data/{key}")
     return offset
 
 
@@ -154,16 +166,29 @@ def _start_of_record(file: IO[bytes], header: int) -> int:
 
 
 class _Window(io.RawIOBase):
-    """Some bytes of a file as a file of its own."""
+    """Some bytes of a file as a file of its own.
+
+    Args:
+        file: file that is open for reading; its position changes.
+        offset: first byte.
+        length: number of bytes.
+    """
 
     def __init__(self, file: IO[bytes], offset: int, length: int):
-        self._file, self._offset, self._length, self._position = file, offset, length, 0
+        self._file = file
+        self._offset = offset
+        self._length = length
+        self._position = 0
 
     def seekable(self) -> bool:
         return True
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        origins = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._length}
+        origins = {
+            os.SEEK_SET: 0,
+            os.SEEK_CUR: self._position,
+            os.SEEK_END: self._length,
+        }
         position = offset + origins[whence]
         if position < 0:
             raise OSError("seek before the start")
@@ -179,62 +204,29 @@ class _Window(io.RawIOBase):
         return len(data)
 
 
-@dataclass(frozen=True)
-class _Storage:
-    dtype: torch.dtype
-    key: str
-
-
-@dataclass(frozen=True)
-class _Tensor:
-    storage: _Storage
-    start: int
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-
-
 @lru_cache(maxsize=4096)  # tensors of one shape and dtype have the same description
-def _described(description: bytes) -> _Tensor:
-    tensor = _TensorUnpickler(io.BytesIO(description)).load()
-    if not isinstance(tensor, _Tensor):
+def _described(description: bytes) -> tuple[str, torch.Tensor]:
+    """Return the name of the record with the elements, and the tensor on the meta device."""
+    unpickler = _TensorUnpickler(io.BytesIO(description))
+    tensor = unpickler.load()
+    if not isinstance(tensor, torch.Tensor):
         raise ValueError(f"it is a {type(tensor).__name__}, not a tensor")
-    return tensor
+    return unpickler.key, tensor
 
 
 class _TensorUnpickler(safe_pickle.Unpickler):
     """Reads how ``torch.save`` describes one tensor, and not its elements."""
 
-    def find_class(self, module: str, name: str) -> Any:
-        rebuild = _REBUILD.get(name) if module == "torch._utils" else None
-        return super().find_class(module, name) if rebuild is None else rebuild
+    key: str
 
-    def persistent_load(self, reference: tuple[Any, ...]) -> _Storage:
-        _, storage_type, key, _, _ = reference
+    def persistent_load(self, reference: tuple[Any, ...]) -> torch.TypedStorage:
+        _, storage_type, self.key, _, _ = reference
+        # On the meta device a tensor makes room for its elements without any memory.
+        storage = torch.UntypedStorage(0, device="meta")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch deprecates the storages that its files name
-            return _Storage(getattr(storage_type, "dtype", torch.uint8), key)
-
-
-def _tensor_v2(storage: _Storage, start: int, size: Any, stride: Any, *_: Any) -> _Tensor:
-    return _Tensor(storage, start, tuple(size), tuple(stride))
-
-
-def _tensor_v3(storage: _Storage, start: int, size: Any, stride: Any, *more: Any) -> _Tensor:
-    """Describe a tensor of a dtype without a class of storages, such as FP8."""
-    _requires_grad, _hooks, dtype, *_ = more
-    return _Tensor(_Storage(dtype, storage.key), start, tuple(size), tuple(stride))
-
-
-def _parameter(tensor: _Tensor, *_: Any) -> _Tensor:
-    return tensor
-
-
-_REBUILD: dict[str, Callable[..., _Tensor]] = {
-    "_rebuild_tensor_v2": _tensor_v2,
-    "_rebuild_tensor_v3": _tensor_v3,
-    "_rebuild_parameter": _parameter,
-}
-"""Stand-ins for the functions of ``torch._utils`` that a pickle of a tensor calls."""
+            dtype = getattr(storage_type, "dtype", torch.uint8)
+            return torch.TypedStorage(wrap_storage=storage, dtype=dtype)
 
 
 # ---- its elements
@@ -242,15 +234,23 @@ _REBUILD: dict[str, Callable[..., _Tensor]] = {
 
 def checksum_of(file: IO[bytes], payload: TensorPayload) -> int:
     """Read all of a stored tensor and return its crc32."""
-    checksum, left = 0, payload.num_bytes
+    checksum = 0
+    left = payload.num_bytes
     file.seek(payload.offset)
-    while left and (block := file.read(min(left, _CHECKED_BLOCK))):
-        checksum, left = crc32(block, checksum), left - len(block)
+    while left:
+        block = file.read(min(left, _CHECKED_BLOCK))
+        if not block:
+            break
+        checksum = crc32(block, checksum)
+        left -= len(block)
     return checksum
 
 
 def read_chunk(
-    file: IO[bytes], payload: TensorPayload, offsets: Sequence[int], target: torch.Tensor
+    file: IO[bytes],
+    payload: TensorPayload,
+    offsets: Sequence[int],
+    target: torch.Tensor,
 ) -> None:
     """Read a chunk of a stored tensor into ``target``, which has the sizes of the chunk.
 
@@ -263,8 +263,10 @@ def read_chunk(
     Raises:
         DamagedCheckpointError: if the stored tensor has no such chunk, or the file ends before.
     """
-    ends = map(sum, zip(offsets, target.shape))
-    if target.dim() != len(payload.size) or any(map(int.__gt__, ends, payload.size)):
+    is_inside = target.dim() == len(payload.size)
+    for offset, length, size in zip(offsets, target.shape, payload.size):
+        is_inside = is_inside and offset + length <= size
+    if not is_inside:
         raise DamagedCheckpointError(
             f"{file.name} has a tensor of shape {payload.size} at byte {payload.offset}, where"
             f" {METADATA} has another one"
@@ -272,12 +274,20 @@ def read_chunk(
     if not target.numel():
         return
     if payload.is_plain:
-        _read_rows(file, payload.offset, payload.size, payload.dtype, offsets, target)
+        _read_rows(
+            file,
+            position=payload.offset,
+            whole=payload.size,
+            dtype=payload.dtype,
+            offsets=offsets,
+            target=target,
+        )
         return
     storage = torch.empty(payload.num_bytes, dtype=torch.uint8)
     _read_into(file, payload.offset, storage)
-    whole = storage.view(payload.dtype).as_strided(payload.size, payload.stride, payload.start)
-    target.copy_(whole[_slices(offsets, target.shape)])
+    elements = storage.view(payload.dtype)
+    whole = elements.as_strided(payload.size, payload.stride, payload.start)
+    target.copy_(whole[_index(offsets, target)])
 
 
 def _read_rows(
@@ -291,7 +301,9 @@ def _read_rows(
     """Read a chunk of a tensor of shape ``whole`` that is stored row after row at ``position``."""
     is_contiguous = tuple(target.shape[1:]) == tuple(whole[1:])
     row = math.prod(whole[1:]) * dtype.itemsize
-    first = position + (offsets[0] * row if offsets else 0)
+    first = position
+    if offsets:
+        first += offsets[0] * row
     is_direct = target.is_cpu and target.dtype == dtype and target.is_contiguous()
     if is_contiguous and is_direct:
         _read_into(file, first, target)
@@ -303,10 +315,17 @@ def _read_rows(
         # Example: columns 2 and 3 of a few long rows. Each row's columns are read on their own.
         for number in range(len(target)):
             part = target[number]
-            _read_rows(file, first + number * row, whole[1:], dtype, offsets[1:], part)
+            _read_rows(
+                file,
+                position=first + number * row,
+                whole=whole[1:],
+                dtype=dtype,
+                offsets=offsets[1:],
+                target=part,
+            )
     else:
         num_rows = max(_BLOCK // row, 1)
-        columns = (slice(None), *_slices(offsets[1:], target.shape[1:]))
+        columns = _index((0, *offsets[1:]), target)
         for begin in range(0, len(target), num_rows):
             part = target[begin : begin + num_rows]
             block = torch.empty((len(part), *whole[1:]), dtype=dtype)
@@ -314,16 +333,19 @@ def _read_rows(
             part.copy_(block[columns])
 
 
-def _slices(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
-    return tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes))
+def _index(offsets: Sequence[int], target: torch.Tensor) -> tuple[slice, ...]:
+    """Return the index of a chunk at ``offsets`` that has the sizes of ``target``."""
+    chunk = Chunk(tuple(offsets), tuple(target.shape))
+    return chunk.slices([0] * target.dim())
 
 
 def _read_into(file: IO[bytes], position: int, target: torch.Tensor) -> None:
     """Fill a contiguous tensor on the CPU with the bytes at ``position``."""
-    view: memoryview = target.reshape(-1).view(torch.uint8).numpy().data
+    view = bytes_of(target)
     done = 0
     while done < len(view):
-        count = os.preadv(file.fileno(), [view[done:]], position + done)
+        rest = view[done:]
+        count = os.preadv(file.fileno(), [rest], position + done)
         if not count:
             raise DamagedCheckpointError(f"{file.name} is cut off")
         done += count

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from megatron.checkpoint.core import key_rules, param_groups
-from megatron.checkpoint.core.lazy_tensor import LazyTensor, in_memory
-from megatron.checkpoint.core.listing import listed
+from megatron.checkpoint.core.lazy_tensor import LazyTensor, Tensors, in_memory
+from megatron.checkpoint.core.listing import refuse
 from megatron.checkpoint.core.spelling import HALVES, Spelling
-from megatron.checkpoint.core.training_state import OptimizerParamGroup, TrainingState
+from megatron.checkpoint.core.training_state import Freshness, OptimizerParamGroup, TrainingState
 from megatron.checkpoint.dcp.dcp_target import DcpTarget, Entry, ObjectEntry, whole
 from megatron.checkpoint.fsdp_dtensor.keys import META_PREFIX, STATE_PREFIX, args_of_format
 
@@ -47,9 +47,16 @@ def target(
     optimizer_prefix = optimizer_prefix or _default_optimizer_prefix(state)
     _check_prefix("model", model_prefix)
     _check_prefix("optimizer.state", optimizer_prefix)
-    gated = _gated_names(state)
+    shapes = {name: tensor.shape for name, tensor in state.weights.items()}
+    gated = {name for name in shapes if key_rules.has_halves(name, shapes)}
     _check_gated(state, gated, must_be_gated, gated_modules)
-    entries = _EntryList(state, spelling, gated, model_prefix, optimizer_prefix)
+    entries = _EntryList(
+        state,
+        spelling,
+        gated,
+        model_prefix=model_prefix,
+        optimizer_prefix=optimizer_prefix,
+    )
     for name in sorted([*state.weights, *state.buffers], key=key_rules.registration_order):
         entries.add_tensor(name)
         entries.add_optimizer_state(name)
@@ -58,35 +65,31 @@ def target(
     for group in state.groups or []:
         entries.add_group_fields(group)
     entries.add_everything_else()
-    state.notes += [
-        f"{key}: this format has no place for it; left out"
-        for key in sorted(map(str, state.others))
-    ]
+    for key in sorted(str(key) for key in state.others):
+        state.notes.append(f"{key}: this format has no place for it; left out")
     return DcpTarget(entries.entries, paths=entries.paths, notes=state.notes)
 
 
 def _default_optimizer_prefix(state: TrainingState) -> str:
     """Return ``optimizer.state.module.module``, with a third wrapper in mixed precision."""
-    is_mixed = any(dtype != torch.float32 for dtype in state.compute_dtype.values())
-    return STATE_PREFIX + ".".join(["module"] * (3 if is_mixed else 2))
+    if any(dtype != torch.float32 for dtype in state.compute_dtype.values()):
+        return f"{STATE_PREFIX}module.module.module"
+    return f"{STATE_PREFIX}module.module"
 
 
 def _check_prefix(start: str, prefix: str) -> None:
     if not re.fullmatch(rf"{re.escape(start)}(\.module)+", prefix):
         raise ValueError(
-            f"the prefix {prefix!r} is none that a loader asks for: {start}.module, with one module"
+            f"no loader asks for the prefix {prefix!r}: it is {start}.module, with one module"
             " for each wrapper"
         )
 
 
-def _gated_names(state: TrainingState) -> set[str]:
-    """Return the parameters that the file has as two halves."""
-    shapes = {name: tensor.shape for name, tensor in state.weights.items()}
-    return {name for name in shapes if key_rules.has_halves(name, shapes)}
-
-
 def _check_gated(
-    state: TrainingState, gated: set[str], must_be_gated: bool, modules: Sequence[str]
+    state: TrainingState,
+    gated: set[str],
+    must_be_gated: bool,
+    modules: Sequence[str],
 ) -> None:
     """Refuse a model that is not gated although it must be.
 
@@ -99,22 +102,27 @@ def _check_gated(
         )
     problems = []
     for module in modules:
-        names = [
-            name for name in state.weights if f".{name.rpartition('.')[0]}".endswith(f".{module}")
-        ]
-        if not names:
+        is_found = False
+        for name in state.weights:
+            path = name.rpartition(".")[0]
+            if f".{path}".endswith(f".{module}"):
+                is_found = True
+                if name not in gated:
+                    problems.append(f"{name}: it is not the first layer of a gated MLP")
+        if not is_found:
             problems.append(f"there is no module {module}")
-        for name in names:
-            if name not in gated:
-                problems.append(f"{name}: it is not the first layer of a gated MLP")
-    if problems:
-        raise ValueError(listed("modules whose weights are no two halves", problems))
+    refuse("modules whose weights are no two halves", problems)
 
 
 class _EntryList:
     """Entries of the file, and the path of each in the nested dict that a loader fills.
 
-    The parameters in ``gated`` are written as two halves.
+    Args:
+        state: the state to write.
+        spelling: the parameter names of the run that will load it.
+        gated: canonical names of the parameters that are written as two halves.
+        model_prefix: ``model`` and one ``module`` for each wrapper, joined by dots.
+        optimizer_prefix: ``optimizer.state`` and one ``module`` for each wrapper.
     """
 
     def __init__(
@@ -143,22 +151,25 @@ class _EntryList:
             tensor = self._state.buffers[name]
         else:
             tensor = self._state.weights[name].to(torch.float32)
-        for module_name, shard in self._halves(name, tensor):
-            key = f"{self._model_prefix}.{module_name}"
-            self._add(whole(key, shard), "model", key.removeprefix("model."))
+        for module_name, half in self._halves(name, tensor):
+            self._add_of_model(whole(f"{self._model_prefix}.{module_name}", half))
 
     def add_extra_state(self, name: str, value: bytes) -> None:
-        """Add what a module has beside its weights."""
+        """Add the extra state of a module of Transformer Engine, pickled."""
         key = f"{self._model_prefix}.{self._spelling.module_name(name)}"
-        self._add(ObjectEntry(key, value), "model", key.removeprefix("model."))
+        self._add_of_model(ObjectEntry(key, value))
+
+    def _add_of_model(self, entry: Entry) -> None:
+        self._add(entry, "model", entry.key.removeprefix("model."))
 
     def add_optimizer_state(self, name: str) -> None:
         """Add the moments of a parameter, and the step counter of torch's AdamW."""
-        slots = {**self._state.moments.get(name, {}), **_step_slot(self._state, name)}
+        moments = self._state.moments.get(name, {})
+        slots = {**moments, **_step_slot(self._state, name)}
         for slot, tensor in slots.items():
-            for module_name, shard in self._halves(name, tensor):
+            for module_name, half in self._halves(name, tensor):
                 parameter = f"{self._wrappers}.{module_name}"
-                entry = whole(f"{STATE_PREFIX}{parameter}.{slot}", shard)
+                entry = whole(f"{STATE_PREFIX}{parameter}.{slot}", half)
                 self._add(entry, "optimizer", "state", parameter, slot)
 
     def add_group_fields(self, group: OptimizerParamGroup) -> None:
@@ -173,13 +184,17 @@ class _EntryList:
     def add_everything_else(self) -> None:
         """Add arguments, counters, schedule, loss scaler and random states."""
         for path, value in _everything_else(self._state):
-            key = ".".join(map(str, path))
+            key = ".".join(str(component) for component in path)
+            entry: Entry = ObjectEntry(key, value)
             if isinstance(value, torch.Tensor):
-                self._add(whole(key, in_memory(value)), *path)
-            else:
-                self._add(ObjectEntry(key, value), *path)
+                entry = whole(key, in_memory(value))
+            self._add(entry, *path)
 
-    def _halves(self, name: str, tensor: LazyTensor) -> Iterator[tuple[str, LazyTensor]]:
+    def _halves(
+        self,
+        name: str,
+        tensor: LazyTensor,
+    ) -> Iterator[tuple[str, LazyTensor]]:
         """Yield the name in the file and the tensor, or those of each half of a gated weight."""
         module_name = self._spelling.module_name(name)
         if name not in self._gated:
@@ -193,17 +208,17 @@ class _EntryList:
             yield module_name + HALVES[1], tensor.rows(middle, tensor.num_rows)
 
 
-def _step_slot(state: TrainingState, name: str) -> dict[str, LazyTensor]:
+def _step_slot(state: TrainingState, name: str) -> Tensors:
     """Return the counter that torch's AdamW has for every parameter with moments."""
     step = state.step_of(name)
     if step is None or name not in state.moments:
         return {}
     count = float(step)
-    is_fresh = state.is_fresh.get(name)
+    is_fresh = state.is_fresh.get(name, Freshness())
 
     def read_rows(start: int, stop: int) -> torch.Tensor:
-        # Only while it reads does a reader find that it has to drop moments; they begin at step 0.
-        return torch.tensor(0.0 if is_fresh is not None and is_fresh() else count)
+        # A reader finds out only while it reads that moments are dropped: they are at step 0 then.
+        return torch.tensor(0.0 if is_fresh() else count)
 
     return {"step": LazyTensor((), torch.float32, read_rows)}
 

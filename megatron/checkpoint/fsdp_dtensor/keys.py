@@ -15,12 +15,13 @@ to derive it from the keys.
 
 from __future__ import annotations
 
-import argparse
+from argparse import Namespace
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from megatron.checkpoint.core import key_rules
 from megatron.checkpoint.core.spelling import HALVES, canonical_name, plain_name
+from megatron.checkpoint.core.training_state import Fields
 
 CHECKPOINT_VERSION = 3.0
 MODEL_PREFIX = "module."
@@ -39,12 +40,13 @@ def wrapper_prefix(keys: Iterable[str], names: Iterable[str]) -> str | None:
     known = set(names)
     for key in keys:
         stem = key.removeprefix(META_PREFIX).rpartition(".")[0]
-        if key.startswith(META_PREFIX) and plain_name(stem) in known:
-            return stem.removesuffix(plain_name(stem))
+        name = plain_name(stem)
+        if key.startswith(META_PREFIX) and name in known:
+            return stem.removesuffix(name)
     return None
 
 
-def without_layout(fields: Mapping[str, Any]) -> dict[str, Any]:
+def without_layout(fields: Mapping[str, Any]) -> Fields:
     """Return the fields of a param group that do not depend on the parallel layout of the run.
 
     ``is_expert_parallel`` does: in a run with one expert rank experts have no groups of their own.
@@ -74,7 +76,11 @@ def names_in_file(keys: Iterable[str]) -> dict[str, str]:
     return names
 
 
-def args_of_format(args: argparse.Namespace) -> argparse.Namespace:
+def args_of_format(args: Namespace) -> Namespace:
     """Return a copy of ``args`` with the values of a run that writes this format."""
-    values = {"use_megatron_fsdp": True, "use_distributed_optimizer": True}
-    return argparse.Namespace(**vars(args) | values | {"ckpt_format": "fsdp_dtensor"})
+    values = {
+        "use_megatron_fsdp": True,
+        "use_distributed_optimizer": True,
+        "ckpt_format": "fsdp_dtensor",
+    }
+    return Namespace(**vars(args) | values)

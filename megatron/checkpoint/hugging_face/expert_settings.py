@@ -3,32 +3,40 @@
 
 from __future__ import annotations
 
-import argparse
-from typing import Any
+from argparse import Namespace
 
 from megatron.checkpoint.hugging_face.model_arguments import layers_with_experts
-from megatron.checkpoint.hugging_face.setting_rules import Config, SettingRule, in_words
+from megatron.checkpoint.hugging_face.setting_rules import (
+    Arguments,
+    Config,
+    Problems,
+    SettingRule,
+    in_words,
+)
 
 # ---- layers
 
 
-def _layer_frequency(pattern: list[int], problems: list[str]) -> dict[str, Any]:
+def _layer_frequency(pattern: list[int], problems: Problems) -> Arguments:
     """Return ``moe_layer_freq`` for one number per layer: 1 with experts, 0 without."""
     if pattern and not any(pattern):
         problems.append("no layer has experts: --moe-layer-freq has to name one")
-    return {"moe_layer_freq": 1 if all(pattern) else pattern}
+    if all(pattern):
+        return {"moe_layer_freq": 1}
+    return {"moe_layer_freq": pattern}
 
 
-def _read_sparse_layers(config: Config, problems: list[str]) -> dict[str, Any]:
+def _read_sparse_layers(config: Config, problems: Problems) -> Arguments:
     """Read every ``decoder_sparse_step``-th layer: with a step of 2 layers 1, 3, 5 and so on."""
-    dense, step = config.get("mlp_only_layers") or [], config.get("decoder_sparse_step") or 1
+    dense = config.get("mlp_only_layers") or []
+    step = config.get("decoder_sparse_step") or 1
     pattern = []
     for number in range(config.get("num_hidden_layers") or 0):
         pattern.append(int(number not in dense and (number + 1) % step == 0))
     return _layer_frequency(pattern, problems)
 
 
-def _write_sparse_layers(args: argparse.Namespace, problems: list[str]) -> Config:
+def _write_sparse_layers(args: Namespace, problems: Problems) -> Config:
     dense = [number for number, sparse in enumerate(layers_with_experts(args)) if not sparse]
     return {"mlp_only_layers": dense, "decoder_sparse_step": 1}
 
@@ -42,14 +50,14 @@ SPARSE_LAYERS = SettingRule(
 """Any layers can be dense."""
 
 
-def _read_first_dense(config: Config, problems: list[str]) -> dict[str, Any]:
+def _read_first_dense(config: Config, problems: Problems) -> Arguments:
     num_layers = config.get("num_hidden_layers") or 0
     num_dense = config.get("first_k_dense_replace", 3) or 0
     pattern = [int(number >= num_dense) for number in range(num_layers)]
     return _layer_frequency(pattern, problems)
 
 
-def _write_first_dense(args: argparse.Namespace, problems: list[str]) -> Config:
+def _write_first_dense(args: Namespace, problems: Problems) -> Config:
     pattern = layers_with_experts(args)
     if pattern != sorted(pattern):
         problems.append(f"moe_layer_freq {args.moe_layer_freq}: dense layers have to come first")
@@ -57,12 +65,15 @@ def _write_first_dense(args: argparse.Namespace, problems: list[str]) -> Config:
 
 
 FIRST_LAYERS_DENSE = SettingRule(
-    ("first_k_dense_replace",), ("moe_layer_freq",), _read_first_dense, _write_first_dense
+    ("first_k_dense_replace",),
+    ("moe_layer_freq",),
+    _read_first_dense,
+    _write_first_dense,
 )
 """The first layers can be dense."""
 
 
-def _write_all_sparse(args: argparse.Namespace, problems: list[str]) -> Config:
+def _write_all_sparse(args: Namespace, problems: Problems) -> Config:
     if not all(layers_with_experts(args)):
         problems.append(
             f"moe_layer_freq {args.moe_layer_freq}: all layers have experts in this family"
@@ -71,14 +82,17 @@ def _write_all_sparse(args: argparse.Namespace, problems: list[str]) -> Config:
 
 
 EXPERTS_EVERYWHERE = SettingRule(
-    (), ("moe_layer_freq",), lambda config, problems: {"moe_layer_freq": 1}, _write_all_sparse
+    (),
+    ("moe_layer_freq",),
+    lambda config, problems: {"moe_layer_freq": 1},
+    _write_all_sparse,
 )
 """No layer can be dense."""
 
 # ---- shared experts
 
 
-def _read_shared_experts(config: Config, problems: list[str]) -> dict[str, Any]:
+def _read_shared_experts(config: Config, problems: Problems) -> Arguments:
     number = config.get("n_shared_experts", 1)
     if not number:
         problems.append(f"n_shared_experts {number}: there is at least one")
@@ -86,8 +100,9 @@ def _read_shared_experts(config: Config, problems: list[str]) -> dict[str, Any]:
     return {"moe_shared_expert_intermediate_size": width}
 
 
-def _write_shared_experts(args: argparse.Namespace, problems: list[str]) -> Config:
-    width, expert = args.moe_shared_expert_intermediate_size or 0, args.moe_ffn_hidden_size or 1
+def _write_shared_experts(args: Namespace, problems: Problems) -> Config:
+    width = args.moe_shared_expert_intermediate_size or 0
+    expert = args.moe_ffn_hidden_size or 1
     if not width or width % expert:
         problems.append(
             f"moe_shared_expert_intermediate_size {width} is no multiple of moe_ffn_hidden_size"
@@ -107,7 +122,7 @@ SHARED_EXPERTS = SettingRule(
 # ---- routing
 
 
-def _read_normalized(config: Config, problems: list[str]) -> dict[str, Any]:
+def _read_normalized(config: Config, problems: Problems) -> Arguments:
     normalized = bool(config.get("norm_topk_prob", False))
     if normalized and config.get("num_experts_per_tok") == 1:
         problems.append(
@@ -126,8 +141,9 @@ NORMALIZED_SCORES = SettingRule(
 """Scores of the chosen experts add up to 1 exactly if the softmax comes after the choice."""
 
 
-def _read_sigmoid_scores(config: Config, problems: list[str]) -> dict[str, Any]:
-    topk, normalized = config.get("num_experts_per_tok"), config.get("norm_topk_prob", True)
+def _read_sigmoid_scores(config: Config, problems: Problems) -> Arguments:
+    topk = config.get("num_experts_per_tok")
+    normalized = config.get("norm_topk_prob", True)
     if bool(normalized) != (topk != 1):
         problems.append(
             f"norm_topk_prob {in_words(normalized)} with num_experts_per_tok {topk}: Megatron-Core"
@@ -145,37 +161,39 @@ SIGMOID_SCORES = SettingRule(
 """Sigmoid scores of several chosen experts always add up to 1 in Megatron-Core."""
 
 
-def _read_routing_groups(config: Config, problems: list[str]) -> dict[str, Any]:
-    num_groups, chosen = config.get("n_group", 8) or 1, config.get("topk_group", 4) or 1
+def _read_routing_groups(config: Config, problems: Problems) -> Arguments:
+    num_groups = config.get("n_group", 8) or 1
+    chosen = config.get("topk_group", 4) or 1
     if chosen == num_groups:  # all of them: no limit
         return {"moe_router_num_groups": None, "moe_router_group_topk": None}
     topk = config.get("num_experts_per_tok") or 0
-    _check_routing_groups("num_experts_per_tok", topk, "topk_group", chosen, problems)
+    if not _scores_groups_alike(topk, chosen):
+        problems.append(f"num_experts_per_tok {topk} with topk_group {chosen}: {_OTHER_SCORES}")
     return {"moe_router_num_groups": num_groups, "moe_router_group_topk": chosen}
 
 
-def _write_routing_groups(args: argparse.Namespace, problems: list[str]) -> Config:
+def _write_routing_groups(args: Namespace, problems: Problems) -> Config:
     chosen = args.moe_router_group_topk
     if not chosen:
         return {"n_group": 1, "topk_group": 1}
     topk = args.moe_router_topk
-    _check_routing_groups("moe_router_topk", topk, "moe_router_group_topk", chosen, problems)
+    if not _scores_groups_alike(topk, chosen):
+        problems.append(
+            f"moe_router_topk {topk} with moe_router_group_topk {chosen}: {_OTHER_SCORES}"
+        )
     return {"n_group": args.moe_router_num_groups, "topk_group": chosen}
 
 
-def _check_routing_groups(
-    name: str, topk: int, group_name: str, chosen: int, problems: list[str]
-) -> None:
-    """Check that both programs score a group of experts alike.
+_OTHER_SCORES = "both programs agree only where one is twice the other"
+
+
+def _scores_groups_alike(topk: int, chosen: int) -> bool:
+    """Return True if both programs score a group of experts alike.
 
     The score of a group is the sum of its best experts' scores: of two experts in transformers, of
     as many as a chosen group contributes on average in Megatron-Core.
     """
-    if topk // chosen != 2:
-        problems.append(
-            f"{name} {topk} with {group_name} {chosen}: both programs agree only where one is twice"
-            " the other"
-        )
+    return topk // chosen == 2
 
 
 ROUTING_GROUPS = SettingRule(

@@ -82,21 +82,38 @@ NO_DROPOUT = {"hidden_dropout": 0.0}
 
 
 def weight(
-    ours: str, theirs: str, rearrangement: Rearrangement = SAME, where: Where = everywhere
+    ours: str,
+    theirs: str,
+    rearrangement: Rearrangement = SAME,
+    where: Where = everywhere,
 ) -> TensorRow:
-    """Return the row of the weights of modules at these paths; theirs are separated by blanks."""
+    """Return the row of the weights of some modules.
+
+    Args:
+        ours: path of our module, in a layer without the layer's path.
+        theirs: paths of their modules, separated by blanks.
+        rearrangement: functions between our weight and theirs.
+        where: returns True for the layers that have it.
+    """
     names = " ".join(f"{path}.weight" for path in theirs.split())
     return TensorRow(f"{ours}.weight", names, rearrangement, where)
 
 
 def with_bias(
-    ours: str, theirs: str, rearrangement: Rearrangement = SAME
+    ours: str,
+    theirs: str,
+    rearrangement: Rearrangement = SAME,
 ) -> tuple[TensorRow, TensorRow]:
-    """Return the rows of weight and bias. A bias has no columns: transposed it is the same."""
-    of_bias = SAME if rearrangement is TRANSPOSED else rearrangement
+    """Return the rows of the weight and the bias of a module.
+
+    Args:
+        ours: path of our module.
+        theirs: path of their module.
+        rearrangement: functions between both. Transposed, a bias stays the same.
+    """
     return (
         weight(ours, theirs, rearrangement),
-        TensorRow(f"{ours}.bias", f"{theirs}.bias", of_bias),
+        TensorRow(f"{ours}.bias", f"{theirs}.bias", rearrangement),
     )
 
 
@@ -115,7 +132,9 @@ ATTENTION = (
     weight("self_attention.linear_proj", "self_attn.o_proj"),
 )
 QKV_BIAS = TensorRow(
-    "self_attention.linear_qkv.bias", " ".join(f"{path}.bias" for path in _QKV), HEADS
+    "self_attention.linear_qkv.bias",
+    " ".join(f"{path}.bias" for path in _QKV),
+    HEADS,
 )
 HEAD_NORMS = (
     weight("self_attention.q_layernorm", "self_attn.q_norm"),
@@ -136,9 +155,19 @@ transformers does with ``rope_interleave``."""
 
 
 def gated_mlp(
-    ours: str, theirs: str, where: Where, names: str = "gate_proj up_proj down_proj"
+    ours: str,
+    theirs: str,
+    where: Where,
+    names: str = "gate_proj up_proj down_proj",
 ) -> tuple[TensorRow, TensorRow]:
-    """Return the rows of a gated MLP at these paths in a layer, with names of its projections."""
+    """Return the rows of a gated MLP.
+
+    Args:
+        ours: path of our MLP in a layer.
+        theirs: path of their MLP in a layer.
+        where: returns True for the layers that have it.
+        names: names of their three projections, separated by blanks.
+    """
     gate, up, down = (f"{theirs}.{name}" for name in names.split())
     return (
         weight(f"{ours}.linear_fc1", f"{gate} {up}", GATE_AND_UP, where),
@@ -337,8 +366,13 @@ GPT2 = Family(
     training={},
     passed_over=(".attn.bias", ".attn.masked_bias"),
     ignored=(
-        *("n_ctx", "reorder_and_upcast_attn", "summary_activation", "summary_first_dropout"),
-        *("summary_proj_to_labels", "summary_type", "summary_use_proj"),
+        "n_ctx",
+        "reorder_and_upcast_attn",
+        "summary_activation",
+        "summary_first_dropout",
+        "summary_proj_to_labels",
+        "summary_type",
+        "summary_use_proj",
     ),
 )
 FAMILIES: dict[str, Family] = {

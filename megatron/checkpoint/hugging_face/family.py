@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Families of Hugging Face models, and tensors of theirs beside those of Megatron-Core.
+"""Families of Hugging Face models, and their tensors paired with those of Megatron-Core.
 
 A family is a ``model_type`` as data, which works in both directions. It is a table of
 :class:`TensorRow`, each of which pairs one tensor of ours, by its canonical name, with one or
@@ -9,7 +9,7 @@ several of theirs, and has a :class:`Rearrangement`; and rules of its settings
 
 from __future__ import annotations
 
-import argparse
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from megatron.checkpoint.core.key_rules import OUTPUT_LAYER, WORD_EMBEDDINGS
-from megatron.checkpoint.core.lazy_tensor import LazyTensor, concatenate, zeros
+from megatron.checkpoint.core.lazy_tensor import LazyTensor, Shape, concatenate, zeros
 from megatron.checkpoint.core.spelling import INNER_LAYER
 from megatron.checkpoint.hugging_face.model_arguments import (
     ARGUMENTS,
@@ -33,8 +33,6 @@ from megatron.checkpoint.hugging_face.setting_rules import (
     only,
 )
 
-Shape = tuple[int, ...]
-
 
 @dataclass(frozen=True)
 class Rearrangement:
@@ -46,15 +44,15 @@ class Rearrangement:
         shapes: shape of ours -> shapes of theirs.
     """
 
-    merge: Callable[[Sequence[LazyTensor], argparse.Namespace], LazyTensor]
-    split: Callable[[LazyTensor, argparse.Namespace], list[LazyTensor]]
-    shapes: Callable[[Shape, argparse.Namespace], list[Shape]]
+    merge: Callable[[Sequence[LazyTensor], Namespace], LazyTensor]
+    split: Callable[[LazyTensor, Namespace], list[LazyTensor]]
+    shapes: Callable[[Shape, Namespace], list[Shape]]
 
 
 # ---- heads of attention
 
 
-def _group_widths(args: argparse.Namespace) -> tuple[int, int, int]:
+def _group_widths(args: Namespace) -> tuple[int, int, int]:
     """Return the rows of one query group's queries, of its key and of its value.
 
     8 heads of 64 channels in 2 groups: 256 rows of queries (4 heads), 64 of the key, 64 of the
@@ -64,7 +62,7 @@ def _group_widths(args: argparse.Namespace) -> tuple[int, int, int]:
     return heads * args.kv_channels, args.kv_channels, args.kv_channels
 
 
-def _merge_heads(theirs: Sequence[LazyTensor], args: argparse.Namespace) -> LazyTensor:
+def _merge_heads(theirs: Sequence[LazyTensor], args: Namespace) -> LazyTensor:
     """Interleave queries, keys and values of all heads to those of group after group.
 
     With two groups: ``q0 q1``, ``k0 k1``, ``v0 v1`` become ``q0 k0 v0 q1 k1 v1``.
@@ -76,7 +74,7 @@ def _merge_heads(theirs: Sequence[LazyTensor], args: argparse.Namespace) -> Lazy
     return concatenate(rows)
 
 
-def _split_heads(tensor: LazyTensor, args: argparse.Namespace) -> list[LazyTensor]:
+def _split_heads(tensor: LazyTensor, args: Namespace) -> list[LazyTensor]:
     """Undo :func:`_merge_heads`.
 
     With groups of 256, 64 and 64 rows, the keys are rows 256 to 320, 640 to 704 and so on: 384 rows
@@ -86,36 +84,43 @@ def _split_heads(tensor: LazyTensor, args: argparse.Namespace) -> list[LazyTenso
     theirs = []
     first = 0  # row of the queries, the key or the value in a group
     for width in widths:
-        starts = [group * sum(widths) + first for group in range(num_query_groups(args))]
+        starts = range(first, tensor.num_rows, sum(widths))
         theirs.append(concatenate([tensor.rows(start, start + width) for start in starts]))
         first += width
     return theirs
 
 
-def _head_shapes(shape: Shape, args: argparse.Namespace) -> list[Shape]:
-    return [(num_query_groups(args) * width, *shape[1:]) for width in _group_widths(args)]
+def _head_shapes(shape: Shape, args: Namespace) -> list[Shape]:
+    num_groups = num_query_groups(args)
+    return [(num_groups * width, *shape[1:]) for width in _group_widths(args)]
 
 
-def _merge_fused_heads(theirs: Sequence[LazyTensor], args: argparse.Namespace) -> LazyTensor:
+def _merge_fused_heads(theirs: Sequence[LazyTensor], args: Namespace) -> LazyTensor:
     """Transpose GPT-2's fused matrix, and interleave it to queries, key and value of each head.
 
     Its columns are the queries of all heads, then their keys, then their values. With 2 heads of
     one channel: columns ``q0 q1 k0 k1 v0 v1`` become rows ``q0 k0 v0 q1 k1 v1``.
     """
-    heads, width = args.num_attention_heads, args.kv_channels
-    order = torch.arange(3 * heads * width).view(3, heads, width).transpose(0, 1).reshape(-1)
-    return _transposed(theirs[0], before=None, after=order)
+    heads = args.num_attention_heads
+    width = args.kv_channels
+    columns = torch.arange(3 * heads * width)
+    order = columns.view(3, heads, width).transpose(0, 1).reshape(-1)
+    return _transposed(theirs[0], after=order)
 
 
-def _split_fused_heads(tensor: LazyTensor, args: argparse.Namespace) -> list[LazyTensor]:
+def _split_fused_heads(tensor: LazyTensor, args: Namespace) -> list[LazyTensor]:
     """Undo :func:`_merge_fused_heads`."""
-    heads, width = args.num_attention_heads, args.kv_channels
-    order = torch.arange(3 * heads * width).view(heads, 3, width).transpose(0, 1).reshape(-1)
-    return [_transposed(tensor, before=order, after=None)]
+    heads = args.num_attention_heads
+    width = args.kv_channels
+    rows = torch.arange(3 * heads * width)
+    order = rows.view(heads, 3, width).transpose(0, 1).reshape(-1)
+    return [_transposed(tensor, before=order)]
 
 
 def _transposed(
-    tensor: LazyTensor, before: torch.Tensor | None = None, after: torch.Tensor | None = None
+    tensor: LazyTensor,
+    before: torch.Tensor | None = None,
+    after: torch.Tensor | None = None,
 ) -> LazyTensor:
     """Transpose a matrix, with its rows in the order ``before`` it and the new rows ``after`` it.
 
@@ -127,7 +132,9 @@ def _transposed(
             values = values[before]
         if values.dim() > 1:
             values = values.mT
-        return values if after is None else values[after]
+        if after is not None:
+            values = values[after]
+        return values
 
     return tensor.map(tensor.shape[::-1], transpose)
 
@@ -139,7 +146,8 @@ def _padded(tensor: LazyTensor, num_rows: int) -> LazyTensor:
     """Append rows of zeros."""
     if num_rows == tensor.num_rows:
         return tensor
-    padding = zeros((num_rows - tensor.num_rows, *tensor.shape[1:]), tensor.dtype)
+    num_missing = num_rows - tensor.num_rows
+    padding = zeros((num_missing, *tensor.shape[1:]), tensor.dtype)
     return concatenate([tensor, padding])
 
 
@@ -155,7 +163,9 @@ TRANSPOSED = Rearrangement(
 )
 HEADS = Rearrangement(_merge_heads, _split_heads, _head_shapes)
 FUSED_HEADS = Rearrangement(
-    _merge_fused_heads, _split_fused_heads, shapes=lambda shape, args: [shape[::-1]]
+    _merge_fused_heads,
+    _split_fused_heads,
+    shapes=lambda shape, args: [shape[::-1]],
 )
 GATE_AND_UP = Rearrangement(
     merge=lambda theirs, args: concatenate(theirs),
@@ -176,36 +186,36 @@ VOCABULARY = Rearrangement(
 
 # ---- rows of tables
 
-Where = Callable[[argparse.Namespace, int], bool]
+Where = Callable[[Namespace, int], bool]
 """The arguments and the number of a layer -> whether the layer has a tensor."""
 
 
-def everywhere(args: argparse.Namespace, layer: int) -> bool:
+def everywhere(args: Namespace, layer: int) -> bool:
     """Return True for all layers of all models."""
     return True
 
 
-def untied(args: argparse.Namespace, layer: int) -> bool:
+def untied(args: Namespace, layer: int) -> bool:
     """Return True for an output layer with a weight of its own."""
     return bool(args.untie_embeddings_and_output_weights)
 
 
-def has_experts(args: argparse.Namespace, layer: int) -> bool:
+def has_experts(args: Namespace, layer: int) -> bool:
     """Return True if the layer's MLP is made of experts."""
     return bool(layers_with_experts(args)[layer])
 
 
-def is_dense(args: argparse.Namespace, layer: int) -> bool:
+def is_dense(args: Namespace, layer: int) -> bool:
     """Return True if the layer has one MLP for all tokens."""
     return not has_experts(args, layer)
 
 
-def compresses_queries(args: argparse.Namespace, layer: int) -> bool:
+def compresses_queries(args: Namespace, layer: int) -> bool:
     """Return True if latent attention projects queries down and up again."""
     return args.q_lora_rank is not None
 
 
-def keeps_queries(args: argparse.Namespace, layer: int) -> bool:
+def keeps_queries(args: Namespace, layer: int) -> bool:
     """Return True if latent attention projects queries once."""
     return args.q_lora_rank is None
 
@@ -247,13 +257,38 @@ class Pairing:
 # ---- families
 
 _IGNORED = (
-    *("_attn_implementation", "_attn_implementation_autoset", "_name_or_path", "architectures"),
-    *("auto_map", "bos_token_id", "chunk_size_feed_forward", "dtype", "eos_token_id"),
-    *("finetuning_task", "id2label", "keys_to_ignore_at_inference", "label2id", "model_type"),
-    *("output_attentions", "output_hidden_states", "output_router_logits", "output_scores"),
-    *("pad_token_id", "pretraining_tp", "problem_type", "return_dict", "return_dict_in_generate"),
-    *("router_aux_loss_coef", "sep_token_id", "task_specific_params", "tokenizer_class"),
-    *("torch_dtype", "transformers_version", "unk_token_id", "use_cache", "use_return_dict"),
+    "_attn_implementation",
+    "_attn_implementation_autoset",
+    "_name_or_path",
+    "architectures",
+    "auto_map",
+    "bos_token_id",
+    "chunk_size_feed_forward",
+    "dtype",
+    "eos_token_id",
+    "finetuning_task",
+    "id2label",
+    "keys_to_ignore_at_inference",
+    "label2id",
+    "model_type",
+    "output_attentions",
+    "output_hidden_states",
+    "output_router_logits",
+    "output_scores",
+    "pad_token_id",
+    "pretraining_tp",
+    "problem_type",
+    "return_dict",
+    "return_dict_in_generate",
+    "router_aux_loss_coef",
+    "sep_token_id",
+    "task_specific_params",
+    "tokenizer_class",
+    "torch_dtype",
+    "transformers_version",
+    "unk_token_id",
+    "use_cache",
+    "use_return_dict",
 )
 """Settings that change nothing a model computes from given tokens."""
 
@@ -272,9 +307,10 @@ _PREDICTING_LAYER = (
     TensorRow("eh_proj.weight", "eh_proj.weight"),
     TensorRow("final_layernorm.weight", "shared_head.norm.weight"),
 )
-"""Rows of a layer that predicts further tokens, beside those of the layer inside it."""
+"""Rows of a layer that predicts further tokens, in addition to those of the layer inside it."""
 
-_EMBEDDING_COPY, _OUTPUT_COPY = "embed_tokens.weight", "shared_head.head.weight"
+_EMBEDDING_COPY = "embed_tokens.weight"
+_OUTPUT_COPY = "shared_head.head.weight"
 
 
 @dataclass(frozen=True)
@@ -287,14 +323,14 @@ class Family:
         layer: rows of a layer.
         rules: settings.
         arguments: Megatron-LM's arguments that every model of the family has.
-        training: arguments that a model of the family trains with, if the config does not say it.
+        training: arguments that a model of the family trains with unless the config has others.
             They are no part of the model.
         base: beginning of all names but the output layer's. A file of the model without its head
             leaves it out.
         layers: beginning of the names in a layer, before its number.
         predicts: layers that predict further tokens may follow the others.
         passed_over: endings of tensors that old files have and nothing needs.
-        ignored: settings without meaning here, beside those of all families.
+        ignored: settings without meaning here, in addition to those of all families.
     """
 
     architecture: str
@@ -309,25 +345,30 @@ class Family:
     passed_over: tuple[str, ...] = (".rotary_emb.inv_freq",)
     ignored: tuple[str, ...] = ()
 
-    def pairings(self, args: argparse.Namespace) -> Iterator[Pairing]:
+    def pairings(self, args: Namespace) -> Iterator[Pairing]:
         """Yield all tensors of the model of ``args``."""
         for row in self.outside:
             if row.where(args, 0):
                 yield Pairing(row.ours, tuple(row.theirs.split()), row.rearrangement)
         for number in range(args.num_layers):
-            ours, theirs = f"decoder.layers.{number}.", f"{self.layers}{number}."
-            yield from _in_layer(self.layer, args, number, ours, theirs)
+            ours = f"decoder.layers.{number}."
+            theirs = f"{self.layers}{number}."
+            yield from _in_layer(self.layer, args, number, ours=ours, theirs=theirs)
         last = args.num_layers - 1  # predicting layers are made like it
-        head = OUTPUT_LAYER if args.untie_embeddings_and_output_weights else WORD_EMBEDDINGS
+        head = WORD_EMBEDDINGS
+        if args.untie_embeddings_and_output_weights:
+            head = OUTPUT_LAYER
         for number in range(args.mtp_num_layers or 0):
             # In a model of 61 layers, our mtp.layers.0 is their model.layers.61.
-            ours, theirs = f"mtp.layers.{number}.", f"{self.layers}{args.num_layers + number}."
-            yield from _in_layer(_PREDICTING_LAYER, args, last, ours, theirs)
-            yield from _in_layer(self.layer, args, last, ours + INNER_LAYER, theirs)
+            ours = f"mtp.layers.{number}."
+            theirs = f"{self.layers}{args.num_layers + number}."
+            yield from _in_layer(_PREDICTING_LAYER, args, last, ours=ours, theirs=theirs)
+            ours_inside = ours + INNER_LAYER
+            yield from _in_layer(self.layer, args, last, ours=ours_inside, theirs=theirs)
             yield Pairing(WORD_EMBEDDINGS, (theirs + _EMBEDDING_COPY,), VOCABULARY, is_copy=True)
             yield Pairing(head, (theirs + _OUTPUT_COPY,), VOCABULARY, is_copy=True)
 
-    def read_config(self, config: Config) -> tuple[argparse.Namespace, list[str]]:
+    def read_config(self, config: Config) -> tuple[Namespace, list[str]]:
         """Return the arguments that correspond to a config, and its problems.
 
         A setting that no rule reads has to be one of those without meaning.
@@ -345,31 +386,30 @@ class Family:
                     f"{key} {in_words(config[key])}: unknown, and may change what the model"
                     " computes"
                 )
-        return argparse.Namespace(**values), problems
+        return Namespace(**values), problems
 
-    def write_config(self, args: argparse.Namespace) -> tuple[Config, list[str]]:
+    def write_config(self, args: Namespace) -> tuple[Config, list[str]]:
         """Return the config of the model of ``args``, and why the family has no such model.
 
         An argument that no rule writes has to have its default, or the model would compute
         something else.
         """
         args = completed(args)
-        problems = [
-            f"{name} is {getattr(args, name, None)} instead of {value}"
-            for name, value in self.arguments.items()
-            if getattr(args, name, None) != value
-        ]
-        covered = {*self.arguments, "padded_vocab_size"}
+        required = dict(self.arguments)
+        covered = {*required, "padded_vocab_size"}
         for rule in self.rules:
             covered.update(rule.names)
+        for argument in ARGUMENTS:
+            is_counted = argument.in_outputs and argument.counts(args)
+            if is_counted and argument.name not in covered:
+                required[argument.name] = argument.default
+        problems = []
+        for name, value in required.items():
+            found = getattr(args, name, None)
+            if found != value:
+                problems.append(f"{name} is {found} instead of {value}")
         if getattr(args, "spec", None):
             problems.append(f"spec is {args.spec}: layers of a program's own")
-        for argument in ARGUMENTS:
-            if argument.name in covered or not argument.in_outputs or not argument.counts(args):
-                continue
-            value = getattr(args, argument.name)
-            if value != argument.default:
-                problems.append(f"{argument.name} is {value} instead of {argument.default}")
         if problems:
             return {}, problems
         config: Config = {}
@@ -381,16 +421,27 @@ class Family:
     def keys(self) -> set[str]:
         """Keys of the config that its rules write, or that follow from those."""
         keys: set[str] = set()
-        return keys.union(*(rule.keys for rule in self.rules))
+        for rule in self.rules:
+            keys.update(rule.keys)
+        return keys
 
 
 def _in_layer(
-    rows: tuple[TensorRow, ...], args: argparse.Namespace, number: int, ours: str, theirs: str
+    rows: tuple[TensorRow, ...],
+    args: Namespace,
+    number: int,
+    ours: str,
+    theirs: str,
 ) -> Iterator[Pairing]:
     """Yield the tensors of layer ``number``; ``ours`` and ``theirs`` are beginnings of names."""
     for row in rows:
         if not row.where(args, number):
             continue
-        for expert in range(args.num_experts) if "{expert}" in row.ours else [0]:
-            names = tuple(theirs + name.format(expert=expert) for name in row.theirs.split())
-            yield Pairing(ours + row.ours.format(expert=expert), names, row.rearrangement)
+        num_experts = 1
+        if "{expert}" in row.ours:
+            num_experts = args.num_experts
+        for expert in range(num_experts):
+            our_name = ours + row.ours.format(expert=expert)
+            in_layer = row.theirs.format(expert=expert).split()
+            names = tuple(theirs + name for name in in_layer)
+            yield Pairing(our_name, names, row.rearrangement)

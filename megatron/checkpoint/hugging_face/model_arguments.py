@@ -3,18 +3,18 @@
 
 from __future__ import annotations
 
-import argparse
+from argparse import Namespace
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import chain, groupby
 from typing import Any
 
 
-def _always(args: argparse.Namespace) -> bool:
+def _always(args: Namespace) -> bool:
     return True
 
 
-def _with(name: str) -> Callable[[argparse.Namespace], bool]:
+def _with(name: str) -> Callable[[Namespace], bool]:
     return lambda args: bool(getattr(args, name))
 
 
@@ -26,32 +26,32 @@ _mup = _with("use_mup")
 _experts = _with("num_experts")
 
 
-def _not_latent(args: argparse.Namespace) -> bool:
+def _not_latent(args: Namespace) -> bool:
     return not args.multi_latent_attention
 
 
-def _own_bias_of_qkv(args: argparse.Namespace) -> bool:
+def _own_bias_of_qkv(args: Namespace) -> bool:
     # With add_bias_linear every linear layer has a bias, and this argument is set too.
     return not args.multi_latent_attention and not args.add_bias_linear
 
 
-def _yarn(args: argparse.Namespace) -> bool:
+def _yarn(args: Namespace) -> bool:
     return bool(args.multi_latent_attention) and args.rope_type != "rope"
 
 
-def _rotary(args: argparse.Namespace) -> bool:
+def _rotary(args: Namespace) -> bool:
     return bool(args.position_embedding_type == "rope")
 
 
-def _rotates(args: argparse.Namespace) -> bool:
+def _rotates(args: Namespace) -> bool:
     return _rotary(args) or _latent(args)
 
 
-def _limited(args: argparse.Namespace) -> bool:
+def _limited(args: Namespace) -> bool:
     return _experts(args) and args.moe_expert_capacity_factor is not None
 
 
-def _plain_gelu(args: argparse.Namespace) -> bool:
+def _plain_gelu(args: Namespace) -> bool:
     others = args.swiglu or args.squared_relu or args.openai_gelu
     return bool(args.add_bias_linear) and not others
 
@@ -65,7 +65,7 @@ class Argument:
         default: default of Megatron-LM.
         flag: flag of the command line; default: its name. It is a switch if the default is True or
             False.
-        counts: arguments -> True if this one means anything beside the others; else its value is no
+        counts: arguments -> True if this one has any meaning with the others; else its value is no
             part of the model.
         in_outputs: outputs of the trained model depend on it, beyond rounding.
         in_megatron_lm: Megatron-LM's command line has the flag.
@@ -74,7 +74,7 @@ class Argument:
     name: str
     default: Any = None
     flag: str = ""
-    counts: Callable[[argparse.Namespace], bool] = _always
+    counts: Callable[[Namespace], bool] = _always
     in_outputs: bool = True
     in_megatron_lm: bool = True
 
@@ -89,15 +89,17 @@ class Argument:
         return self.spelling.removeprefix("--").replace("-", "_")
 
     def default_in(self, known: Mapping[str, Any]) -> Any:
-        """Return the default beside other arguments.
+        """Return the default, which can depend on other arguments.
 
         Some programs store an argument under the name of its flag: ``norm_epsilon`` is
         ``layernorm_epsilon``, ``disable_bias_linear`` True means ``add_bias_linear`` False.
         """
         stored = known.get(self.name_of_flag)
         if isinstance(self.default, bool):
-            return not self.default if stored is True else self.default
-        return self.default if stored is None else stored
+            return self.default != (stored is True)
+        if stored is None:
+            return self.default
+        return stored
 
     def words(self, value: Any) -> list[str]:
         """Return words of a command line that set it to ``value``.
@@ -107,8 +109,9 @@ class Argument:
         """
         if value is None or (value == self.default and not self._is_number_of_model):
             return []
-        flag = self.spelling
-        return [flag] if isinstance(self.default, bool) else [flag, _as_written(value)]
+        if isinstance(self.default, bool):
+            return [self.spelling]
+        return [self.spelling, _as_written(value)]
 
     @property
     def _is_number_of_model(self) -> bool:
@@ -207,11 +210,11 @@ Those that only concern its training, such as losses that balance experts, are n
 """
 
 
-def completed(args: argparse.Namespace) -> argparse.Namespace:
+def completed(args: Namespace) -> Namespace:
     """Return a copy with defaults for missing arguments, and sizes that follow from others."""
     known = vars(args)
     defaults = {argument.name: argument.default_in(known) for argument in ARGUMENTS}
-    args = argparse.Namespace(**(defaults | known))
+    args = Namespace(**(defaults | known))
     args.group_query_attention = bool(args.group_query_attention)
     if args.kv_channels is None and args.hidden_size and args.num_attention_heads:
         args.kv_channels = args.hidden_size // args.num_attention_heads
@@ -220,7 +223,7 @@ def completed(args: argparse.Namespace) -> argparse.Namespace:
     return args
 
 
-def layers_with_experts(args: argparse.Namespace) -> list[int]:
+def layers_with_experts(args: Namespace) -> list[int]:
     """Return for every layer 1 if its MLP is made of experts, else 0.
 
     ``moe_layer_freq`` is such a list, or a number: with 3 layers 0, 3, 6 and so on have experts.
@@ -233,13 +236,15 @@ def layers_with_experts(args: argparse.Namespace) -> list[int]:
     return [int(number % pattern == 0) for number in range(args.num_layers)]
 
 
-def num_query_groups(args: argparse.Namespace) -> int:
+def num_query_groups(args: Namespace) -> int:
     """Return how many keys, each with a value, a layer of attention has."""
-    groups: int = args.num_query_groups if args.group_query_attention else args.num_attention_heads
+    groups: int = args.num_attention_heads
+    if args.group_query_attention:
+        groups = args.num_query_groups
     return groups
 
 
-def model_flags(args: argparse.Namespace) -> list[str]:
+def model_flags(args: Namespace) -> list[str]:
     """Return the words of a command line of pretrain_gpt.py that build the model of ``args``.
 
     Flags that only concern its training are not among them.
@@ -247,10 +252,11 @@ def model_flags(args: argparse.Namespace) -> list[str]:
     args = completed(args)
     words_of: dict[str, list[str]] = {}  # by flag, because two destinations can have the same
     for argument in ARGUMENTS:
-        words = argument.words(getattr(args, argument.name)) if argument.counts(args) else []
-        if words:
-            words_of[words[0]] = words
-    return list(chain.from_iterable(words_of.values()))
+        if argument.counts(args):
+            words = argument.words(getattr(args, argument.name))
+            if words:
+                words_of[words[0]] = words
+    return [*chain(*words_of.values())]
 
 
 def _as_written(value: Any) -> str:

@@ -24,7 +24,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron.checkpoint.core.lazy_tensor import LazyTensor
+from megatron.checkpoint.core.lazy_tensor import LazyTensor, Tensors, bytes_of, shape_of_rows
+from megatron.checkpoint.core.listing import refuse
 from megatron.checkpoint.integrity.block_digest import BlockDigest
 from megatron.checkpoint.integrity.manifest import FileDigest
 from megatron.checkpoint.store import durable
@@ -48,7 +49,7 @@ def is_model_directory(path: Path) -> bool:
     try:
         return OF_A_RUN not in read_json(path / CONFIG)
     except ValueError:
-        return True  # whoever reads the model says what is wrong with the file
+        return True  # reading the model raises an error about the file
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -71,7 +72,7 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
     durable.write_text(path, json.dumps(content, indent=2, sort_keys=True) + "\n")
 
 
-def read_tensors(directory: Path) -> dict[str, LazyTensor]:
+def read_tensors(directory: Path) -> Tensors:
     """Return all tensors of a model by name. Their values are read later, when they are needed.
 
     Raises:
@@ -87,22 +88,19 @@ def read_tensors(directory: Path) -> dict[str, LazyTensor]:
     file_of = read_json(directory / INDEX).get("weight_map")
     if not isinstance(file_of, dict):
         raise ValueError(f"{directory / INDEX} has no weight_map")
-    absent = sorted({file for file in file_of.values() if not (directory / file).is_file()})
-    refuse("names files that are not there", directory / INDEX, absent)
-    files = {file: stored_tensors(directory / file) for file in sorted(set(file_of.values()))}
-    lost = [f"{name}: not in {file}" for name, file in file_of.items() if name not in files[file]]
-    refuse("says what its files do not hold", directory / INDEX, lost)
-    return {name: files[file][name] for name, file in file_of.items()}
-
-
-def refuse(what: str, where: Path | str, problems: Sequence[str]) -> None:
-    """Raise one error that lists all problems, if there are any.
-
-    Raises:
-        ValueError: ``<where> <what>:`` and a line for each problem.
-    """
-    if problems:
-        raise ValueError(f"{where} {what}:\n  " + "\n  ".join(problems))
+    files = sorted(set(file_of.values()))
+    absent = [file for file in files if not (directory / file).is_file()]
+    refuse(f"{directory / INDEX} names files that are not there", absent)
+    tensors_of = {file: stored_tensors(directory / file) for file in files}
+    tensors = {}
+    lost = []
+    for name, file in file_of.items():
+        if name in tensors_of[file]:
+            tensors[name] = tensors_of[file][name]
+        else:
+            lost.append(f"{name}: not in {file}")
+    refuse(f"{directory / INDEX} lists tensors that its files do not have", lost)
+    return tensors
 
 
 # ---- weights in FP8, with a scale for each block
@@ -115,22 +113,33 @@ CODES = torch.float8_e4m3fn
 def is_kept(name: str, quantization: Mapping[str, Any]) -> bool:
     """Return True for a weight of one of ``modules_to_not_convert``, as transformers finds them."""
     module = name.removesuffix(".weight")
-    return any(
-        re.match(rf"(?:{pattern})(?:(?<=\.)|(?=\.|$))", module) or module.endswith(pattern)
-        for pattern in quantization.get("modules_to_not_convert") or ()
-    )
+    for pattern in quantization.get("modules_to_not_convert") or ():
+        at_start = rf"(?:{pattern})(?:(?<=\.)|(?=\.|$))"
+        if module.endswith(pattern) or re.match(at_start, module):
+            return True
+    return False
 
 
 def dequantized(
-    tensors: Mapping[str, LazyTensor], quantization: Mapping[str, Any], where: Path
-) -> dict[str, LazyTensor]:
+    tensors: Tensors,
+    quantization: Mapping[str, Any],
+    where: Path,
+) -> Tensors:
     """Return the tensors of a model with codes and scales multiplied, in fp32.
+
+    Args:
+        tensors: the stored tensors: codes, and under ``<name>_scale_inv`` one fp32 scale for each
+            block.
+        quantization: the ``quantization_config``; ``weight_block_size`` are rows and columns of a
+            block.
+        where: directory of the model, for the message.
 
     Raises:
         ValueError: with all weights that do not fit their scales.
     """
     block = quantization["weight_block_size"]
-    found, problems = {}, []
+    found = {}
+    problems = []
     for name, tensor in tensors.items():
         scales = tensors.get(name + SCALE)
         if scales is None and tensor.dtype != CODES:
@@ -138,49 +147,70 @@ def dequantized(
                 found[name] = tensor
             continue
         wanted = tuple(-(-size // length) for size, length in zip(tensor.shape, block))
-        given = f"{scales.dtype} {scales.shape}" if scales is not None else "missing"
+        given = "missing"
+        if scales is not None:
+            given = f"{scales.dtype} {scales.shape}"
         expected = f"{torch.float32} {wanted}"
+        is_matrix_of_codes = tensor.dtype == CODES and len(tensor.shape) == 2
         if is_kept(name, quantization):
             problems.append(f"{name} has codes, and is one of modules_to_not_convert")
-        elif scales is None or given != expected or (tensor.dtype, len(tensor.shape)) != (CODES, 2):
+        elif scales is None or given != expected or not is_matrix_of_codes:
             codes = f"{name}: {tensor.dtype} {tensor.shape}"
             problems.append(f"{codes}, scales {given} instead of {expected} for {CODES}")
         else:
             found[name] = _product(tensor, scales, block)
-    refuse(f"has weights that do not fit scales of {block} elements each", where, problems)
+    refuse(f"{where} has weights that do not fit scales of {block} elements each", problems)
     return found
 
 
-def _product(codes: LazyTensor, scales: LazyTensor, block: Sequence[int]) -> LazyTensor:
+def _product(
+    codes: LazyTensor,
+    scales: LazyTensor,
+    block: Sequence[int],
+) -> LazyTensor:
     def read_rows(start: int, stop: int) -> torch.Tensor:
         first = start // block[0]
         factors = scales.read_rows(first, -(-stop // block[0]))
         factors = factors.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
         values = codes.read_rows(start, stop).float()
-        return values * factors[start - first * block[0] :][: stop - start, : codes.shape[1]]
+        skipped = start - first * block[0]
+        num_rows, num_columns = values.shape
+        return values * factors[skipped : skipped + num_rows, :num_columns]
 
     return LazyTensor(codes.shape, torch.float32, read_rows)
 
 
-def quantized(tensor: LazyTensor, block: Sequence[int]) -> tuple[LazyTensor, LazyTensor]:
+def quantized(
+    tensor: LazyTensor,
+    block: Sequence[int],
+) -> tuple[LazyTensor, LazyTensor]:
     """Return the codes and the scales of a matrix: 448 stands for the largest value of a block."""
     rows, columns = tensor.shape
     grid = (-(-rows // block[0]), -(-columns // block[1]))
     largest = torch.finfo(CODES).max
 
     def computed() -> tuple[torch.Tensor, torch.Tensor]:
-        missing = (0, grid[1] * block[1] - columns, 0, grid[0] * block[0] - rows)
-        values = nn.functional.pad(tensor.read().float(), missing)
+        missing_rows = grid[0] * block[0] - rows
+        missing_columns = grid[1] * block[1] - columns
+        padding = (0, missing_columns, 0, missing_rows)
+        values = nn.functional.pad(tensor.read().float(), padding)
         blocks = values.view(grid[0], block[0], grid[1], block[1])
         maxima = blocks.abs().amax((1, 3), keepdim=True)
         scales = torch.where(maxima > 0, maxima, 1.0) / largest
         codes = (blocks / scales).clamp(-largest, largest).view(values.shape)
         return codes[:rows, :columns].to(CODES), scales.view(grid)
 
-    return (
-        LazyTensor(tensor.shape, CODES, lambda start, stop: computed()[0][start:stop]),
-        LazyTensor(grid, torch.float32, lambda start, stop: computed()[1][start:stop]),
-    )
+    def read_codes(start: int, stop: int) -> torch.Tensor:
+        codes, _ = computed()
+        return codes[start:stop]
+
+    def read_scales(start: int, stop: int) -> torch.Tensor:
+        _, scales = computed()
+        return scales[start:stop]
+
+    codes = LazyTensor(tensor.shape, CODES, read_codes)
+    scales = LazyTensor(grid, torch.float32, read_scales)
+    return codes, scales
 
 
 # ---- one safetensors file
@@ -204,7 +234,7 @@ _FILE_METADATA = {"format": "pt"}
 """Readers of model directories refuse files that do not name the library of their tensors."""
 
 
-def stored_tensors(path: Path) -> dict[str, LazyTensor]:
+def stored_tensors(path: Path) -> Tensors:
     """Return the tensors of a safetensors file by name. Only its header is read at once.
 
     Raises:
@@ -214,7 +244,9 @@ def stored_tensors(path: Path) -> dict[str, LazyTensor]:
         size = path.stat().st_size
         with durable.opened(durable.file_at(path)) as file:
             start = 8 + int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(start - 8)) if 8 < start <= size else None
+            header = None
+            if 8 < start <= size:
+                header = json.loads(file.read(start - 8))
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} cannot be read as a safetensors file: {error}") from error
     if not isinstance(header, dict):
@@ -228,23 +260,22 @@ def stored_tensors(path: Path) -> dict[str, LazyTensor]:
         if problem is not None:
             problems.append(f"{name}: {problem}")
     problems = problems or _gaps(header, size - start)
-    if problems:
-        raise ValueError(
-            f"{path} cannot be read as a safetensors file:\n  " + "\n  ".join(problems)
-        )
+    refuse(f"{path} cannot be read as a safetensors file", problems)
     return {name: _stored_tensor(path, start, entry) for name, entry in header.items()}
 
 
 def _problem(entry: Any, num_bytes: int) -> str | None:
     """Return the problem of a tensor's entry in a file with ``num_bytes`` of values, or None."""
     try:
-        dtype, shape = entry["dtype"], torch.Size(entry["shape"])
+        dtype = entry["dtype"]
+        shape = torch.Size(entry["shape"])
         begin, end = entry["data_offsets"]
     except (KeyError, TypeError, ValueError):
         return f"its description is damaged: {entry}"
     if dtype not in DTYPES:
         return f"torch does not know its dtype {dtype}"
-    if not 0 <= begin <= end <= num_bytes or end - begin != shape.numel() * DTYPES[dtype].itemsize:
+    expected = shape.numel() * DTYPES[dtype].itemsize
+    if not 0 <= begin <= end <= num_bytes or end - begin != expected:
         return (
             f"{dtype} {tuple(shape)} is not what bytes {begin} to {end} of {num_bytes} can hold: is"
             " the file cut off?"
@@ -253,8 +284,9 @@ def _problem(entry: Any, num_bytes: int) -> str | None:
 
 
 def _gaps(header: dict[str, Any], num_bytes: int) -> list[str]:
-    """Return where tensors overlap or leave some of ``num_bytes`` bytes of values to none."""
-    problems, expected = [], 0
+    """Report tensors that overlap, or gaps between them, in ``num_bytes`` bytes of values."""
+    problems = []
+    expected = 0
     for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
         begin, end = entry["data_offsets"]
         if begin != expected:
@@ -273,37 +305,44 @@ def _stored_tensor(path: Path, start: int, entry: dict[str, Any]) -> LazyTensor:
     It is read with plain reads: the library needs address space for the whole file, or memory for
     the whole tensor.
     """
-    shape, dtype = tuple(entry["shape"]), DTYPES[entry["dtype"]]
+    shape = tuple(entry["shape"])
+    dtype = DTYPES[entry["dtype"]]
     row_bytes = dtype.itemsize * torch.Size(shape[1:]).numel()
 
     def read_rows(first: int, last: int) -> torch.Tensor:
-        values = torch.empty((last - first, *shape[1:]) if shape else (), dtype=dtype)
+        values = torch.empty(shape_of_rows(shape, first, last), dtype=dtype)
         with durable.opened(path) as file:
             file.seek(start + entry["data_offsets"][0] + first * row_bytes)
-            if file.readinto(_bytes_of(values)) != values.nbytes:
+            if file.readinto(bytes_of(values)) != values.nbytes:
                 raise ValueError(f"{path} is shorter than it was")
         return values
 
     return LazyTensor(shape, dtype, read_rows)
 
 
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    """Return the memory of a contiguous tensor."""
-    return tensor.reshape(-1).view(torch.uint8).numpy().data
-
-
 def write_shard(
-    path: Path, tensors: dict[str, LazyTensor], progress: Callable[[int], None]
+    path: Path,
+    tensors: Tensors,
+    progress: Callable[[int], None],
 ) -> FileDigest:
-    """Write, or replace, a file of tensors in this order, with one of them in memory at a time.
+    """Write, or replace, a file of tensors, with one of them in memory at a time.
 
-    The disk has it afterwards. Returns its size and digest.
+    The disk has the file afterwards.
+
+    Args:
+        path: path of the file.
+        tensors: the tensors by name, in the order of the file.
+        progress: called with the number of bytes of each tensor that was written.
+
+    Returns:
+        The size and the digest of the file.
 
     Raises:
         ValueError: for a dtype that the format does not have.
         RuntimeError: if a tensor has another shape or dtype when it is read than it has declared.
     """
-    digest, header = BlockDigest(), _header(tensors)
+    digest = BlockDigest()
+    header = _header(tensors)
     with durable.written(path) as file:
         file.write(header)
         digest.update(header)
@@ -314,22 +353,21 @@ def write_shard(
                     f"{name} should be {tensor.dtype} {tensor.shape} but was read as {values.dtype}"
                     f" {tuple(values.shape)}"
                 )
-            values = values.contiguous()
-            file.write(_bytes_of(values))
-            digest.update(_bytes_of(values))
+            content = bytes_of(values.contiguous())
+            file.write(content)
+            digest.update(content)
             progress(tensor.num_bytes)
     return FileDigest(path.stat().st_size, digest.hexdigest())
 
 
-def _header(tensors: dict[str, LazyTensor]) -> bytes:
-    strange = sorted(
-        f"{name} ({tensor.dtype})" for name, tensor in tensors.items() if tensor.dtype not in NAMES
-    )
-    if strange:
-        raise ValueError(f"safetensors files have no such dtypes: {', '.join(strange)}")
+def _header(tensors: Tensors) -> bytes:
     header: dict[str, Any] = {"__metadata__": _FILE_METADATA}
     offset = 0
+    strange = []
     for name, tensor in tensors.items():
+        if tensor.dtype not in NAMES:
+            strange.append(f"{name} ({tensor.dtype})")
+            continue
         end = offset + tensor.num_bytes
         header[name] = {
             "dtype": NAMES[tensor.dtype],
@@ -337,6 +375,8 @@ def _header(tensors: dict[str, LazyTensor]) -> bytes:
             "data_offsets": [offset, end],
         }
         offset = end
+    if strange:
+        raise ValueError(f"safetensors files have no such dtypes: {', '.join(sorted(strange))}")
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # so that values are aligned, as in the library's own files
     return len(text).to_bytes(8, "little") + text

@@ -3,25 +3,25 @@
 
 from __future__ import annotations
 
-import argparse
 import re
-from collections.abc import Iterable, Mapping
+from argparse import Namespace
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import cast
 
 import torch
 
 from megatron.checkpoint.core.key_rules import WORD_EMBEDDINGS, expected_shape, is_buffer
-from megatron.checkpoint.core.lazy_tensor import LazyTensor
+from megatron.checkpoint.core.lazy_tensor import LazyTensor, Shape, Tensors
+from megatron.checkpoint.core.listing import refuse
 from megatron.checkpoint.core.training_state import TrainingState
 from megatron.checkpoint.hugging_face.families import family_named
-from megatron.checkpoint.hugging_face.family import Family, Pairing, Shape
+from megatron.checkpoint.hugging_face.family import Family, Pairing
 from megatron.checkpoint.hugging_face.model_directory import (
     CONFIG,
     dequantized,
     read_json,
     read_tensors,
-    refuse,
 )
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -51,7 +51,7 @@ def read(directory: Path, *, vocabulary_multiple: int | None = None) -> Training
     config = read_json(directory / CONFIG)
     family = family_named(config.get("model_type"), f"{directory / CONFIG} has the model_type")
     args, problems = family.read_config(config)
-    refuse("has settings that Megatron-Core's models do not have", directory / CONFIG, problems)
+    refuse_settings(directory / CONFIG, problems)
     stored = read_tensors(directory)
     if config.get("quantization_config"):
         stored = dequantized(stored, config["quantization_config"], directory)
@@ -61,11 +61,14 @@ def read(directory: Path, *, vocabulary_multiple: int | None = None) -> Training
     pairings = [pairing for pairing in family.pairings(args) if not pairing.is_copy]
     problems = _wrong_tensors(args, pairings, stored)
     notes, unknown = _other_tensors(family, args, stored)
-    refuse("holds other tensors than its config.json says", directory, [*problems, *unknown])
-    announced, found = config.get("num_nextn_predict_layers") or 0, args.mtp_num_layers or 0
+    refuse(f"{directory} has other tensors than its config.json says", [*problems, *unknown])
+    announced = config.get("num_nextn_predict_layers") or 0
+    found = args.mtp_num_layers or 0
     if family.predicts and announced != found:
-        layers = f"{announced} layers that predict further tokens"
-        notes.append(f"config.json speaks of {layers}, there are {found}")
+        notes.append(
+            f"config.json has {announced} layers that predict further tokens, the files have"
+            f" {found}"
+        )
     state = TrainingState(weights={}, args=args, notes=notes)
     for pairing in pairings:
         tensor = pairing.rearrangement.merge([stored[name] for name in pairing.theirs], args)
@@ -73,57 +76,80 @@ def read(directory: Path, *, vocabulary_multiple: int | None = None) -> Training
             state.buffers[pairing.ours] = tensor.to(torch.float32)
         else:
             state.weights[pairing.ours] = tensor
-    args.params_dtype = dtype = state.weights[WORD_EMBEDDINGS].dtype
-    args.bf16, args.fp16 = dtype == torch.bfloat16, dtype == torch.float16
+    dtype = state.weights[WORD_EMBEDDINGS].dtype
+    args.params_dtype = dtype
+    args.bf16 = dtype == torch.bfloat16
+    args.fp16 = dtype == torch.float16
     _set_tokenizer(args, directory)
     return state
 
 
-def _with_base(stored: dict[str, LazyTensor], base: str) -> dict[str, LazyTensor]:
+def refuse_settings(config: Path, problems: Sequence[str]) -> None:
+    """Raise one ValueError with the problems of a config.json, if there are any."""
+    refuse(f"{config} has settings that Megatron-Core's models do not have", problems)
+
+
+def _with_base(stored: Tensors, base: str) -> Tensors:
     """Return names as in the whole language model, also if it was saved without its head."""
     if any(name.startswith(base) for name in stored):
         return stored
-    return {
-        name if name.startswith("lm_head.") else base + name: tensor
-        for name, tensor in stored.items()
-    }
+    found = {}
+    for name, tensor in stored.items():
+        if not name.startswith("lm_head."):
+            name = base + name
+        found[name] = tensor
+    return found
 
 
-def _with_single_experts(stored: dict[str, LazyTensor], family: Family) -> dict[str, LazyTensor]:
+def _with_single_experts(stored: Tensors, family: Family) -> Tensors:
     """Return tensors of single experts, also where a file has those of all experts as one.
 
     So transformers saves its own modules with ``save_original_format=False``:
     ``mlp.experts.gate_up_proj`` of the shape (experts, rows of gate and up, columns), and
     ``mlp.experts.down_proj``. The router is ``mlp.gate`` there in every family.
     """
-    found: dict[str, LazyTensor] = {}
-    own = r"mlp\.(?:experts\.(?:gate_up|down)_proj|gate\.weight)"
-    pattern = re.compile(rf"({re.escape(family.layers)}\d+\.)({own})")
+    found = {}
+    inside = r"mlp\.(?:experts\.(?:gate_up|down)_proj|gate\.weight)"
+    pattern = re.compile(rf"({re.escape(family.layers)}\d+\.)({inside})")
     for name, tensor in stored.items():
         match = pattern.fullmatch(name)
-        found |= {name: tensor} if match is None else _renamed(match[1], match[2], tensor, family)
+        if match is None:
+            found[name] = tensor
+        else:
+            found |= _renamed(match[1], match[2], tensor, family)
     return found
 
 
-def _renamed(layer: str, own: str, tensor: LazyTensor, family: Family) -> dict[str, LazyTensor]:
-    """Return the tensor ``own`` of a layer of transformers' modules under the names of a family."""
-    number_of_parts = {"mlp.experts.gate_up_proj": 2, "mlp.experts.down_proj": 1}.get(own)
-    found: dict[str, LazyTensor] = {}
+def _renamed(
+    layer: str,
+    inside: str,
+    tensor: LazyTensor,
+    family: Family,
+) -> Tensors:
+    """Return the tensor ``inside`` a layer of transformers' modules under the names of a family."""
+    num_parts = {"mlp.experts.gate_up_proj": 2, "mlp.experts.down_proj": 1}.get(inside, 0)
+    found = {}
     for row in family.layer:
         theirs = row.theirs.split()
-        if number_of_parts is None and row.ours == "mlp.router.weight":
+        is_of_experts = "{expert}" in row.theirs and len(theirs) == num_parts
+        if num_parts == 0 and row.ours == "mlp.router.weight":
             found[layer + row.theirs] = tensor
-        elif "{expert}" in row.theirs and len(theirs) == number_of_parts and len(tensor.shape) == 3:
+        elif is_of_experts and len(tensor.shape) == 3:
             for expert in range(tensor.num_rows):
-                one = tensor.rows(expert, expert + 1).map(tensor.shape[1:], lambda rows: rows[0])
-                size = one.num_rows // number_of_parts
-                for part, their in enumerate(theirs):
-                    rows = one.rows(part * size, (part + 1) * size)
-                    found[layer + their.format(expert=expert)] = rows
-    return found or {layer + own: tensor}
+                stacked = tensor.rows(expert, expert + 1)
+                of_expert = stacked.map(tensor.shape[1:], lambda rows: rows[0])
+                size = of_expert.num_rows // num_parts
+                for part, name in enumerate(theirs):
+                    rows = of_expert.rows(part * size, (part + 1) * size)
+                    found[layer + name.format(expert=expert)] = rows
+    return found or {layer + inside: tensor}
 
 
-def _num_predicting_layers(family: Family, num_layers: int, stored: Iterable[str]) -> int | None:
+def _num_predicting_layers(
+    family: Family,
+    num_layers: int,
+    stored: Iterable[str],
+) -> int | None:
     """Count the layers beyond those of the config, which predict further tokens.
 
     The config cannot be asked: transformers leaves these layers out when it saves a model.
@@ -146,42 +172,45 @@ def _padded_size(size: int, multiple: int | None) -> int:
 
 
 def _wrong_tensors(
-    args: argparse.Namespace, pairings: Iterable[Pairing], stored: Mapping[str, LazyTensor]
+    args: Namespace,
+    pairings: Iterable[Pairing],
+    stored: Tensors,
 ) -> list[str]:
     """Report tensors of the model that are missing or have another shape or dtype."""
     problems = []
     for pairing in pairings:
-        for name, shape in zip(pairing.theirs, _their_shapes(pairing, args)):
+        # The key rules have every size of every tensor of a family.
+        shape_of_ours = cast(Shape, expected_shape(pairing.ours, args))
+        shapes = pairing.rearrangement.shapes(shape_of_ours, args)
+        for name, shape in zip(pairing.theirs, shapes):
             if name not in stored:
                 problems.append(f"{name}: missing")
             elif stored[name].shape != shape:
                 problems.append(f"{name}: {stored[name].shape}, but by config.json {shape}")
             elif stored[name].dtype not in DTYPES.values():
                 problems.append(
-                    f"{name}: {stored[name].dtype}, which is none of {', '.join(DTYPES)}"
+                    f"{name}: {stored[name].dtype}, expected one of {', '.join(DTYPES)}"
                 )
     return problems
 
 
-def _their_shapes(pairing: Pairing, args: argparse.Namespace) -> list[Shape]:
-    # The key rules know every size of every tensor that a family has.
-    shape = cast(Shape, expected_shape(pairing.ours, args))
-    return pairing.rearrangement.shapes(shape, args)
-
-
 def _other_tensors(
-    family: Family, args: argparse.Namespace, stored: Iterable[str]
+    family: Family,
+    args: Namespace,
+    stored: Iterable[str],
 ) -> tuple[list[str], list[str]]:
     """Return notes about copies, which are not read, and problems with unknown tensors."""
-    copies: set[str] = set()
+    copies = set()
     expected: set[str] = set()
-    for pairing in family.pairings(args):
-        names = copies if pairing.is_copy else expected
-        names.update(pairing.theirs)
     if not args.untie_embeddings_and_output_weights:
         copies.add("lm_head.weight")
-    notes: list[str] = []
-    problems: list[str] = []
+    for pairing in family.pairings(args):
+        if pairing.is_copy:
+            copies.update(pairing.theirs)
+        else:
+            expected.update(pairing.theirs)
+    notes = []
+    problems = []
     for name in stored:
         if name in expected or name.endswith(family.passed_over):
             continue
@@ -192,8 +221,10 @@ def _other_tensors(
     return notes, problems
 
 
-def _set_tokenizer(args: argparse.Namespace, directory: Path) -> None:
+def _set_tokenizer(args: Namespace, directory: Path) -> None:
     files = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
-    has_tokenizer = any((directory / name).is_file() for name in files)
-    args.tokenizer_type = "HuggingFaceTokenizer" if has_tokenizer else None
-    args.tokenizer_model = str(directory) if has_tokenizer else None
+    args.tokenizer_type = None
+    args.tokenizer_model = None
+    if any((directory / name).is_file() for name in files):
+        args.tokenizer_type = "HuggingFaceTokenizer"
+        args.tokenizer_model = str(directory)

@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-import argparse
 import shutil
+from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from megatron.checkpoint.core.key_rules import WORD_EMBEDDINGS, expected_shape, is_buffer
-from megatron.checkpoint.core.lazy_tensor import LazyTensor
+from megatron.checkpoint.core.lazy_tensor import Tensors
+from megatron.checkpoint.core.listing import refuse
 from megatron.checkpoint.core.parts import Part, Progress
 from megatron.checkpoint.core.training_state import TrainingState
 from megatron.checkpoint.hugging_face.families import FAMILIES, family_named
@@ -28,17 +29,26 @@ from megatron.checkpoint.hugging_face.model_directory import (
     quantized,
     read_json,
     read_tensors,
-    refuse,
     write_json,
     write_shard,
 )
+from megatron.checkpoint.hugging_face.model_reader import refuse_settings
 from megatron.checkpoint.hugging_face.setting_rules import Config
 from megatron.checkpoint.store import durable
 
 TOKENIZER_FILES = (
-    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json"),
-    *("added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "spiece.model"),
-    *("chat_template.jinja", "chat_template.json", "generation_config.json"),
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "spiece.model",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
 )
 """Files that are copied from a template."""
 
@@ -63,8 +73,8 @@ class HuggingFaceTarget:
         vocab_size: rows of the embedding that are tokens; others are cut off. Default: the
             template's, else ``args.vocab_size``, else all rows.
         fp8: write the weights of linear layers in FP8, with a scale for each block: of 128 x 128
-            elements, and of all linear layers, unless the template's ``quantization_config`` says
-            otherwise.
+            elements, and of all linear layers, unless the template's ``quantization_config``
+            has other settings.
 
     Attributes:
         parts: the safetensors files.
@@ -86,7 +96,7 @@ class HuggingFaceTarget:
     ) -> None:
         if state.args is None:
             raise ValueError(
-                "the checkpoint has no arguments, so it does not say what model its weights are of"
+                "the checkpoint has no arguments, so the model of its weights is not known"
             )
         self.template = template
         base = _template_config(template)
@@ -98,22 +108,33 @@ class HuggingFaceTarget:
         args = _arguments_to_write(state.args, state.weights, base, vocab_size)
         self.family_name, config = _config_to_write(family or base.get("model_type"), args)
         self.family = FAMILIES[self.family_name]
-        kept = _dtypes_kept_by(template, base) if dtype is None else {}
-        dtype = dtype or getattr(args, "params_dtype", None)
-        self.config = self._whole_config(
-            base, config, dtype or state.weights[WORD_EMBEDDINGS].dtype
-        )
+        kept = {}
+        if dtype is None:
+            kept = _dtypes_kept_by(template, base)
+            dtype = getattr(args, "params_dtype", None)
+        embedding = state.weights[WORD_EMBEDDINGS]
+        self.config = self._whole_config(base, config, dtype or embedding.dtype)
         if fp8:
             self.config["quantization_config"] = _FP8 | (base.get("quantization_config") or {})
         tensors = _their_tensors(
-            self.family, args, state, dtype, kept, self.config.get("quantization_config")
+            self.family,
+            args,
+            state,
+            dtype=dtype,
+            kept=kept,
+            quantization=self.config.get("quantization_config"),
         )
-        self.parts = [
-            _part(name, shard, state.notes) for name, shard in _shards(tensors, shard_bytes).items()
-        ]
+        self.parts = []
+        for name, shard in _shards(tensors, shard_bytes).items():
+            self.parts.append(_part(name, shard, state.notes))
 
     def finish(self, staging: Path, results: Mapping[str, Any]) -> None:
-        """Write the files beside the tensors; ``results`` are those of the parts, by name."""
+        """Write config.json, the index and the tokenizer.
+
+        Args:
+            staging: the directory.
+            results: the results of the parts, by name.
+        """
         if len(self.parts) > 1:
             file_of: dict[str, str] = {}
             for part in self.parts:
@@ -129,7 +150,12 @@ class HuggingFaceTarget:
                 shutil.copyfile(self.template / name, staging / name)
                 durable.sync_file(staging / name)
 
-    def _whole_config(self, base: Config, config: Config, dtype: torch.dtype) -> Config:
+    def _whole_config(
+        self,
+        base: Config,
+        config: Config,
+        dtype: torch.dtype,
+    ) -> Config:
         """Return the family's settings, completed by those of the template.
 
         A setting of the template stays if the family has no rule for it or if it means the same.
@@ -141,9 +167,12 @@ class HuggingFaceTarget:
         for rule in self.family.rules:
             meaning = rule.read(config, [])
             in_base = not base.keys().isdisjoint(rule.keys)
-            says_the_same = meaning and in_base and rule.read(base, []) == meaning
-            source = base if says_the_same else config
-            whole |= {key: source[key] for key in rule.keys if key in source}
+            source = config
+            if meaning and in_base and rule.read(base, []) == meaning:
+                source = base
+            for key in rule.keys:
+                if key in source:
+                    whole[key] = source[key]
         fixed = {"architectures": [self.family.architecture], "model_type": self.family_name}
         return whole | fixed | {"torch_dtype": str(dtype).removeprefix("torch.")}
 
@@ -159,16 +188,16 @@ def _template_config(template: Path | None) -> Config:
     config = read_json(path)
     family = family_named(config.get("model_type"), f"the template {path} has the model_type")
     _, problems = family.read_config(config)
-    refuse("has settings that Megatron-Core's models do not have", path, problems)
+    refuse_settings(path, problems)
     return config
 
 
 def _arguments_to_write(
-    args: argparse.Namespace,
-    weights: Mapping[str, LazyTensor],
+    args: Namespace,
+    weights: Tensors,
     base: Config,
     vocab_size: int | None,
-) -> argparse.Namespace:
+) -> Namespace:
     """Return the arguments with the sizes of the vocabulary before and after the conversion."""
     args = completed(args)
     if WORD_EMBEDDINGS not in weights:
@@ -188,9 +217,10 @@ def _arguments_to_write(
     return args
 
 
-def _vocabulary_of_tokenizer(args: argparse.Namespace) -> int | None:
-    """Return how many tokens the run's tokenizer has, or None if the arguments do not say it."""
-    kind, size = getattr(args, "tokenizer_type", None), getattr(args, "vocab_size", None)
+def _vocabulary_of_tokenizer(args: Namespace) -> int | None:
+    """Return the number of tokens of the run's tokenizer; None if the arguments lack it."""
+    kind = getattr(args, "tokenizer_type", None)
+    size: int | None = getattr(args, "vocab_size", None)
     if kind == "ByteTokenizer":
         return 257  # 256 bytes and the end of a document
     if kind == "NullTokenizer" and size is not None:
@@ -198,26 +228,29 @@ def _vocabulary_of_tokenizer(args: argparse.Namespace) -> int | None:
     return size
 
 
-def _config_to_write(name: str | None, args: argparse.Namespace) -> tuple[str, Config]:
+def _config_to_write(name: str | None, args: Namespace) -> tuple[str, Config]:
     """Return the family of the model of ``args``, and its settings."""
     if name is not None:
         family = family_named(name, "a model was asked for of the family")
         config, problems = family.write_config(args)
-        refuse("has no models as that of the checkpoint", f"the family {name}", problems)
+        refuse(f"the family {name} has no models as that of the checkpoint", problems)
         return name, config
-    tried = {kind: family.write_config(args) for kind, family in FAMILIES.items()}
-    fitting = [kind for kind, (_, problems) in tried.items() if not problems]
-    if len(fitting) == 1:
-        return fitting[0], tried[fitting[0]][0]
-    if fitting:
+    fitting = []
+    reasons = []
+    for kind, family in FAMILIES.items():
+        config, problems = family.write_config(args)
+        if problems:
+            reasons.append(f"{kind}: {'; '.join(problems)}")
+        else:
+            fitting.append((kind, config))
+    if not fitting:
+        refuse("the model of the checkpoint is of no family that is known here", reasons)
+    if len(fitting) > 1:
+        names = ", ".join(kind for kind, _ in fitting)
         raise ValueError(
-            f"the model of the checkpoint could be of the families {', '.join(fitting)}: name one"
-            " of them"
+            f"the model of the checkpoint could be of the families {names}: name one of them"
         )
-    reasons = [f"{kind}: {'; '.join(problems)}" for kind, (_, problems) in tried.items()]
-    raise ValueError(
-        "the model of the checkpoint is of no family that is known here:\n  " + "\n  ".join(reasons)
-    )
+    return fitting[0]
 
 
 # ---- tensors
@@ -235,18 +268,21 @@ def _dtypes_kept_by(template: Path | None, base: Config) -> dict[str, torch.dtyp
         tensors = read_tensors(template)
     except ValueError:  # config and tokenizer are enough for a template
         return {}
-    dtypes = {name: tensor.dtype for name, tensor in tensors.items() if tensor.dtype != CODES}
-    return {name: dtype for name, dtype in dtypes.items() if own and str(dtype) != f"torch.{own}"}
+    kept = {}
+    for name, tensor in tensors.items():
+        if own and tensor.dtype != CODES and str(tensor.dtype) != f"torch.{own}":
+            kept[name] = tensor.dtype
+    return kept
 
 
 def _their_tensors(
     family: Family,
-    args: argparse.Namespace,
+    args: Namespace,
     state: TrainingState,
     dtype: torch.dtype | None,
     kept: Mapping[str, torch.dtype],
     quantization: Config | None,
-) -> dict[str, LazyTensor]:
+) -> Tensors:
     """Return the tensors of the new model by name; ``kept`` are weights of another dtype.
 
     Raises:
@@ -263,8 +299,8 @@ def _their_tensors(
             problems.append(f"{name}: missing")
         elif ours[name].shape != shape:
             problems.append(f"{name}: {ours[name].shape}, but by its arguments {shape}")
-    refuse("has other tensors than its arguments say", "the checkpoint", problems)
-    found: dict[str, LazyTensor] = {}
+    refuse("the checkpoint has other tensors than its arguments say", problems)
+    found = {}
     for pairing in pairings:
         parts = pairing.rearrangement.split(ours[pairing.ours], args)
         is_matrix = ".linear_" in pairing.ours and len(ours[pairing.ours].shape) == 2
@@ -275,14 +311,16 @@ def _their_tensors(
                 block = quantization["weight_block_size"]
                 found[name], found[name + SCALE] = quantized(tensor, block)
                 continue
-            wanted = None if is_buffer(pairing.ours) else kept.get(name, dtype)
-            found[name] = tensor if wanted is None else tensor.to(wanted)
+            wanted = kept.get(name, dtype)
+            if wanted is not None and not is_buffer(pairing.ours):
+                tensor = tensor.to(wanted)
+            found[name] = tensor
     return found
 
 
-def _shards(tensors: Mapping[str, LazyTensor], limit: int) -> dict[str, dict[str, LazyTensor]]:
+def _shards(tensors: Tensors, limit: int) -> dict[str, Tensors]:
     """Distribute tensors over files: name of file -> its tensors."""
-    shards: list[dict[str, LazyTensor]] = []
+    shards: list[Tensors] = []
     size = 0
     for name, tensor in tensors.items():
         if not shards or size + tensor.num_bytes > limit:
@@ -292,20 +330,25 @@ def _shards(tensors: Mapping[str, LazyTensor], limit: int) -> dict[str, dict[str
         size += tensor.num_bytes
     if len(shards) == 1:
         return {SINGLE_FILE: shards[0]}
-    return {
-        f"model-{number:05d}-of-{len(shards):05d}.safetensors": shard
-        for number, shard in enumerate(shards, 1)
-    }
+    files = {}
+    for number, shard in enumerate(shards, 1):
+        files[f"model-{number:05d}-of-{len(shards):05d}.safetensors"] = shard
+    return files
 
 
-def _part(file: str, tensors: dict[str, LazyTensor], notes: list[str]) -> Part:
+def _part(file: str, tensors: Tensors, notes: list[str]) -> Part:
     """Return the part that writes one file. Reading tensors may append to ``notes``."""
     # Wide values come first, so that all of them are aligned.
-    ordered = dict(sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize))
+    names = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)
+    ordered = {name: tensors[name] for name in names}
 
     def write(staging: Path, progress: Progress) -> dict[str, Any]:
         known = len(notes)
         digest = write_shard(staging / file, ordered, progress)
-        return {"tensors": list(ordered), "file": (file, digest), "notes": notes[known:]}
+        return {
+            "tensors": list(ordered),
+            "file": (file, digest),
+            "notes": notes[known:],
+        }
 
     return Part(file, sum(tensor.num_bytes for tensor in tensors.values()), write)

@@ -7,11 +7,10 @@ Sources: ``modeling_rope_utils.py`` of transformers; "Llama 3" and "YaRN"
 
 from __future__ import annotations
 
-import argparse
+from argparse import Namespace
 from dataclasses import dataclass
-from typing import Any
 
-from megatron.checkpoint.hugging_face.setting_rules import Config, SettingRule
+from megatron.checkpoint.hugging_face.setting_rules import Arguments, Config, Problems, SettingRule
 
 
 @dataclass(frozen=True)
@@ -32,20 +31,20 @@ class Stretching:
     fixed: Config
     required: tuple[str, ...]
 
-    def read(self, settings: Config | None, problems: list[str]) -> dict[str, Any]:
+    def read(self, settings: Config | None, problems: Problems) -> Arguments:
         """Return the arguments that ``rope_scaling`` means; None: positions are not stretched."""
         if settings is None:
             return {"use_rope_scaling": False}
         factor = self.factor(settings, problems)
         return {"use_rope_scaling": True, "rope_scaling_factor": factor}
 
-    def write(self, args: argparse.Namespace, problems: list[str]) -> Config | None:
+    def write(self, args: Namespace, problems: Problems) -> Config | None:
         """Return ``rope_scaling``, or None if positions are not stretched."""
         if not args.use_rope_scaling:
             return None
         return {"rope_type": self.name, "factor": float(args.rope_scaling_factor), **self.fixed}
 
-    def factor(self, settings: Config, problems: list[str]) -> float:
+    def factor(self, settings: Config, problems: Problems) -> float:
         """Return the factor, and check that all other settings are those of ``fixed``."""
         factor = settings.pop("factor", None)
         if factor is None:
@@ -67,26 +66,27 @@ class Stretching:
 class YarnStretching(Stretching):
     """Frequencies are interpolated, and attention scores are scaled by ``mscale``."""
 
-    def read(self, settings: Config | None, problems: list[str]) -> dict[str, Any]:
+    def read(self, settings: Config | None, problems: Problems) -> Arguments:
         """Return ``rope_type``, the factor and both scales."""
         if settings is None:
             return {"rope_type": "rope"}
-        scale, scale_of_all = settings.pop("mscale", None), settings.pop("mscale_all_dim", None)
+        scale = settings.pop("mscale", None)
+        scale_of_all = settings.pop("mscale_all_dim", None)
         if scale_of_all and not scale:
             problems.append(
                 "rope_scaling with mscale_all_dim but without mscale: the counterpart uses both or"
                 " none"
             )
-        factor = self.factor(settings, problems)
+        if not scale_of_all:
+            scale = None  # transformers ignores mscale unless there are both
         return {
             "rope_type": "yarn",
-            "rotary_scaling_factor": factor,
-            # transformers ignores mscale unless there are both.
-            "mscale": float(scale) if scale and scale_of_all else 1.0,
+            "rotary_scaling_factor": self.factor(settings, problems),
+            "mscale": float(scale or 1.0),
             "mscale_all_dim": float(scale_of_all or 0.0),
         }
 
-    def write(self, args: argparse.Namespace, problems: list[str]) -> Config | None:
+    def write(self, args: Namespace, problems: Problems) -> Config | None:
         """Return ``rope_scaling`` of type ``yarn``."""
         if args.rope_type == "rope":
             if args.rotary_scaling_factor > 1 and args.mscale_all_dim:
@@ -134,17 +134,19 @@ def rotary(theta: float, stretching: Stretching) -> SettingRule:
 
     Args:
         theta: the base if the config does not state it.
-        stretching: the one way of stretching that the counterpart in Megatron-Core knows.
+        stretching: the one way of stretching that the counterpart in Megatron-Core has.
     """
 
-    def read(config: Config, problems: list[str]) -> dict[str, Any]:
-        # Releases of transformers before 5 have the base beside the settings of the stretching.
+    def read(config: Config, problems: Problems) -> Arguments:
+        # Releases of transformers before 5 have the base outside the settings of the stretching.
         settings = {
             "rope_theta": config.get("rope_theta"),
             "partial_rotary_factor": config.get("partial_rotary_factor"),
         }
-        given = (config.get("rope_scaling") or {}) | (config.get("rope_parameters") or {})
-        settings |= {key: value for key, value in given.items() if value is not None}
+        for table in ("rope_scaling", "rope_parameters"):
+            for key, value in (config.get(table) or {}).items():
+                if value is not None:
+                    settings[key] = value
         base = settings.pop("rope_theta") or theta
         if base != int(base):
             problems.append(f"rope_theta {base}: --rotary-base takes whole numbers")
@@ -159,10 +161,13 @@ def rotary(theta: float, stretching: Stretching) -> SettingRule:
                 f"rope_scaling of type {name}: the counterpart has {stretching.name} only"
             )
             return {}
-        stretched = stretching.read(settings if name == stretching.name else None, problems)
+        if name == "default":
+            stretched = stretching.read(None, problems)
+        else:
+            stretched = stretching.read(settings, problems)
         return {"rotary_base": int(base)} | stretched
 
-    def write(args: argparse.Namespace, problems: list[str]) -> Config:
+    def write(args: Namespace, problems: Problems) -> Config:
         return {
             "rope_theta": float(args.rotary_base),
             "rope_scaling": stretching.write(args, problems),

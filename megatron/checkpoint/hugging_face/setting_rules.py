@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-import argparse
+from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -13,10 +13,16 @@ from megatron.checkpoint.hugging_face.model_arguments import num_query_groups
 Config = dict[str, Any]
 """The content of a config.json, or a part of it."""
 
-Read = Callable[[Config, list[str]], dict[str, Any]]
+Arguments = dict[str, Any]
+"""Values of Megatron-LM's arguments, by name."""
+
+Problems = list[str]
+"""Reasons why a config or arguments cannot be followed; rules append to it."""
+
+Read = Callable[[Config, Problems], Arguments]
 """A config -> arguments. Problems with the settings are appended to the list."""
 
-Write = Callable[[argparse.Namespace, list[str]], Config]
+Write = Callable[[Namespace, Problems], Config]
 """Arguments -> keys of a config. Problems with the arguments are appended to the list."""
 
 
@@ -37,12 +43,12 @@ class SettingRule:
     write: Write
 
 
-def read_nothing(config: Config, problems: list[str]) -> dict[str, Any]:
+def read_nothing(config: Config, problems: Problems) -> Arguments:
     """Stand for reading in a rule that only writes, or that allows any value."""
     return {}
 
 
-def write_nothing(args: argparse.Namespace, problems: list[str]) -> Config:
+def write_nothing(args: Namespace, problems: Problems) -> Config:
     """Stand for writing in a rule that only reads."""
     return {}
 
@@ -61,14 +67,16 @@ def same(keys: str, name: str, default: Any = _REQUIRED) -> SettingRule:
     """
     spellings = tuple(keys.split())
 
-    def read(config: Config, problems: list[str]) -> dict[str, Any]:
-        value = next((config[key] for key in spellings if config.get(key) is not None), default)
-        if value is _REQUIRED:
+    def read(config: Config, problems: Problems) -> Arguments:
+        for key in spellings:
+            if config.get(key) is not None:
+                return {name: config[key]}
+        if default is _REQUIRED:
             problems.append(f"{' or '.join(spellings)} is missing")
             return {}
-        return {name: value}
+        return {name: default}
 
-    def write(args: argparse.Namespace, problems: list[str]) -> Config:
+    def write(args: Namespace, problems: Problems) -> Config:
         value = getattr(args, name, None)
         if value is None and default is _REQUIRED:
             problems.append(f"{name} is not set")
@@ -78,7 +86,13 @@ def same(keys: str, name: str, default: Any = _REQUIRED) -> SettingRule:
 
 
 def derived(key: str, name: str, read: Callable[[Config], Any]) -> SettingRule:
-    """Make the rule of a key and an argument of the value that ``read`` finds in a config."""
+    """Make the rule of a key and an argument whose value follows from several keys.
+
+    Args:
+        key: key of the config that is written.
+        name: name of the argument.
+        read: returns the argument's value for a config.
+    """
     return SettingRule(
         (key,),
         (name,),
@@ -87,7 +101,12 @@ def derived(key: str, name: str, read: Callable[[Config], Any]) -> SettingRule:
     )
 
 
-def only(key: str, *allowed: Any, because: str = "", write: bool = True) -> SettingRule:
+def only(
+    key: str,
+    *allowed: Any,
+    because: str = "",
+    write: bool = True,
+) -> SettingRule:
     """Make the rule of a key that must have one of the values which Megatron-Core can follow.
 
     Args:
@@ -97,16 +116,18 @@ def only(key: str, *allowed: Any, because: str = "", write: bool = True) -> Sett
         write: whether to write the first of the values.
     """
 
-    def read(config: Config, problems: list[str]) -> dict[str, Any]:
+    def read(config: Config, problems: Problems) -> Arguments:
         if key in config and config[key] not in (*allowed, None):
             reason = because or f"Megatron-Core's counterpart has {in_words(allowed[0])} only"
             problems.append(f"{key} {in_words(config[key])}: {reason}")
         return {}
 
-    def write_first(args: argparse.Namespace, problems: list[str]) -> Config:
+    def write_first(args: Namespace, problems: Problems) -> Config:
         return {key: allowed[0]}
 
-    return SettingRule((key,), (), read, write_first if write else write_nothing)
+    if not write:
+        return SettingRule((key,), (), read, write_nothing)
+    return SettingRule((key,), (), read, write_first)
 
 
 def without_meaning(*keys: str) -> SettingRule:
@@ -119,7 +140,9 @@ def without_meaning(*keys: str) -> SettingRule:
 
 def in_words(value: Any) -> str:
     """Return a value as JSON spells it, for messages."""
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value)
 
 
 def tied_embeddings(default: bool) -> SettingRule:
@@ -139,7 +162,7 @@ def tied_embeddings(default: bool) -> SettingRule:
 def grouped_queries(default: int | None) -> SettingRule:
     """Make the rule of heads that share a key and a value; ``default`` None: one for each head."""
 
-    def read(config: Config, problems: list[str]) -> dict[str, Any]:
+    def read(config: Config, problems: Problems) -> Arguments:
         heads = config.get("num_attention_heads") or 1
         groups = config.get("num_key_value_heads", default) or heads
         if heads % groups:
@@ -162,13 +185,15 @@ def head_width(default: int | None = None) -> SettingRule:
     """Make the rule of a head's width; ``default`` None: hidden size over the number of heads."""
 
     def read(config: Config) -> Any:
-        even = (config.get("hidden_size") or 0) // (config.get("num_attention_heads") or 1)
-        return config.get("head_dim") or (even if default is None else default)
+        hidden_size = config.get("hidden_size") or 0
+        num_heads = config.get("num_attention_heads") or 1
+        even = hidden_size // num_heads
+        return config.get("head_dim") or default or even
 
     return derived("head_dim", "kv_channels", read)
 
 
-def _read_layer_types(config: Config, problems: list[str]) -> dict[str, Any]:
+def _read_layer_types(config: Config, problems: Problems) -> Arguments:
     others = sorted(set(config.get("layer_types") or []) - {"full_attention"})
     if others:
         problems.append(
@@ -181,8 +206,9 @@ LAYER_TYPES = SettingRule(("layer_types",), (), _read_layer_types, write_nothing
 """Every layer attends to all tokens before."""
 
 
-def _read_latent_heads(config: Config, problems: list[str]) -> dict[str, Any]:
-    heads, others = config.get("num_attention_heads"), config.get("num_key_value_heads")
+def _read_latent_heads(config: Config, problems: Problems) -> Arguments:
+    heads = config.get("num_attention_heads")
+    others = config.get("num_key_value_heads")
     if others not in (None, heads):
         problems.append(
             f"num_key_value_heads {others}: latent attention has as many as num_attention_heads,"
@@ -203,14 +229,15 @@ LATENT_HEADS = SettingRule(
 QUERY_RANK = derived("q_lora_rank", "q_lora_rank", lambda config: config.get("q_lora_rank", 1536))
 """The width of compressed queries in latent attention; null: they are not compressed."""
 
-# ---- numbers of bits, norms and predicting layers
+# ---- quantization and predicting layers
 
 
-def _read_quantization(config: Config, problems: list[str]) -> dict[str, Any]:
+def _read_quantization(config: Config, problems: Problems) -> Arguments:
     given = config.get("quantization_config") or {}
     block = given.get("weight_block_size") or ()
     is_fp8 = given.get("quant_method") == "fp8" and given.get("fmt", "e4m3") == "e4m3"
-    has_blocks = len(block) == 2 and all(type(size) is int and size > 0 for size in block)
+    sizes = [size for size in block if type(size) is int and size > 0]
+    has_blocks = len(block) == len(sizes) == 2
     if given and not (is_fp8 and has_blocks):
         problems.append(
             f"quantization_config {given}: known is quant_method fp8 of the fmt e4m3 with a"
@@ -236,20 +263,24 @@ PREDICTIONS = SettingRule(
 _TANH_GELU = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
 
 
-def _read_gelu(config: Config, problems: list[str]) -> dict[str, Any]:
+def _read_gelu(config: Config, problems: Problems) -> Arguments:
     name = config.get("activation_function", "gelu_new")
     if name not in (*_TANH_GELU, "gelu"):
         problems.append(f"activation_function {name}: the counterpart has gelu and gelu_new only")
     return {"bias_gelu_fusion": name != "gelu"}
 
 
-def _write_gelu(args: argparse.Namespace, problems: list[str]) -> Config:
-    by_tanh = args.openai_gelu or args.bias_gelu_fusion
-    return {"activation_function": "gelu_new" if by_tanh else "gelu"}
+def _write_gelu(args: Namespace, problems: Problems) -> Config:
+    if args.openai_gelu or args.bias_gelu_fusion:
+        return {"activation_function": "gelu_new"}
+    return {"activation_function": "gelu"}
 
 
 GELU = SettingRule(
-    ("activation_function",), ("openai_gelu", "bias_gelu_fusion"), _read_gelu, _write_gelu
+    ("activation_function",),
+    ("openai_gelu", "bias_gelu_fusion"),
+    _read_gelu,
+    _write_gelu,
 )
 """The tanh formula of GELU is that of Megatron-Core's fused kernel."""
 
@@ -262,8 +293,9 @@ INNER_WIDTH = derived(
 """The width of the MLP; null: four times the hidden size."""
 
 
-def _read_dropout(config: Config, problems: list[str]) -> dict[str, Any]:
-    residual, embedding = config.get("resid_pdrop", 0.1), config.get("embd_pdrop", 0.1)
+def _read_dropout(config: Config, problems: Problems) -> Arguments:
+    residual = config.get("resid_pdrop", 0.1)
+    embedding = config.get("embd_pdrop", 0.1)
     if residual != embedding:
         problems.append(
             f"resid_pdrop {residual} and embd_pdrop {embedding}: Megatron-LM has one"
@@ -281,11 +313,13 @@ ONE_DROPOUT = SettingRule(
 """Residuals and embeddings have one probability of dropout."""
 
 
-def _read_even_heads(config: Config, problems: list[str]) -> dict[str, Any]:
-    return {"kv_channels": (config.get("n_embd") or 0) // (config.get("n_head") or 1)}
+def _read_even_heads(config: Config, problems: Problems) -> Arguments:
+    hidden_size = config.get("n_embd") or 0
+    num_heads = config.get("n_head") or 1
+    return {"kv_channels": hidden_size // num_heads}
 
 
-def _write_even_heads(args: argparse.Namespace, problems: list[str]) -> Config:
+def _write_even_heads(args: Namespace, problems: Problems) -> Config:
     if args.kv_channels * args.num_attention_heads != args.hidden_size:
         problems.append(
             f"kv_channels {args.kv_channels}: heads are as wide as hidden_size over"

@@ -61,7 +61,8 @@ class BlockDigest:
         return crc32(view)
 
     def _append(self, checksum: int, length: int) -> None:
-        self._checksum, self._length = checksum, self._length + length
+        self._checksum = checksum
+        self._length += length
         if self._length == BLOCK:
             self._digest.update(checksum.to_bytes(4, "little"))
             self._checksum = self._length = 0
@@ -101,7 +102,10 @@ def _checksums_of(descriptor: int, begin: int, end: int) -> tuple[int, bytes]:
     position = begin
     while position < end:
         done = 0
-        while done < BLOCK and (count := os.preadv(descriptor, [buffer[done:]], position + done)):
+        while done < BLOCK:
+            count = os.preadv(descriptor, [buffer[done:]], position + done)
+            if not count:
+                break
             done += count
         if done:
             checksums += crc32(buffer[:done]).to_bytes(4, "little")

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron.checkpoint.core.listing import some
+from megatron.checkpoint.core.listing import listed, some
 from megatron.checkpoint.integrity.block_digest import digest_of_blocks
 from megatron.checkpoint.store import durable
 from megatron.checkpoint.store.directory import METADATA
@@ -33,7 +33,7 @@ _READ_BY_LOADERS = re.compile(r"^(\.metadata|metadata\.json|common\.pt|.*\.distc
 
 
 BLOCKS = "sha256_of_crc32_of_128_KiB"
-"""Name of the digest of :mod:`megatron.checkpoint.integrity.block_digest`, beside which it lies."""
+"""Name of the digest of :mod:`megatron.checkpoint.integrity.block_digest`."""
 SHA256 = "sha256"
 """Name of the digest of earlier versions, of the content as it is."""
 
@@ -66,17 +66,34 @@ def digest_of(path: Path, algorithm: str = BLOCKS) -> FileDigest:
 def is_of_rank(name: str, rank: int, world_size: int) -> bool:
     """Return True if a rank takes a file's share of the work: the rank that has written it.
 
-    That node probably has the file in memory still. The first rank takes the files that no rank
-    has signed with its number.
+    The node of that rank probably still caches the file. The first rank takes the files that have
+    no number of a rank in their name.
+
+    Args:
+        name: name of the file.
+        rank: the rank.
+        world_size: number of ranks that share the work, which may differ from that of the writers.
     """
-    writer = _WRITER.match(name)
-    return (int(writer[1]) if writer is not None else 0) % world_size == rank
+    writer = 0
+    match = _WRITER.match(name)
+    if match is not None:
+        writer = int(match[1])
+    return writer % world_size == rank
 
 
-def digests_of_rank(directory: Path, rank: int, world_size: int) -> dict[str, FileDigest]:
+def digests_of_rank(
+    directory: Path,
+    rank: int,
+    world_size: int,
+) -> dict[str, FileDigest]:
     """Return the digests of the files of a new checkpoint that are this rank's share, by name.
 
     The disk has these files afterwards: not every format waits for it.
+
+    Args:
+        directory: directory of the checkpoint.
+        rank: rank of this process.
+        world_size: number of ranks that share the work.
     """
     digests = {}
     for name in files_of_rank(directory, rank, world_size):
@@ -87,7 +104,13 @@ def digests_of_rank(directory: Path, rank: int, world_size: int) -> dict[str, Fi
 
 
 def files_of_rank(directory: Path, rank: int, world_size: int) -> list[str]:
-    """Return the names of the files that are a rank's share."""
+    """Return the names of the files that are a rank's share.
+
+    Args:
+        directory: directory of the checkpoint.
+        rank: the rank.
+        world_size: number of ranks that share the work.
+    """
     return [name for name in _files(directory) if is_of_rank(name, rank, world_size)]
 
 
@@ -151,13 +174,16 @@ class Manifest:
 
     def size_problem(self, name: str) -> str | None:
         """Return what is wrong with a file if it is missing or of another size, else None."""
-        path, expected = self.directory / name, self.files[name].bytes
+        path = self.directory / name
+        expected = self.files[name].bytes
         if not path.is_file():
             return f"{name} is missing"
         size = path.stat().st_size
         if size < expected:
             return f"{name} is cut off: {size} bytes of {expected}"
-        return f"{name} has {size} bytes instead of {expected}" if size > expected else None
+        if size > expected:
+            return f"{name} has {size} bytes instead of {expected}"
+        return None
 
     def has_changed(self, name: str) -> bool:
         """Return True if the content of a file is another one; reads all of it."""
@@ -166,8 +192,15 @@ class Manifest:
 
     def foreign_files(self) -> list[str]:
         """Return the files that loaders would read, and that the manifest does not list."""
-        present = _files(self.directory)
-        return [name for name in present if name not in self.files and _READ_BY_LOADERS.match(name)]
+        foreign = []
+        for name in _files(self.directory):
+            if name not in self.files and _READ_BY_LOADERS.match(name):
+                foreign.append(name)
+        return foreign
+
+
+ChangedEntries = Callable[[str, Sequence[str]], Sequence[str]]
+"""Name of a file and the keys in it -> those of the keys whose checksums differ."""
 
 
 class FileIntegrity:
@@ -208,20 +241,21 @@ class FileIntegrity:
         problem = self.manifest.size_problem(METADATA)
         if problem is None and self.verify and self.manifest.has_changed(METADATA):
             problem = f"{METADATA} has changed since it was written"
-        self.raise_if_any([f"{problem}; it lists all tensors"] if problem else [])
+        if problem is not None:
+            self.raise_if_any([f"{problem}; it lists all tensors"])
 
     def raise_if_any(self, problems: Sequence[str]) -> None:
         """Raise one error with all problems."""
         if problems:
-            raise DamagedCheckpointError(
-                "\n  ".join([f"{self._directory} is damaged or not complete:", *problems])
-            )
+            title = f"{self._directory} is damaged or not complete"
+            raise DamagedCheckpointError(listed(title, problems, limit=len(problems)))
 
     def problems_of_files(self, metadata: Any) -> Iterator[str]:
         """Find missing files, wrong sizes, and changes of small files; reads no tensor."""
         for index, info in metadata.storage_data.items():
             name = info.relative_path
-            self._ends[name] = max(self._ends.get(name, 0), info.offset + info.length)
+            end = info.offset + info.length
+            self._ends[name] = max(self._ends.get(name, 0), end)
             self._keys.setdefault(name, set()).add(index.fqn)
         self.data_files = sorted(self._ends)
         for name in self.data_files:
@@ -233,11 +267,13 @@ class FileIntegrity:
             yield from self._unlike_manifest(self.manifest)
 
     def _problem_of_length(self, name: str) -> Iterator[str]:
-        path, length = self._directory / name, self._ends[name]
+        path = self._directory / name
+        length = self._ends[name]
         if not path.is_file():
             yield f"{name} is missing; {self._content_of(name)}"
-        elif path.stat().st_size < length:
-            size = path.stat().st_size
+            return
+        size = path.stat().st_size
+        if size < length:
             yield f"{name} is cut off: {size} bytes of {length}; {self._content_of(name)}"
 
     def _unlike_manifest(self, manifest: Manifest) -> Iterator[str]:
@@ -252,25 +288,30 @@ class FileIntegrity:
                 yield f"{name} is not listed in {MANIFEST}; {self._content_of(name)}"
 
     def _content_of(self, name: str) -> str:
-        """Return the entries of a file in words."""
-        keys = sorted(self._keys.get(name, ()))
-        return f"it has {some(keys)}" if keys else "it has no tensors"
+        """Describe the entries of a file."""
+        if name not in self._keys:
+            return "it has no tensors"
+        return f"it has {some(sorted(self._keys[name]))}"
 
     def problem_of_content(
-        self, name: str, changed_entries: Callable[[str, Sequence[str]], Sequence[str]]
+        self,
+        name: str,
+        changed_entries: ChangedEntries,
     ) -> str | None:
-        """Return what is wrong with the content of a file, None if nothing is; reads it once.
+        """Return what is wrong with the content of a file; None if it is sound. Reads it once.
 
-        The digest of the manifest is compared, or all checksums in the file if there is none:
-        ``changed_entries`` takes the file and its keys, and returns those whose checksums differ.
+        The digest of the manifest is compared, or without a manifest all checksums in the file.
+
+        Args:
+            name: name of the file.
+            changed_entries: takes the name of a file and the keys in it, and returns the keys whose
+                checksums differ.
         """
         if name not in self._verdicts:
             self._verdicts[name] = self._compared(name, changed_entries)
         return self._verdicts[name]
 
-    def _compared(
-        self, name: str, changed_entries: Callable[[str, Sequence[str]], Sequence[str]]
-    ) -> str | None:
+    def _compared(self, name: str, changed_entries: ChangedEntries) -> str | None:
         if self.manifest is not None and name not in self.manifest.files:
             return f"{name} is not listed in {MANIFEST}; {self._content_of(name)}"
         if self.manifest is not None and not self.manifest.has_changed(name):
@@ -286,6 +327,6 @@ class FileIntegrity:
         )
 
     def trust(self, names: Sequence[str]) -> None:
-        """Take these files for sound if they were not compared: another rank compares them."""
+        """Regard these files as sound if they were not compared: another rank compares them."""
         for name in names:
             self._verdicts.setdefault(name, None)

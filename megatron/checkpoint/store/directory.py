@@ -33,13 +33,18 @@ _TEMPORARY = (".*.tmp", f"{Path(TRACKER).stem}.new")
 
 def iteration_directory(root: str | Path, iteration: int | str) -> Path:
     """Return the directory of a complete iteration, or of a release."""
-    return Path(root) / (RELEASE if iteration == RELEASE else f"iter_{iteration:07d}")
+    name = RELEASE
+    if iteration != RELEASE:
+        name = f"iter_{iteration:07d}"
+    return Path(root) / name
 
 
 def iteration_of(name: str) -> int | None:
     """Return the iteration that a directory is named after; None for another name."""
     number = _ITERATION.match(name)
-    return None if number is None else int(number[1])
+    if number is None:
+        return None
+    return int(number[1])
 
 
 def is_checkpoint_name(name: str) -> bool:
@@ -112,17 +117,18 @@ def locate(path: str | Path) -> Path:
         ValueError: if there is no checkpoint; the message describes the directory.
     """
     path = Path(path)
+    if path.is_file():
+        raise ValueError(f"{path} is a file; a directory of a checkpoint is expected")
     if not path.is_dir():
-        raise ValueError(
-            f"{path} is {'a file' if path.exists() else 'not there'}; a directory of a checkpoint"
-            " is expected"
-        )
+        raise ValueError(f"{path} is not there; a directory of a checkpoint is expected")
     if (path / METADATA).is_file():
         return path
     iteration = read_tracker(path)
     if iteration is None:
+        hint = ""
         inside = sorted(found.name for found in path.iterdir() if is_checkpoint_name(found.name))
-        hint = f"; name one of {', '.join(inside)}" if inside else ""
+        if inside:
+            hint = f"; name one of {', '.join(inside)}"
         raise ValueError(f"{path} is no checkpoint: it has neither {METADATA} nor {TRACKER}{hint}")
     found = find(path, iteration)
     if found is None:
@@ -138,8 +144,8 @@ class OutputDirectory:
 
     Attributes:
         final: path of the directory.
-        tracked: its iteration, which the tracker beside it then names; None for a directory without
-            a tracker.
+        tracked: its iteration, which the tracker file then names; None for a directory without a
+            tracker.
         must_be_new: paths where nothing may be, but for what an interrupted conversion has left.
     """
 
@@ -154,7 +160,7 @@ class OutputDirectory:
 
     @property
     def tracker(self) -> Path:
-        """The tracker file beside the directory."""
+        """The tracker file, in the directory above."""
         return self.final.parent / TRACKER
 
     def is_published(self, identity: str) -> bool:
@@ -164,7 +170,7 @@ class OutputDirectory:
             ValueError: if there is anything else.
         """
         is_own = has_identity(self.final, identity)
-        leftovers: set[Path] = set()
+        leftovers = set()
         if is_own:
             leftovers = {self.final, durable.temporary_of(self.tracker)}
             if self.tracker.is_file() and self.tracker.read_text() == str(self.tracked):
@@ -228,7 +234,9 @@ def same_iteration(source: Path, path: str | Path) -> OutputDirectory:
     if not is_checkpoint_name(source.name):
         return new_directory(path)
     number = iteration_of(source.name)
-    return new_checkpoint(path, RELEASE if number is None else number)
+    if number is None:
+        return new_checkpoint(path, RELEASE)
+    return new_checkpoint(path, number)
 
 
 def new_directory(path: str | Path) -> OutputDirectory:
@@ -239,9 +247,11 @@ def new_directory(path: str | Path) -> OutputDirectory:
 
 def _content(path: Path) -> list[Path]:
     """Return what is at a path: it itself, or what is in the directory, without what is staged."""
-    if not path.is_dir():
-        return [path] if os.path.lexists(path) else []
-    return [found for found in path.iterdir() if not found.name.startswith(".writing_")]
+    if path.is_dir():
+        return [found for found in path.iterdir() if not found.name.startswith(".writing_")]
+    if os.path.lexists(path):
+        return [path]
+    return []
 
 
 def prepare(root: str | Path, iteration: int | str) -> Path:
@@ -294,7 +304,8 @@ def publish(root: str | Path, iteration: int | str) -> Path:
     Called on one rank, when the disk has the content of the files. Each step is on the disk before
     the next one, so that a loss of power leaves what a kill leaves.
     """
-    staging, final = staging_directory(root, iteration), iteration_directory(root, iteration)
+    staging = staging_directory(root, iteration)
+    final = iteration_directory(root, iteration)
     old = _replaced(final)
     _sync_directories(staging)
     if final.exists():
@@ -318,15 +329,35 @@ def discard(root: str | Path, iteration: int) -> None:
 
 
 def retain(root: str | Path, interval: int | None, newest: int) -> None:
-    """Delete all checkpoints but the newest and multiples of ``interval``; on one rank."""
+    """Delete all checkpoints but some; called on one rank.
+
+    Args:
+        root: directory of the checkpoints.
+        interval: iterations that are multiples of it are kept; None keeps no others.
+        newest: the newest iteration, which is kept.
+    """
     for iteration in not_retained(iterations(root), interval, newest):
         delete(root, iteration)
 
 
-def not_retained(there: Iterable[int], interval: int | None, newest: int) -> list[int]:
-    """Return the iterations that are not the newest and, if it is given, no multiple."""
-    others = [iteration for iteration in there if iteration != newest]
-    return [iteration for iteration in others if interval is None or iteration % interval]
+def not_retained(
+    there: Iterable[int],
+    interval: int | None,
+    newest: int,
+) -> list[int]:
+    """Return the iterations that are to be deleted.
+
+    Args:
+        there: the iterations that there are.
+        interval: multiples of it are kept; None keeps no others.
+        newest: the newest iteration, which is kept.
+    """
+    deleted = []
+    for iteration in there:
+        is_multiple = interval is not None and iteration % interval == 0
+        if iteration != newest and not is_multiple:
+            deleted.append(iteration)
+    return deleted
 
 
 def delete(root: str | Path, iteration: int) -> None:

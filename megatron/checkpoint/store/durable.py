@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO, Any
 
 UNSUPPORTED = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)
-"""Errors of file systems that cannot write a directory out, and need not be told to."""
+"""Errors of file systems that cannot, and need not, write out a directory."""
 
 
 @contextmanager

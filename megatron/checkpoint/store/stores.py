@@ -3,9 +3,9 @@
 
 A store can neither rename directories nor lock them. So a checkpoint is written into a local
 directory (:mod:`megatron.checkpoint.store.url_staging`) and uploaded from there, and downloaded
-before it is read. While it is uploaded, a marker beside it says that it is not complete, and no
-reader here sees it; the tracker file names it when it is. An upload that replaces a checkpoint
-removes the old one first. Nothing keeps two runs from saving at one URL.
+before it is read. While it is uploaded, a marker in the same place shows that it is not complete,
+and no reader here sees it; the tracker file names it when it is. An upload that replaces a
+checkpoint removes the old one first. Nothing keeps two runs from saving at one URL.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from megatron.checkpoint.store.url_staging import alone_in, staged_directory, ur
 INCOMPLETE = ".incomplete"
 """Name of the marker of a store that is uploaded as a whole; with ``_`` and a name, of that one."""
 
-_TELLING = (directory.TRACKER, ".metadata", "config.json")
-"""Small files that tell what a directory is."""
+_SMALL_FILES = (directory.TRACKER, directory.METADATA, "config.json")
+"""Small files that show what a directory is."""
 BROKEN_OFF = "an upload to it was broken off: remove what is there"
 
 
@@ -48,7 +48,8 @@ class Store:
     """
 
     def __init__(self, url: str, staged: Path):
-        self.url, self.staged = url, staged
+        self.url = url
+        self.staged = staged
         try:
             self._system, root = fsspec.core.url_to_fs(url)
         except Exception as error:  # a store has its own ones
@@ -64,20 +65,21 @@ class Store:
         """Give the staged directory the names that are at the URL.
 
         Directories and files are empty there until they are fetched, but for the small files that
-        tell what the directory is.
+        show what the directory is.
 
         Args:
             is_output: whether to show nothing of an upload to the URL that was broken off, for a
-                command that may upload it anew.
+                command that may upload it again.
 
         Raises:
             ValueError: if the URL cannot be reached, is a file, or has only a part of an upload.
         """
         with errors_of(self.url, ValueError):
             entries = self._entries()
-            if INCOMPLETE in entries and not is_output:
-                raise ValueError(BROKEN_OFF)
-            entries = {} if INCOMPLETE in entries else entries
+            if INCOMPLETE in entries:
+                if not is_output:
+                    raise ValueError(BROKEN_OFF)
+                entries = {}
             with alone_in(self.staged.parent):
                 self._show(entries)
 
@@ -86,15 +88,15 @@ class Store:
         for path in self.staged.iterdir():
             if path.name not in entries:
                 directory.remove(path)
-        telling = {}
+        small_files = {}
         for name, entry in entries.items():
             if entry["type"] == "directory":
                 (self.staged / name).mkdir(exist_ok=True)
-            elif name in _TELLING:
-                telling[entry["name"]] = self.staged / name
+            elif name in _SMALL_FILES:
+                small_files[entry["name"]] = self.staged / name
             else:
                 (self.staged / name).touch()
-        self._download(telling)
+        self._download(small_files)
 
     def _entries(self) -> dict[str, Mapping[str, Any]]:
         """Return what the first level has, by name, without incomplete and hidden directories."""
@@ -128,19 +130,20 @@ class Store:
             for name, (source, size) in self._files(remote).items():
                 target = path / name
                 is_there = target.is_file() and target.stat().st_size == size
-                if not is_there and any(fnmatch(name, pattern) for pattern in patterns):
+                is_wanted = any(fnmatch(name, pattern) for pattern in patterns)
+                if is_wanted and not is_there:
                     missing[source] = target
             self._download(missing)
 
-    def fetch_telling(self, name: str) -> None:
-        """Download the small files that tell what the directory of an iteration is, if it is there.
+    def fetch_small_files(self, name: str) -> None:
+        """Download the small files that show what the directory of an iteration is, if any.
 
         Raises:
             ValueError: if the URL cannot be reached.
         """
         try:
             if (self.staged / name).is_dir():
-                self.fetch(self.staged / name, _TELLING)
+                self.fetch(self.staged / name, _SMALL_FILES)
         except OSError as error:
             raise ValueError(f"{error}") from error
 
@@ -150,20 +153,24 @@ class Store:
         Raises:
             OSError: if the URL cannot be reached.
         """
+        if self.marker(name) is not None:
+            return False
         with errors_of(self.url):
-            is_rest = self._system.exists(self._remote(_marker(name)))
-            return not is_rest and bool(self._files(self._remote(name)))
+            return bool(self._files(self._remote(name)))
 
     def marker(self, name: str) -> bytes | None:
-        """Return what the marker of an upload that has not ended says; None without one.
+        """Return the content of the marker of an upload that has not ended; None without one.
 
         Raises:
             OSError: if the URL cannot be reached.
         """
         with errors_of(self.url):
-            self._system.invalidate_cache()
+            self._system.invalidate_cache()  # another process may have written the marker
             path = self._remote(_marker(name))
-            return self._system.cat_file(path) if self._system.exists(path) else None
+            if not self._system.exists(path):
+                return None
+            content: bytes = self._system.cat_file(path)
+            return content
 
     def _files(self, remote: str) -> dict[str, tuple[str, int | None]]:
         """Return all files below a path of the store: name -> path in the store and size."""
@@ -194,7 +201,9 @@ class Store:
 
     def _remote(self, name: str) -> str:
         name = name.strip("/")
-        return self._root if name in ("", ".") else f"{self._root}/{name}"
+        if name in ("", "."):
+            return self._root
+        return f"{self._root}/{name}"
 
     # ---- writing
 
@@ -204,7 +213,8 @@ class Store:
         Raises:
             ValueError: if that fails.
         """
-        name = _marker(f"file_{socket.gethostname()}_{os.getpid()}")  # :meth:`tidy` knows it
+        # A name that :meth:`tidy` removes if this is killed.
+        name = _marker(f"file_{socket.gethostname()}_{os.getpid()}")
         with errors_of(self.url, ValueError, "; it cannot be written to"):
             self._write(name, b"")
             self._remove(name)
@@ -221,7 +231,13 @@ class Store:
                 self._remove(name)
 
     def upload(self, folder: Path, name: str, files: Sequence[str]) -> None:
-        """Upload files of a local folder; on every rank those that it has written."""
+        """Upload files; called on every rank, with those that it has written.
+
+        Args:
+            folder: a local directory.
+            name: name of the directory at the URL; empty for the URL itself.
+            files: paths of the files in both directories.
+        """
         targets = [self._remote(PurePosixPath(name, file).as_posix()) for file in files]
         with errors_of(self.url):
             for parent in sorted({target.rpartition("/")[0] for target in targets}):
@@ -229,18 +245,29 @@ class Store:
             if files:
                 self._system.put([str(folder / file) for file in files], targets)
 
-    def finish(self, name: str, sizes: Mapping[str, int], tracked: int | str | None = None) -> None:
+    def finish(
+        self,
+        name: str,
+        sizes: Mapping[str, int],
+        tracked: int | str | None = None,
+    ) -> None:
         """Make a directory visible whose files all ranks have uploaded; called on one rank.
 
-        ``tracked`` is an iteration, the first one of a store, that the tracker file names before.
+        Args:
+            name: name of the directory at the URL; empty for the URL itself.
+            sizes: path of each file in it -> its size in bytes.
+            tracked: the iteration that the tracker file is to name; None leaves that file as it is.
 
         Raises:
             OSError: if some file is not there with its size in ``sizes``.
         """
         with errors_of(self.url):
             self._system.invalidate_cache()
-            there = {file: size for file, (_, size) in self._files(self._remote(name)).items()}
-            wrong = [f"{name}/{file}" for file, size in sizes.items() if there.get(file) != size]
+            there = self._files(self._remote(name))
+            wrong = []
+            for file, size in sizes.items():
+                if file not in there or there[file][1] != size:
+                    wrong.append(f"{name}/{file}")
             if wrong:
                 raise ValueError(f"not completely uploaded: {some(wrong)}")
             if tracked is not None:
@@ -249,12 +276,12 @@ class Store:
 
     def abandon(self, name: str) -> None:
         """Remove what there is of an upload that has failed; called on one rank."""
+        if self.marker(name) is None:
+            return
         with errors_of(self.url):
-            self._system.invalidate_cache()  # another process may have written the marker
-            if self._system.exists(self._remote(_marker(name))):
-                if name:
-                    self._remove(name)
-                self._system.rm_file(self._remote(_marker(name)))
+            if name:
+                self._remove(name)
+            self._system.rm_file(self._remote(_marker(name)))
 
     def write_tracker(self, iteration: int | str) -> None:
         """Name the newest complete iteration in the tracker file; called on one rank."""
@@ -271,8 +298,11 @@ class Store:
     def retain(self, interval: int, newest: int) -> None:
         """Delete checkpoints as :func:`directory.retain` does; called on one rank."""
         with errors_of(self.url):
-            there = map(directory.iteration_of, self._entries())
-            found = [iteration for iteration in there if iteration is not None]
+            found = []
+            for name in self._entries():
+                iteration = directory.iteration_of(name)
+                if iteration is not None:
+                    found.append(iteration)
         self.delete(directory.not_retained(found, interval, newest))
 
     def delete(self, iterations: Iterable[int]) -> None:
@@ -302,13 +332,25 @@ class Store:
 
 
 @contextmanager
-def errors_of(url: str, raised: type[Exception] = OSError, hint: str = "") -> Iterator[None]:
-    """Raise whatever a file system raises as one kind of error with the URL."""
+def errors_of(
+    url: str,
+    raised: type[Exception] = OSError,
+    hint: str = "",
+) -> Iterator[None]:
+    """Raise any error of a file system as one type of error, with the URL.
+
+    Args:
+        url: URL that begins the message.
+        raised: type of the error that is raised.
+        hint: end of the message.
+    """
     try:
         yield
     except Exception as error:  # each has its own
-        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-        raise raised(f"{url}: {kind}{error}{hint}") from error
+        message = str(error)
+        if not isinstance(error, ValueError):
+            message = f"{type(error).__name__}: {message}"
+        raise raised(f"{url}: {message}{hint}") from error
 
 
 def _below(path: str, above: str) -> str:
@@ -316,7 +358,9 @@ def _below(path: str, above: str) -> str:
 
 
 def _marker(name: str) -> str:
-    return f"{INCOMPLETE}_{name}" if name else INCOMPLETE
+    if not name:
+        return INCOMPLETE
+    return f"{INCOMPLETE}_{name}"
 
 
 # ---- paths that may be staged
@@ -342,18 +386,23 @@ def local_path(location: str, is_output: bool = False) -> str:
     url = location.rstrip("/")
     above, _, name = url.rpartition("/")
     is_iteration = directory.is_checkpoint_name(name) and not above.endswith("/")
-    store = Store(above if is_iteration else url, staged_directory(above if is_iteration else url))
+    if is_iteration:
+        url = above
+    store = Store(url, staged_directory(url))
     store.refresh(is_output)
     if not is_iteration:
         return str(store.staged)
-    store.fetch_telling(name)
+    store.fetch_small_files(name)
     return str(store.staged / name)
 
 
 def store_of(path: str | Path) -> Store | None:
     """Return the store whose checkpoints are staged at or above a path; None for other paths."""
     found = url_of(Path(path).absolute())
-    return None if found is None else Store(*found)
+    if found is None:
+        return None
+    url, staged = found
+    return Store(url, staged)
 
 
 def is_staged(path: str | Path) -> bool:
@@ -374,9 +423,11 @@ def fetch(path: Path) -> None:
         return
     path = path.absolute()
     is_below = path != store.staged and path.is_dir()
-    # Beside checkpoints config.json is that of the run.
-    is_model = (path / "config.json").is_file() and not (path / directory.TRACKER).is_file()
-    if is_below or (path / ".metadata").is_file() or is_model:
+    is_checkpoint = (path / directory.METADATA).is_file()
+    is_model = (path / "config.json").is_file()
+    if (path / directory.TRACKER).is_file():
+        is_model = False  # in the directory of checkpoints, config.json is that of the run
+    if is_below or is_checkpoint or is_model:
         store.fetch(path)
 
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Local directories in which the checkpoints at URLs are staged.
 
-The path of such a directory says all that there is to know: its name is the quoted URL, and the
-directory above, the room, belongs to this program: the ranks of one node, whose parent process is
-the same. A room lives as long as a process that uses it. The last one removes it, and after a kill
-the next program on the node does.
+Nothing else is recorded about such a directory: its name is the quoted URL, and the directory
+above, the room, belongs to this program: the ranks of one node, whose parent process is the same.
+A room lives as long as a process that uses it. The last one removes it, and after a kill the next
+program on the node does.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _TOKEN = ".token"
 """Name of the file that identifies a directory."""
 
 _rooms: dict[Path, int] = {}
-"""Rooms that this process uses -> descriptor of the file whose lock says so."""
+"""Rooms that this process uses -> descriptor of the lock file."""
 
 
 def _base() -> Path:
@@ -51,7 +51,9 @@ def staged_directory(url: str) -> Path:
         raise ValueError(f"{url}: the URL is too long, its quoted form has {len(name)} characters")
     is_alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    process = os.getpid() if is_alone else os.getppid()
+    process = os.getppid()
+    if is_alone:
+        process = os.getpid()
     room = _base() / f"{socket.gethostname()}_{process}_{attempt}"
     try:
         _enter(room)
@@ -100,12 +102,12 @@ def directory_token(path: Path) -> str:
     file = path / _TOKEN
     with suppress(FileExistsError):
         path.mkdir(parents=True, exist_ok=True)
-        own = path / f"{_TOKEN}_{uuid.uuid4().hex}"
-        own.write_text(uuid.uuid4().hex)
+        unique = path / f"{_TOKEN}_{uuid.uuid4().hex}"
+        unique.write_text(uuid.uuid4().hex)
         try:
-            os.link(own, file)  # which has its whole content at once
+            os.link(unique, file)  # which has its whole content at once
         finally:
-            own.unlink()
+            unique.unlink()
     return file.read_text()
 
 

@@ -9,7 +9,6 @@ sharded is the common state (``unsharded_state``). The optimizer's tensors have 
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import re
@@ -20,8 +19,8 @@ from typing import Any
 import torch
 
 from megatron.checkpoint.core import key_rules, param_groups
-from megatron.checkpoint.core.lazy_tensor import LazyTensor, zeros
-from megatron.checkpoint.core.listing import listed
+from megatron.checkpoint.core.lazy_tensor import Shape, Tensors, zeros
+from megatron.checkpoint.core.listing import refuse
 from megatron.checkpoint.core.spelling import Spelling, name_at, unstacked
 from megatron.checkpoint.core.training_state import MOMENTS, TrainingState
 from megatron.checkpoint.dcp import safe_pickle
@@ -43,16 +42,6 @@ from megatron.checkpoint.torch_dist.unsharded_state import (
     read_common,
 )
 
-__all__ = [
-    "COMMON_FILE",
-    "COMMON_OBJECT",
-    "MARKER",
-    "check_marker",
-    "read",
-    "read_common",
-    "target",
-]
-
 MARKER = "metadata.json"
 """File that marks a complete checkpoint of this format."""
 
@@ -66,7 +55,7 @@ _RANDOM_STATE = re.compile(r"^rng_state/shard_(\d+)\.(\d+)(?:\.(\d+))?_")
 _EXTRA_STATE = re.compile(r"^(.+\._extra_state)(?:/shard_([\d.]+)_|$)")
 
 _StackedKey = tuple[str, tuple[int, ...]]
-"""Key of a tensor and index of a parameter along its leading axes, of layers and experts."""
+"""Key of a tensor, and index of a parameter along its leading axes: layers and experts."""
 
 
 def read(
@@ -91,33 +80,30 @@ def read(
     """
     check_marker(stored.directory)
     common = read_common(stored)
-    weights, unknown = _weights(stored)
-    optimizer = read_optimizer(stored, common, weights)
+    tensors, unknown = _model_tensors(stored)
+    if not allow_unknown:
+        refuse(
+            "keys that no rule knows (--allow-unknown-keys carries them over as they are)", unknown
+        )
+    optimizer = read_optimizer(stored, common, tensors)
     state = TrainingState(
-        weights={name: tensor for name, tensor in weights.items() if not key_rules.is_buffer(name)},
-        buffers={name: tensor for name, tensor in weights.items() if key_rules.is_buffer(name)},
+        weights={},
         scheduler=common.get("opt_param_scheduler"),
-        extra_states=_extra_states(stored, common.get("args")),
-        random_states=_random_states(stored),
         args=common.get("args"),
         iteration=common.get("iteration"),
         operations=common.get("num_floating_point_operations_so_far"),
         version=common.get("checkpoint_version", 3.0),
         others={key: value for key, value in common.items() if key not in KNOWN_FIELDS},
     )
-    state.compute_dtype = {name: tensor.dtype for name, tensor in state.weights.items()}
-    if unknown and not allow_unknown:
-        raise ValueError(
-            listed(
-                "keys that no rule knows (--allow-unknown-keys carries them over as they are)",
-                unknown,
-            )
-        )
-    state.notes += [f"{key}: no rule knows it; carried over as it is" for key in unknown]
-    state.notes += [
-        f"{key}: not a part of training that is known here; left out"
-        for key in _left_out(stored, optimizer.used_keys)
-    ]
+    for name, tensor in tensors.items():
+        if key_rules.is_buffer(name):
+            state.buffers[name] = tensor
+        else:
+            state.weights[name] = tensor
+            state.compute_dtype[name] = tensor.dtype
+    for key in unknown:
+        state.notes.append(f"{key}: no rule knows it; carried over as it is")
+    _add_objects(state, stored, optimizer.used_keys)
     if optimizer.layout is not None:
         _add_optimizer(state, optimizer, group_numbers)
         state.grad_scaler = optimizer.grad_scaler or grad_scaler_in(common)
@@ -143,17 +129,20 @@ def check_marker(directory: Path) -> None:
     is_known = isinstance(content, dict) and "sharded_backend" in content
     if not is_known or not content.items() <= _MARKER_CONTENT.items():
         raise DamagedCheckpointError(
-            f"{path} is damaged or of another format: it says {content}, not {_MARKER_CONTENT}"
+            f"{path} is damaged or of another format: it has {content}, not {_MARKER_CONTENT}"
         )
 
 
 def _add_optimizer(
-    state: TrainingState, optimizer: OptimizerTensors, group_numbers: Mapping[str, Any] | None
+    state: TrainingState,
+    optimizer: OptimizerTensors,
+    group_numbers: Mapping[str, Any] | None,
 ) -> None:
     """Add the param groups and the tensors of the optimizer to the state of the model."""
-    shapes = {
-        name: tensor.shape for name, tensor in state.weights.items() if name in optimizer.moments
-    }
+    shapes = {}
+    for name, tensor in state.weights.items():
+        if name in optimizer.moments:
+            shapes[name] = tensor.shape
     numbers = None
     if group_numbers is not None:
         numbers = param_groups.parse_group_map(group_numbers, shapes)
@@ -167,61 +156,57 @@ def _add_optimizer(
     add_optimizer_state(state, optimizer.main, optimizer.moments)
 
 
-def _weights(stored: StoredCheckpoint) -> tuple[dict[str, LazyTensor], list[str]]:
+def _model_tensors(stored: StoredCheckpoint) -> tuple[Tensors, list[str]]:
     """Return all tensors of the model by canonical name, and the keys that no rule fits."""
-    weights: dict[str, LazyTensor] = {}
-    unknown: dict[str, None] = {}
+    tensors = {}
+    unknown = []
     for key in stored.tensors:
         if is_optimizer_key(key) or _EXTRA_STATE.search(key):
             continue
         for name, index in unstacked(key, stored.shape(key)):
-            if name in weights:
+            if name in tensors:
                 raise ValueError(f"{stored.directory}: two keys hold {name}, one of them is {key}")
-            weights[name] = stored.lazy(key, index)
-            if key_rules.rule_of(name) is None:
-                unknown[key] = None
-    return weights, list(unknown)
+            tensors[name] = stored.lazy(key, index)
+            if key_rules.rule_of(name) is None and key not in unknown:
+                unknown.append(key)
+    return tensors, unknown
 
 
-def _random_states(stored: StoredCheckpoint) -> dict[tuple[int, int], list[dict[str, Any]]]:
-    """Return the generators' states by pipeline stage and tensor-parallel rank."""
-    found: dict[tuple[int, int, int], list[dict[str, Any]]] = {}
+def _add_objects(
+    state: TrainingState,
+    stored: StoredCheckpoint,
+    used: set[str],
+) -> None:
+    """Add random states and extra states, and notes on the objects that no conversion uses.
+
+    ``used`` are the keys of the optimizer. The extra states of runs without FP8 are empty.
+    """
+    has_extra_states = state.args is None or bool(getattr(state.args, "fp8", None))
+    random_states = {}
     for key in stored.objects:
         ranks = _RANDOM_STATE.match(key)
+        extra_state = _EXTRA_STATE.match(key)
         if ranks is not None:
             value = stored.read_object(key)[0]
-            states_of_ranks = value if isinstance(value, list) else [value]
-            found[int(ranks[1]), int(ranks[2]), int(ranks[3] or 0)] = states_of_ranks
-    states: dict[tuple[int, int], list[dict[str, Any]]] = {}
-    for stage, tensor_rank, data_rank in sorted(found):
-        states.setdefault((stage, tensor_rank), []).extend(found[stage, tensor_rank, data_rank])
-    return states
+            if not isinstance(value, list):
+                value = [value]
+            stage, tensor_rank, data_rank = (int(rank or 0) for rank in ranks.groups())
+            random_states[stage, tensor_rank, data_rank] = value
+        elif extra_state is not None:
+            if has_extra_states:
+                _add_extra_state(state, extra_state, stored.read_object(key)[0])
+        elif key not in used and key != COMMON_OBJECT:
+            state.notes.append(f"{key}: not a part of training that is known here; left out")
+    for stage, tensor_rank, data_rank in sorted(random_states):
+        states = state.random_states.setdefault((stage, tensor_rank), [])
+        states += random_states[stage, tensor_rank, data_rank]
 
 
-def _extra_states(stored: StoredCheckpoint, args: argparse.Namespace | None) -> dict[str, bytes]:
-    """Return the extra states of modules that are not empty; those of runs without FP8 are."""
-    found: dict[str, bytes] = {}
-    for key in stored.objects if args is None or getattr(args, "fp8", None) else []:
-        extra_state = _EXTRA_STATE.match(key)
-        if extra_state is None:
-            continue
-        value = stored.read_object(key)[0]
-        if isinstance(value, torch.Tensor) and value.numel():
-            index = tuple(map(int, extra_state[2].split(".")))
-            found[name_at(extra_state[1], index)] = value.numpy().tobytes()
-    return found
-
-
-def _left_out(stored: StoredCheckpoint, used: set[str]) -> list[str]:
-    """List the objects that no conversion uses."""
-    return [
-        key
-        for key in stored.objects
-        if key not in used
-        and key != COMMON_OBJECT
-        and not _EXTRA_STATE.search(key)
-        and not _RANDOM_STATE.match(key)
-    ]
+def _add_extra_state(state: TrainingState, key: re.Match[str], value: Any) -> None:
+    """Add the extra state of a module, unless it is empty."""
+    if isinstance(value, torch.Tensor) and value.numel():
+        index = tuple(int(number) for number in key[2].split("."))
+        state.extra_states[name_at(key[1], index)] = value.numpy().tobytes()
 
 
 def target(state: TrainingState, spelling: Spelling) -> DcpTarget:
@@ -242,42 +227,46 @@ def target(state: TrainingState, spelling: Spelling) -> DcpTarget:
     axes = _leading_axes(keys)
     state.notes += notes_on_steps(state)
     moments = {**_zero_moments(state, keys), **state.moments}
-    entries: list[Entry] = [
-        *_random_state_objects(state),
-        *extra_state_objects(
-            {name: axes[keys[name][0]] for name in names}, spelling, state.extra_states
-        ),
-    ]
-    for name in names:
-        key, index = keys[name]
-        tensor = state.buffers[name] if name in state.buffers else state.weights[name]
+    axes_of_names = {}
+    for name, (key, _) in keys.items():
+        axes_of_names[name] = axes[key]
+    entries: list[Entry] = [*_random_state_objects(state)]
+    entries += extra_state_objects(axes_of_names, spelling, state.extra_states)
+    tensors = state.weights | state.buffers
+    for name, (key, index) in keys.items():
+        tensor = tensors[name]
         in_model = tensor.to(state.compute_dtype.get(name, tensor.dtype))
-        whole_shape, offsets = axes[key] + tensor.shape, index + (0,) * len(tensor.shape)
-        entries.append(TensorEntry(key, whole_shape, offsets, in_model))
-        if name in moments:
-            main = main_slot(is_distributed(state.groups), in_model.dtype)
-            slots = {main: tensor.to(torch.float32)} if main else {}
-            for slot, value in {**slots, **moments[name]}.items():
-                slot_key = f"optimizer.state.{slot}.{key}"
-                entries.append(TensorEntry(slot_key, whole_shape, offsets, value))
+        shape = axes[key] + tensor.shape
+        offsets = index + (0,) * len(tensor.shape)
+        entries.append(TensorEntry(key, shape, offsets, in_model))
+        if name not in moments:
+            continue
+        slots = dict(moments[name])
+        main = main_slot(is_distributed(state.groups), in_model.dtype)
+        if main is not None:
+            slots = {main: tensor.to(torch.float32), **slots}
+        for slot, value in slots.items():
+            entries.append(TensorEntry(f"optimizer.state.{slot}.{key}", shape, offsets, value))
     return DcpTarget(entries, extra_files=files_beside(state), notes=state.notes)
 
 
 def main_slot(has_distributed: bool, dtype: torch.dtype) -> str | None:
-    """Return the slot of a main weight, None if the optimizer has none beside the model's weight.
+    """Return the slot of a main weight; None if the model's own weight is the main weight.
 
     ``dtype`` is that of the weight in the model.
     """
     if has_distributed:
         return "param"
-    return None if dtype == torch.float32 else "fp32_param"
+    if dtype == torch.float32:
+        return None
+    return "fp32_param"
 
 
 def files_beside(state: TrainingState) -> dict[str, Callable[[], bytes]]:
-    """Return the names of the files beside DCP's, and functions that make their content."""
+    """Return the names of the format's further files, and functions that return their content."""
     return {
         COMMON_FILE: lambda: safe_pickle.save_torch(common_of(state)),
-        # The marker comes last: it says that all the rest is there.
+        # The marker comes last: it means that all other files are complete.
         MARKER: lambda: json.dumps(_MARKER_CONTENT).encode(),
     }
 
@@ -291,37 +280,39 @@ def _leading_axes(keys: Mapping[str, _StackedKey]) -> dict[str, tuple[int, ...]]
     indices: dict[str, set[tuple[int, ...]]] = {}
     for key, index in keys.values():
         indices.setdefault(key, set()).add(index)
-    axes = {key: tuple(max(axis) + 1 for axis in zip(*found)) for key, found in indices.items()}
-    holes = [key for key, found in indices.items() if len(found) != math.prod(axes[key])]
-    if holes:
-        raise ValueError(
-            listed(
-                "some layers or experts have these and others do not, so they cannot be stacked",
-                holes,
-            )
-        )
+    axes = {}
+    holes = []
+    for key, found in indices.items():
+        axes[key] = tuple(max(axis) + 1 for axis in zip(*found))
+        if len(found) != math.prod(axes[key]):
+            holes.append(key)
+    refuse("some layers or experts have these and others do not, so they cannot be stacked", holes)
     return axes
 
 
 def _zero_moments(
-    state: TrainingState, keys: Mapping[str, _StackedKey]
-) -> dict[str, dict[str, LazyTensor]]:
+    state: TrainingState,
+    keys: Mapping[str, _StackedKey],
+) -> dict[str, Tensors]:
     """Return zeros for frozen parameters that are stacked with others that have moments.
 
     A stacked tensor can have no holes.
     """
-    slots_of_key = {keys[name][0]: slots for name, slots in state.moments.items()}
-    found: dict[str, dict[str, LazyTensor]] = {}
+    slots_of_key = {}
+    for name, slots in state.moments.items():
+        key, _ = keys[name]
+        slots_of_key[key] = slots
+    found: dict[str, Tensors] = {}
     for name, weight in state.weights.items():
-        slots = slots_of_key.get(keys[name][0])
-        if name not in state.moments and slots is not None:
+        key, _ = keys[name]
+        if name not in state.moments and key in slots_of_key:
             state.notes.append(
                 f"{name}: it has no optimizer state, but layers that it is stacked with have: zeros"
                 " are written"
             )
-            found[name] = {
-                slot: zeros(weight.shape, tensor.dtype) for slot, tensor in slots.items()
-            }
+            found[name] = {}
+            for slot, tensor in slots_of_key[key].items():
+                found[name][slot] = zeros(weight.shape, tensor.dtype)
     return found
 
 
@@ -333,7 +324,8 @@ def _random_state_objects(state: TrainingState) -> Iterator[ObjectEntry]:
     # list of them all.
     are_apart = (getattr(state.args, "expert_model_parallel_size", None) or 1) > 1
     for (stage, tensor_rank), states in state.random_states.items():
-        ranks, sizes = (stage, tensor_rank), (num_stages, num_tensor_ranks)
+        ranks = (stage, tensor_rank)
+        sizes = (num_stages, num_tensor_ranks)
         if not are_apart:
             yield ObjectEntry(_object_key("rng_state", ranks, sizes), [states])
             continue
@@ -343,11 +335,17 @@ def _random_state_objects(state: TrainingState) -> Iterator[ObjectEntry]:
 
 
 def extra_state_objects(
-    axes: Mapping[str, tuple[int, ...]], spelling: Spelling, extra_states: Mapping[str, bytes]
+    axes: Mapping[str, tuple[int, ...]],
+    spelling: Spelling,
+    extra_states: Mapping[str, bytes],
 ) -> Iterator[ObjectEntry]:
-    """Yield the extra states of modules: those without one have None, as loaders ask for them.
+    """Yield the extra states of modules; those without one have None, since loaders ask for them.
 
-    ``axes`` are the lengths of the axes of layers and experts of each parameter's tensor.
+    Args:
+        axes: canonical name of a parameter -> lengths of the axes of layers and experts of its
+            tensor in the file.
+        spelling: spelling of the model that will load the checkpoint.
+        extra_states: canonical name that ends in ``._extra_state`` -> the pickled state.
     """
     # By their keys: that of a norm inside a linear layer is the linear layer's.
     values = {spelling.stacked_key(name): value for name, value in extra_states.items()}
@@ -358,10 +356,13 @@ def extra_state_objects(
         key, index = spelling.stacked_key(name)
         extra_key = f"{key.rpartition('.')[0]}._extra_state"
         object_key = _object_key(extra_key, index or (0,), axes[name] or (1,))
-        if object_key not in seen:
-            seen.add(object_key)
-            value = values.get((extra_key, index))
-            yield ObjectEntry(object_key, [extra_state_tensor(value) if value else None])
+        if object_key in seen:
+            continue
+        seen.add(object_key)
+        content = None
+        if values.get((extra_key, index)):
+            content = extra_state_tensor(values[extra_key, index])
+        yield ObjectEntry(object_key, [content])
 
 
 def extra_state_tensor(value: bytes) -> torch.Tensor:
@@ -369,6 +370,8 @@ def extra_state_tensor(value: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(value), dtype=torch.uint8)
 
 
-def _object_key(name: str, index: tuple[int, ...], shape: tuple[int, ...]) -> str:
+def _object_key(name: str, index: tuple[int, ...], shape: Shape) -> str:
     """Return the key of an object at an index of a grid: ``name/shard_1.0_2.4`` for (1, 0)."""
-    return f"{name}/shard_{'.'.join(map(str, index))}_{'.'.join(map(str, shape))}"
+    position = ".".join(str(number) for number in index)
+    sizes = ".".join(str(length) for length in shape)
+    return f"{name}/shard_{position}_{sizes}"

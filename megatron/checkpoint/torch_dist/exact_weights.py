@@ -12,14 +12,14 @@ from collections.abc import Mapping
 
 import torch
 
-from megatron.checkpoint.core.lazy_tensor import LazyTensor, zeros
+from megatron.checkpoint.core.lazy_tensor import LazyTensor, Tensors, zeros
 from megatron.checkpoint.core.training_state import Freshness, TrainingState
 
 
 def add_optimizer_state(
     state: TrainingState,
-    main: Mapping[str, LazyTensor],
-    moments: Mapping[str, Mapping[str, LazyTensor]],
+    main: Tensors,
+    moments: Mapping[str, Tensors],
 ) -> None:
     """Replace the model's weights by main weights, and add the moments, if both agree.
 
@@ -35,39 +35,56 @@ def add_optimizer_state(
     for name, slots in moments.items():
         if name not in state.weights:
             raise ValueError(f"the optimizer has state for {name}, which the model does not have")
-        model, main_weight = state.weights[name], main.get(name)
+        model = state.weights[name]
+        main_weight = main.get(name)
         if main_weight is None:
             state.moments[name] = {**slots}
             state.is_fresh[name] = Freshness()
             continue
         checked = _CheckedParameter(name, model, main_weight, state.notes)
         state.weights[name] = checked.weight()
-        state.moments[name] = {slot: checked.moment(tensor) for slot, tensor in slots.items()}
+        state.moments[name] = {}
+        for slot, tensor in slots.items():
+            state.moments[name][slot] = checked.moment(tensor)
         state.is_fresh[name] = checked.contradicts
 
 
 class _CheckedParameter:
     """A parameter whose main weight counts if, cast to the model's dtype, it is the model's weight.
 
-    ``notes`` get a line if they do not agree.
+    Args:
+        name: canonical name.
+        model: the weight in the model, in the dtype in which the model computes.
+        main: the optimizer's main weight, fp32.
+        notes: list that gets a line if both do not agree.
 
     Raises:
         ValueError: if the shapes differ.
     """
 
-    def __init__(self, name: str, model: LazyTensor, main: LazyTensor, notes: list[str]):
+    def __init__(
+        self,
+        name: str,
+        model: LazyTensor,
+        main: LazyTensor,
+        notes: list[str],
+    ):
         if main.shape != model.shape:
             raise ValueError(
                 f"{name} has the shape {model.shape} in the model and {main.shape} in the optimizer"
             )
-        self._name, self._model, self._main, self._notes = name, model, main, notes
+        self._name = name
+        self._model = model
+        self._main = main
+        self._notes = notes
         self.contradicts = Freshness(lambda: self._differs(main.read()))
 
     def _differs(self, main: torch.Tensor) -> bool:
-        cast, model = main.to(self._model.dtype), self._model.read()
-        is_same = torch.equal(cast, model) or torch.allclose(
-            cast, model, rtol=0, atol=0, equal_nan=True
-        )  # NaN is NaN
+        cast = main.to(self._model.dtype)
+        model = self._model.read()
+        is_same = torch.equal(cast, model)
+        if not is_same:  # unless NaN is NaN
+            is_same = torch.allclose(cast, model, rtol=0, atol=0, equal_nan=True)
         if not is_same:
             self._notes.append(
                 f"{self._name}: its main weight in the optimizer is not its weight in the model."
@@ -85,7 +102,9 @@ class _CheckedParameter:
                 self.contradicts.known = self._differs(main)
                 if not self.contradicts.known:
                     return main
-            source = self._model if self.contradicts() else self._main
+            source = self._main
+            if self.contradicts():
+                source = self._model
             return source.read_rows(start, stop).to(self._main.dtype)
 
         return LazyTensor(self._main.shape, self._main.dtype, read_rows)
@@ -94,7 +113,9 @@ class _CheckedParameter:
         """Return a moment: the stored one, or zeros if the main weight does not agree."""
 
         def read_rows(start: int, stop: int) -> torch.Tensor:
-            source = zeros(stored.shape, stored.dtype) if self.contradicts() else stored
+            source = stored
+            if self.contradicts():
+                source = zeros(stored.shape, stored.dtype)
             return source.read_rows(start, stop)
 
         return LazyTensor(stored.shape, stored.dtype, read_rows)

@@ -24,7 +24,7 @@ Two layouts of files store them so, without the padding at the ends of buckets:
 - ``dp_zero_gather_scatter``: an object for each rank, with a tensor for each buffer and slot. Its
   buckets stand one after another: a is at 228 to 288.
 
-Neither says which parameters are where. That follows from the number of layers that each pipeline
+Neither stores which parameters are where. That follows from the number of layers that each pipeline
 stage has, from the sizes of tensor parallelism, and from the layers that the model was made of.
 Layouts are tried, the one of the run's arguments first, until every parameter begins and ends where
 something does in the file.
@@ -32,14 +32,16 @@ something does in the file.
 
 from __future__ import annotations
 
-import argparse
+import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
 
 import torch
 
-from megatron.checkpoint.core.lazy_tensor import LazyTensor, concatenate
-from megatron.checkpoint.torch_dist.optimizer_buffers import LayoutMismatchError, OptimizerBuffer
+from megatron.checkpoint.core.lazy_tensor import LazyTensor, Shape, Tensors, concatenate
+from megatron.checkpoint.core.listing import listed
+from megatron.checkpoint.torch_dist.optimizer_buffers import BuffersOfRanks, LayoutMismatchError
 from megatron.checkpoint.torch_dist.pipeline_split import Placement, StoredShard, place_model
 from megatron.checkpoint.torch_dist.registered_model import (
     BucketLayout,
@@ -61,10 +63,10 @@ _NEEDED_ARGUMENTS = ("tensor_model_parallel_size", "transformer_impl")
 
 
 def decode(
-    dense: Sequence[Sequence[OptimizerBuffer]],
-    experts: Sequence[Sequence[OptimizerBuffer]],
-    weights: Mapping[str, LazyTensor],
-    args: argparse.Namespace | None,
+    dense: BuffersOfRanks,
+    experts: BuffersOfRanks,
+    weights: Tensors,
+    args: Namespace | None,
 ) -> Iterator[tuple[str, str, LazyTensor]]:
     """Yield name, slot and whole tensor of every parameter in the buffers.
 
@@ -77,7 +79,7 @@ def decode(
         args: arguments of the run. All values are tried for the ones that they lack.
 
     Raises:
-        ValueError: if no layout fits, or several do and ``args`` do not say which it was. While
+        ValueError: if no layout fits, or several do and ``args`` do not decide between them. While
             a tensor is read, if two pipeline stages have different copies of it.
     """
     model, placement = _find_layout(dense, experts, weights, args)
@@ -88,10 +90,10 @@ def decode(
 
 
 def _find_layout(
-    dense: Sequence[Sequence[OptimizerBuffer]],
-    experts: Sequence[Sequence[OptimizerBuffer]],
-    weights: Mapping[str, LazyTensor],
-    args: argparse.Namespace | None,
+    dense: BuffersOfRanks,
+    experts: BuffersOfRanks,
+    weights: Tensors,
+    args: Namespace | None,
 ) -> tuple[RegisteredModel, Placement]:
     """Find the layout that fits: the model in it, and where its parameters are."""
     missing = [name for name in _NEEDED_ARGUMENTS if getattr(args, name, None) is None]
@@ -110,28 +112,31 @@ def _find_layout(
             break
     if not found:
         reasons = [f"{layout}: {reason}" for reason, layout in failures.items()]
-        raise ValueError("\n  ".join(["the optimizer's buckets do not fit the model:", *reasons]))
+        raise ValueError(listed("the optimizer's buckets do not fit the model", reasons))
     if len(found) > 1:
-        head = (
+        title = (
             "the optimizer's buckets fit several layouts, and the checkpoint's args lack"
-            f" {', '.join(missing)}:"
+            f" {', '.join(missing)}"
         )
-        raise ValueError("\n  ".join([head, *(str(model.layout) for model, _ in found)]))
+        raise ValueError(listed(title, [str(model.layout) for model, _ in found]))
     return found[0]
 
 
 def _possible_layouts(
-    dense: Sequence[Sequence[OptimizerBuffer]],
-    experts: Sequence[Sequence[OptimizerBuffer]],
-    args: argparse.Namespace | None,
+    dense: BuffersOfRanks,
+    experts: BuffersOfRanks,
+    args: Namespace | None,
 ) -> Iterator[BucketLayout]:
     """Yield all layouts that are possible, the one of the arguments first."""
-    ranks = [*dense, *experts]
-    shows_order = all(all(buffer.shows_order for buffer in rank) for rank in ranks)
+    buffers = itertools.chain(*dense, *experts)
+    shows_order = all(buffer.shows_order for buffer in buffers)
     given_size = getattr(args, "tensor_model_parallel_size", None)
     given_expert_size = getattr(args, "expert_tensor_parallel_size", None)
+    sizes = _divisors(len(dense))
+    if given_size:
+        sizes = [given_size]
     for layers in _possible_implementations(args, shows_order):
-        for size in [given_size] if given_size else _divisors(len(dense)):
+        for size in sizes:
             if given_expert_size:
                 expert_sizes = [given_expert_size]
             elif given_size or not experts:
@@ -143,7 +148,8 @@ def _possible_layouts(
 
 
 def _possible_implementations(
-    args: argparse.Namespace | None, shows_order: bool
+    args: Namespace | None,
+    shows_order: bool,
 ) -> list[LayerImplementation]:
     """List the implementations of layers that are possible, the one of the arguments first."""
     named = getattr(args, "transformer_impl", None)
@@ -154,7 +160,8 @@ def _possible_implementations(
     of_args = LayerImplementation(is_engine, is_grouped, splits_down_projections=not is_engine)
     possible = [of_args]
     for other in _IMPLEMENTATIONS:
-        is_same_order = (other.transformer_engine, other.grouped_experts) == (is_engine, is_grouped)
+        has_same_layers = other.transformer_engine == is_engine
+        is_same_order = has_same_layers and other.grouped_experts == is_grouped
         # A model can be made of other layers than the arguments name. Where the file shows the
         # order of parameters, the file decides.
         if other != of_args and (shows_order or is_same_order):
@@ -167,17 +174,28 @@ def _divisors(number: int) -> list[int]:
 
 
 def joined_tensor(
-    model: RegisteredModel, name: str, slot: str, shards: Sequence[StoredShard]
+    model: RegisteredModel,
+    name: str,
+    slot: str,
+    shards: Sequence[StoredShard],
 ) -> LazyTensor:
     """Join the shards that tensor-parallel ranks have of one slot of a parameter.
 
     Of a parameter that is not split they are copies, and the first one is used.
 
+    Args:
+        model: the model in the layout of the file.
+        name: canonical name of the parameter.
+        slot: slot of the optimizer, such as ``exp_avg``.
+        shards: the shard of each tensor-parallel rank, in the order of the ranks.
+
     Raises:
-        ValueError: if there are fewer shards than the layout says.
+        ValueError: if there are fewer shards than in the layout.
     """
     dim = model.layout.split_dim(name)
-    num_shards = 1 if dim is None else model.layout.num_splits(name)
+    num_shards = 1
+    if dim is not None:
+        num_shards = model.layout.num_splits(name)
     if num_shards > len(shards):
         raise ValueError(f"{name} is divided among {num_shards} ranks, but {len(shards)} have it")
     shape = model.shard(name).shape
@@ -214,7 +232,7 @@ def _beside_each_other(shards: Sequence[LazyTensor]) -> LazyTensor:
     return LazyTensor((rows, columns * len(shards)), shards[0].dtype, read_rows)
 
 
-def _shard_tensor(shard: StoredShard, slot: str, shape: tuple[int, ...]) -> LazyTensor:
+def _shard_tensor(shard: StoredShard, slot: str, shape: Shape) -> LazyTensor:
     """Return a shard in its shape; the buffer has its elements row by row."""
     row = math.prod(shape[1:])
 
@@ -225,10 +243,19 @@ def _shard_tensor(shard: StoredShard, slot: str, shape: tuple[int, ...]) -> Lazy
     return LazyTensor(shape, shard.buffer.slots[slot], read_rows)
 
 
-def first_of_equal(name: str, slot: str, copies: Sequence[LazyTensor]) -> LazyTensor:
+def first_of_equal(
+    name: str,
+    slot: str,
+    copies: Sequence[LazyTensor],
+) -> LazyTensor:
     """Return the first of the copies that pipeline stages have of a parameter's slot.
 
     Reading it reads the others too, and raises a ValueError if they differ.
+
+    Args:
+        name: canonical name of the parameter, for the message.
+        slot: slot of the optimizer, for the message.
+        copies: the whole tensor as each of the stages has it.
     """
     first, *others = copies
     if not others:

@@ -9,20 +9,20 @@ Both find where the parameters are that a layout puts into them, and read ranges
 
 from __future__ import annotations
 
-import argparse
 import functools
 import math
+from argparse import Namespace
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
+from megatron.checkpoint.core.lazy_tensor import Shape
 from megatron.checkpoint.dcp.chunk import Chunk
 from megatron.checkpoint.dcp.stored_checkpoint import StoredCheckpoint
-from megatron.checkpoint.torch_dist import optimizer_keys
-from megatron.checkpoint.torch_dist.optimizer_keys import BucketKey, OptimizerOfRank
+from megatron.checkpoint.torch_dist.optimizer_keys import BucketKey, OptimizerKey, OptimizerOfRank
 from megatron.checkpoint.torch_dist.unsharded_state import read_sharded_object
 
 PARAMETER_ALIGNMENT = 64
@@ -45,7 +45,7 @@ class ParameterShard:
     """
 
     name: str
-    shape: tuple[int, ...]
+    shape: Shape
     has_own_bucket: bool = False
 
     @property
@@ -56,9 +56,11 @@ class ParameterShard:
 
 @dataclass(frozen=True)
 class BufferLocation:
-    """Position of a shard's first element: the number of the stored tensor, and the offset there.
+    """Position of a shard's first element.
 
-    ``bucket`` is 0 where all buckets are in one tensor.
+    Attributes:
+        bucket: number of the stored tensor; 0 where all buckets are in one tensor.
+        offset: offset in that tensor, in elements.
     """
 
     bucket: int
@@ -91,9 +93,26 @@ class OptimizerBuffer(Protocol):
         """
         ...
 
-    def read(self, slot: str, location: BufferLocation, start: int, stop: int) -> torch.Tensor:
-        """Read the elements ``[start, stop)`` of the shard at ``location``, a 1-d tensor."""
+    def read(
+        self,
+        slot: str,
+        location: BufferLocation,
+        start: int,
+        stop: int,
+    ) -> torch.Tensor:
+        """Read some elements of a shard, a 1-d tensor.
+
+        Args:
+            slot: slot of the optimizer.
+            location: position of the shard's first element.
+            start: first element that is read, counted from the start of the shard.
+            stop: end of the elements that are read, counted likewise.
+        """
         ...
+
+
+BuffersOfRanks = Sequence[Sequence[OptimizerBuffer]]
+"""The buffers of every model-parallel rank, in the order of its model chunks."""
 
 
 def _aligned(position: int) -> int:
@@ -122,8 +141,15 @@ class ShardedBuffer:
 
     shows_order = True
 
-    def __init__(self, stored: StoredCheckpoint, dtype: str, keys: Sequence[Mapping[str, str]]):
-        self._stored, self._keys, self.dtype = stored, keys, dtype
+    def __init__(
+        self,
+        stored: StoredCheckpoint,
+        dtype: str,
+        keys: Sequence[Mapping[str, str]],
+    ):
+        self._stored = stored
+        self._keys = keys
+        self.dtype = dtype
         self.slots: Mapping[str, torch.dtype] = {
             slot: stored.dtype(key) for slot, key in keys[0].items()
         }
@@ -133,7 +159,8 @@ class ShardedBuffer:
     def _bucket_length(self, bucket: Mapping[str, str]) -> int:
         shapes = {self._stored.shape(key) for key in bucket.values()}
         shape = next(iter(shapes))
-        if bucket.keys() != self.slots.keys() or len(shapes) != 1 or len(shape) != 1:
+        is_one_shape = len(shapes) == 1 and len(shape) == 1
+        if bucket.keys() != self.slots.keys() or not is_one_shape:
             found = ", ".join(f"{key} {self._stored.shape(key)}" for key in bucket.values())
             raise ValueError(
                 f"the tensors of a bucket differ: {found}, expected one dim of the same length for"
@@ -148,8 +175,8 @@ class ShardedBuffer:
         for bucket in self._keys:
             key = next(iter(bucket.values()))  # the other slots are cut in the same way
             positions: set[int] = set()
-            for chunk in self._stored.tensors[key].chunks:
-                positions.update(Chunk.of(chunk).span(0))
+            for chunk in self._stored.chunks[key]:
+                positions.update(chunk.span(0))
             boundaries.append(positions)
         return boundaries
 
@@ -159,8 +186,11 @@ class ShardedBuffer:
         With buckets of 228 and 60 elements and three shards of 100, 100 and 60 (in the order of the
         buffer), the first is at 0 to 100 of bucket 0, the second at 128 to 228, where the bucket
         ends, and the third at 0 to 60 of bucket 1.
+
+        Raises:
+            LayoutMismatchError: if they do not fill the buckets.
         """
-        locations: list[BufferLocation] = []
+        locations = []
         bucket = position = 0
         for shard in reversed(shards):  # the order of the buffer is that of the backward pass
             if bucket == len(self.lengths):
@@ -176,10 +206,10 @@ class ShardedBuffer:
             locations.append(BufferLocation(bucket, start))
             # A parameter with its own bucket begins at an aligned position, and the gap before it
             # belongs to the bucket before. That bucket then ends at an aligned position, too.
+            position = end
             if length in (end, _aligned(end)):
-                bucket, position = bucket + 1, 0
-            else:
-                position = end
+                bucket += 1
+                position = 0
         if bucket < len(self.lengths):
             raise LayoutMismatchError(
                 f"buckets from {bucket} on, of {self.lengths[bucket:]} elements, have more than the"
@@ -187,8 +217,21 @@ class ShardedBuffer:
             )
         return locations[::-1]
 
-    def read(self, slot: str, location: BufferLocation, start: int, stop: int) -> torch.Tensor:
-        """Read elements of the shard at ``location``."""
+    def read(
+        self,
+        slot: str,
+        location: BufferLocation,
+        start: int,
+        stop: int,
+    ) -> torch.Tensor:
+        """Read elements of a shard as :meth:`OptimizerBuffer.read` does.
+
+        Args:
+            slot: slot of the optimizer.
+            location: bucket of the shard, and offset of its first element there.
+            start: first element that is read, counted from the start of the shard.
+            stop: end of the elements that are read, counted likewise.
+        """
         key = self._keys[location.bucket][slot]
         chunk = Chunk((location.offset + start,), (stop - start,))
         return self._stored.read_chunk(key, chunk)
@@ -207,22 +250,29 @@ class GatheredBuffer:
         bucket_size: a bucket is closed when it has as many elements; None for one bucket.
 
     Raises:
-        ValueError: if a tensor does not have the number of elements that the object says.
+        ValueError: if a tensor does not have the number of elements that is stored with it.
     """
 
     shows_order = False
 
-    def __init__(self, load: Callable[[], Mapping[str, Any]], dtype: str, bucket_size: int | None):
-        self._load, self.dtype, self._bucket_size = load, dtype, bucket_size
+    def __init__(
+        self,
+        load: Callable[[], Mapping[str, Any]],
+        dtype: str,
+        bucket_size: int | None,
+    ):
+        self._load = load
+        self.dtype = dtype
+        self._bucket_size = bucket_size
         content = load()
-        tensors = {
-            slot: value for slot, value in content.items() if isinstance(value, torch.Tensor)
-        }
-        self.slots: Mapping[str, torch.dtype] = {
-            slot: tensor.dtype for slot, tensor in tensors.items()
-        }
+        slots = {}
+        sizes = {}
+        for slot, value in content.items():
+            if isinstance(value, torch.Tensor):
+                slots[slot] = value.dtype
+                sizes[slot] = tuple(value.shape)
+        self.slots: Mapping[str, torch.dtype] = slots
         self.numel = int(content["numel_unpadded"])
-        sizes = {slot: tuple(tensor.shape) for slot, tensor in tensors.items()}
         if set(sizes.values()) != {(self.numel,)}:
             raise ValueError(
                 f"the tensors of a buffer are {sizes}, expected {self.numel} elements for each"
@@ -235,8 +285,11 @@ class GatheredBuffer:
         the buffer), the first two are at 0 to 100 and 128 to 158, which closes the bucket. The next
         bucket begins at 158: its shards are at 158 to 218 and, 64 elements after its beginning, at
         222 to 242.
+
+        Raises:
+            LayoutMismatchError: if they do not fill the buffer.
         """
-        locations: list[BufferLocation] = []
+        locations = []
         bucket_start = end = 0  # both from the beginning of the tensor
         for shard in reversed(shards):  # the order of the buffer is that of the backward pass
             start = bucket_start + _aligned(end - bucket_start)
@@ -249,19 +302,32 @@ class GatheredBuffer:
             raise LayoutMismatchError(f"the parameters fill {end} of its {self.numel} elements")
         return locations[::-1]
 
-    def read(self, slot: str, location: BufferLocation, start: int, stop: int) -> torch.Tensor:
-        """Read elements of the shard at ``location``."""
+    def read(
+        self,
+        slot: str,
+        location: BufferLocation,
+        start: int,
+        stop: int,
+    ) -> torch.Tensor:
+        """Read elements of a shard as :meth:`OptimizerBuffer.read` does.
+
+        Args:
+            slot: slot of the optimizer.
+            location: offset of the shard's first element in the tensor.
+            start: first element that is read, counted from the start of the shard.
+            stop: end of the elements that are read, counted likewise.
+        """
         tensor: torch.Tensor = self._load()[slot]
         return tensor[location.offset + start : location.offset + stop].clone()
 
 
 def sharded_buffers(
-    stored: StoredCheckpoint, keys: Iterable[str]
+    stored: StoredCheckpoint,
+    keys: Mapping[str, OptimizerKey],
 ) -> dict[OptimizerOfRank, list[ShardedBuffer]]:
     """Find the buffers of a ``dp_reshardable`` file among the keys of its optimizer."""
     buckets_of: dict[tuple[OptimizerOfRank, int, str], dict[int, dict[str, str]]] = {}
-    for key in keys:
-        parsed = optimizer_keys.parse(key)
+    for key, parsed in keys.items():
         if isinstance(parsed, BucketKey):
             buckets = buckets_of.setdefault((parsed.owner, parsed.buffer, parsed.dtype), {})
             buckets.setdefault(parsed.bucket, {})[parsed.slot] = key
@@ -278,35 +344,38 @@ def check_bucket_sizes(
     buffers: Mapping[OptimizerOfRank, list[ShardedBuffer]],
     keys: Mapping[OptimizerOfRank, str],
 ) -> None:
-    """Compare the buckets with the sizes that each rank has stored beside them.
+    """Compare the buckets with the sizes that each rank has stored.
 
-    ``keys`` are those of each rank's object ``per_bucket_numel_unpadded``.
+    Args:
+        stored: the checkpoint.
+        buffers: the buffers of each rank.
+        keys: key of each rank's object ``per_bucket_numel_unpadded``.
 
     Raises:
         ValueError: if they differ.
     """
     for owner, key in keys.items():
-        expected: list[list[int]] = []
+        expected = []
         for sizes_of_dtypes in read_sharded_object(stored, key):
-            expected += map(list, sizes_of_dtypes.values())
+            expected += [list(sizes) for sizes in sizes_of_dtypes.values()]
         actual = [buffer.lengths for buffer in buffers.get(owner, [])]
         if expected != actual:
             raise ValueError(
-                f"{key} says that the buckets have {expected} elements, but they have {actual}"
+                f"the buckets should have {expected} elements by {key}, but they have {actual}"
             )
 
 
 def gathered_buffers(
     stored: StoredCheckpoint,
     keys: Mapping[OptimizerOfRank, str],
-    args: argparse.Namespace | None,
+    args: Namespace | None,
 ) -> dict[OptimizerOfRank, list[GatheredBuffer]]:
     """Find the buffers of a ``dp_zero_gather_scatter`` file, reading each object for its sizes.
 
     Args:
         stored: the checkpoint.
         keys: keys of each rank's object ``param_state``.
-        args: arguments of the run that wrote the file. They say where buckets end.
+        args: arguments of the run that wrote the file; where buckets end follows from them.
 
     Raises:
         ValueError: for objects of early releases, which store buckets one by one.
@@ -319,8 +388,12 @@ def gathered_buffers(
     def load_object(key: str) -> Any:
         return read_sharded_object(stored, key)
 
-    def load(key: str, number: int, dtypes: tuple[Any, Any]) -> Any:
-        return load_object(key)[number][dtypes]
+    def loader(
+        key: str,
+        number: int,
+        dtypes: tuple[Any, Any],
+    ) -> Callable[[], Any]:
+        return lambda: load_object(key)[number][dtypes]
 
     found: dict[OptimizerOfRank, list[GatheredBuffer]] = {}
     for (chain, rank), key in keys.items():
@@ -337,13 +410,14 @@ def gathered_buffers(
                 dtype = str(dtypes[0])
                 # Later model chunks have one bucket: their reductions are not on the critical path.
                 is_first_chunk = all(buffer.dtype != dtype for buffer in buffers)
-                bucket_size = _bucket_size(args) if is_first_stage and is_first_chunk else None
-                read = functools.partial(load, key, number, dtypes)
-                buffers.append(GatheredBuffer(read, dtype, bucket_size))
+                bucket_size = None
+                if is_first_stage and is_first_chunk:
+                    bucket_size = _bucket_size(args)
+                buffers.append(GatheredBuffer(loader(key, number, dtypes), dtype, bucket_size))
     return found
 
 
-def _bucket_size(args: argparse.Namespace | None) -> int | None:
+def _bucket_size(args: Namespace | None) -> int | None:
     """Return the number of elements at which Megatron-LM closes a bucket; None for one bucket."""
     if not getattr(args, "overlap_grad_reduce", False):
         return None

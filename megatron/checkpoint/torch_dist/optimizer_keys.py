@@ -37,7 +37,12 @@ OptimizerOfRank = tuple[int, int]
 
 @dataclass(frozen=True)
 class StateKey:
-    """A slot of a parameter, such as ``exp_avg``, and the key of the model's tensor."""
+    """A slot of a parameter, or of several ones that are stacked.
+
+    Attributes:
+        slot: slot, such as ``exp_avg``.
+        model_key: key of the model's tensor.
+    """
 
     slot: str
     model_key: str
@@ -64,7 +69,12 @@ class BucketKey:
 
 @dataclass(frozen=True)
 class RankObjectKey:
-    """An object of a rank by its name, such as ``param_state``."""
+    """An object of a rank.
+
+    Attributes:
+        owner: number of the chained optimizer, and the rank.
+        name: name of the object, such as ``param_state``.
+    """
 
     owner: OptimizerOfRank
     name: str
@@ -85,8 +95,13 @@ def parse(key: str) -> OptimizerKey | None:
         return StateKey(state["slot"], state["key"])
     bucket = _BUCKET.match(key)
     if bucket is not None:
-        buffer, number = int(bucket["buffer"]), int(bucket["bucket"])
-        return BucketKey(_owner(bucket), buffer, bucket["dtype"], number, bucket["slot"])
+        return BucketKey(
+            owner=_owner(bucket),
+            buffer=int(bucket["buffer"]),
+            dtype=bucket["dtype"],
+            bucket=int(bucket["bucket"]),
+            slot=bucket["slot"],
+        )
     rank_object = _OBJECT.match(key)
     if rank_object is not None:
         return RankObjectKey(_owner(rank_object), rank_object["name"])

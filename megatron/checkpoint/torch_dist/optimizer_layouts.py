@@ -22,9 +22,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron.checkpoint.core.lazy_tensor import LazyTensor
-from megatron.checkpoint.core.listing import listed
+from megatron.checkpoint.core.lazy_tensor import LazyTensor, Tensors
+from megatron.checkpoint.core.listing import refuse
 from megatron.checkpoint.core.spelling import unstacked
+from megatron.checkpoint.core.training_state import Fields
 from megatron.checkpoint.dcp.stored_checkpoint import StoredCheckpoint
 from megatron.checkpoint.torch_dist import optimizer_buckets, optimizer_keys
 from megatron.checkpoint.torch_dist.optimizer_buffers import (
@@ -35,6 +36,7 @@ from megatron.checkpoint.torch_dist.optimizer_buffers import (
 )
 from megatron.checkpoint.torch_dist.optimizer_keys import (
     BucketKey,
+    OptimizerKey,
     OptimizerOfRank,
     RankObjectKey,
     StateKey,
@@ -52,6 +54,11 @@ NON_DISTRIBUTED = "non_distributed"
 MODEL_SPACE = "fully_sharded_model_space"
 DP_RESHARDABLE = "dp_reshardable"
 DP_ZERO = "dp_zero_gather_scatter"
+
+Keys = Mapping[str, OptimizerKey]
+"""The optimizer's keys of a file -> the same, parsed."""
+BuffersByRank = Mapping[OptimizerOfRank, Sequence[OptimizerBuffer]]
+"""Chained optimizer and rank -> the rank's buffers."""
 
 _MAIN_SLOTS = ("param", "fp32_param")
 """Slots of the main weight: its names in optimizers that are distributed, and that are not."""
@@ -73,29 +80,37 @@ class OptimizerTensors:
     """
 
     layout: str | None = None
-    main: dict[str, LazyTensor] = field(default_factory=dict)
-    moments: dict[str, dict[str, LazyTensor]] = field(default_factory=dict)
-    param_groups: list[dict[str, Any]] = field(default_factory=list)
+    main: Tensors = field(default_factory=dict)
+    moments: dict[str, Tensors] = field(default_factory=dict)
+    param_groups: list[Fields] = field(default_factory=list)
     used_keys: set[str] = field(default_factory=set)
-    grad_scaler: dict[str, Any] | None = None
+    grad_scaler: Fields | None = None
 
     def add(self, name: str, slot: str, tensor: LazyTensor) -> None:
         """Add one slot of a parameter.
 
+        Args:
+            name: canonical name of the parameter.
+            slot: name of the slot in the file.
+            tensor: the whole tensor, shaped like the weight.
+
         Raises:
             ValueError: for one that is there already.
         """
-        if slot in _MAIN_SLOTS:
-            tensors, key = self.main, name
-        else:
-            tensors, key = self.moments.setdefault(name, {}), slot
+        tensors = self.main
+        key = name
+        if slot not in _MAIN_SLOTS:
+            tensors = self.moments.setdefault(name, {})
+            key = slot
         if key in tensors:
             raise ValueError(f"the optimizer has {slot} of {name} twice")
         tensors[key] = tensor
 
 
 def read_optimizer(
-    stored: StoredCheckpoint, common: Mapping[str, Any], weights: Mapping[str, LazyTensor]
+    stored: StoredCheckpoint,
+    common: Mapping[str, Any],
+    weights: Tensors,
 ) -> OptimizerTensors:
     """Find the optimizer's tensors by parameter, whatever the layout, without reading them.
 
@@ -105,8 +120,8 @@ def read_optimizer(
 
     Args:
         stored: the checkpoint.
-        common: the common state. Its ``args`` say how the ranks were laid out; what they lack is
-            inferred from sizes.
+        common: the common state. Its ``args`` have the sizes of parallelism; those that they lack
+            are inferred from the sizes of the buffers.
         weights: canonical name -> the model's tensor.
 
     Raises:
@@ -114,37 +129,41 @@ def read_optimizer(
             of the model accounts for or that are not as large as they should be, and where an
             argument is needed that ``args`` lack.
     """
-    keys = [
-        key for key in (*stored.tensors, *stored.objects) if optimizer_keys.is_optimizer_key(key)
-    ]
-    _check_forms(stored, keys)
+    keys = _parsed_keys(stored)
     layout = _find_layout(stored, keys)
     found = OptimizerTensors(layout, used_keys=set(keys))
     if layout is None:
         return found
     if layout in (DP_RESHARDABLE, DP_ZERO):
-        _read_by_rank(stored, common, weights, found)
+        _read_by_rank(stored, keys, common, weights, found=found)
     else:
-        _read_by_parameter(stored, weights, found)
+        _read_by_parameter(stored, keys, weights, found)
         found.param_groups = param_groups_of(optimizers_in(common))
     return found
 
 
-def _check_forms(stored: StoredCheckpoint, keys: Sequence[str]) -> None:
-    unknown = [key for key in keys if optimizer_keys.parse(key) is None]
-    for key in keys:
-        if isinstance(optimizer_keys.parse(key), StateKey) and key not in stored.tensors:
+def _parsed_keys(stored: StoredCheckpoint) -> Keys:
+    """Parse all keys of the optimizer, and refuse those of another form."""
+    keys = {}
+    unknown = []
+    for key in [*stored.tensors, *stored.objects]:
+        if not optimizer_keys.is_optimizer_key(key):
+            continue
+        parsed = optimizer_keys.parse(key)
+        is_object = key not in stored.tensors
+        if parsed is None or (isinstance(parsed, StateKey) and is_object):
             unknown.append(key)
-    if unknown:
-        raise ValueError(listed("keys of an optimizer that are not understood", unknown))
+        else:
+            keys[key] = parsed
+    refuse("keys of an optimizer that are not understood", unknown)
+    return {key: keys[key] for key in sorted(keys)}
 
 
-def _find_layout(stored: StoredCheckpoint, keys: Sequence[str]) -> str | None:
+def _find_layout(stored: StoredCheckpoint, keys: Keys) -> str | None:
     """Derive the layout from the keys: some files do not name it, and some name a wrong one."""
     layouts = set()
     has_state = False
-    for key in keys:
-        parsed = optimizer_keys.parse(key)
+    for key, parsed in keys.items():
         if isinstance(parsed, StateKey):
             has_state = True
             if original_shape(stored, key) is not None:
@@ -165,44 +184,55 @@ def _find_layout(stored: StoredCheckpoint, keys: Sequence[str]) -> str | None:
 
 
 def _read_by_parameter(
-    stored: StoredCheckpoint, weights: Mapping[str, LazyTensor], found: OptimizerTensors
+    stored: StoredCheckpoint,
+    keys: Keys,
+    weights: Tensors,
+    found: OptimizerTensors,
 ) -> None:
     problems = []
-    for key in sorted(found.used_keys):
-        parsed = optimizer_keys.parse(key)
+    for key, parsed in keys.items():
         if not isinstance(parsed, StateKey):
             continue
         shape = original_shape(stored, key) or stored.shape(key)
         for name, index in unstacked(parsed.model_key, shape):
-            shape_of_one = shape[len(index) :]
+            shape_of_parameter = shape[len(index) :]
             if name not in weights:
                 problems.append(f"{key}: the model has no {name}")
-            elif weights[name].shape != shape_of_one:
+            elif weights[name].shape != shape_of_parameter:
                 problems.append(
-                    f"{key}: {shape_of_one} for {name}, expected {weights[name].shape} as in the"
-                    " model"
+                    f"{key}: {shape_of_parameter} for {name}, expected {weights[name].shape} as in"
+                    " the model"
                 )
             else:
                 found.add(name, parsed.slot, _tensor(stored, key, index))
-    if problems:
-        raise ValueError(listed("tensors of the optimizer that do not fit the model", problems))
+    refuse("tensors of the optimizer that do not fit the model", problems)
 
 
-def _tensor(stored: StoredCheckpoint, key: str, index: Sequence[int]) -> LazyTensor:
+def _tensor(
+    stored: StoredCheckpoint,
+    key: str,
+    index: Sequence[int],
+) -> LazyTensor:
     """Return the tensor of a key, or its slice at ``index`` of its leading axes."""
     shape = original_shape(stored, key)
-    return stored.lazy(key, index) if shape is None else reformulated(stored, key, shape, index)
+    if shape is None:
+        return stored.lazy(key, index)
+    return reformulated(stored, key, shape, index)
 
 
 def _read_by_rank(
     stored: StoredCheckpoint,
+    keys: Keys,
     common: Mapping[str, Any],
-    weights: Mapping[str, LazyTensor],
+    weights: Tensors,
     found: OptimizerTensors,
 ) -> None:
-    """Put the ranks' buffers in order, decode them, and add what ranks store beside them."""
-    objects = _objects_of_ranks(found.used_keys)
-    if objects.get("optimizer"):
+    """Put the ranks' buffers in order and decode them, and add param groups and gradient scaler."""
+    objects: dict[str, dict[OptimizerOfRank, str]] = {}
+    for key, parsed in keys.items():
+        if isinstance(parsed, RankObjectKey):
+            objects.setdefault(parsed.name, {})[parsed.owner] = key
+    if "optimizer" in objects:
         chains = optimizers_of_ranks(stored, objects["optimizer"])
     else:
         chains = dict(enumerate(optimizers_in(common)))
@@ -211,52 +241,36 @@ def _read_by_rank(
         found.grad_scaler = found.grad_scaler or read_sharded_object(stored, key)
 
     args = common.get("args")
-    buffers: Mapping[OptimizerOfRank, Sequence[OptimizerBuffer]]
+    buffers: BuffersByRank
     if found.layout == DP_RESHARDABLE:
-        buffers = sharded = sharded_buffers(stored, found.used_keys)
+        buffers = sharded = sharded_buffers(stored, keys)
         check_bucket_sizes(stored, sharded, objects.get("per_bucket_numel_unpadded", {}))
     else:
         buffers = gathered_buffers(stored, objects["param_state"], args)
     expert_chain = _chain_of_experts(chains, buffers)
-    dense_chains = sorted({chain for chain, _ in buffers if chain != expert_chain})
-    dense = _buffers_of_ranks(buffers, dense_chains)
-    experts = _buffers_of_ranks(buffers, [] if expert_chain is None else [expert_chain])
+    dense: list[list[OptimizerBuffer]] = []
+    experts: list[list[OptimizerBuffer]] = []
+    for chain, rank in sorted(buffers):
+        ranks = dense
+        if chain == expert_chain:
+            ranks = experts
+        while len(ranks) <= rank:
+            ranks.append([])
+        ranks[rank] += buffers[chain, rank]
     for name, slot, tensor in optimizer_buckets.decode(dense, experts, weights, args):
         found.add(name, slot, tensor)
 
 
-def _objects_of_ranks(keys: set[str]) -> dict[str, dict[OptimizerOfRank, str]]:
-    """Return the key of every rank's object, by the object's name and the rank."""
-    objects: dict[str, dict[OptimizerOfRank, str]] = {}
-    for key in sorted(keys):
-        parsed = optimizer_keys.parse(key)
-        if isinstance(parsed, RankObjectKey):
-            objects.setdefault(parsed.name, {})[parsed.owner] = key
-    return objects
-
-
-def _chain_of_experts(
-    chains: Mapping[int, Any], buffers: Mapping[OptimizerOfRank, Any]
-) -> int | None:
+def _chain_of_experts(chains: Mapping[int, Any], buffers: BuffersByRank) -> int | None:
     """Return the number of the optimizer that has the experts; None if there is none."""
+    has_groups = False
     for chain, state in chains.items():
         groups = param_groups_of([state])
-        if groups and all(group.get("is_expert_parallel") for group in groups):
+        has_groups = has_groups or bool(groups)
+        if groups and all(group["is_expert_parallel"] for group in groups):
             return chain
-    if any(param_groups_of([state]) for state in chains.values()):
-        return None
     # Without any param groups, the last of several optimizers is taken.
     last = max((chain for chain, _ in buffers), default=0)
-    return last if last > 0 else None
-
-
-def _buffers_of_ranks(
-    buffers: Mapping[OptimizerOfRank, Sequence[OptimizerBuffer]], chains: Sequence[int]
-) -> list[list[OptimizerBuffer]]:
-    """Return the buffers of every model-parallel rank, optimizer after optimizer."""
-    num_ranks = max((rank + 1 for chain, rank in buffers if chain in chains), default=0)
-    ranks: list[list[OptimizerBuffer]] = [[] for _ in range(num_ranks)]
-    for rank, buffers_of_rank in enumerate(ranks):
-        for chain in chains:
-            buffers_of_rank += buffers.get((chain, rank), [])
-    return ranks
+    if has_groups or last == 0:
+        return None
+    return last

@@ -13,6 +13,7 @@ from megatron.checkpoint.core.spelling import expert_number, is_expert
 from megatron.checkpoint.torch_dist.optimizer_buffers import (
     PARAMETER_ALIGNMENT,
     BufferLocation,
+    BuffersOfRanks,
     LayoutMismatchError,
     OptimizerBuffer,
     ParameterShard,
@@ -22,7 +23,13 @@ from megatron.checkpoint.torch_dist.registered_model import ModelChunk, Register
 
 @dataclass(frozen=True)
 class StoredShard:
-    """One rank's shard of a parameter, by canonical name, in a buffer of the file."""
+    """One rank's shard of a parameter in a buffer of the file.
+
+    Attributes:
+        name: canonical name of the parameter.
+        buffer: the rank's buffer.
+        location: position of the shard in the buffer.
+    """
 
     name: str
     buffer: OptimizerBuffer
@@ -33,7 +40,10 @@ Placement = dict[str, list[list[StoredShard]]]
 """Name -> copies of the parameter -> its shards, one for each tensor-parallel rank."""
 
 
-def dense_shards(shards: Sequence[ParameterShard], experts_are_apart: bool) -> list[ParameterShard]:
+def dense_shards(
+    shards: Sequence[ParameterShard],
+    experts_are_apart: bool,
+) -> list[ParameterShard]:
     """Return the shards in the buffers of the dense optimizer; experts may have their own."""
     if not experts_are_apart:
         return list(shards)
@@ -45,7 +55,12 @@ def place_chunk(
     shards: Sequence[ParameterShard],
     buffers: Mapping[str, OptimizerBuffer],
 ) -> list[StoredShard]:
-    """Locate the shards of one rank's model chunk, in the order of registration, in its buffers.
+    """Locate the shards of one rank's model chunk in its buffers.
+
+    Args:
+        model: the model in a supposed layout.
+        shards: the shards of the chunk, in the order of registration.
+        buffers: the rank's buffers for the chunk, by the dtype of their parameters.
 
     Raises:
         LayoutMismatchError: if they do not fill the buffers.
@@ -55,9 +70,10 @@ def place_chunk(
         raise LayoutMismatchError(
             f"parameters have the dtypes {sorted(by_dtype)}, buffers are for {sorted(buffers)}"
         )
-    placed: list[StoredShard] = []
+    placed = []
     for dtype, of_dtype in by_dtype.items():
-        numel, buffer = sum(shard.numel for shard in of_dtype), buffers[dtype]
+        numel = sum(shard.numel for shard in of_dtype)
+        buffer = buffers[dtype]
         # Gaps between parameters are shorter than the alignment.
         if not numel <= buffer.numel < numel + PARAMETER_ALIGNMENT * len(of_dtype):
             raise LayoutMismatchError(
@@ -69,7 +85,7 @@ def place_chunk(
 
 def place_experts(
     model: RegisteredModel,
-    experts: Sequence[Sequence[OptimizerBuffer]],
+    experts: BuffersOfRanks,
     chunks: Sequence[Sequence[ParameterShard]],
     num_stages: int,
     placement: Placement,
@@ -109,9 +125,8 @@ def place_experts(
             # 4 and 5 of eight have the first half of the experts in stage 1: 2 * (0 + 2 * 1) = 4.
             first = expert_tensor_parallel_size * (expert_rank + expert_parallel_size * stage)
             buffers_of_ranks = experts[first : first + expert_tensor_parallel_size]
-            add_copies(
-                placement, [_place_in_turn(contents, buffers) for buffers in buffers_of_ranks]
-            )
+            placed = [_place_in_turn(contents, buffers) for buffers in buffers_of_ranks]
+            add_copies(placement, placed)
 
 
 def add_copies(placement: Placement, ranks: Sequence[Sequence[StoredShard]]) -> None:
@@ -121,7 +136,8 @@ def add_copies(placement: Placement, ranks: Sequence[Sequence[StoredShard]]) -> 
 
 
 def shards_by_dtype(
-    model: RegisteredModel, shards: Sequence[ParameterShard]
+    model: RegisteredModel,
+    shards: Sequence[ParameterShard],
 ) -> dict[str, list[ParameterShard]]:
     """Group shards by the dtype that the parameter has in the model, as text."""
     found: dict[str, list[ParameterShard]] = {}
@@ -131,22 +147,29 @@ def shards_by_dtype(
 
 
 def _place_in_turn(
-    contents: Sequence[tuple[str, list[ParameterShard]]], buffers: Sequence[OptimizerBuffer]
+    contents: Sequence[tuple[str, list[ParameterShard]]],
+    buffers: Sequence[OptimizerBuffer],
 ) -> list[StoredShard]:
     """Locate experts, by dtype, in the buffers of a rank; a chunk without any has no buffer."""
-    if [dtype for dtype, _ in contents] != [buffer.dtype for buffer in buffers]:
+    dtypes = [dtype for dtype, _ in contents]
+    if dtypes != [buffer.dtype for buffer in buffers]:
         raise LayoutMismatchError(
             f"a rank has {len(buffers)} buffers of experts, expected {len(contents)}"
         )
-    placed: list[StoredShard] = []
+    placed = []
     for (_, shards), buffer in zip(contents, buffers):
         placed += _place_in(buffer, shards)
     return placed
 
 
-def _place_in(buffer: OptimizerBuffer, shards: Sequence[ParameterShard]) -> list[StoredShard]:
-    locations = buffer.locate(shards)
-    return [StoredShard(shard.name, buffer, location) for shard, location in zip(shards, locations)]
+def _place_in(
+    buffer: OptimizerBuffer,
+    shards: Sequence[ParameterShard],
+) -> list[StoredShard]:
+    placed = []
+    for shard, location in zip(shards, buffer.locate(shards)):
+        placed.append(StoredShard(shard.name, buffer, location))
+    return placed
 
 
 # ---- the split of the model
@@ -157,8 +180,8 @@ BuffersOfChunk = Mapping[str, OptimizerBuffer]
 
 def place_model(
     model: RegisteredModel,
-    dense: Sequence[Sequence[OptimizerBuffer]],
-    experts: Sequence[Sequence[OptimizerBuffer]],
+    dense: BuffersOfRanks,
+    experts: BuffersOfRanks,
 ) -> Placement:
     """Locate all parameters, giving each model chunk as many layers as fill its buffers.
 
@@ -178,16 +201,17 @@ def place_model(
     placement: Placement = {}
     for buffers_of_ranks, shards in zip(pipeline, chunks):
         of_dense = dense_shards(shards, experts_are_apart=bool(experts))
-        add_copies(
-            placement, [place_chunk(model, of_dense, buffers) for buffers in buffers_of_ranks]
-        )
+        placed = [place_chunk(model, of_dense, buffers) for buffers in buffers_of_ranks]
+        add_copies(placement, placed)
     if experts:
-        place_experts(model, experts, chunks, num_stages, placement)
+        place_experts(model, experts, chunks, num_stages, placement=placement)
     return placement
 
 
 def _in_order_of_layers(
-    ranks: Sequence[Sequence[OptimizerBuffer]], num_stages: int, tensor_parallel_size: int
+    ranks: BuffersOfRanks,
+    num_stages: int,
+    tensor_parallel_size: int,
 ) -> list[list[BuffersOfChunk]]:
     """Return the buffers of each model chunk's tensor-parallel ranks, in the order of the layers.
 
@@ -199,13 +223,16 @@ def _in_order_of_layers(
     """
     chunks_of_rank = [_by_chunk(rank) for rank in ranks]
     num_chunks = max(len(chunks) for chunks in chunks_of_rank)
-    pipeline: list[list[BuffersOfChunk]] = []
+    pipeline = []
     for chunk in range(num_chunks):
         for stage in range(num_stages):
             first = stage * tensor_parallel_size
-            of_stage = chunks_of_rank[first : first + tensor_parallel_size]
-            # A rank with fewer chunks has none of the parameters of this one.
-            pipeline.append([chunks[chunk] if chunk < len(chunks) else {} for chunks in of_stage])
+            buffers_of_ranks = []
+            for chunks in chunks_of_rank[first : first + tensor_parallel_size]:
+                # A rank with fewer chunks has none of the parameters of this one.
+                buffers = chunks[chunk] if chunk < len(chunks) else {}
+                buffers_of_ranks.append(buffers)
+            pipeline.append(buffers_of_ranks)
     return pipeline
 
 
@@ -221,7 +248,13 @@ def _by_chunk(rank: Sequence[OptimizerBuffer]) -> list[BuffersOfChunk]:
 
 @dataclass(frozen=True)
 class _Remainder:
-    """The layers, norm and multi-token prediction that are left for later chunks."""
+    """The part of the model that is left for later chunks.
+
+    Attributes:
+        first_layer: number of the first layer of the decoder that is left.
+        final_norm: whether the norm after the decoder is left.
+        prediction: whether multi-token prediction is left.
+    """
 
     first_layer: int
     final_norm: bool
@@ -243,15 +276,18 @@ def _split(
     experts_are_apart: bool,
 ) -> list[list[ParameterShard]]:
     """Return the shards of every model chunk, those of experts included."""
-    contents: list[list[ParameterShard]] = []
+    contents = []
     remainder = _Remainder(0, bool(model.final_norm), bool(model.prediction))
     for number, buffers_of_ranks in enumerate(pipeline):
         buffers = buffers_of_ranks[0]  # other tensor-parallel ranks have the same sizes
         numel_of_buffers = sum(buffer.numel for buffer in buffers.values())
         candidates = _possible_chunks(
-            model, remainder, is_first=number == 0, is_last=number + 1 == len(pipeline)
+            model,
+            remainder,
+            is_first=number == 0,
+            is_last=number + 1 == len(pipeline),
         )
-        reasons: list[str] = []
+        reasons = []
         for chunk in candidates:
             shards = model.shards(chunk, num_stages)
             of_dense = dense_shards(shards, experts_are_apart)
@@ -273,7 +309,9 @@ def _split(
 
 
 def _mismatch(
-    model: RegisteredModel, shards: Sequence[ParameterShard], buffers: BuffersOfChunk
+    model: RegisteredModel,
+    shards: Sequence[ParameterShard],
+    buffers: BuffersOfChunk,
 ) -> str | None:
     """Return the reason why shards do not fill the buffers; None if they do."""
     try:
@@ -284,17 +322,26 @@ def _mismatch(
 
 
 def _possible_chunks(
-    model: RegisteredModel, remainder: _Remainder, is_first: bool, is_last: bool
+    model: RegisteredModel,
+    remainder: _Remainder,
+    is_first: bool,
+    is_last: bool,
 ) -> Iterator[ModelChunk]:
     """Yield the chunks that can come next, the smallest first; the last one has all that is left.
 
     In models with multi-token prediction, its layers and the final norm can be in any chunk after
     all other layers, not only in the last one.
     """
-    first, num_layers = remainder.first_layer, len(model.decoder)
+    first = remainder.first_layer
+    num_layers = len(model.decoder)
     if is_last:
-        layers = range(first, num_layers)
-        yield ModelChunk(layers, remainder.final_norm, remainder.prediction, is_first, is_last)
+        yield ModelChunk(
+            range(first, num_layers),
+            has_final_norm=remainder.final_norm,
+            has_prediction=remainder.prediction,
+            is_first=is_first,
+            is_last=True,
+        )
         return
     for stop in range(first, num_layers + 1):
         ends_decoder = bool(model.prediction) and stop == num_layers
@@ -304,4 +351,10 @@ def _possible_chunks(
             for has_norm in (False, True):
                 if has_norm and not (ends_decoder and remainder.final_norm):
                     continue
-                yield ModelChunk(range(first, stop), has_norm, has_prediction, is_first, is_last)
+                yield ModelChunk(
+                    range(first, stop),
+                    has_final_norm=has_norm,
+                    has_prediction=has_prediction,
+                    is_first=is_first,
+                    is_last=False,
+                )

@@ -22,40 +22,52 @@ from collections.abc import Sequence
 
 import torch
 
-from megatron.checkpoint.core.lazy_tensor import LazyTensor
+from megatron.checkpoint.core.lazy_tensor import LazyTensor, Shape
 from megatron.checkpoint.dcp.chunk import Chunk
 from megatron.checkpoint.dcp.stored_checkpoint import StoredCheckpoint
 
 _ORIGINAL_SHAPE = "nd_reformulated_orig_global_shape"
 
 
-def original_shape(stored: StoredCheckpoint, key: str) -> tuple[int, ...] | None:
+def original_shape(stored: StoredCheckpoint, key: str) -> Shape | None:
     """Return the shape of a reformulated tensor; None for a tensor stored in its own shape."""
-    shape = getattr(stored.metadata, "mcore_data", {}).get(key, {}).get(_ORIGINAL_SHAPE)
-    return None if shape is None else tuple(shape)
+    tensors = getattr(stored.metadata, "mcore_data", {})
+    shape = tensors.get(key, {}).get(_ORIGINAL_SHAPE)
+    if shape is None:
+        return None
+    return tuple(shape)
 
 
 def reformulated(
-    stored: StoredCheckpoint, key: str, shape: Sequence[int], index: Sequence[int] = ()
+    stored: StoredCheckpoint,
+    key: str,
+    shape: Sequence[int],
+    index: Sequence[int] = (),
 ) -> LazyTensor:
     """Return a reformulated tensor, or its slice at ``index`` of its leading axes.
 
     Reading rows reads these rows of every block that has some of them, and nothing else.
 
+    Args:
+        stored: the checkpoint.
+        key: key of the stored tensor.
+        shape: original shape of the whole tensor.
+        index: position along its leading axes; the result lacks these.
+
     Raises:
         ValueError: if the stored shape is not that of equal blocks of ``shape``.
     """
     *grid, block_numel = stored.shape(key)
-    is_divided = len(grid) == len(shape) and all(
-        number and size % number == 0 for size, number in zip(shape, grid)
-    )
     block = [size // max(number, 1) for size, number in zip(shape, grid)]
+    whole = [size * number for size, number in zip(block, grid)]
+    is_divided = whole == [*shape] and len(grid) == len(shape)
     if not is_divided or math.prod(block) != block_numel:
         raise ValueError(
-            f"{key}: {tuple(stored.shape(key))} is not {tuple(shape)} in equal pieces: expected the"
-            " number of pieces along each axis and the elements of one piece"
+            f"{key}: {tuple(stored.shape(key))} is not {tuple(shape)} in equal blocks: expected the"
+            " number of blocks along each axis and the elements of one block"
         )
-    return _Blocks(stored, key, grid, block, index).tensor()
+    blocks = _Blocks(stored, key, grid, block, index=index)
+    return blocks.tensor()
 
 
 class _Blocks:
@@ -77,10 +89,11 @@ class _Blocks:
         block: Sequence[int],
         index: Sequence[int],
     ):
-        self._stored, self._key = stored, key
-        num_leading = len(index)
+        self._stored = stored
+        self._key = key
         self._leading = [position // size for position, size in zip(index, block)]
-        self._grid, self._block = grid[num_leading:], block[num_leading:]
+        self._grid = grid[len(index) :]
+        self._block = block[len(index) :]
         # A block has as many elements at every index, one index after another. With leading sizes
         # of (2, 3), those at the index (1, 2) come after those at 1 * 3 + 2 = 5 other indices.
         before = 0
@@ -91,7 +104,9 @@ class _Blocks:
     def tensor(self) -> LazyTensor:
         """Return the elements at the index as a tensor that is read by rows."""
         shape = tuple(number * size for number, size in zip(self._grid, self._block))
-        read = self._read_rows if shape else self._read_scalar
+        read = self._read_rows
+        if not shape:
+            read = self._read_scalar
         return LazyTensor(shape, self._stored.dtype(self._key), read)
 
     def _read_scalar(self, start: int, stop: int) -> torch.Tensor:
@@ -105,23 +120,32 @@ class _Blocks:
         first row of the blocks (1, 0), (1, 1) and (1, 2): their elements 0 and 1.
         """
         rows, *sizes = self._block  # of a block, from the axis of the rows on
+        columns_of_grid = self._grid[1:]
         row_numel = math.prod(sizes)
-        row_shape = [number * size for number, size in zip(self._grid[1:], sizes)]
-        out = torch.empty((stop - start, *row_shape), dtype=self._stored.dtype(self._key))
+        row_shape = [number * size for number, size in zip(columns_of_grid, sizes)]
+        dtype = self._stored.dtype(self._key)
+        out = torch.empty((stop - start, *row_shape), dtype=dtype)
         for band in range(start // rows, math.ceil(stop / rows)):
-            first, last = max(start, band * rows), min(stop, (band + 1) * rows)
+            first = max(start, band * rows)
+            last = min(stop, (band + 1) * rows)
             offset = self._start + (first - band * rows) * row_numel
             numel = (last - first) * row_numel
-            for columns in itertools.product(*(range(number) for number in self._grid[1:])):
+            for columns in itertools.product(*map(range, columns_of_grid)):
                 position = [*self._leading, band, *columns]
                 elements = self._read_elements(position, offset, numel)
-                target = [slice(first - start, last - start)]
-                for column, size in zip(columns, sizes):
-                    target.append(slice(column * size, (column + 1) * size))
-                out[tuple(target)] = elements.reshape(last - first, *sizes)
+                corner = [column * size for column, size in zip(columns, sizes)]
+                target = Chunk((first, *corner), (last - first, *sizes))
+                index = target.slices([start, *[0] * len(corner)])
+                out[index] = elements.reshape(target.sizes)
         return out
 
-    def _read_elements(self, position: Sequence[int], offset: int, numel: int) -> torch.Tensor:
+    def _read_elements(
+        self,
+        position: Sequence[int],
+        offset: int,
+        numel: int,
+    ) -> torch.Tensor:
         """Read elements of the block at ``position`` of the grid, a 1-d tensor."""
-        chunk = Chunk((*position, offset), (*(1 for _ in position), numel))
+        sizes = (1,) * len(position) + (numel,)
+        chunk = Chunk((*position, offset), sizes)
         return self._stored.read_chunk(self._key, chunk).reshape(numel)

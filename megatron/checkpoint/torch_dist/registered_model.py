@@ -10,12 +10,11 @@ buffer has depends on the model chunk of the pipeline (:class:`ModelChunk`).
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megatron.checkpoint.core import key_rules
 from megatron.checkpoint.core.key_rules import OUTPUT_LAYER, WORD_EMBEDDINGS
-from megatron.checkpoint.core.lazy_tensor import LazyTensor
+from megatron.checkpoint.core.lazy_tensor import Tensors
 from megatron.checkpoint.core.spelling import (
     Spelling,
     expert_number,
@@ -26,7 +25,6 @@ from megatron.checkpoint.core.spelling import (
 from megatron.checkpoint.torch_dist.optimizer_buffers import LayoutMismatchError, ParameterShard
 
 _DOWN_PROJECTION = re.compile(r"\.self_attention\.linear_(q|kv)_down_proj\.")
-_EMBEDDING, _FINAL_NORM, _PREDICTION = "embedding.", "decoder.final_layernorm.", "mtp."
 
 
 @dataclass(frozen=True)
@@ -47,19 +45,29 @@ class LayerImplementation:
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """One way in which a run can have laid out its optimizer's buffers over ranks."""
+    """One way in which a run can have laid out its optimizer's buffers over ranks.
+
+    Attributes:
+        tensor_parallel_size: number of ranks that share a parameter outside experts.
+        expert_tensor_parallel_size: number of ranks that share a parameter of an expert.
+        layers: the layers that the model is made of.
+    """
 
     tensor_parallel_size: int
     expert_tensor_parallel_size: int
     layers: LayerImplementation
 
     def __str__(self) -> str:
-        layers = "Transformer Engine's" if self.layers.transformer_engine else "local"
-        experts = " with grouped experts" if self.layers.grouped_experts else ""
-        down = "" if self.layers.splits_down_projections else ", whole down projections"
+        layers = "local layers"
+        if self.layers.transformer_engine:
+            layers = "Transformer Engine's layers"
+        if self.layers.grouped_experts:
+            layers += " with grouped experts"
+        if not self.layers.splits_down_projections:
+            layers += ", whole down projections"
         return (
             f"tensor parallelism of {self.tensor_parallel_size},"
-            f" {self.expert_tensor_parallel_size} in experts, {layers} layers{experts}{down}"
+            f" {self.expert_tensor_parallel_size} in experts, {layers}"
         )
 
     def split_dim(self, name: str) -> int | None:
@@ -79,8 +87,14 @@ class BucketLayout:
 class ModelChunk:
     """The part of the model that one pipeline stage runs in one go.
 
-    Stages have several chunks under interleaved (virtual) pipeline parallelism. The first one has
-    the embeddings, the last one the output layer.
+    Stages have several chunks under interleaved (virtual) pipeline parallelism.
+
+    Attributes:
+        layers: numbers of its layers of the decoder.
+        has_final_norm: it has the norm after the decoder.
+        has_prediction: it has the layers of multi-token prediction.
+        is_first: it is the first chunk of the model, with the embeddings.
+        is_last: it is the last chunk of the model, with the output layer.
     """
 
     layers: range
@@ -110,24 +124,46 @@ class RegisteredModel:
         ValueError: for parameters whose position in the buffers is not known.
     """
 
-    def __init__(self, weights: Mapping[str, LazyTensor], layout: BucketLayout):
-        self._weights, self.layout = weights, layout
+    def __init__(self, weights: Tensors, layout: BucketLayout):
+        self._weights = weights
+        self.layout = layout
         self._shapes = {name: tensor.shape for name, tensor in weights.items()}
-        names = _in_registration_order(weights, layout.layers)
-        self.embedding = [name for name in names if name.startswith(_EMBEDDING)]
-        self.decoder = _by_layer(names)
-        self.final_norm = [name for name in names if name.startswith(_FINAL_NORM)]
-        self.prediction = [name for name in names if name.startswith(_PREDICTION)]
-        self.output = [name for name in names if name == OUTPUT_LAYER]
-        experts = [expert_number(name) for name in names]
-        self.num_experts = max((number + 1 for number in experts if number is not None), default=0)
-        known = {*self.embedding, *self.final_norm, *self.prediction, *self.output}
-        known.update(*self.decoder)
-        if len(known) != len(names):
+        self.embedding: list[str] = []
+        self.decoder: list[list[str]] = []
+        self.final_norm: list[str] = []
+        self.prediction: list[str] = []
+        self.output: list[str] = []
+        self.num_experts = 0
+        unknown = []
+        for name in _in_registration_order(weights, layout.layers):
+            expert = expert_number(name)
+            if expert is not None:
+                self.num_experts = max(self.num_experts, expert + 1)
+            names = self._list_for(name)
+            if names is None:
+                unknown.append(name)
+            else:
+                names.append(name)
+        if unknown:
             raise ValueError(
                 "where the optimizer's buckets have these is not known:"
-                f" {', '.join(sorted({*names} - known))}"
+                f" {', '.join(sorted(unknown))}"
             )
+
+    def _list_for(self, name: str) -> list[str] | None:
+        """Return the list that a parameter belongs to; None if it is not known."""
+        layer = layer_number(name)
+        if layer is not None:
+            while len(self.decoder) <= layer:
+                self.decoder.append([])
+            return self.decoder[layer]
+        if name.startswith("embedding."):
+            return self.embedding
+        if name.startswith("decoder.final_layernorm."):
+            return self.final_norm
+        if name.startswith("mtp."):
+            return self.prediction
+        return self.output if name == OUTPUT_LAYER else None
 
     def shards(self, chunk: ModelChunk, num_stages: int) -> list[ParameterShard]:
         """List the shards that each tensor-parallel rank has of a chunk, in registration order.
@@ -138,12 +174,12 @@ class RegisteredModel:
         Raises:
             LayoutMismatchError: for a parameter that the layout cannot split.
         """
-        embedding: list[str] = []
+        embedding = []
         if chunk.is_first:
             embedding = self.embedding
         elif chunk.has_prediction:
             embedding = [WORD_EMBEDDINGS]
-        names: list[str] = []
+        names = []
         for layer in chunk.layers:
             names += self.decoder[layer]
         if chunk.has_final_norm:
@@ -153,10 +189,9 @@ class RegisteredModel:
         if chunk.is_last:
             names += self.output
         is_shared = num_stages > 1 and bool(self.prediction or not self.output)
-        shards = [
-            self.shard(name, has_own_bucket=is_shared and name == WORD_EMBEDDINGS)
-            for name in embedding
-        ]
+        shards = []
+        for name in embedding:
+            shards.append(self.shard(name, has_own_bucket=is_shared and name == WORD_EMBEDDINGS))
         shards += [self.shard(name) for name in names]
         has_no_copy_yet = not chunk.is_first and not chunk.has_prediction
         if chunk.is_last and has_no_copy_yet and not self.output:
@@ -169,7 +204,8 @@ class RegisteredModel:
         Raises:
             LayoutMismatchError: if the layout cannot split it.
         """
-        shape, dim = list(self._weights[name].shape), self.layout.split_dim(name)
+        shape = list(self._weights[name].shape)
+        dim = self.layout.split_dim(name)
         if dim is not None:
             num_splits = self.layout.num_splits(name)
             if shape[dim] % num_splits:
@@ -188,9 +224,7 @@ class RegisteredModel:
         return key_rules.has_halves(name, self._shapes)
 
 
-def _in_registration_order(
-    weights: Mapping[str, LazyTensor], layers: LayerImplementation
-) -> list[str]:
+def _in_registration_order(weights: Tensors, layers: LayerImplementation) -> list[str]:
     names = [name for name in weights if not key_rules.is_buffer(name)]
     spelling = Spelling(
         transformer_engine=layers.transformer_engine,
@@ -199,15 +233,3 @@ def _in_registration_order(
         layers=layer_kinds(names),
     )
     return sorted(names, key=lambda name: key_rules.registration_order(name, spelling))
-
-
-def _by_layer(names: list[str]) -> list[list[str]]:
-    """Return the names of each decoder layer's parameters, in the order of ``names``."""
-    layers: list[list[str]] = []
-    for name in names:
-        number = layer_number(name)
-        if number is not None:
-            while len(layers) <= number:
-                layers.append([])
-            layers[number].append(name)
-    return layers

@@ -9,14 +9,14 @@ chained optimizers where experts have one of their own.
 
 from __future__ import annotations
 
-import argparse
+from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from megatron.checkpoint.core.param_groups import has_muon
-from megatron.checkpoint.core.training_state import OptimizerParamGroup, TrainingState
+from megatron.checkpoint.core.training_state import Fields, OptimizerParamGroup, TrainingState
 from megatron.checkpoint.dcp import safe_pickle
 from megatron.checkpoint.dcp.stored_checkpoint import StoredCheckpoint
 from megatron.checkpoint.integrity.manifest import DamagedCheckpointError
@@ -38,7 +38,7 @@ KNOWN_FIELDS = (
 """Fields that :class:`TrainingState` has, or that follow from the layout."""
 
 
-def read_common(stored: StoredCheckpoint) -> dict[str, Any]:
+def read_common(stored: StoredCheckpoint) -> Fields:
     """Read the common state, from its file or from its object.
 
     Raises:
@@ -47,13 +47,8 @@ def read_common(stored: StoredCheckpoint) -> dict[str, Any]:
     """
     path = stored.directory / COMMON_FILE
     if path.is_file():
-        try:
-            with durable.naming(path):
-                common = safe_pickle.load_torch(path.read_bytes())
-        except safe_pickle.RefusedPickleError as error:
-            raise safe_pickle.RefusedPickleError(f"{path}: {error}") from None
-        except ValueError as error:
-            raise DamagedCheckpointError(f"{path} is damaged: {error}") from error
+        with durable.naming(path), safe_pickle.naming(str(path)):
+            common = safe_pickle.load_torch(path.read_bytes())
     elif COMMON_OBJECT in stored.objects:
         common = read_sharded_object(stored, COMMON_OBJECT)
     else:
@@ -69,9 +64,13 @@ def read_common(stored: StoredCheckpoint) -> dict[str, Any]:
     return common
 
 
-def grad_scaler_in(common: Mapping[str, Any]) -> dict[str, Any] | None:
+def grad_scaler_in(common: Mapping[str, Any]) -> Fields | None:
     """Return the state of the gradient scaler, which is in one of the optimizers; None without."""
-    return next(filter(None, (one.get("grad_scaler") for one in optimizers_in(common))), None)
+    for optimizer in optimizers_in(common):
+        scaler: Fields | None = optimizer.get("grad_scaler")
+        if scaler:
+            return scaler
+    return None
 
 
 def is_distributed(groups: Sequence[OptimizerParamGroup] | None) -> bool:
@@ -79,9 +78,9 @@ def is_distributed(groups: Sequence[OptimizerParamGroup] | None) -> bool:
     return not has_muon(group.fields for group in groups or ())
 
 
-def common_of(state: TrainingState) -> dict[str, Any]:
+def common_of(state: TrainingState) -> Fields:
     """Return the common state to write, for the optimizer's layout in :func:`is_distributed`."""
-    content: dict[str, Any] = dict(state.others)
+    content: Fields = dict(state.others)
     has_distributed = is_distributed(state.groups)
     if state.args is not None:
         content["args"] = _args_of_format(state.args, has_distributed)
@@ -94,11 +93,11 @@ def common_of(state: TrainingState) -> dict[str, Any]:
     }
     if state.groups is not None:
         content["optimizer"] = _optimizer(state, has_distributed)
-    if state.groups is not None and has_distributed:
-        content["content_metadata"] |= {
-            "distrib_optim_sharding_type": "fully_reshardable",
-            "distrib_optim_fully_reshardable_mem_efficient": False,
-        }
+        if has_distributed:
+            content["content_metadata"] |= {
+                "distrib_optim_sharding_type": "fully_reshardable",
+                "distrib_optim_fully_reshardable_mem_efficient": False,
+            }
     if state.scheduler is not None:
         content["opt_param_scheduler"] = dict(state.scheduler)
     return content
@@ -116,12 +115,15 @@ def notes_on_steps(state: TrainingState) -> Iterator[str]:
             yield f"{name}: its moments have seen {step:g} steps; torch_dist has {last:g} for all"
 
 
-def _args_of_format(args: argparse.Namespace, has_distributed: bool) -> argparse.Namespace:
+def _args_of_format(args: Namespace, has_distributed: bool) -> Namespace:
     """Return the arguments of a run that writes this format."""
-    values = {"use_megatron_fsdp": False, "ckpt_format": "torch_dist"}
-    values |= {"use_distributed_optimizer": has_distributed}
-    values |= {"dist_ckpt_optim_fully_reshardable": True}
-    return argparse.Namespace(**vars(args) | values)
+    values = {
+        "use_megatron_fsdp": False,
+        "ckpt_format": "torch_dist",
+        "use_distributed_optimizer": has_distributed,
+        "dist_ckpt_optim_fully_reshardable": True,
+    }
+    return Namespace(**vars(args) | values)
 
 
 def _optimizer(state: TrainingState, has_distributed: bool) -> dict[Any, Any]:
@@ -130,34 +132,41 @@ def _optimizer(state: TrainingState, has_distributed: bool) -> dict[Any, Any]:
     Experts have their own, but not in runs that divide whole matrices among ranks. Muon's go before
     those of Adam.
     """
-    args, last = state.args, max(_steps(state).values(), default=None)
-    is_layer_wise = getattr(args, "optimizer", "") == "dist_muon" or bool(
-        getattr(args, "use_layer_wise_distributed_optimizer", False)
-    )
-    groups_of: dict[tuple[bool, bool], list[dict[str, Any]]] = {}
+    args = state.args
+    last = max(_steps(state).values(), default=None)
+    is_layer_wise = getattr(args, "optimizer", "") == "dist_muon"
+    if getattr(args, "use_layer_wise_distributed_optimizer", False):
+        is_layer_wise = True
+    groups_of: dict[tuple[bool, bool], list[Fields]] = {}
     for group in state.groups or []:
-        fields, is_adams = dict(group.fields), has_distributed or "betas" in group.fields
+        fields = dict(group.fields)
+        is_adams = has_distributed or "betas" in fields
         if last is not None and is_adams:
             fields["step"] = last
         is_expert = bool(fields.get("is_expert_parallel")) and not is_layer_wise
         groups_of.setdefault((is_adams, is_expert), []).append(fields)
-    optimizers: list[dict[str, Any]] = []
-    for (is_adams, _), groups in sorted(groups_of.items(), key=lambda item: item[0]):
-        inner: dict[str, Any] = {"param_groups": groups}
+    optimizers = []
+    for is_adams, is_expert in sorted(groups_of):
+        inner: Fields = {"param_groups": groups_of[is_adams, is_expert]}
         if has_distributed:
-            scaler = {"grad_scaler": state.grad_scaler} if state.grad_scaler else {}
-            sharding = {"param_state_sharding_type": "fully_reshardable"}
-            optimizers.append({"optimizer": inner, **sharding, **scaler})
+            optimizer = {"optimizer": inner, "param_state_sharding_type": "fully_reshardable"}
+            if state.grad_scaler:
+                optimizer["grad_scaler"] = state.grad_scaler
+            optimizers.append(optimizer)
             continue
         if last is not None and is_adams:
             inner["state"] = {"common_step": torch.tensor(float(last))}
-        optimizers.append({"optimizer": inner} if getattr(args, "bf16", False) else inner)
-    return optimizers[0] if len(optimizers) == 1 else dict(enumerate(optimizers))
+        if getattr(args, "bf16", False):
+            inner = {"optimizer": inner}
+        optimizers.append(inner)
+    if len(optimizers) == 1:
+        return optimizers[0]
+    return dict(enumerate(optimizers))
 
 
 def _steps(state: TrainingState) -> dict[str, float]:
     """Return the number of steps that each parameter's moments have seen, where that is known."""
-    steps: dict[str, float] = {}
+    steps = {}
     for group in state.groups or []:
         for name in group.names:
             step = state.step_of(name)
@@ -174,7 +183,9 @@ def read_sharded_object(stored: StoredCheckpoint, key: str) -> Any:
         RefusedPickleError: if it names a class that checkpoints do not hold.
     """
     value = stored.read_object(key)
-    return value[0] if isinstance(value, list) and len(value) == 1 else value
+    if isinstance(value, list) and len(value) == 1:
+        return value[0]
+    return value
 
 
 def optimizers_in(common: Mapping[str, Any]) -> list[Any]:
@@ -188,14 +199,15 @@ def optimizers_in(common: Mapping[str, Any]) -> list[Any]:
 
 
 def optimizers_of_ranks(
-    stored: StoredCheckpoint, keys: Mapping[OptimizerOfRank, str]
+    stored: StoredCheckpoint,
+    keys: Mapping[OptimizerOfRank, str],
 ) -> dict[int, Any]:
     """Return the state of each chained optimizer that ranks have stored.
 
     A rank without parameters in a group lacks fields of it, which another rank has. ``keys`` are
     those of each rank's object ``optimizer``.
     """
-    groups_of_chain: dict[int, list[dict[str, Any]]] = {}
+    groups_of_chain: dict[int, list[Fields]] = {}
     for (chain, _), key in sorted(keys.items()):
         stored_groups = read_sharded_object(stored, key)["param_groups"]
         groups = groups_of_chain.setdefault(chain, [{} for _ in stored_groups])
@@ -203,26 +215,33 @@ def optimizers_of_ranks(
             for name, value in fields.items():
                 if group.get(name) is None:
                     group[name] = value
-    return {
-        chain: {"optimizer": {"param_groups": groups}} for chain, groups in groups_of_chain.items()
-    }
+    optimizers = {}
+    for chain, groups in groups_of_chain.items():
+        optimizers[chain] = {"optimizer": {"param_groups": groups}}
+    return optimizers
 
 
-def param_groups_of(optimizers: Sequence[Any]) -> list[dict[str, Any]]:
+def param_groups_of(optimizers: Sequence[Any]) -> list[Fields]:
     """Return the param groups of all optimizers, those of experts last.
 
     They have ``is_expert_parallel`` and, if the file has it, ``step``, but no ``params``.
     """
     groups = []
     for number, state in enumerate(optimizers):
-        inner = state.get("optimizer", state) if isinstance(state, dict) else {}
+        if not isinstance(state, dict):
+            continue
+        inner = state.get("optimizer", state)
         common_step = (inner.get("state") or {}).get("common_step")
         is_last_of_several = 0 < number == len(optimizers) - 1
         for fields in inner.get("param_groups", []):
             group = {name: value for name, value in fields.items() if name != "params"}
             group.setdefault("is_expert_parallel", is_last_of_several)
-            step = group.get("step") if common_step is None else common_step
+            step = common_step
+            if step is None:
+                step = group.get("step")
+            if isinstance(step, torch.Tensor):
+                step = step.item()
             if step is not None:
-                group["step"] = step.item() if isinstance(step, torch.Tensor) else step
+                group["step"] = step
             groups.append(group)
     return sorted(groups, key=lambda group: bool(group["is_expert_parallel"]))

@@ -86,7 +86,7 @@ def test_every_bit_of_a_tensor_is_under_its_checksum(
     copy = shutil.copytree(small[form], tmp_path / "copy")
     stored = StoredCheckpoint(copy)
     key = next(key for key in stored.tensors if key.endswith("linear_qkv.weight"))
-    payload = stored._payload(key, stored.tensors[key].chunks[0])
+    payload = stored._payload(key, stored.chunks[key][0])
     data = bytearray((copy / "__0_0.distcp").read_bytes())
     for at in (
         payload.offset,

@@ -34,7 +34,7 @@ def test_prefixes_that_no_loader_asks_for_are_refused(
 ) -> None:
     path = small_models.write(state_of(shapes_of()), tmp_path / "in")
     error = run_json(TO_FSDP, path, tmp_path / "out", option, prefix, code=1)["error"]
-    assert f"the prefix {prefix!r} is none that a loader asks for" in error
+    assert f"no loader asks for the prefix {prefix!r}" in error
     assert not (tmp_path / "out").exists()
 
 

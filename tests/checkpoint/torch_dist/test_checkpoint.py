@@ -113,8 +113,9 @@ def test_a_file_without_arguments_is_taken_for_fp32_and_that_is_said(tmp_path: P
     path = small_models.write(state_of(shapes_of()), tmp_path / "in", "fsdp_dtensor")
     bare = rewritten(path, tmp_path / "bare", lambda content: content.pop("args"))
     (note,) = run_json(TO_TORCH_DIST, bare, tmp_path / "out")["notes"]
-    assert (
-        note == "args: not in the file, so what the model computes in is not known; fp32 is taken"
+    assert note == (
+        "args: not in the file, so the dtype of the model's computations is not known; fp32 is"
+        " assumed"
     )
     assert open_checkpoint(tmp_path / "out").stored.dtype("output_layer.weight") == torch.float32
 

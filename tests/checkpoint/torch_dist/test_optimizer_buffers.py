@@ -25,9 +25,7 @@ def shards_of(*sizes: int) -> list[ParameterShard]:
 def sharded(*buckets: list[tuple[int, int]]) -> ShardedBuffer:
     """Make a buffer whose buckets have chunks at these ranges, with elements that are numbered."""
     chunks = {
-        f"bucket {number}": [
-            SimpleNamespace(offsets=(start,), sizes=(stop - start,)) for start, stop in ranges
-        ]
+        f"bucket {number}": [Chunk((start,), (stop - start,)) for start, stop in ranges]
         for number, ranges in enumerate(buckets)
     }
     lengths = {
@@ -38,7 +36,7 @@ def sharded(*buckets: list[tuple[int, int]]) -> ShardedBuffer:
         return torch.arange(lengths[key])[chunk.slices((0,))]
 
     stored = SimpleNamespace(
-        tensors={key: SimpleNamespace(chunks=found) for key, found in chunks.items()},
+        chunks=chunks,
         shape=lambda key: (lengths[key],),
         dtype=lambda key: torch.float32,
         read_chunk=read_chunk,

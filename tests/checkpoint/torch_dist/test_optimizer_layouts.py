@@ -198,7 +198,7 @@ def test_a_stored_shape_that_is_not_in_pieces_is_refused(space: File) -> None:
     space.stored.tensors[key].size = torch.Size((2, 4, 1, 191))
     with pytest.raises(
         ValueError,
-        match=r"linear_fc1\.weight: \(2, 4, 1, 191\) is not \(2, 48, 16\) in equal pieces",
+        match=r"linear_fc1\.weight: \(2, 4, 1, 191\) is not \(2, 48, 16\) in equal blocks",
     ):
         space.read()
 

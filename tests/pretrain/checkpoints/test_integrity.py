@@ -49,7 +49,7 @@ def bit_of_a_weight(source: Path) -> tuple[str, Flip]:
     """Return a weight, and a bit of an exponent in the middle of it."""
     stored = StoredCheckpoint(source)
     key = next(key for key in stored.tensors if key.endswith("mlp.linear_fc2.weight"))
-    payload = stored._payload(key, stored.tensors[key].chunks[0])
+    payload = stored._payload(key, stored.chunks[key][0])
     return key, Flip(payload.file.name, payload.offset + payload.num_bytes // 2 + 3, 1)
 
 

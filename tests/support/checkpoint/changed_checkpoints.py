@@ -58,7 +58,7 @@ def without_manifest(folder: Path) -> Path:
 def flip_a_bit(iteration: Path, key: str, at: int = 0) -> Path:
     """Change a bit of the values of a tensor, and return the file that has them."""
     stored = StoredCheckpoint(iteration)
-    payload = stored._payload(key, stored.tensors[key].chunks[0])
+    payload = stored._payload(key, stored.chunks[key][0])
     data = bytearray(payload.file.read_bytes())
     data[payload.offset + at] ^= 1
     payload.file.write_bytes(data)
