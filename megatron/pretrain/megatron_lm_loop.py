@@ -23,7 +23,7 @@ from megatron.mcore_adapter.releases import tested
 from megatron.mcore_adapter.run.environment import say
 from megatron.mcore_adapter.run.errors import RunError
 from megatron.mcore_adapter.run.logging_setup import leave_logging
-from megatron.pretrain.arguments.parser import parser_of_given_flags
+from megatron.pretrain.arguments.parser import default_values
 from megatron.pretrain.data import gpt_datasets
 from megatron.pretrain.data.gpt_datasets import BuildDatasets
 from megatron.pretrain.data.tokenizer_choice import OF_TYPES, TokenizerChoice
@@ -152,10 +152,9 @@ def dry_run(kind: str) -> int:
     args = arguments.parse_args()
     with redirect_stdout(io.StringIO()):  # a list of all arguments
         arguments.validate_args(args)
-    _, defaults = parser_of_given_flags()  # of what that loop does not know
     choice = asdict(tokenizer_choice(args, kind))
     try:
-        print_dry_run(argparse.Namespace(**{**defaults, **vars(args), **choice}), say)
+        print_dry_run(argparse.Namespace(**{**default_values(), **vars(args), **choice}), say)
     except (ValueError, NotImplementedError, OSError, RunError) as error:
         tested.end_program(f"pretrain_gpt.py: error: {error}", 1)
     return 0

@@ -95,7 +95,7 @@ def take_recorded_tokenizer(check: Check) -> None:
         new = {
             name: value
             for name, value in changed(found[0].choice).items()
-            if getattr(args, name) == check.defaults[name]
+            if getattr(args, name) == check.flags[name].default
         }
         for name, value in new.items():
             setattr(args, name, value)

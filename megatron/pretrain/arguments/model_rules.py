@@ -5,9 +5,7 @@ What Megatron-Core's config checks itself is left to it.
 """
 
 from megatron.pretrain.arguments.check import Check
-
-DIVIDED = "ffn_hidden_size padded_vocab_size moe_shared_expert_intermediate_size q_lora_rank"
-"""Sizes that tensor-parallel ranks divide."""
+from megatron.pretrain.arguments.flags import DIVIDED
 
 
 def complete_model(check: Check) -> None:
@@ -181,8 +179,10 @@ def check_tensor_parallel_sizes(check: Check) -> None:
     """Check that tensor parallelism divides the model evenly."""
     args = check.args
     tensor, expert_tensor = args.tensor_model_parallel_size, args.expert_tensor_parallel_size
-    for dest in DIVIDED.split():
-        check.require_multiple(dest, tensor, f"--tensor-model-parallel-size {tensor} divides it")
+    for dest, flag in check.flags.items():
+        if DIVIDED in flag.rules:
+            why = f"--tensor-model-parallel-size {tensor} divides it"
+            check.require_multiple(dest, tensor, why)
     joint = args.kv_lora_rank + args.qk_pos_emb_head_dim
     check.require(
         not args.multi_latent_attention or joint % tensor == 0,
