@@ -137,17 +137,18 @@ def field_flag(config: type, declared: Field[Any], settings: Settings, row: Decl
         row: what the tables say about it.
     """
     name = declared.name
-    implied = settings.get("choices", ())
     rules = list(row.rules)
     settings |= {"dest": name, "help": field_docstrings(config).get(name, "")}
     settings |= from_metadata(declared)
+    implied = settings.get("choices", ())
     settings |= row.settings
-    if "choices" in row.settings:
-        if implied:
+    if "choices" in settings:
+        choices = tuple(dict.fromkeys((*settings["choices"], *implied)))
+        settings["choices"] = choices
+        absent = tuple(choice for choice in choices if choice not in implied)
+        if implied and absent:
             release = megatron.core.__version__
-            absent = tuple(choice for choice in settings["choices"] if choice not in implied)
             rules.append(Refused(f"Megatron-Core {release} has no such choice", absent))
-        settings["choices"] = tuple(dict.fromkeys((*settings["choices"], *implied)))
     if "names" not in settings:
         prefixes = ("no_", "disable_") if settings["kind"] == "off" else ("",)
         settings["names"] = tuple(spelled(prefix + name) for prefix in prefixes)
