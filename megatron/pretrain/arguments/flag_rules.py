@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from megatron.pretrain.arguments.check import Check
-from megatron.pretrain.arguments.flags import REQUIRED, Idle, Needs, Range, Refused, Same
+from megatron.pretrain.arguments.flags import REQUIRED, Idle, Needs, Range, Redundant, Refused
 from megatron.pretrain.arguments.values import as_written
 
 LARGEST_FLOAT = torch.finfo(torch.float32).max
@@ -38,7 +38,7 @@ def refusals(check: Check, dest: str) -> Iterator[str]:
 def note_what_is_the_same(check: Check) -> None:
     """Note flags that choose what this program does anyway."""
     for dest in check.given:
-        for rule in check.flags[dest].rules_of(Same):
+        for rule in check.flags[dest].rules_of(Redundant):
             if check.changed(dest):
                 check.notes.append(f"{check.flag(dest)}: {rule.reason}; leave it out")
 
@@ -83,7 +83,8 @@ def check_numbers(check: Check) -> bool:
     infinite = check_finite(check)
     for dest, value in check.given.items():
         for rule in check.flags[dest].rules_of(Range):
-            if dest not in infinite and not rule.is_met(value):
+            is_checked = value is not None and dest not in infinite
+            if is_checked and not rule.is_met(value):
                 check.problems.append(f"{check.flag(dest)} must be {rule.words}, got {value}")
                 has_sizes = has_sizes and not rule.is_size
     return has_sizes

@@ -63,10 +63,14 @@ def only_in_other_loop(reason: str) -> Refused:
 
 
 @dataclass(frozen=True)
-class Same:
+class Redundant:
     """A choice of what the program does anyway, which a note says."""
 
     reason: str
+
+
+DEFAULT = Redundant("is the default")
+DEPRECATED_DEFAULT = Redundant("deprecated, is the default")
 
 
 @dataclass(frozen=True)
@@ -81,12 +85,16 @@ class Needs:
     """The end of the error message, where it is not the plain one of `end`."""
     unless: str = ""
     """Another destination that also gives the flag an effect when it is set."""
+    above: int = 0
+    """A number that the value must exceed."""
 
     def is_met(self, args: object) -> bool:
         """Return True if the flag has an effect."""
         if self.unless and getattr(args, self.unless):
             return True
         value = getattr(args, self.other)
+        if self.above:
+            return bool(value > self.above)
         if not self.values:
             return bool(value)
         found = value if isinstance(value, list) else [value]
@@ -99,6 +107,8 @@ class Needs:
         if self.values == (False,):
             return f"does nothing with {flag(self.other)}"
         words = f"needs {flag(self.other)}"
+        if self.above:
+            return f"{words} of at least {self.above + 1}"
         if self.values:
             words += f" {' or '.join(as_written(value) for value in self.values)}"
         if self.unless:
@@ -130,8 +140,8 @@ class NotCaptured:
     reason: str
 
 
-Rule = Mark | Range | Refused | Same | Needs | Idle | Implied | NotCaptured
-Kind = TypeVar("Kind", Range, Refused, Same, Needs, Idle, Implied, NotCaptured)
+Rule = Mark | Range | Refused | Redundant | Needs | Idle | Implied | NotCaptured
+Kind = TypeVar("Kind", Range, Refused, Redundant, Needs, Idle, Implied, NotCaptured)
 ClassOf = type[Kind]
 
 

@@ -260,10 +260,6 @@ def fit_numerics(check: Check) -> None:
             "--deterministic-mode with flash attention needs the environment variable"
             " NVTE_ALLOW_NONDETERMINISTIC_ALGO=0, by which Transformer Engine chooses its kernels",
         )
-        check.require(
-            not args.cross_entropy_loss_fusion,
-            "--deterministic-mode excludes --cross-entropy-loss-fusion",
-        )
         algorithms = ("Tree", "Ring", "CollnetDirect", "CollnetChain", "^NVLS")
         check.require(
             not check.machine.cuda or environment.get("NCCL_ALGO") in algorithms,
@@ -317,7 +313,6 @@ def check_profile(check: Check) -> None:
     """Check the steps and the ranks of a profile."""
     args = check.args
     start, ranks = args.profile_step_start, args.profile_ranks
-    check.require(not args.skip_train, "--profile and --skip-train exclude each other")
     check.require(
         0 <= start < args.profile_step_end,
         "--profile-step-start must be less than --profile-step-end",

@@ -32,10 +32,6 @@ def complete_model(check: Check) -> None:
         complete_latent_attention(check)
     if args.squared_relu or args.openai_gelu or not args.add_bias_linear:
         args.bias_gelu_fusion = False
-    check.require(
-        not args.test_mode or args.normalization == "LayerNorm",
-        "--test-mode compares weights and biases of norms: it needs --normalization LayerNorm",
-    )
     if args.apply_query_key_layer_scaling:
         args.attention_softmax_in_fp32 = True
     complete_experts(check)
@@ -51,10 +47,6 @@ def complete_model(check: Check) -> None:
 def complete_latent_attention(check: Check) -> None:
     """Complete multi-latent attention, which has flags of its own for queries, keys and values."""
     args = check.args
-    check.require(
-        not args.group_query_attention,
-        "--multi-latent-attention has its own keys and values: leave --group-query-attention out",
-    )
     if check.changed("kv_channels"):
         check.notes.append(
             "--kv-channels does nothing with --multi-latent-attention: --qk-head-dim,"

@@ -79,7 +79,6 @@ def check_communicators(check: Check) -> None:
     for name in sorted(names - {*NCCL_SETTINGS}):
         check.problems.append(f"{path}: {name} is none of {', '.join(NCCL_SETTINGS)}")
     group, instances = args.sharp_enabled_group, args.num_distributed_optimizer_instances
-    check.require(args.use_sharp or not group, "--sharp-enabled-group needs --use-sharp")
     check.require(
         group != "dp_replica" or instances > 1,
         f"--sharp-enabled-group {group} needs --num-distributed-optimizer-instances above 1",
@@ -247,10 +246,6 @@ def complete_sequence_parallelism(check: Check) -> None:
     """Check that context ranks, with two chunks each, and tensor ranks divide the sequence."""
     args = check.args
     tensor, context = args.tensor_model_parallel_size, args.context_parallel_size
-    check.require(
-        context > 1 or not check.changed("cp_comm_type"),
-        "--cp-comm-type needs --context-parallel-size above 1",
-    )
     levels = args.hierarchical_context_parallel_sizes
     check.require(
         ("a2a+p2p" in args.cp_comm_type) == bool(levels),
@@ -290,18 +285,12 @@ def complete_sequence_parallelism(check: Check) -> None:
 def complete_pipeline(check: Check) -> None:
     """Divide the layers over pipeline stages, and check the settings of pipeline schedules."""
     args = check.args
-    if args.pipeline_model_parallel_size == 1:
-        for dest in (*INTERLEAVED, *UNEVEN, *ACCOUNTED, "pipeline_model_parallel_layout"):
-            if getattr(args, dest):
-                check.problems.append(
-                    f"{check.flag(dest)} needs --pipeline-model-parallel-size of at least 2"
-                )
-                check.set_default(dest)
-    elif args.pipeline_model_parallel_layout:
+    is_piped = args.pipeline_model_parallel_size > 1
+    if is_piped and args.pipeline_model_parallel_layout:
         follow_layout(check)
-    else:
+    elif is_piped:
         divide_layers(check)
-    if args.pipeline_model_parallel_size > 1 and args.init_model_with_meta_device:
+    if is_piped and args.init_model_with_meta_device:
         # The last stage's copy of the embedding gets its values from the first stage's while the
         # model is built.
         remedy = (

@@ -25,7 +25,7 @@ from megatron.pretrain import ranks
 from megatron.pretrain.arguments import CommandLineError, build_parser, parse_arguments
 from megatron.pretrain.arguments.config_flags import field_flags, known_flags
 from megatron.pretrain.arguments.configs import ddp_config, optimizer_config, transformer_config
-from megatron.pretrain.arguments.flags import Same
+from megatron.pretrain.arguments.flags import Redundant
 from megatron.pretrain.arguments.tables import PROGRAM_GROUPS
 from megatron.pretrain.data.tokenizer_choice import TokenizerChoice
 from megatron.pretrain.model import gpt_optimizer
@@ -265,7 +265,7 @@ def test_no_flag_is_accepted_and_ignored() -> None:
     read |= {setting.name for setting in dataclasses.fields(TokenizerChoice)}
     read.add("loop")  # by pretrain_gpt.py, before the parser
     shown = in_tables | fields | read | {"dry_run_ranks"}
-    same = {dest for dest, flag in known_flags().items() if flag.rules_of(Same)}
+    same = {dest for dest, flag in known_flags().items() if flag.rules_of(Redundant)}
     assert known == shown | REFUSED_HERE | same
     assert read.isdisjoint(in_tables | fields | REFUSED_HERE), "listed twice"
 

@@ -7,12 +7,13 @@ from megatron.pretrain.arguments.flags import (
     AT_LEAST_0,
     AT_LEAST_1,
     COMMON,
+    DEFAULT,
+    DEPRECATED_DEFAULT,
     Flag,
     Idle,
     Implied,
     Needs,
     Refused,
-    Same,
     choice,
     integer,
     number,
@@ -46,8 +47,6 @@ NO_FILES_OF_PATHS = only_in_other_loop("the command line names data here")
 NO_FILL_IN_THE_MIDDLE = Refused(
     "fill-in-the-middle data is not built; rearrange documents before they are tokenized"
 )
-DEFAULT = Same("is the default")
-DEPRECATED_DEFAULT = Same("deprecated, is the default")
 IDLE_WITHOUT_SAVE = Idle(lambda args: not args.save, "without --save")
 IDLE_WITHOUT_LOAD = Idle(
     lambda args: not (args.load or args.pretrained_checkpoint),

@@ -5,13 +5,15 @@ from megatron.pretrain.arguments.flags import (
     ABOVE_0,
     AT_LEAST_0,
     AT_LEAST_1,
+    DEFAULT,
+    DEPRECATED_DEFAULT,
     EMPTY_IS_NONE,
     Flag,
     Idle,
     Needs,
     NotCaptured,
+    Redundant,
     Refused,
-    Same,
     choice,
     integer,
     number,
@@ -19,16 +21,14 @@ from megatron.pretrain.arguments.flags import (
     switch,
     text,
 )
+from megatron.pretrain.arguments.tables.file_flags import NEEDS_SAVE
 from megatron.pretrain.arguments.tables.model_fields import NOT_WRITTEN
 
-NEEDS_SAVE = Needs("save")
 NEEDS_PROFILE = Needs("profile")
 NEEDS_SCALARS = Needs("tensorboard_dir", unless="wandb_project")
 NEEDS_WANDB = Needs("wandb_project")
 USE_TIMERS = Refused("use --timing-log-level 1 --timing-log-option all, or --profile")
-DEFAULT = Same("is the default")
-DEPRECATED_DEFAULT = Same("deprecated, is the default")
-PRIVATE_LOGGER = Same("names a logger that is not public; nothing is sent")
+PRIVATE_LOGGER = Redundant("names a logger that is not public; nothing is sent")
 IDLE_WITHOUT_TIMERS = Idle(lambda args: not args.timing_log_level, "with --timing-log-level 0")
 
 
@@ -103,7 +103,11 @@ LOGGING_FLAGS: dict[str, tuple[Flag, ...]] = {
         text("--wandb-exp-name", "name of the run there", EMPTY_IS_NONE, NEEDS_WANDB),
         text("--wandb-entity", "owner of the project there", EMPTY_IS_NONE, NEEDS_WANDB),
         text("--wandb-save-dir", "directory of its files; default: wandb in --save", NEEDS_WANDB),
-        switch("--profile", "write traces of steps to --tensorboard-dir, or to profile/"),
+        switch(
+            "--profile",
+            "write traces of steps to --tensorboard-dir, or to profile/",
+            Needs("skip_train", (False,), "and --skip-train exclude each other"),
+        ),
         integer(
             "--profile-step-start",
             "first of them, counted from 0 in this run",
@@ -131,7 +135,7 @@ LOGGING_FLAGS: dict[str, tuple[Flag, ...]] = {
         off_switch(
             "--no-one-logger",
             "no NVIDIA one-logger",
-            Same("that logger is not public; nothing is sent anyway"),
+            Redundant("that logger is not public; nothing is sent anyway"),
             dest="enable_one_logger",
         ),
         text(

@@ -134,7 +134,22 @@ MODEL_FIELDS: dict[str, dict[str, Row]] = {
         "qk_l2_norm": NOT_WITH_LATENT_ATTENTION,
         "log_max_attention_logit": Refused("largest attention logits are not logged"),
         "attention_output_gate": NOT_WITH_LATENT_ATTENTION,
-        "test_mode": NEEDS_QK_NORM,
+        "test_mode": (
+            NEEDS_QK_NORM,
+            Needs(
+                "normalization",
+                ("LayerNorm",),
+                "compares weights and biases of norms: it needs --normalization LayerNorm",
+            ),
+        ),
+        "deterministic_mode": Needs(
+            "cross_entropy_loss_fusion", (False,), "excludes --cross-entropy-loss-fusion"
+        ),
+        "multi_latent_attention": Needs(
+            "group_query_attention",
+            (False,),
+            "has its own keys and values: leave --group-query-attention out",
+        ),
         "calculate_per_token_loss": NotCaptured(
             "Megatron-Core reads the number of tokens on the host"
         ),
@@ -240,6 +255,7 @@ MODEL_FIELDS: dict[str, dict[str, Row]] = {
         "quant_recipe": DERIVED,
         "mup_width_mult": DERIVED,
         "num_buckets": DERIVED,
+        "barrier_with_L1_time": DERIVED,
         "gtp_weight_remat_size": DERIVED,
         "expert_gtp_weight_remat_size": DERIVED,
     },

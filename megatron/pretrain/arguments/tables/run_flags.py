@@ -5,6 +5,7 @@ from megatron.pretrain.arguments.flags import (
     AT_LEAST_0,
     AT_LEAST_1,
     COMMON,
+    DEPRECATED_DEFAULT,
     DIVIDED,
     ENGINE,
     REQUIRED,
@@ -13,7 +14,6 @@ from megatron.pretrain.arguments.flags import (
     NotCaptured,
     Range,
     Refused,
-    Same,
     choice,
     integer,
     number,
@@ -32,6 +32,7 @@ from megatron.pretrain.arguments.tables.training_fields import (
     LEVELS,
     NEEDS_FSDP,
     NEEDS_OVERLAPPED_REDUCTION,
+    NEEDS_STAGES,
     NEEDS_TP_OVERLAP,
     NO_REPEATED_STEPS,
 )
@@ -53,7 +54,6 @@ NO_GROWTH = only_in_other_loop("batches and weight decay do not grow")
 NO_FSDP2 = Refused("PyTorch's FSDP2 is not a choice here; use --use-megatron-fsdp")
 NO_TEACHER = Refused("learning from a teacher with ModelOpt is not built")
 ONE_VALIDATION_SET = only_in_other_loop("evaluations are over --eval-iters batches of one set")
-DEPRECATED_DEFAULT = Same("deprecated, is the default")
 
 
 RUN_FLAGS: dict[str, tuple[Flag, ...]] = {
@@ -144,7 +144,12 @@ RUN_FLAGS: dict[str, tuple[Flag, ...]] = {
         switch("--use-torch-fsdp2", NO_FSDP2),
         off_switch("--torch-fsdp2-no-reshard-after-forward", NO_FSDP2),
         switch("--use-sharp", "reduce in the network"),
-        choice("--sharp-enabled-group", "dp|dp_replica", "groups that --use-sharp is for"),
+        choice(
+            "--sharp-enabled-group",
+            "dp|dp_replica",
+            "groups that --use-sharp is for",
+            Needs("use_sharp"),
+        ),
         text("--nccl-communicator-config-path", "YAML file: group -> settings of NCCL"),
         switch("--data-parallel-random-init", "the first rank's random weights are taken"),
         choice(
@@ -176,9 +181,17 @@ RUN_FLAGS: dict[str, tuple[Flag, ...]] = {
             NEEDS_TP_OVERLAP,
         ),
         switch("--use-tp-pp-dp-mapping", "order of ranks: tensor, pipeline, data"),
-        integer("--num-layers-per-virtual-pipeline-stage", "interleaved schedule", AT_LEAST_1),
         integer(
-            "--num-virtual-stages-per-pipeline-rank", "interleaved schedule, in stages", AT_LEAST_1
+            "--num-layers-per-virtual-pipeline-stage",
+            "interleaved schedule",
+            AT_LEAST_1,
+            NEEDS_STAGES,
+        ),
+        integer(
+            "--num-virtual-stages-per-pipeline-rank",
+            "interleaved schedule, in stages",
+            AT_LEAST_1,
+            NEEDS_STAGES,
         ),
     ),
     "loop": (

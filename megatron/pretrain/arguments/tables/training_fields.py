@@ -18,9 +18,9 @@ from megatron.pretrain.arguments.flags import (
     Needs,
     NotCaptured,
     Range,
+    Redundant,
     Refused,
     Row,
-    Same,
     named,
     off,
     only_in_other_loop,
@@ -70,6 +70,7 @@ NEEDS_TRANSFORMER_ENGINE = Needs(
 )
 NEEDS_SEQUENCE_PARALLEL = Needs("sequence_parallel")
 NEEDS_TP_OVERLAP = Needs("tp_comm_overlap")
+NEEDS_STAGES = Needs("pipeline_model_parallel_size", above=1)
 NEEDS_VIRTUAL_STAGES = Needs(
     "virtual_pipeline_model_parallel_size",
     remedy="needs virtual pipeline stages, see --num-virtual-stages-per-pipeline-rank",
@@ -172,7 +173,16 @@ TRAINING_FIELDS: dict[str, dict[str, Row]] = {
             Needs("fp8_param_gather"),
             Needs("fp8_recipe", ("mxfp8",)),
         ),
-        "use_precision_aware_optimizer": (NEEDS_FSDP, NotCaptured("it has not been tried")),
+        "use_precision_aware_optimizer": (
+            NEEDS_FSDP,
+            Needs(
+                "optimizer_cpu_offload",
+                (False,),
+                "does not go with --optimizer-cpu-offload: Transformer Engine's kernels update on"
+                " GPUs",
+            ),
+            NotCaptured("it has not been tried"),
+        ),
         "store_param_remainders": Refused(
             "main weights are --use-megatron-fsdp's own; see --megatron-fsdp-main-params-dtype"
         ),
@@ -313,7 +323,7 @@ TRAINING_FIELDS: dict[str, dict[str, Row]] = {
             AT_LEAST_1,
         ),
         "expert_tensor_parallel_size": AT_LEAST_1,
-        "async_tensor_model_parallel_allreduce": Same("deprecated, Megatron-Core decides it"),
+        "async_tensor_model_parallel_allreduce": Redundant("deprecated, Megatron-Core decides it"),
         "tp_comm_overlap": (NEEDS_TRANSFORMER_ENGINE, NEEDS_SEQUENCE_PARALLEL),
         "tp_comm_bulk_wgrad": NEEDS_TP_OVERLAP,
         "tp_comm_bulk_dgrad": NEEDS_TP_OVERLAP,
@@ -335,20 +345,25 @@ TRAINING_FIELDS: dict[str, dict[str, Row]] = {
         "num_layers_in_first_pipeline_stage": (
             renamed("decoder_first_pipeline_num_layers"),
             AT_LEAST_1,
+            NEEDS_STAGES,
         ),
         "num_layers_in_last_pipeline_stage": (
             renamed("decoder_last_pipeline_num_layers"),
             AT_LEAST_1,
+            NEEDS_STAGES,
         ),
-        "pipeline_model_parallel_layout": {"type": str},
-        "account_for_embedding_in_pipeline_split": (),
-        "account_for_loss_in_pipeline_split": (),
-        "cp_comm_type": {
-            "type": str,
-            "nargs": "+",
-            "default": ["p2p"],
-            "choices": ("p2p", "a2a", "all_gather", "a2a+p2p"),
-        },
+        "pipeline_model_parallel_layout": ({"type": str}, NEEDS_STAGES),
+        "account_for_embedding_in_pipeline_split": NEEDS_STAGES,
+        "account_for_loss_in_pipeline_split": NEEDS_STAGES,
+        "cp_comm_type": (
+            {
+                "type": str,
+                "nargs": "+",
+                "default": ["p2p"],
+                "choices": ("p2p", "a2a", "all_gather", "a2a+p2p"),
+            },
+            Needs("context_parallel_size", remedy="needs --context-parallel-size above 1", above=1),
+        ),
         "tensor_parallel_num_weight_shards": NO_WEIGHT_SHARDS,
         "expert_tensor_parallel_num_weight_shards": NO_WEIGHT_SHARDS,
         "max_seqlen_per_dp_cp_rank": ONE_LENGTH,

@@ -76,7 +76,9 @@ def other_value(action: argparse.Action) -> str | None:
     if action.nargs == 0:
         return ""
     if action.choices:
-        return next(getattr(c, "name", str(c)) for c in action.choices if c != action.default)
+        return next(
+            getattr(c, "name", str(c)) for c in action.choices if action.default not in (c, [c])
+        )
     for text in ("7", "bf16", "fp16", "text"):
         try:
             value = action.type(text)
