@@ -40,9 +40,10 @@ def check_names(check: Check) -> None:
     Their flags are taken as not given, for the rules that look at what is there.
     """
     for dest, value in list(check.given.items()):
-        is_path = dest in (*LOCATIONS, *PATHS) or dest.endswith(ENDS_OF_PATHS)
+        if dest not in LOCATIONS and not dest.endswith(ENDS_OF_PATHS):
+            continue
         words = value if isinstance(value, list) else [value]
-        for word in words if is_path else ():
+        for word in words:
             try:
                 if isinstance(word, str) and "://" not in word:
                     os.stat(word)

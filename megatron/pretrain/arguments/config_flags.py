@@ -138,10 +138,12 @@ def field_flag(config: type, declared: Field[Any], settings: Settings, row: Decl
     """
     name = declared.name
     rules = list(row.rules)
-    settings |= {"dest": name, "help": field_docstrings(config).get(name, "")}
-    settings |= from_metadata(declared)
+    sentence = field_docstrings(config).get(name, "")
+    settings |= {"dest": name, "help": sentence} | from_metadata(declared)
     implied = settings.get("choices", ())
     settings |= row.settings
+    if settings["kind"] == "off" and settings["help"] == sentence:
+        settings["help"] = f"off: {sentence}"
     if "choices" in settings:
         choices = tuple(dict.fromkeys((*settings["choices"], *implied)))
         settings["choices"] = choices

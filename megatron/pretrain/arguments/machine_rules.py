@@ -101,7 +101,7 @@ def fit_to_machine(check: Check) -> None:
         keep_tanh_gelu(check)
         values = NO_GPU | COMPILED
         if asked and machine.transformer_engine:  # with kernels of somebody's own
-            values = {dest: values[dest] for dest in values.keys() - OF_LAYERS}
+            values = {dest: value for dest, value in values.items() if dest not in OF_LAYERS}
         replace(check, "no CUDA", values)
     elif not machine.transformer_engine:
         # With a GPU the package can be installed, so asking for it by name is an error.

@@ -3,6 +3,10 @@
 
 `*_fields` are about the fields of Megatron-Core's configs, `*_flags` have the flags of the program
 itself. A refused flag has no sentence for --help, which shows the reason.
+
+A new flag is a row here, a reader of its value, and a row in
+tests/support/pretrain/arguments/flag_tables.py that shows what it changes. The mark `ENGINE` sends
+its value to the config of the fully sharded wrapper.
 """
 
 from megatron.pretrain.arguments.tables.file_flags import FILE_FLAGS

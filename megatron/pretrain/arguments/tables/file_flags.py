@@ -30,14 +30,9 @@ STRICTNESS = (
     "assume_ok_unexpected|log_unexpected|log_all|raise_unexpected|raise_all"
     "|return_unexpected|return_all|ignore_all"
 )
-REFUSED_TOKENIZERS = (
-    Refused("is for BERT", ("BertWordPieceLowerCase", "BertWordPieceCase")),
-    Refused("is for images and text", ("MultimodalTokenizer", "NullMultimodalTokenizer")),
-    Refused("is for fine-tuning on conversations", ("SFTTokenizer",)),
-)
-TOKENIZERS = "|".join(TOKENIZER_TYPES)
-for _refused in REFUSED_TOKENIZERS:
-    TOKENIZERS += "|" + "|".join(_refused.values)
+FOR_BERT = Refused("is for BERT", ("BertWordPieceLowerCase", "BertWordPieceCase"))
+FOR_IMAGES = Refused("is for images and text", ("MultimodalTokenizer", "NullMultimodalTokenizer"))
+FOR_CONVERSATIONS = Refused("is for fine-tuning on conversations", ("SFTTokenizer",))
 NEEDS_SAVE = Needs("save")
 NEEDS_LOAD = Needs("load", unless="pretrained_checkpoint")
 NEEDS_ASYNC_SAVE = Needs("async_save")
@@ -60,8 +55,9 @@ IDLE_WITHOUT_DISTRIBUTED_OPTIMIZER = Idle(
     lambda args: not args.use_distributed_optimizer, "without --use-distributed-optimizer"
 )
 
-
-DATA_PATHS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
+SPLIT_PATHS = ("train_data_path", "valid_data_path", "test_data_path")
+"""Data of single splits."""
+DATA_PATHS = ("data_path", *SPLIT_PATHS)
 
 
 def has_several_sets(args: argparse.Namespace) -> bool:
@@ -258,22 +254,31 @@ FILE_FLAGS: dict[str, tuple[Flag, ...]] = {
         integer(
             "--num-dataset-builder-threads",
             "threads that index the data sets of a blend",
+            AT_LEAST_1,
             Idle(lambda args: not has_several_sets(args), "without several data sets"),
             default=1,
         ),
         number(
             "--mid-level-dataset-surplus",
             "further samples of a weighted data set",
+            AT_LEAST_0,
             Idle(lambda args: not has_weights(args), "without weights of data sets"),
             default=0.005,
         ),
         switch("--allow-ambiguous-pad-tokens", "no loss on other tokens with padding's id"),
-        choice(
+        text(
             "--tokenizer-type",
-            TOKENIZERS,
             "default: as the data, the files or --mock-data say",
             COMMON,
-            *REFUSED_TOKENIZERS,
+            FOR_BERT,
+            FOR_IMAGES,
+            FOR_CONVERSATIONS,
+            choices=(
+                *TOKENIZER_TYPES,
+                *FOR_BERT.values,
+                *FOR_IMAGES.values,
+                *FOR_CONVERSATIONS.values,
+            ),
         ),
         text("--tokenizer-model", "folder or file of the tokenizer, as its type needs", COMMON),
         integer(
