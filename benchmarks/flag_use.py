@@ -16,8 +16,7 @@ from typing import Any
 import click
 import yaml  # type: ignore[import-untyped]
 
-from megatron.pretrain.arguments.not_built import refusal
-from megatron.pretrain.arguments.program_flags import PROGRAM_GROUPS
+from megatron.pretrain.arguments.tables import PROGRAM_GROUPS
 
 CASES = "tests/functional_tests/test_cases"
 PATTERNS = ("gpt*/**/model_config.yaml", "moe*/**/model_config.yaml")
@@ -48,9 +47,9 @@ def table(found: Counter[str], number: int) -> Iterable[str]:
     for flags in PROGRAM_GROUPS.values():
         for flag in flags:
             count = sum(found[name] for name in flag.names)
-            reason = refusal(flag.dest)
+            fate = f"refused: {flag.refusal}" if flag.refusal else "kept"
             if count * ONE_IN < number:
-                rows.append((-count, flag.names[0], f"refused: {reason}" if reason else "kept"))
+                rows.append((-count, flag.name, fate))
     for negative, name, fate in sorted(rows):
         yield f"| `{name}` | {-negative} | {fate} |"
 

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Imports point one way: tools -> planning -> pretrain -> mcore_adapter -> fsdp.
 
-Imports are read from the sources with ast, and the order of files in megatron/fsdp and of rooms in
-megatron/checkpoint from the tables of megatron/fsdp/DESIGN.md, so that there is one list of each.
+Imports are read from the sources with ast. The order of files in megatron/fsdp and of rooms in
+megatron/checkpoint is that of the tables of megatron/fsdp/DESIGN.md, the order of files in
+megatron/pretrain/arguments that of its docstring, so that there is one list of each.
 """
 
 import ast
@@ -17,6 +18,7 @@ from tests.support.syntax_trees import parse
 REPOSITORY = Path(__file__).parents[1]
 
 DESIGN = REPOSITORY / "megatron/fsdp/DESIGN.md"
+ARGUMENTS = REPOSITORY / "megatron/pretrain/arguments"
 
 STAND_ALONE = {
     "engine.policy": (),
@@ -221,6 +223,42 @@ def checkpoint_problems(name: str, tree: ast.Module) -> list[str]:
     return problems
 
 
+@functools.cache
+def argument_order() -> list[str]:
+    """List the modules of megatron/pretrain/arguments, each of which may import those before it.
+
+    The docstring of the package has the list; modules of one line import nothing of each other.
+    """
+    text = ast.get_docstring(parse((ARGUMENTS / "__init__.py").read_text())) or ""
+    return re.findall(r"`([\w.]+)`", text)
+
+
+def argument_problems(name: str, tree: ast.Module) -> list[str]:
+    """List what the module `name` of megatron/pretrain/arguments, as `check`, must not import."""
+    order = argument_order()
+    if name not in order:
+        return [f"{name} is not in the docstring of megatron/pretrain/arguments/__init__.py"]
+    problems = []
+    for imported in imported_names(tree):
+        inside = imported.removeprefix("megatron.pretrain.arguments.")
+        if inside != imported and not is_within(inside, tuple(order[: order.index(name)])):
+            problems.append(f"{imported} is not above {name} in the docstring of the package")
+    return problems
+
+
+def room_imports() -> dict[tuple[str, str], str]:
+    """Map pairs of rooms of megatron/pretrain, as ("data", "arguments"), to an import of them."""
+    folder = REPOSITORY / "megatron/pretrain"
+    pairs = {}
+    for path in sorted(folder.glob("*/**/*.py")):
+        room = path.relative_to(folder).parts[0]
+        for imported in imported_names(parse(path.read_text())):
+            parts = imported.split(".")
+            if is_within(imported, ("megatron.pretrain",)) and (folder / parts[2]).is_dir():
+                pairs[room, parts[2]] = f"{path.name}: {imported}"
+    return pairs
+
+
 def sources() -> Iterator[tuple[str, Path]]:
     """Yield every file with the innermost folder of `MAY_IMPORT` that it is in."""
     for folder in MAY_IMPORT:
@@ -271,6 +309,26 @@ def test_rooms_of_checkpoint_import_only_what_they_may() -> None:
     assert not problems, "\n".join(problems)
 
 
+def test_files_of_arguments_import_only_files_above_them() -> None:
+    problems = []
+    for path in sorted(ARGUMENTS.rglob("*.py")):
+        parts = path.relative_to(ARGUMENTS).with_suffix("").parts
+        name = ".".join(part for part in parts if part != "__init__")
+        if name:
+            problems += [
+                f"{name}: {each}" for each in argument_problems(name, parse(path.read_text()))
+            ]
+    assert not problems, "\n".join(problems)
+
+
+def test_rooms_of_pretrain_do_not_import_each_other() -> None:
+    pairs = room_imports()
+    both = [
+        line for (room, other), line in pairs.items() if room != other and (other, room) in pairs
+    ]
+    assert ("arguments", "data") in pairs and not both, "\n".join(both)
+
+
 def test_megatron_stays_a_namespace() -> None:
     """An __init__.py would hide megatron.core of the installed wheel."""
     assert not (REPOSITORY / "megatron/__init__.py").exists()
@@ -317,6 +375,12 @@ WRONG_LINES = {
         ("hugging_face.x", "from megatron.checkpoint import torch_dist", "may import hugging_face"),
         ("__main__", "from megatron.checkpoint.core import x", "may import __main__, commands"),
         ("zarr.checkpoint", "", "in no table of DESIGN.md"),
+    ],
+    argument_problems: [
+        ("check", "from megatron.pretrain.arguments.parser import x", "not above check"),
+        ("flags", "from megatron.pretrain.arguments import tables", "not above flags"),
+        ("tables.file_flags", "import megatron.pretrain.arguments.tables.file_flags", "not above"),
+        ("novelty", "", "not in the docstring"),
     ],
 }
 """What looks for wrong lines -> places, lines that are wrong there, and a part of what is said."""

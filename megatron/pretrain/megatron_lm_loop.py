@@ -24,7 +24,7 @@ from megatron.mcore_adapter.run.environment import say
 from megatron.mcore_adapter.run.errors import RunError
 from megatron.mcore_adapter.run.logging_setup import leave_logging
 from megatron.pretrain.arguments.check import CommandLineError
-from megatron.pretrain.arguments.parser import parser_of_given_flags
+from megatron.pretrain.arguments.parser import default_values
 from megatron.pretrain.data import gpt_datasets
 from megatron.pretrain.data.gpt_datasets import BuildDatasets
 from megatron.pretrain.data.tokenizer_choice import OF_TYPES, TokenizerChoice
@@ -186,14 +186,13 @@ def loop_arguments(words: Sequence[str], num_ranks: int) -> argparse.Namespace:
         raise CommandLineError([problem]) from None
     except (LoopFlagError, RuntimeError, ValueError, tested.ReleaseError) as error:
         raise CommandLineError([str(error)]) from None
-    _, defaults = parser_of_given_flags()
     choice = asdict(tokenizer_choice(args, value_of(words, "--tokenizer-type") or BYTES))
     translated = {
         **choice,
         "vocab_size": args.vocab_size,  # the model may have more rows than the tokenizer needs
         "rope_type": args.rope_type or "yarn",  # of latent attention alone, as in its config
     }
-    return argparse.Namespace(**{**defaults, **vars(args), **translated})
+    return argparse.Namespace(**{**default_values(), **vars(args), **translated})
 
 
 def build_datasets(

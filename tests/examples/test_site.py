@@ -13,8 +13,8 @@ import pytest
 import yaml  # type: ignore[import-untyped]
 
 from megatron.pretrain.arguments import build_parser
-from megatron.pretrain.arguments.not_built import IN_THE_OTHER_LOOP, refusal
-from megatron.pretrain.arguments.program_flags import PROGRAM_GROUPS
+from megatron.pretrain.arguments.flags import IN_THE_OTHER_LOOP
+from megatron.pretrain.arguments.tables import PROGRAM_GROUPS
 from megatron.pretrain.data.tokenizer_choice import TOKENIZER_TYPES
 from megatron_fsdp import fully_shard_model
 from tests.examples.conftest import Shell
@@ -158,7 +158,7 @@ def test_every_tokenizer_and_every_flag_of_data_is_explained() -> None:
     text = (DOCS / "data_and_tokenizers.md").read_text()
     named = set(re.findall(r"--[\w-]+", text))
     flags = PROGRAM_GROUPS["data and tokenizer"]
-    refused = {flag.dest: str(refusal(flag.dest)) for flag in flags if refusal(flag.dest)}
+    refused = {flag.dest: flag.refusal for flag in flags if flag.refusal}
     not_built = {dest for dest, why in refused.items() if not why.endswith(IN_THE_OTHER_LOOP)}
     assert {dest for dest in not_built if not dest.startswith("fim_")} == {"legacy_tokenizer"}
     taken = [flag for flag in flags if flag.dest not in refused]

@@ -2,9 +2,12 @@
 """Arguments while rules complete and check them, and as the parts of a run see them."""
 
 import argparse
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
+
+from megatron.pretrain.arguments.flags import Flag
 
 
 class CommandLineError(ValueError):
@@ -69,27 +72,27 @@ class Check:
     args: argparse.Namespace
     given: dict[str, Any]
     """Destinations that the command line named, with the values they had there."""
-    flag_names: dict[str, str]
-    """Destination -> the flag as it is written."""
-    defaults: dict[str, Any]
+    flags: Mapping[str, Flag]
+    """All flags by destination."""
     machine: Machine
     refused: set[str] = field(default_factory=set)
-    """Destinations whose values were no values of theirs, which `problems` says."""
+    """Destinations whose words could not be read as a value, which `problems` reports."""
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     def flag(self, dest: str) -> str:
         """Return the spelling of a destination's flag."""
-        return self.flag_names[dest]
+        return self.flags[dest].name
 
     def changed(self, dest: str) -> bool:
         """Return True if the command line gave a value other than the default."""
-        return dest in self.given and self.given[dest] != self.defaults[dest]
+        return dest in self.given and self.given[dest] != self.flags[dest].default
 
     def set_default(self, dest: str) -> None:
         """Go on as if the flag, whose problem is recorded, were not on the command line."""
         self.given.pop(dest, None)
-        setattr(self.args, dest, self.defaults[dest])
+        # A default that is a list belongs to one run.
+        setattr(self.args, dest, copy.copy(self.flags[dest].default))
 
     def require(self, condition: object, problem: str) -> None:
         """Record the problem unless the condition holds."""
@@ -99,7 +102,7 @@ class Check:
     def require_given(self, condition: object, *dests: str) -> None:
         """Record that a flag is missing, unless the condition holds or its value was refused."""
         if not self.refused.intersection(dests):
-            flags = " or ".join(map(self.flag, dests))
+            flags = " or ".join(self.flag(dest) for dest in dests)
             self.require(condition, f"required but not given: {flags}")
 
     def require_multiple(self, dest: str, divisor: int, why: str) -> None:

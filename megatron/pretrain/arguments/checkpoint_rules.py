@@ -18,8 +18,6 @@ from megatron.mcore_adapter.checkpoints.checkpoint_arguments import (
 from megatron.mcore_adapter.checkpoints.checkpoint_source import find_source
 from megatron.mcore_adapter.run.errors import RunError
 from megatron.pretrain.arguments.check import Check
-from megatron.pretrain.arguments.data_rules import SPLIT_PATHS
-from megatron.pretrain.data.splits import parse_blend
 
 LOCATIONS = ("save", "load", "pretrained_checkpoint")
 """Directories of checkpoints, or URLs."""
@@ -32,10 +30,6 @@ SOURCES = ("load", "pretrained_checkpoint")
 """Directories that --use-checkpoint-args reads."""
 LEFT_TO_THE_RUN = ("bf16", "fp16", "apply_layernorm_1p")
 """Precision is no property of weights. The last is another name of an argument that is taken."""
-OF_LOADS = "finetune exit_on_missing_checkpoint no_load_optim no_load_rng no_verify_integrity"
-OF_SAVES = "no_save_optim no_save_rng"
-OF_STATE = "dist_ckpt_optim_fully_reshardable distrib_optim_fully_reshardable_mem_efficient"
-OF_TIMERS = "timing_log_option barrier_with_L1_time log_timers_to_tensorboard"
 UNLESS_GIVEN = ("max_position_embeddings", "padded_vocab_size")
 """Sizes that a run may choose anew, like arguments of training such as dropout."""
 
@@ -46,9 +40,10 @@ def check_names(check: Check) -> None:
     Their flags are taken as not given, for the rules that look at what is there.
     """
     for dest, value in list(check.given.items()):
-        is_path = dest in (*LOCATIONS, *PATHS) or dest.endswith(ENDS_OF_PATHS)
+        if dest not in LOCATIONS and not dest.endswith(ENDS_OF_PATHS):
+            continue
         words = value if isinstance(value, list) else [value]
-        for word in words if is_path else ():
+        for word in words:
             try:
                 if isinstance(word, str) and "://" not in word:
                     os.stat(word)
@@ -160,7 +155,7 @@ def _take(check: Check, saved: argparse.Namespace) -> list[str]:
         if dest in check.given and not is_forced:
             continue
         value = getattr(whole, dest) if argument.counts(whole) else argument.default
-        if dest not in check.defaults:
+        if dest not in check.flags:
             check.require(
                 value == argument.default,
                 f"--use-checkpoint-args: the file's {dest} {value} has no flag here",
@@ -217,35 +212,3 @@ def check_saves(check: Check) -> None:
             "--async-strategy: each rank's writer process runs torch.distributed.checkpoint or"
             " Megatron-Core's dist_checkpointing"
         )
-
-
-def note_flags_without_effect(check: Check) -> None:
-    """Say which flags of saves, loads, timers and data change nothing beside the others."""
-    args = check.args
-    fsdp = args.use_megatron_fsdp
-    paths = ("data_path", *SPLIT_PATHS)
-    blends = [parse_blend(getattr(args, path) or []) for path in paths]
-    is_blended = any(len(prefixes) > 1 for prefixes, _ in blends)
-    is_weighted = any(weights for _, weights in blends)
-    loads = args.load or args.pretrained_checkpoint
-    cases = [
-        (OF_TIMERS, not args.timing_log_level, "with --timing-log-level 0"),
-        ("num_dataset_builder_threads", not is_blended, "without several data sets"),
-        ("mid_level_dataset_surplus", not is_weighted, "without weights of data sets"),
-        (OF_LOADS, not loads, "without --load or --pretrained-checkpoint"),
-        (OF_SAVES, not args.save, "without --save"),
-        (OF_STATE, fsdp, "with --use-megatron-fsdp, whose optimizer state loads at any layout"),
-        (OF_STATE, not args.use_distributed_optimizer, "without --use-distributed-optimizer"),
-        ("ckpt_fully_parallel_load", fsdp, "with --use-megatron-fsdp, where ranks read their part"),
-        ("no_load_fallback", args.ckpt_step, "with --ckpt-step, which names the checkpoint"),
-        (
-            "ckpt_assume_constant_structure",
-            args.async_save and not args.use_persistent_ckpt_worker,
-            "with --async-save but --use-persistent-ckpt-worker, whose process keeps plans",
-        ),
-        ("async_save", args.skip_train, "with --skip-train, which saves nothing"),
-    ]
-    for dests, has_none, condition in cases:
-        changed = [check.flag(dest) for dest in dests.split() if check.changed(dest)]
-        if has_none and changed:
-            check.notes.append(f"{', '.join(changed)}: no effect {condition}; can be left out")

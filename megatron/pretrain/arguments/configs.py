@@ -20,23 +20,10 @@ from torch.nn.functional import gelu, silu
 
 from megatron.fsdp import Offload
 from megatron.mcore_adapter.run.optimizer_names import MUON
-from megatron.pretrain.arguments.config_flags import CHANGES, default_of
+from megatron.pretrain.arguments.config_flags import default_of, destination, known_flags
+from megatron.pretrain.arguments.flags import ENGINE
 
 Config = TypeVar("Config")
-
-ENGINE_SETTINGS = (
-    "megatron_fsdp_version",
-    "megatron_fsdp_main_params_dtype",
-    "megatron_fsdp_main_grads_dtype",
-    "megatron_fsdp_grad_comm_dtype",
-    "megatron_fsdp_enable_fine_grained_param_gather",
-    "megatron_fsdp_max_pool_double_buffer",
-    "fsdp_db_use_persist_buf_on_alloc_fail",
-    "create_all_gather_group",
-    "expert_data_parallel_sharding_strategy",
-    "expert_outer_dp_sharding_strategy",
-)
-"""Settings that the fully sharded wrapper reads from its config besides Megatron-Core's fields."""
 
 
 def transformer_config(args: argparse.Namespace) -> TransformerConfig:
@@ -86,13 +73,14 @@ def optimizer_config(args: argparse.Namespace) -> OptimizerConfig:
 def ddp_config(args: argparse.Namespace) -> DistributedDataParallelConfig:
     """Return the data-parallel config.
 
-    Settings that have no field in this release of Megatron-Core (`ENGINE_SETTINGS`) are attributes
-    of the result.
+    Flags that are marked as `ENGINE` may have no field in this release of Megatron-Core: they are
+    attributes of the result.
     """
     config = from_destinations(DistributedDataParallelConfig, args)
     config.fp4_param_gather = args.fp4_param  # a field since Megatron-Core 0.17
-    for name in ENGINE_SETTINGS:
-        setattr(config, name, getattr(args, name))
+    for dest, flag in known_flags().items():
+        if ENGINE in flag.rules:
+            setattr(config, dest, getattr(args, dest))
     config.megatron_fsdp_use_decoupled_grad = args.use_precision_aware_optimizer
     config.megatron_fsdp_granularity = "prefer_tensors" if args.optimizer in MUON else "prefer_rows"
     pins = args.pin_cpu_grads and args.pin_cpu_params
@@ -111,7 +99,7 @@ def from_destinations(
     """
     values = {}
     for declared in fields(config):  # type: ignore[arg-type]
-        dest = CHANGES.get(declared.name, {}).get("dest", declared.name)
+        dest = destination(declared.name)
         if hasattr(args, dest) and getattr(args, dest) != default_of(declared):
             values[declared.name] = getattr(args, dest)
     return config(**(values | exceptions))

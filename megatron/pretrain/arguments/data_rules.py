@@ -4,12 +4,10 @@
 from pathlib import Path
 
 from megatron.pretrain.arguments.check import Check
+from megatron.pretrain.arguments.tables.file_flags import DATA_PATHS, SPLIT_PATHS
 from megatron.pretrain.data.splits import DEFAULT_SPLIT, check_weights, parse_blend
 from megatron.pretrain.data.tokenizer_choice import TokenizerChoice
 from megatron.pretrain.data.tokenizer_record import changed, read_record
-
-SPLIT_PATHS = ("train_data_path", "valid_data_path", "test_data_path")
-"""Data of single splits."""
 
 
 def check_data(check: Check) -> None:
@@ -44,10 +42,8 @@ def check_data(check: Check) -> None:
             check_weights(args.split)
         except ValueError as error:
             check.problems.append(str(error))
-    for dest in ("data_path", *SPLIT_PATHS):
+    for dest in DATA_PATHS:
         check_prefixes(check, dest)
-    check.require(args.num_dataset_builder_threads > 0, "--num-dataset-builder-threads: at least 1")
-    check.require(args.mid_level_dataset_surplus >= 0, "--mid-level-dataset-surplus: at least 0")
     args.dataloader_type = args.dataloader_type or "single"
     choose_tokenizer(check)
 
@@ -74,7 +70,7 @@ def take_recorded_tokenizer(check: Check) -> None:
     if args.mock_data:
         return
     words: list[str] = []
-    for dest in ("data_path", *SPLIT_PATHS):
+    for dest in DATA_PATHS:
         words += parse_blend(getattr(args, dest) or [])[0]
     records = []
     for prefix in words:
@@ -95,7 +91,7 @@ def take_recorded_tokenizer(check: Check) -> None:
         new = {
             name: value
             for name, value in changed(found[0].choice).items()
-            if getattr(args, name) == check.defaults[name]
+            if getattr(args, name) == check.flags[name].default
         }
         for name, value in new.items():
             setattr(args, name, value)

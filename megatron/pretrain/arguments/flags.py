@@ -1,35 +1,148 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Flags of the command line as data: rows of tables, their values, and their lines in --help."""
+"""A flag of the command line: one row of a table, which declares everything about it.
+
+A row has the spelling, the type, a sentence for --help, and rules: the range of the value, what the
+flag needs, why it is refused, where its value goes. `flag_rules` applies the rules of all rows.
+"""
 
 import argparse
-import ast
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from functools import partial
+from typing import Any, Literal, TypeVar
 
-import torch
+from megatron.pretrain.arguments.values import as_written
 
-FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-FLOATS_OR_AUTO = FLOATS | {"auto": None}
-"""`auto` stands for the dtype of the parameter, or of the main gradient."""
-STATE_DTYPES = FLOATS | {"fp8": torch.uint8}
 
-COMMON = """use_megatron_fsdp data_parallel_sharding_strategy num_distributed_optimizer_instances lr
-    num_layers hidden_size num_attention_heads swiglu position_embedding_type normalization
-    num_experts tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size
-    expert_model_parallel_size bf16 seq_length micro_batch_size global_batch_size train_iters
-    data_path tokenizer_type tokenizer_model save load save_interval dry_run"""
-"""Destinations that --help shows."""
-WIDTH = 100
-START_OF_HELP = 46
-"""Columns of --help, and the column at which the help of a flag begins."""
+@dataclass(frozen=True)
+class Mark:
+    """A property that a flag has or does not have."""
 
-HEAD = """usage: torchrun --nproc_per_node RANKS pretrain_gpt.py FLAGS
+    meaning: str
 
-Train a GPT model with Megatron-Core."""
-END_OF_COMMON = """
---help-all lists all flags. --dry-run checks a command line and prints what follows from it."""
+
+COMMON = Mark("--help shows it")
+REQUIRED = Mark("every command line must give it")
+DERIVED = Mark("no flag: the program derives the field, or a flag of another name has its value")
+EMPTY_IS_NONE = Mark("an empty text stands for none, as in Megatron-LM")
+ENGINE = Mark("the fully sharded wrapper reads it from the data-parallel config, field or not")
+DIVIDED = Mark("tensor-parallel ranks divide it")
+
+
+@dataclass(frozen=True)
+class Range:
+    """The values that a number may have."""
+
+    is_met: Callable[[float], bool]
+    words: str
+    """The end of an error message."""
+    is_size: bool = False
+    """Rules divide by the number, and wait until it is in the range."""
+
+
+AT_LEAST_1 = Range(lambda value: value > 0, "at least 1", is_size=True)
+AT_LEAST_0 = Range(lambda value: value >= 0, "at least 0")
+ABOVE_0 = Range(lambda value: value > 0, "above 0")
+
+
+@dataclass(frozen=True)
+class Refused:
+    """Values that cannot be honoured: they are refused with the reason, never ignored."""
+
+    reason: str
+    values: tuple[Any, ...] = ()
+    """The values. Empty for any but the default, so that a script may spell the default out."""
+
+
+IN_THE_OTHER_LOOP = "Megatron-LM's loop has it: --loop megatron-lm"
+
+
+def only_in_other_loop(reason: str) -> Refused:
+    """Refuse what this loop leaves to Megatron-LM's."""
+    return Refused(f"{reason}; {IN_THE_OTHER_LOOP}")
+
+
+@dataclass(frozen=True)
+class Redundant:
+    """A choice of what the program does anyway, which a note says."""
+
+    reason: str
+
+
+DEFAULT = Redundant("is the default")
+DEPRECATED_DEFAULT = Redundant("deprecated, is the default")
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Another flag without which this one has no effect, and is refused."""
+
+    other: str
+    """The destination of the other flag."""
+    values: tuple[Any, ...] = ()
+    """Its values that are needed; empty for any that is set."""
+    remedy: str = ""
+    """The end of the error message, where it is not the plain one of `end`."""
+    unless: str = ""
+    """Another destination that also gives the flag an effect when it is set."""
+    above: int = 0
+    """A number that the value must exceed."""
+
+    def is_met(self, args: object) -> bool:
+        """Return True if the flag has an effect."""
+        if self.unless and getattr(args, self.unless):
+            return True
+        value = getattr(args, self.other)
+        if self.above:
+            return bool(value > self.above)
+        if not self.values:
+            return bool(value)
+        found = value if isinstance(value, list) else [value]
+        return any(item in self.values for item in found)
+
+    def end(self, flag: Callable[[str], str]) -> str:
+        """Return the end of the error message, in which `flag` gives the spelling of flags."""
+        if self.remedy:
+            return self.remedy
+        if self.values == (False,):
+            return f"does nothing with {flag(self.other)}"
+        words = f"needs {flag(self.other)}"
+        if self.above:
+            return f"{words} of at least {self.above + 1}"
+        if self.values:
+            words += f" {' or '.join(as_written(value) for value in self.values)}"
+        if self.unless:
+            words += f" or {flag(self.unless)}"
+        return words
+
+
+@dataclass(frozen=True)
+class Idle:
+    """A setting that changes nothing beside others, which a note says."""
+
+    is_idle: Callable[[argparse.Namespace], object]
+    condition: str
+
+
+@dataclass(frozen=True)
+class Implied:
+    """A value that another flag sets, unless the command line gives this one."""
+
+    other: str
+    """The destination of the other flag."""
+    value: Any
+
+
+@dataclass(frozen=True)
+class NotCaptured:
+    """The reason for which captured iterations do not go with the flag."""
+
+    reason: str
+
+
+Rule = Mark | Range | Refused | Redundant | Needs | Idle | Implied | NotCaptured
+Kind = TypeVar("Kind", Range, Refused, Redundant, Needs, Idle, Implied, NotCaptured)
+ClassOf = type[Kind]
 
 
 @dataclass(frozen=True)
@@ -52,6 +165,24 @@ class Flag:
     """Number of words, as argparse takes it."""
     help: str = ""
     """Text for --help."""
+    rules: tuple[Rule, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The first spelling."""
+        return self.names[0]
+
+    @property
+    def refusal(self) -> str | None:
+        """The reason why any value but the default is refused, or None."""
+        for rule in self.rules_of(Refused):
+            if not rule.values:
+                return rule.reason
+        return None
+
+    def rules_of(self, kind: ClassOf[Kind]) -> list[Kind]:
+        """Return the rules of a class."""
+        return [rule for rule in self.rules if isinstance(rule, kind)]
 
     def add_to(self, parser: argparse.ArgumentParser) -> None:
         """Declare this flag in a parser."""
@@ -63,28 +194,9 @@ class Flag:
         parser.add_argument(*self.names, **settings)
 
 
-def row(names: str, kind: Any, help: str, default: Any = None, **more: Any) -> Flag:
-    """Return a flag that is written as one line of a table.
-
-    Args:
-        names: spellings, separated by blanks. The first gives the destination, unless `dest` does:
-            that of an "off" is what `no` and `disable` in it switch off.
-        kind: "switch", "off", the words that are allowed as "one|other", or the type of the value.
-        help: text for --help.
-        default: value without the flag.
-        **more: other settings of `Flag`.
-    """
-    spellings = tuple(names.split())
-    dest = spellings[0].removeprefix("--").replace("-", "_")
-    settings: dict[str, Any] = {"type": kind, "default": default}
-    if kind == "off":
-        dest = dest.replace("no_", "", 1).replace("disable_", "enable_", 1)
-        settings = {"kind": kind, "default": True}
-    elif kind == "switch":
-        settings = {"kind": kind, "default": bool(default)}
-    elif isinstance(kind, str):
-        settings = {"choices": tuple(kind.split("|")), "default": default}
-    return Flag(spellings, **({"dest": dest, "help": help} | settings | more))
+Settings = dict[str, Any]
+Row = Rule | str | Settings | tuple[Rule | str | Settings, ...]
+"""The row of a field of Megatron-Core: rules, a sentence for --help, other fields of `Flag`."""
 
 
 def spelled(name: str) -> str:
@@ -92,120 +204,46 @@ def spelled(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def as_written(value: Any) -> str:
-    """Return the words that stand for a value on the command line."""
-    if isinstance(value, list):
-        return " ".join(map(as_written, value))
-    if isinstance(value, torch.dtype):
-        return next(word for word, dtype in STATE_DTYPES.items() if dtype == value)
-    return str(getattr(value, "name", value))
+def named(name: str) -> Settings:
+    """Give the flag of a field another name."""
+    return {"names": (name,)}
 
 
-def one_of(table: Mapping[str, Any]) -> Callable[[str], Any]:
-    """Return a converter from words that are keys of `table` to its values."""
-
-    def convert(text: str) -> Any:
-        if text not in table:
-            raise argparse.ArgumentTypeError(f"choose from {', '.join(table)}")
-        return table[text]
-
-    return convert
+def renamed(dest: str) -> Settings:
+    """Give the flag of a field another name and destination alike."""
+    return {"names": (spelled(dest),), "dest": dest}
 
 
-def frequency(text: str) -> int | list[int]:
-    """Convert a number such as `3`, or a list expression such as `([0]*3+[1]*5)`.
-
-    Only lists of zeros and ones, `+` and `*` are evaluated.
-
-    Raises:
-        argparse.ArgumentTypeError: the text is neither.
-    """
-    if re.fullmatch(r"\d+", text):
-        return int(text)
-    if not re.fullmatch(r"[\[\]()0-9,+* ]+", text):
-        raise argparse.ArgumentTypeError(
-            "write a number or a list expression such as ([0]*3+[1]*5)"
-        )
-    try:
-        pattern = list_expression(ast.parse(text.strip(), mode="eval").body)
-    except (SyntaxError, TypeError, ValueError, RecursionError):
-        pattern = None
-    if not isinstance(pattern, list) or not all(item in (0, 1) for item in pattern):
-        raise argparse.ArgumentTypeError("the expression must give a list of zeros and ones")
-    return pattern
+def off(name: str) -> Settings:
+    """Make the flag of a field a switch that turns a default off."""
+    return {"names": (name,), "kind": "off", "default": True}
 
 
-def list_expression(node: ast.expr) -> Any:
-    """Return the value of an expression of lists, integers, `+` and `*`.
-
-    Raises:
-        ValueError: the expression has anything else.
-    """
-    if isinstance(node, ast.Constant) and isinstance(node.value, int):
-        return node.value
-    if isinstance(node, ast.List):
-        return [list_expression(item) for item in node.elts]
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
-        return list_expression(node.left) + list_expression(node.right)
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
-        left, right = list_expression(node.left), list_expression(node.right)
-        # A repetition is bounded so that a typing error cannot exhaust the memory.
-        if all(not isinstance(side, int) or side <= 10_000 for side in (left, right)):
-            return left * right
-    raise ValueError("not a list expression")
-
-
-def integer_pair(text: str) -> tuple[int, int]:
-    """Convert `(128,0)` or `128,0` to two integers."""
-    match = re.fullmatch(r"\(?\s*(-?\d+)\s*,\s*(-?\d+)\s*\)?", text)
-    if match is None:
-        raise argparse.ArgumentTypeError("write two integers such as (128,0)")
-    return int(match[1]), int(match[2])
-
-
-def help_text(
-    groups: Mapping[str, Sequence[Flag]], reason_of: Callable[[str], str | None], is_all: bool
-) -> str:
-    """Return the flags of every group, one line each, with type, help and default.
+def text(names: str, *parts: str | Rule, **settings: Any) -> Flag:
+    """Return a flag of the program itself that takes a text.
 
     Args:
-        groups: flags by the title of their group.
-        reason_of: function that says why the flag of a destination is refused, or None.
-        is_all: show all flags instead of those of `COMMON`.
+        names: spellings, separated by blanks. The first gives the destination, unless `dest` does:
+            that of an "off" is what `no` and `disable` in it switch off.
+        *parts: a sentence for --help, without the default, and rules.
+        **settings: other fields of `Flag`.
     """
-    lines = [HEAD]
-    common = COMMON.split()
-    for title, flags in groups.items():
-        shown = [flag for flag in flags if is_all or flag.dest in common]
-        if shown:
-            lines += ["", f"{title}:", *(line_of(flag, reason_of(flag.dest)) for flag in shown)]
-    return "\n".join(lines if is_all else [*lines, END_OF_COMMON])
+    spellings = tuple(names.split())
+    dest = spellings[0].removeprefix("--").replace("-", "_")
+    if settings.get("kind") == "off":
+        dest = dest.replace("no_", "", 1).replace("disable_", "enable_", 1)
+    sentences = [part for part in parts if isinstance(part, str)]
+    settings = {"dest": dest, "help": "".join(sentences)} | settings
+    rules = tuple(part for part in parts if not isinstance(part, str))
+    return Flag(spellings, rules=rules, **settings)
 
 
-def line_of(flag: Flag, reason: str | None) -> str:
-    """Return the line of a flag; the help of a refused one is the reason."""
-    words = " ".join([flag.names[0], *value_words(flag)])
-    text = f"[only the default: {reason}]" if reason else flag.help
-    # The docstrings of Megatron-Core have several sentences; the first says what a field is.
-    text = re.split(r"(?<=[a-z\])])\. ", text)[0].rstrip(".")
-    if flag.kind == "value" and flag.default not in (None, "", []) and not reason:
-        default = f" (default: {getattr(flag.default, 'name', flag.default)})"
-    else:
-        default = ""
-    room = WIDTH - START_OF_HELP - len(default)
-    text = text if len(text) <= room else f"{text[: max(room, 3) - 3]}..."
-    return f"  {words:<{START_OF_HELP - 4}}  {text}{default}".rstrip()
+integer = partial(text, type=int)
+number = partial(text, type=float)
+switch = partial(text, kind="switch", default=False)
+off_switch = partial(text, kind="off", default=True)
 
 
-def value_words(flag: Flag) -> Iterator[str]:
-    """Yield the words that stand for a flag's values."""
-    if flag.kind != "value":
-        return
-    if flag.choices and len(flag.choices) < 3:
-        yield "|".join(str(getattr(choice, "name", choice)) for choice in flag.choices)
-    elif flag.type in (int, float):
-        yield "N" if flag.type is int else "X"
-    else:
-        yield "WORD"
-    if flag.nargs:
-        yield "..."
+def choice(names: str, words: str, *parts: str | Rule, **settings: Any) -> Flag:
+    """Return a flag that takes one of the `words`, which are written as "one|other"."""
+    return text(names, *parts, choices=tuple(words.split("|")), **settings)

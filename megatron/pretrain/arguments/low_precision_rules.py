@@ -53,11 +53,6 @@ def check_precision_aware(check: Check) -> None:
     """Check what the precision-aware optimizer needs."""
     aware = check.args.use_precision_aware_optimizer
     check.require(
-        not (aware and check.args.optimizer_cpu_offload),
-        "--use-precision-aware-optimizer does not go with --optimizer-cpu-offload: Transformer"
-        " Engine's kernels update on GPUs",
-    )
-    check.require(
         not aware or fp8_utils.HAVE_TE,
         "--use-precision-aware-optimizer needs FusedAdam of Transformer Engine, which is not"
         " installed, or cannot be imported without CUDA; leave it out",

@@ -19,6 +19,7 @@ from megatron.checkpoint.store.stores import is_staged
 from megatron.mcore_adapter.captured_iterations import captures_iterations
 from megatron.mcore_adapter.run.optimizer_names import MUON
 from megatron.pretrain.arguments.check import Check
+from megatron.pretrain.arguments.flags import NotCaptured
 
 PLAIN_LAYERS = {
     "transformer_impl": "local",
@@ -44,22 +45,6 @@ NO_GPU = PLAIN_LAYERS | {
 # These fusions run on CPU too, but each costs ten seconds of compilation and a C++ compiler.
 COMPILED = {"bias_gelu_fusion": False, "bias_swiglu_fusion": False, "bias_dropout_fusion": False}
 
-NOT_CAPTURED = {
-    "fp16": "loss scales of later steps are in other tensors",
-    "timing_log_level": "timers wait for the device",
-    "check_for_nan_in_loss_and_grad": "the check reads losses on the host",
-    "calculate_per_token_loss": "Megatron-Core reads the number of tokens on the host",
-    "num_experts": "experts read their numbers of tokens on the host",
-    "skip_train": "steps without a graph must find the memory first",
-    "pipeline_model_parallel_size": "Megatron-Core waits for messages between stages on the host",
-    "mtp_num_layers": "multi-token prediction has not been tried",
-    "fp8": "FP8 has not been tried",
-    "fp4": "FP4 has not been tried",
-    "optimizer_cpu_offload": "graphs cannot wait for the host",
-    "use_precision_aware_optimizer": "it has not been tried",
-}
-"""What does not go with captured iterations, and why."""
-
 
 def check_graphs(check: Check) -> None:
     """Refuse what cannot be captured as CUDA graphs, with the reason."""
@@ -77,11 +62,12 @@ def check_graphs(check: Check) -> None:
         args.optimizer not in MUON,
         f"{chosen} does not go with --optimizer {args.optimizer}: it has not been tried",
     )
-    for dest, reason in NOT_CAPTURED.items():
-        name, value = check.flag(dest), getattr(args, dest)
-        words = "needs" if name.startswith("--no-") else "does not go with"
-        is_on = value is True or (value and value != check.defaults[dest])
-        check.require(not is_on, f"{chosen} {words} {name}: {reason}")
+    for dest, other in check.flags.items():
+        value = getattr(args, dest)
+        is_on = value is True or (value and value != other.default)
+        words = "needs" if other.name.startswith("--no-") else "does not go with"
+        for rule in other.rules_of(NotCaptured):
+            check.require(not is_on, f"{chosen} {words} {other.name}: {rule.reason}")
     check.require(
         args.use_megatron_fsdp or not args.overlap_param_gather,
         f"{chosen} does not go with --overlap-param-gather without --use-megatron-fsdp: weights"
@@ -115,7 +101,7 @@ def fit_to_machine(check: Check) -> None:
         keep_tanh_gelu(check)
         values = NO_GPU | COMPILED
         if asked and machine.transformer_engine:  # with kernels of somebody's own
-            values = {dest: values[dest] for dest in values.keys() - OF_LAYERS}
+            values = {dest: value for dest, value in values.items() if dest not in OF_LAYERS}
         replace(check, "no CUDA", values)
     elif not machine.transformer_engine:
         # With a GPU the package can be installed, so asking for it by name is an error.
@@ -274,10 +260,6 @@ def fit_numerics(check: Check) -> None:
             "--deterministic-mode with flash attention needs the environment variable"
             " NVTE_ALLOW_NONDETERMINISTIC_ALGO=0, by which Transformer Engine chooses its kernels",
         )
-        check.require(
-            not args.cross_entropy_loss_fusion,
-            "--deterministic-mode excludes --cross-entropy-loss-fusion",
-        )
         algorithms = ("Tree", "Ring", "CollnetDirect", "CollnetChain", "^NVLS")
         check.require(
             not check.machine.cuda or environment.get("NCCL_ALGO") in algorithms,
@@ -331,7 +313,6 @@ def check_profile(check: Check) -> None:
     """Check the steps and the ranks of a profile."""
     args = check.args
     start, ranks = args.profile_step_start, args.profile_ranks
-    check.require(not args.skip_train, "--profile and --skip-train exclude each other")
     check.require(
         0 <= start < args.profile_step_end,
         "--profile-step-start must be less than --profile-step-end",

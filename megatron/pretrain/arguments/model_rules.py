@@ -5,9 +5,7 @@ What Megatron-Core's config checks itself is left to it.
 """
 
 from megatron.pretrain.arguments.check import Check
-
-DIVIDED = "ffn_hidden_size padded_vocab_size moe_shared_expert_intermediate_size q_lora_rank"
-"""Sizes that tensor-parallel ranks divide."""
+from megatron.pretrain.arguments.flags import DIVIDED
 
 
 def complete_model(check: Check) -> None:
@@ -34,10 +32,6 @@ def complete_model(check: Check) -> None:
         complete_latent_attention(check)
     if args.squared_relu or args.openai_gelu or not args.add_bias_linear:
         args.bias_gelu_fusion = False
-    check.require(
-        not args.test_mode or args.normalization == "LayerNorm",
-        "--test-mode compares weights and biases of norms: it needs --normalization LayerNorm",
-    )
     if args.apply_query_key_layer_scaling:
         args.attention_softmax_in_fp32 = True
     complete_experts(check)
@@ -53,10 +47,6 @@ def complete_model(check: Check) -> None:
 def complete_latent_attention(check: Check) -> None:
     """Complete multi-latent attention, which has flags of its own for queries, keys and values."""
     args = check.args
-    check.require(
-        not args.group_query_attention,
-        "--multi-latent-attention has its own keys and values: leave --group-query-attention out",
-    )
     if check.changed("kv_channels"):
         check.notes.append(
             "--kv-channels does nothing with --multi-latent-attention: --qk-head-dim,"
@@ -181,8 +171,10 @@ def check_tensor_parallel_sizes(check: Check) -> None:
     """Check that tensor parallelism divides the model evenly."""
     args = check.args
     tensor, expert_tensor = args.tensor_model_parallel_size, args.expert_tensor_parallel_size
-    for dest in DIVIDED.split():
-        check.require_multiple(dest, tensor, f"--tensor-model-parallel-size {tensor} divides it")
+    for dest, flag in check.flags.items():
+        if DIVIDED in flag.rules:
+            why = f"--tensor-model-parallel-size {tensor} divides it"
+            check.require_multiple(dest, tensor, why)
     joint = args.kv_lora_rank + args.qk_pos_emb_head_dim
     check.require(
         not args.multi_latent_attention or joint % tensor == 0,

@@ -12,6 +12,7 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import PipelinePar
 
 from megatron.checkpoint.store import durable
 from megatron.pretrain.arguments.check import Check
+from megatron.pretrain.arguments.flags import Implied
 
 UNREADABLE = (OSError, ValueError, AttributeError, TypeError, RecursionError, yaml.YAMLError)
 """Errors of a YAML file that cannot be read, or has something else than settings of groups."""
@@ -78,7 +79,6 @@ def check_communicators(check: Check) -> None:
     for name in sorted(names - {*NCCL_SETTINGS}):
         check.problems.append(f"{path}: {name} is none of {', '.join(NCCL_SETTINGS)}")
     group, instances = args.sharp_enabled_group, args.num_distributed_optimizer_instances
-    check.require(args.use_sharp or not group, "--sharp-enabled-group needs --use-sharp")
     check.require(
         group != "dp_replica" or instances > 1,
         f"--sharp-enabled-group {group} needs --num-distributed-optimizer-instances above 1",
@@ -94,22 +94,17 @@ def check_communicators(check: Check) -> None:
 def imply_fsdp(check: Check) -> None:
     """Apply and check what --use-megatron-fsdp implies, also together with --use-nccl-ub."""
     args = check.args
-    implied: dict[str, str | bool] = {
-        "data_parallel_sharding_strategy": "optim_grads_params",
-        "use_distributed_optimizer": True,
-        "ckpt_format": "fsdp_dtensor",
-    }
     if args.megatron_fsdp_version == 2:
         check.require(
             "use_distributed_optimizer" not in check.given,
             "--use-distributed-optimizer with --megatron-fsdp-version 2: hooks do what it is for;"
             " leave it out",
         )
-        # Megatron-Core's optimizer is the same, but nothing is said of a flag that is refused.
-        args.use_distributed_optimizer = implied.pop("use_distributed_optimizer")
-    imply(check, "--use-megatron-fsdp", **implied)
+        # Megatron-Core's optimizer is the same, but no note names a flag that is refused.
+        args.use_distributed_optimizer = True
+    imply(check, "use_megatron_fsdp")
     if args.nccl_ub:
-        imply(check, "--use-nccl-ub", fsdp_double_buffer=True, fsdp_manual_registration=True)
+        imply(check, "nccl_ub")
     choose_strictness(check)
     check_strategies(check)
     # Megatron-Core then runs parts of layers, of two microbatches in turn.
@@ -125,16 +120,22 @@ def imply_fsdp(check: Check) -> None:
         )
 
 
-def imply(check: Check, flag: str, **implied: str | bool) -> None:
-    """Apply those settings that ``flag`` implies and nobody has given; print them in one line."""
+def imply(check: Check, other: str) -> None:
+    """Apply the settings that another flag implies and nobody has given; note them in one line."""
     words = []
-    for dest, value in implied.items():
-        if dest not in check.given:
-            setattr(check.args, dest, value)
+    for dest, flag in check.flags.items():
+        for rule in flag.rules_of(Implied):
+            if (
+                rule.other != other
+                or dest in check.given
+                or getattr(check.args, dest) == rule.value
+            ):
+                continue
+            setattr(check.args, dest, rule.value)
             name = dest.replace("_", "-")
-            words.append(name if value is True else f"{name} {value}")
+            words.append(name if rule.value is True else f"{name} {rule.value}")
     if words:
-        check.notes.append(f"{flag} sets {', '.join(words)}")
+        check.notes.append(f"{check.flag(other)} sets {', '.join(words)}")
 
 
 def choose_strictness(check: Check) -> None:
@@ -245,10 +246,6 @@ def complete_sequence_parallelism(check: Check) -> None:
     """Check that context ranks, with two chunks each, and tensor ranks divide the sequence."""
     args = check.args
     tensor, context = args.tensor_model_parallel_size, args.context_parallel_size
-    check.require(
-        context > 1 or not check.changed("cp_comm_type"),
-        "--cp-comm-type needs --context-parallel-size above 1",
-    )
     levels = args.hierarchical_context_parallel_sizes
     check.require(
         ("a2a+p2p" in args.cp_comm_type) == bool(levels),
@@ -288,18 +285,12 @@ def complete_sequence_parallelism(check: Check) -> None:
 def complete_pipeline(check: Check) -> None:
     """Divide the layers over pipeline stages, and check the settings of pipeline schedules."""
     args = check.args
-    if args.pipeline_model_parallel_size == 1:
-        for dest in (*INTERLEAVED, *UNEVEN, *ACCOUNTED, "pipeline_model_parallel_layout"):
-            if getattr(args, dest):
-                check.problems.append(
-                    f"{check.flag(dest)} needs --pipeline-model-parallel-size of at least 2"
-                )
-                check.set_default(dest)
-    elif args.pipeline_model_parallel_layout:
+    is_piped = args.pipeline_model_parallel_size > 1
+    if is_piped and args.pipeline_model_parallel_layout:
         follow_layout(check)
-    else:
+    elif is_piped:
         divide_layers(check)
-    if args.pipeline_model_parallel_size > 1 and args.init_model_with_meta_device:
+    if is_piped and args.init_model_with_meta_device:
         # The last stage's copy of the embedding gets its values from the first stage's while the
         # model is built.
         remedy = (

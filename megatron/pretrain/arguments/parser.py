@@ -7,8 +7,7 @@ import difflib
 import functools
 import importlib.util
 import os
-from collections.abc import Callable, Mapping, Sequence
-from itertools import chain
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import megatron.core
@@ -19,74 +18,38 @@ from megatron.pretrain.arguments.checkpoint_rules import (
     check_directories,
     check_names,
     check_saves,
-    note_flags_without_effect,
     replace_urls,
     take_checkpoint_arguments,
 )
-from megatron.pretrain.arguments.config_flags import absent_flags, field_flags
+from megatron.pretrain.arguments.config_flags import absent_flags, all_flags, known_flags
 from megatron.pretrain.arguments.configs import ddp_config, optimizer_config, transformer_config
 from megatron.pretrain.arguments.data_rules import check_data
-from megatron.pretrain.arguments.flags import Flag, help_text
+from megatron.pretrain.arguments.flag_rules import (
+    check_needs,
+    check_numbers,
+    note_idle_flags,
+    note_what_is_the_same,
+    refuse_values,
+)
+from megatron.pretrain.arguments.flags import EMPTY_IS_NONE
+from megatron.pretrain.arguments.help_text import help_text
 from megatron.pretrain.arguments.low_precision_rules import (
     check_low_precision,
     forget_precision_aware,
 )
 from megatron.pretrain.arguments.machine_rules import check_observing, fit_to_machine
 from megatron.pretrain.arguments.model_rules import complete_model, complete_sizes
-from megatron.pretrain.arguments.not_built import (
-    check_needs,
-    note_what_is_the_same,
-    refusal,
-    refuse_not_built,
-)
 from megatron.pretrain.arguments.parallel_rules import (
     check_microbatches,
     choose_data_parallelism,
     complete_parallelism,
 )
-from megatron.pretrain.arguments.program_flags import PROGRAM_GROUPS
 from megatron.pretrain.arguments.training_rules import (
-    check_numbers,
     choose_precision,
     complete_batch,
     complete_length,
     complete_schedule,
 )
-
-Rule = Callable[[Check], None]
-
-RULES_OF_FLAGS: tuple[Rule, ...] = (
-    choose_data_parallelism,
-    choose_precision,
-    complete_length,
-    complete_model,
-)
-RULES_OF_SIZES: tuple[Rule, ...] = (
-    complete_parallelism,
-    complete_sizes,
-    complete_batch,
-    check_microbatches,
-)
-"""Rules that compute with sizes, and wait until these are there and positive."""
-LAST_RULES: tuple[Rule, ...] = (
-    complete_schedule,
-    check_data,
-    check_directories,
-    check_saves,
-    check_observing,
-    fit_to_machine,
-    check_low_precision,
-    check_needs,
-    forget_precision_aware,
-    note_flags_without_effect,
-)
-EMPTY_FOR_NONE = ("config_logger_dir", "wandb_project", "wandb_entity", "wandb_exp_name")
-"""Destinations for which an empty text says that there is none, as in Megatron-LM."""
-TITLES = (
-    *("data parallelism", "optimizer", "model", "multi-latent attention", "mixture of experts"),
-    *("low precision and graphs", "model parallelism"),
-)
-"""Titles of groups in --help that come first, in this order."""
 
 
 class CommandLineParser(argparse.ArgumentParser):
@@ -100,20 +63,6 @@ class CommandLineParser(argparse.ArgumentParser):
         raise CommandLineError([message])
 
 
-def all_flags() -> dict[str, list[Flag]]:
-    """Return all flags by the title of their group in --help.
-
-    Flags of Megatron-Core's configs come before those of the program.
-    """
-    groups: dict[str, list[Flag]] = {title: [] for title in TITLES}
-    fields = field_flags([*chain.from_iterable(PROGRAM_GROUPS.values())])
-    for title, named in fields.items():
-        groups.setdefault(title, []).extend(named.values())
-    for title, flags in PROGRAM_GROUPS.items():
-        groups.setdefault(title, []).extend(flags)
-    return groups
-
-
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser with every known flag, with Megatron-LM's destinations and defaults."""
     parser = CommandLineParser(
@@ -124,23 +73,23 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("-h", "--help", action=PrintHelp, nargs=0, dest="help")
     parser.add_argument("--help-all", action=PrintHelp, nargs=0, dest="help")
-    for flag in chain.from_iterable(all_flags().values()):
-        flag.add_to(parser)
+    for flags in all_flags().values():
+        for flag in flags:
+            flag.add_to(parser)
     return parser
 
 
 @functools.cache
-def parser_of_given_flags() -> tuple[argparse.ArgumentParser, dict[str, Any]]:
-    """Return a parser that reports given flags only, and the default of every destination.
+def parser_of_given_flags() -> argparse.ArgumentParser:
+    """Return a parser that reports given flags only.
 
     It is built once: that takes four fifths of the time of a command line, and a process of the
     tests or of a plan reads hundreds.
     """
     parser = build_parser()
-    defaults = {action.dest: action.default for action in parser._actions if action.dest != "help"}
     for action in parser._actions:
         action.default = argparse.SUPPRESS
-    return parser, defaults
+    return parser
 
 
 class PrintHelp(argparse.Action):
@@ -155,7 +104,7 @@ class PrintHelp(argparse.Action):
     ) -> None:
         """Print and exit."""
         with durable.standard_output():
-            print(help_text(all_flags(), refusal, option_string == "--help-all"), flush=True)
+            print(help_text(all_flags(), option_string == "--help-all"), flush=True)
         parser.exit()
 
 
@@ -191,32 +140,33 @@ def parse_arguments(
     Raises:
         CommandLineError: with all problems.
     """
-    parser, defaults = parser_of_given_flags()
-    defaults = copy.deepcopy(defaults)  # a default that is a list belongs to one run
-    names = {action.dest: action.option_strings[0] for action in parser._actions}
-    given, refused, problems = parse_given(parser, list(argv))
-    args = argparse.Namespace(**(defaults | given))
+    given, refused, problems = parse_given(list(argv))
     if fused_weight_gradient is None:
         fused_weight_gradient = has_package("fused_weight_gradient_mlp_cuda")
     if expert_dispatch is None:
         expert_dispatch = cuda and has_package("deep_ep")
     if emerging_optimizers is None:
         emerging_optimizers = has_package("emerging_optimizers")
-    environment = os.environ if environment is None else environment
     machine = Machine(
-        world_size,
-        cuda,
-        transformer_engine,
-        fused_weight_gradient,
-        expert_dispatch,
-        emerging_optimizers,
-        environment,
+        world_size=world_size,
+        cuda=cuda,
+        transformer_engine=transformer_engine,
+        fused_weight_gradient=fused_weight_gradient,
+        expert_dispatch=expert_dispatch,
+        emerging_optimizers=emerging_optimizers,
+        environment=os.environ if environment is None else environment,
     )
-    check = Check(args, given, names, defaults, machine, refused, problems)
+    args = argparse.Namespace(**(default_values() | given))
+    check = Check(args, given, known_flags(), machine, refused, problems)
     apply_rules(check)
     if check.problems:
         raise CommandLineError(check.problems)
     return args, check.notes
+
+
+def default_values() -> dict[str, Any]:
+    """Return the default of every destination; lists belong to the caller."""
+    return {dest: copy.copy(flag.default) for dest, flag in known_flags().items()}
 
 
 def dry_run_ranks(argv: Sequence[str]) -> int | None:
@@ -233,9 +183,7 @@ def has_package(name: str) -> bool:
     return importlib.util.find_spec(name) is not None
 
 
-def parse_given(
-    parser: argparse.ArgumentParser, argv: list[str]
-) -> tuple[dict[str, Any], set[str], list[str]]:
+def parse_given(argv: list[str]) -> tuple[dict[str, Any], set[str], list[str]]:
     """Return the values that the command line gives by destination, and problems of single flags.
 
     Between them come the destinations whose values were refused.
@@ -243,8 +191,9 @@ def parse_given(
     argparse stops at the first bad value, so flags are parsed one at a time, each with the words
     that follow it.
     """
-    known = set(parser._option_string_actions)
-    absent = absent_flags() - known
+    parser = parser_of_given_flags()
+    known = parser._option_string_actions
+    absent = absent_flags() - known.keys()
     given: dict[str, Any] = {}
     refused: set[str] = set()
     problems: list[str] = []
@@ -259,20 +208,17 @@ def parse_given(
             )
         elif name not in known:
             problems.append(f"{name}: unknown flag{suggestion(name, known)}")
-        else:
-            dest = parser._option_string_actions[name].dest
-            is_empty = words[0] == f"{name}=" or "" in words
-            if is_empty and dest in EMPTY_FOR_NONE:
-                continue
-            if is_empty:
+        elif words[0] == f"{name}=" or "" in words:
+            dest = known[name].dest
+            if EMPTY_IS_NONE not in known_flags()[dest].rules:
                 problems.append(f"{name}: its value is empty, as that of an unset shell variable")
                 refused.add(dest)
-                continue
+        else:
             try:
                 namespace, rest = parser.parse_known_args(words)
             except CommandLineError as error:
-                problems.extend(error.problems)
-                refused.add(dest)
+                problems += error.problems
+                refused.add(known[name].dest)
                 continue
             given |= vars(namespace)
             if rest:
@@ -293,7 +239,7 @@ def one_flag_each(argv: list[str]) -> list[list[str]]:
     return flags
 
 
-def suggestion(name: str, known: set[str]) -> str:
+def suggestion(name: str, known: Iterable[str]) -> str:
     """Return a hint at the known flag that is spelled most like `name`, or nothing."""
     close = difflib.get_close_matches(name.replace("_", "-"), known, n=1, cutoff=0.7)
     return f", did you mean {close[0]}?" if close else ""
@@ -304,12 +250,28 @@ def apply_rules(check: Check) -> None:
     check_names(check)
     replace_urls(check)
     take_checkpoint_arguments(check)
-    refuse_not_built(check)
+    refuse_values(check)
     note_what_is_the_same(check)
     has_sizes = check_numbers(check)
-    sizes = RULES_OF_SIZES if has_sizes else ()
-    for rule in (*RULES_OF_FLAGS, *sizes, *LAST_RULES):
-        rule(check)
+    choose_data_parallelism(check)
+    choose_precision(check)
+    complete_length(check)
+    complete_model(check)
+    if has_sizes:
+        complete_parallelism(check)
+        complete_sizes(check)
+        complete_batch(check)
+        check_microbatches(check)
+    complete_schedule(check)
+    check_data(check)
+    check_directories(check)
+    check_saves(check)
+    check_observing(check)
+    fit_to_machine(check)
+    check_low_precision(check)
+    check_needs(check)
+    forget_precision_aware(check)
+    note_idle_flags(check)
     if has_sizes:
         check_configs(check)
 

@@ -1,117 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules of training: numbers in range, dtypes, batch, length of the run, rates and weight decay."""
+"""Rules of training: dtypes, batch, length of the run, rates and weight decay."""
 
 import math
-from collections.abc import Callable
 
 import torch
 
 from megatron.pretrain.arguments.check import Check
 
-REQUIRED = "num_layers hidden_size num_attention_heads seq_length micro_batch_size"
-"""Destinations that every command line must give."""
-POSITIVE = f"""{REQUIRED} ffn_hidden_size kv_channels num_query_groups max_position_embeddings
-    rotary_base rotary_seq_len_interpolation_factor global_batch_size train_iters dry_run_ranks
-    train_samples hysteresis save_interval save_retain_interval non_persistent_save_interval
-    eval_interval log_interval exit_interval exit_duration_in_mins vocab_size padded_vocab_size
-    make_vocab_size_divisible_by ddp_bucket_size lr_decay_iters lr_decay_samples
-    lr_wsd_decay_iters lr_wsd_decay_samples distributed_timeout_minutes
-    num_experts tensor_model_parallel_size pipeline_model_parallel_size
-    context_parallel_size expert_model_parallel_size expert_tensor_parallel_size
-    num_distributed_optimizer_instances num_layers_per_virtual_pipeline_stage
-    num_virtual_stages_per_pipeline_rank
-    decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers moe_ffn_hidden_size
-    moe_shared_expert_intermediate_size moe_router_topk moe_router_num_groups
-    moe_router_group_topk q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim
-    mtp_num_layers muon_num_ns_steps suggested_communication_unit_size"""
-"""Destinations of whole numbers that are at least 1, if they are given."""
-RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
-    ("attention_dropout hidden_dropout", lambda value: 0 <= value <= 1, "from 0 to 1"),
-    # The shares of an optimizer's running means that a step keeps.
-    ("adam_beta1 adam_beta2 sgd_momentum", lambda v: 0 <= v < 1, "at least 0 and below 1"),
-    ("muon_momentum", lambda v: 0 <= v < 1, "at least 0 and below 1"),
-    ("rotary_percent", lambda value: 0 < value <= 1, "above 0 and at most 1"),
-    (POSITIVE, lambda value: value > 0, "at least 1"),
-    ("cuda_graph_warmup_steps", lambda v: v > 1, "at least 2"),  # they find the memory first
-    (
-        "loss_scale initial_loss_scale min_loss_scale loss_scale_window device_peak_tflops"
-        " softmax_scale",
-        lambda value: value > 0,
-        "above 0",
-    ),
-    (
-        """lr min_lr clip_grad weight_decay lr_warmup_iters lr_warmup_samples lr_warmup_init
-        eval_iters num_workers manual_gc_interval init_method_std embedding_init_method_std
-        layernorm_epsilon adam_eps decoupled_lr decoupled_min_lr ckpt_step seed
-        logging_level""",
-        lambda value: value >= 0,
-        "at least 0",
-    ),
-)
-"""Destinations, what holds for their values if they are given, and how an error says it."""
-LARGEST_FLOAT = torch.finfo(torch.float32).max
-"""The largest number in single precision, in which tensors have them."""
-LARGEST_INTEGER = torch.iinfo(torch.int64).max
-LONGEST_TIMEOUT = 10**9
-"""Minutes; :class:`datetime.timedelta` ends soon after."""
 SEEDS = 2**32
 """Numbers that NumPy takes as a seed. A rank adds at most 100 for each rank before it."""
-
-
-def check_numbers(check: Check) -> bool:
-    """Refuse missing required flags, numbers that are not finite, and those out of their range.
-
-    Returns:
-        Whether the sizes are there and positive, so that rules can divide by them.
-    """
-    args = check.args
-    missing = [check.flag(dest) for dest in REQUIRED.split() if getattr(args, dest) is None]
-    has_sizes = not missing
-    missing = [flag for flag in missing if flag not in map(check.flag, check.refused)]
-    check.require(not missing, f"required but not given: {', '.join(missing)}")
-    infinite = check_finite(check)
-    for dests, is_met, words in RANGES:
-        for dest in dests.split():
-            value = getattr(args, dest, None)  # a release may lack the flag
-            if value is None or dest in infinite or is_met(value):
-                continue
-            check.problems.append(f"{check.flag(dest)} must be {words}, got {value}")
-            has_sizes = has_sizes and dests is not POSITIVE
-    minutes = args.distributed_timeout_minutes
-    check.require(
-        minutes <= LONGEST_TIMEOUT,
-        f"--distributed-timeout-minutes must be at most {LONGEST_TIMEOUT}, got {minutes}",
-    )
-    least, first = args.min_loss_scale, args.initial_loss_scale
-    check.require(
-        least <= first or infinite & {"min_loss_scale", "initial_loss_scale"},
-        f"--min-loss-scale {least} must be at most --initial-loss-scale {first}",
-    )
-    highest = SEEDS - 100 * check.machine.world_size
-    check.require(args.seed <= highest, f"--seed must be at most {highest}, got {args.seed}")
-    return has_sizes
-
-
-def check_finite(check: Check) -> set[str]:
-    """Refuse infinities, NaN, which comparisons let through, and numbers that no tensor can hold.
-
-    Returns:
-        The destinations of these.
-    """
-    infinite = set()
-    for dest, value in check.given.items():
-        for number in value if isinstance(value, list) else [value]:
-            largest = LARGEST_FLOAT if isinstance(number, float) else LARGEST_INTEGER
-            if not isinstance(number, (int, float)) or abs(number) <= largest:
-                continue
-            if isinstance(number, int):
-                check.problems.append(f"{check.flag(dest)} must fit in 64 bits, got {number}")
-                infinite.add(dest)
-                continue
-            kind = "number that fits in 32 bits" if math.isfinite(number) else "finite number"
-            check.problems.append(f"{check.flag(dest)} must be a {kind}, got {number}")
-            infinite.add(dest)
-    return infinite
 
 
 def choose_precision(check: Check) -> None:
@@ -125,6 +22,11 @@ def choose_precision(check: Check) -> None:
         args.params_dtype = torch.bfloat16
     elif args.fp16:
         args.params_dtype = torch.float16
+    least, first = args.min_loss_scale, args.initial_loss_scale
+    check.require(
+        not math.inf > least > first,
+        f"--min-loss-scale {least} must be at most --initial-loss-scale {first}",
+    )
     in_bf16 = args.main_grads_dtype == torch.bfloat16
     check.require(
         not (in_bf16 and args.accumulate_allreduce_grads_in_fp32),
@@ -176,8 +78,10 @@ def choose_gradient_dtype(check: Check, switch: str, dest: str, dtype: torch.dty
 
 
 def complete_length(check: Check) -> None:
-    """Check that the length of the run is given once."""
+    """Check that the length of the run is given once, and the seed."""
     args = check.args
+    highest = SEEDS - 100 * check.machine.world_size
+    check.require(args.seed <= highest, f"--seed must be at most {highest}, got {args.seed}")
     check.at_most_one("train_iters", "train_samples")
     is_there = args.skip_train or args.train_iters or args.train_samples
     check.require_given(is_there, "train_iters", "train_samples")

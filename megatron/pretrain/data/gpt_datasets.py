@@ -4,6 +4,7 @@
 import argparse
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
@@ -21,7 +22,6 @@ from torch.utils.data import Dataset
 from megatron.checkpoint.core.listing import some
 from megatron.mcore_adapter.run.errors import RunError
 from megatron.mcore_adapter.run.first_rank import on_first_rank
-from megatron.pretrain.arguments.configs import from_destinations
 from megatron.pretrain.data.corpus import standard_library_corpus
 from megatron.pretrain.data.dataset_files import check_samples
 from megatron.pretrain.data.splits import (
@@ -102,18 +102,21 @@ def build_datasets(
     source = source or find_data(args, tokenizer)
     if source is None:
         return None, None, None
-    config = from_destinations(
-        GPTDatasetConfig,
-        args,
-        random_seed=args.seed,
-        sequence_length=args.seq_length,
-        blend=source.blend,
-        blend_per_split=source.blend_per_split,
-        split=source.split if source.blend else None,
-        path_to_cache=source.cache,
-        tokenizer=tokenizer,
-        create_attention_mask=args.create_attention_mask_in_dataloader,
-    )
+    settings = {}
+    for declared in fields(GPTDatasetConfig):
+        if declared.init and hasattr(args, declared.name):
+            settings[declared.name] = getattr(args, declared.name)
+    settings |= {
+        "random_seed": args.seed,
+        "sequence_length": args.seq_length,
+        "blend": source.blend,
+        "blend_per_split": source.blend_per_split,
+        "split": source.split if source.blend else None,
+        "path_to_cache": source.cache,
+        "tokenizer": tokenizer,
+        "create_attention_mask": args.create_attention_mask_in_dataloader,
+    }
+    config = GPTDatasetConfig(**settings)
     if source.blend_per_split is None:
         # The config derives these from the split alone (from a fixed one for mock data). A split
         # without documents must not be built: the number of epochs is found by adding its tokens up

@@ -2,7 +2,8 @@
 """Every field of the installed release is a flag: its value reaches the config, or is refused."""
 
 import argparse
-from dataclasses import dataclass, field
+import ast
+from dataclasses import dataclass, field, fields
 from itertools import chain
 from typing import Any, Literal
 from unittest.mock import patch
@@ -10,11 +11,11 @@ from unittest.mock import patch
 import torch
 
 from megatron.pretrain.arguments import CommandLineError, config_flags
-from megatron.pretrain.arguments.config_flags import absent_flags, field_flags, matches
+from megatron.pretrain.arguments.config_flags import Declared, absent_flags, field_flags
 from megatron.pretrain.arguments.configs import ddp_config, optimizer_config, transformer_config
-from megatron.pretrain.arguments.flags import row
-from megatron.pretrain.arguments.not_built import refusal
-from megatron.pretrain.arguments.program_flags import PROGRAM_GROUPS
+from megatron.pretrain.arguments.flags import Refused, integer
+from megatron.pretrain.arguments.tables import FIELD_GROUPS, PROGRAM_GROUPS
+from tests.support import megatron_release
 from tests.support.pretrain.arguments.command_lines import (
     EXPERTS,
     LATENT,
@@ -35,9 +36,9 @@ def config_parts() -> list[tuple[str, str]]:
     return [
         (name, flag.names[0])
         for name, flag in flags
-        if not refusal(flag.dest)
+        if not flag.refusal
         and name not in {*NOT_SEEN_ALONE.split(), *NEEDS_ENGINE.split()}
-        and not matches(name, DISPATCHERS)
+        and not name.startswith(DISPATCHERS)
     ]
 
 
@@ -209,7 +210,7 @@ NOT_SEEN_ALONE = """optimizer_cpu_offload cuda_graph_impl cuda_graph_scope atten
 """Fields with tests of their own (test_precision_aware.py, test_low_precision.py, others), or with
 kernels or rules of Megatron-Core's own only."""
 
-DISPATCHERS = "moe_deepep_* moe_hybridep_* moe_ncclep_* moe_flex_* moe_permute_fusion_*"
+DISPATCHERS = ("moe_deepep_", "moe_hybridep_", "moe_ncclep_", "moe_flex_", "moe_permute_fusion_")
 """Settings of --moe-token-dispatcher-type flex, which needs its kernels."""
 
 NEEDS_ENGINE = """memory_efficient_layer_norm fused_single_qkv_rope use_te_activation_func
@@ -314,12 +315,12 @@ def test_a_new_field_is_a_flag_with_type_choices_default_and_help() -> None:
     assert flags["shields"].names == ("--no-shields", "--disable-shields")
     assert (flags["decks"].nargs, flags["decks"].default) == ("+", [])
     assert flags["renamed"].names == ("--other",)
-    assert refusal("soap_surprise"), "a pattern covers fields that a feature gets later"
+    assert flags["soap_surprise"].refusal, "a field that what is not built gets later"
 
 
 def test_a_flag_that_two_fields_would_bring_is_one_flag() -> None:
     with patch.object(config_flags, "CONFIGS", {"new": NewerConfig}):
-        flags = field_flags([row("--other", int, "the flag of another field")])["new"]
+        flags = field_flags([integer("--other", "the flag of another field")])["new"]
     assert "renamed" not in flags and "warp_factor" in flags
 
 
@@ -329,9 +330,43 @@ def test_a_field_of_another_release_is_refused_by_name() -> None:
 
 
 def test_a_choice_of_another_release_is_refused_by_name() -> None:
-    with patch(
-        "megatron.pretrain.arguments.not_built.absent_values",
-        lambda: {"moe_router_score_function": {"sigmoid"}},
+    row = {"choices": ("ion", "antimatter", "warp")}
+    with (
+        patch.object(config_flags, "CONFIGS", {"new": NewerConfig}),
+        patch.dict(config_flags.declared_fields(), engine_kind=Declared(settings=row)),
     ):
-        found = problems(f"{MOCK} --num-experts 4 --moe-router-score-function sigmoid")
-    assert any("--moe-router-score-function sigmoid: Megatron-Core" in p for p in found)
+        flag = field_flags()["new"]["engine_kind"]
+    assert flag.choices == ("ion", "antimatter", "warp")
+    (rule,) = flag.rules_of(Refused)
+    assert rule.values == ("antimatter",) and "has no such choice" in rule.reason
+
+
+def names_in(source: str) -> set[str]:
+    """Return the names that the classes of a module annotate."""
+    nodes = ast.walk(ast.parse(source))
+    return {
+        node.target.id
+        for node in nodes
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+    }
+
+
+def test_rows_are_of_fields_of_some_release() -> None:
+    """A row of a field that no release has would be a flag of another release."""
+    known: set[str] = set()
+    for config in config_flags.CONFIGS.values():
+        known.update(each.name for each in fields(config))
+    for release in megatron_release.RELEASES:
+        megatron_release.require(release)
+        core = megatron_release.unpack(release) / "megatron" / "core"
+        for file in FILES_OF_CONFIGS:
+            known |= names_in((core / file).read_text())
+    assert not [name for name in chain.from_iterable(FIELD_GROUPS.values()) if name not in known]
+
+
+FILES_OF_CONFIGS = (
+    "model_parallel_config.py",
+    "transformer/transformer_config.py",
+    "optimizer/optimizer_config.py",
+    "distributed/distributed_data_parallel_config.py",
+)

@@ -55,8 +55,8 @@ def test_vocabulary_and_merges_alone_choose_gpt2(prefixes: list[str], tmp_path: 
         ("--tokenizer-type TikTokenizer", "TikTokenizer needs --tokenizer-model"),
         ("--tokenizer-type GPT2BPETokenizer --merge-file x", "GPT2BPETokenizer needs --vocab-file"),
         ("--tiktoken-pattern v1", "--tiktoken-pattern is for TikTokenizer, not for NullTokenizer"),
-        ("--num-dataset-builder-threads 0", "--num-dataset-builder-threads: at least 1"),
-        ("--mid-level-dataset-surplus -1", "--mid-level-dataset-surplus: at least 0"),
+        ("--num-dataset-builder-threads 0", "--num-dataset-builder-threads must be at least 1"),
+        ("--mid-level-dataset-surplus -1", "--mid-level-dataset-surplus must be at least 0"),
     ],
 )
 def test_settings_of_a_tokenizer_that_do_not_fit_are_refused(flags: str, problem: str) -> None:

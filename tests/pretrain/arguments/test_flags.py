@@ -23,10 +23,10 @@ from megatron.mcore_adapter.run.model_parallel import initialize_model_parallel
 from megatron.mcore_adapter.run.run_state import TrainedParts
 from megatron.pretrain import ranks
 from megatron.pretrain.arguments import CommandLineError, build_parser, parse_arguments
-from megatron.pretrain.arguments.config_flags import field_flags
+from megatron.pretrain.arguments.config_flags import field_flags, known_flags
 from megatron.pretrain.arguments.configs import ddp_config, optimizer_config, transformer_config
-from megatron.pretrain.arguments.not_built import same_here
-from megatron.pretrain.arguments.program_flags import PROGRAM_GROUPS
+from megatron.pretrain.arguments.flags import Redundant
+from megatron.pretrain.arguments.tables import PROGRAM_GROUPS
 from megatron.pretrain.data.tokenizer_choice import TokenizerChoice
 from megatron.pretrain.model import gpt_optimizer
 from tests.support.pretrain.arguments.command_lines import REFUSED_HERE
@@ -232,14 +232,11 @@ READ_BY = {
 }
 
 
-TABLES = ("program_flags.py", "config_flags.py")
-
-
 def sources(name: str) -> str:
     """Return the text of a module or package of this name."""
     folder = ROOT / "megatron" / "pretrain"
     files = {*ROOT.glob(f"{name}.py"), *folder.rglob(f"{name}.py"), *folder.glob(f"{name}/*.py")}
-    return "\n".join(path.read_text() for path in files if path.name not in TABLES)
+    return "\n".join(path.read_text() for path in files if path.parent.name != "tables")
 
 
 def test_other_flags_are_read_where_they_are_said_to_be() -> None:
@@ -268,7 +265,7 @@ def test_no_flag_is_accepted_and_ignored() -> None:
     read |= {setting.name for setting in dataclasses.fields(TokenizerChoice)}
     read.add("loop")  # by pretrain_gpt.py, before the parser
     shown = in_tables | fields | read | {"dry_run_ranks"}
-    same = {dest for dest in known if same_here(dest)}
+    same = {dest for dest, flag in known_flags().items() if flag.rules_of(Redundant)}
     assert known == shown | REFUSED_HERE | same
     assert read.isdisjoint(in_tables | fields | REFUSED_HERE), "listed twice"
 

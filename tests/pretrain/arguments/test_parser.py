@@ -10,14 +10,10 @@ import pytest
 from megatron.core.transformer.enums import AttnBackend
 
 from megatron.pretrain.arguments import all_flags, config_flags
-from megatron.pretrain.arguments.flags import (
-    COMMON,
-    STATE_DTYPES,
-    WIDTH,
-    frequency,
-    line_of,
-    row,
-)
+from megatron.pretrain.arguments.config_flags import Declared, known_flags
+from megatron.pretrain.arguments.flags import COMMON, Refused, integer, named, text
+from megatron.pretrain.arguments.help_text import WIDTH, lines_of
+from megatron.pretrain.arguments.values import STATE_DTYPES, frequency
 from tests.support.pretrain.arguments.command_lines import (
     MOCK,
     OWN_DEFAULTS,
@@ -130,20 +126,30 @@ def shown(flag: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
 def test_help_is_short_and_help_all_has_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
     short, everything = shown("--help", capsys), shown("--help-all", capsys)
     every = [*chain.from_iterable(all_flags().values())]
-    flags = {flag.dest: flag for flag in every}
-    assert set(COMMON.split()) <= set(flags)
     names_in_short = {line.split()[0] for line in short if line.startswith("  --")}
-    assert names_in_short == {flags[dest].names[0] for dest in COMMON.split()}
+    assert names_in_short == {flag.name for flag in every if COMMON in flag.rules}
+    assert not [line for line in short if line.startswith("   ")], "a line for each"
     assert len(short) < 60
     names = {line.split()[0] for line in everything if line.startswith("  --")}
-    assert names == {flag.names[0] for flag in every if flag.help} and len(names) > 300
+    assert names == {flag.name for flag in every if flag.help or flag.refusal} and len(names) > 300
 
 
 def test_a_line_has_the_type_the_first_sentence_and_the_default() -> None:
-    flag = row("--steps", int, "Number of steps. There may be many of them.", 7)
-    assert " ".join(line_of(flag, None).split()) == "--steps N Number of steps (default: 7)"
-    assert "[only the default: too slow]" in line_of(flag, "too slow")
-    assert len(line_of(row("--x", str, "y" * 200), None)) <= WIDTH
+    flag = integer("--steps", "Number of steps. There may be many of them.", default=7)
+    assert " ".join(lines_of(flag).split()) == "--steps N Number of steps (default: 7)"
+    assert "[only the default: too slow]" in lines_of(integer("--steps", Refused("too slow")))
+    lines = lines_of(text("--x", "word " * 40)).splitlines()
+    assert len(lines) > 1 and max(map(len, lines)) <= WIDTH
+
+
+def test_help_shows_the_default_that_holds() -> None:
+    level, layout = (
+        " ".join(lines_of(known_flags()[dest]).split())
+        for dest in ("data_parallel_sharding_strategy", "ckpt_format")
+    )
+    assert level.endswith("(default: optim_grads_params)")
+    assert layout.endswith("(default: torch_dist, with --use-megatron-fsdp fsdp_dtensor)")
+    assert "(set by --use-nccl-ub)" in lines_of(known_flags()["fsdp_double_buffer"])
 
 
 def test_frequency_reads_numbers_and_list_expressions() -> None:
@@ -154,9 +160,9 @@ def test_frequency_reads_numbers_and_list_expressions() -> None:
 def test_a_flag_whose_field_the_release_lacks_is_refused_by_name(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(config_flags, "OF_SOME_RELEASES", "field_of_tomorrow renamed_field")
-    otherwise = config_flags.named("--written-otherwise")
-    monkeypatch.setitem(config_flags.CHANGES, "renamed_field", otherwise)
+    otherwise = Declared(settings=named("--written-otherwise"))
+    monkeypatch.setitem(config_flags.declared_fields(), "field_of_tomorrow", Declared())
+    monkeypatch.setitem(config_flags.declared_fields(), "renamed_field", otherwise)
     config_flags.absent_flags.cache_clear()
     found = problems(f"{MOCK} --field-of-tomorrow 3 --written-otherwise")
     config_flags.absent_flags.cache_clear()

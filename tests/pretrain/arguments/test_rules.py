@@ -253,9 +253,9 @@ def test_numbers_with_which_a_run_fails_later_or_trains_nonsense_are_refused_tog
     dynamic = "--fp16 --hysteresis 0 --loss-scale-window 0 --initial-loss-scale 0"
     assert problems(f"{MOCK} {dynamic} --min-loss-scale 0") == [
         "--hysteresis must be at least 1, got 0",
+        "--loss-scale-window must be above 0, got 0.0",
         "--initial-loss-scale must be above 0, got 0.0",
         "--min-loss-scale must be above 0, got 0.0",
-        "--loss-scale-window must be above 0, got 0.0",
     ]
     assert problems(f"{MOCK} --fp16 --initial-loss-scale 2 --min-loss-scale 4") == [
         "--min-loss-scale 4.0 must be at most --initial-loss-scale 2.0"

@@ -5,14 +5,12 @@ import argparse
 import json
 import shlex
 from collections.abc import Iterable
-from itertools import chain
 from pathlib import Path
 
 import pytest
 
-from megatron.pretrain.arguments import CommandLineError, all_flags, parse_arguments
-from megatron.pretrain.arguments.config_flags import absent_flags
-from megatron.pretrain.arguments.not_built import refusal
+from megatron.pretrain.arguments import CommandLineError, parse_arguments
+from megatron.pretrain.arguments.config_flags import absent_flags, known_flags
 
 DATA = Path(__file__).parents[3] / "pretrain" / "data"
 ROWS_OF_ALL_RELEASES = json.loads((DATA / "flags.json").read_text())
@@ -20,8 +18,7 @@ ROWS_OF_ALL_RELEASES = json.loads((DATA / "flags.json").read_text())
 TABLE = [row for row in ROWS_OF_ALL_RELEASES if row["name"] not in absent_flags()]
 """Flags of Megatron-LM, but those whose field the installed release of Megatron-Core lacks."""
 
-DESTINATIONS = {flag.dest for flag in chain.from_iterable(all_flags().values())}
-REFUSED_HERE = {dest for dest in DESTINATIONS if refusal(dest)}
+REFUSED_HERE = {dest for dest, flag in known_flags().items() if flag.refusal}
 """Destinations of flags that are refused at any value but the default."""
 
 SMALL = """--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32
@@ -79,7 +76,9 @@ def other_value(action: argparse.Action) -> str | None:
     if action.nargs == 0:
         return ""
     if action.choices:
-        return next(getattr(c, "name", str(c)) for c in action.choices if c != action.default)
+        return next(
+            getattr(c, "name", str(c)) for c in action.choices if action.default not in (c, [c])
+        )
     for text in ("7", "bf16", "fp16", "text"):
         try:
             value = action.type(text)

@@ -3,24 +3,15 @@
 
 import argparse
 from collections.abc import Iterator
-from dataclasses import fields
 from itertools import chain
 
-from megatron.pretrain.arguments import build_parser
-from megatron.pretrain.arguments.config_flags import CONFIGS, OF_SOME_RELEASES, matches
-from megatron.pretrain.arguments.flags import as_written, spelled
-from megatron.pretrain.arguments.not_built import (
-    LOSSES,
-    MUON,
-    NEEDS,
-    NOT_BUILT_VALUES,
-    REFUSED,
-    SAME_HERE,
-    Needs,
-    refusal,
-)
+from megatron.mcore_adapter.run.optimizer_names import MUON
+from megatron.pretrain.arguments.config_flags import known_flags
+from megatron.pretrain.arguments.flags import Flag, Implied, Needs, Refused, spelled
+from megatron.pretrain.arguments.tables import FIELD_GROUPS
+from megatron.pretrain.arguments.tables.model_fields import LOSSES
+from megatron.pretrain.arguments.values import as_written
 from tests.support.pretrain.arguments.command_lines import (
-    DESTINATIONS,
     MOCK,
     REFUSED_HERE,
     SMALL,
@@ -30,23 +21,21 @@ from tests.support.pretrain.arguments.command_lines import (
     rows_not_refused,
 )
 
-FLAGS = {action.dest: action.option_strings[0] for action in build_parser()._actions}
-KNOWN = FLAGS.keys() | set(OF_SOME_RELEASES.split())
-KNOWN |= {field.name for field in chain.from_iterable(map(fields, CONFIGS.values()))}
-"""Destinations here, and fields of some release."""
+FLAGS = known_flags()
 
 
 def flag_of(dest: str) -> str:
-    return FLAGS.get(dest, spelled(dest))
+    return FLAGS[dest].name if dest in FLAGS else spelled(dest)
 
 
-def test_tables_of_refusals_name_known_destinations() -> None:
-    tables = [*REFUSED.values(), *SAME_HERE.values(), *(rule.dests for rule in NEEDS)]
-    for patterns in tables:
-        for pattern in patterns.split():
-            assert any(matches(name, pattern) for name in KNOWN), pattern
-    others = {rule.other for rule in NEEDS} | {rule.unless for rule in NEEDS if rule.unless}
-    assert NOT_BUILT_VALUES.keys() | others - {"virtual_pipeline_model_parallel_size"} <= KNOWN
+def test_rules_name_known_destinations() -> None:
+    rows = chain.from_iterable(FIELD_GROUPS.values())
+    known = {*FLAGS, *rows, "virtual_pipeline_model_parallel_size"}
+    for flag in FLAGS.values():
+        for rule in flag.rules_of(Needs):
+            assert rule.other in known and rule.unless in {*known, ""}, flag.name
+        for implied in flag.rules_of(Implied):
+            assert implied.other in known, flag.name
 
 
 def test_a_flag_that_is_not_built_is_refused_with_its_reason(
@@ -59,10 +48,10 @@ def test_a_flag_that_is_not_built_is_refused_with_its_reason(
     found = problems(MOCK + " " + " ".join(f"{name} {value}" for name, value in given.items()))
     not_refused = {
         name
-        for name in {FLAGS[dest] for dest in REFUSED_HERE}
+        for name in {FLAGS[dest].name for dest in REFUSED_HERE}
         if not any(
             text.startswith((f"{name}:", f"{name} "))
-            and text.endswith(str(refusal(known[name].dest)))
+            and text.endswith(str(FLAGS[known[name].dest].refusal))
             for text in found
         )
     }
@@ -71,11 +60,12 @@ def test_a_flag_that_is_not_built_is_refused_with_its_reason(
 
 def test_a_value_that_is_not_built_is_refused_with_its_reason() -> None:
     rows = []
-    for dest, values in NOT_BUILT_VALUES.items():
-        if dest in DESTINATIONS:  # some releases have no such flag
-            for value, reason in values.items():
-                given = f"{FLAGS[dest]} {as_written(value)}"
-                rows.append((given, f"{given}: {reason}"))
+    for flag in FLAGS.values():
+        for rule in flag.rules_of(Refused):
+            for value in rule.values:
+                given = f"{flag.name} {as_written(value)}"
+                rows.append((given, f"{given}: {rule.reason}"))
+    assert len(rows) > 10
     assert not rows_not_refused(MOCK, rows)
 
 
@@ -93,6 +83,11 @@ BESIDE = {
     ("multi_latent_attention", (False,)): "--multi-latent-attention",
     ("init_model_with_meta_device", (False,)): "--init-model-with-meta-device --use-megatron-fsdp",
     ("use_rope_scaling", ()): "--use-megatron-fsdp",
+    ("optimizer_cpu_offload", (False,)): "--optimizer-cpu-offload --use-megatron-fsdp",
+    ("normalization", ("LayerNorm",)): "--normalization RMSNorm",
+    ("cross_entropy_loss_fusion", (False,)): "--cross-entropy-loss-fusion",
+    ("group_query_attention", (False,)): "--group-query-attention",
+    ("skip_train", (False,)): "--skip-train",
     ("optimizer", ("adam", *MUON)): "--optimizer sgd",
     ("bias_swiglu_fusion", ()): "--no-bias-swiglu-fusion",
     ("create_attention_mask_in_dataloader", ()): "--no-create-attention-mask-in-dataloader",
@@ -102,18 +97,17 @@ BESIDE = {
 """Values of the other flag that are not the default -> the flags that give them."""
 
 
-def rows_of(rule: Needs, known: dict[str, argparse.Action]) -> Iterator[tuple[str, str]]:
-    """Yield the flags of a rule, each without what it needs, and what is said of it."""
-    for dest, name in FLAGS.items():
-        if not matches(dest, rule.dests) or refusal(dest) or dest == rule.other:
-            continue
-        given = f"{name} {other_value(known[name])} {BESIDE.get((rule.other, rule.values), '')}"
-        if dest.startswith("moe_"):
+def rows_of(flag: Flag, known: dict[str, argparse.Action]) -> Iterator[tuple[str, str]]:
+    """Yield a flag without what it needs, for each of its needs, and what is said of it."""
+    for rule in flag.rules_of(Needs):
+        given = f"{flag.name} {other_value(known[flag.name])}"
+        given += f" {BESIDE.get((rule.other, rule.values), '')}"
+        if flag.dest.startswith("moe_"):
             given += " --num-experts 4"
-        yield given, f"{name} {rule.end(flag_of)}"
+        yield given, f"{flag.name} {rule.end(flag_of)}"
 
 
 def test_a_flag_that_would_do_nothing_is_refused(known: dict[str, argparse.Action]) -> None:
-    rows = [*chain.from_iterable(rows_of(rule, known) for rule in NEEDS)]
+    rows = [*chain.from_iterable(rows_of(flag, known) for flag in FLAGS.values())]
     assert len(rows) > 100
     assert not rows_not_refused(f"{SMALL} --mock-data", rows)
