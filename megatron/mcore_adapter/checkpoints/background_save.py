@@ -27,7 +27,7 @@ from megatron.mcore_adapter.run.first_rank import Say
 from megatron.mcore_adapter.run.run_state import Progress, TrainedParts
 
 _WAITING_INTERVAL = 0.05
-"""Seconds between two looks at the writers while nothing else is done."""
+"""Seconds between two polls of the writers while training waits for them."""
 
 
 @dataclass
@@ -35,9 +35,12 @@ class PendingSave:
     """A checkpoint that is being written.
 
     Attributes:
-        problems: those of this rank's writer; None until it has ended.
-        agreed: all writers have ended, or one has failed, and every rank knows it.
-        failed: some rank's writer has failed, and every rank knows it.
+        root: directory of checkpoints in which it will be published.
+        progress: progress of the run when the save began.
+        problems: problems of this rank's writer, empty if it has succeeded; None until it has
+            ended.
+        agreed: True once every rank knows that all writers have ended, or that one has failed.
+        failed: True once every rank knows that the writer of some rank has failed.
     """
 
     root: str
@@ -48,22 +51,24 @@ class PendingSave:
 
 
 class BackgroundSaves:
-    """The saves of a run in the background, of which at most one is under way.
+    """The background saves of a run, of which at most one is in progress.
 
-    :meth:`save` lets a thread copy the state into host memory, and then the ranks' writer processes
-    write it; :meth:`finish_copying` waits for the copies before the optimizer's step. In every step
-    the ranks sum :meth:`votes` in their one all-reduce, and tell the sums to :meth:`count`; a loop
-    without such an all-reduce calls :meth:`vote`. When
-    all writers have ended, :meth:`conclude` publishes the checkpoint on all ranks after one step.
-    Constructor, :meth:`save`, :meth:`step_is_over`, :meth:`conclude` and :meth:`wait` are
-    collectives.
+    :meth:`save` starts a thread that copies the state into host memory, from where the ranks'
+    writer processes write it; :meth:`finish_copying` waits for the copies before the optimizer's
+    step. In every step the ranks sum :meth:`votes` in their one all-reduce, and pass the sums to
+    :meth:`count`; a loop without such an all-reduce calls :meth:`vote`. When all writers have
+    ended, :meth:`conclude` publishes the checkpoint on all ranks after the same step. Constructor,
+    :meth:`save`, :meth:`step_is_over`, :meth:`conclude` and :meth:`wait` are collectives.
 
     Args:
         args: arguments of the run. With ``use_persistent_ckpt_worker`` one writer process of each
-            rank lives as long as this object; otherwise every save has its own.
+            rank lives as long as this object; otherwise every save starts its own.
         device: device of tensors for collectives.
-        say: prints a line.
-        published: called with the progress of a checkpoint that has been published.
+        say: prints a line on the first rank.
+        published: called with the progress of a checkpoint after it has been published.
+
+    Raises:
+        RunError: on every rank, if the store for the writers cannot be opened.
     """
 
     def __init__(
@@ -73,7 +78,9 @@ class BackgroundSaves:
         say: Say,
         published: Callable[[Progress], None],
     ):
-        self._args, self._device, self._say = args, device, say
+        self._args = args
+        self._device = device
+        self._say = say
         self._published = published
         self._buffer = StagingBuffer()
         self._has_reserved = False
@@ -82,40 +89,50 @@ class BackgroundSaves:
         self._writer: WriterProcess | None = None
         self._ending: list[WriterProcess] = []
         self._pending: PendingSave | None = None
-        self._num_writes: Callable[[], int] = lambda: 0  # of forwards, since a save began
-        if args.use_persistent_ckpt_worker:  # its imports take seconds, until the first save
+        # Returns how often forwards have written to weights since the save began.
+        self._num_writes: Callable[[], int] = lambda: 0
+        if args.use_persistent_ckpt_worker:  # its imports take seconds, during the first steps
             self._writer = self._start_writer()
 
     def step_is_over(self, parts: TrainedParts, progress: Progress) -> None:
-        """Do :meth:`conclude`; after the first step, reserve host memory for the first save.
+        """Call :meth:`conclude`; after the first step, reserve host memory for the first save.
 
-        It is allocated in a thread while training goes on. The optimizer has its state then.
+        A thread allocates it while training continues. Only after a step the optimizer has state.
+
+        Raises:
+            RunError: as :meth:`conclude` does.
         """
         self.conclude()
         if self._has_reserved:
             return
         self._has_reserved = True
-        with collector_paused(), suppress(RunError):  # what cannot be saved, a save reports
+        with collector_paused(), suppress(RunError):  # the first save reports what fails here
             content = checkpointing.collect(self._args, parts, progress)
             attempt(lambda: self._buffer.reserve(content))
 
     def save(self, parts: TrainedParts, progress: Progress, root: str) -> None:
-        """Copy the state of the run, and let it be written under ``root``.
+        """Begin to copy the state of the run and to write it, after the save before has ended.
 
-        Waits for the save before. Weights and optimizer state must keep their values until
-        :meth:`finish_copying`.
+        Weights and optimizer state must keep their values until :meth:`finish_copying`.
+
+        Args:
+            parts: model, optimizer and schedule, whose tensors are copied.
+            progress: progress at the step to save; copied.
+            root: directory of checkpoints.
 
         Raises:
             RunError: on every rank, if any rank could not write this or the save before.
         """
         self.wait()
         model = parts.model
-        with collector_paused():  # training waits
+        with collector_paused():  # training waits for what follows
             content = checkpointing.collect(self._args, parts, progress)
             target = checkpointing.prepare(root, progress.iteration)
 
             def begin() -> None:
-                writer = self._writer = self._writer or self._start_writer()
+                if self._writer is None:
+                    self._writer = self._start_writer()
+                writer = self._writer
                 self._buffer.stage(
                     content,
                     is_changing=is_buffer_of(model),
@@ -128,14 +145,14 @@ class BackgroundSaves:
             problems = attempt(begin)
             if problems:
                 self._kill()
-                checkpointing.conclude(self._args, root, progress, problems, self._say)
+                self._publish_or_discard(root, progress, problems)
         self._pending = PendingSave(root, replace(progress))
         self._say(f"writing the checkpoint of iteration {progress.iteration} in the background")
 
     def finish_copying(self) -> None:
         """Wait until the state is copied, so that the optimizer may change it.
 
-        The save fails if a forward has written to weights meanwhile.
+        The save fails if a forward has written to weights in the meantime.
         """
         problem = ""
         try:
@@ -151,13 +168,13 @@ class BackgroundSaves:
 
     @property
     def num_staged_bytes(self) -> int:
-        """Size of the memory that is allocated on this rank."""
+        """Bytes of host memory that are allocated on this rank."""
         return self._buffer.num_bytes
 
     def votes(self) -> list[float]:
-        """Return 1 if this rank's writer has ended, and 1 if it has failed; else 0.
+        """Return 1 or 0 for each: this rank's writer has ended; it has failed.
 
-        The sums over all ranks are what :meth:`count` takes.
+        The ranks sum both over all ranks, and pass the sums to :meth:`count`.
         """
         pending = self._pending
         if pending is None:
@@ -165,24 +182,26 @@ class BackgroundSaves:
         if pending.problems is None:
             assert self._writer is not None
             pending.problems = self._writer.poll()
-        return [float(pending.problems is not None), float(bool(pending.problems))]
+        has_ended = pending.problems is not None
+        has_failed = bool(pending.problems)
+        return [float(has_ended), float(has_failed)]
 
     def count(self, sums: Sequence[float]) -> None:
-        """Take the sums of :meth:`votes` over all ranks."""
+        """Record the sums of :meth:`votes` over all ranks."""
         if self._pending is not None:
             ended, failed = sums
             self._pending.failed = failed > 0
             self._pending.agreed = ended == dist.get_world_size() or failed > 0
 
     def vote(self) -> None:
-        """Let the ranks agree on how the save under way stands; a collective if there is one."""
+        """Agree with the other ranks on the state of the save; a collective if one is pending."""
         if self._pending is not None:
             sums = torch.tensor(self.votes(), device=self._device)
             dist.all_reduce(sums)
             self.count(sums.tolist())
 
     def conclude(self) -> None:
-        """Publish the checkpoint that is under way if the ranks have agreed that it is written.
+        """Publish the pending checkpoint if the ranks have agreed that it is written.
 
         Raises:
             RunError: on every rank, if any writer has failed. Nothing of the checkpoint remains.
@@ -197,39 +216,45 @@ class BackgroundSaves:
             problems = agree(pending.problems or [])
         elif not self._args.use_persistent_ckpt_worker:
             self._end_writer()
-        checkpointing.conclude(self._args, pending.root, pending.progress, problems, self._say)
+        self._publish_or_discard(pending.root, pending.progress, problems)
         self._published(pending.progress)
 
+    def _publish_or_discard(self, root: str, progress: Progress, problems: list[str]) -> None:
+        checkpointing.conclude(
+            args=self._args, root=root, progress=progress, problems=problems, say=self._say
+        )
+
     def wait(self) -> None:
-        """Wait until no save is under way.
+        """Wait until no save is pending.
 
         Raises:
             RunError: as :meth:`conclude` does.
         """
         self.finish_copying()
-        has_said = False
+        is_announced = False
         while self._pending is not None:
             self.vote()
             self.conclude()
-            if self._pending is not None:
-                if not has_said:
-                    iteration = self._pending.progress.iteration
-                    self._say(
-                        f"waiting for the checkpoint of iteration {iteration}, which is still being"
-                        " written"
-                    )
-                    has_said = True
-                time.sleep(_WAITING_INTERVAL)
+            if self._pending is None:
+                break
+            if not is_announced:
+                iteration = self._pending.progress.iteration
+                self._say(
+                    f"waiting for the checkpoint of iteration {iteration}, which is still being"
+                    " written"
+                )
+                is_announced = True
+            time.sleep(_WAITING_INTERVAL)
 
     def end(self) -> None:
-        """Let the writers end, after :meth:`wait`."""
+        """End the writers after :meth:`wait`, and wait for their ends."""
         self._end_writer()
         for writer in self._ending:
             writer.wait()
         self._ending = []
 
     def close(self) -> None:
-        """End what is left if the run ends by an error, and give the memory back."""
+        """Kill the writers that are left, as after an error of the run, and free the memory."""
         self._kill()
         for writer in self._ending:
             writer.kill()
@@ -243,15 +268,17 @@ class BackgroundSaves:
         return WriterProcess(world, self._buffer)
 
     def _end_writer(self) -> None:
-        """Let the writer end, if there is one; the one before it has had time to."""
+        """Ask the writer to end, if there is one, and wait for the one before it."""
         for earlier in self._ending:
             earlier.wait()
-        self._ending = [] if self._writer is None else [self._writer]
-        for writer in self._ending:
-            writer.end()
+        self._ending = []
+        if self._writer is not None:
+            self._ending.append(self._writer)
+            self._writer.end()
         self._writer = None
 
     def _kill(self) -> None:
+        """Finish or give up the copies, and kill the writer."""
         with suppress(Exception):
             self._buffer.finish()
         if self._writer is not None:
@@ -260,26 +287,37 @@ class BackgroundSaves:
 
 
 def _open_store(args: argparse.Namespace) -> tuple[TCPStore | None, WriterWorld]:
-    """Open the store in which writers meet, on the first rank, and tell all ranks; a collective.
+    """Open the store in which writers meet on the first rank; a collective.
+
+    Returns:
+        The store, which the first rank must keep alive, None on other ranks; and the world of
+        writers in it, without a name.
 
     Raises:
         RunError: on every rank, if it cannot be opened.
     """
-    # The first rank runs there. The system chooses a free port.
+    # The first rank runs on this host.
     host = os.environ.get("MASTER_ADDR", "localhost")
     timeout = timedelta(minutes=args.distributed_timeout_minutes)
-    stores: list[TCPStore] = []
+    store: TCPStore | None = None
 
     def open_store() -> None:
+        nonlocal store
         if dist.get_rank() == 0:
-            stores.append(
-                TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
-            )
+            port = 0  # the system chooses a free one
+            store = TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=timeout)
 
     problems = attempt(open_store)
     if problems:
         raise RunError("--async-save has no store for its writers:\n" + "\n".join(problems))
-    ports: list[Any] = [stores[0].port if stores else 0]
+    ports: list[Any] = [0 if store is None else store.port]
     dist.broadcast_object_list(ports)
-    world = WriterWorld(dist.get_rank(), dist.get_world_size(), host, ports[0], "", timeout)
-    return stores[0] if stores else None, world
+    world = WriterWorld(
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
+        host=host,
+        port=ports[0],
+        name="",
+        timeout=timeout,
+    )
+    return store, world

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arguments of the run that wrote a checkpoint, beside those of the run that loads it.
+"""Comparison of a checkpoint's arguments with those of the run that loads it.
 
-Weights fit wherever their names and shapes do, but mean something else under another number of
+Weights fit wherever their names and shapes do, but mean something else with another number of
 attention heads, another activation, or another choice of experts. Such arguments must agree. Others
-may differ, such as the seed and the schedule. An argument that the checkpoint does not have is not
-compared.
+may differ, such as the seed and the schedule. Arguments that the checkpoint lacks are not compared.
 """
 
 from __future__ import annotations
@@ -44,10 +43,10 @@ SEEN_IN_SHAPES = (
     "num_experts",
     "moe_ffn_hidden_size",
 )
-"""Arguments that the loaders compare better: they name the tensors that do not fit."""
+"""Arguments that determine shapes: the loaders refuse other ones, and name the tensors."""
 ACTIVATION = ("swiglu", "squared_relu", "openai_gelu", "bias_gelu_fusion")
 PARTS_OF_OTHERS = (*ACTIVATION, "group_query_attention", "apply_layernorm_1p")
-"""Arguments that others imply, or that are compared together with others."""
+"""Arguments that follow from others, or that are compared together with others."""
 
 MAY_DIFFER = """seed seq_length global_batch_size rampup_batch_size train_iters train_samples
     optimizer lr min_lr lr_decay_style lr_decay_iters lr_decay_samples lr_warmup_iters
@@ -61,7 +60,7 @@ MAY_DIFFER = """seed seq_length global_batch_size rampup_batch_size train_iters 
     moe_router_force_biased moe_router_bias_update_rate decoupled_lr decoupled_min_lr
     apply_wd_to_qk_layernorm eod_mask_loss reset_position_ids reset_attention_mask mock_data
     data_args_path per_split_data_args_path fp32_residual_connection"""
-"""Arguments of training and data, of which a difference is told and no error."""
+"""Arguments of training and data, whose differences are printed and are no errors."""
 
 
 def means_something(argument: Argument) -> bool:
@@ -70,7 +69,7 @@ def means_something(argument: Argument) -> bool:
 
 
 def is_stored(argument: Argument, saved: argparse.Namespace) -> bool:
-    """Return True if the arguments of a file have this one, by its name or that of its flag."""
+    """Return True if the file's arguments have this one, under its name or that of its flag."""
     return argument.name in saved or argument.name_of_flag in saved
 
 
@@ -100,42 +99,44 @@ def stored_arguments(source: Path) -> argparse.Namespace | None:
 
 @dataclass(frozen=True)
 class Setting:
-    """A property of the model that names and shapes of weights do not show."""
+    """A property of the model that names and shapes of weights do not show.
+
+    Attributes:
+        label: name in messages, in most cases its flag.
+        parts: arguments that determine it.
+        value: function of complete arguments that returns its value, the same for all spellings.
+    """
 
     label: str
-    """Its flag on the command line."""
     parts: tuple[Argument, ...]
-    """The arguments that determine it."""
     value: Callable[[argparse.Namespace], Any]
-    """Arguments -> its value, the same for all spellings of it."""
 
     def is_stored(self, saved: argparse.Namespace) -> bool:
-        """Return True if the arguments of a file have all that determine it."""
+        """Return True if the file's arguments have all parts."""
         return all(is_stored(part, saved) for part in self.parts)
 
     def difference(self, saved: argparse.Namespace, own: argparse.Namespace) -> str | None:
-        """Describe the difference between a file's arguments and this run's; None without one.
-
-        Both are completed.
-        """
+        """Describe the difference between two complete sets of arguments; None if there is none."""
         counts = self.parts[0].counts
         if not (counts(saved) and counts(own)):
-            return None  # what it depends on differs and is told, or neither of them uses it
-        theirs, ours = self.value(saved), self.value(own)
-        return None if theirs == ours else in_words(self.label, theirs, ours)
+            return None  # neither uses it, or what it depends on differs and is reported
+        saved_value = self.value(saved)
+        own_value = self.value(own)
+        if saved_value == own_value:
+            return None
+        return _difference_line(self.label, saved_value, own_value)
 
 
-def in_words(label: str, theirs: Any, ours: Any) -> str:
-    """Return the line that tells a difference."""
-    return f"{label}: {theirs} in the file, {ours} in this run"
+def _difference_line(label: str, saved_value: Any, own_value: Any) -> str:
+    return f"{label}: {saved_value} in the file, {own_value} in this run"
 
 
 def settings() -> Iterator[Setting]:
-    """Yield everything that must agree."""
+    """Yield the settings that must agree."""
     by_name = {argument.name: argument for argument in ARGUMENTS}
     left_out = {*SEEN_IN_SHAPES, *PARTS_OF_OTHERS}
-    for argument in filter(means_something, ARGUMENTS):
-        if argument.name not in left_out:
+    for argument in ARGUMENTS:
+        if means_something(argument) and argument.name not in left_out:
             value = ONE_SPELLING.get(argument.name, _value_of(argument.name))
             yield Setting(argument.spelling, (argument,), value)
     groups = (by_name["group_query_attention"], by_name["num_query_groups"])
@@ -154,16 +155,19 @@ def activation(args: argparse.Namespace) -> str:
         return "SwiGLU"
     if args.squared_relu:
         return "squared ReLU"
-    # The fused GELU computes the tanh formula.
     is_fused = args.bias_gelu_fusion and args.add_bias_linear
-    return "GELU by its tanh formula" if args.openai_gelu or is_fused else "exact GELU"
+    if args.openai_gelu or is_fused:  # the fused GELU computes the tanh formula
+        return "GELU by its tanh formula"
+    return "exact GELU"
 
 
 def softmax_scale(args: argparse.Namespace) -> float | None:
-    """Return the factor of attention scores, None for the usual one."""
+    """Return the factor of attention scores, None for the default one."""
     scale: float | None = args.softmax_scale
-    is_usual = args.kv_channels and scale == args.kv_channels**-0.5
-    return None if args.multi_latent_attention or is_usual else scale
+    is_default = args.kv_channels and scale == args.kv_channels**-0.5
+    if args.multi_latent_attention or is_default:
+        return None
+    return scale
 
 
 def layers_without_rotation(args: argparse.Namespace) -> list[int]:
@@ -184,35 +188,51 @@ ONE_SPELLING: dict[str, Callable[[argparse.Namespace], Any]] = {
     "rope_type": lambda args: args.rope_type or "yarn",
     "moe_router_topk_scaling_factor": lambda args: args.moe_router_topk_scaling_factor or 1.0,
 }
-"""Arguments with several spellings of one value -> the function that returns that value."""
+"""Argument with several spellings of one value -> function that returns the same for them all."""
 BY_LAYER = ("no_rope_freq", "moe_layer_freq")
+"""Arguments with a value for each layer, compared only between models of the same depth."""
 
 
 def model_differences(saved: argparse.Namespace, own: argparse.Namespace) -> list[str]:
     """List the settings of the model that differ, with the values of the file and of this run."""
-    same_depth = getattr(saved, "num_layers", None) == own.num_layers
-    whole, own = completed(saved), completed(own)
+    is_same_depth = getattr(saved, "num_layers", None) == own.num_layers
+    complete_saved = completed(saved)
+    complete_own = completed(own)
     lines = []
     for setting in settings():
-        if setting.is_stored(saved) and (same_depth or setting.parts[0].name not in BY_LAYER):
-            lines.append(setting.difference(whole, own))
-    return [line for line in lines if line is not None]
+        if not setting.is_stored(saved):
+            continue
+        if setting.parts[0].name in BY_LAYER and not is_same_depth:
+            continue
+        line = setting.difference(complete_saved, complete_own)
+        if line is not None:
+            lines.append(line)
+    return lines
 
 
 def training_differences(saved: argparse.Namespace, own: argparse.Namespace) -> list[str]:
     """List the arguments that may differ and do, with the values of the file and of this run."""
     lines = []
     for name in MAY_DIFFER.split():
-        if name in saved and name in own and getattr(saved, name) != getattr(own, name):
+        if name not in saved or name not in own:
+            continue
+        saved_value = getattr(saved, name)
+        own_value = getattr(own, name)
+        if saved_value != own_value:
             flag = f"--{name.replace('_', '-')}"
-            lines.append(in_words(flag, getattr(saved, name), getattr(own, name)))
+            lines.append(_difference_line(flag, saved_value, own_value))
     return lines
 
 
 def check_arguments(source: Path, args: argparse.Namespace, say: Say) -> None:
     """Refuse a checkpoint whose weights mean something else in this run; a collective.
 
-    Print one line about arguments that differ and may. The first rank reads the checkpoint.
+    Print one line about arguments that differ and may do so.
+
+    Args:
+        source: directory of the checkpoint, whose arguments the first rank reads.
+        args: arguments of this run.
+        say: prints a line on the first rank.
 
     Raises:
         ValueError: on every rank, listing the values of the file and of this run.
@@ -223,7 +243,11 @@ def check_arguments(source: Path, args: argparse.Namespace, say: Say) -> None:
 
 
 def _compared(source: Path, args: argparse.Namespace) -> list[str]:
-    """Return the differences that do no harm, and raise the others."""
+    """Return the differences that are allowed.
+
+    Raises:
+        ValueError: other arguments differ too, or some cannot be compared.
+    """
     saved = stored_arguments(source)
     if saved is None:
         return []

@@ -22,55 +22,62 @@ from megatron.mcore_adapter.run.errors import RunError, is_of_machine
 from megatron.mcore_adapter.run.first_rank import Say
 
 Damage = dict[Path, str]
-"""Path of a checkpoint or a tracker file that is passed over -> what is wrong with it."""
+"""Path of a checkpoint or a tracker file that is skipped -> description of its damage."""
 FILES_OF_ONE = {
     "*.distcp": METADATA,
     COMMON_FILE: METADATA,
     "model*.safetensors*": CONFIG,
     "pytorch_model*.bin*": CONFIG,
 }
-"""Pattern of files in the directory of one checkpoint or model -> the file that it needs."""
+"""Pattern of files in the directory of one checkpoint or model -> file that must be there too."""
 NON_PERSISTENT = "non_persistent"
-"""Directory of the checkpoint that --non-persistent-save-interval overwrites, beside the others."""
+"""Subdirectory of --save with the checkpoint that --non-persistent-save-interval overwrites."""
 
 
 @dataclass(frozen=True)
 class CheckpointSource:
-    """A checkpoint to load."""
+    """A checkpoint to load.
+
+    Attributes:
+        path: directory of the checkpoint or the Hugging Face model.
+        iteration: iteration in its name, or ``directory.RELEASE``.
+        weights_only: True to load the weights alone and start at iteration 0, without the file's
+            optimizer state, schedule and progress.
+        is_newest: True if it was chosen as the newest sound one, False if --ckpt-step names it.
+    """
 
     path: Path
     iteration: int | str
     weights_only: bool
-    """Load the weights and start anew: no optimizer state, no schedule, no progress."""
     is_newest: bool
-    """It was chosen for being the newest sound one, not by --ckpt-step."""
 
     def in_words(self, iteration: int) -> str:
-        """Return the path and the iteration that was in it, which should be that of its name."""
-        words = f"{self.path}, iteration {iteration}"
-        if iteration == self.iteration:
-            return words
-        return (
-            f"{words}, which is not that of its name: it was renamed, or files of another"
-            " checkpoint are in it"
-        )
+        """Describe the checkpoint by its path and by ``iteration``, which was read from it."""
+        description = f"{self.path}, iteration {iteration}"
+        if iteration != self.iteration:
+            description += (
+                ", which is not that of its name: it was renamed, or files of another checkpoint"
+                " are in it"
+            )
+        return description
 
 
 def find_source(args: argparse.Namespace, say: Say, damage: Damage) -> CheckpointSource | None:
-    """Return the checkpoint to load, None to start from scratch; reads no tensor.
+    """Return the checkpoint to load, None to start from scratch, without reading tensors.
 
-    Those at a URL are downloaded to this node before they are looked at. ``args.load`` goes first,
-    at iteration ``ckpt_step`` or the newest. Of ``pretrained_checkpoint`` only weights are ever
-    loaded. Both may be a Hugging Face model, which has nothing but weights.
+    Checkpoints at a URL are downloaded to this node first. ``args.load`` has precedence, at
+    iteration ``ckpt_step`` or the newest one. From ``pretrained_checkpoint`` only weights are
+    loaded. Both may be a Hugging Face model, which has only weights.
 
     Args:
         args: arguments of the run.
         say: prints a line.
-        damage: checkpoints to pass over, from earlier calls and :func:`pass_over`; those that this
-            call passes over are added.
+        damage: damaged checkpoints to skip, from earlier calls and :func:`pass_over`; those that
+            this call skips are added.
 
     Raises:
         ValueError: there is no such checkpoint, or it is not clear which one is meant.
+        RunError: a checkpoint cannot be read on this machine.
     """
     load, pretrained = args.load, args.pretrained_checkpoint
     for root, weights_only in ((load, args.finetune), (pretrained, True)):
@@ -108,12 +115,22 @@ def find_source(args: argparse.Namespace, say: Say, damage: Damage) -> Checkpoin
 
 
 def pass_over(
-    args: argparse.Namespace, source: CheckpointSource, problem: str, damage: Damage
+    args: argparse.Namespace,
+    source: CheckpointSource,
+    problem: str,
+    damage: Damage,
 ) -> None:
-    """Let :func:`find_source` take the checkpoint before ``source``, which is damaged.
+    """Mark a checkpoint as damaged, so that :func:`find_source` returns the one before it.
+
+    Args:
+        args: arguments of the run.
+        source: the damaged checkpoint.
+        problem: description of the damage.
+        damage: mapping to which it is added.
 
     Raises:
-        ValueError: the problem, if this very checkpoint was asked for.
+        ValueError: with the problem, if --ckpt-step names this checkpoint, or with
+            --no-load-fallback.
     """
     if args.no_load_fallback or not source.is_newest:
         raise ValueError(problem)
@@ -121,9 +138,17 @@ def pass_over(
 
 
 def fallback_lines(
-    args: argparse.Namespace, source: CheckpointSource, damage: Damage
+    args: argparse.Namespace,
+    source: CheckpointSource,
+    damage: Damage,
 ) -> Iterator[str]:
-    """Yield a line for each damaged file or checkpoint for which ``source`` is the substitute."""
+    """Yield a line for each damaged file or checkpoint that was skipped.
+
+    Args:
+        args: arguments of the run.
+        source: checkpoint that is loaded instead.
+        damage: the files and checkpoints that :func:`find_source` has skipped.
+    """
     for path, problem in damage.items():
         line = f"{' '.join(problem.split())}. {source.path.name} is loaded instead"
         if path.name != directory.TRACKER and continues(args, source):
@@ -132,14 +157,14 @@ def fallback_lines(
 
 
 def continues_in(save: str | None, source: CheckpointSource | None) -> bool:
-    """Return True if the run goes on with the checkpoints of its --save directory."""
+    """Return True if the run resumes from a checkpoint of its --save directory."""
     if not save or source is None or source.weights_only:
         return False
     return source.path.parent.resolve() == Path(save).resolve()
 
 
 def continues(args: argparse.Namespace, source: CheckpointSource | None) -> bool:
-    """Return True if the run goes on with its own checkpoints; one may be non-persistent."""
+    """Return True if the run resumes from one of its own checkpoints, or its non-persistent one."""
     if continues_in(args.save, source):
         return True
     if not is_own(args):
@@ -148,13 +173,13 @@ def continues(args: argparse.Namespace, source: CheckpointSource | None) -> bool
 
 
 def is_own(args: argparse.Namespace) -> bool:
-    """Return True if the run loads what is in its --save directory, to go on with it."""
+    """Return True if --load and --save name the same directory, from which the run resumes."""
     if not args.save or not args.load or args.finetune:
         return False
     return Path(args.load).resolve() == Path(args.save).resolve()
 
 
-# ---- the newest
+# ---- the newest checkpoint
 
 
 def non_persistent_root(args: argparse.Namespace, root: str) -> str:
@@ -163,50 +188,75 @@ def non_persistent_root(args: argparse.Namespace, root: str) -> str:
 
 
 def _newer_of_both(
-    args: argparse.Namespace, load: str, say: Say, damage: Damage
+    args: argparse.Namespace,
+    load: str,
+    say: Say,
+    damage: Damage,
 ) -> tuple[str, int | str | None]:
     """Return the directory and the iteration of the newest checkpoint, non-persistent or not.
 
-    As in Megatron-LM, a newer non-persistent one goes before what the tracker file names. An error
-    of :func:`_newest_sound` is raised if there is no substitute of the other kind.
+    As in Megatron-LM, a newer non-persistent one has precedence over the one that the tracker file
+    names.
+
+    Args:
+        args: arguments of the run.
+        load: the directory that --load names.
+        say: prints a line.
+        damage: as that of :func:`find_source`.
+
+    Raises:
+        ValueError: as :func:`_newest_sound`, for one of both directories, if the other one has no
+            sound checkpoint either, or with --no-load-fallback.
     """
     extra_root = non_persistent_root(args, load)
     if args.non_persistent_ckpt_type != "global":
         newest = _newest_sound(load, args, damage)
-        there = directory.iterations(extra_root)
-        if there and not damage and not (isinstance(newest, int) and newest >= there[0]):
-            say(
-                f"{extra_root} has a newer one, of iteration {there[0]}, which only"
-                " --non-persistent-ckpt-type global loads"
-            )
+        extra_iterations = directory.iterations(extra_root)  # the newest first
+        if extra_iterations and not damage:
+            extra = extra_iterations[0]
+            if not isinstance(newest, int) or newest < extra:
+                say(
+                    f"{extra_root} has a newer one, of iteration {extra}, which only"
+                    " --non-persistent-ckpt-type global loads"
+                )
         return load, newest
-    found: list[tuple[str, int | str | None]] = []
+    sound: list[tuple[str, int | str]] = []
     problems: list[ValueError] = []
-    latest_extra = max(directory.iterations(extra_root), default=1)
+    newest_extra = max(directory.iterations(extra_root), default=1)
     for root in (load, extra_root):
         try:
-            found.append((root, _newest_sound(root, args, damage)))
+            iteration = _newest_sound(root, args, damage)
         except ValueError as error:
             problems.append(error)
-        if found and _number(found[0]) >= latest_extra:
-            break  # an older non-persistent one may be damaged
-    sound = [(root, iteration) for root, iteration in found if iteration is not None]
+            continue
+        if iteration is not None:
+            sound.append((root, iteration))
+            if _number(sound[0]) >= newest_extra:
+                break  # the non-persistent one is older, and may be damaged
     if problems and (args.no_load_fallback or not sound):
         raise problems[0]
     return max(sound, key=_number, default=(load, None))
 
 
 def _number(found: tuple[str, int | str | None]) -> int:
-    """Return the iteration that was found, 0 for none and for a release."""
-    return found[1] if isinstance(found[1], int) else 0
+    """Return the iteration that was found, 0 for a release."""
+    iteration = found[1]
+    if isinstance(iteration, int):
+        return iteration
+    return 0
 
 
 def _newest_sound(root: str, args: argparse.Namespace, damage: Damage) -> int | str | None:
     """Return the newest sound iteration of a directory, None if it has no checkpoint at all.
 
+    Args:
+        root: directory of checkpoints.
+        args: arguments of the run.
+        damage: as that of :func:`find_source`.
+
     Raises:
-        ValueError: it is a file, or none of its checkpoints can be loaded, or not the one that the
-            tracker file names with --no-load-fallback. A run must not begin from scratch then.
+        ValueError: ``root`` is a file, or none of its checkpoints can be loaded, or, with
+            --no-load-fallback, not the newest one. The run must not start from scratch then.
     """
     path = Path(root)
     if path.exists() and not path.is_dir():
@@ -236,7 +286,7 @@ def _newest_sound(root: str, args: argparse.Namespace, damage: Damage) -> int | 
 
 
 def _refuse_parts(path: Path) -> None:
-    """Refuse the directory of a single checkpoint, or of a Hugging Face model not complete."""
+    """Refuse the directory of a single checkpoint, and that of an incomplete Hugging Face model."""
     if (path / METADATA).is_file():
         raise ValueError(
             f"{path} is itself the directory of one checkpoint: name the directory above it, and"
@@ -253,11 +303,12 @@ def _refuse_parts(path: Path) -> None:
 
 
 def _candidates(root: str) -> tuple[list[int] | list[str], str | None]:
-    """Return the iterations that may be loaded, the newest first, and the tracker's problem.
+    """Return the iterations that may be loaded, and what is wrong with the tracker file, if any.
 
-    A sound tracker file decides which one is the newest: people edit it to go back.
+    Iterations are sorted, the newest first. If the tracker file is sound, the first one is the one
+    that it names: people edit it to go back to an earlier checkpoint.
     """
-    there = directory.iterations(root)
+    present = directory.iterations(root)
     has_release = directory.find(root, directory.RELEASE) is not None
     try:
         tracked = directory.read_tracker(root)
@@ -266,9 +317,9 @@ def _candidates(root: str) -> tuple[list[int] | list[str], str | None]:
     else:
         if tracked == directory.RELEASE and has_release:
             return [directory.RELEASE], None
-        if tracked in there:
-            return [iteration for iteration in there if iteration <= int(tracked)], None
-        if tracked is None and not (there or has_release):
+        if tracked in present:
+            return [iteration for iteration in present if iteration <= int(tracked)], None
+        if tracked is None and not (present or has_release):
             return [], None
         problem = (
             f"{root} has checkpoints ({_checkpoints_in(root)}) but no {directory.TRACKER}, which"
@@ -276,8 +327,8 @@ def _candidates(root: str) -> tuple[list[int] | list[str], str | None]:
         )
         if tracked is not None:
             problem = _absent(root, tracked)
-    if there or not has_release:
-        return there, problem
+    if present or not has_release:
+        return present, problem
     return [directory.RELEASE], problem
 
 
@@ -288,16 +339,18 @@ def _absent(root: str, iteration: int | str) -> str:
 
 def _checkpoints_in(root: str) -> str:
     """Return the names of the checkpoints of a directory."""
-    found = [path.name for path in Path(root).glob("iter_*")]
-    found += [path.name for path in Path(root).glob(directory.RELEASE)]
-    return ", ".join(sorted(found)) or "none"
+    paths = [*Path(root).glob("iter_*"), *Path(root).glob(directory.RELEASE)]
+    return ", ".join(sorted(path.name for path in paths)) or "none"
 
 
 def _damage_of(path: Path, args: argparse.Namespace) -> str | None:
-    """Return what is wrong with a checkpoint as far as one process sees it at once, or None.
+    """Describe the damage of a checkpoint that one process finds quickly, None if there is none.
 
-    These are missing, cut and foreign files, changes of small ones, and unreadable arguments.
-    Tensors are compared later, by all ranks.
+    It finds missing, truncated and foreign files, changed small files, and unreadable arguments.
+    All ranks verify the tensors later.
+
+    Raises:
+        RunError: this machine cannot read it, which is no damage.
     """
     stores.fetch(path)
     try:
@@ -310,7 +363,7 @@ def _damage_of(path: Path, args: argparse.Namespace) -> str | None:
         if args.use_checkpoint_args or not args.no_check_checkpoint_args:
             stored_arguments(path)
     except RefusedPickleError:
-        return None  # may be sound, and of another program: whoever loads it says so
+        return None  # it may be a sound checkpoint of another program: the load reports it
     except ValueError as error:
         return str(error)
     except Exception as error:  # files can hold anything

@@ -43,6 +43,7 @@ from megatron.mcore_adapter.checkpoints.entered_together import entered_together
 from megatron.mcore_adapter.checkpoints.fsdp_dtensor_format import FsdpDtensorFormat
 from megatron.mcore_adapter.checkpoints.fsdp_torch_dist import FsdpTorchDistFormat
 from megatron.mcore_adapter.checkpoints.saved_state import (
+    StateDict,
     load_random_state,
     load_schedule,
     rates_of,
@@ -59,7 +60,7 @@ FORMATS: dict[tuple[bool, str], CheckpointFormat] = {
     (True, TORCH_DIST): FsdpTorchDistFormat(),
     (False, TORCH_DIST): TorchDistFormat(),
 }
-"""True with FSDP, and name of a format -> its implementation, which keeps plans of saves."""
+"""(True with FSDP, name of a format) -> its implementation, which keeps the plans of saves."""
 
 
 def format_for(args: argparse.Namespace) -> CheckpointFormat:
@@ -77,23 +78,34 @@ def save(
     say: Say,
     root: str | None = None,
 ) -> None:
-    """Write the state of the run into a new checkpoint under ``root`` and publish it.
+    """Write the state of the run into a new checkpoint and publish it; a collective.
 
-    This is a collective. ``root`` is ``args.save`` unless told.
+    Args:
+        args: arguments of the run.
+        parts: model, optimizer and schedule.
+        progress: progress of the run, whose iteration names the checkpoint.
+        say: prints a line on the first rank.
+        root: directory of checkpoints; None for ``args.save``.
 
     Raises:
-        RunError: on every rank, if any rank could not write; nothing is left behind then.
+        RunError: on every rank, if any rank could not write. The checkpoint is removed then.
     """
     root = root or args.save
     content = collect(args, parts, progress)
     target = prepare(root, progress.iteration)
-    conclude(args, root, progress, write(args, content, target), say)
+    problems = write(args, content, target)
+    conclude(args=args, root=root, progress=progress, problems=problems, say=say)
 
 
-def collect(args: argparse.Namespace, parts: TrainedParts, progress: Progress) -> dict[str, Any]:
+def collect(args: argparse.Namespace, parts: TrainedParts, progress: Progress) -> StateDict:
     """Return the content of a checkpoint; its tensors share storage with model and optimizer.
 
     This is a collective.
+
+    Args:
+        args: arguments of the run. With ``no_save_optim`` optimizer and schedule are left out.
+        parts: model, optimizer and schedule.
+        progress: progress of the run.
 
     Raises:
         RunError: on every rank, if any rank has failed.
@@ -101,19 +113,23 @@ def collect(args: argparse.Namespace, parts: TrainedParts, progress: Progress) -
     if args.no_save_optim:
         parts = TrainedParts(parts.model)
     state = run_state(args, progress, parts.scheduler, with_rng=not args.no_save_rng)
-    content: dict[str, Any] = {}
+    content: StateDict = {}
     with ExitStack() as stack:
-        copies = unscaled_moments(parts.optimizer)
-        problems = attempt(lambda: stack.enter_context(copies)) or attempt(
-            lambda: content.update(format_for(args).collect(args, state, parts))
-        )
+        unscaled = unscaled_moments(parts.optimizer)
+        problems = attempt(lambda: stack.enter_context(unscaled))
+        if not problems:
+            problems = attempt(lambda: content.update(format_for(args).collect(args, state, parts)))
     if problems:
         raise _not_written(progress.iteration, problems)
     return content
 
 
 def prepare(root: str, iteration: int) -> Path:
-    """Make the empty directory in which a checkpoint is written; a collective."""
+    """Make the empty directory in which a checkpoint is written; a collective.
+
+    Raises:
+        RunError: on every rank, if it cannot be made on any node.
+    """
     _on_first_rank(lambda: directory.prepare(root, iteration), "cannot prepare the checkpoint")
     staging = directory.staging_directory(root, iteration)
     if stores.is_staged(root):
@@ -123,10 +139,13 @@ def prepare(root: str, iteration: int) -> Path:
     return staging
 
 
-def write(args: argparse.Namespace, content: dict[str, Any], target: Path) -> list[str]:
-    """Write what :func:`collect` returned into ``target``, sign it and upload it; a collective.
+def write(args: argparse.Namespace, content: StateDict, target: Path) -> list[str]:
+    """Write content into a directory, sign it, and upload it if it belongs to a URL; a collective.
 
-    Only what is in the staged directory of a URL is uploaded.
+    Args:
+        args: arguments of the run.
+        content: result of :func:`collect`, or a copy of it.
+        target: directory that :func:`prepare` has returned.
 
     Returns:
         The problems of all ranks, the same on every rank.
@@ -138,36 +157,41 @@ def write(args: argparse.Namespace, content: dict[str, Any], target: Path) -> li
 
 
 def conclude(
-    args: argparse.Namespace, root: str, progress: Progress, problems: list[str], say: Say
+    args: argparse.Namespace,
+    root: str,
+    progress: Progress,
+    problems: list[str],
+    say: Say,
 ) -> None:
     """Publish a checkpoint that is written, or discard it if there are problems; a collective.
 
     Args:
         args: arguments of the run.
-        root: directory of the checkpoint. Under another one than ``args.save`` only the newest
+        root: directory of checkpoints. Under another one than ``args.save`` only the newest
             checkpoint is kept.
-        progress: at the iteration of the checkpoint.
-        problems: the same on every rank.
-        say: prints a line.
+        progress: progress of the run at the iteration of the checkpoint.
+        problems: problems of all ranks, the same on every rank.
+        say: prints a line on the first rank.
 
     Raises:
         RunError: on every rank, if there are problems.
     """
-    iteration, interval = progress.iteration, args.save_retain_interval
+    iteration = progress.iteration
+    interval = args.save_retain_interval
     is_at_url = stores.is_staged(root)
-    place = url_saves if is_at_url else directory
+    location = url_saves if is_at_url else directory
     try:
         if problems:
-            _on_first_rank(lambda: place.discard(root, iteration), "cannot clean up")
+            _on_first_rank(lambda: location.discard(root, iteration), "cannot clean up")
             raise _not_written(iteration, problems)
-        _on_first_rank(lambda: place.publish(root, iteration), "cannot publish the checkpoint")
+        _on_first_rank(lambda: location.publish(root, iteration), "cannot publish the checkpoint")
     finally:
         if is_at_url:  # every rank has staged files
             directory.discard(root, iteration)
     if root != args.save:
         _on_first_rank(lambda: directory.retain(root, None, iteration), "cannot clean up")
     elif interval:
-        _on_first_rank(lambda: place.retain(root, interval, iteration), "cannot clean up")
+        _on_first_rank(lambda: location.retain(root, interval, iteration), "cannot clean up")
     say(
         f"saved checkpoint of iteration {iteration} to"
         f" {directory.iteration_directory(root, iteration)}"
@@ -196,7 +220,13 @@ def _on_first_rank(action: Callable[[], Any], problem: str) -> None:
 def load(args: argparse.Namespace, parts: TrainedParts, say: Say) -> Progress:
     """Load the checkpoint of ``--load`` or ``--pretrained-checkpoint``, and return its progress.
 
-    A collective. Without a checkpoint, and if only weights are loaded, the counters are 0.
+    A collective. All counters of the progress are 0 if there is no checkpoint, or if only weights
+    are loaded.
+
+    Args:
+        args: arguments of the run.
+        parts: model, optimizer and schedule, into which it is loaded.
+        say: prints a line on the first rank.
 
     Raises:
         ValueError: on every rank, if there is no such checkpoint, or none that is sound, or it is
@@ -215,40 +245,48 @@ def load(args: argparse.Namespace, parts: TrainedParts, say: Say) -> Progress:
 
 
 def load_source(
-    source: CheckpointSource, args: argparse.Namespace, parts: TrainedParts, say: Say
+    source: CheckpointSource,
+    args: argparse.Namespace,
+    parts: TrainedParts,
+    say: Say,
 ) -> Progress:
     """Load a checkpoint that :func:`choose_source` has found, and return its progress.
 
     A collective.
+
+    Args:
+        source: the checkpoint.
+        args: arguments of the run.
+        parts: model, optimizer and schedule, into which it is loaded.
+        say: prints a line on the first rank.
 
     Raises:
         ValueError: on every rank, if it is of another model or in a format that this run does not
             read.
         RunError: on the ranks that could read it, if another one could not.
     """
-    path, optimizer = source.path, parts.optimizer
+    path = source.path
+    optimizer = parts.optimizer
     with_optimizer = optimizer is not None and not (args.no_load_optim or source.weights_only)
-    wanted = parts if with_optimizer else TrainedParts(parts.model)
     with_rng = not (args.no_load_rng or source.weights_only)
     if not args.no_check_checkpoint_args:
         check_arguments(path, args, say)
-    state = run_state(args, Progress(), wanted.scheduler, with_rng)
-    rates = rates_of(parts.scheduler) if with_optimizer else []
-    loaded = _read(args, state, wanted, path, say)
-
-    if optimizer is not None and not with_optimizer:
-        optimizer.reload_model_params()  # its fp32 weights are those that were loaded
+    wanted = TrainedParts(parts.model)
     if with_optimizer:
-        load_schedule(parts.scheduler, loaded["opt_param_scheduler"], rates)
+        wanted = parts
+    state = run_state(args, Progress(), wanted.scheduler, with_rng)
+    own_rates: list[dict[str, Any]] = []
+    if with_optimizer:
+        own_rates = rates_of(parts.scheduler)  # the load replaces them
+    loaded = _read(args=args, state=state, parts=wanted, source=path, say=say)
+
+    if with_optimizer:
+        load_schedule(parts.scheduler, loaded["opt_param_scheduler"], own_rates)
+    elif optimizer is not None:
+        optimizer.reload_model_params()  # copies the loaded weights to its fp32 weights
     if with_rng:
         load_random_state(loaded.get("rng_state"), path, say)
-    saved_rows = getattr(loaded["args"], "padded_vocab_size", None)
-    if saved_rows not in (None, args.padded_vocab_size):
-        say(
-            f"{path} has {saved_rows} rows of vocabulary, this run {args.padded_vocab_size}: rows"
-            " of padding take part in the loss, which is another one now; --padded-vocab-size"
-            f" {saved_rows} keeps it"
-        )
+    _report_other_vocabulary(loaded["args"], args, path, say)
     if stores.is_staged(path):
         agree([])  # every rank has read the copy
         stores.drop(path)
@@ -260,10 +298,25 @@ def load_source(
     return progress
 
 
-def choose_source(args: argparse.Namespace, say: Say) -> CheckpointSource | None:
-    """Return the checkpoint to load, the same on every rank, None to start from scratch.
+def _report_other_vocabulary(
+    saved: argparse.Namespace,
+    args: argparse.Namespace,
+    path: Path,
+    say: Say,
+) -> None:
+    saved_rows = getattr(saved, "padded_vocab_size", None)
+    if saved_rows not in (None, args.padded_vocab_size):
+        say(
+            f"{path} has {saved_rows} rows of vocabulary, this run {args.padded_vocab_size}: rows"
+            " of padding take part in the loss, which is another one now; --padded-vocab-size"
+            f" {saved_rows} keeps it"
+        )
 
-    A collective. The newest may be damaged: then it is the newest of the sound ones before it.
+
+def choose_source(args: argparse.Namespace, say: Say) -> CheckpointSource | None:
+    """Return the checkpoint to load, the same on every rank; None to start from scratch.
+
+    A collective. If the newest checkpoint is damaged, it is the newest sound one before it.
 
     Raises:
         ValueError: on every rank, if there is no such checkpoint, or none that is sound.
@@ -271,14 +324,15 @@ def choose_source(args: argparse.Namespace, say: Say) -> CheckpointSource | None
     """
     damage: Damage = {}
     while True:
-        source = url_saves.found_for_all(partial(find_source, args, say, damage))
+        source = url_saves.found_for_all(lambda: find_source(args, say, damage))
         if source is None:
             return None
-        wait_until_visible(source.path)
-        form = on_first_rank(partial(_check_format, source.path, args))
+        path = source.path
+        wait_until_visible(path)
+        form = on_first_rank(partial(_check_format, path, args))
         try:
             if form != HUGGING_FACE:  # which has neither a manifest nor checksums
-                check_files(source.path, verify=not args.no_verify_integrity)
+                check_files(path, verify=not args.no_verify_integrity)
             break
         except ValueError as error:
             pass_over(args, source, str(error), damage)
@@ -290,7 +344,11 @@ def choose_source(args: argparse.Namespace, say: Say) -> CheckpointSource | None
 
 
 def _check_format(source: Path, args: argparse.Namespace) -> str:
-    """Return the format of a checkpoint, if this run reads it. Runs with FSDP read all of them."""
+    """Return the format of a checkpoint.
+
+    Raises:
+        ValueError: this run does not read the format. Runs with FSDP read all of them.
+    """
     form = format_of(source)
     if form != TORCH_DIST and not args.use_megatron_fsdp:
         raise ValueError(
@@ -303,8 +361,8 @@ def _check_format(source: Path, args: argparse.Namespace) -> str:
 def check_files(source: Path, verify: bool) -> None:
     """Check the files of a checkpoint before anything of it is loaded; a collective.
 
-    Sizes are always compared. Digests, or checksums where there is no manifest, are compared if
-    ``verify``; every rank reads its share of the files that it sees.
+    Sizes are always compared. With ``verify`` so are digests, or checksums where there is no
+    manifest. Every rank reads its share of the files.
 
     Raises:
         ValueError: on every rank, naming the damaged files and the tensors in them.
@@ -321,7 +379,9 @@ def check_files(source: Path, verify: bool) -> None:
             unread = [f"{source} cannot be read on rank {dist.get_rank()}: {error}"]
         else:
             refused = [f"{source} cannot be loaded: {type(error).__name__}: {error}"]
-    unread, refused, damaged = agree(unread), agree(refused), agree(damaged)
+    unread = agree(unread)
+    refused = agree(refused)
+    damaged = agree(damaged)
     if unread:
         raise RunError("\n".join(unread))
     if refused:
@@ -331,18 +391,36 @@ def check_files(source: Path, verify: bool) -> None:
 
 
 def _read(
-    args: argparse.Namespace, state: dict[str, Any], parts: TrainedParts, source: Path, say: Say
-) -> dict[str, Any]:
-    """Read ``source`` into the model and the optimizer, and return the rest of it."""
+    args: argparse.Namespace,
+    state: StateDict,
+    parts: TrainedParts,
+    source: Path,
+    say: Say,
+) -> StateDict:
+    """Read ``source`` into the model and the optimizer, and return the rest of it.
+
+    Args:
+        args: arguments of the run.
+        state: everything but weights and optimizer, as a run without a checkpoint has it.
+        parts: model, and the optimizer if its state is loaded.
+        source: directory of the checkpoint.
+        say: prints a line on the first rank.
+
+    Raises:
+        ValueError: it does not fit this run, lacks an entry, or is damaged.
+    """
     try:
         with unscaled_moments(parts.optimizer, is_load=True):
-            loaded = format_for(args).load(args, state, parts, source, say)
+            loaded = format_for(args).load(
+                args=args, state=state, parts=parts, source=source, say=say
+            )
         for key in state.keys() & {"args", "iteration", "opt_param_scheduler"}:
-            loaded[key]  # used by all loads
+            loaded[key]  # raises KeyError if the file lacks it
         return loaded
-    except (KeyError, FileNotFoundError) as error:
-        lacks = "it lacks " if isinstance(error, KeyError) else ""
-        raise ValueError(f"{source} cannot be loaded: {lacks}{error}") from error
+    except KeyError as error:
+        raise ValueError(f"{source} cannot be loaded: it lacks {error}") from error
+    except FileNotFoundError as error:
+        raise ValueError(f"{source} cannot be loaded: {error}") from error
     except CheckpointException as error:
         lines = [f"{source} cannot be loaded, its files are damaged or of another run:"]
         lines += [str(cause_of(error, rank)) for rank in sorted(error.failures)]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints of other formats and optimizers, which a run with FSDP loads as if converted.
 
-The converter's reader and writer plan the conversion to fsdp_dtensor. Nothing of it is written:
-every rank reads the rows of its own shards from the original files.
+The converter's reader and writer plan the conversion to fsdp_dtensor, but nothing is written: every
+rank reads the rows of its own shards from the original files.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import argparse
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,24 +30,32 @@ from megatron.checkpoint.hugging_face.model_directory import is_model_directory
 from megatron.checkpoint.store.directory import METADATA
 from megatron.checkpoint.torch_dist import checkpoint as torch_dist
 from megatron.fsdp.engine.collectives import agree
+from megatron.mcore_adapter.checkpoints.saved_state import StateDict
 from megatron.mcore_adapter.run.first_rank import Say
 
 
 def format_of(source: Path) -> str:
-    """Return the format of a checkpoint, by its files.
+    """Return the format of a checkpoint, which its files show.
 
     Raises:
-        ValueError: if it is none, or not complete.
+        ValueError: the directory is no checkpoint, or not a complete one.
     """
     if is_model_directory(source):
         return HUGGING_FACE
     if not (source / METADATA).is_file():
         raise ValueError(f"{source} is no complete checkpoint: it has no {METADATA}")
-    return TORCH_DIST if (source / torch_dist.MARKER).is_file() else FSDP_DTENSOR
+    if (source / torch_dist.MARKER).is_file():
+        return TORCH_DIST
+    return FSDP_DTENSOR
 
 
 def open_converted(source: Path, args: argparse.Namespace, say: Say) -> EntryReader:
-    """Return a reader of what ``source`` would be after a conversion to fsdp_dtensor; a collective.
+    """Return a reader of a checkpoint as if it were converted to fsdp_dtensor; a collective.
+
+    Args:
+        source: directory of the checkpoint, which is in another format.
+        args: arguments of the run that loads it.
+        say: prints a line on the first rank.
 
     Raises:
         ValueError: on every rank, if it cannot be converted.
@@ -71,20 +78,21 @@ def _training_state(source: Path, args: argparse.Namespace) -> TrainingState:
         return torch_dist.read(stored, allow_unknown=not args.strict_fsdp_dtensor_load)
     state = hugging_face.read(source)
     assert state.args is not None  # config.json has them
-    own, rows = args.padded_vocab_size, state.args.padded_vocab_size
-    if rows < own:
-        state = hugging_face.read(source, vocabulary_multiple=own)
-        state.notes.append(f"its vocabulary of {rows} rows is padded with zeros to {own}")
+    rows = state.args.padded_vocab_size
+    own_rows = args.padded_vocab_size
+    if rows < own_rows:
+        state = hugging_face.read(source, vocabulary_multiple=own_rows)
+        state.notes.append(f"its vocabulary of {rows} rows is padded with zeros to {own_rows}")
     return state
 
 
 def _share_comparisons(source: Path, state: TrainingState) -> None:
-    """Find the parameters whose moments begin anew; a collective.
+    """Find the parameters whose moments are not in the file and start at zero; a collective.
 
-    This needs whole tensors, of which every rank reads its share only.
+    This compares whole tensors, which the ranks divide among them.
     """
     names = [name for name, is_fresh in state.is_fresh.items() if is_fresh.known is None]
-    # The largest first, each to the next rank: the shares are about as large as each other.
+    # Sorted by size and dealt to the ranks in turn, so that all shares have about the same size.
     names.sort(key=lambda name: (-state.weights[name].num_bytes, name))
     fresh = []
     with _raised_together(source):
@@ -127,57 +135,92 @@ def _message(source: Path, error: Exception) -> str:
 
 
 def ask_for_momentum(
-    entries: dict[str, dict[str, Any]], stored: Collection[str], gated: bool
-) -> dict[str, dict[str, Any]]:
-    """Ask for the momentum of parameters that the file's run stepped by the other optimizer.
+    entries: dict[str, StateDict],
+    stored: Collection[str],
+    gated: bool,
+) -> dict[str, StateDict]:
+    """Request the momentum of parameters that the file's run updated by the other optimizer.
 
     Args:
         entries: state and settings of this run's optimizer by the names in the file; changed.
         stored: keys of the file.
-        gated: the MLPs are gated, and the file stores the halves of their weights.
+        gated: True if the MLPs are gated: the file stores the halves of their weights.
 
     Returns:
-        What this run's optimizer has for these parameters, by their names in the file.
+        The state that this run's optimizer has for these parameters, by their names in the file.
+        The requested tensors share its storage.
     """
-    state, settings = entries["state"], entries["param_to_group_meta"]
-    changed: dict[str, dict[str, Any]] = {}
-    has_adam = any(key.startswith(STATE_PREFIX) and key.endswith(MOMENTS[0]) for key in stored)
-    for name, slots in state.items() if has_adam else ():
-        own, other = (MOMENTS[0], MOMENTUM) if MOMENTS[0] in slots else (MOMENTUM, MOMENTS[0])
-        start = f"{STATE_PREFIX}{name}."
-        if own in slots and start + own not in stored and start + other in stored:
+    if not any(key.startswith(STATE_PREFIX) and key.endswith(MOMENTS[0]) for key in stored):
+        return {}  # the momentum of SGD is a sum, which neither of both can continue
+    state = entries["state"]
+    settings = entries["param_to_group_meta"]
+    changed: dict[str, StateDict] = {}
+    for name, slots in state.items():
+        own = MOMENTUM
+        other = MOMENTS[0]
+        if MOMENTS[0] in slots:
+            own = MOMENTS[0]
+            other = MOMENTUM
+        prefix = f"{STATE_PREFIX}{name}."
+        if own in slots and prefix + own not in stored and prefix + other in stored:
             changed[name] = slots
-            state[name] = {other: slots[own]}  # the memory is that of this run's entry
+            state[name] = {other: slots[own]}
     for name in list(settings):
         if not changed.keys().isdisjoint(entry_names(name, gated)):
-            del settings[name]  # those of this run stay
+            del settings[name]  # the parameters keep the settings of this run
     return changed
 
 
 def take_momentum(
-    changed: dict[str, dict[str, Any]],
+    changed: dict[str, StateDict],
     optimizer: MegatronOptimizer,
-    content: dict[str, Any],
+    content: StateDict,
     say: Say,
 ) -> None:
-    """Complete the state of parameters that :func:`ask_for_momentum` found; a collective."""
-    state = content["optimizer"]["state"]
-    steps = [slots["step"] for name, slots in state.items() if "step" in slots]
-    steps += [group["step"] for group in optimizer.param_groups if group.get("step")]
-    step = max(map(float, steps), default=float(content["iteration"]))
-    for group in optimizer.param_groups if changed else ():
-        if "step" in group:
-            group["step"] = type(group["step"])(step)
-    own = [name for name, slots in changed.items() if MOMENTS[1] in slots]
-    for name in own:
-        first, second = changed[name][MOMENTS[0]], changed[name][MOMENTS[1]]
+    """Complete the state of parameters whose momentum was read from another optimizer's.
+
+    This is a collective.
+
+    Args:
+        changed: result of :func:`ask_for_momentum`; the second moments in it are computed.
+        optimizer: optimizer of this run, whose param groups take the file's step.
+        content: loaded content of the checkpoint.
+        say: prints a line on the first rank.
+    """
+    step = _latest_step(optimizer, content)
+    if changed:
+        for group in optimizer.param_groups:
+            if "step" in group:
+                group["step"] = type(group["step"])(step)
+    of_adam = []
+    of_muon = []
+    for name, slots in changed.items():
+        if MOMENTS[1] not in slots:
+            of_muon.append(name)
+            continue
+        of_adam.append(name)
+        first = slots[MOMENTS[0]]
+        second = slots[MOMENTS[1]]
         torch.square(first._local_tensor, out=second._local_tensor)
-        if "step" in changed[name]:
-            changed[name]["step"].fill_(step)
-    of_adam, of_muon = agree(own), agree(changed.keys() - own)
+        if "step" in slots:
+            slots["step"].fill_(step)
+    of_adam = agree(of_adam)
+    of_muon = agree(of_muon)
     if of_adam:
         say(f"note: Muon's momentum is loaded as Adam's two moments: {some(of_adam)}")
     if of_muon:
         say(
             f"note: Adam's first moment is loaded as Muon's, the second one is not: {some(of_muon)}"
         )
+
+
+def _latest_step(optimizer: MegatronOptimizer, content: StateDict) -> float:
+    """Return the step of the parameters whose state was loaded, or else the iteration."""
+    steps = []
+    for slots in content["optimizer"]["state"].values():
+        if "step" in slots:
+            steps.append(float(slots["step"]))
+    for group in optimizer.param_groups:
+        if group.get("step"):
+            steps.append(float(group["step"]))
+    return max(steps, default=float(content["iteration"]))

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sections that all ranks leave when one fails, whatever collectives they wait in.
 
-[Note: gates] Megatron-Core and torch communicate between steps that can fail on one rank alone: the
-first rank writes ``common.pt``, the disk is full, and it leaves, while all others wait for it in
-their next collective. Inside of a section, every collective has a gate before it, in the store of
-the process group. A rank passes when all ranks of the group have come, and then all of them enter;
-if a rank has failed, no rank enters, and each raises its error. So no rank is left behind in a
-collective, and the groups can be used afterwards.
+[Note: gates] Megatron-Core and torch communicate between steps that can fail on one rank alone. For
+example, the first rank cannot write ``common.pt`` to a full disk and raises, while all others wait
+for it in their next collective. Inside of a section, every collective has a gate before it, in the
+store of the process group. The ranks pass when all ranks of the group have reached it, and then all
+of them enter the collective. If a rank has failed, no rank enters, and each raises the error of
+that one. So no rank is left behind in a collective, and the groups can be used afterwards.
 
-A gate costs the store two short calls a rank. Collectives of tensors over a part of the ranks have
-none: a load has thousands, one after the other, without a step between that can fail.
+A gate costs each rank two short calls to the store. Collectives of tensors over a part of the ranks
+have none: a load has thousands of them, one after the other, without a step between that can fail.
 """
 
 from __future__ import annotations
@@ -29,36 +29,44 @@ from megatron.fsdp.trace import failed_collectives
 from megatron.mcore_adapter.run.errors import RunError
 
 OF_OBJECTS = (
-    *("all_gather_object", "gather_object", "scatter_object_list", "broadcast_object_list"),
+    "all_gather_object",
+    "gather_object",
+    "scatter_object_list",
+    "broadcast_object_list",
     "barrier",
 )
+"""Collectives of ``torch.distributed`` with a gate for any group."""
 OF_TENSORS = ("all_gather", "all_reduce", "broadcast", "gather", "reduce", "scatter")
+"""Collectives of ``torch.distributed`` with a gate for the group of all ranks."""
 OPEN = "open"
-"""The state of a gate at which all ranks have come; otherwise it is the problem of a rank."""
+"""The state of a gate that all ranks have reached; otherwise its state is the problem of a rank."""
 LONGEST_PAUSE = 0.05
-"""Seconds between two looks at a gate; the first ones follow sooner."""
+"""Seconds between two reads of a gate's state; the first pauses are shorter."""
 LOOK_SECONDS = 1.0
-"""Seconds between two looks for ranks that have died."""
+"""Seconds between two checks for ranks that have died."""
 
 
 class PeerError(RunError):
-    """An error of another rank, by which this one leaves a section."""
+    """The error of another rank, with which this one leaves a section."""
 
 
 class _Gates:
-    """The gates of this process: the sections that are under way, and the collectives in them."""
+    """The gates of this process, and the sections that it is in."""
 
     def __init__(self) -> None:
-        self._sections: list[str] = []  # names of those under way, outermost first
-        self._num_sections = [0]  # begun so far at each depth, within the one around them
-        self._num_passed: Counter[str] = Counter()  # gates of a group since the outermost began
-        self._last: dict[str, str] = {}  # by the group, its gate before, which nobody needs now
+        self._sections: list[str] = []  # names of the sections, outermost first
+        # At each depth, how many sections have begun within the one around them.
+        self._num_sections = [0]
+        # Section and group -> how many gates this process has passed there.
+        self._num_passed: Counter[str] = Counter()
+        # Group -> key of its last gate, which is deleted at the next one.
+        self._last: dict[str, str] = {}
 
     @contextmanager
     def section(self) -> Iterator[None]:
         """Begin a section, whose name is "7" or, inside of it, "7.0"."""
-        # Ranks may leave a section before others have begun the next one inside of it, so numbers
-        # inside begin anew.
+        # A rank that fails may leave a section while others still begin sections inside of it, so
+        # numbers start at 0 in each section.
         name = ".".join(map(str, self._num_sections))
         self._num_sections[-1] += 1
         self._num_sections.append(0)
@@ -81,37 +89,41 @@ class _Gates:
         """Wait until all ranks of a group are about to enter a collective.
 
         Raises:
-            PeerError: a rank has left a section in which this one is.
-            CollectiveError: a rank has ended.
-            DistError: a rank has not come in time.
+            PeerError: a rank has failed in a section that this rank is in.
+            CollectiveError: the process of a rank has ended.
+            DistError: a rank has not come within the timeout of the store.
         """
         store = _store()
-        passed = f"{self._sections[-1]}/{group.group_name}"
-        key = f"{passed}/{self._num_passed[passed]}"
-        self._num_passed[passed] += 1
-        before, self._last[group.group_name] = self._last.get(group.group_name), key
+        gates = f"{self._sections[-1]}/{group.group_name}"
+        key = f"{gates}/{self._num_passed[gates]}"
+        state_key = f"{key}/state"
+        self._num_passed[gates] += 1
+        before = self._last.get(group.group_name)
+        self._last[group.group_name] = key
         if store.add(key, 1) == group.size():
-            store.compare_set(f"{key}/state", "", OPEN)
+            store.compare_set(state_key, "", OPEN)
             if before is not None:
                 store.delete_key(before)
                 store.delete_key(f"{before}/state")
         timeout = store.timeout  # type: ignore[attr-defined]  # torch's stubs lack it
-        pause, begun = 0.0005, time.monotonic()
-        looked = begun
-        while not store.check([f"{key}/state"]):
+        pause = 0.0005
+        begun = time.monotonic()
+        last_check = begun
+        while not store.check([state_key]):
             for section in self._sections:
                 if store.check([f"{section}/failed"]):
-                    # Unless it has just been opened: others may be in the collective already.
-                    store.compare_set(f"{key}/state", "", store.get(f"{section}/failed").decode())
+                    problem = store.get(f"{section}/failed").decode()
+                    # Has no effect on an open gate: others may be in the collective already.
+                    store.compare_set(state_key, "", problem)
             now = time.monotonic()
-            if now - looked > LOOK_SECONDS:
-                looked = now
+            if now - last_check > LOOK_SECONDS:
+                last_check = now
                 failed_collectives.refuse_ended(dist.get_process_group_ranks(group), name)
             if now - begun > timeout.total_seconds():
                 raise dist.DistError(f"timed out while ranks of {group.group_name} begin a {name}")
             time.sleep(pause)
             pause = min(1.5 * pause, LONGEST_PAUSE)
-        state = store.get(f"{key}/state").decode()
+        state = store.get(state_key).decode()
         if state != OPEN:
             raise PeerError(state)
 
@@ -121,12 +133,12 @@ _gates = _Gates()
 
 @contextmanager
 def entered_together() -> Iterator[None]:
-    """Let no rank wait in a collective of this section for one that has failed in it.
+    """Ensure that no rank waits in a collective of the context for one that has failed in it.
 
-    Entering is no collective, but all ranks must enter the same sections in the same order.
+    Entering the context is no collective, but all ranks must enter the same ones in the same order.
 
     Raises:
-        PeerError: on the ranks that have not failed, with the error of the first that has.
+        PeerError: on the ranks that have not failed, with the error of the first one that has.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         yield
@@ -134,7 +146,7 @@ def entered_together() -> Iterator[None]:
     with ExitStack() as stack:
         for name in (*OF_OBJECTS, *OF_TENSORS):
             collective = getattr(dist, name)
-            if not hasattr(collective, "has_gate"):  # as inside of another section
+            if not hasattr(collective, "has_gate"):  # it has one inside of another section
                 stack.callback(setattr, dist, name, collective)
                 setattr(dist, name, _gated(collective, name))
         stack.enter_context(_gates.section())
@@ -148,10 +160,13 @@ def _gated(collective: Callable[..., Any], name: str) -> Callable[..., Any]:
 
     @wraps(collective)
     def enter(*args: Any, **kwargs: Any) -> Any:
-        group = signature.bind(*args, **kwargs).arguments.get("group")
         world = dist.group.WORLD
-        if world is not None and (name in OF_OBJECTS or group in (None, world)):
-            _gates.enter(name, world if group is None else group)
+        if world is not None:
+            group = signature.bind(*args, **kwargs).arguments.get("group")
+            if group is None:
+                group = world
+            if name in OF_OBJECTS or group == world:
+                _gates.enter(name, group)
         return collective(*args, **kwargs)
 
     vars(enter)["has_gate"] = True

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes of forwards to buffers, and to the weights of some models."""
+"""Writes of forwards to buffers, and to the weights of some models, during a background save."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -15,17 +14,29 @@ def is_buffer_of(model: Sequence[MegatronModule]) -> Callable[[torch.Tensor], bo
 
     Forwards and the end of a backward write to buffers, such as the biases of routers.
     """
-    modules = itertools.chain.from_iterable(chunk.modules() for chunk in model)
-    # Not buffers(): Megatron-Core's DDP has an attribute of that name.
-    buffers = itertools.chain.from_iterable(module._buffers.values() for module in modules)
-    storages = {buffer.untyped_storage().data_ptr() for buffer in buffers if buffer is not None}
+    storages = set()
+    for chunk in model:
+        for module in chunk.modules():
+            # Not buffers(): Megatron-Core's DDP has an attribute of that name.
+            for buffer in module._buffers.values():
+                if buffer is not None:
+                    storages.add(buffer.untyped_storage().data_ptr())
     return lambda tensor: tensor.untyped_storage().data_ptr() in storages
 
 
 def num_writes_to_weights(model: Sequence[MegatronModule], is_fully_sharded: bool) -> int:
-    """Return a number that grows with writes to weights, but those through ``parameter.data``."""
-    if is_fully_sharded:  # a forward writes to the parameters of the module inside
-        groups = itertools.chain.from_iterable(chunk.module.groups for chunk in model)
-        return sum(sum(group.guard.versions) for group in groups)
-    weights = itertools.chain.from_iterable(chunk.parameters() for chunk in model)
-    return sum(weight._version for weight in weights)
+    """Return the number of writes to weights so far, without those through ``parameter.data``.
+
+    Args:
+        model: chunks of this rank.
+        is_fully_sharded: True with FSDP, where forwards write to the unsharded parameters.
+    """
+    total = 0
+    for chunk in model:
+        if is_fully_sharded:
+            for group in chunk.module.groups:
+                total += sum(group.guard.versions)
+        else:
+            for weight in chunk.parameters():
+                total += weight._version
+    return total

@@ -54,7 +54,7 @@ from megatron.mcore_adapter.checkpoint_entries import (
 from megatron.mcore_adapter.checkpoints.checkpoint_format import (
     attempt,
     collector_paused,
-    tell_of_partial_load,
+    report_partial_load,
     without_warnings,
 )
 from megatron.mcore_adapter.checkpoints.converted_source import (
@@ -63,62 +63,84 @@ from megatron.mcore_adapter.checkpoints.converted_source import (
     open_converted,
     take_momentum,
 )
+from megatron.mcore_adapter.checkpoints.saved_state import StateDict
 from megatron.mcore_adapter.checkpoints.vocabulary_padding import VocabularyArguments, fit_padding
 from megatron.mcore_adapter.file_differences import FileDifferences
 from megatron.mcore_adapter.run.first_rank import Say
 from megatron.mcore_adapter.run.run_state import TrainedParts
 
 Model = list[FullyShardedDataParallel]
-"""The chunks of this pipeline stage."""
+"""The model chunks of this pipeline stage."""
+SETTINGS = "param_to_group_meta"
+"""Key of the optimizer's entry with the settings of each parameter."""
+OPERATIONS = "num_floating_point_operations_so_far"
+"""Key of the number of operations, which some files lack."""
 
 
 class FsdpDtensorFormat:
-    """The format fsdp_dtensor, which every run with FSDP loads, and into which it converts others.
+    """The format fsdp_dtensor of runs with FSDP, which also load other formats as if converted.
 
-    With --ckpt-assume-constant-structure the plan of the save before is used again.
+    With --ckpt-assume-constant-structure a save uses the plan of the save before again.
     """
 
     def __init__(self) -> None:
         self._plans = PlanReuse()
 
     @collector_paused()
-    def collect(
-        self, args: argparse.Namespace, state: dict[str, Any], parts: TrainedParts
-    ) -> dict[str, Any]:
-        """Return the content of a checkpoint, by the keys of the file."""
-        model, optimizer, names = parts.model, parts.optimizer, EntryNames.of(args)
-        entries = {**model_entries(model, names), **extra_states(model, names.name)}
-        content = {**_with_rng_by_stage(state), "model": entries}
+    def collect(self, args: argparse.Namespace, state: StateDict, parts: TrainedParts) -> StateDict:
+        """Return the content of a checkpoint, nested by the keys of the file.
+
+        Args:
+            args: arguments of the run.
+            state: everything but weights and optimizer; copied.
+            parts: model, and the optimizer if its state is saved; the tensors share their storage.
+        """
+        model = parts.model
+        optimizer = parts.optimizer
+        names = EntryNames.of(args)
+        content = _with_rng_by_stage(state)
+        content["model"] = model_entries(model, names)
+        content["model"].update(extra_states(model, names.name))
         if optimizer is not None:
-            prefix = own_prefix(model)
-            content["optimizer"] = optimizer_entries(model, optimizer, prefix, names)
+            content["optimizer"] = optimizer_entries(model, optimizer, own_prefix(model), names)
             if optimizer.grad_scaler is not None:
                 content["grad_scaler"] = optimizer.grad_scaler.state_dict()
         return content
 
-    def write(self, args: argparse.Namespace, content: dict[str, Any], target: Path) -> list[str]:
-        """Write content into the directory ``target``, and sign it; return all ranks' problems."""
+    def write(self, args: argparse.Namespace, content: StateDict, target: Path) -> list[str]:
+        """Write content into a directory, and sign it.
+
+        Args:
+            args: arguments of the run.
+            content: result of :meth:`collect`, or a copy of it.
+            target: empty directory, the same on all ranks.
+
+        Returns:
+            The problems of all ranks, the same on every rank.
+        """
         return self._save(args, content, SigningWriter(target), EvenPlanner)
 
     @collector_paused()
     def _save(
         self,
         args: argparse.Namespace,
-        content: dict[str, Any],
+        content: StateDict,
         writer: SigningWriter,
         new_planner: Callable[..., EvenPlanner],
     ) -> list[str]:
         """Write content by torch.distributed.checkpoint; return the problems of all ranks.
 
         Args:
-            args: arguments of the run. Without ``ckpt_fully_parallel_save`` the first rank that has
-                an entry writes it, instead of any.
-            content: entries of this rank, as the planner takes them.
+            args: arguments of the run. With ``ckpt_fully_parallel_save`` ranks that have the same
+                entries share their writing; otherwise the first of these ranks writes them.
+            content: entries of this rank; empty if the planner has them.
             writer: writer of the files.
-            new_planner: maker of the planner; takes the arguments ``reuse`` and ``spreads``.
+            new_planner: constructor of the planner, with the arguments ``reuse`` and ``spreads``.
         """
-        reuse = self._plans if args.ckpt_assume_constant_structure else None
-        planner = new_planner(reuse=reuse, spreads=args.ckpt_fully_parallel_save)
+        plans = None
+        if args.ckpt_assume_constant_structure:
+            plans = self._plans
+        planner = new_planner(reuse=plans, spreads=args.ckpt_fully_parallel_save)
         with without_warnings():
             problems = attempt(
                 lambda: save_entries(content, storage_writer=writer, planner=planner)
@@ -131,55 +153,57 @@ class FsdpDtensorFormat:
     def load(
         self,
         args: argparse.Namespace,
-        state: dict[str, Any],
+        state: StateDict,
         parts: TrainedParts,
         source: Path,
         say: Say,
-    ) -> dict[str, Any]:
-        """Load a checkpoint of any format into the model, the optimizer and a copy of ``state``.
+    ) -> StateDict:
+        """Load a checkpoint of any format into model and optimizer; return all of its content.
+
+        Args:
+            args: arguments of the run. Without ``strict_fsdp_dtensor_load`` entries may be missing,
+                and the file may have more.
+            state: everything but weights and optimizer, as a run without a checkpoint has it.
+            parts: model, and the optimizer if its state is loaded.
+            source: directory of the checkpoint.
+            say: prints a line on the first rank.
 
         Raises:
-            ValueError: on every rank, listing the entries that are missing on any rank or of
-                another shape, unless partial loads are allowed; before anything is overwritten.
+            ValueError: on every rank, before anything is overwritten, with the entries that are
+                missing on any rank or have another shape.
         """
-        model, optimizer = parts.model, parts.optimizer
+        model = parts.model
+        optimizer = parts.optimizer
         reader: StorageReader = SafeReader(source)
         if format_of(source) != FSDP_DTENSOR:
             reader = open_converted(source, args, say)
         stored = _read_metadata(reader)
         names = EntryNames.of(args, names_in_file(stored))
-        content: dict[str, Any] = {
-            **_with_rng_of_file(state, stored),
-            "model": model_entries(model, names),
-        }
-        content["model"].update(scales_to_load(args, model, names.name, stored))
-        del content["checkpoint_version"]
-        if "num_floating_point_operations_so_far" not in stored:
-            del content["num_floating_point_operations_so_far"]
-        changed: dict[str, dict[str, Any]] = {}
+        content = _content_to_load(args=args, state=state, parts=parts, stored=stored, names=names)
+        changed: dict[str, StateDict] = {}
         if optimizer is not None:
-            prefix = wrapper_prefix(stored, map(names.name, named_parameters(model)))
-            prefix = own_prefix(model) if prefix is None else prefix
-            content["optimizer"] = optimizer_entries(model, optimizer, prefix, names)
             changed = ask_for_momentum(content["optimizer"], stored, names.gated)
-            if optimizer.grad_scaler is not None and has_loss_scaler(stored):
-                content["grad_scaler"] = optimizer.grad_scaler.state_dict()
         fit_padding(
             content,
             stored,
             VocabularyArguments.of(args),
             lambda: VocabularyArguments.of(_read_args(reader)),
         )
-        unused = [f"{STATE_PREFIX}{name}.{MOMENTS[1]}" for name in changed]
-        _check(content, stored, source, None if args.strict_fsdp_dtensor_load else say, unused)
+        _check(
+            content=content,
+            stored=stored,
+            source=source,
+            say=None if args.strict_fsdp_dtensor_load else say,
+            unused=[f"{STATE_PREFIX}{name}.{MOMENTS[1]}" for name in changed],
+        )
         if optimizer is not None:
-            drop_absent_settings(content["optimizer"]["param_to_group_meta"], stored)
+            drop_absent_settings(content["optimizer"][SETTINGS], stored)
         _read(content, reader)
-        # Weights and moments were read in place. Values derived from them remain to be updated.
+        # Weights and moments were read in place. Values derived from them are updated here.
         for chunk in model:
             load_own_state(chunk, lambda key: content["model"].get(MODEL_PREFIX + names.name(key)))
         if optimizer is not None:
-            _load_settings(model, optimizer, content["optimizer"]["param_to_group_meta"], names)
+            _load_settings(model, optimizer, content["optimizer"][SETTINGS], names)
             take_momentum(changed, optimizer, content, say)
             if "grad_scaler" in content:
                 optimizer.grad_scaler.load_state_dict(content["grad_scaler"])
@@ -188,18 +212,53 @@ class FsdpDtensorFormat:
         return content
 
 
+def _content_to_load(
+    args: argparse.Namespace,
+    state: StateDict,
+    parts: TrainedParts,
+    stored: Mapping[str, STORAGE_TYPES],
+    names: EntryNames,
+) -> StateDict:
+    """Return the entries that this rank requests from a file, nested by the keys of the file.
+
+    Args:
+        args: arguments of the run.
+        state: everything but weights and optimizer; copied.
+        parts: model, and the optimizer if its state is loaded; the tensors share their storage.
+        stored: metadata of the file's entries, by key.
+        names: names of parameters in the file.
+    """
+    model = parts.model
+    optimizer = parts.optimizer
+    content = _with_rng_of_file(state, stored)
+    del content["checkpoint_version"]
+    if OPERATIONS not in stored:
+        del content[OPERATIONS]
+    content["model"] = model_entries(model, names)
+    content["model"].update(scales_to_load(args, model, names.name, stored))
+    if optimizer is not None:
+        own_names = [names.name(name) for name in named_parameters(model)]
+        prefix = wrapper_prefix(stored, own_names)
+        if prefix is None:
+            prefix = own_prefix(model)
+        content["optimizer"] = optimizer_entries(model, optimizer, prefix, names)
+        if optimizer.grad_scaler is not None and has_loss_scaler(stored):
+            content["grad_scaler"] = optimizer.grad_scaler.state_dict()
+    return content
+
+
 # ---- entries of the model and the optimizer
 
 
 @dataclass(frozen=True)
 class EntryNames:
-    """The names under which a file has the parameters of a model.
+    """The names of a model's parameters in a file.
 
-    Args:
-        gated: the MLPs are gated, and the file stores the halves of their weights.
-        is_tied: the output layer has the weight of the embedding, and none of its own in the file.
-        in_file: canonical name -> name in the file. Transformer Engine's layers call some
-            parameters by other names than local ones.
+    Attributes:
+        gated: True if the MLPs are gated: the file stores the halves of their weights.
+        is_tied: True if the output layer uses the weight of the embedding: the file has no other.
+        in_file: canonical name -> name in the file, for those that differ. Some parameters of
+            Transformer Engine's layers have other names than those of local layers.
     """
 
     gated: bool
@@ -208,8 +267,12 @@ class EntryNames:
 
     @classmethod
     def of(cls, args: argparse.Namespace, in_file: Mapping[str, str] | None = None) -> EntryNames:
-        """Return the names for the model of ``args``."""
-        return cls(args.swiglu, not args.untie_embeddings_and_output_weights, in_file or {})
+        """Return the names for the model of ``args``, in a new file if ``in_file`` is None."""
+        return cls(
+            gated=args.swiglu,
+            is_tied=not args.untie_embeddings_and_output_weights,
+            in_file=in_file or {},
+        )
 
     def name(self, own: str) -> str:
         """Return the name in the file of a parameter or buffer that the model calls ``own``."""
@@ -225,28 +288,34 @@ class EntryNames:
         return not (self.is_tied and plain_name(own) == "output_layer.weight")
 
 
-def model_entries(model: Model, names: EntryNames) -> dict[str, Any]:
+def model_entries(model: Model, names: EntryNames) -> StateDict:
     """Return main weights and buffers of this stage by the file's names, ``module.<name>``."""
-    entries: dict[str, Any] = {}
+    entries: StateDict = {}
     for chunk in model:
         for key, value in chunk.module.state_dict(keep_vars=True).items():
             if key.endswith(EXTRA_STATE) or not names.is_stored(key):
                 continue
-            sharded = sharded_param_of(value) if is_linked(value) else None
             name = MODEL_PREFIX + names.name(key)
-            if sharded is None:
-                entries[name] = value
+            if is_linked(value):
+                entries.update(entries_of(name, value, sharded_param_of(value), names.gated))
             else:
-                entries.update(entries_of(name, value, sharded, names.gated))
+                entries[name] = value
     return entries
 
 
 def optimizer_entries(
-    model: Model, optimizer: MegatronOptimizer, prefix: str, names: EntryNames
-) -> dict[str, dict[str, Any]]:
+    model: Model,
+    optimizer: MegatronOptimizer,
+    prefix: str,
+    names: EntryNames,
+) -> dict[str, StateDict]:
     """Return state and settings of the optimizer's parameters by the file's names.
 
-    ``prefix`` is one ``module.`` for each wrapper of the run that writes, or wrote, the file.
+    Args:
+        model: chunks of this stage.
+        optimizer: the optimizer, whose tensors share storage with the result.
+        prefix: ``module.`` once for each wrapper of the run that writes, or wrote, the file.
+        names: names of parameters in the file.
     """
     raw = optimizer.sharded_state_dict({}, metadata={"distrib_optim_sharding_type": "fsdp_dtensor"})
 
@@ -255,11 +324,11 @@ def optimizer_entries(
 
     stored = {name: slots for name, slots in raw["state"].items() if names.is_stored(name)}
     settings = {}
-    for wrapped, fields in raw["param_to_group_meta"].items():
+    for wrapped, fields in raw[SETTINGS].items():
         if names.is_stored(wrapped):
             settings[name_in_file(wrapped)] = dict(fields)
     state = state_entries(stored, sharded_params(model), name_in_file, names.gated)
-    return {"state": state, "param_to_group_meta": settings}
+    return {"state": state, SETTINGS: settings}
 
 
 def own_prefix(model: Model) -> str:
@@ -269,28 +338,37 @@ def own_prefix(model: Model) -> str:
 
 
 def _load_settings(
-    model: Model, optimizer: MegatronOptimizer, saved: dict[str, Settings], names: EntryNames
+    model: Model,
+    optimizer: MegatronOptimizer,
+    saved: dict[str, Settings],
+    names: EntryNames,
 ) -> None:
-    """Give every param group the settings that its parameters had.
+    """Set every param group to the settings that its parameters have in the file.
+
+    Args:
+        model: chunks of this stage.
+        optimizer: the optimizer, whose param groups are changed.
+        saved: settings by the names in the file.
+        names: names of parameters in the file.
 
     Raises:
-        ValueError: on every rank, if parameters of one group had different ones.
+        ValueError: on every rank, if parameters of one group have different settings.
     """
     saved = {plain_name(name): settings for name, settings in saved.items()}
     own_names: dict[nn.Parameter, str] = {}
     for name, parameter in named_parameters(model).items():
         own_names[parameter] = names.name(name)
-    divided = []
+    deviating: list[str] = []
     for group in optimizer.param_groups:
         members = [own_names[parameter] for parameter in group["params"]]
-        settings, _, different = settings_of_group(members, saved)
-        divided += different
+        settings, _, of_group = settings_of_group(members, saved)
+        deviating += of_group
         group.update(settings)
-    divided = agree(divided)
-    if divided:
+    deviating = agree(deviating)
+    if deviating:
         raise ValueError(
             "the checkpoint's param groups are divided otherwise than this run's (--no-load-optim"
-            f" skips them): {some(divided)} had other settings than the rest of the group"
+            f" skips them): {some(deviating)} had other settings than the rest of the group"
         )
 
 
@@ -304,29 +382,31 @@ def _rng_key() -> str:
     return f"({stage}, {tensor_rank})"
 
 
-def _with_rng_by_stage(state: dict[str, Any]) -> dict[str, Any]:
+def _with_rng_by_stage(state: StateDict) -> StateDict:
     """Copy ``state`` with the random states, if it has any, under the key of this rank."""
-    if "rng_state" not in state:
-        return dict(state)
-    return {**state, "rng_state": {_rng_key(): state["rng_state"]}}
+    result = dict(state)
+    if "rng_state" in state:
+        result["rng_state"] = {_rng_key(): state["rng_state"]}
+    return result
 
 
-def _with_rng_of_file(state: dict[str, Any], stored: Mapping[str, Any]) -> dict[str, Any]:
+def _with_rng_of_file(state: StateDict, stored: Mapping[str, Any]) -> StateDict:
     """Copy ``state`` with as many random states as the file has for this rank.
 
-    It has none if the file has none for this rank, or if the states of data ranks differ and the
-    file has another number of them than this run.
+    The copy has none if the file has none for this rank, or if the states of data ranks differ and
+    the file has another number of them than this run.
     """
-    start = f"rng_state.{_rng_key()}."
-    own = {key.removeprefix(start) for key in stored if key.startswith(start)}
-    ranks = {key.split(".")[0] for key in own}
-    file_has_any = any(key.startswith("rng_state.") for key in stored)
-    if "rng_state" not in state or not file_has_any:
-        return _with_rng_by_stage(state)  # the check reports missing entries
-    if not ranks or len(state["rng_state"]) not in (1, len(ranks)):
-        return {key: value for key, value in state.items() if key != "rng_state"}
-    first = state["rng_state"][0]
-    return _with_rng_by_stage({**state, "rng_state": [copy.deepcopy(first) for _ in ranks]})
+    state = dict(state)
+    if "rng_state" in state and any(key.startswith("rng_state.") for key in stored):
+        own_states = state.pop("rng_state")
+        prefix = f"rng_state.{_rng_key()}."
+        data_ranks = set()
+        for key in stored:
+            if key.startswith(prefix):
+                data_ranks.add(key.removeprefix(prefix).split(".")[0])
+        if data_ranks and len(own_states) in (1, len(data_ranks)):
+            state["rng_state"] = [copy.deepcopy(own_states[0]) for _ in data_ranks]
+    return _with_rng_by_stage(state)  # the check reports missing entries
 
 
 # ---- the file
@@ -336,21 +416,21 @@ def _read_metadata(reader: StorageReader) -> dict[str, STORAGE_TYPES]:
     """Read the metadata of the file's entries, by key; a collective.
 
     Raises:
-        ValueError: on every rank, if it is damaged for any.
+        ValueError: on every rank, if any rank finds it damaged.
     """
     stored: dict[str, STORAGE_TYPES] = {}
-    damage = []
+    problems = []
     try:
         stored = reader.read_metadata().state_dict_metadata
     except ValueError as error:
-        damage = [str(error)]
-    damage = agree(damage)
-    if damage:
-        raise ValueError("\n".join(damage))
+        problems = [str(error)]
+    problems = agree(problems)
+    if problems:
+        raise ValueError("\n".join(problems))
     return stored
 
 
-def _read(content: dict[str, Any], reader: StorageReader) -> None:
+def _read(content: StateDict, reader: StorageReader) -> None:
     """Read the entries of ``content`` from the file, in place; a collective."""
     with without_warnings():
         load_entries(content, storage_reader=reader, planner=SafePlanner(allow_partial_load=True))
@@ -364,29 +444,40 @@ def _read_args(reader: StorageReader) -> argparse.Namespace | None:
 
 
 def _check(
-    content: dict[str, Any],
+    content: StateDict,
     stored: Mapping[str, STORAGE_TYPES],
     source: Path,
     say: Say | None,
     unused: Iterable[str],
 ) -> None:
-    """Compare the entries that all ranks ask for with those of the file; a collective.
+    """Compare the entries that all ranks request with those of the file; a collective.
 
-    ``say`` allows a partial load, and tells what it leaves out. The file may have ``unused`` too.
+    Args:
+        content: nested state that will be loaded.
+        stored: metadata of the file's entries, by key.
+        source: directory of the checkpoint, for messages.
+        say: prints the entries that a partial load leaves out; None if all must fit.
+        unused: keys of the file that this rank does not request, and that are no differences.
+
+    Raises:
+        ValueError: on every rank, if entries do not fit.
     """
-    asked, _ = flatten_state_dict(content)
-    own = FileDifferences.between(asked, stored, "in the model")
+    requested, _ = flatten_state_dict(content)
+    own = FileDifferences.between(requested, stored, "in the model")
     differences = FileDifferences(agree(own.shapes), agree(own.missing))
-    starts = ("model.", STATE_PREFIX) if "optimizer" in content else ("model.",)
-    # Fused optimizers count steps by group, and runs of another precision have no use for scales.
-    needless = (EXTRA_STATE, ".step")
-    keys = [key for key in sorted(stored) if key.startswith(starts) and not key.endswith(needless)]
-    unexpected = _asked_nowhere(keys, asked.keys() | unused)
-    if say is not None:
-        problems = differences.problems(is_partial=True)
-    else:
-        problems = differences.problems()
-        problems += [f"not in the model: {some(unexpected)}"] if unexpected else []
+    prefixes: tuple[str, ...] = ("model.",)
+    if "optimizer" in content:
+        prefixes += (STATE_PREFIX,)
+    # Fused optimizers count steps by group, and runs of another precision do not use the scales.
+    optional = (EXTRA_STATE, ".step")
+    keys = []
+    for key in sorted(stored):
+        if key.startswith(prefixes) and not key.endswith(optional):
+            keys.append(key)
+    unexpected = _requested_nowhere(keys, requested.keys() | unused)
+    problems = differences.problems(is_partial=say is not None)
+    if say is None and unexpected:
+        problems.append(f"not in the model: {some(unexpected)}")
     if problems:
         raise ValueError(
             f"{source} is a checkpoint of another model or run:\n  "
@@ -395,33 +486,38 @@ def _check(
         )
     if say is not None:
         used = set(keys).difference(unexpected)
-        fits = any(key.startswith("model.") for key in used)
-        tell_of_partial_load(source, differences.missing, unexpected, fits, say)
+        report_partial_load(
+            source=source,
+            not_in_file=differences.missing,
+            not_in_model=unexpected,
+            fits=any(key.startswith("model.") for key in used),
+            say=say,
+        )
 
 
 def _hints(differences: FileDifferences) -> str:
-    """Name the flags that leave out the entries that do not fit."""
+    """Return lines with the flags that leave out the entries that do not fit."""
     hints = ""
     if differences.concern_random_state:
         hints += "\nThe random state does not fit this machine or layout: --no-load-rng skips it."
-    of_optimizer = ("optimizer.", "opt_param_scheduler.")
-    if any(key.startswith(of_optimizer) for key in differences.missing):
+    optimizer_prefixes = ("optimizer.", "opt_param_scheduler.")
+    if any(key.startswith(optimizer_prefixes) for key in differences.missing):
         hints += "\nSome of the optimizer's state is not there: --no-load-optim loads weights"
         hints += " without it."
     return hints
 
 
-def _asked_nowhere(keys: list[str], asked: Container[str]) -> list[str]:
-    """List those of ``keys`` that no rank asks for; a collective.
+def _requested_nowhere(keys: list[str], requested: Container[str]) -> list[str]:
+    """List those of ``keys`` that no rank requests; a collective.
 
     Other stages and expert ranks have other entries.
 
     Args:
         keys: the same on every rank.
-        asked: the keys of the entries that this rank asks for.
+        requested: the keys of the entries that this rank requests.
     """
-    # One number a key: the keys themselves, from every rank, would be too many.
+    # One number for each key, since the keys of all ranks would be too many to gather.
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
-    somewhere = torch.tensor([key in asked for key in keys], dtype=torch.uint8, device=device)
-    dist.all_reduce(somewhere, op=dist.ReduceOp.MAX)
-    return [key for key, found in zip(keys, somewhere.tolist()) if not found]
+    counts = torch.tensor([key in requested for key in keys], dtype=torch.uint8, device=device)
+    dist.all_reduce(counts, op=dist.ReduceOp.MAX)
+    return [key for key, count in zip(keys, counts.tolist()) if count == 0]

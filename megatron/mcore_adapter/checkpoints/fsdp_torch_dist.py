@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints of runs with FSDP in the format torch_dist, which runs without FSDP load.
 
-It is the optimizer's layout fully_reshardable, or with Muon non_distributed. Every rank writes the
-chunks of its own shards at their positions in the stacked tensors of the format; nothing is
-gathered.
+The optimizer's state has Megatron-Core's layout fully_reshardable, or with Muon the one of an
+optimizer that is not distributed. Every rank writes the chunks of its own shards at their positions
+in the stacked tensors of the format, without gathering anything.
 """
 
 from __future__ import annotations
@@ -44,6 +44,8 @@ from megatron.fsdp.dtensor.tensor_part import as_chunked_tensor, part_of
 from megatron.mcore_adapter.checkpoint_entries import extra_states, sharded_params
 from megatron.mcore_adapter.checkpoints.checkpoint_format import attempt
 from megatron.mcore_adapter.checkpoints.fsdp_dtensor_format import (
+    OPERATIONS,
+    SETTINGS,
     EntryNames,
     FsdpDtensorFormat,
     Model,
@@ -51,57 +53,91 @@ from megatron.mcore_adapter.checkpoints.fsdp_dtensor_format import (
     optimizer_entries,
     own_prefix,
 )
+from megatron.mcore_adapter.checkpoints.saved_state import StateDict
 from megatron.mcore_adapter.checkpoints.torch_dist_format import sharded_random_state
 from megatron.mcore_adapter.run.optimizer_names import MUON
 from megatron.mcore_adapter.run.run_state import TrainedParts
 
 
 class FsdpTorchDistFormat(FsdpDtensorFormat):
-    """The format torch_dist of a run with FSDP, which loads it as one with fsdp_dtensor does."""
+    """The format torch_dist of runs with FSDP; its load is that of :class:`FsdpDtensorFormat`."""
 
-    def collect(
-        self, args: argparse.Namespace, state: dict[str, Any], parts: TrainedParts
-    ) -> dict[str, Any]:
-        """Return ``args``, the ``entries`` of this rank and, on the first one, the ``files``."""
-        model, optimizer, names = parts.model, parts.optimizer, EntryNames.of(args)
+    def collect(self, args: argparse.Namespace, state: StateDict, parts: TrainedParts) -> StateDict:
+        """Return the content of a checkpoint.
+
+        Args:
+            args: arguments of the run.
+            state: everything but weights and optimizer.
+            parts: model, and the optimizer if its state is saved; the tensors share their storage.
+
+        Returns:
+            ``args``, the ``entries`` of this rank, and on the first rank the ``files`` beside those
+            of tensors.
+
+        Raises:
+            ValueError: on every rank, if the layout has no place for an entry of some rank.
+        """
+        model = parts.model
+        optimizer = parts.optimizer
+        names = EntryNames.of(args)
         entries: list[ChunkEntry | ObjectEntry] = []
-        slots: dict[str, dict[str, Any]] = {}
-        settings: dict[str, dict[str, Any]] = {}
+        slots: dict[str, StateDict] = {}
+        settings: dict[str, StateDict] = {}
 
         def collect_own() -> None:
             weights = _canonical(model_entries(model, names))
             if optimizer is not None:
                 of_optimizer = optimizer_entries(model, optimizer, own_prefix(model), names)
                 slots.update(_canonical(of_optimizer["state"]))
-                settings.update(_canonical(of_optimizer["param_to_group_meta"]))
+                settings.update(_canonical(of_optimizer[SETTINGS]))
             layout = StackedLayout.of(args, [split_half(name)[0] for name in weights])
             entries.extend(_random_state(state))
             scales = _canonical(extra_states(model, names.name))
             entries.extend(extra_state_objects(layout.axes_of_names, layout.spelling, scales))
-            # A stage may have the embedding alone, so its param groups do not tell.
-            has_distributed = args.optimizer not in MUON
             entries.extend(
-                _tensors(layout, weights, slots, _compute_dtypes(model), has_distributed)
+                _tensors(
+                    layout=layout,
+                    weights=weights,
+                    slots=slots,
+                    compute_dtypes=_compute_dtypes(model),
+                    # Not by its param groups: a stage may have only the embedding.
+                    has_distributed=args.optimizer not in MUON,
+                )
             )
 
         problems = attempt(collect_own)
         if problems:
             raise ValueError("\n".join(problems))
-        files = files_beside(_common_state(state, settings, slots, optimizer))
-        written = {}
+        makers = files_beside(_common_state(state, settings, slots, optimizer))
+        files = {}
         if dist.get_rank() == 0:
-            written = {name: content() for name, content in files.items()}
-        return {"args": state["args"], "entries": entries, "files": written}
+            for name, make in makers.items():
+                files[name] = make()
+        return {"args": state["args"], "entries": entries, "files": files}
 
-    def write(self, args: argparse.Namespace, content: dict[str, Any], target: Path) -> list[str]:
-        """Write content into the directory ``target``, and sign it; return all ranks' problems."""
+    def write(self, args: argparse.Namespace, content: StateDict, target: Path) -> list[str]:
+        """Write content into a directory, and sign it.
+
+        Args:
+            args: arguments of the run.
+            content: result of :meth:`collect`, or a copy of it.
+            target: empty directory, the same on all ranks.
+
+        Returns:
+            The problems of all ranks, the same on every rank.
+        """
         entries = [_lazy(entry) for entry in content["entries"]]
         writer = SigningWriter(target, beside=content["files"])
         return self._save(args, {}, writer, partial(_Planner, entries))
 
 
 class _Planner(EvenPlanner):
-    """A planner of entries with flat keys, each of which is read when it is written."""
+    """A planner of entries with flat keys, each of which is read when it is written.
+
+    Args:
+        entries: entries of this rank.
+        **options: ``reuse`` and ``spreads`` of :class:`EvenPlanner`.
+    """
 
     def __init__(self, entries: list[Entry], **options: Any):
         super().__init__(**options)
@@ -122,7 +158,7 @@ class ChunkEntry:
         key: key of the tensor.
         shape: shape of the whole tensor.
         offsets: start of the chunk, one offset for each dim of ``shape``.
-        elements: elements of the chunk; leading dims of size 1 may be left out.
+        elements: elements of the chunk, in any dtype; leading dims of size 1 may be missing.
         dtype: dtype of the tensor in the file.
     """
 
@@ -134,28 +170,28 @@ class ChunkEntry:
 
 
 def _lazy(entry: ChunkEntry | ObjectEntry) -> Entry:
-    """Return the entry as the planner takes it."""
+    """Return the entry in the form that the planner accepts, converted when it is read."""
     if isinstance(entry, ObjectEntry):
         return entry
     elements = in_memory(entry.elements).to(entry.dtype)
     return TensorEntry(entry.key, entry.shape, entry.offsets, elements)
 
 
-def _canonical(entries: dict[str, Any]) -> dict[str, Any]:
+def _canonical(entries: StateDict) -> StateDict:
     """Return entries by canonical names; halves of gated weights keep their suffix."""
-    found = {}
+    result = {}
     for key, value in entries.items():
         name, half = split_half(plain_name(key))
-        found[canonical_name(name) + half] = value
-    return found
+        result[canonical_name(name) + half] = value
+    return result
 
 
 def _compute_dtypes(model: Model) -> dict[str, torch.dtype]:
     """Return the dtype in which the model computes, by the canonical names of parameters."""
-    return {
-        canonical_name(name): sharded.compute.dtype
-        for name, sharded in sharded_params(model).items()
-    }
+    dtypes = {}
+    for name, sharded in sharded_params(model).items():
+        dtypes[canonical_name(name)] = sharded.compute.dtype
+    return dtypes
 
 
 # ---- tensors
@@ -167,8 +203,8 @@ class StackedLayout:
 
     Attributes:
         spelling: spelling of the model's keys.
-        axes_of_names: canonical name of a parameter of this rank -> lengths of the axes of layers
-            and experts of its tensor.
+        axes_of_names: canonical name of a parameter of this rank -> sizes of the leading dims of
+            its tensor, one for layers and one for experts if it has them.
     """
 
     spelling: Spelling
@@ -185,35 +221,42 @@ class StackedLayout:
             stacked=are_layers_alike,
             layers=layer_kinds(names),
         )
-        axes: dict[str, tuple[int, ...]] = {}
+        axes_of_names: dict[str, tuple[int, ...]] = {}
         for name in names:
-            layers = (
-                (args.num_layers,) if are_layers_alike and layer_number(name) is not None else ()
-            )
-            experts = (args.num_experts,) if expert_number(name) is not None else ()
-            axes[name] = (*layers, *experts)
-        return cls(spelling, axes)
+            axes: tuple[int, ...] = ()
+            if are_layers_alike and layer_number(name) is not None:
+                axes += (args.num_layers,)
+            if expert_number(name) is not None:
+                axes += (args.num_experts,)
+            axes_of_names[name] = axes
+        return cls(spelling, axes_of_names)
 
     def chunks(self, entry: str, slot: str, value: Any, dtype: torch.dtype) -> Iterator[ChunkEntry]:
         """Yield the chunks of a tensor that this rank has.
 
         Args:
             entry: canonical name of a parameter or buffer, or of one half of it.
-            slot: the prefix of the key, such as ``optimizer.state.exp_avg.``; empty for the model.
+            slot: prefix of the key, such as ``optimizer.state.exp_avg.``; empty for the model.
             value: a DTensor over the rank's shard, or a whole tensor.
-            dtype: of the tensor in the file.
+            dtype: dtype of the tensor in the file.
         """
         name, half = split_half(entry)
         key, index = self.spelling.stacked_key(name)
-        shape, first_row = tuple(value.shape), 0
+        shape = tuple(value.shape)
+        first_row = 0
         if half:  # the second half of (8, 3) begins at row 8 of (16, 3)
             first_row = shape[0] * HALVES.index(half)
             shape = (2 * shape[0], *shape[1:])
-        for offsets, chunk in _local_chunks(value):
+        for offsets, elements in _local_chunks(value):
             if half:
                 offsets = (first_row + offsets[0], *offsets[1:])
-            whole_shape = (*self.axes_of_names[name], *shape)
-            yield ChunkEntry(slot + key, whole_shape, (*index, *offsets), chunk, dtype)
+            yield ChunkEntry(
+                key=slot + key,
+                shape=(*self.axes_of_names[name], *shape),
+                offsets=(*index, *offsets),
+                elements=elements,
+                dtype=dtype,
+            )
 
 
 def _local_chunks(value: torch.Tensor) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
@@ -222,7 +265,7 @@ def _local_chunks(value: torch.Tensor) -> Iterator[tuple[tuple[int, ...], torch.
         yield (0,) * value.dim(), value.detach()
         return
     part = part_of(value)
-    assert part is not None  # the layout of sharded models determines it
+    assert part is not None  # every DTensor of a sharded model has one
     local = as_chunked_tensor(value._local_tensor.detach(), part)
     for offsets, _ in part.chunks:
         yield offsets, local.__get_tensor_shard__(MetadataIndex("", torch.Size(offsets)))
@@ -230,28 +273,37 @@ def _local_chunks(value: torch.Tensor) -> Iterator[tuple[tuple[int, ...], torch.
 
 def _tensors(
     layout: StackedLayout,
-    weights: dict[str, Any],
-    slots: dict[str, dict[str, Any]],
+    weights: StateDict,
+    slots: dict[str, StateDict],
     compute_dtypes: dict[str, torch.dtype],
     has_distributed: bool,
 ) -> Iterator[ChunkEntry]:
-    """Yield weights in the dtype of the model, main weights and moments."""
+    """Yield weights in the dtype of the model, main weights and moments.
+
+    Args:
+        layout: keys and shapes in the file.
+        weights: weights and buffers by canonical names.
+        slots: state of the optimizer by canonical names of parameters; empty without an optimizer.
+        compute_dtypes: dtypes of parameters in the model, by canonical names.
+        has_distributed: True for the state of a distributed optimizer.
+    """
     for entry, value in weights.items():
         dtype = compute_dtypes.get(split_half(entry)[0], value.dtype)
         yield from layout.chunks(entry, "", value, dtype)
-        main = main_slot(has_distributed, dtype) if entry in slots else None
-        if main:
-            yield from layout.chunks(entry, f"optimizer.state.{main}.", value, torch.float32)
+        if entry in slots:
+            main = main_slot(has_distributed, dtype)
+            if main:
+                yield from layout.chunks(entry, f"optimizer.state.{main}.", value, torch.float32)
     for entry, values in slots.items():
         for slot, value in values.items():
             if slot != "step":
                 yield from layout.chunks(entry, f"optimizer.state.{slot}.", value, torch.float32)
 
 
-# ---- everything else
+# ---- random state and common state
 
 
-def _random_state(state: dict[str, Any]) -> Iterator[ObjectEntry]:
+def _random_state(state: StateDict) -> Iterator[ObjectEntry]:
     if "rng_state" in state:
         sharded = sharded_random_state(state["rng_state"])
         if not sharded.replica_id:
@@ -259,20 +311,26 @@ def _random_state(state: dict[str, Any]) -> Iterator[ObjectEntry]:
 
 
 def _common_state(
-    state: dict[str, Any],
-    settings: dict[str, dict[str, Any]],
-    slots: dict[str, dict[str, Any]],
+    state: StateDict,
+    settings: dict[str, StateDict],
+    slots: dict[str, StateDict],
     optimizer: MegatronOptimizer | None,
 ) -> TrainingState:
-    """Return what is not sharded, with the param groups of all ranks; a collective.
+    """Return the state that is not sharded, with the param groups of all ranks; a collective.
 
-    The format does not say which parameters are in a group, so one name stands for all of them.
+    The format does not name the parameters of a group, so each group has one invented name.
+
+    Args:
+        state: everything but weights and optimizer.
+        settings: settings of this rank's parameters, by canonical names.
+        slots: state of this rank's parameters, by canonical names.
+        optimizer: the optimizer; None to leave it out.
     """
     common = TrainingState(
         {},
         args=state["args"],
         iteration=state["iteration"],
-        operations=state["num_floating_point_operations_so_far"],
+        operations=state[OPERATIONS],
         scheduler=state.get("opt_param_scheduler"),
         version=state["checkpoint_version"],
     )
@@ -280,14 +338,13 @@ def _common_state(
         return common
     if optimizer.grad_scaler is not None:
         common.grad_scaler = optimizer.grad_scaler.state_dict()
-    own = []
+    own_groups = []
     for group in param_groups.group_by_fields(settings):
-        steps = [float(step) for step in _steps(group.names, slots)]
-        own.append((group.fields, max(steps, default=None)))
-    of_ranks: list[list[Any]] = [[]] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, own)
-    fields_of: dict[str, dict[str, Any]] = {}
-    for rank, groups in enumerate(of_ranks):
+        own_groups.append((group.fields, max(_steps(group.names, slots), default=None)))
+    groups_of_ranks: list[list[Any]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(groups_of_ranks, own_groups)
+    fields_of: dict[str, StateDict] = {}
+    for rank, groups in enumerate(groups_of_ranks):
         for number, (fields, step) in enumerate(groups):
             name = f"group {number} of rank {rank}"
             fields_of[name] = fields
@@ -297,8 +354,9 @@ def _common_state(
     return common
 
 
-def _steps(names: list[str], slots: dict[str, dict[str, Any]]) -> Iterator[Any]:
+def _steps(names: list[str], slots: dict[str, StateDict]) -> Iterator[float]:
+    """Yield the steps of parameters, whose state may be that of their halves."""
     for name in names:
         for entry in key_rules.entry_names(name, name not in slots):
             if "step" in slots.get(entry, {}):
-                yield slots[entry]["step"]
+                yield float(slots[entry]["step"])

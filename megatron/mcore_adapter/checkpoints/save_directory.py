@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The directory that a run saves in: its lock, what must be so at the start, what is put right.
+"""The directory that a run saves in: its lock, checks at the start, and cleanups.
 
 [Note: record locks] Two runs in one directory would mix their checkpoints. The lock is one of
 POSIX's record locks (``fcntl.lockf``). Unlike those of ``flock``, it belongs to a process and not
-to an open file. So no child that was forked (a worker of the data loader, a compiler) keeps it when
-the run has died, and it holds between nodes on more network file systems. In return, closing any
-descriptor of the file releases it: nothing else of this process may open the file.
+to an open file. So no forked child (a worker of the data loader, a compiler) keeps it when the run
+has died, and it works between nodes on more network file systems. The drawback: closing any
+descriptor of the file releases it, so no other code of this process may open the file.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import errno
 import fcntl
-import itertools
 import os
 import shutil
 import socket
@@ -40,27 +39,30 @@ from megatron.mcore_adapter.run.files_beside import HISTORY
 from megatron.mcore_adapter.run.first_rank import Say, on_first_rank
 
 REPLACED = "replaced_{}"
-"""Name of the directory, with a number, of checkpoints that a run does not go on from."""
+"""Name, with a number, of the directory of checkpoints from which a run does not resume."""
 
 LOCK = ".save_lock"
+"""Name of the lock file in a directory of checkpoints."""
 WAIT_SECONDS = 30.0
-"""Time that another run has to end: of a job that was restarted, the old process may still be
-dying."""
+"""Time to wait for the lock: when a job is restarted, its old process may still be ending."""
 _POLL_SECONDS = 0.5
 _TAKEN = (errno.EACCES, errno.EAGAIN)
+"""Errors of a lock that another process has."""
 _UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL)
+"""Errors of a file system without record locks."""
 
 
 @contextmanager
 def reserved(args: argparse.Namespace, say: Say) -> Iterator[None]:
     """Check the directory ``args.save`` and keep other runs out of it; a collective.
 
-    The first rank locks it as long as the context lasts, and removes what killed saves have left. A
-    URL cannot be locked. Its local copies are removed at the end of the context.
+    The first rank locks it as long as the context lasts, and removes the remains of killed saves. A
+    URL cannot be locked; its local copies are removed at the end of the context.
 
     Raises:
-        ValueError, RunError: on every rank, if it cannot be written to, has checkpoints that the
-            run would overwrite, or is in use by another run.
+        ValueError: on every rank, if it cannot be written to, or has checkpoints that the run would
+            overwrite.
+        RunError: on every rank, if another run uses it.
     """
     is_at_url = bool(args.save) and stores.is_staged(args.save)
     with ExitStack() as stack:
@@ -68,7 +70,7 @@ def reserved(args: argparse.Namespace, say: Say) -> Iterator[None]:
             if path:
                 stack.callback(stores.drop, Path(path))
         if is_at_url:
-            agree([])  # every rank has given the staged directory the names at the URL
+            agree([])  # a barrier: every rank has the names at the URL in its staged directory
         if args.save:
             on_first_rank(lambda: _reserve(args, say, stack))
         yield
@@ -77,6 +79,13 @@ def reserved(args: argparse.Namespace, say: Say) -> Iterator[None]:
 
 
 def _reserve(args: argparse.Namespace, say: Say, stack: ExitStack) -> None:
+    """Check, lock and tidy ``args.save`` on one rank.
+
+    Args:
+        args: arguments of the run.
+        say: prints a line.
+        stack: takes the exits of the locks.
+    """
     root = Path(args.save).absolute()
     store = stores.store_of(root)
     if store is not None:
@@ -92,31 +101,32 @@ def _reserve(args: argparse.Namespace, say: Say, stack: ExitStack) -> None:
             f"--save {args.save}: {directory.TRACKER} is a directory there, and is to be the file"
             " that names the newest checkpoint: remove it"
         )
-    with ExitStack() as failing:
+    with ExitStack() as locks:  # released here if something fails
         if store is None:
-            failing.enter_context(locked(root, say))
+            locks.enter_context(locked(root, say))
         else:
             store.tidy()
             url_saves.fetch_beside(root)
         _check_non_persistent(args)
         if args.non_persistent_global_ckpt_dir:
-            failing.enter_context(locked(Path(args.non_persistent_global_ckpt_dir), say))
+            locks.enter_context(locked(Path(args.non_persistent_global_ckpt_dir), say))
         if not is_own(args) and (directory.iterations(root) or (root / directory.TRACKER).exists()):
             refuse_overwriting(args, find_source(args, lambda line: None, {}))
         for path in (root, root / NON_PERSISTENT, args.non_persistent_global_ckpt_dir):
             if path and Path(path).is_dir():
                 directory.tidy(path)
-        stack.push(failing.pop_all())
+        stack.push(locks.pop_all())
 
 
 def _check_non_persistent(args: argparse.Namespace) -> None:
-    """Check the directory of the non-persistent checkpoint, in which every save deletes the rest.
+    """Check the directory of the non-persistent checkpoint, in which each save replaces the others.
 
     Raises:
-        ValueError: it is another directory of this run, cannot be written to, or has a checkpoint
-            that the run would overwrite.
+        ValueError: the directory is one that another flag names, cannot be written to, or has a
+            checkpoint that the run would overwrite.
     """
-    flag, given = "--non-persistent-global-ckpt-dir", args.non_persistent_global_ckpt_dir
+    flag = "--non-persistent-global-ckpt-dir"
+    given = args.non_persistent_global_ckpt_dir
     if given:
         _check_writable(flag, given)
         for name in ("save", "load", "pretrained_checkpoint"):
@@ -127,12 +137,17 @@ def _check_non_persistent(args: argparse.Namespace) -> None:
                     " one, in which every save replaces the one before"
                 )
     root = non_persistent_root(args, args.save)
-    there = directory.iterations(root)
-    if there and args.non_persistent_save_interval and not (is_own(args) or args.overwrite):
+    present = directory.iterations(root)
+    if present and args.non_persistent_save_interval and not (is_own(args) or args.overwrite):
         raise ValueError(
-            f"{root} has {directory.iteration_directory('', there[0]).name} already, which this run"
-            " would overwrite: name another directory, or --overwrite moves it aside"
+            f"{root} has {_name_of(present[0])} already, which this run would overwrite: name"
+            " another directory, or --overwrite moves it aside"
         )
+
+
+def _name_of(iteration: int) -> str:
+    """Return the name of the directory of an iteration."""
+    return directory.iteration_directory("", iteration).name
 
 
 def _check_writable(flag: str, save: str) -> None:
@@ -152,47 +167,76 @@ def refuse_overwriting(args: argparse.Namespace, source: CheckpointSource | None
         source: checkpoint that it loads; None if it starts from scratch.
 
     Raises:
-        ValueError: names the checkpoints and the ways out.
+        ValueError: with the names of the checkpoints, and the flags that avoid it.
     """
     if not args.save or args.skip_train or args.overwrite:
         return
-    goes_on = continues(args, source)
-    if goes_on and not (args.ckpt_step is not None and stores.is_staged(args.save)):
+    is_at_url = stores.is_staged(args.save)
+    resumes = continues(args, source)
+    if resumes and (args.ckpt_step is None or not is_at_url):
         return
-    begin = 0 if source is None or source.weights_only else int(source.iteration)
-    # With --save-retain-interval a save deletes earlier ones too.
-    first = 0 if args.save_retain_interval and not goes_on else begin
-    later = [number for number in directory.iterations(args.save) if number > first]
-    there = [directory.iteration_directory("", number).name for number in reversed(later)]
-    tracker = Path(args.save) / directory.TRACKER
-    is_of_source = source is not None and source.path.parent.resolve() == tracker.parent.resolve()
-    if not there and begin == 0 and tracker.exists() and not is_of_source:
-        there = [tracker.name]
-    if not there:
+    begin = 0
+    if source is not None and not source.weights_only:
+        begin = int(source.iteration)
+    overwritten = _overwritten(args, source, begin, resumes)
+    if not overwritten:
         return
-    ways = f"--load {args.save} without --finetune continues there, another --save keeps both"
-    if goes_on:
-        ways = "without --ckpt-step it goes on from the newest, another --save keeps both"
-    elif not stores.is_staged(args.save):
-        ways += ", --overwrite moves what is there into a directory in it"
+    fixes = f"--load {args.save} without --finetune continues there, another --save keeps both"
+    if resumes:
+        fixes = "without --ckpt-step it goes on from the newest, another --save keeps both"
+    elif not is_at_url:
+        fixes += ", --overwrite moves what is there into a directory in it"
     raise ValueError(
-        f"--save {args.save} has {some(there)} already, and this run, which begins at iteration"
-        f" {begin}, would overwrite it: {ways}"
+        f"--save {args.save} has {some(overwritten)} already, and this run, which begins at"
+        f" iteration {begin}, would overwrite it: {fixes}"
     )
 
 
-# ---- when the run has loaded its checkpoint
+def _overwritten(
+    args: argparse.Namespace,
+    source: CheckpointSource | None,
+    begin: int,
+    resumes: bool,
+) -> list[str]:
+    """Return the names of the files and directories that the saves of a run would replace.
+
+    Args:
+        args: arguments of the run.
+        source: checkpoint that it loads; None if it starts from scratch.
+        begin: iteration at which it begins.
+        resumes: True if ``source`` is one of its own checkpoints.
+    """
+    first = begin
+    if args.save_retain_interval and not resumes:
+        first = 0  # saves delete earlier checkpoints too
+    present = reversed(directory.iterations(args.save))
+    names = [_name_of(iteration) for iteration in present if iteration > first]
+    if names or begin > 0:
+        return names
+    root = Path(args.save)
+    is_of_source = source is not None and source.path.parent.resolve() == root.resolve()
+    if (root / directory.TRACKER).exists() and not is_of_source:
+        return [directory.TRACKER]
+    return []
+
+
+# ---- after the run has loaded its checkpoint
 
 
 def settle(args: argparse.Namespace, source: CheckpointSource | None) -> list[str]:
-    """Let the directory of a run name what it has loaded, and have no checkpoint of another run.
+    """Clean the directory of a run after its load, on one rank.
 
-    The tracker file must no longer name a damaged checkpoint that was passed over. What comes after
-    ``--ckpt-step``, and with ``--overwrite`` everything, is moved into a new directory: nothing of
-    it must ever be loaded as a checkpoint of this run. Called on one rank.
+    The tracker file is changed to name the loaded checkpoint, since it must no longer name a
+    damaged one that was skipped. Checkpoints after ``--ckpt-step``, and with ``--overwrite`` all of
+    another run, are moved into a new directory: none of them must ever be loaded as a checkpoint of
+    this run.
+
+    Args:
+        args: arguments of the run.
+        source: checkpoint that it has loaded; None if it starts from scratch.
 
     Returns:
-        Lines that tell what was moved.
+        Lines that report the moved checkpoints.
     """
     if not args.save or args.skip_train:
         return []
@@ -211,16 +255,16 @@ def settle(args: argparse.Namespace, source: CheckpointSource | None) -> list[st
 
 
 def follow(save: str, source: CheckpointSource | None) -> None:
-    """Let the tracker file name what a run has loaded from its directory of checkpoints.
+    """Change the tracker file to name the checkpoint that a run has loaded from its directory.
 
-    It must no longer name a damaged checkpoint that was passed over. Called on one rank.
+    It must no longer name a damaged checkpoint that was skipped. Called on one rank.
     """
     if source is not None and continues_in(save, source):
         _track(save, source.iteration)
 
 
 def _track(save: str, iteration: int | str) -> None:
-    """Name an iteration in the tracker file, unless it does."""
+    """Write an iteration to the tracker file, unless the file names it already."""
     try:
         tracked = directory.read_tracker(save)
     except ValueError:
@@ -235,21 +279,23 @@ def _track(save: str, iteration: int | str) -> None:
 def _move_aside(root: Path, after: int) -> str:
     """Move the checkpoints of a directory after an iteration into a new directory in it.
 
-    With them goes a copy of the history of losses; and the tracker file, unless an earlier one
-    stays. A kill leaves the newest of those that were not moved yet to be loaded.
+    The history of losses is copied there. If no checkpoint stays, the tracker file is moved too.
+    The newest checkpoint is moved last, so that a killed move leaves it to be loaded.
 
     Returns:
-        The line that tells it; empty if nothing was there.
+        The line that reports it; empty if there was nothing to move.
     """
-    there = directory.iterations(root)
-    names = [directory.iteration_directory("", number).name for number in there if number > after]
-    if len(names) == len(there):
+    present = directory.iterations(root)  # the newest first
+    names = [_name_of(iteration) for iteration in present if iteration > after]
+    if len(names) == len(present):
         names[1:1] = [directory.RELEASE, directory.TRACKER]
-    names = [name for name in reversed(names) if (root / name).exists()]  # the newest is the last
+    names = [name for name in reversed(names) if (root / name).exists()]
     if not names:
         return ""
-    numbered = (root / REPLACED.format(number) for number in itertools.count(1))
-    aside = next(path for path in numbered if not path.exists())
+    number = 1
+    while (root / REPLACED.format(number)).exists():
+        number += 1
+    aside = root / REPLACED.format(number)
     aside.mkdir()
     if (root / HISTORY).is_file():
         shutil.copy(root / HISTORY, aside)
@@ -264,20 +310,21 @@ def _move_aside(root: Path, after: int) -> str:
 
 @contextmanager
 def locked(folder: Path, say: Say) -> Iterator[None]:
-    """Lock a directory, which is made if need be, as long as the context lasts.
+    """Lock a directory as long as the context lasts, and make it if it does not exist.
 
-    See [Note: record locks]. Afterwards the lock file is removed, and so is an empty directory that
-    was made.
+    See [Note: record locks]. Afterwards the lock file is removed, and so are directories that were
+    made and are empty.
 
     Raises:
-        RunError: another run has it still after :data:`WAIT_SECONDS`; the message names that run.
+        RunError: another run has locked it, still after :data:`WAIT_SECONDS`; the message names
+            that run.
     """
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     descriptor = None
     try:
         for path in made:
-            with suppress(OSError):  # a directory above that may not be read
+            with suppress(OSError):  # there may be no permission to open a directory above
                 durable.sync_directory(path.parent)
         descriptor = _acquire(folder, say)
         yield
@@ -286,14 +333,14 @@ def locked(folder: Path, say: Say) -> Iterator[None]:
             with suppress(OSError):  # first, so that no other run can lock what is removed
                 os.unlink(folder / LOCK)
             os.close(descriptor)
-        with suppress(OSError):  # one has content
+        with suppress(OSError):  # one is not empty
             for path in made:
                 path.rmdir()
 
 
 @contextmanager
 def locked_and_tidy(folder: Path, say: Say) -> Iterator[None]:
-    """Lock a directory as :func:`locked` does, and remove what killed saves have left in it."""
+    """Lock a directory as :func:`locked` does, and remove the remains of killed saves in it."""
     with locked(folder, say):
         directory.tidy(folder)
         yield
@@ -302,7 +349,7 @@ def locked_and_tidy(folder: Path, say: Say) -> Iterator[None]:
 def _acquire(folder: Path, say: Say) -> int | None:
     """Wait for the lock and return its descriptor, None where the file system has no locks."""
     deadline = time.monotonic() + WAIT_SECONDS
-    is_told = False
+    is_announced = False
     while True:
         descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
@@ -319,21 +366,21 @@ def _acquire(folder: Path, say: Say) -> int | None:
             if _is_current(descriptor, folder / LOCK):
                 _sign(descriptor)
                 return descriptor
-            os.close(descriptor)  # its holder has removed it in the meantime
+            os.close(descriptor)  # the run that had locked the file has removed it meanwhile
             continue
         if time.monotonic() >= deadline:
             raise RunError(
                 f"--save {folder} is in use by {holder}: two runs in one directory would mix their"
                 " checkpoints; end that run, or choose another --save"
             )
-        if not is_told:
-            is_told = True
+        if not is_announced:
+            is_announced = True
             say(f"--save {folder} is in use by {holder}: waiting {WAIT_SECONDS:.0f} s for its end")
         time.sleep(_POLL_SECONDS)
 
 
 def _is_current(descriptor: int, path: Path) -> bool:
-    """Return True if the open file is the one that others find under its name."""
+    """Return True if the open file is still the one at its path."""
     try:
         return os.path.samestat(os.fstat(descriptor), os.stat(path))
     except FileNotFoundError:
@@ -341,10 +388,12 @@ def _is_current(descriptor: int, path: Path) -> bool:
 
 
 def _sign(descriptor: int) -> None:
-    """Write into the lock file who has it, for the message of a run that is refused."""
+    """Describe this process in the lock file, for the message of a run that is refused."""
     since = time.strftime("%Y-%m-%d %H:%M:%S %Z")
     holder = f"process {os.getpid()} on {socket.gethostname()}, started {since}"
     job = os.environ.get("SLURM_JOB_ID")
-    with suppress(OSError):  # a full disk; the lock holds without it
+    if job:
+        holder += f", job {job}"
+    with suppress(OSError):  # a full disk; the lock is valid without it
         os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, (f"{holder}, job {job}" if job else holder).encode(), 0)
+        os.pwrite(descriptor, holder.encode(), 0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state of a run beside weights and optimizer: arguments, progress, schedule, generators."""
+"""The state of a run except weights and optimizer: arguments, progress, schedule, generators."""
 
 from __future__ import annotations
 
@@ -17,23 +17,31 @@ from megatron.fsdp.engine.collectives import agree
 from megatron.mcore_adapter.run.first_rank import Say
 from megatron.mcore_adapter.run.run_state import Progress, gather_random_state, restore_random_state
 
+StateDict = dict[str, Any]
+"""The state of a run, the content of a checkpoint, or a part of them, nested by keys."""
+
 
 def run_state(
     args: argparse.Namespace,
     progress: Progress,
     scheduler: OptimizerParamScheduler | None,
     with_rng: bool,
-) -> dict[str, Any]:
+) -> StateDict:
     """Return the state of a run without weights and optimizer, in the structure of all formats.
 
-    A collective if ``with_rng``.
+    Args:
+        args: arguments of the run, of which a copy is returned.
+        progress: progress of the run.
+        scheduler: schedule of learning rate and weight decay; None to leave it out.
+        with_rng: True to include the states of the generators, which makes this a collective.
     """
     pickle_enums_by_value(args)
     saved_args = progress.written_into(args)
     for dest in ("save", "load", "pretrained_checkpoint"):
-        if getattr(saved_args, dest):  # a URL, not the directory in which it is staged
-            setattr(saved_args, dest, with_urls(getattr(saved_args, dest)))
-    state: dict[str, Any] = {
+        path = getattr(saved_args, dest)
+        if path:  # a staged directory is saved as its URL
+            setattr(saved_args, dest, with_urls(path))
+    state: StateDict = {
         "args": saved_args,
         "checkpoint_version": CHECKPOINT_VERSION,
         "iteration": progress.iteration,
@@ -51,7 +59,7 @@ def run_state(
 
 
 def pickle_enums_by_value(args: argparse.Namespace) -> None:
-    """Let this process pickle the enums among the arguments by their values.
+    """Register the enums among the arguments, so that this process pickles them by their values.
 
     Early releases of Python 3.11 pickle members by `getattr`, which careful readers refuse to call.
     """
@@ -61,7 +69,16 @@ def pickle_enums_by_value(args: argparse.Namespace) -> None:
 
 
 def load_random_state(states: list[dict[str, Any]] | None, source: Path, say: Say) -> None:
-    """Set the generators of every rank, or of none if the file has no state for some rank."""
+    """Set the generators of every rank, or of none if the file has no state for some rank.
+
+    A collective.
+
+    Args:
+        states: states of this rank, as ``gather_random_state`` returns them; None if the file has
+            none for it.
+        source: directory of the checkpoint, for the message.
+        say: prints a line on the first rank.
+    """
     if agree(["no random state"] if states is None else []):
         say(
             f"{source} has no random state for some of this run's ranks: their generators begin"
@@ -76,24 +93,27 @@ def load_random_state(states: list[dict[str, Any]] | None, source: Path, say: Sa
 
 def rates_of(scheduler: OptimizerParamScheduler) -> list[dict[str, Any]]:
     """Return the highest and lowest learning rate of every param group."""
-    return [
-        {name: group.get(name) for name in ("max_lr", "min_lr")}
-        for group in scheduler.optimizer.param_groups
-    ]
+    rates = []
+    for group in scheduler.optimizer.param_groups:
+        rates.append({"max_lr": group.get("max_lr"), "min_lr": group.get("min_lr")})
+    return rates
 
 
 def load_schedule(
-    scheduler: OptimizerParamScheduler, saved: dict[str, Any], rates: list[dict[str, Any]]
+    scheduler: OptimizerParamScheduler,
+    saved: StateDict,
+    rates: list[dict[str, Any]],
 ) -> None:
     """Set the schedule to the step of the saved one.
 
     Args:
         scheduler: schedule of this run, whose param groups have the file's rates already.
         saved: state of the file's schedule.
-        rates: highest and lowest rates of this run's groups before the load.
+        rates: result of :func:`rates_of` before the load.
 
     Raises:
-        ValueError: lists the settings that differ, unless a flag says which ones count.
+        ValueError: on every rank, with the settings that differ, unless a flag chooses those of
+            the file or of this run.
     """
     if scheduler.override_opt_param_scheduler:
         for group, own in zip(scheduler.optimizer.param_groups, rates):
@@ -102,7 +122,7 @@ def load_schedule(
         different = _differences(saved, scheduler.state_dict())
         for number, (theirs, own) in enumerate(zip(rates_of(scheduler), rates)):
             different += [f"param group {number}, {line}" for line in _differences(theirs, own)]
-        different = agree(different)  # a rank does not know the rates of groups empty on it
+        different = agree(different)  # ranks do not know the rates of groups that they lack
         if different:
             raise ValueError(
                 "the checkpoint has another schedule of learning rate and weight decay (steps count"
@@ -114,9 +134,9 @@ def load_schedule(
     scheduler.load_state_dict(saved)
 
 
-def _differences(saved: dict[str, Any], own: dict[str, Any]) -> list[str]:
-    return [
-        f"{name}: {value} in the file, {own[name]} in this run"
-        for name, value in saved.items()
-        if name != "num_steps" and name in own and own[name] != value
-    ]
+def _differences(saved: StateDict, own: StateDict) -> list[str]:
+    lines = []
+    for name, value in saved.items():
+        if name != "num_steps" and name in own and own[name] != value:
+            lines.append(f"{name}: {value} in the file, {own[name]} in this run")
+    return lines

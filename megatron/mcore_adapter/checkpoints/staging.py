@@ -2,9 +2,9 @@
 """Host memory that a rank shares with its writer process: the copy of what a save writes.
 
 [Note: copies during the next step] Between two steps of the optimizer nothing writes to weights and
-optimizer state. So a thread copies them while the next forward and backward run, and is waited for
-before the optimizer's step. All else is copied at once: the buffers of a model, which its forwards
-write to, and what is small.
+optimizer state. So a thread copies them while the next forward and backward run, and the optimizer
+waits for the thread before its step. Everything else is copied at once: small tensors, and the
+buffers of a model, to which its forwards write.
 """
 
 from __future__ import annotations
@@ -28,15 +28,21 @@ from megatron.checkpoint.core.reading_threads import in_threads
 from megatron.fsdp.dtensor.tensor_part import ChunkedTensor, TensorPart, as_chunked_tensor
 
 _ALIGNMENT = 64
-"""Bytes: the start of a staged tensor is a multiple."""
+"""Bytes: each staged tensor starts at a multiple."""
 _LARGE = 1 << 16
-"""Bytes: what is smaller is copied at once."""
+"""Bytes: smaller tensors are copied at once."""
 _GROWTH = 1 << 22
 """Bytes: the size of a buffer is a multiple, so that it does not grow for a few bytes."""
 
 
 class StagedContent(NamedTuple):
-    """The size of the buffer, and the range in it of the pickled content, which follows tensors."""
+    """The location of a content in the buffer.
+
+    Attributes:
+        size: bytes of the buffer.
+        begin: offset in bytes of the pickled content, which follows the tensors.
+        end: offset in bytes of its end.
+    """
 
     size: int
     begin: int
@@ -45,30 +51,39 @@ class StagedContent(NamedTuple):
 
 @dataclass(frozen=True)
 class StagedTensor:
-    """The location of one tensor in the buffer, and its form.
+    """The location and the layout of one tensor in the buffer, pickled in place of the tensor.
 
-    It stands for the tensor where the content is pickled.
+    Attributes:
+        offset: offset in the buffer in bytes.
+        dtype: dtype of the tensor.
+        shape: shape of the tensor.
+        strides: strides in elements.
+        requires_grad: True for a parameter.
+        part: the part of the whole tensor, if this is the local tensor of a DTensor.
     """
 
     offset: int
-    """In bytes."""
     dtype: torch.dtype
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     requires_grad: bool
     part: TensorPart | None
-    """The part of the whole tensor, if it is the local tensor of a DTensor."""
 
     @classmethod
     def at(cls, offset: int, tensor: torch.Tensor) -> StagedTensor:
-        """Describe a copy of ``tensor``, which is dense, at ``offset``."""
+        """Describe a dense copy of ``tensor`` at ``offset`` bytes."""
         strides = tensor.stride()
         if not tensor.is_contiguous():
             # A copy has the strides that the writer of a blocking save would give it.
             strides = torch.empty_like(tensor, device="meta").stride()
-        part = tensor.part if isinstance(tensor, ChunkedTensor) else None
-        shape = tuple(tensor.shape)
-        return cls(offset, tensor.dtype, shape, strides, tensor.requires_grad, part)
+        return cls(
+            offset=offset,
+            dtype=tensor.dtype,
+            shape=tuple(tensor.shape),
+            strides=strides,
+            requires_grad=tensor.requires_grad,
+            part=tensor.part if isinstance(tensor, ChunkedTensor) else None,
+        )
 
     @property
     def num_bytes(self) -> int:
@@ -76,120 +91,151 @@ class StagedTensor:
         return prod(self.shape) * self.dtype.itemsize
 
     def fill(self, content: torch.Tensor, tensor: torch.Tensor) -> None:
-        """Copy ``tensor`` to its part of a buffer with the bytes ``content``."""
+        """Copy a tensor into the buffer.
+
+        Args:
+            content: the bytes of the whole buffer, uint8.
+            tensor: the tensor that this object describes, on any device.
+        """
         part = content[self.offset : self.offset + self.num_bytes]
         if self.strides != tensor.stride() or not tensor.is_contiguous():
             part = part.view(self.dtype).as_strided(self.shape, self.strides)
             part.copy_(tensor, non_blocking=True)
         elif tensor.is_cpu and not (tensor.is_conj() or tensor.is_neg()):
-            # NumPy copies bytes as the C library does, which writes large tensors past the caches.
-            # torch's copy first reads into them what it overwrites.
+            # NumPy copies bytes by the C library, which writes large tensors past the caches.
+            # torch's copy first reads into the caches what it overwrites.
             np.copyto(part.numpy(), tensor.reshape(-1).view(torch.uint8).numpy())
         else:
             part.view(self.dtype).copy_(tensor.reshape(-1), non_blocking=True)
 
     def read(self, memory: mmap.mmap) -> torch.Tensor:
-        """Return the tensor over its part of the buffer, as checkpoints take it.
+        """Return the tensor over its part of the buffer, in the form that checkpoints contain.
 
         Its storage is that part alone, so that DCP writes it without another copy.
         """
-        tensor = torch.empty(self.shape, dtype=self.dtype)
         if self.num_bytes:
-            count, offset = self.num_bytes, self.offset
-            part = torch.frombuffer(memory, dtype=torch.uint8, count=count, offset=offset)
+            part = torch.frombuffer(
+                memory, dtype=torch.uint8, count=self.num_bytes, offset=self.offset
+            )
             tensor = part.view(self.dtype).as_strided(self.shape, self.strides)
+        else:
+            tensor = torch.empty(self.shape, dtype=self.dtype)
         tensor.requires_grad_(self.requires_grad)
-        return tensor if self.part is None else as_chunked_tensor(tensor, self.part)
+        if self.part is None:
+            return tensor
+        return as_chunked_tensor(tensor, self.part)
+
+
+Copy = tuple[torch.Tensor, StagedTensor]
+"""A tensor and its location in the buffer."""
 
 
 class _StagingPickler(pickle.Pickler):
-    """A pickler that leaves tensors out and assigns them their locations.
+    """A pickler that leaves tensors out and assigns locations to them.
 
-    A DTensor becomes its local tensor, which knows its chunks: the mesh stays with the run.
+    A DTensor is replaced by its local tensor, which has its chunks: the mesh belongs to the run.
+
+    Attributes:
+        pickled: the pickled content, without tensors.
+        end: end of the last tensor in the buffer, in bytes, aligned for the next one.
+        copies: tensors and their locations.
     """
 
     def __init__(self) -> None:
         self.pickled = io.BytesIO()
         super().__init__(self.pickled, protocol=pickle.HIGHEST_PROTOCOL)
         self.end = 0
-        self.copies: list[tuple[torch.Tensor, StagedTensor]] = []
+        self.copies: list[Copy] = []
 
     def persistent_id(self, value: Any) -> StagedTensor | None:
         if not isinstance(value, torch.Tensor):
             return None
-        local = value._local_tensor if isinstance(value, DTensor) else value
-        if isinstance(value, DTensor) and not isinstance(local, ChunkedTensor):
-            raise TypeError(f"a DTensor of shape {tuple(value.shape)} without known chunks")
+        local = value
+        if isinstance(value, DTensor):
+            local = value._local_tensor
+            if not isinstance(local, ChunkedTensor):
+                raise TypeError(f"a DTensor of shape {tuple(value.shape)} without known chunks")
         staged = StagedTensor.at(self.end, local)
         self.copies.append((local, staged))
-        self.end += -(-staged.num_bytes // _ALIGNMENT) * _ALIGNMENT
+        self.end += _rounded_up(staged.num_bytes, _ALIGNMENT)
         return staged
 
 
-Copies = Sequence[tuple[torch.Tensor, StagedTensor]]
-"""Tensors and their locations in the buffer."""
+def _rounded_up(num_bytes: int, multiple: int) -> int:
+    return -(-num_bytes // multiple) * multiple
 
 
-def _copy(copies: Copies, content: torch.Tensor) -> None:
-    """Copy tensors into a buffer with the bytes ``content``."""
+def _copy(copies: Sequence[Copy], content: torch.Tensor) -> None:
+    """Copy tensors into a buffer whose bytes are ``content``, and wait for the copies."""
 
-    def copy(item: tuple[torch.Tensor, StagedTensor]) -> None:
+    def copy(item: Copy) -> None:
         tensor, staged = item
         staged.fill(content, tensor.detach())
 
-    if any(tensor.is_cuda for tensor, _ in copies):  # copied by the GPU, while this goes on
+    if any(tensor.is_cuda for tensor, _ in copies):
         for item in copies:
-            copy(item)
+            copy(item)  # only enqueued on the stream
         torch.cuda.current_stream().synchronize()
     else:
         in_threads(copy, copies)
 
 
 class _CopyingThread:
-    """A thread that copies tensors which nobody writes to; see [Note: copies during the next step].
+    """A thread that copies tensors of constant value; see [Note: copies during the next step].
 
-    On a GPU the copies have a stream of their own. Not yet run on a GPU.
+    On a GPU it copies on a separate stream. Not yet run on a GPU.
+
+    Args:
+        copies: tensors and their locations.
+        content: the bytes of the buffer, uint8.
+        then: called in the thread after the last copy.
     """
 
-    def __init__(self, copies: Copies, content: torch.Tensor, then: Callable[[], None]):
-        self._copies, self._content, self._then = copies, content, then
+    def __init__(self, copies: Sequence[Copy], content: torch.Tensor, then: Callable[[], None]):
+        self._copies = copies
+        self._content = content
+        self._then = then
         self._error: Exception | None = None
-        # Streams and the current device belong to threads.
-        self._device = next((tensor.device for tensor, _ in copies if tensor.is_cuda), None)
-        self._stream = torch.cuda.Stream(self._device) if self._device is not None else None
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        # The thread sets both itself: each thread has its own current device and stream.
+        self._device: torch.device | None = None
+        self._stream: torch.cuda.Stream | None = None
+        for tensor, _ in copies:
+            if tensor.is_cuda:
+                self._device = tensor.device
+                self._stream = torch.cuda.Stream(self._device)
+                self._stream.wait_stream(torch.cuda.current_stream(self._device))
+                break
         self._thread = Thread(target=self._run, name="copy to host memory", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
         try:
             if self._device is not None:
-                # A new thread is on GPU 0, to which the end of a stream's context would return:
-                # each rank would have a CUDA context there, of some hundred MiB.
+                # The current device of a new thread is GPU 0, and the end of a stream's context
+                # would return to it: each rank would have a CUDA context of some hundred MiB there.
                 torch.cuda.set_device(self._device)
             with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
                 _copy(self._copies, self._content)
             self._then()
-        except Exception as error:  # raised by finish()
+        except Exception as error:  # finish() raises it
             self._error = error
 
     def finish(self) -> None:
-        """Wait for the end, and raise the error of the thread if there was one."""
+        """Wait for the end of the thread, and raise its error if it has failed."""
         self._thread.join()
         if self._error is not None:
             raise self._error
 
 
 def _pickled(content: Any) -> tuple[_StagingPickler, int]:
-    """Pickle content; return with it the bytes that it takes in a buffer."""
+    """Pickle content; return the pickler, and the bytes that all of it needs in a buffer."""
     pickler = _StagingPickler()
     pickler.dump(content)
     return pickler, pickler.end + pickler.pickled.tell()
 
 
 class _StagedUnpickler(pickle.Unpickler):
-    """The counterpart of the pickler: tensors lie in the buffer."""
+    """The counterpart of the pickler, which restores tensors over their parts of the buffer."""
 
     def __init__(self, file: io.BytesIO, memory: mmap.mmap):
         super().__init__(file)
@@ -205,8 +251,10 @@ class StagingBuffer:
     It is an anonymous file in memory, not a segment of /dev/shm, which containers limit to 64 MB.
 
     Args:
-        file_descriptor: descriptor of the buffer of another process; None for a new one. The
-            writer process inherits the attribute of this name.
+        file_descriptor: descriptor of the buffer of another process; None for a new buffer.
+
+    Attributes:
+        file_descriptor: descriptor of the memory, which the writer process inherits.
     """
 
     def __init__(self, file_descriptor: int | None = None):
@@ -214,19 +262,21 @@ class StagingBuffer:
             file_descriptor = os.memfd_create("checkpoint")
         self.file_descriptor = file_descriptor
         self._memory: mmap.mmap | None = None
-        self._pinned = 0
+        self._pinned_address = 0  # 0 if nothing is pinned
         self._reserving: Thread | None = None
         self._copying: _CopyingThread | None = None
 
     @property
     def num_bytes(self) -> int:
         """Size of the memory that is allocated."""
-        return 0 if self._memory is None else len(self._memory)
+        if self._memory is None:
+            return 0
+        return len(self._memory)
 
     def reserve(self, content: Any) -> None:
-        """Begin to allocate in a thread what :meth:`stage` will need for content like this.
+        """Begin to allocate the memory that :meth:`stage` will need for such content, in a thread.
 
-        The pages of new memory take several times as long as the copy into them.
+        To allocate the pages takes several times as long as to copy into them.
 
         Raises:
             TypeError: the content has a tensor that cannot be staged.
@@ -235,9 +285,9 @@ class StagingBuffer:
         _, end = _pickled(content)
 
         def allocate() -> None:
-            with suppress(OSError):  # which the save is to report, if there still is no memory then
+            with suppress(OSError):  # the save reports it, if there still is no memory then
                 memory = self._grown_to(end)
-                # One byte of each page. Python's lock is not held.
+                # Reads one byte of each page, without Python's lock.
                 torch.frombuffer(memory, dtype=torch.uint8)[:: mmap.PAGESIZE].sum()
 
         self._reserving = Thread(target=allocate, name="allocation of host memory", daemon=True)
@@ -258,9 +308,12 @@ class StagingBuffer:
 
         Args:
             content: anything that can be pickled, with tensors.
-            is_changing: False for tensors that keep their values until :meth:`finish`; the large
-                ones of these are copied in a thread.
-            then: called with the result when all is copied, in the thread if there is one.
+            is_changing: function that returns False for a tensor that keeps its value until
+                :meth:`finish`. Large ones of these are copied in a thread.
+            then: called with the result when everything is copied, in the thread if there is one.
+
+        Returns:
+            The location, with which another process can :meth:`read` the content.
 
         Raises:
             OSError: the machine has no memory for the copy.
@@ -272,12 +325,13 @@ class StagingBuffer:
         memory = self._grown_to(end)
         self._pin(memory)
         content_bytes = torch.frombuffer(memory, dtype=torch.uint8)
-        now: list[tuple[torch.Tensor, StagedTensor]] = []
-        later: list[tuple[torch.Tensor, StagedTensor]] = []
+        now: list[Copy] = []
+        later: list[Copy] = []
         for tensor, staged in pickler.copies:
-            is_kept = staged.num_bytes >= _LARGE and not is_changing(tensor)
-            if staged.num_bytes:
-                (later if is_kept else now).append((tensor, staged))
+            if staged.num_bytes >= _LARGE and not is_changing(tensor):
+                later.append((tensor, staged))
+            elif staged.num_bytes:
+                now.append((tensor, staged))
         _copy(now, content_bytes)
         memory[pickler.end : end] = pickler.pickled.getbuffer()
         where = StagedContent(len(memory), pickler.end, end)
@@ -288,20 +342,22 @@ class StagingBuffer:
         return where
 
     def finish(self) -> bool:
-        """Wait until what was staged is copied; from then on everything may be written to.
+        """Wait until the staged content is copied; afterwards its tensors may be overwritten.
 
-        Raises whatever the copies or ``then`` have raised.
+        Raises the error that the copies or ``then`` have raised.
 
         Returns:
             True if something was copied in a thread.
         """
-        copying, self._copying = self._copying, None
-        if copying is not None:
-            copying.finish()
-        return copying is not None
+        copying = self._copying
+        if copying is None:
+            return False
+        self._copying = None
+        copying.finish()
+        return True
 
     def read(self, where: StagedContent) -> Any:
-        """Return the content that another process has staged; its tensors lie in the buffer."""
+        """Return the content that another process has staged; its tensors are in the buffer."""
         if self._memory is None or len(self._memory) < where.size:
             self._memory = mmap.mmap(self.file_descriptor, where.size)
         file = io.BytesIO(self._memory[where.begin : where.end])
@@ -309,28 +365,28 @@ class StagingBuffer:
 
     def _grown_to(self, num_bytes: int) -> mmap.mmap:
         if self._memory is None or self.num_bytes < num_bytes:
-            size = -(-num_bytes // _GROWTH) * _GROWTH
+            size = _rounded_up(num_bytes, _GROWTH)
             self._unpin()
             os.truncate(self.file_descriptor, size)
-            # Otherwise a machine without memory would kill the process in the midst of a copy.
+            # Otherwise a machine without memory would kill the process in the middle of a copy.
             os.posix_fallocate(self.file_descriptor, 0, size)
             self._memory = mmap.mmap(self.file_descriptor, size)
         return self._memory
 
     def _pin(self, memory: mmap.mmap) -> None:
-        """Lock the pages, so that copies from a GPU pass through no other buffer."""
-        if torch.cuda.is_available() and not self._pinned:
+        """Pin the pages, so that copies from a GPU need no other buffer."""
+        if torch.cuda.is_available() and not self._pinned_address:
             address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
             torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(address, len(memory), 0))
-            self._pinned = address
+            self._pinned_address = address
 
     def _unpin(self) -> None:
-        if self._pinned:
-            torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(self._pinned))
-            self._pinned = 0
+        if self._pinned_address:
+            torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(self._pinned_address))
+            self._pinned_address = 0
 
     def close(self) -> None:
-        """Give the memory back; the buffer cannot be used any more."""
+        """Free the memory; the buffer cannot be used afterwards."""
         with suppress(Exception):
             self.finish()
         self._end_reserving()

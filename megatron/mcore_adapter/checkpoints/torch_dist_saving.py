@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Megatron-Core's saves and loads of torch_dist: their strategies, and files written by threads.
 
-[Note: files written by threads] Megatron-Core collects the results of a save in a queue that a
-process of its own holds (``multiprocessing.Manager``). When the rank is killed, that process lives
-on for ever, and a job that is restarted many times fills the memory of its machine. Release 0.16
-also forks a process for each file: a fork that is killed never answers, and the save waits for it
-until the watch ends the job. A rank that waits for its own save needs neither: here its threads
-write, and the queue is in the rank. Later releases write in threads too, but report the type of an
-error without its text.
+[Note: files written by threads] Megatron-Core collects the results of a save in a queue of a
+separate process (``multiprocessing.Manager``). When the rank is killed, that process stays for
+ever, and a job that is restarted many times fills the memory of its machine. Release 0.16 also
+forks a process for each file: if such a fork is killed, the save waits for its result until the
+watch ends the job. A rank that waits for its own save needs neither: here its threads write, and
+the queue is in the rank. Later releases write in threads too, but report the type of an error
+without its text.
 """
 
 from __future__ import annotations
@@ -36,32 +36,35 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShard
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from megatron.fsdp.engine.collectives import agree
+from megatron.mcore_adapter.checkpoints.saved_state import StateDict
 
 Structure = list[tuple[Any, ...]]
+"""Keys and layouts of the entries of a rank, see :func:`structure_of`."""
 
 _PROBE_BYTES = 1 << 20
+"""Bytes that are written to find out whether a disk is full."""
 
 _WRITING = ("write_preloaded_data_multithread", "write_preloaded_data_multiproc")
-"""The method that writes, of release 0.17 and newer, and of 0.16."""
+"""Names of the method that writes, in release 0.17 and newer, and in 0.16."""
 
 
 class SaveStrategies:
-    """The strategy of the save before.
+    """The strategy of the last save.
 
-    With --ckpt-assume-constant-structure it is used again, with the plans that it has kept, as long
-    as every rank has the entries that it had. Megatron-Core itself does not compare them, and would
-    write a changed structure under the old plan.
+    With --ckpt-assume-constant-structure the next save uses it again, with the plans that it has
+    kept, if every rank has the same entries as before. Megatron-Core itself does not compare them,
+    and would write a changed structure by the old plan.
     """
 
     def __init__(self) -> None:
         self._strategy: Any = None
         self._structure: Structure = []
 
-    def strategy(self, args: argparse.Namespace, content: dict[str, Any]) -> Any:
+    def strategy(self, args: argparse.Namespace, content: StateDict) -> Any:
         """Return the strategy of a save of content in Megatron-Core's sharded form; a collective.
 
-        Ranks that have the same tensors share the work unless ``args.ckpt_fully_parallel_save`` is
-        False: then the first of them writes all.
+        With ``args.ckpt_fully_parallel_save`` ranks that have the same tensors share their writing;
+        otherwise the first of these ranks writes them.
         """
         if not args.ckpt_assume_constant_structure:
             return _new_strategy(args)
@@ -90,16 +93,18 @@ def _new_strategy(args: argparse.Namespace) -> Any:
 
 
 class LoadStrategy(TorchDistLoadShardedStrategy):
-    """Megatron-Core's load, which can list the tensors of a file with torch 2.15 too."""
+    """Megatron-Core's load, changed to list the tensors of a file with torch 2.15 too."""
 
     def load_tensors_metadata(
-        self, checkpoint_dir: Path, metadata: Metadata
+        self,
+        checkpoint_dir: Path,
+        metadata: Metadata,
     ) -> dict[str, ShardedTensor]:
-        """Return the tensors of a checkpoint, without data."""
+        """Return the tensors of a checkpoint, without their elements."""
         for entry in metadata.state_dict_metadata.values():
             if isinstance(entry, TensorStorageMetadata):
-                # Megatron-Core (0.16 to 0.19) calls torch.empty with all fields. This one, new in
-                # torch 2.15, is no argument of it.
+                # Megatron-Core (0.16 to 0.19) passes all fields to torch.empty, which has no
+                # argument for this one, new in torch 2.15.
                 vars(entry.properties).pop("strides", None)
         return super().load_tensors_metadata(checkpoint_dir, metadata)
 
@@ -107,29 +112,30 @@ class LoadStrategy(TorchDistLoadShardedStrategy):
 def load_strategy(args: argparse.Namespace) -> Any:
     """Return the strategy of a load.
 
-    With ``args.ckpt_fully_parallel_load``, of the data-parallel ranks that need the same tensor one
+    With ``args.ckpt_fully_parallel_load``, one of the data-parallel ranks that need the same tensor
     reads it and sends it to the others.
     """
+    strategy = LoadStrategy()
     if not args.ckpt_fully_parallel_load:
-        return LoadStrategy()
+        return strategy
     return FullyParallelLoadStrategyWrapper(
-        LoadStrategy(), parallel_state.get_data_parallel_group(with_context_parallel=True)
+        strategy, parallel_state.get_data_parallel_group(with_context_parallel=True)
     )
 
 
 def error_of_disk(error: Exception, folder: Path) -> Exception:
-    """Return the error of the disk for which torch's writer of archives has raised its own.
+    """Return the error of the disk that has caused an error of torch's writer of archives.
 
-    That one tells positions in the file ("unexpected pos 64 vs 0"). If torch has opened the file
-    itself, nobody has the error of the disk, and a write to ``folder`` shows it.
+    torch reports positions in the file ("unexpected pos 64 vs 0"). If torch has opened the file
+    itself, the error of the disk is lost, and a write to ``folder`` is tried to get it again.
     """
     if "inline_container" not in str(error):
         return error
-    before: BaseException | None = error
-    while before is not None:
-        if isinstance(before, OSError):
-            return before
-        before = before.__cause__ or before.__context__
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError):
+            return cause
+        cause = cause.__cause__ or cause.__context__
     try:
         with tempfile.TemporaryFile(dir=folder) as probe:
             probe.write(bytes(_PROBE_BYTES))
@@ -140,26 +146,34 @@ def error_of_disk(error: Exception, folder: Path) -> Exception:
     return error
 
 
-def structure_of(content: dict[str, Any]) -> Structure:
-    """Return key, dtype, shapes and offsets of every entry of this rank, without their content."""
-    found: Structure = []
+def structure_of(content: StateDict) -> Structure:
+    """Return key, dtype, shapes and offsets of every entry of this rank, without its content."""
+    structure: Structure = []
     for value in nested_values(content):
         if isinstance(value, ShardedTensor):
-            shapes = (tuple(value.local_shape), tuple(value.global_shape))
-            offsets = (tuple(value.global_offset), value.flattened_range)
-            found.append((value.key, value.dtype, *shapes, *offsets, value.replica_id))
+            structure.append(
+                (
+                    value.key,
+                    value.dtype,
+                    tuple(value.local_shape),
+                    tuple(value.global_shape),
+                    tuple(value.global_offset),
+                    value.flattened_range,
+                    value.replica_id,
+                )
+            )
         elif isinstance(value, ShardedObject):
-            found.append((value.unique_key, value.replica_id))
-    return found
+            structure.append((value.unique_key, value.replica_id))
+    return structure
 
 
 @contextmanager
 def written_by_threads() -> Iterator[None]:
-    """Let threads write what Megatron-Core saves within the context, and wait for them."""
+    """Replace Megatron-Core's method that writes files by :func:`write_in_threads`."""
     results = filesystem_async._results_queue
     name = next(method for method in _WRITING if method in vars(FileSystemWriterAsync))
     writing = vars(FileSystemWriterAsync)[name]
-    # Private, but all releases look for the queue there before they make one.
+    # Private, but all releases use the queue that is there before they make one.
     filesystem_async._results_queue = queue.Queue()
     setattr(FileSystemWriterAsync, name, staticmethod(write_in_threads))
     try:
@@ -170,22 +184,26 @@ def written_by_threads() -> Iterator[None]:
 
 
 def write_in_threads(
-    transforms: list[Any], use_msc: bool, rank: int, buckets: list[Any], results: queue.Queue[Any]
+    transforms: list[Any],
+    use_msc: bool,
+    rank: int,
+    buckets: list[Any],
+    results: queue.Queue[Any],
 ) -> None:
-    """Write files as Megatron-Core's method of these arguments does, without forks.
+    """Write files as Megatron-Core's method with these parameters does, without forks.
 
     Args:
-        transforms: changes of the bytes.
+        transforms: changes of the bytes before they are written.
         use_msc: True to write by the multi-storage client.
-        rank: rank of this process.
-        buckets: content of each file.
-        results: takes the results of all files by their numbers, or the first error.
+        rank: rank of this process; not used.
+        buckets: path and content of each file.
+        results: queue for the results of all files by their numbers, or for the first error.
     """
 
     def write(number: int) -> Any:
         answers: queue.Queue[Any] = queue.Queue()
         working: queue.Queue[int] = queue.Queue()
-        working.put(number)  # the method takes it out at its end
+        working.put(number)  # the method removes it at its end
         FileSystemWriterAsync.write_preloaded_data(
             transforms,
             local_proc_idx=number,

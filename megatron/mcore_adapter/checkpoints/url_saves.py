@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Saves and loads at URLs, by all ranks together.
 
-A save writes into staged directories, as it does into those of --save, and every rank uploads what
-it has written. The ranks of a node may share one directory, or have their own. When all have agreed
-that the upload is complete, the first rank makes it visible and lets the tracker file name it.
-:func:`publish`, :func:`discard` and :func:`retain` do what functions of these names in
-:mod:`megatron.checkpoint.store.directory` do for directories.
+A save writes into staged directories, as it does into those of --save, and every rank uploads the
+files that it has written. The ranks of a node may share one directory, or have separate ones. When
+all ranks have agreed that the upload is complete, the first rank makes the checkpoint visible and
+writes the tracker file. :func:`publish`, :func:`discard` and :func:`retain` are the counterparts of
+the functions of these names for directories, in :mod:`megatron.checkpoint.store.directory`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from megatron.mcore_adapter.run.files_beside import HISTORY, PICTURE, PROGRESS
 from megatron.mcore_adapter.run.first_rank import on_first_rank
 
 BESIDE = (HISTORY, PICTURE, PROGRESS, CONFIG)
-"""Patterns of the files that a run writes beside its checkpoints."""
+"""Patterns of the files that a run writes into the directory of its checkpoints."""
 
 
 # ---- save
@@ -39,33 +39,40 @@ BESIDE = (HISTORY, PICTURE, PROGRESS, CONFIG)
 def upload(staging: Path) -> list[str]:
     """Upload a checkpoint that is written and signed; a collective.
 
-    Every rank uploads the files that it has written. It stays incomplete, for readers, until
+    Every rank uploads the files that it has written. Readers do not see the checkpoint before
     :func:`publish`.
 
     Args:
-        staging: the directory that :func:`directory.staging_directory` names.
+        staging: result of :func:`directory.staging_directory`.
 
     Returns:
         The problems of all ranks, the same on every rank.
     """
-    store, name = _store(staging), _final_name(staging)
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    store = _store(staging)
+    name = _final_name(staging)
+    rank = dist.get_rank()
 
     def begin() -> None:
         if rank == 0:
             store.begin(name)
 
-    return attempt(begin) or attempt(
-        lambda: store.upload(staging, name, files_of_rank(staging, rank, world_size))
-    )
+    def upload_own_files() -> None:
+        names_of_files = files_of_rank(staging, rank, dist.get_world_size())
+        store.upload(staging, name, names_of_files)
+
+    problems = attempt(begin)
+    if not problems:
+        problems = attempt(upload_own_files)
+    return problems
 
 
 def publish(root: str | Path, iteration: int) -> None:
     """Make a checkpoint visible whose files all ranks have uploaded; called on one rank.
 
-    The history of losses that belongs to it is there before.
+    The history of losses that belongs to it is uploaded first.
     """
-    store, staging = _store(root), directory.staging_directory(root, iteration)
+    store = _store(root)
+    staging = directory.staging_directory(root, iteration)
     manifest = Manifest.read(staging)
     assert manifest is not None  # every save is signed
     sizes = {name: digest.bytes for name, digest in manifest.files.items()}
@@ -76,32 +83,43 @@ def publish(root: str | Path, iteration: int) -> None:
 
 
 def discard(root: str | Path, iteration: int) -> None:
-    """Remove what a failed save has left at the URL; called on one rank."""
-    with suppress(OSError):  # what has failed may fail again; nothing of it is visible
+    """Remove the files of a failed save at the URL; called on one rank."""
+    with suppress(OSError):  # the URL may fail again; no reader sees the files
         _store(root).abandon(directory.iteration_directory("", iteration).name)
 
 
 def retain(root: str | Path, interval: int, newest: int) -> None:
-    """Delete the checkpoints at the URL that ``--save-retain-interval`` does not keep."""
+    """Delete the checkpoints at the URL that ``--save-retain-interval`` does not keep.
+
+    Args:
+        root: staged directory of the checkpoints.
+        interval: iterations at multiples of it are kept.
+        newest: iteration that is kept too.
+    """
     _store(root).retain(interval, newest)
 
 
 def upload_beside(root: str | Path) -> None:
-    """Upload what the run writes beside its checkpoints; called on the rank that writes it."""
+    """Upload the files of :data:`BESIDE`; called on the rank that writes them."""
     store = _store(root)
-    there = [path.name for path in store.staged.iterdir() if path.is_file()]
-    beside = [name for name in there if any(fnmatch(name, pattern) for pattern in BESIDE)]
-    store.upload(store.staged, "", beside)
+    names = []
+    for path in store.staged.iterdir():
+        is_beside = any(fnmatch(path.name, pattern) for pattern in BESIDE)
+        if is_beside and path.is_file():
+            names.append(path.name)
+    store.upload(store.staged, "", names)
 
 
 def fetch_beside(root: str | Path) -> None:
-    """Download what earlier runs have written beside their checkpoints, to continue it."""
+    """Download the files of :data:`BESIDE` that earlier runs have written, to continue them."""
     store = _store(root)
     store.fetch(store.staged, BESIDE)
 
 
 def _final_name(staging: Path) -> str:
-    return staging.name.removeprefix(directory.staging_directory("", 0).name.partition("iter_")[0])
+    """Return the name of a checkpoint without the prefix of its staging directory."""
+    prefix, _, _ = directory.staging_directory("", 0).name.partition("iter_")
+    return staging.name.removeprefix(prefix)
 
 
 # ---- load
@@ -112,24 +130,33 @@ def found_for_all(find: Callable[[], CheckpointSource | None]) -> CheckpointSour
 
     This is a collective.
 
+    Args:
+        find: finds the checkpoint, on the first rank; returns None if there is none.
+
+    Returns:
+        The checkpoint, with the path of this node's copy.
+
     Raises:
         RunError: on every rank, if any rank cannot download it.
     """
 
     def find_with_url() -> tuple[CheckpointSource | None, str, str]:
         source = find()
-        staged = None if source is None else url_of(source.path.absolute())
-        if source is None or staged is None:
+        if source is None:
+            return None, "", ""
+        staged = url_of(source.path.absolute())
+        if staged is None:
             return source, "", ""
-        return source, staged[0], source.path.relative_to(staged[1]).as_posix()
+        url, root = staged
+        return source, url, source.path.relative_to(root).as_posix()
 
-    source, url, below = on_first_rank(find_with_url)
+    source, url, path_at_url = on_first_rank(find_with_url)
     if source is None or not url:
         return source
     paths: list[Path] = []
 
     def fetch() -> None:
-        path = staged_directory(url) / below
+        path = staged_directory(url) / path_at_url
         path.mkdir(parents=True, exist_ok=True)
         stores.fetch(path)
         paths.append(path)
@@ -141,23 +168,21 @@ def found_for_all(find: Callable[[], CheckpointSource | None]) -> CheckpointSour
 
 
 def reading_share(path: Path) -> tuple[int, int]:
-    """Return this rank's number among those that see the same files, and their number.
+    """Return this rank's index among the ranks that see the same files, and the number of these.
 
-    A staged checkpoint has a copy on every node; a collective for it.
+    A collective for a staged checkpoint, of which every node has a copy.
     """
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
     if not stores.is_staged(path):
         return rank, world_size
-    here = directory_token(_store(path).staged.parent)
-    of_all = [""] * world_size
-    dist.all_gather_object(of_all, here)
-    return of_all[:rank].count(here), of_all.count(here)
-
-
-# ----
+    own_token = directory_token(_store(path).staged.parent)
+    tokens = [""] * world_size
+    dist.all_gather_object(tokens, own_token)
+    return tokens[:rank].count(own_token), tokens.count(own_token)
 
 
 def _store(path: str | Path) -> Store:
     store = stores.store_of(path)
-    assert store is not None  # whoever calls this has looked
+    assert store is not None  # all callers have a staged path
     return store

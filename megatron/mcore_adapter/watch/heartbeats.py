@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Heartbeats: what this rank says of itself through the store, and what it reads of others.
+"""Heartbeats: the state that this rank publishes in the store, and those that it reads of others.
 
-Calls of the store end soon, also when its host hangs or is gone.
+Every call to the store returns after a few seconds, even if the host of the store hangs or is down.
 """
 
 from __future__ import annotations
@@ -29,16 +29,18 @@ from megatron.mcore_adapter.watch.peers import DEAD, RUNNING, Heartbeat, Peer, t
 from megatron.mcore_adapter.watch.position import Position
 
 RANKS_PER_SECOND = 2000
-"""Heartbeats that the store shall have to take; more ranks send them less often."""
+"""Load on the store, in heartbeats of all ranks together: more ranks send them less often."""
 SILENT_PERIODS = 4
-"""A rank that has sent no heartbeat for so many periods is silent."""
+"""Number of periods without a heartbeat after which a rank is silent."""
 
 CALL_SECONDS = 5.0
-"""Time that a call of the store may take."""
+"""Longest duration of a call to the store."""
 T = TypeVar("T")
 
-END, STALL = "end", "stall"
-"""Reports, as ranks know of them: of an end, and of a stall that torch will end."""
+END = "end"
+"""The report in the store is about the end of the run."""
+STALL = "stall"
+"""The report in the store is about a stall, at which torch will abort the process."""
 
 
 class StoreError(RuntimeError):
@@ -46,14 +48,14 @@ class StoreError(RuntimeError):
 
 
 class ShortCalls:
-    """A connection of its own to the store of the process group, used from one thread.
+    """A separate connection to the store of the process group, used from one thread.
 
-    The process group's connection may be blocked by a collective that is about to begin. A store
-    that hangs once is not asked again.
+    The process group's connection may be blocked by a collective that is about to begin. After one
+    call that has hung, all further calls fail at once.
 
     Args:
         store: store of the process group.
-        name: name of the run among those that share the store.
+        name: prefix of the keys, unique among the attempts that share the store.
     """
 
     def __init__(self, store: TCPStore, name: str):
@@ -74,11 +76,12 @@ class ShortCalls:
 
     @classmethod
     def to_default_store(cls) -> ShortCalls | None:
-        """Connect to the store of the default process group; None if it is no TCPStore.
+        """Connect to the store of the default process group; return None if it is no TCPStore.
 
-        A collective: the first rank names the run, so that a restart finds nothing of the last one.
-        The default store is one of this attempt alone. The number of restarts is no part of the
-        key: every agent counts for itself, so ranks of several nodes may have different ones.
+        A collective: the first rank chooses a name for the run, so that a restart reads no
+        heartbeats of the last attempt. The default store belongs to this attempt alone. The number
+        of restarts is no part of the key: every agent counts its own, so ranks of several nodes may
+        have different ones.
         """
         default = dist.distributed_c10d._get_default_store()
         if dist.get_rank() == 0:
@@ -87,27 +90,33 @@ class ShortCalls:
         store = default
         while isinstance(store, PrefixStore):
             store = store.underlying_store
-        return cls(store, name) if isinstance(store, TCPStore) else None
+        if not isinstance(store, TCPStore):
+            return None
+        return cls(store, name)
 
     def set(self, key: str, value: str) -> None:
-        """Set a value."""
+        """Write a value under a key."""
         self._call(lambda: self._store.set(key, value))
 
     def get(self, key: str) -> str | None:
-        """Return a value; None if there is none."""
-        return self._call(
-            lambda: self._store.get(key).decode() if self._store.check([key]) else None
-        )
+        """Return the value of a key, None if it has not been written."""
+
+        def get_if_present() -> str | None:
+            if not self._store.check([key]):
+                return None  # `get` would wait for it
+            return self._store.get(key).decode()
+
+        return self._call(get_if_present)
 
     def add(self, key: str, amount: int) -> int:
         """Add to a counter, and return its new value."""
         return self._call(lambda: self._store.add(key, amount))
 
     def _call(self, call: Callable[[], T]) -> T:
-        """Return the result of a call.
+        """Run a call on the thread of the connection, and return its result.
 
         Raises:
-            StoreError: it failed, or took too long.
+            StoreError: the call failed or took longer than :data:`CALL_SECONDS`.
         """
         if self._is_lost:
             raise StoreError(f"the store at {self.address} does not answer")
@@ -132,26 +141,30 @@ class Heartbeats:
     """The heartbeats of all ranks. Nothing is sent before :meth:`connect`.
 
     Args:
-        file: file for this rank's errors.
+        file: this rank's file for errors, which messages name.
 
     Attributes:
         period: seconds between two heartbeats.
-        iteration: returns the number of finished iterations.
-        is_connected: True if there are other ranks and a store to which heartbeats go.
+        iteration: function that returns the number of finished iterations.
+        is_connected: True if there are several ranks and a store for their heartbeats.
     """
 
     def __init__(self, file: Path):
-        self.rank, self.num_ranks = environment_rank(), environment_world_size()
+        self.rank = environment_rank()
+        self.num_ranks = environment_world_size()
         self.period = max(1.0, self.num_ranks / RANKS_PER_SECOND)
         self.iteration: Callable[[], int] = lambda: 0
         self.is_connected = False
         self._file = file
         self._store: ShortCalls | None = None
-        self._number = 0
-        self._state, self._sent = RUNNING, 0.0  # of the last heartbeat
-        self._iteration, self._finished = 0, time.time()
-        self._position, self._since = Position("", "the start of the run", ""), time.time()
-        # Numbers of the last heartbeats of the ranks, and when they were first seen.
+        self._num_sent = 0
+        self._last_state = RUNNING
+        self._last_sent = 0.0  # by the monotonic clock
+        self._iteration = 0
+        self._finished = time.time()
+        self._position = Position("", "the start of the run", "")
+        self._since = time.time()  # when this rank came to its position
+        # Rank -> number of its last heartbeat, and when this process first read that one.
         self._seen: dict[int, tuple[int, float]] = {}
 
     @property
@@ -160,18 +173,20 @@ class Heartbeats:
         return SILENT_PERIODS * self.period
 
     def connect(self) -> None:
-        """Use the store of the process group from now on."""
+        """Send heartbeats to the store of the process group from now on; a collective."""
         if self.num_ranks > 1:
             self._store = ShortCalls.to_default_store()
             self.is_connected = self._store is not None
 
-    # ---- of this rank
+    # ---- this rank
 
     def locate(self, now: Position) -> None:
-        """Note where this rank is, and since when."""
-        iteration, before = self.iteration(), self._position
+        """Record the position of this rank, and the time at which it came there."""
+        iteration = self.iteration()
+        before = self._position
         if iteration != self._iteration:
-            self._iteration, self._finished = iteration, time.time()
+            self._iteration = iteration
+            self._finished = time.time()
             self._since = time.time()
         elif (now.collective or now.work) != (before.collective or before.work):
             self._since = time.time()
@@ -179,22 +194,24 @@ class Heartbeats:
 
     @property
     def age(self) -> float:
-        """Seconds for which this rank has been at its position."""
+        """Seconds since this rank came to its position."""
         return time.time() - self._since
 
     def own(self, state: str) -> Heartbeat:
-        """Return a heartbeat of this rank."""
+        """Make a heartbeat of this rank in a state, without sending it."""
         return Heartbeat(
             rank=self.rank,
             host=socket.gethostname(),
             machine=this_machine(),
             pid=os.getpid(),
-            number=self._number,
+            number=self._num_sent,
             time=time.time(),
             state=state,
             iteration=self._iteration,
             finished=self._finished,
-            **asdict(self._position),
+            collective=self._position.collective,
+            place=self._position.place,
+            work=self._position.work,
             since=self._since,
             file=str(self._file),
         )
@@ -203,34 +220,38 @@ class Heartbeats:
         """Send a heartbeat, if there is a store.
 
         Raises:
-            StoreError: the store does not answer; so do all methods below.
+            StoreError: the store does not answer. All methods below raise it too.
         """
         if self._store is not None:
-            self._store.set(str(self.rank), json.dumps(asdict(self.own(state))))
-            self._number += 1
-        self._state, self._sent = state, time.monotonic()
+            heartbeat = self.own(state)
+            self._store.set(str(self.rank), json.dumps(asdict(heartbeat)))
+            self._num_sent += 1
+        self._last_state = state
+        self._last_sent = time.monotonic()
 
-    # ---- of all ranks
+    # ---- all ranks
 
     def peers(self) -> list[Peer]:
-        """Return all ranks as their last heartbeats show them, this one too."""
+        """Return all ranks, including this one, as their last heartbeats show them."""
         peers = []
         for rank in range(self.num_ranks):
             text = self._connected.get(str(rank))
             if text is None:
                 continue  # it has not joined yet
             beat = Heartbeat(**json.loads(text))
-            if rank not in self._seen or self._seen[rank][0] != beat.number:
-                self._seen[rank] = (beat.number, time.monotonic())
-            age = time.monotonic() - self._seen[rank][1]
-            is_silent = beat.state == RUNNING and rank != self.rank and age > self.silence
+            number, first_read = self._seen.get(rank, (None, 0.0))
+            if number != beat.number:
+                first_read = time.monotonic()
+                self._seen[rank] = (beat.number, first_read)
+            is_late = time.monotonic() - first_read > self.silence
+            is_silent = beat.state == RUNNING and rank != self.rank and is_late
             peers.append(Peer(beat, is_silent))
         return peers
 
     def gather(self) -> list[Peer]:
-        """Return all ranks, after each has sent a new heartbeat or is known not to.
+        """Return all ranks, after each has sent a new heartbeat or is known to send none.
 
-        This rank goes on sending its own: others may gather at the same moment.
+        This rank keeps sending its own heartbeats, since other ranks may gather at the same moment.
         """
         before = {peer.beat.rank: peer.beat.number for peer in self.peers()}
         while True:
@@ -238,37 +259,43 @@ class Heartbeats:
             if not any(self._is_awaited(peer, before.get(peer.beat.rank)) for peer in peers):
                 return peers
             time.sleep(0.1)
-            if time.monotonic() - self._sent > self.period:
-                self.send(self._state)
+            if time.monotonic() - self._last_sent > self.period:
+                self.send(self._last_state)
 
     def _is_awaited(self, peer: Peer, number: int | None) -> bool:
-        """Return True if a rank may soon send a heartbeat after the one of that number."""
+        """Return True if another rank may soon send the heartbeat after ``number``."""
         beat = peer.beat
-        is_old = beat.rank != self.rank and beat.state == RUNNING and beat.number == number
-        return is_old and peer.trouble not in DEAD
+        if beat.rank == self.rank or beat.state != RUNNING or beat.number != number:
+            return False
+        return peer.trouble not in DEAD
 
     def claim(self) -> bool:
-        """Return True on the first rank that has something to report."""
+        """Claim the right to print the report; return True on the first rank that does."""
         return self._connected.add("claims", 1) == 1
 
     def note_report(self, ends_run: bool = True) -> None:
-        """Let all ranks know that there has been a report, after which they end."""
+        """Publish that a report has been printed.
+
+        Args:
+            ends_run: True if all ranks end after this report, False for the report of a stall.
+        """
+        report = END if ends_run else STALL
         with contextlib.suppress(StoreError):
-            self._connected.set("report", END if ends_run else STALL)
+            self._connected.set("report", report)
 
     def must_end(self) -> bool:
         """Return True if a rank has reported the end of the run."""
         return self._store is not None and self._store.get("report") == END
 
     def wait_for_report(self) -> None:
-        """Give the rank that reports the time for it: torchrun ends all when the first one ends."""
+        """Wait until another rank has reported: torchrun kills all ranks when one has ended."""
         deadline = time.monotonic() + 2 * self.silence
         with contextlib.suppress(StoreError):
             while time.monotonic() < deadline and self._connected.get("report") is None:
                 time.sleep(0.1)
 
     def keep_store(self) -> None:
-        """Keep the store, if this process has it, until the other ranks have seen a report."""
+        """Keep the store alive, if this process hosts it, until all ranks have read a report."""
         is_of_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         if self.is_connected and self.rank == 0 and not is_of_agent:
             time.sleep(2 * self.period)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The other ranks of a run: what each says of itself, which of them has failed, and the message.
+"""The other ranks of a run: their heartbeats, which of them have failed, and the message about it.
 
 [Note: who has failed] A collective that fails names no rank: every rank of the group sees a closed
-connection or a timeout, whoever caused it. The ranks' heartbeats tell more, in this order:
+connection or a timeout, whoever caused it. The ranks' heartbeats show more, in this order:
     ended     its process no longer exists
     stopped   its process is suspended (SIGSTOP, a debugger)
     silent    it sends no heartbeats: its process cannot be seen from here, or runs native code that
@@ -18,7 +18,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
@@ -26,44 +26,61 @@ import psutil
 
 from megatron.fsdp.trace.divergence import named_ranks
 
-RUNNING, WAITING, LEFT, TERMINATED = "running", "waiting", "left", "terminated"
-"""States of a rank: trains; its collective has failed; needs no others any more; had SIGTERM."""
+RUNNING = "running"
+"""State of a rank that trains."""
+WAITING = "waiting"
+"""State of a rank whose collective has failed."""
+LEFT = "left"
+"""State of a rank that needs no other rank any more."""
+TERMINATED = "terminated"
+"""State of a rank that ends because it was sent SIGTERM."""
 
 DEAD = ("ended", "stopped", "silent")
-"""Troubles of a rank that will not come back."""
+"""Troubles after which a rank will not join a collective again."""
 
 PATIENCE = 3.0
-"""Seconds that a rank may compute while others wait, before it is said to hang."""
+"""Seconds that a rank may compute while others wait, before it counts as hanging."""
 
 SHOWN = 8
-"""Ranks, or files, that a message names one by one."""
+"""Number of ranks, or of files, that a message names one by one."""
 
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """The last that is known of a rank. Times are in seconds since the epoch, by its own clock."""
+    """The state of a rank at one moment. Times are in seconds since the epoch, by its own clock.
+
+    Attributes:
+        rank: global rank.
+        host: name of its machine.
+        machine: namespace in which ``pid`` is valid, see :func:`this_machine`.
+        pid: number of its process.
+        number: how many heartbeats it has sent before this one.
+        time: when it sent this one.
+        state: :data:`RUNNING`, :data:`WAITING`, :data:`LEFT` or :data:`TERMINATED`.
+        iteration: number of iterations that it has finished.
+        finished: when it finished the last one; without any, when the run began.
+        collective: see :class:`~megatron.mcore_adapter.watch.position.Position`, as ``place`` and
+            ``work``.
+        place: file, line and function.
+        work: work of the engine that began last.
+        since: when the rank came to this collective, or left the one before it for this work.
+        file: path of the file to which it writes its traceback or its stacks.
+    """
 
     rank: int
     host: str
     machine: str
-    """Of the process number: host and, on Linux, namespace."""
     pid: int
     number: int
-    """Heartbeats sent before this one."""
     time: float
     state: str
     iteration: int
-    """The last one that was finished."""
     finished: float
-    """When it was, or when the run began."""
     collective: str
-    """See :class:`~megatron.mcore_adapter.watch.position.Position`."""
     place: str
     work: str
     since: float
-    """When the rank was first seen in this collective, or in none, after this work."""
     file: str
-    """The rank writes its traceback there, or its stacks."""
 
     @property
     def position(self) -> str:
@@ -72,7 +89,7 @@ class Heartbeat:
 
 
 def this_machine() -> str:
-    """Return a name for the processes that this process sees by their numbers."""
+    """Return the host and, on Linux, the namespace in which this process sees process numbers."""
     try:
         return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
@@ -81,11 +98,15 @@ def this_machine() -> str:
 
 @dataclass(frozen=True)
 class Peer:
-    """A rank as another one sees it."""
+    """A rank as this process sees it.
+
+    Attributes:
+        beat: its last heartbeat.
+        is_silent: True if the next one is overdue.
+    """
 
     beat: Heartbeat
     is_silent: bool
-    """It has sent no heartbeat for longer than it should have."""
 
     @property
     def process(self) -> str:
@@ -104,14 +125,16 @@ class Peer:
 
     @property
     def trouble(self) -> str:
-        """The first of [Note: who has failed] that this rank alone shows; empty for none."""
-        if self.beat.state in (LEFT, TERMINATED):
-            return "sigterm" if self.beat.state == TERMINATED else ""
+        """The first of [Note: who has failed] that applies to this rank alone; empty for none."""
+        beat = self.beat
+        if beat.state == LEFT:
+            return ""
+        if beat.state == TERMINATED:
+            return "sigterm"
         if self.process in ("ended", "stopped"):
             return self.process
         if self.is_silent:
             return "silent"
-        beat = self.beat
         is_busy = beat.state == RUNNING and not beat.collective
         if is_busy and beat.time - beat.since > PATIENCE:
             return "hangs"
@@ -120,28 +143,43 @@ class Peer:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The ranks that have failed, in what way, and those that wait for them."""
+    """The cause of a failure.
+
+    Attributes:
+        trouble: one of [Note: who has failed]; empty if the heartbeats show no cause.
+        failed: the ranks to which it applies.
+        waiting: the other ranks, without those that have left the run.
+    """
 
     trouble: str
-    """One of [Note: who has failed], or empty if nothing is known."""
     failed: Sequence[Heartbeat]
     waiting: Sequence[Heartbeat]
 
 
 def judge(peers: Sequence[Peer]) -> Verdict:
-    """Return who has failed, see [Note: who has failed]."""
-    troubles = {peer.beat.rank: peer.trouble for peer in peers}
-    beats = [peer.beat for peer in peers if peer.beat.state != LEFT]
-    found, failed = "", []
+    """Find the ranks that have failed, see [Note: who has failed]."""
+    beats = []
+    beats_of: defaultdict[str, list[Heartbeat]] = defaultdict(list)  # by trouble
+    for peer in peers:
+        if peer.beat.state != LEFT:
+            beats.append(peer.beat)
+            beats_of[peer.trouble].append(peer.beat)
     for trouble in (*DEAD, "sigterm", "hangs"):
-        if trouble in troubles.values():
-            found, failed = trouble, [beat for beat in beats if troubles[beat.rank] == trouble]
-            break
-    else:
-        positions = Counter(beat.position for beat in beats).most_common(2)
-        if len(positions) > 1 and positions[0][1] > positions[1][1]:
-            found, failed = "differs", [beat for beat in beats if beat.position != positions[0][0]]
-    return Verdict(found, failed, [beat for beat in beats if beat not in failed])
+        if trouble in beats_of:
+            return _verdict(trouble, beats_of[trouble], beats)
+    positions = Counter(beat.position for beat in beats).most_common(2)
+    if len(positions) > 1:
+        most_common, num_ranks = positions[0]
+        _, num_others = positions[1]
+        if num_ranks > num_others:
+            failed = [beat for beat in beats if beat.position != most_common]
+            return _verdict("differs", failed, beats)
+    return Verdict("", [], beats)
+
+
+def _verdict(trouble: str, failed: list[Heartbeat], beats: list[Heartbeat]) -> Verdict:
+    waiting = [beat for beat in beats if beat not in failed]
+    return Verdict(trouble, failed, waiting)
 
 
 # ---- the message
@@ -179,9 +217,9 @@ def message(verdict: Verdict, error: str, explanation: str | None = None) -> str
     """Return the one message about a failure.
 
     Args:
-        verdict: who has failed.
-        error: the first line of torch's error, or another reason of the end.
-        explanation: what the last collectives of the ranks say of it.
+        verdict: the cause, with at least one rank that has failed or waits.
+        error: the first line of torch's error; empty if this rank ends for another reason.
+        explanation: lines about the collectives in which ranks differ; None if they do not.
     """
     lines = []
     for beat in verdict.failed[:SHOWN]:
@@ -195,37 +233,54 @@ def message(verdict: Verdict, error: str, explanation: str | None = None) -> str
     if explanation:
         lines += explanation.splitlines()
     lines += _waiting(verdict.waiting)
-    first = verdict.failed[0] if verdict.failed else verdict.waiting[0]
+    first = [*verdict.failed, *verdict.waiting][0]
     lines.append(f"look at: {_filled(ADVICE[verdict.trouble], first)}")
-    files = [beat.file for beat in (*verdict.waiting, *verdict.failed)]
-    if verdict.trouble in (*DEAD, "sigterm"):
-        files = [beat.file for beat in verdict.waiting]
-    rest = f" and {len(files) - SHOWN} more" if len(files) > SHOWN else ""
-    lines.append(f"error and stacks of each rank: {', '.join(files[:SHOWN])}{rest}")
+    lines.append(f"error and stacks of each rank: {_files(verdict)}")
     if error:
         lines.append(f"torch says: {error}")
-    return f"error: {lines[0]}\n" + "\n".join(f"  {line}" for line in lines[1:])
+    return "error: " + "\n  ".join(lines)
+
+
+def _files(verdict: Verdict) -> str:
+    """Name the files to which ranks write their stacks, which dead ranks do not."""
+    beats = [*verdict.waiting]
+    if verdict.trouble not in (*DEAD, "sigterm"):
+        beats += verdict.failed
+    files = ", ".join(beat.file for beat in beats[:SHOWN])
+    if len(beats) > SHOWN:
+        files += f" and {len(beats) - SHOWN} more"
+    return files
 
 
 def _filled(text: str, beat: Heartbeat) -> str:
-    times = {"beat": _moment(beat.time), "since": _moment(beat.since)}
-    return text.format(**asdict(beat) | times, position=beat.position)
+    """Fill the fields of a line of :data:`HEADS` or :data:`ADVICE`."""
+    fields = asdict(beat)
+    fields["beat"] = _moment(beat.time)
+    fields["since"] = _moment(beat.since)
+    fields["position"] = beat.position
+    return text.format(**fields)
 
 
 def _history(beat: Heartbeat) -> str:
-    begun = f"finished iteration {beat.iteration} at" if beat.iteration else "began at"
-    last = f"; its engine began last: {beat.work}" if beat.work else ""
-    waits = f"; it was in {beat.collective}" if beat.collective else ""
-    return f"it {begun} {_moment(beat.finished)}{waits or last}"
+    """Return the last iteration of a rank, and its collective or its last work."""
+    history = "it began at "
+    if beat.iteration:
+        history = f"it finished iteration {beat.iteration} at "
+    history += _moment(beat.finished)
+    if beat.collective:
+        history += f"; it was in {beat.collective}"
+    elif beat.work:
+        history += f"; its engine began last: {beat.work}"
+    return history
 
 
 def _waiting(beats: Sequence[Heartbeat]) -> list[str]:
     """Return a line for each position at which ranks wait."""
-    ranks: dict[tuple[str, int], list[Heartbeat]] = {}
+    beats_at: defaultdict[tuple[str, int], list[Heartbeat]] = defaultdict(list)
     for beat in beats:
-        ranks.setdefault((beat.position, beat.iteration), []).append(beat)
+        beats_at[beat.position, beat.iteration].append(beat)
     lines = []
-    for (position, iteration), there in list(ranks.items())[:SHOWN]:
+    for (position, iteration), there in list(beats_at.items())[:SHOWN]:
         since = _moment(min(beat.since for beat in there))
         named = named_ranks([beat.rank for beat in there])
         verb = "waits" if len(there) == 1 else "wait"
@@ -234,6 +289,6 @@ def _waiting(beats: Sequence[Heartbeat]) -> list[str]:
 
 
 def _moment(when: float) -> str:
-    """Return a time of day, and how long ago it was."""
+    """Return a time as a time of day, with the seconds since then."""
     clock = time.strftime("%H:%M:%S", time.localtime(when))
     return f"{clock} ({max(time.time() - when, 0):.0f} s ago)"

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The position of a rank: what its main thread does or waits for.
 
-Another thread reads it: out of the stack that Python keeps anyway, the work that the engine has
-begun last, and the phase that the loop notes. So training pays next to nothing for it.
+The thread of the watch derives it from the stack that Python keeps anyway, the work that the engine
+began last, and the phase that the training loop sets. So it costs training next to nothing.
 """
 
 from __future__ import annotations
@@ -23,8 +23,11 @@ import torch
 from megatron.fsdp.engine import observe
 
 ENGINE = os.path.join("megatron", "fsdp", "")
+"""Part of the path of every file of the engine."""
 COLLECTIVES = os.path.join("torch", "distributed", "distributed_c10d.py")
+"""End of the path of torch's file of collectives."""
 GATES = os.path.join("checkpoints", "entered_together.py")
+"""End of the path of the gates, which wait before collectives of torch."""
 WORKS = {
     "shard": "broadcast",
     "broadcast": "broadcast",
@@ -37,16 +40,20 @@ WORKS = {
 TORCH = os.path.dirname(torch.__file__)
 STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"]
 
-READING, SAVING = "reading data", "saving"
+READING = "reading data"
+"""Phase of a run that waits for its data loader."""
+SAVING = "saving"
+"""Phase of a run that saves a checkpoint."""
 phase = ""
-"""The phase of the run, if it is one of the above."""
+"""The phase of this process, :data:`READING` or :data:`SAVING`; empty in any other."""
 
 
 @contextmanager
 def during(name: str) -> Iterator[None]:
-    """Note a phase inside the context, on the main thread."""
+    """Set the phase inside the context, on the main thread."""
     global phase
-    before, phase = phase, name
+    before = phase
+    phase = name
     try:
         yield
     finally:
@@ -54,11 +61,11 @@ def during(name: str) -> Iterator[None]:
 
 
 class LastWork(observe.Observer):
-    """The work of the engine that began last; another thread reads it.
+    """The work of the engine that began last; the thread of the watch reads it.
 
     Attributes:
-        work: the work, and the unit that it is for.
-        failed: the collective of a unit that has failed, and the error.
+        work: the work and its unit; empty before there is any.
+        failed: the last collective of a unit that has failed, and its error.
     """
 
     def __init__(self) -> None:
@@ -66,27 +73,43 @@ class LastWork(observe.Observer):
         self.failed: tuple[str, BaseException | None] = ("", None)
 
     def begin_work(self, unit: str, work: str) -> None:
-        """Note work on a unit."""
+        """Record work on a unit."""
         self.work = (work, unit)
 
     def begin_backward(self, unit: str) -> None:
-        """Note the backward of a unit."""
+        """Record the backward of a unit."""
         self.work = (observe.BACKWARD, unit)
 
     def begin_collective(
-        self, kind: str, name: str, operands: observe.Operands, group: observe.Group
+        self,
+        kind: str,
+        name: str,
+        operands: observe.Operands,
+        group: observe.Group,
     ) -> str:
-        """Return the collective as messages name it; empty if it is of no unit."""
+        """Return the name in messages of the collective that begins.
+
+        Args:
+            kind: not used: the collective belongs to the last work.
+            name: not used.
+            operands: not used.
+            group: not used.
+
+        Returns:
+            Empty if the last work does not communicate.
+        """
         return self.collective()
 
     def fail_collective(self, begun: str, error: Exception) -> None:
-        """Note the collective that has failed."""
+        """Record that the collective ``begun`` has failed."""
         self.failed = (begun, error)
 
     def collective(self) -> str:
         """Return the collective of the last work; empty if that does not communicate."""
         work, unit = self.work
-        return f"the {WORKS[work]} of unit {unit!r}" if work in WORKS else ""
+        if work not in WORKS:
+            return ""
+        return f"the {WORKS[work]} of unit {unit!r}"
 
 
 last_work = LastWork()
@@ -99,7 +122,7 @@ class Position:
 
     Attributes:
         collective: collective in which the rank is or for which it waits; empty if it is in none.
-        place: file, line and function, the innermost outside of torch.
+        place: file, line and function of the innermost frame outside of torch.
         work: work of the engine that began last, with its unit; empty before there is any.
     """
 
@@ -110,62 +133,81 @@ class Position:
 
 def current() -> Position:
     """Return the position of the main thread."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    main_thread = threading.main_thread()
+    frame = sys._current_frames().get(main_thread.ident or 0)
     frames = []
     while frame is not None:
         frames.append((frame, frame.f_lineno))
         frame = frame.f_back
-    if not frames:  # Python ends the process
+    if not frames:  # the interpreter is shutting down
         return Position("", "the end of the program", "")
-    is_inside = ENGINE in _place(frames)[0].f_code.co_filename
-    return _position(frames, last_work.collective() if is_inside else "")
+    frame, _ = _place(frames)
+    collective = ""
+    if ENGINE in frame.f_code.co_filename:
+        collective = last_work.collective()
+    return _position(frames, collective)
 
 
 def of_error(error: BaseException) -> Position:
     """Return the position at which an error, or its first cause, was raised.
 
-    The engine has done other work since, when the exception left its forward or backward.
+    The engine has begun other work since, because the exception has left its forward or backward.
     """
     while error.__cause__ is not None:
         error = error.__cause__
-    frames = list(traceback.walk_tb(error.__traceback__))[::-1]
+    frames = list(traceback.walk_tb(error.__traceback__))
+    frames.reverse()  # innermost first
     collective, failure = last_work.failed
-    return _position(frames, collective if failure is error else "")
+    if failure is not error:
+        collective = ""
+    return _position(frames, collective)
 
 
 def _position(frames: list[tuple[FrameType, int]], collective: str) -> Position:
-    """Return the position that a stack shows, innermost frame first.
+    """Return the position that a stack shows.
 
-    ``collective`` is the engine's collective that it is in, empty if it is in none.
+    Args:
+        frames: frames of the stack with the lines that they are at, innermost first.
+        collective: the engine's collective that the stack is in; empty if it is in none.
     """
-    name, unit = last_work.work
-    work = f"{name} of unit {unit!r}" if name else ""
     frame, line = _place(frames)
     filename = frame.f_code.co_filename
-    place = f"{os.sep.join(filename.split(os.sep)[-2:])}:{line} in {frame.f_code.co_name}"
-    calls = [
-        frame.f_code.co_name
-        for frame, _ in frames
-        if frame.f_code.co_filename.endswith(COLLECTIVES)
-    ]
-    # Code of Megatron stays at a line only to wait, for a peer or for the device.
-    waits = filename.startswith(tuple(megatron.__path__)) and phase != READING
-    if not collective and calls:
-        collective = f"{calls[-1]} at {place}"
-    elif not collective and waits:
-        collective = f"a wait at {place}"
+    short_name = os.sep.join(filename.split(os.sep)[-2:])
+    place = f"{short_name}:{line} in {frame.f_code.co_name}"
+    if not collective:
+        function = _function_of_torch(frames)
+        if function:
+            collective = f"{function} at {place}"
+        elif filename.startswith(tuple(megatron.__path__)) and phase != READING:
+            # Code of Megatron stays at a line only to wait, for a peer or for the device.
+            collective = f"a wait at {place}"
+    work, unit = last_work.work
+    if work:
+        work = f"{work} of unit {unit!r}"
     return Position(collective, place, work)
+
+
+def _function_of_torch(frames: list[tuple[FrameType, int]]) -> str:
+    """Return the collective of torch that a stack has called; empty if it has called none."""
+    function = ""
+    for frame, _ in frames:
+        if frame.f_code.co_filename.endswith(COLLECTIVES):
+            function = frame.f_code.co_name  # the last one is the outermost call
+    return function
 
 
 def _place(frames: list[tuple[FrameType, int]]) -> tuple[FrameType, int]:
     """Return the innermost frame outside of torch, with its line."""
-    return next((pair for pair in frames if not _is_of_torch(pair[0])), frames[0])
+    for frame, line in frames:
+        if not _is_of_torch(frame):
+            return frame, line
+    return frames[0]
 
 
 def _is_of_torch(frame: FrameType) -> bool:
-    """Return True for files of torch and of Python, which are not what a user looks for.
+    """Return True for files of torch and Python, and for the gates before torch's collectives.
 
-    And for the gates before collectives of torch.
+    Messages name none of them, since users look for the line of their own code that called them.
     """
     filename = frame.f_code.co_filename
     if filename.endswith(GATES):
@@ -176,7 +218,7 @@ def _is_of_torch(frame: FrameType) -> bool:
 
 
 def stacks() -> str:
-    """Return the stacks of all threads of this process, for a file."""
+    """Return the stacks of all threads of this process as text."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     parts = []
     for ident, frame in sys._current_frames().items():

@@ -1,21 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """The watch over a run: heartbeats, signals, and the end of the run when a rank has failed.
 
-A thread of every rank sends a heartbeat to the store every second. It hears of signals at once,
-also while the main thread waits in a collective that never ends. Nothing here is a collective.
+A thread of every rank sends a heartbeat to the store every second. It is notified of signals at
+once, even while the main thread waits in a collective that never ends. Only
+:meth:`Watch.connect` is a collective.
 
 [Note: ends of a run]
     a collective fails     the first rank that sees it asks the heartbeats who has failed (see
                            :mod:`~megatron.mcore_adapter.watch.peers`), and prints the one message.
                            Each rank writes torch's traceback to a file, and exits with 1
-    a rank has an error    the first rank that has one prints it, the others are silent
+    a rank has an error    the first rank that has one prints it, the others print nothing
     SIGTERM                if a peer has failed, as above: torchrun sends it to the ranks that are
-                           left. Otherwise the loop stops after its step, if it was told to, and
-                           has the signal until the program ends; without that the process exits
-                           with 143
+                           left. Otherwise the loop stops after its step, if it has installed a
+                           handler (--exit-signal-handler), which it keeps until the program ends;
+                           without a handler the process exits with 143
     SIGINT                 the loop stops after its step, without saving. Elsewhere
                            KeyboardInterrupt ends the program. A second SIGINT, or a main thread
-                           that is not over after some seconds, ends the process. Exit code 130
+                           that has not ended after some seconds, ends the process. Exit code 130
     NCCL, a stall          torch will abort the process when the timeout of the collective is over.
                            The message is printed before that. Not yet run on a GPU
 """
@@ -53,40 +54,48 @@ from megatron.mcore_adapter.watch.peers import (
     RUNNING,
     TERMINATED,
     WAITING,
+    Peer,
     Verdict,
     judge,
     message,
 )
 
 INTERRUPT_SECONDS = 10.0
-"""Time that the step under way may take after SIGINT; a checkpoint is always finished."""
+"""Time that the running step may take after SIGINT; a checkpoint is always finished."""
 LEAVE_SECONDS = 5.0
-"""Time that a rank has to see that its collective fails, after another has reported it."""
+"""Time that a rank has to see its own collective fail, after another rank has reported that."""
 ERROR_SECONDS = 1.0
-"""Time in which a collective fails on this rank after SIGTERM, if the peer is dead."""
+"""Time within which a collective fails on this rank after SIGTERM, if its peer is dead."""
 ABORTING_BACKENDS = ("nccl",)
-"""Backends whose timeouts end the process, so that the message must come before them."""
+"""Backends whose timeouts end the process, so that the message must be printed before them."""
 
-SIGINT_CODE, SIGTERM_CODE = 128 + signal.SIGINT, 128 + signal.SIGTERM
-"""Exit codes, as shells have them."""
+SIGINT_CODE = 128 + signal.SIGINT
+"""Exit code of a process that SIGINT has ended, as shells report it."""
+SIGTERM_CODE = 128 + signal.SIGTERM
+"""Exit code of a process that SIGTERM has ended."""
 
 
 class Watch:
-    """The watch of this rank, for as long as the ``with`` block lasts."""
+    """The watch of this rank, which runs inside of the ``with`` block.
+
+    Args:
+        args: arguments of the run: ``distributed_timeout_minutes``, ``distributed_backend`` and
+            ``save``, beside which the file for errors lies.
+    """
 
     def __init__(self, args: argparse.Namespace):
         self._timeout = timedelta(minutes=args.distributed_timeout_minutes).total_seconds()
         self._announces_stalls = args.distributed_backend in ABORTING_BACKENDS
         self._file = error_file(args.save)
         self._hearts = Heartbeats(self._file)
-        # Times of the signals that have arrived, and of a report of another rank.
+        # Signal -> times at which it has arrived, by the monotonic clock.
         self._signals: dict[int, list[float]] = {signal.SIGTERM: [], signal.SIGINT: []}
-        self._reported: float | None = None
-        self._error: BaseException | None = None
-        self._has_announced = False  # a stall
+        self._reported: float | None = None  # when this rank read the report of another one
+        self._error: BaseException | None = None  # of a collective of the main thread
+        self._has_announced_stall = False
         self._is_leaving = False  # the main thread ends the program
         self._is_over = False
-        self._ears, self._mouth = socket.socketpair()
+        self._wakeup_receiver, self._wakeup_sender = socket.socketpair()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
         self._restore = contextlib.ExitStack()
 
@@ -94,8 +103,8 @@ class Watch:
         for number, handler in ((signal.SIGTERM, _ignore), (signal.SIGINT, _interrupt)):
             self._restore.callback(_restore, number, signal.signal(number, handler))
         # Python writes the numbers of signals there at once, whatever the main thread does.
-        self._mouth.setblocking(False)
-        before = signal.set_wakeup_fd(self._mouth.fileno(), warn_on_full_buffer=False)
+        self._wakeup_sender.setblocking(False)
+        before = signal.set_wakeup_fd(self._wakeup_sender.fileno(), warn_on_full_buffer=False)
         self._restore.callback(signal.set_wakeup_fd, before)
         observe.add(position.last_work)
         self._restore.callback(observe.remove, position.last_work)
@@ -109,25 +118,25 @@ class Watch:
         self._restore.close()
         with contextlib.suppress(StoreError):
             self._hearts.send(LEFT)
-        self._ears.close()
-        self._mouth.close()
+        self._wakeup_receiver.close()
+        self._wakeup_sender.close()
 
     def connect(self) -> None:
-        """Begin to send heartbeats to the store of the process group."""
+        """Begin to send heartbeats to the store of the process group; a collective."""
         self._hearts.connect()
         self._wake()
 
     def follow(self, iteration: Callable[[], int]) -> None:
-        """Send the number of finished iterations, which a function returns, in heartbeats."""
+        """Send the number of finished iterations, which ``iteration`` returns, in heartbeats."""
         self._hearts.iteration = iteration
 
-    # ---- ends of a run, for the main thread
+    # ---- ends of a run, called on the main thread
 
     def tell(self, text: str) -> bool:
-        """Print an error of this rank, unless a rank has printed one.
+        """Print an error of this rank, unless another rank has printed one.
 
         Returns:
-            False if the ranks cannot know of each other, and nothing was printed.
+            False if the ranks have no store to agree on this, and nothing was printed.
         """
         self._is_leaving = True
         try:
@@ -135,29 +144,31 @@ class Watch:
         except StoreError:
             return False
         if is_first:
-            self._say(text)
+            self._print_report(text)
         else:
             self._hearts.wait_for_report()
         self._hearts.keep_store()
         return True
 
     def interrupted(self) -> int:
-        """End a run after KeyboardInterrupt: print one line, and return the exit code."""
+        """Print the line of an interrupted run, once for all ranks, and return the exit code."""
+        text = "interrupted"
         iteration = self._hearts.iteration()
-        text = f"interrupted after iteration {iteration}" if iteration else "interrupted"
+        if iteration:
+            text += f" after iteration {iteration}"
         if not self.tell(text) and environment_rank() == 0:
-            self._say(text)
+            self._print_report(text)
         return SIGINT_CODE
 
     def failed(self, error: Exception) -> None:
-        """Report an error; the process ends here if a collective has failed.
+        """Report the error of a collective and end the process; does not return then.
 
-        Other errors are reported by who raised them, and are only made known to the other ranks.
+        Any other error is printed by the caller. Only the other ranks are notified of it here.
         """
         if is_of_collective(error):
             self._error = error
             self._wake()
-            self._thread.join()
+            self._thread.join()  # which ends the process
         self._is_leaving = True
         with contextlib.suppress(StoreError):
             if self._hearts.claim():
@@ -167,25 +178,27 @@ class Watch:
 
     def _run(self) -> None:
         while not self._is_over:
-            period = self._hearts.period
-            pause = period / 5 if any(self._signals.values()) else period
-            ready, _, _ = select.select([self._ears], [], [], pause)
-            for number in self._ears.recv(1024) if ready else b"":
-                if number in self._signals:
-                    self._signals[number].append(time.monotonic())
+            pause = self._hearts.period
+            if any(self._signals.values()):
+                pause /= 5
+            ready, _, _ = select.select([self._wakeup_receiver], [], [], pause)
+            if ready:
+                for number in self._wakeup_receiver.recv(1024):
+                    if number in self._signals:
+                        self._signals[number].append(time.monotonic())
             if self._error is not None:
                 self._report_error(self._error)
             if not (self._is_over or self._is_leaving):
                 try:
-                    self._look()
-                except Exception:  # a defect of this thread is none of the run
-                    _add(self._file, traceback.format_exc())
+                    self._check()
+                except Exception:  # a defect of this thread must not end the run
+                    _append(self._file, traceback.format_exc())
 
     def _wake(self) -> None:
-        self._mouth.send(b"\0")
+        self._wakeup_sender.send(b"\0")
 
-    def _look(self) -> None:
-        """Send a heartbeat, and see whether the process must end."""
+    def _check(self) -> None:
+        """Send a heartbeat, and end the process if it must."""
         self._hearts.locate(position.current())
         with contextlib.suppress(StoreError):
             self._hearts.send(RUNNING)
@@ -194,47 +207,52 @@ class Watch:
         if self._reported is not None and time.monotonic() - self._reported > LEAVE_SECONDS:
             self._leave(1)
         if self._signals[signal.SIGINT]:
-            self._look_at_interrupt(self._signals[signal.SIGINT])
+            self._check_interrupt(self._signals[signal.SIGINT])
         if self._signals[signal.SIGTERM]:
-            self._look_at_sigterm(time.monotonic() - self._signals[signal.SIGTERM][0])
+            self._check_sigterm(time.monotonic() - self._signals[signal.SIGTERM][0])
         with contextlib.suppress(StoreError):
-            self._look_for_stall()
+            self._check_stall()
 
-    def _look_at_interrupt(self, times: list[float]) -> None:
+    def _check_interrupt(self, times: list[float]) -> None:
+        """End the process at the second SIGINT, or some seconds after the first one."""
         is_late = time.monotonic() - times[0] > INTERRUPT_SECONDS
         if len(times) > 1 or (is_late and position.phase != position.SAVING):
             self.exit(self.interrupted())
 
-    def _look_at_sigterm(self, seconds: float) -> None:
-        """End the process some seconds after SIGTERM, unless the loop does.
+    def _check_sigterm(self, seconds: float) -> None:
+        """End the process after SIGTERM, unless the loop does; print a message if a peer is dead.
 
-        If a peer has failed, there is a message.
+        Args:
+            seconds: time since the signal.
         """
         if self._reported is not None:
             self._leave(SIGTERM_CODE)
-        sees_all = True
+        sees_all_processes = True
         with contextlib.suppress(StoreError):
-            peers = self._hearts.peers() if self._hearts.is_connected else []
+            peers: list[Peer] = []
+            if self._hearts.is_connected:
+                peers = self._hearts.peers()
             verdict = judge(peers)
             if verdict.trouble in DEAD:
                 if seconds > ERROR_SECONDS:
                     self._report(verdict, "")
                 return
-            sees_all = all(peer.process for peer in peers)
-        loop_stops = signal.getsignal(signal.SIGTERM) is not _ignore
-        # That a process on another machine has ended is known only after its silence.
-        if not loop_stops and (sees_all or seconds > self._hearts.silence + self._hearts.period):
+            sees_all_processes = all(peer.process for peer in peers)
+        if signal.getsignal(signal.SIGTERM) is not _ignore:
+            return  # the loop stops
+        # Only its silence shows that a process on another machine has ended.
+        if sees_all_processes or seconds > self._hearts.silence + self._hearts.period:
             self.exit(SIGTERM_CODE)
 
-    def _look_for_stall(self) -> None:
+    def _check_stall(self) -> None:
         """Print the message shortly before torch aborts the process."""
         margin = min(30.0, self._timeout / 4)
         is_stall = self._announces_stalls and self._hearts.age > self._timeout - margin
-        if is_stall and not self._has_announced and self._hearts.is_connected:
-            self._has_announced = True
+        if is_stall and not self._has_announced_stall and self._hearts.is_connected:
+            self._has_announced_stall = True
             verdict = judge(self._hearts.gather())
             if verdict.trouble and self._hearts.claim():
-                _add(self._file, position.stacks())
+                _append(self._file, position.stacks())
                 complain(message(verdict, ""))
                 self._hearts.note_report(ends_run=False)
 
@@ -244,18 +262,17 @@ class Watch:
         """Report a collective that has failed, and end the process."""
         if self._signals[signal.SIGINT]:
             self.exit(self.interrupted())
-        _add(self._file, "".join(traceback.format_exception(error)))
+        _append(self._file, "".join(traceback.format_exception(error)))
         self._hearts.locate(position.of_error(error))
-        cause = error
-        while cause.__cause__ is not None:
-            cause = cause.__cause__
-        text = (str(cause).splitlines() or [type(cause).__name__])[0]
+        text = _first_line_of_cause(error)
         try:
             self._hearts.send(WAITING)
             verdict = judge(self._hearts.gather())
             if self._signals[signal.SIGTERM] and verdict.trouble not in DEAD:
                 self.exit(SIGTERM_CODE)  # others were sent it too, and have ended sooner
-            explanation = None if verdict.trouble in DEAD else explanation_of(error)
+            explanation = None
+            if verdict.trouble not in DEAD:
+                explanation = explanation_of(error)
             self._report(verdict, text, explanation)
         except StoreError as store_error:
             self._report_alone(str(store_error), text)
@@ -263,18 +280,25 @@ class Watch:
     def _report(self, verdict: Verdict, text: str, explanation: str | None = None) -> NoReturn:
         """Print the message, unless another rank does, and end the process."""
         if self._hearts.claim():
-            self._say(message(verdict, text, explanation))
+            self._print_report(message(verdict, text, explanation))
         else:
             self._hearts.wait_for_report()
             self._hearts.note_report()  # if it was a stall, it ends the run now
         self._leave(1)
 
     def _report_alone(self, cause: str, text: str) -> NoReturn:
-        """Print a message without the store, once for the ranks that share a folder for errors."""
+        """Print a message without the store, once for the ranks that share a folder for errors.
+
+        Then end the process.
+
+        Args:
+            cause: why there is no store.
+            text: first line of torch's error.
+        """
         if environment_rank() > 1:
             time.sleep(LEAVE_SECONDS)
         files = [self._file.with_name(f"rank{rank}.txt") for rank in range(1, environment_rank())]
-        if self._reported is None and not any(map(_is_new, files)):
+        if self._reported is None and not any(_is_new(file) for file in files):
             beat = self._hearts.own(WAITING)
             lines = [
                 f"error: {cause}",
@@ -283,21 +307,22 @@ class Watch:
                 f"error and stacks: {self._file}",
                 f"torch says: {text}",
             ]
-            self._say("\n  ".join(lines))
+            self._print_report("\n  ".join(lines))
         self.exit(1)
 
-    def _say(self, text: str) -> None:
+    def _print_report(self, text: str) -> None:
+        """Print a report, and publish that it has been printed."""
         complain(text)
         self._hearts.note_report()
 
     def _leave(self, code: int) -> NoReturn:
-        """End the process after a report; what its threads did is in its file."""
+        """End the process after a report; the stacks of its threads go to its file."""
         if self._error is None:
-            _add(self._file, position.stacks())
+            _append(self._file, position.stacks())
         self.exit(code)
 
     def exit(self, code: int) -> NoReturn:
-        """End the process at once: destructors of process groups may wait for dead peers."""
+        """End the process at once, since destructors of process groups may wait for dead peers."""
         if code == SIGTERM_CODE:
             with contextlib.suppress(StoreError):
                 self._hearts.send(TERMINATED)
@@ -312,10 +337,11 @@ class Watch:
 
 
 def error_file(save: str | None) -> Path:
-    """Return the file for the errors of this rank: beside the checkpoints, or temporary.
+    """Return the path of this rank's file for errors.
 
-    It is a temporary one too if the checkpoints are at a URL. It is there only if there was an
-    error: its time tells other ranks whether one has just been reported.
+    It is in ``errors`` in the directory of checkpoints; or in a temporary one if there is none, or
+    if the checkpoints are at a URL. The file exists only after an error, and its modification time
+    shows other ranks whether that was a moment ago.
     """
     name = f"rank{environment_rank()}.txt"
     if save and not is_staged(save):
@@ -323,8 +349,17 @@ def error_file(save: str | None) -> Path:
     return Path(tempfile.gettempdir(), f"pretrain_gpt_errors_{os.getuid()}", name)
 
 
-def _add(path: Path, text: str) -> None:
-    """Add a text to a file, with the time; print it if that fails."""
+def _first_line_of_cause(error: BaseException) -> str:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    text = str(error)
+    if not text:
+        return type(error).__name__
+    return text.splitlines()[0]
+
+
+def _append(path: Path, text: str) -> None:
+    """Append a text to a file, with the time; print it if that fails."""
     when = time.strftime("%Y-%m-%d %H:%M:%S")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -335,20 +370,21 @@ def _add(path: Path, text: str) -> None:
 
 
 def _is_new(path: Path) -> bool:
-    """Return True for a file that was written to a moment ago."""
+    """Return True for a file that was changed a moment ago."""
     return path.exists() and time.time() - path.stat().st_mtime < 4 * LEAVE_SECONDS
 
 
 def _restore(number: int, handler: Any) -> None:
-    """Give a signal back to the handler of before, unless a run that stops has taken it."""
+    """Restore the earlier handler of a signal, unless the loop has installed its own meanwhile."""
     if signal.getsignal(number) in (_ignore, _interrupt):
         signal.signal(number, handler)
 
 
 def _ignore(number: int, frame: FrameType | None) -> None:
-    """Do nothing: the thread of the watch hears of the signal."""
+    """Do nothing: the thread of the watch receives the signal's number."""
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
+    """Raise KeyboardInterrupt at the first SIGINT."""
     signal.signal(number, _ignore)  # the second one is for the watch
     raise KeyboardInterrupt
