@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from math import ceil, inf, log2
 from pathlib import Path
 from typing import Any
@@ -174,6 +174,12 @@ MACHINES = {
     "h200": _node_of_8("H200", 141, 4.8, 450, 614),
     # NVIDIA DGX B200, data sheet, of 8 GPUs: 1,440 GB, 64 TB/s, NVLink 14.4 TB/s.
     "b200": _node_of_8("B200", 180, 8.0, 900, 717),
+    # NVIDIA A100 80GB Tensor Core GPU, data sheet (SXM): 80 GB, 2.04 TB/s, NVLink 600 GB/s.
+    "a100": replace(
+        _node_of_8("A100", 80, 2.039, 300, 410),
+        between=Link(25e9, 10e-6),
+        host=Host(128, 2 * 10**12, 410e9, 32e9),
+    ),
 }
 """Nodes of 8 GPUs. The adapters are those of DGX H100, H200 and B200: 8 ConnectX-7 of 400 Gb/s, so
 50 GB/s for each GPU and direction. So are the hosts: 2 TB, two Xeon 8480C (B200: 8570) of 56 cores
