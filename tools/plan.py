@@ -13,6 +13,7 @@ published runs, and compares the plans with what was measured.
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import math
 import os
@@ -20,6 +21,7 @@ import shlex
 import sys
 import textwrap
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -35,7 +37,9 @@ set_up_logging()
 from megatron.checkpoint.commands.command import Program  # noqa: E402
 from megatron.checkpoint.store import durable  # noqa: E402
 from megatron.planning.candidates import Choices  # noqa: E402
+from megatron.planning.layer_costs import software_of_arguments  # noqa: E402
 from megatron.planning.machine import MACHINES, Cluster, find_machine  # noqa: E402
+from megatron.planning.model_sizes import sizes_of_arguments  # noqa: E402
 from megatron.planning.picture import draw_plan  # noqa: E402
 from megatron.planning.presets import PRESETS  # noqa: E402
 from megatron.planning.proposals import Plan, costs_of_update, fixed, proposals  # noqa: E402
@@ -47,6 +51,7 @@ from megatron.planning.published.comparison_report import (  # noqa: E402
 )
 from megatron.planning.published.published_runs import read_runs  # noqa: E402
 from megatron.planning.search import GIB, Prediction, model_arguments, search  # noqa: E402
+from megatron.planning.sharding_choice import choice_lines, choices_of  # noqa: E402
 
 USABLE = 0.9
 """Part of a GPU's memory that a plan may use: the rest is for CUDA, NCCL and fragments."""
@@ -98,6 +103,7 @@ class NumberList(click.ParamType):
 @click.option("--micro-batch", type=NumberList(), default=(), help="sequences of a microbatch")
 @click.option("--show", type=int, default=4, show_default=True, help="settings to show")
 @click.option("--picture", type=click.Path(path_type=Path), help="PNG of the best: memory, streams")
+@click.option("--beside-ddp", is_flag=True, help="FSDP beside DDP, on 1/4 to 4 times the GPUs")
 @click.option("--check", type=click.Path(path_type=Path), help="compare with published runs")
 @click.option("--report", type=click.Path(path_type=Path), help="Markdown of the comparison")
 @click.pass_context
@@ -110,6 +116,7 @@ def main(
     memory_limit: float | None,
     show: int,
     picture: Path | None,
+    beside_ddp: bool,
     check: Path | None,
     report: Path | None,
     **limits: tuple[int, ...] | str,
@@ -143,6 +150,8 @@ def main(
         raise refusal(problems)
 
     limit = memory_limit * GIB if memory_limit else USABLE * described.memory_bytes
+    if beside_ddp:
+        return show_beside_ddp(args, num_gpus, described, limit)
     choices = Choices(**limits)  # type: ignore[arg-type]  # checked above
     click.echo(f"{num_gpus} GPUs of {described.name}, {limit / GIB:.1f} GiB of each")
     try:
@@ -248,6 +257,30 @@ def problems_of_picture(picture: Path | None) -> Iterator[str]:
         yield f"--picture {picture}: there is no folder {picture.absolute().parent}"
     if importlib.util.find_spec("matplotlib") is None:
         yield "--picture needs matplotlib, which is not installed"
+
+
+def show_beside_ddp(
+    args: argparse.Namespace, num_gpus: int, machine: Cluster, limit: float
+) -> None:
+    """Print the fastest layouts of FSDP and of DDP, on fewer and on more GPUs too.
+
+    Args:
+        args: the completed arguments of the model on one rank.
+        num_gpus: of the run.
+        machine: on which the model is trained.
+        limit: bytes of a GPU.
+    """
+    numbers = [num_gpus * 2**power // 4 for power in range(5)]
+    found = choices_of(
+        sizes=sizes_of_arguments(args),
+        global_batch=args.global_batch_size,
+        machine=machine,
+        software=replace(software_of_arguments(args), overlaps_data=True),
+        memory_limit=limit,
+        gpus=sorted({number for number in numbers if number}),
+    )
+    for line in choice_lines(found):
+        click.echo(line)
 
 
 def draw(found: Prediction, limit: float, picture: Path) -> None:

@@ -14,7 +14,7 @@ they do not. With a limit below that of the data sheet they are slower by a powe
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from math import ceil
 
 from megatron.planning.machine import Cluster
@@ -43,20 +43,20 @@ class Fitted:
         depth: length that k of a product is longer by; see [Note: matrix products].
         memory: part of the bandwidth of memory that a pass over it reaches.
         launch: seconds of the host for one operation.
-        link: part of the bandwidth of links that collectives reach.
+        link: part of the bandwidth of links, beside ``link_efficiency``, that collectives reach.
         contention: part of compute that is lost while a collective is under way.
         power: exponent of the part of the data sheet's power; see [Note: power].
-        exchange: part of the bandwidth of links that the exchange of tokens reaches.
+        exchange: the same of exchanges of tokens.
     """
 
     product: float = 0.92
-    depth: float = 128.0
-    memory: float = 0.80
+    depth: float = 60.0
+    memory: float = 0.70
     launch: float = 7e-6
-    link: float = 0.8
-    contention: float = 0.10
-    power: float = 0.5
-    exchange: float = 0.5
+    link: float = 0.81
+    contention: float = 0.22
+    power: float = 0.63
+    exchange: float = 0.71
 
 
 FITTED = Fitted()
@@ -78,10 +78,12 @@ class Kernels:
         self._clock = machine.power_part**fitted.power
         self._memory = machine.memory_bytes_per_second * fitted.memory
         plain = machine.flops * machine.compute_efficiency * fitted.product
-        coded = machine.fp8_flops * machine.fp8_efficiency * fitted.product
+        coded = (machine.fp8_flops or 0.0) * machine.fp8_efficiency * fitted.product
         self._flops = {False: plain * self._clock, True: (coded or plain) * self._clock}
 
-    def product(self, m: float, n: float, k: float, count: float = 1, is_fp8: bool = False) -> float:
+    def product(
+        self, m: float, n: float, k: float, count: float = 1, is_fp8: bool = False
+    ) -> float:
         """Return the seconds of products of (m, k) and (k, n).
 
         Args:
@@ -93,7 +95,7 @@ class Kernels:
         """
         if min(m, n, k, count) <= 0:
             return 0.0
-        part = part_of_tiles(int(ceil(m)), int(ceil(n)), ceil(count), self._machine.processors)
+        part = part_of_tiles(ceil(m), ceil(n), ceil(count), self._machine.processors)
         part *= k / (k + self._fitted.depth)
         computing = 2.0 * m * n * k * count / (self._flops[is_fp8] * part)
         operand = 1 if is_fp8 else 2
@@ -125,7 +127,7 @@ class Kernels:
         return once / forward, BACKWARD_OF_ATTENTION * once / backward
 
 
-@lru_cache(maxsize=None)
+@cache
 def part_of_tiles(m: int, n: int, count: int, processors: int) -> float:
     """Return the part of the FLOP/s that tiles leave; see [Note: matrix products].
 

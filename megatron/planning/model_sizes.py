@@ -291,5 +291,3 @@ def mesh_of_arguments(args: argparse.Namespace) -> Mesh:
         global_batch=args.global_batch_size,
         is_sequence_parallel=args.sequence_parallel,
     )
-
-

@@ -91,7 +91,7 @@ def percentile(ordered: Sequence[float], part: float) -> float:
 
 HEADER = (
     "run                                        tokens/s/GPU    plan  error   TFLOP/s/GPU   MFU"
-    "     GiB    plan  error"
+    "     GiB    plan  error  seconds by"
 )
 
 
@@ -116,8 +116,10 @@ def _line(each: ComparedRun) -> str:
     )
     memory = each.ratio_of_memory
     if memory is None or run.memory_gib is None:
-        return f"{line} {'':>7} {plan.memory_gib:>7.1f}"
-    return f"{line} {run.memory_gib:>7.1f} {plan.memory_gib:>7.1f} {memory - 1:>+6.0%}"
+        line += f" {'':>7} {plan.memory_gib:>7.1f} {'':>6}"
+    else:
+        line += f" {run.memory_gib:>7.1f} {plan.memory_gib:>7.1f} {memory - 1:>+6.0%}"
+    return f"{line}  {'engine' if plan.is_simulated else 'formulas'}"
 
 
 def error_table(compared: Sequence[ComparedRun]) -> Iterator[str]:

@@ -4,9 +4,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
+from megatron.planning.gpu_kernels import FITTED
 from megatron.planning.published.compared_runs import ComparedRun, NotPlanned, error_table, table
+from megatron.planning.published.constant_fit import cross_validation
+
+MEANINGS = {
+    "product": "FLOP/s that large products of layers reach, in those of the best",
+    "depth": "length by which a product's inner dimension is longer",
+    "memory": "bandwidth of memory that a pass reaches, in that of the data sheet",
+    "launch": "seconds of the host for one operation",
+    "link": "bandwidth of links that collectives reach, in 80 % of the data sheet's",
+    "contention": "part of compute that is lost beside a collective",
+    "power": "exponent of the power limit, in that of the data sheet",
+    "exchange": "bandwidth that exchanges of tokens reach, in 80 % of the data sheet's",
+}
+"""The constants, for readers of the report."""
 
 WITHIN = 0.2
 """The part by which the band around the diagonal of the picture is wider."""
@@ -40,6 +55,40 @@ def report_lines(
     yield "# Plans beside published runs"
     yield ""
     yield f"Written by `{command}`."
+    yield ""
+    if compared:
+        yield "## Errors by source"
+        yield ""
+        yield "```text"
+        yield from error_table(compared)
+        yield "```"
+        yield ""
+        yield "## The constants of the model of time"
+        yield ""
+        yield "Fitted over all runs together; all others have a source, beside them in the code."
+        yield ""
+        yield "| constant | value | of |"
+        yield "|---|---|---|"
+        for name, value in asdict(FITTED).items():
+            yield f"| {name} | {value:.4g} | {MEANINGS[name]} |"
+        yield ""
+        yield "Cross-validation: they are fitted anew without each source, on which the errors are"
+        yield "then measured, all by formulas."
+        yield ""
+        yield "```text"
+        yield from cross_validation([each.run for each in compared], FITTED)
+        yield "```"
+        yield ""
+        far = sorted(compared, key=lambda each: -abs(each.ratio_of_seconds - 1))
+        yield f"## Runs that are off by more than {WITHIN:.0%}"
+        yield ""
+        yield 'The likely reasons are in `docs/planning.md`, section "What remains off".'
+        yield ""
+        for each in far:
+            if abs(each.ratio_of_seconds - 1) > WITHIN:
+                yield f"- {each.run.name}: {each.ratio_of_seconds - 1:+.0%}"
+        yield ""
+    yield "## All runs"
     yield ""
     yield "```text"
     yield from result_lines(compared, left_out)
