@@ -81,7 +81,7 @@ class StagePrediction:
         """Seconds in which compute waits for the communication of shards, and for their copies."""
         computed = self.step.compute_seconds - self.update.seconds
         computed *= self.num_microbatches / self.num_simulated
-        # Microbatches that were left out have fewer collectives beside them than the simulated ones.
+        # Microbatches that were left out have fewer collectives beside them than those simulated.
         return max(0.0, self.seconds - computed - self.update.seconds)
 
 

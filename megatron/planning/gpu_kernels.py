@@ -46,17 +46,18 @@ class Fitted:
         link: part of the bandwidth of links, beside ``link_efficiency``, that collectives reach.
         contention: part of compute that is lost while a collective is under way.
         power: exponent of the part of the data sheet's power; see [Note: power].
-        exchange: the same of exchanges of tokens.
+        expert_calls: operations that the host launches for router, permutations, exchanges and
+            experts, in those of a dense layer's kind: it also waits for the tokens of each expert.
     """
 
     product: float = 0.92
-    depth: float = 60.0
+    depth: float = 33.0
     memory: float = 0.70
-    launch: float = 7e-6
+    launch: float = 8.7e-6
     link: float = 0.81
     contention: float = 0.22
     power: float = 0.63
-    exchange: float = 0.71
+    expert_calls: float = 700.0
 
 
 FITTED = Fitted()

@@ -16,11 +16,12 @@ from torch import nn
 
 from megatron.planning.gpu_kernels import FITTED, Fitted
 from megatron.planning.layer_memory import ATTENTION_CORE, FULL, NONE, LayerMemory
-from megatron.planning.layer_seconds import LayerWork, Spent
+from megatron.planning.layer_seconds import LayerWork
 from megatron.planning.machine import Cluster
 from megatron.planning.model_sizes import mesh_of_arguments, sizes_of_arguments
 from megatron.planning.skeleton import NO_COST, Cost
 from megatron.planning.software import Software
+from megatron.planning.spent_seconds import Spent
 
 MEGATRON_CORE = Software(loss_bytes=30, kept_logit_bytes=8)
 """The layers of ``pretrain_gpt.py``: Transformer Engine's, and Megatron-Core's fused loss."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.planning.model_sizes import Mesh, ModelSizes
+from megatron.planning.model_sizes import ModelSizes, RunLayout
 from megatron.planning.software import COMPILED, EAGER, FUSED, UNFUSED, Software
 
 NONE, FULL = "none", "full"
@@ -45,7 +45,7 @@ class LayerMemory:
     """
 
     sizes: ModelSizes
-    mesh: Mesh
+    mesh: RunLayout
     software: Software
     recompute: str = NONE
     part: float = 1.0
@@ -79,7 +79,7 @@ class LayerMemory:
             norms += 8
         if software.fusion == COMPILED:
             norms -= 1
-        width = sizes.query_width + sizes.key_width + sizes.value_width + sizes.output_width
+        width = float(sizes.query_width + sizes.key_width + sizes.value_width + sizes.output_width)
         if is_eager and sizes.is_rotary:
             width += sizes.query_width + sizes.key_width
         if sizes.latent is not None:

@@ -30,98 +30,31 @@ they are short: a layer takes as long as the slower one of both.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from megatron.planning.gpu_kernels import FITTED, Fitted, Kernels
-from megatron.planning.layer_memory import ATTENTION_CORE, FULL, LATENT, MLP, NONE, PRODUCTS
+from megatron.planning.layer_memory import NONE
 from megatron.planning.machine import Cluster
-from megatron.planning.model_sizes import Mesh, ModelSizes
+from megatron.planning.model_sizes import ModelSizes, RunLayout
 from megatron.planning.software import COMPILED, EAGER, FUSED, UNFUSED, Software
+from megatron.planning.spent_seconds import LayerSeconds, Spent
 
 CALLS = {EAGER: 50, FUSED: 50, COMPILED: 18}
 """Operations that the host launches for the forward of a dense layer: counted in Llama's of
 torchtitan, in that of Megatron-Core with Transformer Engine, whose modules cost more each, and in
 the code that a compiler makes of the former."""
 
-CALLS_OF_EXPERTS = 200
-"""Operations of router, permutations, exchanges and grouped products, in Megatron-Core."""
+EXCHANGE = 0.7
+"""Part of the bandwidth of links that an exchange of tokens reaches, beside ``link_efficiency``:
+NCCL's all-to-all has messages of its own to each rank."""
+
+MERGED = {EAGER: 40, FUSED: 12, COMPILED: 40}
+"""Bytes for each element of attention's result that a step of ring attention reads and writes to
+merge it into the sum in fp32: one kernel of Transformer Engine, and torch's, one by one."""
 
 CALLS_OF_UNIT = 20
 """Operations of the hooks, copies and collectives of a unit of FSDP."""
 
 CALLS_IN_GRAPHS = 0.3
 """Part of the calls that remains where layers are CUDA graphs."""
-
-
-@dataclass
-class Spent:
-    """Seconds of the forward and of the backward of a part of a layer."""
-
-    forward: float = 0.0
-    backward: float = 0.0
-
-    def add(self, other: Spent, times: float = 1.0) -> None:
-        """Add the seconds of another part."""
-        self.forward += times * other.forward
-        self.backward += times * other.backward
-
-
-@dataclass(frozen=True)
-class LayerSeconds:
-    """The seconds of a layer on one rank, for one microbatch.
-
-    Attributes:
-        products: of matrix products, with casts to FP8.
-        attention: of the core of attention.
-        passes: of memory-bound operations.
-        messages: that nothing overlaps.
-        host: in which the host launches the operations.
-        mlp_products: of the first matrix of an MLP, forward alone.
-    """
-
-    products: Spent
-    attention: Spent
-    passes: Spent
-    messages: Spent
-    host: Spent
-    mlp_products: float
-
-    @property
-    def forward(self) -> float:
-        """Seconds of the forward; see [Note: the host]."""
-        busy = self.products.forward + self.attention.forward + self.passes.forward
-        return max(busy + self.messages.forward, self.host.forward)
-
-    def again(self, recompute: str, part: float) -> Spent:
-        """Return the seconds that the backward spends on recomputation, and those of the host.
-
-        Args:
-            recompute: what the backward computes again; see ``layer_memory.py``.
-            part: of the layers that are recomputed, if they are whole layers.
-        """
-        host = self.host.forward
-        if recompute == FULL:
-            return Spent(part * self.forward, part * host)
-        if recompute == PRODUCTS:
-            products = self.products.forward / 2
-            return Spent(products + self.passes.forward + self.messages.forward, host)
-        if recompute == ATTENTION_CORE:
-            return Spent(self.attention.forward, 0.0)
-        if recompute == LATENT:  # the up-projections are about a tenth of the products
-            return Spent(self.products.forward / 10 + self.passes.forward / 2, host / 3)
-        if recompute == MLP:
-            return Spent(self.mlp_products, host / 4)
-        return Spent()
-
-    def backward(self, again: Spent) -> float:
-        """Return the seconds of the backward.
-
-        Args:
-            again: of the recomputation, the GPU's and the host's, as forward and backward.
-        """
-        busy = self.products.backward + self.attention.backward + self.passes.backward
-        busy += self.messages.backward + again.forward
-        return max(busy, self.host.backward + again.backward)
 
 
 class LayerWork:
@@ -138,7 +71,7 @@ class LayerWork:
     def __init__(
         self,
         sizes: ModelSizes,
-        mesh: Mesh,
+        mesh: RunLayout,
         machine: Cluster,
         software: Software,
         fitted: Fitted = FITTED,
@@ -236,7 +169,12 @@ class LayerWork:
         head = width * mesh.tensor / sizes.heads / 2
         if self._software.attention != UNFUSED:
             found = self._kernels.attention(mesh.micro_batch, queries, keys, width, int(head))
-            return Spent(*found)
+            spent = Spent(*found)
+            if mesh.context > 1:
+                merged = mesh.context * MERGED[self._software.fusion] * self._tokens
+                merging = self._kernels.move(merged * sizes.output_width / mesh.tensor)
+                spent.add(Spent(merging, merging))
+            return spent
         count = mesh.micro_batch * sizes.heads / mesh.tensor
         scores = self._kernels.product(queries, sizes.sequence, head, count)
         values = self._kernels.product(queries, head, sizes.sequence, count)
@@ -334,7 +272,7 @@ class LayerWork:
         copies = experts.top_k if self._software.deduplicates_tokens else 0
         seconds = self._machine.exchange_seconds(num_bytes, mesh.expert_ranks, copies)
         # DeepEP's published bandwidth between nodes is that of the link.
-        return seconds if copies else seconds / self._fitted.exchange
+        return seconds if copies else seconds / EXCHANGE
 
     # ---- layers
 
@@ -353,7 +291,7 @@ class LayerWork:
         messages = Spent()
         calls: float = CALLS[self._software.fusion]
         if has_experts:
-            calls += CALLS_OF_EXPERTS
+            calls += self._fitted.expert_calls
             messages.add(self._tensor_messages(products, 1))
             mlp, first, exchanges = self._experts(passes)
             busy = Spent(products.forward + mlp.forward, products.backward + mlp.backward)
@@ -371,7 +309,7 @@ class LayerWork:
             calls += CALLS_OF_UNIT
         if self._software.uses_graphs:
             calls *= CALLS_IN_GRAPHS
-        host = calls * self._fitted.launch
+        host = calls * self._fitted.launch / self._machine.host_speed
         return LayerSeconds(products, attention, passes, messages, Spent(host, host), first)
 
     def _exchanges_beside(self, exchanges: float, busy: Spent) -> Spent:

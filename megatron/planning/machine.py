@@ -76,6 +76,7 @@ class Cluster:
         fp8_efficiency: part of ``fp8_flops`` that the best matrix products reach.
         power_part: limit of a GPU's power, in that of the data sheet.
         joined_gpus: GPUs that NVLink joins, where these are more than a node; None: a node.
+        host_speed: of a core that launches operations, in that of DGX H100.
         generation: ``ampere``, ``hopper`` or ``blackwell``, for the speed of attention.
     """
 
@@ -94,6 +95,7 @@ class Cluster:
     fp8_efficiency: float = 0.7
     power_part: float = 1.0
     joined_gpus: int | None = None
+    host_speed: float = 1.0
     generation: str = "hopper"
 
     @property
@@ -227,6 +229,7 @@ _GB200 = replace(
     memory_bytes=186 * 10**9,
     gpus_per_node=4,
     joined_gpus=64,
+    host_speed=0.75,
     host=Host(144, 960 * 10**9, 1024e9, 450e9),
     processors=152,
 )
@@ -277,7 +280,8 @@ that its power allows. Source: S. Bekman, Machine Learning Engineering, compute/
 github.com/stas00/ml-engineering: maximum sustainable FLOPS of H200 (755 TFLOP/s, the same chip as
 H100) and B200 (1,429). These are 0.95 and 0.82 of the maximum achievable FLOPS in its table. FP8
 and GB200 are those of that table (FP8 on H100 0.709, on B200 0.763; GB200 0.729 and 0.723) times
-these. A100 is that of the table (271 of 312). Latencies and ``link_efficiency`` are assumptions."""
+these. A100 is that of the table (271 of 312). Grace's cores have about 3/4 of the others' speed in
+one thread (3.1 to 3.4 GHz beside 3.8). Latencies and ``link_efficiency`` are assumptions."""
 
 
 PARTS = {"inside": Link, "between": Link, "host": Host}

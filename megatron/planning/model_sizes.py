@@ -165,7 +165,7 @@ class ModelSizes:
 
 
 @dataclass(frozen=True)
-class Mesh:
+class RunLayout:
     """The layout of a run.
 
     Args:
@@ -275,10 +275,10 @@ def sizes_of_arguments(args: argparse.Namespace) -> ModelSizes:
     )
 
 
-def mesh_of_arguments(args: argparse.Namespace) -> Mesh:
+def mesh_of_arguments(args: argparse.Namespace) -> RunLayout:
     """Return the layout of completed arguments."""
     levels = ("no_shard", "optim", "optim_grads", "optim_grads_params")
-    return Mesh(
+    return RunLayout(
         gpus=args.world_size,
         tensor=args.tensor_model_parallel_size,
         pipeline=args.pipeline_model_parallel_size,

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from megatron.planning.layer_memory import FULL, NONE
 from megatron.planning.machine import Cluster
-from megatron.planning.model_sizes import Mesh, ModelSizes
+from megatron.planning.model_sizes import ModelSizes, RunLayout
 from megatron.planning.software import Software
 from megatron.planning.step_formula import FormulaStep, StepFormula
 
@@ -34,7 +34,7 @@ class ChosenLayout:
         step: by formulas.
     """
 
-    mesh: Mesh
+    mesh: RunLayout
     step: FormulaStep
 
 
@@ -94,7 +94,9 @@ def choices_of(
     return found
 
 
-def meshes_of(sizes: ModelSizes, global_batch: int, machine: Cluster, gpus: int) -> Iterator[Mesh]:
+def meshes_of(
+    sizes: ModelSizes, global_batch: int, machine: Cluster, gpus: int
+) -> Iterator[RunLayout]:
     """Yield layouts of FSDP and of DDP whose sizes divide what they must.
 
     Args:
@@ -120,7 +122,7 @@ def meshes_of(sizes: ModelSizes, global_batch: int, machine: Cluster, gpus: int)
 
 def _meshes_on(
     sizes: ModelSizes, global_batch: int, gpus: int, ranks: tuple[int, int, int, int]
-) -> Iterator[Mesh]:
+) -> Iterator[RunLayout]:
     """Yield the layouts with given ranks: of FSDP in one stage, and of DDP with virtual stages."""
     tensor, context, pipeline, expert = ranks
     data = gpus // (tensor * context * pipeline)
@@ -134,7 +136,7 @@ def _meshes_on(
             for is_fsdp in (True, False):
                 if is_fsdp and pipeline > 1:
                     continue
-                yield Mesh(
+                yield RunLayout(
                     gpus=gpus,
                     tensor=tensor,
                     pipeline=pipeline,

@@ -17,10 +17,11 @@ from math import ceil
 
 from megatron.planning.gpu_kernels import FITTED, Fitted, Kernels
 from megatron.planning.layer_memory import NONE, LayerMemory
-from megatron.planning.layer_seconds import LayerWork, Spent
+from megatron.planning.layer_seconds import LayerWork
 from megatron.planning.machine import Cluster
-from megatron.planning.model_sizes import Mesh, ModelSizes
+from megatron.planning.model_sizes import ModelSizes, RunLayout
 from megatron.planning.software import Software
+from megatron.planning.spent_seconds import Spent
 
 BUCKET_ELEMENTS = 40e6
 """Elements of a bucket of DDP in Megatron-Core: the default of --ddp-bucket-size with few ranks."""
@@ -85,7 +86,7 @@ class StepFormula:
     def __init__(
         self,
         sizes: ModelSizes,
-        mesh: Mesh,
+        mesh: RunLayout,
         machine: Cluster,
         software: Software,
         recompute: str = NONE,
@@ -323,7 +324,7 @@ class Collectives:
         """Elements of a rank, before they are sharded."""
         return self.dense + self.experts
 
-    def elements_of_shard(self, mesh: Mesh) -> float:
+    def elements_of_shard(self, mesh: RunLayout) -> float:
         """Return the elements that a rank updates."""
         if mesh.level == 0:
             return self.elements
@@ -348,7 +349,7 @@ class StageSeconds:
     ends: float
 
 
-def stages_of(sizes: ModelSizes, mesh: Mesh, is_balanced: bool = False) -> list[Stage]:
+def stages_of(sizes: ModelSizes, mesh: RunLayout, is_balanced: bool = False) -> list[Stage]:
     """Return the pipeline stages of a model.
 
     Layers that do not divide evenly are one fewer in the first and in the last stage, if embedding

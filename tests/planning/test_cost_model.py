@@ -2,13 +2,14 @@
 """The model of time: products by shape, attention by length, pipelines, and FSDP beside DDP."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from megatron.planning.gpu_kernels import Fitted, Kernels, part_of_tiles
 from megatron.planning.layer_memory import FULL, LayerMemory
-from megatron.planning.machine import MACHINES
-from megatron.planning.model_sizes import ExpertSizes, Mesh, ModelSizes
+from megatron.planning.machine import MACHINES, Cluster
+from megatron.planning.model_sizes import ExpertSizes, ModelSizes, RunLayout
 from megatron.planning.sharding_choice import Choice, ChosenLayout, choices_of, turn_of
 from megatron.planning.software import Software
 from megatron.planning.step_formula import FormulaStep, StepFormula, stages_of
@@ -29,10 +30,10 @@ MODEL = ModelSizes(
 EXPERTS = replace(MODEL, dense_layers=0, experts=ExpertSizes(number=64, top_k=4, width=2048))
 
 
-def seconds_of(sizes: ModelSizes = MODEL, machine: object = H100, **mesh: object) -> float:
+def seconds_of(sizes: ModelSizes = MODEL, machine: Cluster = H100, **mesh: Any) -> float:
     software = mesh.pop("software", Software())
-    layout = Mesh(**{"gpus": 64, "global_batch": 256, **mesh})  # type: ignore[arg-type]
-    return StepFormula(sizes, layout, machine, software).step().seconds  # type: ignore[arg-type]
+    layout = RunLayout(**{"gpus": 64, "global_batch": 256, **mesh})
+    return StepFormula(sizes, layout, machine, software).step().seconds
 
 
 def test_tiles_of_a_product_waste_what_the_last_wave_and_the_edges_leave() -> None:
@@ -106,7 +107,7 @@ def test_tensor_parallelism_costs_messages_and_overlap_hides_a_part_of_them() ->
 
 def test_virtual_stages_divide_the_bubble() -> None:
     def step(virtual: int) -> FormulaStep:
-        mesh = Mesh(64, pipeline=8, virtual=virtual, global_batch=64, level=1, is_fsdp=False)
+        mesh = RunLayout(64, pipeline=8, virtual=virtual, global_batch=64, level=1, is_fsdp=False)
         return StepFormula(MODEL, mesh, H100, Software()).step()
 
     assert step(2).bubble_seconds == pytest.approx(step(1).bubble_seconds / 2, rel=0.1)
@@ -130,9 +131,11 @@ def test_layers_that_predict_further_tokens_cost_a_layer_and_an_output() -> None
 
 def test_stages_have_all_layers_and_the_ends_fewer_where_they_do_not_divide() -> None:
     for layers, num_stages in ((126, 8), (94, 4), (61, 16), (24, 16), (80, 4)):
-        stages = stages_of(replace(MODEL, layers=layers), Mesh(64, pipeline=num_stages))
+        stages = stages_of(replace(MODEL, layers=layers), RunLayout(64, pipeline=num_stages))
         assert sum(stage.dense for stage in stages) == layers and len(stages) == num_stages
-    counts = [stage.dense for stage in stages_of(replace(MODEL, layers=126), Mesh(64, pipeline=8))]
+    counts = [
+        stage.dense for stage in stages_of(replace(MODEL, layers=126), RunLayout(64, pipeline=8))
+    ]
     assert counts == [15, 16, 16, 16, 16, 16, 16, 15]
 
 
@@ -144,7 +147,7 @@ def test_the_constants_change_the_time_as_they_say() -> None:
 
 
 def test_recomputed_layers_keep_their_inputs_alone() -> None:
-    mesh = Mesh(8)
+    mesh = RunLayout(8)
     memory = LayerMemory(MODEL, mesh, Software(), FULL)
     assert memory.kept(False) == 2 * 8192 * 4096
     half = replace(memory, part=0.5)
@@ -179,7 +182,7 @@ def test_fsdp_and_ddp_are_compared_with_what_fits() -> None:
 
 def test_the_turn_is_where_the_faster_one_changes() -> None:
     def layout(seconds: float) -> ChosenLayout:
-        return ChosenLayout(Mesh(8), FormulaStep(seconds, 0, 0, 0, 0, "none", 1.0))
+        return ChosenLayout(RunLayout(8), FormulaStep(seconds, 0, 0, 0, 0, "none", 1.0))
 
     found = [Choice(8, layout(1.0), layout(2.0)), Choice(16, layout(1.0), layout(0.5))]
     assert turn_of(found) == "FSDP is faster below 16 GPUs, DDP with TP and PP from there on"

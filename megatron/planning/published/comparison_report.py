@@ -19,7 +19,7 @@ MEANINGS = {
     "link": "bandwidth of links that collectives reach, in 80 % of the data sheet's",
     "contention": "part of compute that is lost beside a collective",
     "power": "exponent of the power limit, in that of the data sheet",
-    "exchange": "bandwidth that exchanges of tokens reach, in 80 % of the data sheet's",
+    "expert_calls": "operations that the host launches for the experts of a layer",
 }
 """The constants, for readers of the report."""
 

@@ -29,7 +29,7 @@ LIMITS = {
     "link": (0.75, 1.1),
     "contention": (0.05, 0.3),
     "power": (0.33, 0.8),
-    "exchange": (0.5, 1.0),
+    "expert_calls": (100.0, 1000.0),
 }
 """The least and the most that a constant can be in the physics that it stands for."""
 

@@ -19,7 +19,7 @@ from megatron.planning.layer_memory import (
     NONE,
     PRODUCTS,
 )
-from megatron.planning.model_sizes import ExpertSizes, LatentSizes, Mesh, ModelSizes
+from megatron.planning.model_sizes import ExpertSizes, LatentSizes, ModelSizes, RunLayout
 from megatron.planning.published.published_runs import PublishedRun
 from megatron.planning.published.run_flags import VOCABULARY_MULTIPLE, NotExpressibleError
 from megatron.planning.software import COMPILED, EAGER, UNFUSED, Software
@@ -33,6 +33,8 @@ _TORCH_FSDP = Software(
     keeps_gathered=True,
     update_bytes=48,
 )
+
+_XLA = Software(attention="cudnn", fusion=COMPILED, loss_bytes=12, kept_logit_bytes=8)
 
 FRAMEWORKS: dict[str, Software] = {
     # User buffers overlap TP; gradients are kept in the dtype of their reduction.
@@ -64,10 +66,17 @@ FRAMEWORKS: dict[str, Software] = {
         balances_stages=True,
         update_bytes=100,
     ),
-    "maxtext": Software(attention="cudnn", fusion=COMPILED, loss_bytes=12, kept_logit_bytes=8),
+    "maxtext": _XLA,
+    "jax": _XLA,
+    "axlearn": _XLA,
+    "levanter": _XLA,
     # Its own kernels: DeepGEMM, DeepEP, a bidirectional pipeline.
     "deepseek": replace(_MEGATRON, deduplicates_tokens=True, overlaps_exchange=True),
-    "deepspeed": replace(_TORCH_FSDP, overlaps_data=True),
+    "deepspeed": _TORCH_FSDP,
+    "megatron-deepspeed": Software(attention="flash2", loss_bytes=70),
+    "llm-foundry": replace(
+        _TORCH_FSDP, attention="triton2023", has_fused_norm=True, update_bytes=100
+    ),
 }
 """What frameworks do, by the begin of their names; see [Note: software of frameworks]."""
 
@@ -156,7 +165,7 @@ def predicted_tokens_of(run: PublishedRun) -> int:
     return int(says_so is not None and not is_open)
 
 
-def mesh_of(run: PublishedRun) -> Mesh:
+def mesh_of(run: PublishedRun) -> RunLayout:
     """Return the layout of a run.
 
     Raises:
@@ -171,7 +180,7 @@ def mesh_of(run: PublishedRun) -> Mesh:
             f" {run['global_batch']}"
         )
     level = run.get("zero_level", 0)
-    return Mesh(
+    return RunLayout(
         gpus=run["gpus"],
         tensor=run["tp"],
         pipeline=run["pp"],
