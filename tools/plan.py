@@ -3,14 +3,17 @@ r"""Find the settings with which a model fits the memory of GPUs, and trains fas
 
     python tools/plan.py --model llama-3-70b --machine h100
     python tools/plan.py --gpus 16 --picture step.png --num-layers 24 --hidden-size 2048 ...
+    python tools/plan.py --check published_runs.jsonl --report published_runs.md
 
 The model is a published one, or given by the flags of pretrain_gpt.py; flags beside --model replace
 the model's own. Sizes of the mesh, the ZeRO level, recomputation and microbatches are searched. The
-best settings are simulated by the engine itself on the meta device: no GPU is needed.
+best settings are simulated by the engine itself on the meta device: no GPU is needed. --check plans
+published runs, and compares the plans with what was measured.
 """
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import math
 import os
@@ -18,6 +21,7 @@ import shlex
 import sys
 import textwrap
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -33,11 +37,21 @@ set_up_logging()
 from megatron.checkpoint.commands.command import Program  # noqa: E402
 from megatron.checkpoint.store import durable  # noqa: E402
 from megatron.planning.candidates import Choices  # noqa: E402
+from megatron.planning.layer_costs import software_of_arguments  # noqa: E402
 from megatron.planning.machine import MACHINES, Cluster, find_machine  # noqa: E402
+from megatron.planning.model_sizes import sizes_of_arguments  # noqa: E402
 from megatron.planning.picture import draw_plan  # noqa: E402
 from megatron.planning.presets import PRESETS  # noqa: E402
 from megatron.planning.proposals import Plan, costs_of_update, fixed, proposals  # noqa: E402
+from megatron.planning.published.compared_runs import compare  # noqa: E402
+from megatron.planning.published.comparison_report import (  # noqa: E402
+    draw_comparison,
+    report_lines,
+    result_lines,
+)
+from megatron.planning.published.published_runs import read_runs  # noqa: E402
 from megatron.planning.search import GIB, Prediction, model_arguments, search  # noqa: E402
+from megatron.planning.sharding_choice import choice_lines, choices_of  # noqa: E402
 
 USABLE = 0.9
 """Part of a GPU's memory that a plan may use: the rest is for CUDA, NCCL and fragments."""
@@ -89,6 +103,9 @@ class NumberList(click.ParamType):
 @click.option("--micro-batch", type=NumberList(), default=(), help="sequences of a microbatch")
 @click.option("--show", type=int, default=4, show_default=True, help="settings to show")
 @click.option("--picture", type=click.Path(path_type=Path), help="PNG of the best: memory, streams")
+@click.option("--beside-ddp", is_flag=True, help="FSDP beside DDP, on 1/4 to 4 times the GPUs")
+@click.option("--check", type=click.Path(path_type=Path), help="compare with published runs")
+@click.option("--report", type=click.Path(path_type=Path), help="Markdown of the comparison")
 @click.pass_context
 def main(
     call: click.Context,
@@ -99,26 +116,26 @@ def main(
     memory_limit: float | None,
     show: int,
     picture: Path | None,
+    beside_ddp: bool,
+    check: Path | None,
+    report: Path | None,
     **limits: tuple[int, ...] | str,
 ) -> None:
     """Print the settings, the fastest first."""
+    if check is not None:
+        check_runs(check, report, picture, [*problems_of_check(call, report, picture)])
+        return
     problems: list[str] = []
+    if report is not None:
+        problems.append("--report is that of --check, which is not given")
     if model is not None and model not in PRESETS:
         problems.append(f"--model {model} is none of {', '.join(PRESETS)}")
     if model is None and not call.args:
         problems.append("no model: give --model, or flags of pretrain_gpt.py")
     preset = PRESETS.get(model or "")
     num_gpus = gpus if gpus is not None else preset.num_gpus if preset else 0
-    if num_gpus < 1:
-        problems.append("--gpus expects the number of GPUs, at least 1")
-    if show < 1:
-        problems.append(f"--show expects at least 1 but got {show}")
-    if memory_limit is not None and not 0 < memory_limit < math.inf:
-        problems.append(f"--memory-limit expects GiB above 0 but got {memory_limit:g}")
-    if picture is not None and not picture.absolute().parent.is_dir():
-        problems.append(f"--picture {picture}: there is no folder {picture.absolute().parent}")
-    if picture is not None and importlib.util.find_spec("matplotlib") is None:
-        problems.append("--picture needs matplotlib, which is not installed")
+    problems += problems_of_numbers(num_gpus, show, memory_limit)
+    problems += problems_of_picture(picture)
     problems += problems_of_limits(limits)
     described: Cluster | None = None
     try:
@@ -130,10 +147,11 @@ def main(
     if args is not None and args.optimizer_cpu_offload and described and described.host is None:
         problems.append("--optimizer-cpu-offload needs the host in the description of --machine")
     if problems or args is None or described is None:
-        lines = [f"  {number}. {problem}" for number, problem in enumerate(problems, 1)]
-        raise click.UsageError("\n".join(["these have to be changed:", *lines]))
+        raise refusal(problems)
 
     limit = memory_limit * GIB if memory_limit else USABLE * described.memory_bytes
+    if beside_ddp:
+        return show_beside_ddp(args, num_gpus, described, limit)
     choices = Choices(**limits)  # type: ignore[arg-type]  # checked above
     click.echo(f"{num_gpus} GPUs of {described.name}, {limit / GIB:.1f} GiB of each")
     try:
@@ -149,6 +167,120 @@ def main(
         click.echo(line)
     if picture is not None:
         draw(found[0], limit, picture)
+
+
+def refusal(problems: list[str]) -> click.UsageError:
+    """Return the error that lists everything that is wrong with a command line."""
+    lines = [f"  {number}. {problem}" for number, problem in enumerate(problems, 1)]
+    return click.UsageError("\n".join(["these have to be changed:", *lines]))
+
+
+def check_runs(path: Path, report: Path | None, picture: Path | None, problems: list[str]) -> None:
+    """Plan published runs, and print the plans beside what was measured.
+
+    Args:
+        path: of the runs.
+        report: Markdown to write; None: none.
+        picture: PNG to write; None: none.
+        problems: of the command line.
+    """
+    try:
+        runs = read_runs(path)
+    except ValueError as error:
+        problems.append(f"--check: {error}")
+    if problems:
+        raise refusal(problems)
+    compared, left_out = compare(runs)
+    for line in result_lines(compared, left_out):
+        click.echo(line)
+    if report is not None:
+        command = f"python tools/plan.py --check {path.name} --report {report.name}"
+        with durable.naming(report):
+            report.write_text("\n".join([*report_lines(compared, left_out, command), ""]))
+        click.echo(f"the report is {report}")
+    if picture is not None and compared:
+        with durable.naming(picture):
+            draw_comparison(compared, picture)
+        click.echo(f"the comparison is drawn in {picture}")
+
+
+def problems_of_check(
+    call: click.Context, report: Path | None, picture: Path | None
+) -> Iterator[str]:
+    """Yield what is wrong with the options beside --check.
+
+    Args:
+        call: of the command.
+        report: Markdown to write; None: none.
+        picture: PNG to write; None: none.
+    """
+    for name, source in given_options(call).items():
+        if name not in ("check", "report", "picture"):
+            yield f"{source} does not go with --check, whose runs have their own"
+    if call.args:
+        yield f"{call.args[0]} does not go with --check, whose runs have their own models"
+    if report is not None and not report.absolute().parent.is_dir():
+        yield f"--report {report}: there is no folder {report.absolute().parent}"
+    yield from problems_of_picture(picture)
+
+
+def given_options(call: click.Context) -> dict[str, str]:
+    """Return the names of the options that were given, and how they are spelled."""
+    given: dict[str, str] = {}
+    for name in call.params:
+        if call.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
+            given[name] = f"--{name.replace('_', '-')}"
+    return given
+
+
+def problems_of_numbers(num_gpus: int, show: int, memory_limit: float | None) -> Iterator[str]:
+    """Yield a problem for every number that is too small.
+
+    Args:
+        num_gpus: of --gpus or of the model's preset, 0 if neither has it.
+        show: settings to show.
+        memory_limit: GiB of a GPU; None: not given.
+    """
+    if num_gpus < 1:
+        yield "--gpus expects the number of GPUs, at least 1"
+    if show < 1:
+        yield f"--show expects at least 1 but got {show}"
+    if memory_limit is not None and not 0 < memory_limit < math.inf:
+        yield f"--memory-limit expects GiB above 0 but got {memory_limit:g}"
+
+
+def problems_of_picture(picture: Path | None) -> Iterator[str]:
+    """Yield what stands in the way of a picture."""
+    if picture is None:
+        return
+    if not picture.absolute().parent.is_dir():
+        yield f"--picture {picture}: there is no folder {picture.absolute().parent}"
+    if importlib.util.find_spec("matplotlib") is None:
+        yield "--picture needs matplotlib, which is not installed"
+
+
+def show_beside_ddp(
+    args: argparse.Namespace, num_gpus: int, machine: Cluster, limit: float
+) -> None:
+    """Print the fastest layouts of FSDP and of DDP, on fewer and on more GPUs too.
+
+    Args:
+        args: the completed arguments of the model on one rank.
+        num_gpus: of the run.
+        machine: on which the model is trained.
+        limit: bytes of a GPU.
+    """
+    numbers = [num_gpus * 2**power // 4 for power in range(5)]
+    found = choices_of(
+        sizes=sizes_of_arguments(args),
+        global_batch=args.global_batch_size,
+        machine=machine,
+        software=replace(software_of_arguments(args), overlaps_data=True),
+        memory_limit=limit,
+        gpus=sorted({number for number in numbers if number}),
+    )
+    for line in choice_lines(found):
+        click.echo(line)
 
 
 def draw(found: Prediction, limit: float, picture: Path) -> None:

@@ -10,8 +10,6 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
-from megatron.core import parallel_state
 from torch import nn
 
 from megatron.fsdp.trace.recorder import TraceEntry
@@ -23,8 +21,9 @@ from megatron.mcore_adapter.coded_weights import (
     gathered_part,
 )
 from megatron.mcore_adapter.run.wrapped_model import unwrap
+from megatron.planning.gpu_kernels import FITTED
 from megatron.planning.host_copies import follow_copies
-from megatron.planning.layer_costs import GptCosts, ModelRanks
+from megatron.planning.layer_costs import GptCosts
 from megatron.planning.machine import Cluster
 from megatron.planning.optimizer_update import PlannedUpdate, plan_update
 from megatron.planning.simulation import Copy, Simulator, StepResult, attach, simulating
@@ -82,7 +81,8 @@ class StagePrediction:
         """Seconds in which compute waits for the communication of shards, and for their copies."""
         computed = self.step.compute_seconds - self.update.seconds
         computed *= self.num_microbatches / self.num_simulated
-        return self.seconds - computed - self.update.seconds
+        # Microbatches that were left out have fewer collectives beside them than those simulated.
+        return max(0.0, self.seconds - computed - self.update.seconds)
 
 
 def simulate_stage(
@@ -90,6 +90,7 @@ def simulate_stage(
     machine: Cluster,
     stage: int = 0,
     max_microbatches: int | None = 3,
+    costs: GptCosts | None = None,
 ) -> StagePrediction:
     """Simulate two steps of a pipeline stage's first rank, and return the second.
 
@@ -98,7 +99,9 @@ def simulate_stage(
         machine: on which the model is trained.
         stage: the pipeline stage.
         max_microbatches: simulate so many beside those that a pipeline begins first; None: all.
+        costs: of the modules; None: those of ``pretrain_gpt.py`` with these arguments.
     """
+    costs = costs or GptCosts(args, machine)
     num_stages = args.pipeline_model_parallel_size
     num_microbatches = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
     num_ahead = min(num_stages - stage - 1, num_microbatches)
@@ -107,10 +110,14 @@ def simulate_stage(
         num_simulated = min(num_microbatches, num_ahead + max_microbatches)
 
     def seconds_of(entry: TraceEntry) -> float:
-        return machine.collective_seconds(entry.name, entry.num_bytes, entry.ranks)
+        seconds = machine.collective_seconds(entry.name, entry.num_bytes, entry.ranks)
+        return seconds / FITTED.link
 
-    with pretending(args, stage), simulating(seconds_of) as simulator:
-        model = sharded_skeleton(args, machine, simulator)
+    with (
+        pretending(args, stage),
+        simulating(seconds_of, contention=FITTED.contention) as simulator,
+    ):
+        model = sharded_skeleton(args, machine, simulator, costs)
         update = plan_update(args, machine, model.module)
         simulator.change_memory(update.state_bytes)
         step = StepResult()
@@ -128,9 +135,16 @@ def simulate_stage(
 
 
 def sharded_skeleton(
-    args: argparse.Namespace, machine: Cluster, simulator: Simulator
+    args: argparse.Namespace, machine: Cluster, simulator: Simulator, costs: GptCosts
 ) -> FullyShardedDataParallel:
-    """Build the model of a stage on the meta device, shard it, and make it a skeleton."""
+    """Build the model of a stage on the meta device, shard it, and make it a skeleton.
+
+    Args:
+        args: the completed arguments.
+        machine: on which the model is trained.
+        simulator: the clock and the memory.
+        costs: of the modules.
+    """
     on_meta = argparse.Namespace(**vars(args) | PLAIN)
     # Parameters of Transformer Engine's layers have the same sizes, but are made on a GPU only.
     on_meta.transformer_impl, on_meta.moe_grouped_gemm = "local", False
@@ -146,7 +160,6 @@ def sharded_skeleton(
     attach(simulator, engine, factors)
     follow_copies(simulator, engine, machine)
     units = [each.module for each in engine._units if each.module is not None]
-    costs = GptCosts(args, machine, model_ranks())
     make_skeleton(engine.module, units, simulator, costs.of, passed_weights(chunk))
     if unwrap(chunk).post_process:
         engine.module.forward = _with_loss(engine.module.forward)
@@ -156,17 +169,6 @@ def sharded_skeleton(
 def _with_loss(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """Return a forward that ends with an operation: the loss, after the last unit."""
     return lambda *inputs: forward(*inputs).clone()
-
-
-def model_ranks() -> ModelRanks:
-    """Return the ranks between which a layer is divided, from Megatron-Core's process groups."""
-    groups = (
-        parallel_state.get_tensor_model_parallel_group(),
-        parallel_state.get_context_parallel_group(),
-        parallel_state.get_expert_model_parallel_group(),
-        parallel_state.get_expert_tensor_parallel_group(),
-    )
-    return ModelRanks(*map(dist.get_process_group_ranks, groups))
 
 
 def passed_weights(chunk: nn.Module) -> dict[nn.Module, tuple[nn.Module, str]]:

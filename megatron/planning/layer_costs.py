@@ -1,87 +1,58 @@
 # SPDX-License-Identifier: Apache-2.0
 """The cost of the modules of a GPT model: seconds of their forward and backward, and activations.
 
-[Note: activations] Bytes that a layer keeps for its backward are those of its matrix products,
-norms and activation function, with an attention kernel that keeps no scores. For each token, in
-elements of the compute dtype, with h the hidden size and f the width of the MLP:
-
-    two norms          4 h             their inputs, and their results, which projections keep
-    attention          q + k + v + o   the widths of queries, keys, values and the result
-    MLP                3 f or 2 f      gated or not: what enters and leaves the activation function
-    router             4 E             two fp32 tables over E experts
-    experts            k (h + 3 f)     the tokens that the router sends to k experts of width f
-    latent attention   2 r             the results of its down-projections, before and after a norm
-
-For a layer with 4 h = f and no gate that is 16 elements, 32 bytes in bf16. Source: Korthikanti et
-al., arXiv:2205.05198, equation 2, has 34: two masks of dropout come on top, and are left out here.
-Tensor parallelism of t ranks divides all of them by t if it includes sequence parallelism (equation
-4), and otherwise all but those of norms (equation 2). With full recomputation only the input of a
-layer, h, is kept, and the rest exists during the backward of that layer. The output layer keeps two
-inputs of its norm and projection, and the logits in the compute dtype and in fp32.
-
-[Note: seconds] Matrix products take the FLOPs of ``pretrain/flops.py`` at the FLOP/s that the
-machine reaches, and backward twice as long as forward. Communication inside of a layer does not
-overlap: gathers and scatters of activations over tensor ranks, exchanges of tokens between expert
-ranks, and of keys and values between context ranks. Recomputation repeats a forward.
+The seconds are those of ``layer_seconds.py``, the activations those of ``layer_memory.py``.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
+from megatron.planning.gpu_kernels import FITTED, Fitted
+from megatron.planning.layer_memory import ATTENTION_CORE, FULL, NONE, LayerMemory
+from megatron.planning.layer_seconds import LayerWork
 from megatron.planning.machine import Cluster
+from megatron.planning.model_sizes import mesh_of_arguments, sizes_of_arguments
 from megatron.planning.skeleton import NO_COST, Cost
-from megatron.pretrain.model.flops import (
-    attention_multiply_adds,
-    expert_multiply_adds,
-    mlp_multiply_adds,
-)
+from megatron.planning.software import Software
+from megatron.planning.spent_seconds import Spent
 
-BYTES_OF_LOGITS = 4
-"""The loss is computed in fp32."""
-
-
-@dataclass(frozen=True)
-class ModelRanks:
-    """The ranks between which one layer is divided.
-
-    Args:
-        tensor: that divide its matrices.
-        context: that divide its sequences.
-        expert: that divide its experts.
-        expert_tensor: that divide the matrices of one expert.
-    """
-
-    tensor: Sequence[int]
-    context: Sequence[int]
-    expert: Sequence[int]
-    expert_tensor: Sequence[int]
+MEGATRON_CORE = Software(loss_bytes=30, kept_logit_bytes=8)
+"""The layers of ``pretrain_gpt.py``: Transformer Engine's, and Megatron-Core's fused loss."""
 
 
 class GptCosts:
-    """The costs of the modules of a GPT model; see [Note: activations] and [Note: seconds].
+    """The costs of the modules of a GPT model.
 
     Args:
         args: the completed arguments, with ``padded_vocab_size``.
         machine: on which the model is trained.
-        ranks: between which a layer is divided.
+        software: of the run; None: that of ``pretrain_gpt.py``, as the arguments ask for it.
+        recompute: what the backward computes again, and the part of layers that are recomputed;
+            None: as the arguments ask for it.
+        fitted: constants of the model of time.
     """
 
-    def __init__(self, args: argparse.Namespace, machine: Cluster, ranks: ModelRanks):
-        self._args = args
-        self._machine = machine
-        self._ranks = ranks
-        self._size = 2 if args.bf16 or args.fp16 else 4
-        self._num_tokens = args.micro_batch_size * args.seq_length // args.context_parallel_size
-        self._tensor = args.tensor_model_parallel_size
-        self._sequence = self._tensor if args.sequence_parallel else 1
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        machine: Cluster,
+        software: Software | None = None,
+        recompute: tuple[str, float] | None = None,
+        fitted: Fitted = FITTED,
+    ):
+        sizes, mesh = sizes_of_arguments(args), mesh_of_arguments(args)
+        software = software_of_arguments(args) if software is None else software
+        self._recompute, self._part = recompute or (recompute_of_arguments(args), 1.0)
+        self._num_outputs = 1 + sizes.predicted_tokens
+        self._work = LayerWork(sizes, mesh, machine, software, fitted)
+        self._memory = LayerMemory(sizes, mesh, software, self._recompute, self._part)
 
     def of(self, module: nn.Module) -> Cost:
         """Return the cost of a module of the model that has no unit inside."""
@@ -93,100 +64,42 @@ class GptCosts:
 
     def of_layer(self, has_experts: bool) -> Cost:
         """Return the cost of a transformer layer."""
-        forward = self._seconds_of(self._multiply_adds(has_experts))
-        communication = self._communication(has_experts)
-        kept = self._layer_bytes(has_experts)
-        backward = 2 * forward + communication
-        forward += communication
-        if self._args.recompute_granularity != "full":
-            return Cost(forward, backward, kept)
-        return Cost(forward, backward + forward, self._input_bytes, kept)
+        forward, backward = self._work.forward_and_backward(
+            has_experts, self._recompute, self._part
+        )
+        kept = int(self._memory.kept(has_experts))
+        recomputed = 0
+        if self._recompute != NONE:
+            recomputed = int(self._memory.whole_layer(has_experts))
+            if self._recompute != FULL:
+                recomputed -= kept
+        return Cost(forward, backward, kept, recomputed)
 
     def of_output(self) -> Cost:
         """Return the cost of the output layer, with the loss."""
-        args = self._args
-        forward = self._seconds_of(args.hidden_size * args.padded_vocab_size)
-        logits = self._num_tokens * args.padded_vocab_size // self._tensor
-        kept = 2 * self._input_bytes + logits * (self._size + BYTES_OF_LOGITS)
-        return Cost(forward, 2 * forward, kept)
+        seconds = self._work.of_output()
+        forward, backward = seconds.forward, seconds.backward(Spent())
+        times = self._num_outputs
+        return Cost(times * forward, times * backward, int(times * self._memory.output_kept))
 
-    # ---- computation
 
-    def _multiply_adds(self, has_experts: bool) -> float:
-        args = self._args
-        own = (
-            expert_multiply_adds(args)
-            if has_experts
-            else mlp_multiply_adds(args.hidden_size, args.ffn_hidden_size, is_gated=args.swiglu)
-        )
-        return attention_multiply_adds(args) + own
+def software_of_arguments(args: argparse.Namespace) -> Software:
+    """Return the software of a run of ``pretrain_gpt.py`` by its completed arguments."""
+    return replace(
+        MEGATRON_CORE,
+        overlaps_tensor=bool(getattr(args, "tp_comm_overlap", False)),
+        overlaps_data=bool(args.overlap_grad_reduce),
+        uses_fp8=bool(args.fp8),
+        uses_graphs=getattr(args, "cuda_graph_impl", "none") != "none",
+        reduce_bytes=2 if args.grad_reduce_in_bf16 else 4,
+    )
 
-    def _seconds_of(self, multiply_adds: float) -> float:
-        """Return the seconds of a forward with so many multiply-adds for each token."""
-        flops = 2 * multiply_adds * self._num_tokens / self._tensor
-        return flops / (self._machine.flops * self._machine.compute_efficiency)
 
-    # ---- activations
-
-    @property
-    def _input_bytes(self) -> int:
-        """Bytes of the input of a layer."""
-        return self._num_tokens * self._args.hidden_size * self._size // self._sequence
-
-    def _layer_bytes(self, has_experts: bool) -> int:
-        """Return the bytes that a layer keeps without recomputation."""
-        args = self._args
-        divided = self._attention_width()
-        if has_experts:
-            routed = args.hidden_size + self._mlp_width(args.moe_ffn_hidden_size)
-            divided += args.moe_router_topk * routed
-            divided += self._mlp_width(args.moe_shared_expert_intermediate_size or 0)
-            divided += 4 * args.num_experts // self._size * 2
-        else:
-            divided += self._mlp_width(args.ffn_hidden_size)
-        inner = self._num_tokens * divided * self._size // self._tensor
-        return int(4 * self._input_bytes + inner)
-
-    def _mlp_width(self, width: int) -> int:
-        return (3 if self._args.swiglu else 2) * width
-
-    def _attention_width(self) -> int:
-        args = self._args
-        heads = args.num_attention_heads
-        if not args.multi_latent_attention:
-            groups = args.num_query_groups if args.group_query_attention else heads
-            return int(2 * args.kv_channels * (heads + groups))
-        query = args.qk_head_dim + args.qk_pos_emb_head_dim
-        latent = 2 * (args.kv_lora_rank + (args.q_lora_rank or 0)) + args.qk_pos_emb_head_dim
-        return int(heads * (2 * query + 2 * args.v_head_dim) + latent)
-
-    # ---- communication inside of a layer
-
-    def _communication(self, has_experts: bool) -> float:
-        """Return the seconds of the communication of one forward."""
-        args, machine, ranks = self._args, self._machine, self._ranks
-        activation = self._num_tokens * args.hidden_size * self._size
-        divided_parts = 1 if has_experts else 2
-        seconds = divided_parts * machine.collective_seconds("all_reduce", activation, ranks.tensor)
-        keys_and_values = self._keys_and_values() * args.context_parallel_size
-        seconds += machine.collective_seconds("all_gather", keys_and_values, ranks.context)
-        if has_experts:
-            routed = activation * args.moe_router_topk // self._tensor
-            seconds += 2 * machine.exchange_seconds(routed, ranks.expert)
-            gathered = routed * len(ranks.expert_tensor)
-            seconds += machine.collective_seconds("all_reduce", gathered, ranks.expert_tensor)
-        return seconds
-
-    def _keys_and_values(self) -> int:
-        """Return the bytes of the keys and values of this rank's tokens."""
-        args = self._args
-        if args.multi_latent_attention:
-            width = args.qk_head_dim + args.qk_pos_emb_head_dim + args.v_head_dim
-            width *= args.num_attention_heads
-        else:
-            groups = args.num_query_groups if args.group_query_attention else None
-            width = 2 * args.kv_channels * (groups or args.num_attention_heads)
-        return int(self._num_tokens * width * self._size // self._tensor)
+def recompute_of_arguments(args: argparse.Namespace) -> str:
+    """Return what the backward of a run of ``pretrain_gpt.py`` computes again."""
+    if args.recompute_granularity == "full":
+        return FULL
+    return ATTENTION_CORE if args.recompute_granularity == "selective" else NONE
 
 
 def _is_output_layer(module: nn.Module) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from math import ceil, inf, log2
 from pathlib import Path
 from typing import Any
@@ -68,9 +68,16 @@ class Cluster:
         gpus_per_node: GPUs that the links inside a node connect.
         inside: link of a GPU inside its node.
         between: link of a GPU to other nodes.
-        compute_efficiency: part of ``flops`` that the layers of a model reach.
+        compute_efficiency: part of ``flops`` that the best matrix products reach.
         link_efficiency: part of the bandwidth of links that collectives and copies reach.
         host: of a node; None: unknown, so nothing can be offloaded to it.
+        processors: multiprocessors of a GPU.
+        fp8_flops: FLOP/s of a GPU's data sheet, dense, in FP8; None: it has none.
+        fp8_efficiency: part of ``fp8_flops`` that the best matrix products reach.
+        power_part: limit of a GPU's power, in that of the data sheet.
+        joined_gpus: GPUs that NVLink joins, where these are more than a node; None: a node.
+        host_speed: of a core that launches operations, in that of DGX H100.
+        generation: ``ampere``, ``hopper`` or ``blackwell``, for the speed of attention.
     """
 
     name: str
@@ -80,9 +87,21 @@ class Cluster:
     gpus_per_node: int
     inside: Link
     between: Link
-    compute_efficiency: float = 0.55
+    compute_efficiency: float = 0.8
     link_efficiency: float = 0.8
     host: Host | None = None
+    processors: int = 132
+    fp8_flops: float | None = None
+    fp8_efficiency: float = 0.7
+    power_part: float = 1.0
+    joined_gpus: int | None = None
+    host_speed: float = 1.0
+    generation: str = "hopper"
+
+    @property
+    def domain(self) -> int:
+        """GPUs that the links inside of a node, or of a rack, join."""
+        return max(self.joined_gpus or 0, self.gpus_per_node)
 
     def collective_seconds(self, name: str, num_bytes: float, ranks: Sequence[int]) -> float:
         """Return the seconds of a collective; see [Note: the time of a collective].
@@ -95,7 +114,7 @@ class Cluster:
         num_ranks = len(ranks)
         if num_ranks < 2:
             return 0.0
-        nodes = {rank // self.gpus_per_node for rank in ranks}
+        nodes = {rank // self.domain for rank in ranks}
         per_node = num_ranks / len(nodes)
         inside = num_bytes * (num_ranks - 1) / num_ranks / self.inside.bytes_per_second
         between = num_bytes * (len(nodes) - 1) / len(nodes)
@@ -105,21 +124,32 @@ class Cluster:
         seconds = max(inside, between) / self.link_efficiency + ceil(log2(num_ranks)) * link.latency
         return 2 * seconds if name == "all_reduce" else seconds
 
-    def exchange_seconds(self, num_bytes: float, ranks: Sequence[int]) -> float:
-        """Return the seconds of an all-to-all; ``num_bytes`` are what a rank has for all ranks."""
+    def exchange_seconds(self, num_bytes: float, ranks: Sequence[int], copies: int = 0) -> float:
+        """Return the seconds of an all-to-all.
+
+        Args:
+            num_bytes: that a rank has for all ranks.
+            ranks: that take part.
+            copies: of each token among these bytes, of which those for one node travel as one
+                between nodes; 0: all travel.
+        """
         num_ranks = len(ranks)
         if num_ranks < 2:
             return 0.0
-        nodes = {rank // self.gpus_per_node for rank in ranks}
+        nodes = {rank // self.domain for rank in ranks}
         here = num_ranks / len(nodes)
         inside = num_bytes * (here - 1) / num_ranks / self.inside.bytes_per_second
         between = num_bytes * (num_ranks - here) / num_ranks / self.between.bytes_per_second
+        if copies > 1:  # nodes that are different among so many, in the mean
+            others = 1 - 1 / len(nodes)
+            between *= len(nodes) * (1 - others**copies) / copies
+            inside = num_bytes * (num_ranks - 1) / num_ranks / self.inside.bytes_per_second
         link = self.between if len(nodes) > 1 else self.inside
         return max(inside, between) / self.link_efficiency + link.latency
 
     def message_seconds(self, num_bytes: float, distance: int) -> float:
         """Return the seconds of a message to the rank whose number differs by ``distance``."""
-        link = self.inside if distance < self.gpus_per_node else self.between
+        link = self.inside if distance < self.domain else self.between
         return num_bytes / (link.bytes_per_second * self.link_efficiency) + link.latency
 
     def ranks_of_node(self, num_gpus: int) -> int:
@@ -167,18 +197,91 @@ def _node_of_8(
     )
 
 
+_H100 = replace(
+    _node_of_8("H100", 80, 3.35, 450, 614),
+    fp8_flops=1979e12,
+    compute_efficiency=0.763,
+    fp8_efficiency=0.674,
+)
+_B200 = replace(
+    _node_of_8("B200", 180, 8.0, 900, 717),
+    fp8_flops=4500e12,
+    compute_efficiency=0.635,
+    fp8_efficiency=0.624,
+    processors=148,
+    generation="blackwell",
+)
+_A100 = replace(
+    _node_of_8("A100", 80, 2.039, 300, 410),
+    compute_efficiency=0.869,
+    between=Link(25e9, 10e-6),
+    host=Host(128, 2 * 10**12, 410e9, 32e9),
+    processors=108,
+    generation="ampere",
+)
+_GB200 = replace(
+    _B200,
+    name="gb200",
+    flops=2500e12,
+    fp8_flops=5000e12,
+    compute_efficiency=0.60,
+    fp8_efficiency=0.59,
+    memory_bytes=186 * 10**9,
+    gpus_per_node=4,
+    joined_gpus=64,
+    host_speed=0.75,
+    host=Host(144, 960 * 10**9, 1024e9, 450e9),
+    processors=152,
+)
+
 MACHINES = {
     # NVIDIA H100 Tensor Core GPU, data sheet (SXM): 80 GB, 3.35 TB/s, NVLink 900 GB/s.
-    "h100": _node_of_8("H100", 80, 3.35, 450, 614),
+    "h100": _H100,
     # NVIDIA H200 Tensor Core GPU, data sheet (SXM): 141 GB, 4.8 TB/s, NVLink 900 GB/s.
-    "h200": _node_of_8("H200", 141, 4.8, 450, 614),
+    "h200": replace(
+        _H100,
+        name="h200",
+        memory_bytes=141 * 10**9,
+        memory_bytes_per_second=4.8e12,
+    ),
     # NVIDIA DGX B200, data sheet, of 8 GPUs: 1,440 GB, 64 TB/s, NVLink 14.4 TB/s.
-    "b200": _node_of_8("B200", 180, 8.0, 900, 717),
+    "b200": _B200,
+    # NVIDIA A100 80GB Tensor Core GPU, data sheet (SXM): 80 GB, 2.04 TB/s, NVLink 600 GB/s.
+    "a100": _A100,
+    # NVIDIA GB200 NVL72, data sheet: 72 GPUs, 13.4 TB, 576 TB/s, NVLink 130 TB/s.
+    "gb200": _GB200,
+    # NVIDIA GB300 NVL72, data sheet: 72 GPUs, 20 TB, 576 TB/s; adapters of 800 Gb/s.
+    "gb300": replace(
+        _GB200,
+        name="gb300",
+        memory_bytes=288 * 10**9,
+        between=Link(100e9, 10e-6),
+    ),
+    # The same chip as B200 with more memory: NVIDIA DGX B300, data sheet.
+    "b300": replace(
+        _B200,
+        name="b300",
+        memory_bytes=288 * 10**9,
+        between=Link(100e9, 10e-6),
+    ),
+    # H800: an H100 with NVLink of 400 GB/s (DeepSeek-V3 Technical Report, section 3.1).
+    "h800": replace(_H100, name="h800", inside=Link(200e9, 3e-6)),
+    # A800: an A100 with NVLink of 400 GB/s.
+    "a800": replace(_A100, name="a800", inside=Link(200e9, 3e-6)),
 }
-"""Nodes of 8 GPUs. The adapters are those of DGX H100, H200 and B200: 8 ConnectX-7 of 400 Gb/s, so
-50 GB/s for each GPU and direction. So are the hosts: 2 TB, two Xeon 8480C (B200: 8570) of 56 cores
-with eight channels of DDR5-4800 (DDR5-5600) each, and PCIe 5.0 with 16 lanes, 64 GB/s in one
-direction, for each GPU. Latencies and efficiencies are assumptions, not data sheets'."""
+"""Nodes of 8 GPUs; GB200 and GB300 nodes of 4, of which 64 in a rack are used together. Adapters
+are those of DGX H100, H200 and B200: 8 ConnectX-7 of 400 Gb/s, so 50 GB/s for each GPU and
+direction (DGX A100: 200 Gb/s). So are the hosts: 2 TB, two Xeon 8480C (B200: 8570) of 56 cores with
+eight channels of DDR5-4800 (DDR5-5600) each, and PCIe 5.0 with 16 lanes, 64 GB/s in one direction,
+for each GPU.
+
+``compute_efficiency`` is that of the best matrix products that such a GPU sustains, at the clock
+that its power allows. Source: S. Bekman, Machine Learning Engineering, compute/accelerator, at
+github.com/stas00/ml-engineering: maximum sustainable FLOPS of H200 (755 TFLOP/s, the same chip as
+H100) and B200 (1,429). These are 0.95 and 0.82 of the maximum achievable FLOPS in its table. FP8
+and GB200 are those of that table (FP8 on H100 0.709, on B200 0.763; GB200 0.729 and 0.723) times
+these. A100 is that of the table (271 of 312). Grace's cores have about 3/4 of the others' speed in
+one thread (3.1 to 3.4 GHz beside 3.8). Latencies and ``link_efficiency`` are assumptions."""
 
 
 PARTS = {"inside": Link, "between": Link, "host": Host}
@@ -223,7 +326,7 @@ def _problems_of(values: Any, kind: type = Cluster, place: str = "") -> list[str
             continue
         if name in PARTS:
             problems += _problems_of(values[name], PARTS[name], f"{name}.")
-        elif name != "name" and _number_problem(values[name]):
+        elif declared[name].type != "str" and _number_problem(values[name]):
             problems.append(f"{place}{name}: {_number_problem(values[name])}")
     return problems
 

@@ -18,7 +18,8 @@ from megatron.fsdp import ShardingStrategy
 from megatron.mcore_adapter.coded_weights import PLAIN, layers_of
 from megatron.mcore_adapter.run.wrapped_model import unwrap
 from megatron.planning.candidates import Candidate
-from megatron.planning.layer_costs import GptCosts, ModelRanks
+from megatron.planning.gpu_kernels import FITTED
+from megatron.planning.layer_costs import GptCosts
 from megatron.planning.machine import Cluster
 from megatron.planning.optimizer_update import HOST_UPDATE_BYTES
 from megatron.planning.skeleton import Cost
@@ -100,7 +101,7 @@ class QuickEstimates:
     def of(self, candidate: Candidate) -> QuickEstimate:
         """Return the estimate of a candidate."""
         args = arguments_of(self._args, candidate, self._num_gpus)
-        costs = GptCosts(args, self._machine, _ranks_of(candidate, args))
+        costs = GptCosts(args, self._machine)
         cost_of = {
             DENSE: costs.of_layer(False),
             EXPERTS: costs.of_layer(True) if args.num_experts else Cost(),
@@ -160,11 +161,12 @@ class QuickEstimates:
         for part in parts:
             # Experts are sharded over fewer ranks than this, which is as fast between nodes.
             gathered = memory_of[part].gathered
-            gather = self._machine.collective_seconds("all_gather", gathered, ranks)
+            gather = self._machine.collective_seconds("all_gather", gathered, ranks) / FITTED.link
             reduced = memory_of[part].local_gradients if candidate.level >= 2 else 0
             reduce = self._machine.collective_seconds("reduce_scatter", reduced, ranks)
-            seconds += max(cost_of[part].forward, gather)
-            seconds += max(cost_of[part].backward, gather, reduce)
+            reduce /= FITTED.link
+            seconds += _overlapped(cost_of[part].forward, gather)
+            seconds += _overlapped(cost_of[part].backward, max(gather, reduce))
         return seconds
 
     def _memory_of(
@@ -207,6 +209,11 @@ class QuickEstimates:
         return self._built[key]
 
 
+def _overlapped(compute: float, message: float) -> float:
+    """Return the seconds of compute beside a collective that slows it."""
+    return max(compute + FITTED.contention * min(compute, message), message)
+
+
 def unlike_stages(num_stages: int) -> list[int]:
     """Return the first pipeline stage, one from the middle, and the last one."""
     return sorted({0, min(1, num_stages - 1), num_stages - 1})
@@ -235,15 +242,4 @@ def _bytes_of(
     kept = under_way * sum(cost_of[part].kept_bytes for part in parts)
     return (
         lasting + waiting + gathered + kept + max(cost_of[part].recomputed_bytes for part in parts)
-    )
-
-
-def _ranks_of(candidate: Candidate, args: argparse.Namespace) -> ModelRanks:
-    """Return the ranks of the first one's groups, in Megatron-Core's order of axes."""
-    expert_tensor = args.expert_tensor_parallel_size
-    return ModelRanks(
-        range(candidate.tensor),
-        range(0, candidate.tensor * candidate.context, candidate.tensor),
-        range(0, expert_tensor * candidate.expert, expert_tensor),
-        range(expert_tensor),
     )

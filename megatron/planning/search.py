@@ -32,12 +32,9 @@ CHOSEN = {
 """Flags that the search chooses, and the option of the planner that limits them."""
 
 NOT_SIMULATED = {
-    "--num-layers-per-virtual-pipeline-stage": "interleaved stages",
+    "--num-layers-per-virtual-pipeline-stage": "interleaved stages (but by --beside-ddp)",
     "--pipeline-model-parallel-layout": "layouts of stages",
     "--megatron-fsdp-enable-fine-grained-param-gather": "units inside of layers",
-    "--fsdp-double-buffer": "memory slots",
-    "--nccl-ub": "memory slots",
-    "--mtp-num-layers": "layers that predict further tokens",
     "--hybrid-layer-pattern": "a HybridModel",
 }
 """Flags that are refused, and what they ask for."""

@@ -108,6 +108,7 @@ class Simulator(Recorder):
 
     Args:
         collective_seconds: the duration of collectives; None: they take none.
+        contention: part of compute that is lost while a collective is under way.
 
     Attributes:
         compute: the clock of the compute stream, in seconds.
@@ -115,8 +116,11 @@ class Simulator(Recorder):
         step: the step that is simulated.
     """
 
-    def __init__(self, collective_seconds: CollectiveSeconds | None = None):
+    def __init__(
+        self, collective_seconds: CollectiveSeconds | None = None, contention: float = 0.0
+    ):
         super().__init__()
+        self._contention = contention
         self.compute = 0.0
         self.num_bytes = 0
         self.step = StepResult()
@@ -182,7 +186,11 @@ class Simulator(Recorder):
     # ---- the model's calls
 
     def spend(self, seconds: float, name: str, unit: str) -> None:
-        """Let compute work for some seconds."""
+        """Let compute work for some seconds, and longer beside collectives."""
+        busy = 0.0
+        for end in self._streams.values():
+            busy = max(busy, min(end - self.compute, seconds))
+        seconds += self._contention * busy
         self._add(COMPUTE, name, unit, self.compute, self.compute + seconds)
         self.compute += seconds
 
@@ -234,9 +242,16 @@ class Simulator(Recorder):
 
 
 @contextmanager
-def simulating(collective_seconds: CollectiveSeconds | None = None) -> Iterator[Simulator]:
-    """Record by a simulator inside the context, in which models are sharded and trained."""
-    simulator = Simulator(collective_seconds)
+def simulating(
+    collective_seconds: CollectiveSeconds | None = None, contention: float = 0.0
+) -> Iterator[Simulator]:
+    """Record by a simulator inside the context, in which models are sharded and trained.
+
+    Args:
+        collective_seconds: the duration of collectives; None: they take none.
+        contention: part of compute that is lost while a collective is under way.
+    """
+    simulator = Simulator(collective_seconds, contention)
     observe.add(simulator)
     try:
         yield simulator

@@ -65,6 +65,7 @@ CASES = {
         "level1": "--data-parallel-sharding-strategy optim",
         "level2": "--data-parallel-sharding-strategy optim_grads",
         "level3": "--data-parallel-sharding-strategy optim_grads_params",
+        "slots": "--fsdp-double-buffer --overlap-param-gather --overlap-grad-reduce",
         "untied": "--untie-embeddings-and-output-weights --overlap-param-gather"
         " --overlap-grad-reduce",
     },

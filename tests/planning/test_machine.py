@@ -86,5 +86,5 @@ def test_everything_wrong_with_a_file_is_told(tmp_path: Path) -> None:
 
 
 def test_a_machine_that_is_no_file_either_is_refused() -> None:
-    with pytest.raises(ValueError, match="none of h100, h200, b200, and no file"):
-        find_machine("a100")
+    with pytest.raises(ValueError, match=r"none of h100, h200, .*, and no file"):
+        find_machine("abacus")

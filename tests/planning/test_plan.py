@@ -12,7 +12,7 @@ import torch.distributed as dist
 from click.testing import CliRunner
 
 from megatron.planning.candidates import Candidate, Choices, candidates, layers_of_ends
-from megatron.planning.layer_costs import GptCosts, ModelRanks
+from megatron.planning.layer_costs import GptCosts
 from megatron.planning.machine import MACHINES
 from megatron.planning.presets import PRESETS
 from megatron.planning.search import model_arguments
@@ -24,7 +24,6 @@ TINY = (
     " --vocab-size 100 --max-position-embeddings 32 --global-batch-size 8 --swiglu"
     " --normalization RMSNorm --disable-bias-linear --position-embedding-type rope"
 )
-ALONE = ModelRanks([0], [0], [0], [0])
 
 
 def planned(words: list[str]) -> tuple[int, str]:
@@ -79,10 +78,10 @@ def test_a_published_model_has_as_many_parameters_as_its_report_says(
 
 def test_the_activations_of_a_layer_are_those_of_the_literature() -> None:
     args = completed(TINY.replace("--swiglu", "--ffn-hidden-size 256"))
-    cost = GptCosts(args, MACHINES["h100"], ALONE).of_layer(has_experts=False)
+    cost = GptCosts(args, MACHINES["h100"]).of_layer(has_experts=False)
     assert cost.kept_bytes == 32 * 32 * 64  # 32 bytes for 32 tokens of 64, without dropout
     args.recompute_granularity = "full"
-    recomputing = GptCosts(args, MACHINES["h100"], ALONE).of_layer(has_experts=False)
+    recomputing = GptCosts(args, MACHINES["h100"]).of_layer(has_experts=False)
     assert recomputing.kept_bytes == 2 * 32 * 64
     assert recomputing.recomputed_bytes == cost.kept_bytes
     assert recomputing.backward == pytest.approx(cost.backward + cost.forward)
@@ -134,8 +133,8 @@ def test_a_small_model_is_planned_with_commands_and_a_picture(tmp_path: Path) ->
 
 def test_everything_wrong_with_a_command_line_is_told_at_once() -> None:
     words = "--model gpt-9 --gpus 0 --machine abacus --memory-limit -1 --show 0 --level 4"
-    words += " --tensor two --picture /nowhere/plan.png --micro-batch-size 2 --nccl-ub"
-    words += " --hybrid-layer-pattern *-"
+    words += " --tensor two --picture /nowhere/plan.png --micro-batch-size 2"
+    words += " --hybrid-layer-pattern *- --num-layers-per-virtual-pipeline-stage 1"
     done = CliRunner().invoke(main, words.split())
     assert done.exit_code == 2
     for part in (
@@ -148,7 +147,7 @@ def test_everything_wrong_with_a_command_line_is_told_at_once() -> None:
         "--tensor expects numbers such as 1,2,4 but got two",
         "there is no folder /nowhere",
         "--micro-batch-size is chosen by the search: limit it by --micro-batch",
-        "--nccl-ub: memory slots cannot be planned",
+        "--num-layers-per-virtual-pipeline-stage: interleaved stages (but by --beside-ddp) cannot",
         "--hybrid-layer-pattern: a HybridModel cannot be planned",
     ):
         assert part in done.output

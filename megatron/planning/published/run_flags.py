@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The flags of ``pretrain_gpt.py`` that ask for the model and the layout of a published run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron.planning.candidates import Candidate, layers_of_ends
+from megatron.planning.published.published_runs import PublishedRun
+
+VOCABULARY_MULTIPLE = 128
+"""Megatron-Core's vocabularies have a multiple of this, times the tensor-parallel ranks."""
+
+
+class NotExpressibleError(ValueError):
+    """A run that the flags cannot ask for."""
+
+
+def flags_of(run: PublishedRun) -> list[str]:
+    """Return the flags of a run.
+
+    Raises:
+        NotExpressibleError: says what no flag asks for.
+    """
+    return [*_flags_of_model(run), *candidate_of(run).flags(has_experts="moe" in run.model)]
+
+
+def candidate_of(run: PublishedRun) -> Candidate:
+    """Return the layout of a run.
+
+    Raises:
+        NotExpressibleError: says what no flag asks for.
+    """
+    micro_batch = run.get("micro_batch")
+    if micro_batch is None:
+        raise NotExpressibleError("the sequences of a microbatch are not published")
+    recompute = run["recompute"]
+    if run["global_batch"] % (micro_batch * run["dp"]):
+        raise NotExpressibleError(
+            f"{run['dp']} data ranks with {micro_batch} sequences do not divide"
+            f" {run['global_batch']}"
+        )
+    num_layers = run.model["layers"]
+    ends = None
+    if num_layers % run["pp"]:
+        ends = layers_of_ends(num_layers, run["pp"])
+        if ends == (0, 0):
+            raise NotExpressibleError(f"{run['pp']} stages cannot share {num_layers} layers")
+    return Candidate(
+        tensor=run["tp"],
+        pipeline=run["pp"],
+        context=run["cp"],
+        expert=run["ep"],
+        level=run.get("zero_level", 0),
+        outer=run.get("shard_copies", 1),
+        recomputes=recompute == "full",
+        micro_batch=micro_batch,
+        layers_of_ends=ends,
+    )
+
+
+def _flags_of_model(run: PublishedRun) -> Iterator[str]:
+    """Yield the flags of the model of a run."""
+    model = run.model
+    sizes = {
+        "--num-layers": model["layers"],
+        "--hidden-size": model["hidden"],
+        "--num-attention-heads": model["heads"],
+        "--seq-length": model["seq_length"],
+        "--max-position-embeddings": model["seq_length"],
+        "--vocab-size": model["vocab"],
+        "--make-vocab-size-divisible-by": VOCABULARY_MULTIPLE,
+        "--global-batch-size": run["global_batch"],
+        "--ffn-hidden-size": model.get("ffn") or model["moe"]["expert_ffn"],
+    }
+    if model.get("head_dim") and "mla" not in model:
+        sizes["--kv-channels"] = model["head_dim"]
+    for flag, size in sizes.items():
+        yield from (flag, str(size))
+    if model["kv_heads"] != model["heads"]:
+        yield from ("--group-query-attention", "--num-query-groups", str(model["kv_heads"]))
+    if model["gated"]:
+        yield "--swiglu"
+    elif model.get("activation") == "squared_relu":
+        yield "--squared-relu"
+    if not model.get("bias") or "moe" in model:
+        yield "--disable-bias-linear"
+    is_rms = str(model.get("norm", "")).startswith("RMS")
+    yield from ("--normalization", "RMSNorm" if is_rms else "LayerNorm")
+    is_rotary = model.get("position", "rope") == "rope"
+    yield from ("--position-embedding-type", "rope" if is_rotary else "learned_absolute")
+    if not model.get("tied") or run["pp"] > 1:
+        yield "--untie-embeddings-and-output-weights"
+    yield "--fp16" if run["precision"] == "fp16" else "--bf16"
+    yield from ("--attention-dropout", "0", "--hidden-dropout", "0")
+    yield from ("--lr", "1e-4", "--train-iters", "1000", "--mock-data")
+    if "mla" in model:
+        latent = model["mla"]
+        yield "--multi-latent-attention"
+        if latent.get("q_lora"):
+            yield from ("--q-lora-rank", str(latent["q_lora"]))
+        yield from ("--kv-lora-rank", str(latent["kv_lora"]))
+        yield from ("--qk-head-dim", str(latent["qk_head"]))
+        yield from ("--qk-pos-emb-head-dim", str(latent["qk_rope_head"]))
+        yield from ("--v-head-dim", str(latent["v_head"]))
+    if "moe" in model:
+        experts = model["moe"]
+        dense = experts.get("dense_first_layers") or 0
+        yield from ("--num-experts", str(experts["experts"]))
+        yield from ("--moe-router-topk", str(experts["top_k"]))
+        yield from ("--moe-ffn-hidden-size", str(experts["expert_ffn"]))
+        yield from ("--moe-layer-freq", f"[0]*{dense}+[1]*{model['layers'] - dense}")
+        yield from ("--moe-token-dispatcher-type", "alltoall")
+        if experts.get("shared_ffn"):
+            yield from ("--moe-shared-expert-intermediate-size", str(experts["shared_ffn"]))

@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sizes, the layout and the software of a published run, as the row states them.
+
+[Note: software of frameworks] A row names its framework. What is known of each from its own
+documentation is a property of the software, not a constant of the source: whether kernels are
+fused, which attention it calls, what overlaps, and in which dtypes gradients are kept.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+from megatron.planning.layer_memory import (
+    ATTENTION_CORE,
+    FULL,
+    LATENT,
+    MLP,
+    NONE,
+    PRODUCTS,
+)
+from megatron.planning.model_sizes import ExpertSizes, LatentSizes, ModelSizes, RunLayout
+from megatron.planning.published.published_runs import PublishedRun
+from megatron.planning.published.run_flags import VOCABULARY_MULTIPLE, NotExpressibleError
+from megatron.planning.software import COMPILED, EAGER, UNFUSED, Software
+
+_MEGATRON = Software(loss_bytes=30, kept_logit_bytes=8, overlaps_tensor=True)
+_TORCH_FSDP = Software(
+    attention="flash2",
+    fusion=EAGER,
+    has_fused_norm=False,
+    copies_of_heads=2,
+    keeps_gathered=True,
+    update_bytes=48,
+)
+
+_XLA = Software(attention="cudnn", fusion=COMPILED, loss_bytes=12, kept_logit_bytes=8)
+
+FRAMEWORKS: dict[str, Software] = {
+    # User buffers overlap TP; gradients are kept in the dtype of their reduction.
+    "nemo": _MEGATRON,
+    # The same; the dispatcher of its recipes sends a token to a node once.
+    "megatron-bridge": replace(
+        _MEGATRON,
+        loss_bytes=12,
+        deduplicates_tokens=True,
+        overlaps_exchange=True,
+        reduce_bytes=2,
+    ),
+    # Unfused attention and no overlap: the release of arXiv:2205.05198.
+    "megatron-lm": Software(
+        attention="flash2", loss_bytes=70, overlaps_tensor=False, overlaps_data=False
+    ),
+    "megatron": _MEGATRON,
+    "torchtitan": replace(_TORCH_FSDP, reserves=1.03),
+    # llm-foundry: Triton's attention, norms in low precision, gelu.
+    "composer": replace(_TORCH_FSDP, attention="triton2023", has_fused_norm=True, update_bytes=100),
+    # FlashAttention, its RMSNorm in Triton; gradients accumulate in fp32 by hooks.
+    "nanotron": Software(
+        attention="flash2",
+        fusion=EAGER,
+        loss_bytes=70,
+        overlaps_data=False,
+        copies_of_heads=5,
+        keeps_gathered=True,
+        balances_stages=True,
+        update_bytes=100,
+    ),
+    "maxtext": _XLA,
+    "jax": _XLA,
+    "axlearn": _XLA,
+    "levanter": _XLA,
+    # Its own kernels: DeepGEMM, DeepEP, a bidirectional pipeline.
+    "deepseek": replace(_MEGATRON, deduplicates_tokens=True, overlaps_exchange=True),
+    "deepspeed": _TORCH_FSDP,
+    "megatron-deepspeed": Software(attention="flash2", loss_bytes=70),
+    "llm-foundry": replace(
+        _TORCH_FSDP, attention="triton2023", has_fused_norm=True, update_bytes=100
+    ),
+}
+"""What frameworks do, by the begin of their names; see [Note: software of frameworks]."""
+
+
+def software_of(run: PublishedRun) -> Software:
+    """Return the software of a run."""
+    name = str(run["framework"]).lower()
+    found = [known for known in FRAMEWORKS if known in name]
+    software = FRAMEWORKS[max(found, key=len)] if found else _TORCH_FSDP
+    notes = run.notes.lower()
+    needs_compiler = name == "torchtitan" and run["precision"] == "fp8"
+    if run.get("compile") or (run.get("compile") is None and needs_compiler):
+        software = replace(
+            software, fusion=COMPILED, copies_of_heads=0.5, loss_bytes=12, kept_logit_bytes=12
+        )
+    if "no fused attention" in notes:
+        software = replace(software, attention=UNFUSED)
+    if "async tp" in notes or "asynchronous tp" in notes:
+        software = replace(software, overlaps_tensor=True)
+    if run["precision"] == "fp8":
+        software = replace(software, uses_fp8=True)
+        if software.fusion == COMPILED:  # torchtitan's float8 casts weights before their gather
+            software = replace(software, gather_bytes=1)
+    if name == "megatron-bridge" and str(run.hardware["kind"]).startswith("gb"):
+        software = replace(software, uses_graphs=True)  # as its recipes have it on GB200 and GB300
+    reduction = run.get("gradient_reduction")
+    if reduction is not None:
+        software = replace(software, reduce_bytes=4 if reduction == "fp32" else 2)
+    if run.get("zero_level", 0) < 3:
+        # Megatron-Core keeps gradients in the dtype in which it reduces them.
+        software = replace(software, gradient_bytes=software.reduce_bytes)
+    return software
+
+
+def sizes_of(run: PublishedRun) -> ModelSizes:
+    """Return the sizes of the model of a run."""
+    model = run.model
+    experts = latent = None
+    dense_layers = model["layers"]
+    if model.get("moe"):
+        moe = model["moe"]
+        experts = ExpertSizes(
+            number=moe["experts"],
+            top_k=moe["top_k"],
+            width=moe["expert_ffn"],
+            shared_width=moe.get("shared_ffn") or 0,
+        )
+        dense_layers = moe.get("dense_first_layers") or 0
+    if model.get("mla"):
+        mla = model["mla"]
+        latent = LatentSizes(
+            query_rank=mla.get("q_lora") or 0,
+            key_rank=mla["kv_lora"],
+            head=mla["qk_head"],
+            rotary=mla["qk_rope_head"],
+            value=mla["v_head"],
+        )
+    multiple = VOCABULARY_MULTIPLE * run["tp"]
+    has_window = model.get("window") and str(model.get("window_layers", "")).startswith("every o")
+    return ModelSizes(
+        layers=model["layers"],
+        dense_layers=dense_layers,
+        hidden=model["hidden"],
+        ffn=model.get("ffn") or 0,
+        heads=model["heads"],
+        key_heads=model["kv_heads"],
+        head=model.get("head_dim") or model["hidden"] // model["heads"],
+        vocabulary=-(-model["vocab"] // multiple) * multiple,
+        sequence=model["seq_length"],
+        is_gated=bool(model["gated"]),
+        is_rms=str(model.get("norm", "RMSNorm")).startswith("RMS"),
+        is_rotary=model.get("position", "rope") == "rope",
+        is_tied=bool(model.get("tied")),
+        experts=experts,
+        latent=latent,
+        window=int(model["window"]) if has_window else 0,
+        has_query_norm=bool(model.get("qk_norm")),
+        predicted_tokens=predicted_tokens_of(run),
+    )
+
+
+def predicted_tokens_of(run: PublishedRun) -> int:
+    """Return the number of layers that predict further tokens, by the notes of a row."""
+    is_open = any("further tokens" in str(each) for each in run.get("not_stated", ()))
+    says_so = re.search(r"with one layer that predicts a second token", run.notes)
+    return int(says_so is not None and not is_open)
+
+
+def mesh_of(run: PublishedRun) -> RunLayout:
+    """Return the layout of a run.
+
+    Raises:
+        NotExpressibleError: says what the row lacks.
+    """
+    micro_batch = run.get("micro_batch")
+    if micro_batch is None:
+        raise NotExpressibleError("the sequences of a microbatch are not published")
+    if run["global_batch"] % (micro_batch * run["dp"]):
+        raise NotExpressibleError(
+            f"{run['dp']} data ranks with {micro_batch} sequences do not divide"
+            f" {run['global_batch']}"
+        )
+    level = run.get("zero_level", 0)
+    return RunLayout(
+        gpus=run["gpus"],
+        tensor=run["tp"],
+        pipeline=run["pp"],
+        virtual=run.get("vpp", 1),
+        context=run["cp"],
+        expert=run["ep"],
+        expert_tensor=run.get("etp") or (run["tp"] if "moe" in run.model else 1),
+        level=level,
+        copies=run.get("shard_copies", 1),
+        micro_batch=micro_batch,
+        global_batch=run["global_batch"],
+        is_sequence_parallel=has_sequence_parallelism(run),
+        is_fsdp=level >= 2,
+    )
+
+
+def has_sequence_parallelism(run: PublishedRun) -> bool:
+    """Return True if tensor ranks divide the sequence in norms and residuals."""
+    if "without sequence parallelism" in run.notes:
+        return False
+    return bool(run.get("sp", run["tp"] > 1))
+
+
+SELECTIVE = {"one matrix product in two": PRODUCTS, "latent": LATENT, "mlp": MLP}
+"""Words of a row about its selective recomputation; otherwise it is that of attention's core."""
+
+
+def recompute_of(run: PublishedRun) -> tuple[str, float] | None:
+    """Return the recomputation of a run, and the part of layers that have it; None: unknown."""
+    note = str(run.get("recompute_note", "")).lower()
+    way = run["recompute"]
+    if way == "unknown":
+        return None
+    if way in (NONE, FULL):
+        return str(way), 1.0
+    if "every second layer" in note:
+        return FULL, 0.5
+    for words, found in SELECTIVE.items():
+        if words in note:
+            return found, 1.0
+    return ATTENTION_CORE, 1.0

@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The model of time: products by shape, attention by length, pipelines, and FSDP beside DDP."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from megatron.planning.gpu_kernels import Fitted, Kernels, part_of_tiles
+from megatron.planning.layer_memory import FULL, LayerMemory
+from megatron.planning.machine import MACHINES, Cluster
+from megatron.planning.model_sizes import ExpertSizes, ModelSizes, RunLayout
+from megatron.planning.sharding_choice import Choice, ChosenLayout, choices_of, turn_of
+from megatron.planning.software import Software
+from megatron.planning.step_formula import FormulaStep, StepFormula, stages_of
+
+H100 = MACHINES["h100"]
+MODEL = ModelSizes(
+    layers=16,
+    dense_layers=16,
+    hidden=4096,
+    ffn=14336,
+    heads=32,
+    key_heads=8,
+    head=128,
+    vocabulary=128256,
+    sequence=8192,
+    is_gated=True,
+)
+EXPERTS = replace(MODEL, dense_layers=0, experts=ExpertSizes(number=64, top_k=4, width=2048))
+
+
+def seconds_of(sizes: ModelSizes = MODEL, machine: Cluster = H100, **mesh: Any) -> float:
+    software = mesh.pop("software", Software())
+    layout = RunLayout(**{"gpus": 64, "global_batch": 256, **mesh})
+    return StepFormula(sizes, layout, machine, software).step().seconds
+
+
+def test_tiles_of_a_product_waste_what_the_last_wave_and_the_edges_leave() -> None:
+    assert part_of_tiles(256 * 132, 128, 1, 132) == 1.0
+    assert part_of_tiles(256 * 133, 128, 1, 132) < 0.9  # a second wave for one tile
+    assert part_of_tiles(256 * 132 + 1, 128, 1, 132) < 1.0
+    assert part_of_tiles(64, 64, 1, 132) < 0.01  # one of all multiprocessors works
+
+
+@pytest.mark.parametrize("is_fp8", [False, True], ids=["bf16", "fp8"])
+def test_a_product_is_never_faster_than_the_best_and_never_slower_for_less_work(
+    is_fp8: bool,
+) -> None:
+    kernels = Kernels(H100, Software())
+    flops = H100.fp8_flops if is_fp8 else H100.flops
+    assert flops is not None
+    for size in (64, 333, 1024, 4096, 16384):
+        seconds = kernels.product(size, size, size, is_fp8=is_fp8)
+        assert seconds >= 2.0 * size**3 / flops
+        assert kernels.product(2 * size, size, size, is_fp8=is_fp8) > 0.999 * seconds
+        assert kernels.product(size, size, 2 * size, is_fp8=is_fp8) > 0.999 * seconds
+    big = kernels.product(16384, 16384, 16384, is_fp8=is_fp8)
+    best = 2.0 * 16384**3 / (flops * (H100.fp8_efficiency if is_fp8 else H100.compute_efficiency))
+    assert big < 1.2 * best
+
+
+def test_a_thin_product_is_bound_by_memory() -> None:
+    seconds = Kernels(H100, Software()).product(1, 8192, 8192)
+    assert seconds >= 2 * 8192**2 / H100.memory_bytes_per_second
+
+
+def test_attention_is_slower_for_short_sequences_old_kernels_and_narrow_heads() -> None:
+    def rate(length: int, attention: str = "cudnn", head: int = 128) -> float:
+        kernels = Kernels(H100, Software(attention=attention))
+        forward, backward = kernels.attention(1, length, length / 2, 2 * 32 * head, head)
+        return length**2 * head / (forward + backward)
+
+    assert rate(512) < rate(2048) < rate(65536)
+    assert rate(8192, "triton2023") < rate(8192, "flash2") < rate(8192, "cudnn")
+    assert rate(8192, head=64) < rate(8192)
+
+
+def test_a_lower_power_limit_slows_products_and_not_memory() -> None:
+    limited = Kernels(replace(H100, power_part=0.7), Software())
+    free = Kernels(H100, Software())
+    assert limited.product(8192, 8192, 8192) > 1.1 * free.product(8192, 8192, 8192)
+    assert limited.move(1e9) == free.move(1e9)
+
+
+def test_the_step_gets_longer_with_everything_that_costs_time() -> None:
+    seconds = seconds_of()
+    assert seconds_of(machine=replace(H100, flops=H100.flops / 2)) > seconds
+    assert seconds_of(machine=replace(H100, memory_bytes_per_second=1e12)) > seconds
+    slow_links = replace(H100, between=replace(H100.between, bytes_per_second=1e9))
+    assert seconds_of(machine=slow_links) > 2 * seconds
+    assert seconds_of(machine=MACHINES["a100"]) > 1.5 * seconds
+    assert seconds_of(machine=MACHINES["gb200"]) < seconds
+    assert seconds_of(software=Software(fusion="eager", has_fused_norm=False)) > seconds
+    assert seconds_of(software=Software(overlaps_data=False)) > seconds
+    assert seconds_of(software=Software(uses_fp8=True)) < seconds
+
+
+def test_tensor_parallelism_costs_messages_and_overlap_hides_a_part_of_them() -> None:
+    alone = seconds_of(gpus=8, global_batch=8)
+    exposed = seconds_of(gpus=8, global_batch=8, tensor=8)
+    overlapped = seconds_of(
+        gpus=8, global_batch=8, tensor=8, software=Software(overlaps_tensor=True)
+    )
+    assert alone < overlapped < exposed
+
+
+def test_virtual_stages_divide_the_bubble() -> None:
+    def step(virtual: int) -> FormulaStep:
+        mesh = RunLayout(64, pipeline=8, virtual=virtual, global_batch=64, level=1, is_fsdp=False)
+        return StepFormula(MODEL, mesh, H100, Software()).step()
+
+    assert step(2).bubble_seconds == pytest.approx(step(1).bubble_seconds / 2, rel=0.1)
+    assert step(2).seconds < step(1).seconds
+
+
+def test_imbalance_and_exchanges_slow_experts() -> None:
+    near = seconds_of(EXPERTS, expert=8)
+    assert seconds_of(EXPERTS, expert=8, software=Software(imbalance=1.5)) > near
+    assert seconds_of(EXPERTS, expert=64) > near  # between nodes
+    once = seconds_of(EXPERTS, expert=64, software=Software(deduplicates_tokens=True))
+    beside = seconds_of(EXPERTS, expert=64, software=Software(overlaps_exchange=True))
+    assert max(once, beside) < seconds_of(EXPERTS, expert=64)
+
+
+def test_layers_that_predict_further_tokens_cost_a_layer_and_an_output() -> None:
+    more = replace(MODEL, predicted_tokens=1)
+    assert 1.05 < seconds_of(more) / seconds_of() < 1.25
+    assert more.flops_per_token > MODEL.flops_per_token
+
+
+def test_stages_have_all_layers_and_the_ends_fewer_where_they_do_not_divide() -> None:
+    for layers, num_stages in ((126, 8), (94, 4), (61, 16), (24, 16), (80, 4)):
+        stages = stages_of(replace(MODEL, layers=layers), RunLayout(64, pipeline=num_stages))
+        assert sum(stage.dense for stage in stages) == layers and len(stages) == num_stages
+    counts = [
+        stage.dense for stage in stages_of(replace(MODEL, layers=126), RunLayout(64, pipeline=8))
+    ]
+    assert counts == [15, 16, 16, 16, 16, 16, 16, 15]
+
+
+def test_the_constants_change_the_time_as_they_say() -> None:
+    slow = Fitted(product=0.5)
+    assert Kernels(H100, Software(), slow).product(4096, 4096, 4096) > Kernels(
+        H100, Software()
+    ).product(4096, 4096, 4096)
+
+
+def test_recomputed_layers_keep_their_inputs_alone() -> None:
+    mesh = RunLayout(8)
+    memory = LayerMemory(MODEL, mesh, Software(), FULL)
+    assert memory.kept(False) == 2 * 8192 * 4096
+    half = replace(memory, part=0.5)
+    assert memory.kept(False) < half.kept(False) < memory.whole_layer(False)
+
+
+def test_fsdp_and_ddp_are_compared_with_what_fits() -> None:
+    small = replace(MODEL, layers=8)
+    found = choices_of(
+        sizes=small,
+        global_batch=64,
+        machine=H100,
+        software=Software(),
+        memory_limit=72e9,
+        gpus=[8, 64],
+    )
+    assert [choice.gpus for choice in found] == [8, 64]
+    for choice in found:
+        for layout in (choice.fsdp, choice.ddp):
+            assert layout is not None and layout.step.peak_bytes <= 72e9
+    none = choices_of(
+        sizes=small,
+        global_batch=64,
+        machine=H100,
+        software=Software(),
+        memory_limit=1e9,
+        gpus=[8],
+    )
+    assert none[0].fsdp is None and none[0].ddp is None
+    assert turn_of(none) == "neither fits on these numbers of GPUs"
+
+
+def test_the_turn_is_where_the_faster_one_changes() -> None:
+    def layout(seconds: float) -> ChosenLayout:
+        return ChosenLayout(RunLayout(8), FormulaStep(seconds, 0, 0, 0, 0, "none", 1.0))
+
+    found = [Choice(8, layout(1.0), layout(2.0)), Choice(16, layout(1.0), layout(0.5))]
+    assert turn_of(found) == "FSDP is faster below 16 GPUs, DDP with TP and PP from there on"
+    assert turn_of(found[:1]) == "FSDP is faster on all of these numbers of GPUs"

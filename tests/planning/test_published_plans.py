@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Six published runs (published_runs.jsonl, with their sources) are planned as measured."""
+
+import json
+import re
+import warnings
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from click.testing import CliRunner
+
+from megatron.planning.published.plan_run import formula_of, plan_run
+from megatron.planning.published.published_runs import PublishedRun, read_runs
+from megatron.planning.published.run_flags import NotExpressibleError
+from megatron.planning.published.run_machine import machine_of
+from megatron.planning.published.run_software import mesh_of, sizes_of, software_of
+from tests.support.rank_pool import run_ranks
+from tools.plan import main
+
+RUNS = Path(__file__).with_name("published_runs.jsonl")
+ERROR_OF_SECONDS = 0.12
+ERROR_OF_MEMORY = 0.12
+
+
+def checked(words: list[str]) -> tuple[int, str, dict[str, tuple[float, float, bool]]]:
+    """Return the exit code and the output of --check, and the plans; on a rank of the pool."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        done = CliRunner().invoke(main, words)
+    plans = {}
+    for run in read_runs(RUNS):
+        plan = plan_run(run)
+        plans[run.name] = (plan.seconds, plan.memory_gib, plan.is_simulated)
+    return done.exit_code, done.output, plans
+
+
+@pytest.mark.exhaustive
+def test_six_published_runs_are_planned_as_they_were_measured(tmp_path: Path) -> None:
+    report, picture = tmp_path / "report.md", tmp_path / "report.png"
+    words = ["--check", str(RUNS), "--report", str(report), "--picture", str(picture)]
+    ((code, output, plans),) = run_ranks(1, checked, words)
+    assert code == 0, output
+    for run in read_runs(RUNS):
+        seconds, memory, is_simulated = plans[run.name]
+        assert seconds == pytest.approx(run.seconds, rel=ERROR_OF_SECONDS), run.name
+        if run.memory_gib is not None:
+            assert memory == pytest.approx(run.memory_gib, rel=ERROR_OF_MEMORY), run.name
+        assert is_simulated == (run["zero_level"] == 3), run.name
+        # What the engine simulates and what the formulas give is one model of time.
+        assert formula_of(run).seconds == pytest.approx(seconds, rel=0.03), run.name
+        assert re.search(rf"^{run.name} ", output, re.MULTILINE)
+    assert "errors of the step" in output
+    text = report.read_text()
+    assert "python tools/plan.py --check published_runs.jsonl --report report.md" in text
+    assert "| product |" in text and "without each source" in text
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def row(**changes: object) -> PublishedRun:
+    """Return the first of the runs with changed fields."""
+    first = json.loads(RUNS.read_text().splitlines()[0])
+    return PublishedRun(first | changes)
+
+
+def test_what_a_row_says_of_its_machine_is_planned() -> None:
+    hardware = dict(row()["hardware"])
+    machine = machine_of(row())
+    assert machine.power_part == pytest.approx(500 / 700)
+    assert machine.memory_bytes_per_second == 2.4e12
+    rack = machine_of(row(hardware=hardware | {"kind": "gb200", "nvlink_domain": 72}))
+    assert rack.domain == 64
+    slow = machine_of(row(hardware=hardware | {"inside": "NVLink, 400 GB/s in both directions"}))
+    assert slow.inside.bytes_per_second == 200e9
+    with pytest.raises(NotExpressibleError, match="kind abacus"):
+        machine_of(row(hardware=hardware | {"kind": "abacus"}))
+
+
+def test_a_run_without_its_microbatch_is_not_planned() -> None:
+    with pytest.raises(NotExpressibleError, match="microbatch are not published"):
+        mesh_of(row(micro_batch=None))
+    with pytest.raises(NotExpressibleError, match="do not divide"):
+        mesh_of(row(micro_batch=3))
+
+
+def test_software_follows_from_the_framework_and_the_notes() -> None:
+    assert software_of(row()).fusion == "compiled"
+    assert software_of(row(compile=False)).fusion == "eager"
+    assert software_of(row(notes="async TP")).overlaps_tensor
+    assert software_of(row(framework="never heard of", compile=None)).fusion == "eager"
+    assert software_of(row(gradient_reduction="bf16")).reduce_bytes == 2
+    assert software_of(row(precision="fp8")).uses_fp8
+
+
+def test_more_compute_and_more_recomputation_take_longer() -> None:
+    seconds = formula_of(row()).seconds
+    assert formula_of(row(recompute="full")).seconds > seconds
+    assert formula_of(row(recompute="none")).seconds < seconds
+    assert formula_of(row(global_batch=512)).seconds > 1.9 * seconds
+    assert formula_of(row(precision="fp8")).seconds < seconds
+    longer = dict(row()["model"]) | {"seq_length": 16384}
+    assert formula_of(row(model=longer)).seconds > 2 * seconds
+    assert sizes_of(row(model=longer)).flops_per_token > sizes_of(row()).flops_per_token

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Published runs: what is wrong with a file of them, and how the plans compare."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from megatron.planning.published.compared_runs import errors_of
+from megatron.planning.published.published_runs import read_runs
+from tools.plan import main
+
+ROW: dict[str, Any] = {
+    "id": "one",
+    "source": {"title": "a source"},
+    "hardware": {"kind": "h100", "gpus_per_node": 8},
+    "model": {
+        "seq_length": 64,
+        "layers": 2,
+        "hidden": 64,
+        "ffn": 128,
+        "heads": 4,
+        "kv_heads": 2,
+        "vocab": 100,
+        "gated": True,
+    },
+    "gpus": 2,
+    "framework": "any",
+    "precision": "bf16",
+    "recompute": "none",
+    "tp": 1,
+    "pp": 1,
+    "cp": 1,
+    "ep": 1,
+    "dp": 2,
+    "micro_batch": 1,
+    "global_batch": 4,
+    "measured": {},
+    "seconds_a_step": 1.0,
+}
+
+
+def written(folder: Path, *rows: Any) -> Path:
+    path = folder / "runs.jsonl"
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return path
+
+
+def test_everything_wrong_with_a_list_of_runs_is_told_at_once(tmp_path: Path) -> None:
+    without = {name: value for name, value in ROW.items() if name not in ("gpus", "model")}
+    wrong = ROW | {"id": "two", "dp": 3, "hardware": {}, "seconds_a_step": None, "tp": "1"}
+    sizes = ROW | {"id": "three", "dp": 4, "model": ROW["model"] | {"layers": 0, "ffn": None}}
+    path = written(tmp_path, without, wrong, 3, ROW, ROW, sizes)
+    with path.open("a") as file:
+        file.write("{\n")
+    with pytest.raises(ValueError) as caught:
+        read_runs(path)
+    message = str(caught.value)
+    for part in (
+        "line 1: gpus expects a whole number above 0 but got None",
+        "line 1: model expects an object but got None",
+        "line 2: tp expects a whole number above 0 but got '1'",
+        "line 2: hardware lacks kind, gpus_per_node",
+        "line 2: seconds_a_step or tokens_per_second_per_gpu is needed, above 0",
+        "line 3: an object is expected",
+        "line 5: the id one is there twice",
+        "line 6: gpus is 2, but tp, pp, cp and dp are 4",
+        "line 6: model.layers expects a whole number above 0 but got 0",
+        "line 6: model lacks ffn",
+        "line 7 is no JSON",
+    ):
+        assert part in message
+
+
+def test_a_command_line_that_cannot_check_is_refused_with_all_reasons(tmp_path: Path) -> None:
+    words = ["--check", str(tmp_path / "none.jsonl"), "--gpus", "8", "--report", "/nowhere/a.md"]
+    done = CliRunner().invoke(main, [*words, "--num-layers", "2"])
+    assert done.exit_code == 2
+    for part in (
+        "none.jsonl cannot be read",
+        "--gpus does not go with --check",
+        "--num-layers does not go with --check",
+        "--report /nowhere/a.md: there is no folder /nowhere",
+    ):
+        assert part in done.output
+    alone = CliRunner().invoke(main, ["--report", "a.md"])
+    assert alone.exit_code == 2 and "--report is that of --check" in alone.output
+
+
+def test_errors_are_parts_of_what_was_measured() -> None:
+    errors = errors_of([0.5, 0.9, 1.0, 1.1, 1.2])
+    assert errors is not None and errors.number == 5
+    assert errors.median == pytest.approx(0.1)
+    assert errors.ninetieth == pytest.approx(0.38)
+    assert errors_of([]) is None
