@@ -34,16 +34,16 @@ ROOMS = [
     # folder                                lines  files
     Room("megatron_fsdp",                   2_700, 17),  # the second generation
     Room("megatron/fsdp/engine",            4_320, 19),  # streams of copies, priorities of groups
-    Room("megatron/fsdp",                  12_300, 61),  # parts, agreement, sharding in place
+    Room("megatron/fsdp",                  13_600, 62),  # parts, agreement, sharding in place
     Room("megatron/mcore_adapter",          4_700, 34),  # both generations and loops
     Room("megatron/checkpoint",            12_650, 64),  # the end of interrupted conversions
     Room("megatron/pretrain",               8_700, 52),
 ]  # fmt: skip
 
 ADDED_ROOMS = [
-    Room("megatron/fsdp/quantized",         1_100,  8),
-    Room("megatron/fsdp/optimizer/matrix",    700,  5),
-    Room("megatron/fsdp/optimizer/host",      600,  5),
+    Room("megatron/fsdp/quantized",         1_400,  8),
+    Room("megatron/fsdp/optimizer/matrix",    850,  5),
+    Room("megatron/fsdp/optimizer/host",      750,  5),
     Room("megatron/mcore_adapter/checkpoints", 4_600, 19),  # of both loops
     Room("megatron/mcore_adapter/run",        400, 10),
     Room("megatron/mcore_adapter/watch",    1_070,  5),
@@ -77,7 +77,7 @@ FORBIDDEN = {
 }
 
 # Everywhere.
-MODULE_LINES = 450
+MODULE_LINES = 600
 FUNCTION_LINES = 60
 FILES_OF_A_FOLDER = 19  # the engine has that many
 NAMES_OF_SEVERAL_FILES = 4
@@ -365,7 +365,7 @@ def test_a_version_in_the_changelog_fits_a_screen() -> None:
 @pytest.mark.parametrize(
     ("source", "problem"),
     [
-        ("\n" * 451, "451 lines"),
+        ("\n" * 601, "601 lines"),
         ("def f():\n" + "    pass\n" * 60, "f has 61 lines"),
         ("x = [a for b in c for a in b]", "several `for`s"),
     ],
