@@ -17,7 +17,7 @@ from megatron.fsdp.engine.policy import MixedPrecisionPolicy, Overlap
 from megatron.fsdp.meta_initialisation import MetaInitialisation
 from megatron.fsdp.optimizer.sharded_optimizer import (
     check_optimizer,
-    several,
+    list_of_optimizers,
     shard_optimizer,
     swap_parameters,
 )
@@ -100,7 +100,7 @@ def shard_both(
     wrapper: Callable[[nn.Module, Settings, Problems], Wrapper],
 ) -> tuple[Wrapper, Optimizers]:
     """Shard a model, by the constructor ``wrapper``, and its optimizer or several of them."""
-    optimizers = several(problems, optimizer)
+    optimizers = list_of_optimizers(problems, optimizer)
     for number, each in enumerate(optimizers):
         which = f"optimizer {number}" if len(optimizers) > 1 else "the optimizer"
         check_optimizer(problems, each, which, model, settings)
