@@ -282,7 +282,7 @@ BROKEN_LINES = [
     BrokenLine(
         "hooks: a sharded parameter that is assigned is stored",
         "megatron/fsdp/module_access/shown_parameters.py",
-        "value if value is None else self._compute.get(value, value)",
+        "self._compute.get(value, value)",
         "value",
         "tests/fsdp/test_public_clients.py",
     ),
