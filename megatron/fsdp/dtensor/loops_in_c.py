@@ -8,8 +8,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import chain
-from operator import attrgetter, is_
+from itertools import chain, compress, repeat
+from operator import attrgetter, is_, is_not
 from typing import Any
 from weakref import ReferenceType, ref
 
@@ -22,6 +22,11 @@ def attributes(objects: Iterable[object], name: str) -> list[Any]:
 def are_same(known: Sequence[object], now: Sequence[object]) -> bool:
     """Return True if both have the same objects in the same order."""
     return len(known) == len(now) and all(map(is_, known, now))
+
+
+def present(values: Sequence[Any]) -> list[Any]:
+    """List the values that are not None."""
+    return list(compress(values, map(is_not, values, repeat(None))))
 
 
 def concatenated(groups: Iterable[Iterable[Any]]) -> list[Any]:

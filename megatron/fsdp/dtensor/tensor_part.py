@@ -34,6 +34,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from megatron.fsdp.engine.collectives import all_gather_uneven
 from megatron.fsdp.engine.layout import Chunk, FlatRange
 
+Shape = tuple[int, ...]
 AnyDTensor = TypeVar("AnyDTensor", bound=DTensor)
 
 # [Note: parts of tensors] In the engine, a rank owns a flat range of a parameter. Above it, a local
@@ -46,7 +47,7 @@ AnyDTensor = TypeVar("AnyDTensor", bound=DTensor)
 class TensorPart:
     """The part of a whole tensor that a local tensor contains."""
 
-    shape: tuple[int, ...]  # of the whole tensor
+    shape: Shape  # of the whole tensor
     chunks: tuple[Chunk, ...]  # of the whole tensor, in the order of the local elements
     is_flat: bool = False  # some rank has a flat range, maybe of several chunks, and not a block
     key: Hashable = None  # equal for tensors that all ranks divide alike; None: nobody knows
@@ -58,9 +59,7 @@ class TensorPart:
         return sum(prod(sizes) for _, sizes in self.chunks)
 
     @classmethod
-    def all_or_nothing(
-        cls, shape: tuple[int, ...], has_all: bool, key: Hashable = None
-    ) -> TensorPart:
+    def all_or_nothing(cls, shape: Shape, has_all: bool, key: Hashable = None) -> TensorPart:
         """Return the part of a rank that has the whole tensor, or of one that has none of it.
 
         Args:
@@ -88,13 +87,13 @@ class TensorPart:
 class TensorSlice(NamedTuple):
     """The slice of a whole tensor that tensor parallelism assigns to this rank."""
 
-    shape: tuple[int, ...]  # of the whole tensor
+    shape: Shape  # of the whole tensor
     dim: int | None = None  # the divided dim; None if every tensor-parallel rank has a copy
     start: int = 0  # the beginning of this rank's range along `dim`
 
     @classmethod
     def of_parameter(
-        cls, parameter: nn.Parameter, local: tuple[int, ...], axis: DeviceMesh | None
+        cls, parameter: nn.Parameter, local: Shape, axis: DeviceMesh | None
     ) -> TensorSlice:
         """Return the slice of a parameter that this rank has.
 
@@ -162,7 +161,7 @@ def get_mcore_tensor_parallel_partition_dim(param: torch.Tensor) -> int | None:
     return dim
 
 
-def replaced(values: tuple[int, ...], position: int, value: int) -> tuple[int, ...]:
+def replaced(values: Shape, position: int, value: int) -> Shape:
     """Return a shape or offsets with another value at one position.
 
     Args:
@@ -393,7 +392,11 @@ def gathered_bytes() -> Iterator[list[int]]:
 
 
 def full_tensor(dtensor: DTensor) -> torch.Tensor:
-    """Gather the whole tensor ``[*dtensor.shape]`` on every rank, detached, in new storage."""
+    """Gather the whole tensor ``[*dtensor.shape]`` on every rank, detached, in new storage.
+
+    Raises:
+        ValueError: if the local tensors of all ranks do not make up the shape.
+    """
     shape = dtensor.shape
     placements = dtensor.placements
     mesh = dtensor.device_mesh
@@ -418,8 +421,8 @@ def full_tensor(dtensor: DTensor) -> torch.Tensor:
     for dim in later_dims:
         for axis in reversed(axes_of(placements, dim)):
             shards = all_gather_uneven(flat, mesh.get_group(axis))
-            ranges = [shard.view(replaced(tuple(shape), dim, -1)) for shard in shards]
-            flat = torch.cat(ranges, dim).reshape(-1)
+            any_size = replaced(tuple(shape), dim, -1)
+            flat = torch.cat([shard.view(any_size) for shard in shards], dim).reshape(-1)
     if flat.numel() != shape.numel() and shape:
         raise ValueError(
             f"the parts of all ranks have {flat.numel()} elements, but shape {tuple(shape)} has"
