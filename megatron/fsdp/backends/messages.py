@@ -49,13 +49,15 @@ class PeerMessages:
 
     def receive(self, tensor: torch.Tensor, rank: int) -> dist.Work:
         """Start to receive a contiguous tensor from a rank of the group."""
-        work: dist.Work = self._group.recv([tensor], rank, self._tag_of(tensor))
+        tag = self._tag_of(tensor)
+        work: dist.Work = self._group.recv([tensor], rank, tag)
         self._under_way[work] = tensor
         return work
 
     def send(self, tensor: torch.Tensor, rank: int) -> dist.Work:
         """Start to send a contiguous tensor, which must not change until it has arrived."""
-        work: dist.Work = self._group.send([tensor], rank, self._tag_of(tensor))
+        tag = self._tag_of(tensor)
+        work: dist.Work = self._group.send([tensor], rank, tag)
         self._under_way[work] = tensor
         return work
 

@@ -236,12 +236,15 @@ def copied_module(
     """
     for compute, sharded_param in sharded_params.items():
         sharded_param.group.wait_for_readers()
-        whole = full_tensor(sharded_param.parameter).to(compute.dtype).view(compute.shape)
-        parameter = nn.Parameter(whole, requires_grad=sharded_param.group.requires_grad)
+        whole = full_tensor(sharded_param.parameter).to(compute.dtype)
+        parameter = nn.Parameter(
+            whole.view(compute.shape), requires_grad=sharded_param.group.requires_grad
+        )
         vars(parameter).update(vars(compute))
         delattr(parameter, IS_COMPUTE)
         memo[id(compute)] = memo[id(sharded_param.parameter)] = parameter
-    strategy = replace(settings.strategy, ignored=copy.deepcopy(settings.strategy.ignored, memo))
+    ignored = copy.deepcopy(settings.strategy.ignored, memo)
+    strategy = replace(settings.strategy, ignored=ignored)
     copied = copy.deepcopy(module, memo)
     units = [memo.get(id(unit), unit) for unit in settings.units or ()]
     return copied, replace(settings, units=units, strategy=strategy, initialisation=None)

@@ -135,7 +135,8 @@ class WatchedParameters(dict[str, "nn.Parameter | None"]):
                 self._groups[name] = sharded_param_of(shown.sharded[parameter]).group
 
     def __setitem__(self, name: str, value: nn.Parameter | None) -> None:
-        super().__setitem__(name, self._shown.to_store(name, value, super().get(name)))
+        stored = self._shown.to_store(name, value, present=super().get(name))
+        super().__setitem__(name, stored)
 
     def __getitem__(self, name: str) -> nn.Parameter | None:
         parameter = super().__getitem__(name)

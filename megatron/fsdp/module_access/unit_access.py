@@ -150,8 +150,10 @@ def take_written(group: ParamGroup, index: int) -> None:
         # Main weights that are the same in the dtype of the module keep their precision.
         owned = group.layout.owned(index, group.rank)
         main = group.main_view(index).view(-1)
-        written = group.compute.views[index].reshape(-1)[owned.start : owned.stop].to(main.device)
-        main.copy_(torch.where(written == main.to(written.dtype), main, written.to(main.dtype)))
+        compute = group.compute.views[index].reshape(-1)
+        written = compute[owned.start : owned.stop].to(main.device)
+        is_same = written == main.to(written.dtype)
+        main.copy_(torch.where(is_same, main, written.to(main.dtype)))
 
 
 # ---- unsharding by hand

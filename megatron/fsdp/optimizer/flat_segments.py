@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from megatron.fsdp.dtensor.loops_in_c import are_same, attributes, concatenated
 from megatron.fsdp.dtensor.sharded_param import (
@@ -163,7 +164,7 @@ class Counters:
 class Segments:
     """The segments of one optimizer, whose state becomes views of flat tensors."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer):
+    def __init__(self, optimizer: Optimizer):
         self.parameters: list[torch.Tensor] = [*parameters_of(optimizer)]
         self.of_group: list[list[Segment]] = []
         self.others: list[list[torch.Tensor]] = []  # the parameters in no segment, by param group
@@ -206,7 +207,7 @@ class Segments:
         with torch._C.DisableTorchFunctionSubclass():
             return attributes(self.parameters, "grad")
 
-    def are_current(self, optimizer: torch.optim.Optimizer) -> bool:
+    def are_current(self, optimizer: Optimizer) -> bool:
         """Return True if parameters, settings and state are those that segments were made from."""
         if any(counters.have_changed for counters in self.counters):
             return False
@@ -232,16 +233,19 @@ class Segments:
             high = _stop_of(members)
             segment = Segment(members, main[low:high], low)
             in_run = slice(low - start, high - start)
-            self.state[segment.weight] = {name: flat[in_run] for name, flat in flat_moments.items()}
+            for name, flat in flat_moments.items():
+                self.state[segment.weight][name] = flat[in_run]
             yield segment
 
 
-def _settings_of(optimizer: torch.optim.Optimizer) -> list[tuple[int, bool, bool]]:
+def _settings_of(optimizer: Optimizer) -> list[tuple[int, bool, bool]]:
     """Return the sizes and the settings of the param groups on which segments depend."""
-    return [
-        (len(group["params"]), bool(group.get("fused")), bool(group.get("momentum")))
-        for group in optimizer.param_groups
-    ]
+    settings = []
+    for group in optimizer.param_groups:
+        is_fused = bool(group.get("fused"))
+        has_momentum = bool(group.get("momentum"))
+        settings.append((len(group["params"]), is_fused, has_momentum))
+    return settings
 
 
 def _values_of(slots: Iterable[Slots]) -> list[Any]:
@@ -377,7 +381,9 @@ def _counters(runs_of_group: Iterable[list[Run]]) -> list[Counters]:
 
 def _flat_moment(name: str, run: Run, start: int, numel: int) -> torch.Tensor:
     """Make the local tensors of a moment views of one flat tensor, and return it."""
-    values = [(member.start - start, local_tensor(member.slots[name])) for member in run]
+    values = []
+    for member in run:
+        values.append((member.start - start, local_tensor(member.slots[name])))
     flat = flat_moment(run[0].sharded_param.group.memory, values, numel)
     for member, (offset, value) in zip(run, values):
         view = flat[offset : offset + value.numel()].view(value.shape)

@@ -8,15 +8,16 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
+from torch.optim import Optimizer
 
-from megatron.fsdp.dtensor.loops_in_c import WeakReferences, concatenated
+from megatron.fsdp.dtensor.loops_in_c import WeakReferences, concatenated, present
 from megatron.fsdp.dtensor.sharded_param import is_linked
 from megatron.fsdp.optimizer.flat_segments import Segment, Segments, State
 from megatron.fsdp.optimizer.host.block_update import update_segments
-from megatron.fsdp.optimizer.optimizer_state import OptimizerClass
+from megatron.fsdp.optimizer.optimizer_state import OptimizerClass, Params
 
 # Segments to update, and other parameters to update one by one, of each param group.
 Division = tuple[list[list[Segment]], list[list[torch.Tensor]]]
@@ -37,13 +38,13 @@ class FlatUpdate:
         self._positions: list[tuple[Segment, int]] = []
 
     @torch.no_grad()
-    def step(self, optimizer: torch.optim.Optimizer) -> None:
+    def step(self, optimizer: Optimizer) -> None:
         """Update all parameters of ``optimizer`` that have a gradient."""
         segments = self.prepare(optimizer)
         flat, others = self._divide(segments, segments.gradients())
         if any(flat):
 
-            def step_on(params: Sequence[Sequence[torch.Tensor]], state: State) -> None:
+            def step_on(params: Params, state: State) -> None:
                 run_step(self._step, optimizer, params, state)
 
             update_segments(step_on, flat, segments.state, optimizer.param_groups)
@@ -54,7 +55,7 @@ class FlatUpdate:
         if any(others):
             step_on_parameters(self._step, optimizer, others)
 
-    def prepare(self, optimizer: torch.optim.Optimizer) -> Segments:
+    def prepare(self, optimizer: Optimizer) -> Segments:
         """Return the segments, which are built again if parameters, settings or state changed."""
         segments = self._segments
         if segments is None or self._must_divide or not segments.are_current(optimizer):
@@ -96,16 +97,12 @@ class FlatUpdate:
             others.append([member for member in alone if gradient_of[member] is not None])
             for segment in own_segments:
                 parameters = segment.parameters
-                present = []
-                for parameter in parameters:
-                    gradient = gradient_of[parameter]
-                    if gradient is not None:
-                        present.append(gradient)
-                is_whole = len(present) == len(parameters)
-                if is_whole and segment.find_gradient(present):
+                own_gradients = present([gradient_of[parameter] for parameter in parameters])
+                is_whole = len(own_gradients) == len(parameters)
+                if is_whole and segment.find_gradient(own_gradients):
                     flat[-1].append(segment)
                     self._positions.append((segment, position_of[parameters[0]]))
-                elif present:
+                elif own_gradients:
                     are_all_flat = False
                     others[-1] += parameters
                     self._must_divide |= not is_whole
@@ -114,9 +111,9 @@ class FlatUpdate:
 
 
 def step_on_parameters(
-    step: Callable[[torch.optim.Optimizer], object],
-    optimizer: torch.optim.Optimizer,
-    params: Sequence[Sequence[torch.Tensor]],
+    step: Callable[[Optimizer], object],
+    optimizer: Optimizer,
+    params: Params,
 ) -> None:
     """Run the optimizer's own step on parameters one by one, sharded ones before all others.
 
@@ -129,17 +126,20 @@ def step_on_parameters(
     sharded: list[list[torch.Tensor]] = []
     plain: list[list[torch.Tensor]] = []
     for own in params:
-        sharded.append([parameter for parameter in own if is_linked(parameter)])
-        plain.append([parameter for parameter in own if not is_linked(parameter)])
+        sharded.append([])
+        plain.append([])
+        for parameter in own:
+            selected = sharded if is_linked(parameter) else plain
+            selected[-1].append(parameter)
     for selected in (sharded, plain):
         if any(selected):
             run_step(step, optimizer, selected, optimizer.state)
 
 
 def run_step(
-    step: Callable[[torch.optim.Optimizer], object],
-    optimizer: torch.optim.Optimizer,
-    params: Sequence[Sequence[torch.Tensor]],
+    step: Callable[[Optimizer], object],
+    optimizer: Optimizer,
+    params: Params,
     state: State,
 ) -> None:
     """Run the optimizer's own step on the given ``params`` instead of its parameters.

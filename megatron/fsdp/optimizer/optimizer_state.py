@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from megatron.fsdp.dtensor.loops_in_c import concatenated
@@ -28,10 +29,11 @@ from megatron.fsdp.engine.collectives import agree
 from megatron.fsdp.module_access.own_names import own_name
 from megatron.fsdp.optimizer.host.host_state import moved, new_moment
 
-OptimizerClass = type[torch.optim.Optimizer]
+OptimizerClass = type[Optimizer]
 
 Setting = dict[str, Any]  # the settings of a param group, by name
 Slots = dict[str, Any]  # the state of one parameter, by name
+Params = Sequence[Sequence[torch.Tensor]]  # tensors to update, of each param group
 
 _ADAM = ("exp_avg", "exp_avg_sq")
 
@@ -64,7 +66,7 @@ _MORE_MOMENTS: dict[OptimizerClass, dict[str, str]] = {
 COUNTERS = ("step", "mu_product", "eta", "mu")
 
 
-def parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
     """Return the parameters of all groups."""
     return concatenated([group["params"] for group in optimizer.param_groups])
 
@@ -98,7 +100,7 @@ def _initial_moments(known: OptimizerClass, group: Setting) -> list[str]:
 
 
 def initial_state(
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizer,
     kind: OptimizerClass,
     group: Setting,
     parameter: nn.Parameter,
@@ -128,10 +130,10 @@ def initial_state(
         slots["step"] = torch.zeros((), dtype=dtype, device=device)
         if known is torch.optim.NAdam:
             slots["mu_product"] = torch.ones((), dtype=dtype, device=device)
+    value = 0.0
+    if known is torch.optim.Adagrad:
+        value = optimizer.defaults["initial_accumulator_value"]
     for name in names:
-        value = 0.0
-        if name == "sum":
-            value = optimizer.defaults["initial_accumulator_value"]
         slots[name] = new_moment(parameter, value)
     return slots
 
@@ -239,7 +241,10 @@ def refuse_local_state(
             entries.append(f"{sharded_param.name}[{name!r}]\0{mesh}\0{content}")
     found = [text.split("\0") for text in agree(entries, groups)]
     counts = Counter((name, mesh) for name, mesh, *_ in found)
-    different = [f"{text[0]} {text[2]}" for text in found if counts[text[0], text[1]] > 1]
+    different = []
+    for name, mesh, shape, *_ in found:
+        if counts[name, mesh] > 1:
+            different.append(f"{name} {shape}")
     if different:
         raise ValueError(
             f"{optimizer} has state that is each rank's own, and a checkpoint would have one rank's"
@@ -283,7 +288,11 @@ class NamedGroup(dict[str, Any]):
 
 
 def match_groups(groups: list[Setting], saved: list[Setting]) -> list[Setting]:
-    """Return saved groups, and the parameters in each, in the order of ``groups``, by name."""
+    """Return saved groups, and the parameters in each, in the order of ``groups``, by name.
+
+    Raises:
+        ValueError: if a group has other parameters in the state dict.
+    """
     if any(group.get("param_names") is None for group in saved):
         return saved  # matched by position, as in torch
     own_names = [group["param_names"] for group in groups]

@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from megatron.fsdp.agreement import compared_settings, data_groups, names_on_all_ranks
 from megatron.fsdp.dtensor.loops_in_c import concatenated
@@ -45,7 +46,7 @@ from megatron.fsdp.sharded_module import ShardedModule, is_owned, owner_of
 from megatron.fsdp.warnings_once import warn, warn_of_absent_state, warn_of_frozen_parameters
 
 
-class ShardedOptimizer(torch.optim.Optimizer):
+class ShardedOptimizer(Optimizer):
     """The methods that sharding adds to an optimizer; see [Note: the sharded optimizer]."""
 
     _fsdp_models: list[ShardedModule]
@@ -244,7 +245,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if model.strategy.shards_optimizer:
                 groups.update(dict.fromkeys(model._mesh.all_groups()))
         if groups:
-            states = [(sharded_params[key], state[key]) for key in sharded_params if key in state]
+            states = []
+            for key, sharded_param in sharded_params.items():
+                if key in state:
+                    states.append((sharded_param, state[key]))
             refuse_local_state(_user_class(self).__name__, states, list(groups))
 
     def _sharded_params(self) -> dict[int, ShardedParam]:
@@ -292,7 +296,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 model.finish_grad_sync()
 
 
-@torch.optim.Optimizer.profile_hook_step
+@Optimizer.profile_hook_step
 def _flat_step(optimizer: ShardedOptimizer, closure: Callable[[], Any] | None = None) -> Any:
     """Update the main weights on flat segments, with torch's hooks around it."""
     loss = None
@@ -303,9 +307,7 @@ def _flat_step(optimizer: ShardedOptimizer, closure: Callable[[], Any] | None = 
     return loss
 
 
-def shard_optimizer(
-    optimizer: torch.optim.Optimizer, checkpoint_ready: bool = True
-) -> torch.optim.Optimizer:
+def shard_optimizer(optimizer: Optimizer, checkpoint_ready: bool = True) -> Optimizer:
     """Shard an optimizer over a sharded model's ``parameters()``, in place, and return it.
 
     The state of element-wise optimizers of torch is created at once, as checkpoints need it.
@@ -356,7 +358,7 @@ def shard_optimizer(
     return sharded
 
 
-def swap_parameters(optimizer: torch.optim.Optimizer, model: ShardedModule) -> None:
+def swap_parameters(optimizer: Optimizer, model: ShardedModule) -> None:
     """Replace the module's parameters in an optimizer, and their state, by the sharded ones."""
     sharded_params = {sharded.compute: sharded for sharded in model.sharded_params}
     for parameter in parameters_of(optimizer):
@@ -385,9 +387,12 @@ def list_of_optimizers(problems: Problems, given: Any) -> list[Any]:
     optimizers = [*given] if isinstance(given, list | tuple) else [given]
     counts: Counter[nn.Parameter] = Counter()
     for optimizer in optimizers:
-        if isinstance(optimizer, torch.optim.Optimizer):
+        if isinstance(optimizer, Optimizer):
             counts.update(set(parameters_of(optimizer)))
-    shared = [str(tuple(parameter.shape)) for parameter, count in counts.items() if count > 1]
+    shared = []
+    for parameter, count in counts.items():
+        if count > 1:
+            shared.append(str(tuple(parameter.shape)))
     if shared:
         problems.add(
             f"{len(shared)} parameters are in more than one optimizer, of the shapes"
@@ -398,7 +403,7 @@ def list_of_optimizers(problems: Problems, given: Any) -> list[Any]:
 
 def check_optimizer(
     problems: Problems,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizer,
     which: str,
     module: nn.Module,
     settings: Settings,
@@ -413,7 +418,7 @@ def check_optimizer(
         settings: those with which the module is sharded.
     """
     problems.check(refuse_optimizer, optimizer)
-    if not isinstance(optimizer, torch.optim.Optimizer):
+    if not isinstance(optimizer, Optimizer):
         return
     if isinstance(module, nn.Module):  # otherwise the check of the module reports it
         problems.check(_refuse_strangers, optimizer, set(module.parameters()))
@@ -431,10 +436,10 @@ def check_optimizer(
         )
 
 
-def refuse_optimizer(optimizer: torch.optim.Optimizer) -> None:
+def refuse_optimizer(optimizer: Optimizer) -> None:
     """Raise an error for what is no optimizer, or cannot be sharded with any model."""
     name = type(optimizer).__name__
-    if not isinstance(optimizer, torch.optim.Optimizer):
+    if not isinstance(optimizer, Optimizer):
         raise ValueError(f"optimizer expects a torch.optim.Optimizer but got {name}")
     if hasattr(optimizer, "param_d2h_map"):
         raise ValueError(
@@ -464,7 +469,7 @@ def _refuse_unsharded(parameters: list[nn.Parameter]) -> None:
         )
 
 
-def _refuse_strangers(optimizer: torch.optim.Optimizer, known: set[Any]) -> None:
+def _refuse_strangers(optimizer: Optimizer, known: set[Any]) -> None:
     num_strangers = sum(parameter not in known for parameter in parameters_of(optimizer))
     if num_strangers:
         raise ValueError(f"{num_strangers} parameters of the optimizer are none of the module's")
@@ -473,17 +478,19 @@ def _refuse_strangers(optimizer: torch.optim.Optimizer, known: set[Any]) -> None
 # ---- parts of optimizers
 
 
-def _user_class(optimizer: torch.optim.Optimizer) -> OptimizerClass:
+def _user_class(optimizer: Optimizer) -> OptimizerClass:
     """Return the user's class of a sharded optimizer."""
     bases = type(optimizer).__mro__
     user_class = next(base for base in bases if not issubclass(base, ShardedOptimizer))
     return cast(OptimizerClass, user_class)
 
 
-def _models_of(optimizer: torch.optim.Optimizer) -> list[ShardedModule]:
+def _models_of(optimizer: Optimizer) -> list[ShardedModule]:
     """List the models of an optimizer's parameters, in their order."""
-    models = [owner_of(parameter) for parameter in parameters_of(optimizer)]
-    return list(dict.fromkeys(models))
+    models: dict[ShardedModule, None] = {}
+    for parameter in parameters_of(optimizer):
+        models[owner_of(parameter)] = None
+    return list(models)
 
 
 def _names(parameters: Iterable[nn.Parameter]) -> list[str]:
@@ -500,12 +507,12 @@ def _is_everywhere(parameter: nn.Parameter) -> bool:
     return own_ranks >= owner_of(parameter)._mesh.dense.num_data_ranks
 
 
-def _keep_scheduler(optimizer: torch.optim.Optimizer) -> None:
+def _keep_scheduler(optimizer: Optimizer) -> None:
     """Let a learning-rate scheduler from before sharding see the steps of the new class."""
     if "step" not in vars(optimizer):
         return  # else it has wrapped the step of the old class and put it on the instance
 
-    def step(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+    def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
         vars(self)["_opt_called"] = True  # without it the scheduler warns about a wrong order
         return type(self).step(self, *args, **kwargs)
 

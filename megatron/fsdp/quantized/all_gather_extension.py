@@ -130,11 +130,13 @@ class ExtensionForm(StoredForm):
             layout: that of the main weights.
             rank: the number of the shard.
         """
-        rows = shard_view(main, layout, 0, rank).view(-1, *self._shape[1:])
+        row_shape = self._shape[1:]
+        rows = shard_view(main, layout, 0, rank).view(-1, *row_shape)
         missing = self._sent[0].shape[0] - len(rows)
         if missing:
-            rows = torch.cat([rows, rows.new_zeros(missing, *self._shape[1:])])
-        for part, tensor in zip(parts_of(shard, self._sent), self._send(rows), strict=True):
+            rows = torch.cat([rows, rows.new_zeros(missing, *row_shape)])
+        parts = parts_of(shard, self._sent)
+        for part, tensor in zip(parts, self._send(rows), strict=True):
             part.copy_(tensor)
 
     def point(self, parameter: nn.Parameter, view: torch.Tensor) -> nn.Parameter:

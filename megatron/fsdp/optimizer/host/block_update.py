@@ -24,6 +24,7 @@ from megatron.fsdp.optimizer.host.host_memory import TO_DEVICE, TO_HOST, HostMem
 from megatron.fsdp.optimizer.host.offload import Offload
 from megatron.fsdp.optimizer.optimizer_state import (
     OptimizerClass,
+    Params,
     Setting,
     elementwise_class,
     has_counters_on_device,
@@ -33,7 +34,7 @@ from megatron.fsdp.optimizer.optimizer_state import (
 BLOCK_BYTES = 1 << 24
 
 Entries = dict[str, torch.Tensor]  # of the state of one tensor
-Step = Callable[[Sequence[Sequence[torch.Tensor]], State], None]  # of each param group
+Step = Callable[[Params, State], None]
 
 
 def refuse_state_in_files(kind: OptimizerClass, offload: Offload | None) -> None:

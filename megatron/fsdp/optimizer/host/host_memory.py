@@ -114,7 +114,13 @@ class HostMemory(ShardMemory):
 
 
 class FileMemory(HostMemory):
-    """Mapped files, one for each tensor; see [Note: mapped files]."""
+    """Mapped files, one for each tensor; see [Note: mapped files].
+
+    Args:
+        device: computes with the tensors.
+        offload: the settings.
+        folder: where the files lie.
+    """
 
     def __init__(self, device: torch.device, offload: Offload, folder: Path):
         super().__init__(device, offload)

@@ -47,7 +47,8 @@ class Exchange:
 
     def start(self) -> Pending:
         """Start all messages; every rank of the group must do so, also without messages."""
-        work = observed(OTHER, "exchange", (), self._group, self._launch)(True)
+        launch = observed(OTHER, "exchange", (), self._group, self._launch)
+        work = launch(True)
 
         def wait() -> None:
             assert work is not None

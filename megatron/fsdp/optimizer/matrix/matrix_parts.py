@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
 from megatron.fsdp.dtensor.sharded_param import ShardedGradient, ShardedParam
-from megatron.fsdp.dtensor.tensor_part import TensorPart, TensorSlice
+from megatron.fsdp.dtensor.tensor_part import Shape, TensorPart, TensorSlice
 from megatron.fsdp.dtensor.uneven_dtensor import UnevenDTensor, dtensor_over
 from megatron.fsdp.engine.collectives import connect, local_group
 from megatron.fsdp.engine.layout import FlatRange, row_size
@@ -97,7 +97,7 @@ class OwnerRanks:
             shard = inner_shard * partition.num_outer + outer_shard
             owned = group.layout.owned(sharded_param.index, shard)
             slice_ = sharded_param.slice
-            # An axis that divides the matrix does not tell replicas apart.
+            # Ranks along an axis that divides the matrix are in the same replica.
             if slice_.dim is not None:
                 slice_ = slice_._replace(start=tensor * owned.shape[slice_.dim])
                 tensor = 0
@@ -110,11 +110,21 @@ class OwnerRanks:
     def with_all(self, sharded_param: ShardedParam) -> list[int]:
         """List the ranks that have all of a matrix."""
         numel = prod(sharded_param.slice.shape)
-        return [part.rank for part in self.parts(sharded_param) if part.range.numel == numel]
+        ranks = []
+        for part in self.parts(sharded_param):
+            if part.range.numel == numel:
+                ranks.append(part.rank)
+        return ranks
 
 
 class Matrix:
-    """A parameter that is a matrix, and the rank that updates all of it."""
+    """A parameter that is a matrix, and the rank that updates all of it.
+
+    Args:
+        sharded_param: the parameter.
+        ranks: the ranks of its mesh.
+        owner: the rank that updates it, numbered in their group.
+    """
 
     def __init__(self, sharded_param: ShardedParam, ranks: OwnerRanks, owner: int):
         self.sharded_param = sharded_param
@@ -211,7 +221,7 @@ class Matrix:
         key = value.part.key
         return isinstance(key, tuple) and key[:-1] == self._key
 
-    def with_owner(self, local: torch.Tensor, shape: tuple[int, ...]) -> UnevenDTensor:
+    def with_owner(self, local: torch.Tensor, shape: Shape) -> UnevenDTensor:
         """Return a DTensor over ``local``, which is all of it on the owner, elsewhere empty."""
         mesh = self.ranks.mesh
         dtensor = dtensor_over(local, mesh, [Shard(0)] * mesh.ndim, shape)

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from megatron.fsdp.dtensor.loops_in_c import are_same
@@ -68,7 +69,7 @@ class OwnerUpdate:
         self._others: set[torch.Tensor] = set()  # that have no owner
 
     @torch.no_grad()
-    def step(self, optimizer: torch.optim.Optimizer) -> None:
+    def step(self, optimizer: Optimizer) -> None:
         """Update all parameters of ``optimizer`` that have a gradient."""
         self.prepare(optimizer)
         rounds: list[Round] = []
@@ -97,7 +98,7 @@ class OwnerUpdate:
                 others.append([each for each in group["params"] if each in self._others])
             step_on_parameters(self._step, optimizer, others)
 
-    def _update(self, optimizer: torch.optim.Optimizer, owned: Owned) -> None:
+    def _update(self, optimizer: Optimizer, owned: Owned) -> None:
         """Step on a whole matrix of this rank; the step may create or replace its state."""
         matrix, weight, gradient = owned
         slots = optimizer.state[matrix.parameter]
@@ -115,7 +116,7 @@ class OwnerUpdate:
 
     # ---- owners
 
-    def _assign_owners(self, optimizer: torch.optim.Optimizer) -> None:
+    def _assign_owners(self, optimizer: Optimizer) -> None:
         self._group_of = {}
         self._rounds = []
         self._others = set()
@@ -141,7 +142,7 @@ class OwnerUpdate:
                 own_round = [Matrix(sharded_params[index], ranks, owner) for index, owner in pairs]
                 self._rounds.append(own_round)
 
-    def _cost(self, optimizer: torch.optim.Optimizer, sharded_param: ShardedParam) -> UpdateCost:
+    def _cost(self, optimizer: Optimizer, sharded_param: ShardedParam) -> UpdateCost:
         parameter = sharded_param.parameter
         settings: Setting = optimizer.param_groups[self._group_of[parameter]]
         steps = settings.get("ns_steps", NEWTON_SCHULZ_STEPS)
@@ -150,7 +151,7 @@ class OwnerUpdate:
     # ---- state
 
     @torch.no_grad()
-    def prepare(self, optimizer: torch.optim.Optimizer) -> None:
+    def prepare(self, optimizer: Optimizer) -> None:
         """Assign owners where the parameters have changed, and give the state to the owners."""
         parameters = parameters_of(optimizer)
         if not are_same(self._parameters, parameters):
@@ -189,7 +190,7 @@ class OwnerUpdate:
                 slots[name] = matrix.with_owner(matrix.weight.new_zeros(shape), matrix.shape)
 
     @torch.no_grad()
-    def shard_state(self, optimizer: torch.optim.Optimizer) -> None:
+    def shard_state(self, optimizer: Optimizer) -> None:
         """Shard the state of the owners like the parameters, for a state dict; a collective."""
         for own_round in self._rounds:
             if not self._first_entries:
@@ -211,7 +212,7 @@ class OwnerUpdate:
                 optimizer.state[matrix.parameter][name] = matrix.sharded_param.over(local)
 
 
-def owner_update(optimizer: torch.optim.Optimizer, kind: OptimizerClass) -> OwnerUpdate | None:
+def owner_update(optimizer: Optimizer, kind: OptimizerClass) -> OwnerUpdate | None:
     """Return the update by owners for a matrix optimizer of the user's class, else None."""
     if matrix_class(kind) is None:
         return None
@@ -258,7 +259,7 @@ def _distribute(own_round: Round, owned: Owned | None) -> Pending:
 # which the owner has all, and values that are no tensors or have no dims.
 
 
-def _share_entries(own_round: Round, optimizer: torch.optim.Optimizer) -> None:
+def _share_entries(own_round: Round, optimizer: Optimizer) -> None:
     """Add the entries of the owners' state on all other ranks, without values; a collective."""
     ranks = own_round[0].ranks
     members = list(ranks.members)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 from megatron.fsdp.dtensor.loops_in_c import concatenated
 from megatron.fsdp.dtensor.sharded_param import is_linked, sharded_param_of
@@ -62,7 +63,7 @@ def steps_whole_matrices(kind: Any) -> Any:
     Raises:
         ValueError: if ``kind`` is no optimizer class, or is element-wise.
     """
-    is_optimizer = isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
+    is_optimizer = isinstance(kind, type) and issubclass(kind, Optimizer)
     if not is_optimizer or elementwise_class(kind) is not None:
         raise ValueError(f"expects a torch Optimizer that is not element-wise but got {kind!r}")
     _KNOWN[_full_name(kind)] = ()
@@ -72,7 +73,7 @@ def steps_whole_matrices(kind: Any) -> Any:
 # ---- checks
 
 
-def refuse_vectors(optimizer: torch.optim.Optimizer) -> None:
+def refuse_vectors(optimizer: Optimizer) -> None:
     """Raise ``ValueError`` that lists all parameters of a matrix optimizer that are no matrices."""
     kind = type(optimizer)
     if matrix_class(kind) is None:
@@ -153,7 +154,8 @@ def choose_owners(
         if owner not in able[index]:
             num_sent += 1
             num_bytes += costs[index].num_bytes
-    mean = max(sum(cost.flops for cost in costs), 1) / len(ranks)
+    total = sum(costs, start=UpdateCost(0, 0))
+    mean = max(total.flops, 1) / len(ranks)
     warn(
         f"{num_sent} of {len(costs)} matrices are put together on their owners in each step,"
         f" {num_bytes / 1e6:.1f} MB; an owner has up to {most / mean:.2f} times the mean work",
