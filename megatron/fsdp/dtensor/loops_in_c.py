@@ -42,8 +42,8 @@ class WeakReferences:
 
     def __init__(self, objects: Iterable[object | None]):
         self._references: list[ReferenceType[Any]] = []
-        for each in objects:
-            self._references.append(_no_object if each is None else ref(each))
+        for target in objects:
+            self._references.append(_no_object if target is None else ref(target))
 
     def are_to(self, objects: Iterable[object | None]) -> bool:
         """Return True if these are the objects, in this order, as far as they are alive."""

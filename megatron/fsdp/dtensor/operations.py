@@ -77,7 +77,7 @@ ON_MEMORY: frozenset[Function] = frozenset(
         torch.Tensor.__dlpack__,
         torch.Tensor.apply_,
         torch.Tensor.map_,
-        torch.Tensor.map2_,  # type: ignore[attr-defined]  # torch's stubs lack it
+        torch.Tensor.map2_,
         torch.Tensor.set_,
         torch.Tensor.share_memory_,
     }
@@ -219,7 +219,7 @@ class OnLocalTensors(TorchDispatchMode):
         for argument, values in zip(func._schema.arguments, args):
             is_read = argument.alias_info is None
             if is_read and isinstance(values, (list, tuple)) and len(values) == len(written):
-                values = [self._own_part(value, own) for value, own in zip(values, written)]
+                values = [self._own_part(value, pattern) for value, pattern in zip(values, written)]
             result.append(values)
         return tuple(result)
 
@@ -254,7 +254,7 @@ class OnLocalTensors(TorchDispatchMode):
     def _local(self, value: Any) -> Any:
         """Return the local tensor of a DTensor, those of a list, and any other value itself."""
         if isinstance(value, (list, tuple)):
-            return [self._local(each) for each in value]
+            return [self._local(element) for element in value]
         if isinstance(value, self._class):
             return value._local_tensor
         return value
@@ -450,7 +450,10 @@ def _call_on_wholes(func: Function, args: Any, kwargs: Any, wholes: Sequence[Who
     state = _generator_state(tensors[0].device)
     result = func(*args, **kwargs)
     if not torch.equal(state, _generator_state(tensors[0].device)):
-        changed = [own for own, version in zip(tensors, versions) if own._version != version]
+        changed = []
+        for tensor, version in zip(tensors, versions):
+            if tensor._version != version:
+                changed.append(tensor)
         _make_equal((result, changed), whole_of)
     written: list[Whole] = []
     for tensor, whole, version in zip(tensors, whole_of, versions):

@@ -348,7 +348,7 @@ def norms(
     if dtype is not None:
         return list(result.to(dtype).unbind())
     of_shards = set(attributes(shards, "dtype"))
-    wide = {own: torch.promote_types(own, torch.float32) for own in of_shards}
+    wide = {narrow: torch.promote_types(narrow, torch.float32) for narrow in of_shards}
     if len(set(wide.values())) == 1:
         return list(result.to(wide[shards[0].dtype]).unbind())
     return [norm.to(wide[shard.dtype]) for norm, shard in zip(result, shards)]
@@ -405,14 +405,14 @@ def _all_reduce(
         if all(group in norm_group.groups for norm_group in distinct):
             all_reduce_over(values, [group], op)
             continue
-        own = []
+        parts = []
         sizes = []
         for rows, norm_group in _runs(norm_groups):
             if group in norm_group.groups:
-                own.append(values[rows])
+                parts.append(values[rows])
                 sizes.append(rows.stop - rows.start)
-        reduced = all_reduce_over(torch.cat(own), [group], op)
-        torch._foreach_copy_(own, list(reduced.split(sizes)))
+        reduced = all_reduce_over(torch.cat(parts), [group], op)
+        torch._foreach_copy_(parts, list(reduced.split(sizes)))
 
 
 @torch.no_grad()
@@ -512,13 +512,13 @@ def _unscale_(
     gradients: Sequence[torch.Tensor], found_inf: torch.Tensor, inverse_scale: torch.Tensor
 ) -> Any:
     """Unscale for ``torch.amp.GradScaler``, and share an overflow on any rank with all ranks."""
-    own = [gradient for gradient in gradients if type(gradient) is ShardedGradient]
+    sharded = [gradient for gradient in gradients if type(gradient) is ShardedGradient]
     plain = [gradient for gradient in gradients if type(gradient) is torch.Tensor]
-    if len(own) + len(plain) < len(gradients):
+    if len(sharded) + len(plain) < len(gradients):
         return NotImplemented
-    shards = attributes(own, "_local_tensor") + plain
+    shards = attributes(sharded, "_local_tensor") + plain
     torch._amp_foreach_non_finite_check_and_unscale_(shards, found_inf, inverse_scale)
-    groups = dict.fromkeys(concatenated(attributes(own, "norm_group.target.groups")))
+    groups = dict.fromkeys(concatenated(attributes(sharded, "norm_group.target.groups")))
     all_reduce_over(found_inf, list(groups), dist.ReduceOp.MAX)
     return None
 

@@ -145,7 +145,7 @@ class UnevenDTensor(FunctionsOfTorch, DTensor):
         wanted = tuple(placements or everywhere)
         # Equal placements may be of other classes: only one rank may have a scalar's element,
         # although its placement is equal to Replicate().
-        are_own = [type(each) for each in wanted] == [type(own) for own in self.placements]
+        are_own = all(type(new) is type(old) for new, old in zip(wanted, self.placements))
         if are_own and wanted == tuple(self.placements) and self.shape:
             return self
         whole = full_tensor(self)

@@ -7,7 +7,7 @@ import copy
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -100,54 +100,67 @@ def load_model_state(
     known = sorted(path_of.keys() & given.keys())
     digest = hashlib.sha256("\n".join(known).encode()).hexdigest()
 
-    problems = []
-    shards: dict[str, torch.Tensor] = {}
+    parts = _divided(given, path_of, sharded_params)
+    problems = parts.problems + _problems_of_keys(parts, strict, len(state))
+    _raise_everywhere(problems, digest, groups)
+    if not strict and (parts.missing or parts.unexpected):
+        warn(
+            "load_state_dict: not in the model: %s; not given and left as they are: %s",
+            _first(parts.unexpected),
+            _first(parts.missing),
+        )
+    with torch.no_grad():
+        for name, shard in parts.shards.items():
+            sharded_params[name].group.wait_for_readers()
+            sharded_params[name].parameter._local_tensor.copy_(shard)
+    (load_buffers or module.load_state_dict)(parts.others, strict=False)
+    for group in dict.fromkeys([sharded_params[name].group for name in parts.shards]):
+        group.install_main_weights()  # quantized with scales that are among the buffers
+    return _IncompatibleKeys(parts.missing, parts.unexpected)
+
+
+class _Divided(NamedTuple):
+    """The entries of a state dict, divided by what they are for."""
+
+    shards: dict[str, torch.Tensor]  # of main weights, by own name
+    others: dict[str, Any]  # buffers and extra state, by path in the module's state dict
+    missing: list[str]
+    unexpected: list[str]
+    problems: list[str]
+
+
+def _divided(
+    given: dict[str, Any], path_of: dict[str, str], sharded_params: dict[str, ShardedParam]
+) -> _Divided:
+    parts = _Divided({}, {}, [], [], [])
     loaded: set[ShardedParam] = set()
-    buffers: dict[str, Any] = {}
-    unexpected = []
     for name, value in given.items():
         wrapped = f"module.{name}"
         if wrapped in given and wrapped not in path_of:
-            problems.append(f"{name} and {wrapped} are given")
+            parts.problems.append(f"{name} and {wrapped} are given")
         if name in sharded_params:
             loaded.add(sharded_params[name])
             try:
-                shards[name] = sharded_params[name].local_shard(value)
+                parts.shards[name] = sharded_params[name].local_shard(value)
             except (ValueError, AttributeError) as error:
-                problems.append(str(error))
+                parts.problems.append(str(error))
         elif name in path_of:
-            buffers[path_of[name]] = value
+            parts.others[path_of[name]] = value
         else:
-            unexpected.append(name)
-    missing = []
+            parts.unexpected.append(name)
     for name in path_of:
         if name in sharded_params:
             is_missing = sharded_params[name] not in loaded  # tied weights have several names
         else:
             is_missing = name not in given and not name.endswith("_extra_state")
         if is_missing:
-            missing.append(name)
-    problems += _problems_of_keys(missing, unexpected, strict, len(state))
-    _raise_everywhere(problems, digest, groups)
-    if not strict and (missing or unexpected):
-        warn(
-            "load_state_dict: not in the model: %s; not given and left as they are: %s",
-            _first(unexpected),
-            _first(missing),
-        )
-    with torch.no_grad():
-        for name, shard in shards.items():
-            sharded_params[name].group.wait_for_readers()
-            sharded_params[name].parameter._local_tensor.copy_(shard)
-    (load_buffers or module.load_state_dict)(buffers, strict=False)
-    for group in dict.fromkeys([sharded_params[name].group for name in shards]):
-        group.install_main_weights()  # quantized with scales that are among the buffers
-    return _IncompatibleKeys(missing, unexpected)
+            parts.missing.append(name)
+    return parts
 
 
-def _problems_of_keys(
-    missing: list[str], unexpected: list[str], strict: bool, num_given: int
-) -> list[str]:
+def _problems_of_keys(parts: _Divided, strict: bool, num_given: int) -> list[str]:
+    missing = parts.missing
+    unexpected = parts.unexpected
     problems = []
     if strict and missing:
         problems.append(f"missing keys: {', '.join(sorted(missing))}")

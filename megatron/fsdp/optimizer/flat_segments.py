@@ -308,7 +308,7 @@ def _runs(members: Sequence[Member], group: Setting) -> list[Run]:
     runs: list[Run] = []
     for param_group, by_index in members_of.items():
         is_dense = _needs_blocks(group, param_group.main_shard.dtype)  # no padding in a run
-        own: list[Run] = []
+        group_runs: list[Run] = []
         previous: Member | None = None
         for start, index in _in_order(param_group):
             current = by_index.get(index)
@@ -318,13 +318,13 @@ def _runs(members: Sequence[Member], group: Setting) -> list[Run]:
                     or previous.signature != current.signature
                     or (is_dense and previous.stop != start)
                 ):
-                    own.append([])
-                own[-1].append(current)
+                    group_runs.append([])
+                group_runs[-1].append(current)
             previous = current
         for member in by_index.values():
             if member.is_empty:
-                _add_empty(member, own)
-        runs += own
+                _add_empty(member, group_runs)
+        runs += group_runs
     return runs
 
 

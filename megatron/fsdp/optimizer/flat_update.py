@@ -125,10 +125,10 @@ def step_on_parameters(
     # torch's operations on several tensors take no mix of DTensors and plain parameters.
     sharded: list[list[torch.Tensor]] = []
     plain: list[list[torch.Tensor]] = []
-    for own in params:
+    for group_params in params:
         sharded.append([])
         plain.append([])
-        for parameter in own:
+        for parameter in group_params:
             selected = sharded if is_linked(parameter) else plain
             selected[-1].append(parameter)
     for selected in (sharded, plain):
@@ -154,9 +154,9 @@ def run_step(
     groups = optimizer.param_groups
     own_state = optimizer.state
     optimizer.param_groups = []
-    for group, own in zip(groups, params):
-        if own:
-            optimizer.param_groups.append({**group, "params": own})
+    for group, group_params in zip(groups, params):
+        if group_params:
+            optimizer.param_groups.append({**group, "params": group_params})
     optimizer.state = state
     try:
         step(optimizer)

@@ -240,10 +240,10 @@ def refuse_local_state(
             content = "\0".join([_content(leaf) for leaf in tree_leaves(value)])
             entries.append(f"{sharded_param.name}[{name!r}]\0{mesh}\0{content}")
     found = [text.split("\0") for text in agree(entries, groups)]
-    counts = Counter((name, mesh) for name, mesh, *_ in found)
+    counts = Counter((text[0], text[1]) for text in found)
     different = []
-    for name, mesh, shape, *_ in found:
-        if counts[name, mesh] > 1:
+    for name, on_mesh, shape, *_ in found:
+        if counts[name, on_mesh] > 1:
             different.append(f"{name} {shape}")
     if different:
         raise ValueError(
@@ -304,7 +304,10 @@ def match_groups(groups: list[Setting], saved: list[Setting]) -> list[Setting]:
     keys = [dict(zip(names, group["params"])) for names, group in zip(saved_names, saved)]
     matched = []
     for number, names in enumerate(own_names):
-        found = [position for position, each in enumerate(keys) if each.keys() == set(names)]
+        found = []
+        for position, key_of in enumerate(keys):
+            if key_of.keys() == set(names):
+                found.append(position)
         if len(found) != 1 or len(names) != len(keys[found[0]]):
             different = sorted(all_own.symmetric_difference(concatenated(saved_names)))
             raise ValueError(
@@ -329,7 +332,7 @@ def _end_alike(own_names: list[list[str]], saved_names: list[list[str]]) -> bool
     return True
 
 
-def _names_with_prefix(group: Setting, own: set[str]) -> list[str]:
+def _names_with_prefix(group: Setting, own_names: set[str]) -> list[str]:
     """Return a saved group's names with the prefix ``module.``, which unsharded models lack."""
     # torch's `set_state_dict` replaces numbers by names, in the order of our group, and does not
     # change `param_names`.
@@ -338,7 +341,7 @@ def _names_with_prefix(group: Setting, own: set[str]) -> list[str]:
         keys = group["params"]
     names = []
     for name in map(own_name, keys):
-        if name not in own and "module." + name in own:
+        if name not in own_names and "module." + name in own_names:
             name = "module." + name
         names.append(name)
     return names

@@ -201,11 +201,11 @@ class ShardedOptimizer(Optimizer):
         loaded = []
         for key in sharded_params.keys() & state.keys():
             loaded.append((sharded_params[key], state[key]))
-        own = []
+        current = []
         for parameter, slots in self.state.items():
             if is_linked(parameter):
-                own.append((sharded_param_of(parameter), slots))
-        names = elementwise_names(loaded + own)
+                current.append((sharded_param_of(parameter), slots))
+        names = elementwise_names(loaded + current)
         sharded = dict(state)
         for key, slots in state.items():
             if key not in sharded_params:
@@ -261,14 +261,14 @@ class ShardedOptimizer(Optimizer):
 
     def _find_models(self) -> None:
         """Find the models of the parameters, and which of them no other optimizer steps."""
-        own = parameters_of(self)
+        parameters = parameters_of(self)
         self._fsdp_models = _models_of(self)
         self._fsdp_whole_models = []
-        self._fsdp_ignored = [parameter for parameter in own if not is_linked(parameter)]
+        self._fsdp_ignored = [parameter for parameter in parameters if not is_linked(parameter)]
         for model in self._fsdp_models:
             model._has_optimizer = True
             trained = {parameter for parameter in model.parameters() if parameter.requires_grad}
-            if trained - model._ignored <= set(own):
+            if trained - model._ignored <= set(parameters):
                 self._fsdp_whole_models.append(model)
 
     def _make_missing_state(self) -> None:
@@ -368,7 +368,7 @@ def swap_parameters(optimizer: Optimizer, model: ShardedModule) -> None:
     _refuse_strangers(optimizer, {*replacements.keys(), *replacements.values(), *model._ignored})
     for group in optimizer.param_groups:
         # In place: optimizers such as LBFGS have references to the list.
-        group["params"][:] = [replacements.get(own, own) for own in group["params"]]
+        group["params"][:] = [replacements.get(given, given) for given in group["params"]]
     unsharded = [
         key for key in optimizer.state if isinstance(key, nn.Parameter) and key in replacements
     ]

@@ -45,7 +45,9 @@ class TwoSidedGroup(ParamGroup):
         self._outer_due: set[int] = set()  # sides whose shards the outer axis has not gathered yet
         self._recomputes = False  # a forward runs in the backward for which the group is unsharded
         # LayerNormMLP(checkpoint=True) recomputes without a forward that hooks could see.
-        self._hides_forward = any(getattr(one, "checkpoint", False) for one in self.form.owners)
+        self._hides_forward = any(
+            getattr(module, "checkpoint", False) for module in self.form.owners
+        )
         for module in self.form.owners:
             module.register_forward_pre_hook(self._before_forward)
 

@@ -105,20 +105,25 @@ def make_form(
                 owners.append(inner)
         return TransformerEngineForm(list(named.values()), owners, group, keeps_copies)
     ((name, parameter),) = named.items()  # the key is that of one parameter
-    places = []
-    for inner in module.modules():
-        for own_name, own in inner.named_parameters(recurse=False, remove_duplicate=False):
-            if own is parameter:
-                places.append((inner, own_name))
     return ExtensionForm(
         name,
         parameter,
-        owners=places,
+        owners=_owners_of(parameter, module),
         mesh=axes.inner,
         device=device,
         main_dtype=precision.main_param,
         policy=MixedPrecisionPolicy(precision.compute, precision.grad_comm),
     )
+
+
+def _owners_of(parameter: nn.Parameter, module: nn.Module) -> list[tuple[nn.Module, str]]:
+    """List the modules that have a parameter, each with the parameter's name in it."""
+    owners = []
+    for inner in module.modules():
+        for name, owned in inner.named_parameters(recurse=False, remove_duplicate=False):
+            if owned is parameter:
+                owners.append((inner, name))
+    return owners
 
 
 def group_class(form: StoredForm) -> type[ParamGroup]:

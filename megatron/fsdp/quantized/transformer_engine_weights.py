@@ -95,18 +95,19 @@ def replace_meta_weights(
     for module in root.modules():
         num_owners.update(module._parameters.values())
     for module in root.modules():
-        own = {name: one for name, one in module._parameters.items() if one is not None}
+        weights = {name: own for name, own in module._parameters.items() if own is not None}
         # Others are refused when they are initialised.
         are_alone = all(
-            one.is_meta and one in names and num_owners[one] == 1 for one in own.values()
+            weight.is_meta and weight in names and num_owners[weight] == 1
+            for weight in weights.values()
         )
-        if not own or not are_alone or not hasattr(module, "param_init_meta"):
+        if not weights or not are_alone or not hasattr(module, "param_init_meta"):
             continue
         quantized: Any = module
         quantized.preserve_high_precision_init_val = True  # they are the first main weights
         with torch.enable_grad():  # as in its constructor: otherwise codes are for forward alone
             initialise(module)
-        for name, old in own.items():
+        for name, old in weights.items():
             new = module._parameters[name]
             assert new is not None
             vars(new).update({**users_attributes(old), **vars(new)})

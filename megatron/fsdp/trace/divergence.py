@@ -28,7 +28,7 @@ Sequences = dict[int, list[PublishedCollective]]  # the last ones of each rank, 
 
 def first_difference(sequences: Sequences) -> str | None:
     """Name the first collective in which ranks of one group differ, and the first such rank."""
-    groups = set()
+    groups: set[Ranks] = set()
     for published in sequences.values():
         groups.update(collective.ranks for collective in published)
     differences = []
@@ -49,23 +49,23 @@ def _difference_in(ranks: Ranks, sequences: Sequences) -> tuple[float, str] | No
     for rank in ranks:
         published = sequences.get(rank)
         if published is not None:
-            own = {seen.number: seen for seen in published if seen.ranks == ranks}
+            by_number = {seen.number: seen for seen in published if seen.ranks == ranks}
             # A rank that published none of these may have had them before those it published.
-            if own or len(published) < NUM_PUBLISHED:
-                numbered[rank] = own
+            if by_number or len(published) < NUM_PUBLISHED:
+                numbered[rank] = by_number
     first = last = 0  # what all of them have published, up to the last collective of any
-    for own in numbered.values():
-        if own:
-            first = max(first, min(own))
-            last = max(last, max(own))
+    for by_number in numbered.values():
+        if by_number:
+            first = max(first, min(by_number))
+            last = max(last, max(by_number))
     for number in range(first, last + 1):
         what_of = {}
         times = []
-        for rank, own in numbered.items():
+        for rank, by_number in numbered.items():
             what_of[rank] = _NOT_STARTED
-            if number in own:
-                what_of[rank] = own[number].what
-                times.append(own[number].begin)
+            if number in by_number:
+                what_of[rank] = by_number[number].what
+                times.append(by_number[number].begin)
         if len(set(what_of.values())) > 1:
             return min(times), _described(number, ranks, what_of)
     return None

@@ -233,11 +233,11 @@ class Failures:
 
     def _explanation(self) -> str:
         # The first rank of a failure names it; all others join, unless they have explained it.
-        own = f"{self.rank}.{len(self._explained)}"
-        self._failure = self._store.compare_set("failed", self._failure, own).decode()
+        name = f"{self.rank}.{len(self._explained)}"
+        self._failure = self._store.compare_set("failed", self._failure, name).decode()
         self._answer(self._failure)
         answers = PrefixStore(self._failure, self._store)
-        if self._failure != own:
+        if self._failure != name:
             for _ in _pauses(2 * PATIENCE_SECONDS):
                 if answers.check(["explanation"]):
                     return str(answers.get("explanation").decode())
@@ -295,7 +295,8 @@ class Failures:
         lines = []
         if missing:
             lines.append(f"no answer from {named_ranks(missing)}")
-        difference = first_difference({rank: each.collectives for rank, each in answers.items()})
+        sequences = {rank: answer.collectives for rank, answer in answers.items()}
+        difference = first_difference(sequences)
         if difference is not None:
             lines.append(difference)
         elif not missing:
@@ -358,8 +359,8 @@ def watch() -> None:
     store = dist.distributed_c10d._get_default_store()
     if world.size() == 1 or not isinstance(_underlying(store), (TCPStore, FileStore)):
         return
-    own = store.clone()  # type: ignore[attr-defined]  # torch's stubs lack it
-    own_store = PrefixStore(f"fsdp_failures/{_num_worlds}", own)
+    connection = store.clone()  # type: ignore[attr-defined]  # torch's stubs lack it
+    own_store = PrefixStore(f"fsdp_failures/{_num_worlds}", connection)
     last = LastCollectives(world.rank())
     _failures = Failures(own_store, world.rank(), world.size(), last)
     observe.memory = last

@@ -67,14 +67,14 @@ def record(
     failed_collectives.watch()
     check_directory(directory, ranks)
     origin = min(float(begin) for begin in agree([repr(time.time())]))
-    own = Recorder()
-    observe.add(own)
+    recorder = Recorder()
+    observe.add(recorder)
     try:
-        yield own
+        yield recorder
     finally:
-        observe.remove(own)
+        observe.remove(recorder)
         if directory is not None and _writes(ranks):
-            write_trace(Path(directory), dist.get_rank(), own.entries, origin, own.now())
+            write_trace(Path(directory), dist.get_rank(), recorder.entries, origin, recorder.now())
 
 
 def check_directory(

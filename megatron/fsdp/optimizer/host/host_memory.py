@@ -260,11 +260,7 @@ def problems_of_offload(
         if is_sharded[is_expert[name]]:
             num_shards = mesh.axes(is_expert[name]).inner.size()
         precision = precision_of(parameter.dtype, parameter.requires_grad)
-        itemsize = precision.main_param.itemsize
-        if parameter.requires_grad:
-            itemsize = 3 * itemsize + precision.main_grad.itemsize  # with two moments
-            if precision.main_grad != precision.main_param:  # with gradients of both dtypes
-                itemsize += precision.main_param.itemsize
+        itemsize = _bytes_of_element(precision, parameter.requires_grad)
         needed += parameter.numel() * itemsize // num_shards
     needed *= int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # ranks of one machine share the disk
     free = shutil.disk_usage(folder).free
@@ -274,3 +270,14 @@ def problems_of_offload(
             f" machine need {needed / 1e9:.1f} GB for main weights, gradients and two moments:"
             " free some, name another disk, or shard over more machines"
         )
+
+
+def _bytes_of_element(precision: Precision, is_trained: bool) -> int:
+    """Return the bytes of main weight, and if it is trained of gradient and two moments."""
+    main = precision.main_param.itemsize
+    if not is_trained:
+        return main
+    needed = 3 * main + precision.main_grad.itemsize
+    if precision.main_grad != precision.main_param:  # the optimizer's gradient has its own memory
+        needed += main
+    return needed

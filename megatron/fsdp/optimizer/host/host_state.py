@@ -25,8 +25,8 @@ def new_moment(parameter: torch.Tensor, value: float) -> torch.Tensor:
     sharded_param = sharded_param_of(parameter)
     local = local_tensor(parameter)
     if isinstance(sharded_param.group.memory, FileMemory):
-        one = torch.full((), value, dtype=local.dtype, device=local.device)
-        filled = one.expand(local.shape)
+        one_value = torch.full((), value, dtype=local.dtype, device=local.device)
+        filled = one_value.expand(local.shape)
     else:
         filled = torch.full_like(local, value, memory_format=torch.preserve_format)
     return sharded_param.over(filled)

@@ -95,7 +95,8 @@ class OwnerUpdate:
         if self._others:
             others = []
             for group in optimizer.param_groups:
-                others.append([each for each in group["params"] if each in self._others])
+                params = group["params"]
+                others.append([parameter for parameter in params if parameter in self._others])
             step_on_parameters(self._step, optimizer, others)
 
     def _update(self, optimizer: Optimizer, owned: Owned) -> None:
@@ -136,8 +137,8 @@ class OwnerUpdate:
                 found[model, is_expert].append(sharded_param)
         for (model, is_expert), sharded_params in found.items():
             ranks = OwnerRanks(model._mesh.axes(is_expert))
-            costs = [self._cost(optimizer, each) for each in sharded_params]
-            able = [ranks.with_all(each) for each in sharded_params]
+            costs = [self._cost(optimizer, sharded_param) for sharded_param in sharded_params]
+            able = [ranks.with_all(sharded_param) for sharded_param in sharded_params]
             for pairs in choose_owners(costs, able, list(ranks.members)):
                 own_round = [Matrix(sharded_params[index], ranks, owner) for index, owner in pairs]
                 self._rounds.append(own_round)
@@ -280,7 +281,7 @@ def _share_entries(own_round: Round, optimizer: Optimizer) -> None:
 def _described(value: Any) -> Any:
     """Return a literal that describes an entry, or a part of one."""
     if isinstance(value, list | tuple):
-        return [_described(each) for each in value]
+        return [_described(element) for element in value]
     if not isinstance(value, torch.Tensor):
         return (value,)
     content = tuple(value.shape) if value.ndim else value.item()
@@ -290,7 +291,7 @@ def _described(value: Any) -> Any:
 def _made_from(description: Any, matrix: Matrix) -> Any:
     """Return the entry of a rank that is not the owner."""
     if isinstance(description, list):
-        return [_made_from(each, matrix) for each in description]
+        return [_made_from(element, matrix) for element in description]
     if len(description) == 1:
         return description[0]
     content, dtype_name = description

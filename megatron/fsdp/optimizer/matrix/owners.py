@@ -145,7 +145,7 @@ def choose_owners(
             be empty.
         ranks: all ranks that can be owners.
     """
-    rounds, most = assign(costs, [own or ranks for own in able])
+    rounds, most = assign(costs, [owners or ranks for owners in able])
     balanced, least = assign(costs, [ranks] * len(costs))
     if most > IMBALANCE * least:
         rounds, most = balanced, least
