@@ -41,9 +41,9 @@ ROOMS = [
 ]  # fmt: skip
 
 ADDED_ROOMS = [
-    Room("megatron/fsdp/quantized",         1_100,  8),
-    Room("megatron/fsdp/optimizer/matrix",    700,  5),
-    Room("megatron/fsdp/optimizer/host",      600,  5),
+    Room("megatron/fsdp/quantized",         1_400,  8),
+    Room("megatron/fsdp/optimizer/matrix",    850,  5),
+    Room("megatron/fsdp/optimizer/host",      750,  5),
     Room("megatron/mcore_adapter/checkpoints", 5_100, 19),  # of both loops; arguments documented
     Room("megatron/mcore_adapter/run",        400, 10),
     Room("megatron/mcore_adapter/watch",    1_250,  5),

@@ -36,7 +36,7 @@ from megatron.fsdp.module_access.own_names import own_name
 from megatron.fsdp.optimizer.host.host_memory import Memories
 from megatron.fsdp.quantized import stored_forms
 from megatron.fsdp.quantized.tensor_subclasses import move, users_attributes
-from megatron.fsdp.quantized.transformer_engine_weights import make_anew
+from megatron.fsdp.quantized.transformer_engine_weights import replace_meta_weights
 from megatron.fsdp.settings import Settings, resolve_unit_modules
 from megatron.fsdp.warnings_once import warn
 
@@ -214,7 +214,7 @@ class Sharder:
                 has_embedding_strategy=self._settings.strategy.embedding_level is not None,
             )
             if initialiser is not None:
-                given |= make_anew(self._module, parameters, initialiser.initialise)
+                given |= replace_meta_weights(self._module, parameters, initialiser.initialise)
             for key, names in names_of_groups(parameters, kinds).items():
                 members = {name: parameters[name] for name in names}
                 group = self._make_group(key, members, unit.shown_name)

@@ -17,7 +17,7 @@ from megatron.fsdp.engine.policy import MixedPrecisionPolicy, Overlap
 from megatron.fsdp.meta_initialisation import MetaInitialisation
 from megatron.fsdp.optimizer.sharded_optimizer import (
     check_optimizer,
-    several,
+    list_of_optimizers,
     shard_optimizer,
     swap_parameters,
 )
@@ -114,7 +114,7 @@ def shard_both(
     Returns:
         The wrapper and ``optimizer``, whose parameters are then those of the wrapper.
     """
-    optimizers = several(problems, optimizer)
+    optimizers = list_of_optimizers(problems, optimizer)
     for number, each in enumerate(optimizers):
         which = "the optimizer"
         if len(optimizers) > 1:

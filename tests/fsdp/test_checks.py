@@ -357,7 +357,7 @@ def test_nccl_is_refused_by_a_build_for_gpus_on_a_machine_without(
 
     monkeypatch.setattr(torch.accelerator, "current_accelerator", of_the_build)
     (problem,) = problems_of_nccl(None)
-    assert "there is none of on cpu" in problem
+    assert "does not run on cpu" in problem
 
 
 def shard_a_linear() -> None:

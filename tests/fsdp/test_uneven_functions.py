@@ -101,7 +101,7 @@ def test_other_placements_and_wrong_sizes_are_summed_or_refused() -> None:
     short = DTensor.from_local(
         torch.ones(2), line, [Shard(0)], run_check=False, shape=(5,), stride=(1,)
     )
-    with pytest.raises(ValueError, match=r"hold 4 elements, but shape \(5,\) has 5"):
+    with pytest.raises(ValueError, match=r"have 4 elements, but shape \(5,\) has 5"):
         uneven_dtensor_to_full_tensor(short)
 
 

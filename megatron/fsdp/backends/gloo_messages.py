@@ -32,7 +32,14 @@ class GlooMessages(Transport):
         shards: Sequence[torch.Tensor],
         group: dist.ProcessGroup,
     ) -> Collective:
-        """Gather by messages at every size; this rank's slice is not written."""
+        """All-gather by messages at every size.
+
+        Args:
+            fulls: buffers of all ranks' shards, contiguous. This rank's slice is not written if it
+                is the shard.
+            shards: this rank's shard of each buffer.
+            group: the process group.
+        """
         # At levels 1 and 2 the shard that a rank sends is a slice of the buffer that it receives.
         # gloo's own all-gather writes its unchanged values to that slice at any time before the
         # end, which would undo a concurrent write. Messages do not, and neither does NCCL. And
@@ -41,7 +48,8 @@ class GlooMessages(Transport):
             return super().all_gather(fulls, shards, group)
 
         def start() -> Work:
-            rank, num_ranks = group.rank(), group.size()
+            rank = group.rank()
+            num_ranks = group.size()
             others = _other_ranks(rank, num_ranks)
             slices = [full.chunk(num_ranks) for full in fulls]
             messages = PeerMessages(group, _GATHER_TAG)
@@ -66,12 +74,20 @@ class GlooMessages(Transport):
         group: dist.ProcessGroup,
         operation: dist.ReduceOp.RedOpType,
     ) -> Collective:
-        """Reduce by messages at every size; ``full`` is only read."""
+        """Reduce-scatter by messages at every size.
+
+        Args:
+            full: this rank's values for all ranks, contiguous; only read.
+            shard: gets the reduced values of this rank's slice.
+            group: the process group.
+            operation: SUM or AVG.
+        """
         if not self._uses_gloo(full, group):
             return super().reduce_scatter(full, shard, group, operation)
 
         def start() -> Work:
-            rank, num_ranks = group.rank(), group.size()
+            rank = group.rank()
+            num_ranks = group.size()
             slices = full.chunk(num_ranks)
             others = _other_ranks(rank, num_ranks)
             # Slices are added up in the order of ranks, whatever order they arrive in, in the dtype
@@ -80,13 +96,13 @@ class GlooMessages(Transport):
             order = list(range(num_ranks))
             if rank == 0:
                 # x0 + x1 is x1 + x0, so this rank too begins with a slice that it receives.
-                order[:2] = 1, 0
-            temporaries = [torch.empty_like(shard) for _ in others[1:]]
-            targets = dict(zip(sorted(others), [shard, *temporaries]))
+                order[:2] = [1, 0]
             messages = PeerMessages(group, _REDUCE_TAG)
-            receives = {
-                other: messages.receive(targets[other], other) for other in reversed(others)
-            }
+            targets = {}
+            receives = {}
+            for other in reversed(others):
+                targets[other] = shard if other == order[0] else torch.empty_like(shard)
+                receives[other] = messages.receive(targets[other], other)
             for other in others:
                 messages.send(slices[other], other)
 
@@ -114,7 +130,8 @@ class GlooMessages(Transport):
         if sends is None:
             # Example: "cpu:gloo,cuda:nccl".
             has_gloo = "cpu:gloo" in dist.get_backend_config(group).split(",")
-            sends = self._sends_by_gloo[group] = has_gloo and group.size() > 1
+            sends = has_gloo and group.size() > 1
+            self._sends_by_gloo[group] = sends
         return sends
 
 

@@ -9,7 +9,6 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import product
 from typing import Any
 
 import torch
@@ -47,13 +46,13 @@ class Memory:
         device: device that the module is moved to; None: the mesh's. Ignored with meta
             initialisation.
         uses_slots: gather weights and collect gradients in a fixed set of memory slots. The first
-            step finds out what is needed at the same time. The settings below imply it, but for
-            those that say how.
+            step finds out which buffers are in use at the same time. ``equal_sizes``,
+            ``holds_addresses`` and ``registers`` imply it.
         equal_sizes: give every slot the size of the largest buffer.
         allows_own_storage: train without the memory of slots if it cannot be allocated; not with
             windows, which all ranks register together.
         holds_addresses: it is an error if a buffer must leave its slot, as CUDA graphs need, or if
-            memory runs out, whatever ``allows_own_storage`` says.
+            memory runs out, also with ``allows_own_storage``.
         registers: register the slots with NCCL.
         registers_locally: register them locally, not as symmetric windows.
         registers_manually: ``manual_buffer_registration()`` of the wrapper assigns and registers
@@ -78,7 +77,8 @@ class Memory:
         problems = problems_of_flags(self)
         device = None
         try:
-            device = None if self.device is None else torch.device(self.device)
+            if self.device is not None:
+                device = torch.device(self.device)
         except (RuntimeError, TypeError):
             problems.append(
                 f"Memory.device expects a torch.device, its name or None but got {self.device!r}"
@@ -93,28 +93,33 @@ class Memory:
             problems.append(f"Memory.offload: {error}")
         if self.offload is not None and self.holds_addresses:
             problems.append("Memory.holds_addresses is for graphs, which cannot wait for offload")
-        raise_problems(problems + (problems_of_nccl(device) if self.registers else []))
+        if self.registers:
+            problems += problems_of_nccl(device)
+        raise_problems(problems)
         object.__setattr__(self, "device", device)
         if self.equal_sizes or self.holds_addresses or self.registers:
             object.__setattr__(self, "uses_slots", True)
 
 
 def problems_of_nccl(device: torch.device | None) -> list[str]:
-    """Return why memory cannot be registered with NCCL: no NCCL, or other memory."""
+    """Return the reasons why memory cannot be registered with NCCL."""
     # A build of torch for GPUs has an accelerator wherever it runs.
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     kind = (device or accelerator or torch.device("cpu")).type
     if kind != "cuda":
         return [
-            f"Memory.registers registers memory with NCCL, which there is none of on {kind}: use"
+            f"Memory.registers registers memory with NCCL, which does not run on {kind}: use"
             " Memory.uses_slots alone"
         ]
-    return [
-        "Memory.registers needs memory whose segments do not grow: remove expandable_segments"
-        f" from {name}"
-        for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-        if "expandable_segments:true" in os.environ.get(name, "").lower().replace(" ", "")
-    ]
+    problems = []
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        settings = os.environ.get(name, "").lower().replace(" ", "")
+        if "expandable_segments:true" in settings:
+            problems.append(
+                "Memory.registers needs memory whose segments do not grow: remove"
+                f" expandable_segments from {name}"
+            )
+    return problems
 
 
 @dataclass(eq=False)
@@ -126,15 +131,21 @@ class MemorySlot:
 
 
 class MemorySlots(Storage):
-    """The slots of all buffers of one kind. See [Note: memory slots]."""
+    """The slots of gathered weights, or those of local gradients. See [Note: memory slots].
+
+    Args:
+        contents: of the buffers, for messages.
+        can_move: True if a buffer may leave its slot in the middle of a step. Gathered weights
+            cannot, because autograd refers to their addresses between forward and backward.
+        policy: the settings.
+        allocate: allocates the memory of new slots.
+    """
 
     is_assigned_ahead = True
 
     def __init__(self, contents: str, can_move: bool, policy: Memory, allocate: AllocateSlots):
         self.holds_addresses = policy.holds_addresses
         self._contents = contents
-        # A buffer may leave its slot in the middle of a step. Gathered weights cannot, because
-        # autograd refers to their addresses between forward and backward.
         self._can_move = can_move
         self._policy = policy
         self._allocate = allocate
@@ -164,7 +175,7 @@ class MemorySlots(Storage):
         self.vacate(buffer)
 
     def abandon(self, buffer: FlatBuffer) -> None:
-        """Give up storage of its own; the memory of slots is never freed."""
+        """Give up a buffer's own storage; the memory of slots is never freed."""
         if self._has_own_storage(buffer):
             super().abandon(buffer)
         self.vacate(buffer)
@@ -172,7 +183,9 @@ class MemorySlots(Storage):
     def blocker(self, buffer: FlatBuffer) -> FlatBuffer | None:
         """Return the other buffer that occupies the slot of this one."""
         slot = self._slot_of.get(buffer)
-        for other in self._allocated if slot is not None else ():
+        if slot is None:
+            return None
+        for other in self._allocated:
             if other is not buffer and self._slot_of.get(other) is slot:
                 return other
         return None
@@ -182,9 +195,12 @@ class MemorySlots(Storage):
         return slot is None or slot.memory is None
 
     def occupy(self, buffer: FlatBuffer) -> None:
-        """Note that a buffer is allocated from now on, and take its slot if it has one."""
-        # If another buffer occupies the slot, this one has storage of its own until the next
-        # assignment, or if it cannot move there, that is an error.
+        """Record that a buffer is allocated from now on, in its slot if it has one.
+
+        Raises:
+            RuntimeError: if another buffer occupies the slot, and this one must not move.
+        """
+        # A buffer that may move has storage of its own until the next assignment.
         overlaps = self._overlaps.setdefault(buffer, set())
         for other in self._allocated:
             overlaps.add(other)
@@ -205,7 +221,7 @@ class MemorySlots(Storage):
     adopt = occupy  # a new buffer is allocated
 
     def vacate(self, buffer: FlatBuffer) -> None:
-        """Note that a buffer is no longer allocated."""
+        """Record that a buffer is no longer allocated."""
         self._allocated.discard(buffer)
 
     def discard(self, buffer: FlatBuffer) -> None:
@@ -226,11 +242,10 @@ class MemorySlots(Storage):
     def assign(self) -> str | None:
         """Give a slot to each buffer that has none; return an error message if memory ran out."""
         # Buffers in use keep the storage of their own until the next assignment.
-        self._assigned = [
-            buffer
-            for buffer in self._overlaps
-            if buffer not in self._slot_of and not buffer.is_allocated
-        ]
+        self._assigned = []
+        for buffer in self._overlaps:
+            if buffer not in self._slot_of and not buffer.is_allocated:
+                self._assigned.append(buffer)
         num_before = len(self._slots)
         for buffer in sorted(self._assigned, key=lambda buffer: -buffer.num_bytes):
             self._slot_of[buffer] = self._slot_for(buffer)
@@ -241,7 +256,7 @@ class MemorySlots(Storage):
             if memory is not None:
                 buffer.move(memory)
         if new_slots and not problem and (not dist.is_initialized() or dist.get_rank() == 0):
-            _logger.info("memory slots of %s: %s", self._contents, self._told())
+            _logger.info("memory slots of %s: %s", self._contents, self._sizes_as_text())
         return problem
 
     def withdraw(self) -> None:
@@ -249,12 +264,15 @@ class MemorySlots(Storage):
         for buffer in self._assigned:
             if self._slot_of.pop(buffer).memory is not None:
                 buffer.move(None)
-        used = set(self._slot_of.values())
-        for slot in self._slots:
-            if slot not in used and slot.memory is not None:
-                observe.storage("release", slot.memory)
-        self._slots = [slot for slot in self._slots if slot in used]
         self._assigned = []
+        used = set(self._slot_of.values())
+        slots = self._slots
+        self._slots = []
+        for slot in slots:
+            if slot in used:
+                self._slots.append(slot)
+            elif slot.memory is not None:
+                observe.storage("release", slot.memory)
 
     def _slot_for(self, buffer: FlatBuffer) -> MemorySlot:
         """Return the first slot that ``buffer`` fits in; add one if there is none."""
@@ -274,7 +292,8 @@ class MemorySlots(Storage):
             memory = self._allocate([slot.num_bytes for slot in slots])
         except RuntimeError as error:  # torch raises it on CPU, and a subclass of it on CUDA
             reason = _first_line(error)
-            problem = f"the memory slots of {self._contents} cannot be allocated: {self._told()}"
+            sizes = self._sizes_as_text()
+            problem = f"the memory slots of {self._contents} cannot be allocated: {sizes}"
             remedy = f"{problem} ({reason}). Shard over more ranks or into smaller units"
             if self.holds_addresses:  # storage of their own is freed and allocated again
                 return f"{remedy}; cuda_graph_mode needs the fixed addresses of slots"
@@ -292,21 +311,30 @@ class MemorySlots(Storage):
             observe.storage("allocate", tensor)
         return None
 
-    def _told(self) -> str:
+    def _sizes_as_text(self) -> str:
         sizes = ", ".join(f"{size:,}" for size in self.sizes)
         return f"{len(self._slots)} of {sizes} bytes, {sum(self.sizes):,} in all"
 
 
 def allocate_slots(device: torch.device, sizes: Sequence[int]) -> list[torch.Tensor]:
-    """Return ``uint8`` tensors of these numbers of bytes; ``RuntimeError`` if memory runs out."""
+    """Return ``uint8`` tensors of these numbers of bytes.
+
+    Raises:
+        RuntimeError: if memory runs out.
+    """
     return [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
 
 
 class NcclMemory:
     """Allocates memory in pools, and registers these with the communicators of process groups.
 
-    NCCL's collectives read and write registered memory without a copy of their own. With
-    ``is_symmetric`` it is windows, for which ranks must allocate the same sizes in one order.
+    NCCL's collectives read and write registered memory without a copy.
+
+    Args:
+        groups: the process groups that gather and reduce in this memory.
+        device: that of the memory.
+        is_symmetric: register symmetric windows, for which ranks must allocate the same sizes in
+            one order.
     """
 
     def __init__(
@@ -327,8 +355,8 @@ class NcclMemory:
         """Return ``uint8`` tensors of these numbers of bytes, in a pool of NCCL's allocator."""
         if not sizes:
             return []
-        # While a pool is in use, torch's allocator does not give back what it has cached to make
-        # room, as if a graph were captured: after a step that is all that buffers have used.
+        # While a pool is in use, torch's allocator does not free cached memory to make room, as if
+        # a graph were captured. After a step that is the memory that all buffers have used.
         torch.cuda.empty_cache()
         pool = torch.cuda.MemPool(self._backends[0].mem_allocator)
         with torch.cuda.use_mem_pool(pool):
@@ -337,12 +365,14 @@ class NcclMemory:
         return memory
 
     def register(self) -> list[str]:
-        """Register the new pools; return an error message if NCCL refuses. A collective."""
+        """Register the new pools; return error messages if NCCL refuses. A collective."""
         connect(self.groups, self._device)
-        pools, self._pools = self._pools, []
+        pools = self._pools
+        self._pools = []
         try:
-            for pool, backend in product(pools, self._backends):
-                self._register(backend, pool)
+            for pool in pools:
+                for backend in self._backends:
+                    self._register(backend, pool)
         except RuntimeError as error:
             reason = _first_line(error)
             return [f"NCCL cannot register the memory slots ({reason}): train without nccl_ub"]
@@ -354,7 +384,7 @@ class NcclMemory:
                 backend.register_mem_pool(pool, symm=True)
             except RuntimeError as error:  # without NVLink
                 self._is_symmetric = False
-                _deregister([(backend, pool)])  # torch has noted the attempt
+                _deregister([(backend, pool)])  # torch has recorded the attempt
                 if dist.get_rank() == 0:
                     reason = _first_line(error)
                     _logger.warning("no windows, so slots are registered locally: %s", reason)
@@ -390,7 +420,13 @@ def _first_line(error: Exception) -> str:
 
 
 class EngineSlots:
-    """The slots of gathered weights, and those of local gradients."""
+    """The slots of gathered weights, and those of local gradients.
+
+    Args:
+        policy: the settings.
+        allocate: allocates the memory of new slots.
+        nccl: registers that memory; None: it is not registered.
+    """
 
     def __init__(self, policy: Memory, allocate: AllocateSlots, nccl: NcclMemory | None = None):
         self.weights = MemorySlots("gathered weights", False, policy, allocate)
@@ -413,8 +449,12 @@ class EngineSlots:
         Raises:
             RuntimeError: with the problems of all ranks of the groups, the same on each.
         """
-        own = filter(None, (self.weights.assign(), self.gradients.assign()))
-        problems = agree(own, groups)  # windows are registered by all ranks together
+        own_problems = []
+        for slots in (self.weights, self.gradients):
+            problem = slots.assign()
+            if problem is not None:
+                own_problems.append(problem)
+        problems = agree(own_problems, groups)  # windows are registered by all ranks together
         if self._nccl and not problems:
             problems = agree(self._nccl.register(), groups)
         if problems:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages: sends and receives between the ranks of a group, under way until they have arrived."""
+"""Messages between the ranks of a group, which live until they have arrived."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-# [Note: messages that nobody waits for] A work of gloo owns the buffer of its message: where it is
-# destroyed before the message has left, the message is lost, and the peer waits for it for ever, as
+# [Note: messages that nobody waits for] A work of gloo owns the buffer of its message. If it is
+# destroyed before the message is sent, the message is lost, and the peer waits for it forever, as
 # does every later collective of the group. That happens to a model that is dropped in the middle of
-# a step, and to a collective that has failed while other ranks are still alive. So works outlive
-# the collective that nobody waits for, with the tensors that they read and write. The next
-# collective of the group with the same tag waits for them first: so no more of them pile up than
-# one model has under way, and ranks that run the same collectives cannot wait for one another. They
-# are destroyed with the group.
+# a step, and to a collective that has failed while other ranks are still alive. So works outlive a
+# collective that nobody waits for, with the tensors that they read and write. The next collective
+# of the group with the same tag waits for them first: so no more of them pile up than one model has
+# under way, and ranks that run the same collectives cannot wait for one another. They are destroyed
+# with the group.
 UnderWay = dict[dist.Work, torch.Tensor]
 dropped: WeakKeyDictionary[dist.ProcessGroup, dict[int, deque[UnderWay]]] = WeakKeyDictionary()
 """By group and by tag the messages that nobody waits for, in the order of their issue."""
 
 # [Note: sizes in tags] Where a rank runs another collective than its peer, gloo would write a short
 # message into a longer buffer, and end the process for a long one. With the size in the tag, such
-# messages never meet: both ranks wait for the timeout, which then says what each has begun.
+# messages never match: both ranks wait for the timeout, whose error names what each has begun.
 # Tags of collectives begin here, and leave room for the sizes; those of users' messages are small.
 FIRST_TAG = 1 << 30
 _SIZE_BITS = 28
@@ -33,7 +33,9 @@ _SIZE_BITS = 28
 class PeerMessages:
     """The messages of one collective of a group, which match those of others by tag and size.
 
-    ``tag`` is one of four from ``FIRST_TAG`` on, see [Note: sizes in tags].
+    Args:
+        group: the process group.
+        tag: one of four numbers from ``FIRST_TAG`` on; see [Note: sizes in tags].
     """
 
     __slots__ = ("_group", "_tag", "_under_way")
@@ -47,13 +49,15 @@ class PeerMessages:
 
     def receive(self, tensor: torch.Tensor, rank: int) -> dist.Work:
         """Start to receive a contiguous tensor from a rank of the group."""
-        work: dist.Work = self._group.recv([tensor], rank, self._tag_of(tensor))
+        tag = self._tag_of(tensor)
+        work: dist.Work = self._group.recv([tensor], rank, tag)
         self._under_way[work] = tensor
         return work
 
     def send(self, tensor: torch.Tensor, rank: int) -> dist.Work:
         """Start to send a contiguous tensor, which must not change until it has arrived."""
-        work: dist.Work = self._group.send([tensor], rank, self._tag_of(tensor))
+        tag = self._tag_of(tensor)
+        work: dist.Work = self._group.send([tensor], rank, tag)
         self._under_way[work] = tensor
         return work
 

@@ -16,24 +16,23 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import register_rendezvous_handler, rendezvous
 
-# [Note: attempts] torchrun's agent keeps one store for all attempts, and its count of restarts does
-# not tell them apart (docs/decisions/restarts_by_torchrun.md). So the ranks agree on an attempt:
+# [Note: attempts] torchrun's agent keeps one store for all attempts, and two attempts may have the
+# same count of restarts (docs/decisions/restarts_by_torchrun.md). So ranks agree on an attempt:
 #
 # - every rank draws a ticket, a number that no other process of this store has;
 # - rank 0 calls, every few seconds, until all other ranks have answered the same call;
 # - it then admits the tickets that have answered, and the call is the name of the attempt.
 #
-# A call of a rank 0 that is dead is answered in vain, until a new rank 0 calls. Ranks of an earlier
-# attempt that still run, on a node that has not noticed the failure, are waited for: they fail at
-# their next collective, and torchrun starts them anew.
+# Answers to a rank 0 that is dead have no effect, until a new rank 0 calls. If ranks of an earlier
+# attempt still run, on a node that has not noticed the failure, the others wait: these ranks fail
+# at their next collective, and torchrun restarts them.
 
 INIT_METHOD = "attempt://"  # "env://", safe against restarts by torchrun
 
-# Seconds in which all ranks must answer a call, and that a waiting rank at most leaves the store in
-# peace. The first pauses are shorter.
-CALL_SECONDS, LONGEST_PAUSE = 5.0, 0.25
+CALL_SECONDS = 5.0  # in which all ranks must answer a call
+LONGEST_PAUSE = 0.25  # seconds between two requests to the store; the first pauses are shorter
 
-# Timeouts that a rank waits for the others: one to notice an earlier failure, one to start anew.
+# Timeouts that a rank waits for the others: one to notice an earlier failure, one to restart.
 PATIENCE = 2
 
 # Key with which a rank whose NCCL collective failed makes all others dump their traces and abort.
@@ -42,21 +41,37 @@ DUMP_SIGNAL = "exception_dump"
 
 
 def default_mesh() -> DeviceMesh:
-    """Return a one-axis mesh over all ranks, on the accelerator if there is one, else the CPU."""
+    """Return a one-axis mesh over all ranks, on the accelerator if there is one, else the CPU.
+
+    Raises:
+        RuntimeError: if there is no process group, and torchrun has not started the program.
+    """
     if not dist.is_initialized() and "RANK" not in os.environ:
         raise RuntimeError(
             "fully_shard needs torch.distributed: start the program with torchrun, or call"
             " torch.distributed.init_process_group first"
         )
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    device_type = "cpu" if accelerator is None else accelerator.type
+    device_type = "cpu"
+    if accelerator is not None:
+        device_type = accelerator.type
     if not dist.is_initialized():
         dist.init_process_group(init_method=INIT_METHOD)
     return init_device_mesh(device_type, (dist.get_world_size(),), mesh_dim_names=("dp_shard",))
 
 
 def agree_on_attempt(store: Store, rank: int, world_size: int, patience: timedelta) -> str:
-    """Return the name of this attempt: the same on its ranks, and another than any before."""
+    """Agree on a name for this attempt, which no earlier one has had.
+
+    Args:
+        store: that of torchrun's agent, which all attempts share.
+        rank: this rank.
+        world_size: the number of ranks.
+        patience: the longest wait for other ranks.
+
+    Raises:
+        TimeoutError: if some of them have not started in this time.
+    """
     attempts = PrefixStore("attempts", store)
     ticket = str(attempts.add("tickets", 1))
     deadline = time.monotonic() + patience.total_seconds()
@@ -80,9 +95,13 @@ def _call(attempts: Store, world_size: int, ticket: str, deadline: float) -> str
                 return call
         if time.monotonic() > deadline:
             break
-    missing = [answer.rpartition("/")[2] for answer in answers if not attempts.check([answer])]
+    missing = []
+    for rank, answer in enumerate(answers, 1):
+        if not attempts.check([answer]):
+            missing.append(str(rank))
     raise TimeoutError(
-        f"rank 0 has waited in vain for other ranks to start: {', '.join(missing)} of {world_size}"
+        f"rank 0 has waited in vain for other ranks to start: {', '.join(missing)} of {world_size}."
+        " See the logs of these ranks"
     )
 
 
@@ -92,9 +111,11 @@ def _answer(attempts: Store, rank: int, ticket: str, deadline: float) -> str:
     for _ in _pauses(deadline):
         if attempts.check([f"admitted/{ticket}"]):
             return str(attempts.get(f"admitted/{ticket}").decode())
-        if attempts.check(["call"]) and (call := attempts.get("call")) != answered:
-            attempts.set(f"{call.decode()}/{rank}", ticket)
-            answered = call
+        if attempts.check(["call"]):
+            call = attempts.get("call")
+            if call != answered:
+                attempts.set(f"{call.decode()}/{rank}", ticket)
+                answered = call
     raise TimeoutError(f"rank {rank} has waited in vain for rank 0, or for ranks that it waits for")
 
 

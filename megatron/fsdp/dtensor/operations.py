@@ -24,15 +24,24 @@ from megatron.fsdp.engine.collectives import broadcast_over
 from megatron.fsdp.engine.weight_guard import FunctionsOfTorch
 
 aten = torch.ops.aten
+Function = Callable[..., Any]  # of torch
 
 # Element-wise operations that torch does not tag as pointwise.
 UNTAGGED = frozenset(
     {
-        *(aten.fill_.Scalar, aten.fill_.Tensor, aten.masked_fill.Tensor),
-        *(aten.masked_fill_.Scalar, aten.masked_fill_.Tensor, aten.copy_.default),
-        *(aten.clone.default, aten._to_copy.default, aten.zero_.default),
-        *(aten.empty_like.default, aten.full_like.default),
-        *(aten.ones_like.default, aten.zeros_like.default),
+        aten.fill_.Scalar,
+        aten.fill_.Tensor,
+        aten.masked_fill.Tensor,
+        aten.masked_fill_.Scalar,
+        aten.masked_fill_.Tensor,
+        aten.copy_.default,
+        aten.clone.default,
+        aten._to_copy.default,
+        aten.zero_.default,
+        aten.empty_like.default,
+        aten.full_like.default,
+        aten.ones_like.default,
+        aten.zeros_like.default,
     }
 )
 ALIASES = frozenset({aten.alias.default, aten.detach.default})
@@ -40,21 +49,38 @@ ALIASES = frozenset({aten.alias.default, aten.detach.default})
 RESHAPES = frozenset({aten.view.default, aten._unsafe_view.default, aten.expand.default})
 # Operations that take dtype and device from a tensor, and the shape from their arguments.
 FACTORIES = frozenset(
-    getattr(aten, name).default for name in ("new_empty", "new_full", "new_ones", "new_zeros")
+    {
+        aten.new_empty.default,
+        aten.new_full.default,
+        aten.new_ones.default,
+        aten.new_zeros.default,
+    }
 )
 # Functions that draw a number for each element; whole tensors have the numbers in their order.
 RANDOM = frozenset(
     {
-        *(torch.rand_like, torch.randn_like, torch.randint_like),
-        *(torch.bernoulli, torch.Tensor.bernoulli, torch.poisson, torch.normal, torch.binomial),
+        torch.rand_like,
+        torch.randn_like,
+        torch.randint_like,
+        torch.bernoulli,
+        torch.Tensor.bernoulli,
+        torch.poisson,
+        torch.normal,
+        torch.binomial,
     }
 )
 # Functions that read the memory of a tensor without an operation that a mode sees.
 ON_WHOLE_TENSORS = frozenset({torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__})
 # Methods that share or replace the memory of a tensor, where a DTensor has none.
-ON_MEMORY = frozenset(
-    getattr(torch.Tensor, name)
-    for name in ("__dlpack__", "apply_", "map_", "map2_", "set_", "share_memory_")
+ON_MEMORY: frozenset[Function] = frozenset(
+    {
+        torch.Tensor.__dlpack__,
+        torch.Tensor.apply_,
+        torch.Tensor.map_,
+        torch.Tensor.map2_,
+        torch.Tensor.set_,
+        torch.Tensor.share_memory_,
+    }
 )
 # Beginnings of the names of operations on lists of tensors.
 LISTS = ("aten::_foreach_", "aten::_fused_", "aten::_amp_foreach_")
@@ -71,7 +97,7 @@ NO_GRADIENT = (
 )
 STALE_VIEW = (
     "a view of a sharded tensor was gathered from all ranks, and the tensor, or a neighbour in its"
-    " unit, has been written to since: writing to the view would undo that. Take the view anew, or"
+    " unit, has been written to since: writing to the view would undo that. Take the view again, or"
     " write to the tensor itself (parameter[index] = value, parameter.copy_(value))"
 )
 UNKNOWN_PART = (
@@ -80,18 +106,28 @@ UNKNOWN_PART = (
 )
 
 
-# [Note: operations on uneven DTensors] An operation first runs in a mode that looks at what it
-# consists of. Where that is not element-wise on operands divided alike, it is started again, on
-# whole tensors (docs/decisions/operations_on_whole_tensors.md).
+# [Note: operations on uneven DTensors] An operation first runs in a mode, on local tensors. If a
+# part of it is not element-wise on operands divided alike, it is started again, on whole tensors
+# (docs/decisions/operations_on_whole_tensors.md).
 
 
 def operate(
-    func: Callable[..., Any],
+    func: Function,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     dtensor_class: type[DTensor],
 ) -> Any:
-    """Call a function of torch, on uneven DTensors of a class, below ``__torch_function__``."""
+    """Call a function of torch on uneven DTensors, below ``__torch_function__``.
+
+    Args:
+        func: the function.
+        args: its arguments.
+        kwargs: its arguments by name.
+        dtensor_class: the class of uneven DTensors, which the results have.
+
+    Raises:
+        RuntimeError: for functions that share or replace memory, and writes that are impossible.
+    """
     if func in ON_MEMORY:
         raise RuntimeError(NO_MEMORY)
     if func not in ON_WHOLE_TENSORS:
@@ -129,9 +165,10 @@ class OnLocalTensors(TorchDispatchMode):
         if not any(isinstance(value, self._class) for value in _leaves(*args, *kwargs.values())):
             return func(*args, **kwargs)
         if func in FACTORIES and tuple(args[1]) != tuple(args[0].shape):
-            return func(*map(self._local, args), **kwargs)
+            return func(*[self._local(value) for value in args], **kwargs)
         if func is aten.index_put_.default and _fills_by_mask(*args):
-            func, args = aten.masked_fill_.Tensor, (args[0], *args[1], args[2])
+            func = aten.masked_fill_.Tensor
+            args = (args[0], *args[1], args[2])
         is_list = func._schema.name.startswith(LISTS)
         if func._schema.is_mutable:
             args = self._own_parts_of_operands(func, args, is_list)
@@ -152,53 +189,62 @@ class OnLocalTensors(TorchDispatchMode):
             _report_writes(func, args, kwargs)
         local_kwargs = {name: self._local(value) for name, value in kwargs.items()}
         result = func(*local_args, **local_kwargs)
-        of_local = {id(operand._local_tensor): operand for operand in operands}
+        shares_memory = func in ALIASES or func in RESHAPES
+        operand_of = {id(operand._local_tensor): operand for operand in operands}
 
         def wrap(local: torch.Tensor, pattern: DTensor) -> DTensor:
-            if id(local) in of_local:
-                return of_local[id(local)]
-            result = divided_like(pattern, local, self._class)
-            if func in ALIASES or func in RESHAPES:  # in the same memory
-                result.on_write = getattr(pattern, "on_write", None)  # type: ignore[attr-defined]
-            return result
+            if id(local) in operand_of:
+                return operand_of[id(local)]
+            wrapped = divided_like(pattern, local, self._class)
+            if shares_memory:
+                wrapped.on_write = getattr(pattern, "on_write", None)  # type: ignore[attr-defined]
+            return wrapped
 
+        if result is None:
+            return None
         if is_list:
-            return None if result is None else list(map(wrap, result, patterns))
+            return [wrap(local, pattern) for local, pattern in zip(result, patterns)]
         if isinstance(result, torch.Tensor):
             return wrap(result, patterns[0])
         return tree_map_only(torch.Tensor, lambda local: wrap(local, patterns[0]), result)
 
     def _own_parts_of_operands(self, func: Any, args: Any, is_list: bool) -> Any:
         """Replace whole operands of an operation in place by this rank's parts."""
-        written, result = args[0], list(args)
-        if is_list:
-            for position, values in enumerate(args):
-                is_read = func._schema.arguments[position].alias_info is None
-                if is_read and isinstance(values, (list, tuple)) and len(values) == len(written):
-                    result[position] = list(map(self._own_part, values, written))
-        elif _is_pointwise(func):
-            result = [self._own_part(value, written) for value in args]
+        written = args[0]
+        if not is_list:
+            if not _is_pointwise(func):
+                return args
+            return tuple(self._own_part(value, written) for value in args)
+        result = []
+        for argument, values in zip(func._schema.arguments, args):
+            is_read = argument.alias_info is None
+            if is_read and isinstance(values, (list, tuple)) and len(values) == len(written):
+                values = [self._own_part(value, pattern) for value, pattern in zip(values, written)]
+            result.append(values)
         return tuple(result)
 
     def _own_part(self, value: Any, pattern: Any) -> Any:
         """Return this rank's part of ``value``, divided like ``pattern``; numbers unchanged."""
         if not isinstance(value, torch.Tensor) or not isinstance(pattern, self._class):
             return value
-        is_number = value.ndim == 0 and not isinstance(value, DTensor)
-        if is_number or part_of(pattern) is None:
+        if part_of(pattern) is None:
             return value
         if isinstance(value, DTensor):
             if isinstance(value, self._class) and _are_alike(pattern, value):
                 return value
             value = full_tensor(value)
+        elif value.ndim == 0:
+            return value
         return own_part(pattern, value, self._class)
 
     def _check_lists(self, func: Any, arguments: Sequence[Any]) -> list[DTensor]:
         """Return the first list of tensors; those at one position of all lists must be alike."""
         if func._schema.name in ("aten::_foreach_norm", "aten::_foreach_max"):
             raise NeedsWholeTensor
-        lists = [values for values in arguments if isinstance(values, (list, tuple)) and values]
-        lists = [values for values in lists if isinstance(values[0], torch.Tensor)]
+        lists = []
+        for values in arguments:
+            if isinstance(values, (list, tuple)) and values and isinstance(values[0], torch.Tensor):
+                lists.append(values)
         for column in zip(*lists):
             sharded = [tensor for tensor in column if isinstance(tensor, self._class)]
             if not _can_meet(sharded, column) or column[0] is not sharded[0]:
@@ -208,12 +254,14 @@ class OnLocalTensors(TorchDispatchMode):
     def _local(self, value: Any) -> Any:
         """Return the local tensor of a DTensor, those of a list, and any other value itself."""
         if isinstance(value, (list, tuple)):
-            return [self._local(each) for each in value]
-        return value._local_tensor if isinstance(value, self._class) else value
+            return [self._local(element) for element in value]
+        if isinstance(value, self._class):
+            return value._local_tensor
+        return value
 
 
 def _leaves(*arguments: Any) -> Iterator[Any]:
-    """Yield arguments of an operation, and for a list what it has: a schema nests no deeper."""
+    """Yield arguments of an operation, and the elements of lists; a schema nests no deeper."""
     for value in arguments:
         if isinstance(value, (list, tuple)):
             yield from value
@@ -238,8 +286,13 @@ def _is_pointwise(func: Any) -> bool:
 
 def _can_meet(sharded: Sequence[DTensor], tensors: Sequence[torch.Tensor]) -> bool:
     """Return True if DTensors are divided alike, and all other tensors are single numbers."""
-    numbers = [tensor for tensor in tensors if not (tensor.ndim or isinstance(tensor, DTensor))]
-    if not sharded or len(sharded) + len(numbers) != len(tensors):
+    if not sharded:
+        return False
+    num_numbers = 0
+    for tensor in tensors:
+        if tensor.ndim == 0 and not isinstance(tensor, DTensor):
+            num_numbers += 1
+    if len(sharded) + num_numbers != len(tensors):
         return False
     return all(_are_alike(sharded[0], other) for other in sharded[1:])
 
@@ -248,16 +301,19 @@ def _are_alike(left: DTensor, right: DTensor) -> bool:
     """Return True if all ranks have the same elements of two DTensors."""
     if left is right:
         return True
-    layout_of_left = left.shape, left.placements, left.device_mesh
-    if layout_of_left != (right.shape, right.placements, right.device_mesh):
+    if left.shape != right.shape or left.placements != right.placements:
+        return False
+    if left.device_mesh != right.device_mesh:
         return False
     if is_replicated(left) and left.shape:
         return True
-    of_left, of_right = part_of(left), part_of(right)
+    of_left = part_of(left)
+    of_right = part_of(right)
     return bool(of_left and of_right and of_left.key and of_left.key == of_right.key)
 
 
 def _report_writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Report the DTensors that an operation writes to, before it does."""
     values = [kwargs.get("out")]
     for argument, value in zip(func._schema.arguments, args):
         if argument.alias_info is not None and argument.alias_info.is_write:
@@ -271,12 +327,15 @@ def _report_writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def _report_write(dtensor: DTensor) -> None:
-    if (on_write := getattr(dtensor, "on_write", None)) is not None:
+    on_write = getattr(dtensor, "on_write", None)
+    if on_write is not None:
         on_write.target()
 
 
 def _version(tensor: torch.Tensor) -> int | None:
-    return None if tensor.is_inference() else tensor._version
+    if tensor.is_inference():
+        return None
+    return tensor._version
 
 
 # ---- whole tensors
@@ -287,10 +346,13 @@ class Whole:
 
     def __init__(self, dtensor: DTensor):
         self.dtensor = dtensor
-        # Only one rank may have the element of a scalar, which is called Replicate.
-        self.is_local = is_replicated(dtensor) and bool(dtensor.shape)
         local = dtensor._local_tensor
-        self.tensor = local.detach() if self.is_local else full_tensor(dtensor)
+        # Only one rank may have a scalar's element, although its placement is Replicate.
+        self.is_local = is_replicated(dtensor) and bool(dtensor.shape)
+        if self.is_local:
+            self.tensor = local.detach()
+        else:
+            self.tensor = full_tensor(dtensor)
         if torch.is_grad_enabled() and dtensor.requires_grad:
             self.tensor.requires_grad_()
         self.version = _version(local)  # the one that the whole tensor is equal to
@@ -313,11 +375,14 @@ class Whole:
     def write_back(self) -> None:
         """Copy this rank's part into the local tensor."""
         _report_write(self.dtensor)
-        local, whole = self.dtensor._local_tensor, self.tensor.detach()
+        if self.is_local:
+            return
+        local = self.dtensor._local_tensor
+        whole = self.tensor.detach()
         part = part_of(self.dtensor)
-        if not self.is_local and part is not None:
+        if part is not None:
             local.copy_(part.of(whole).view(local.shape))
-        elif not self.is_local:  # torch has divided it
+        else:  # torch has divided it
             mesh = self.dtensor.device_mesh
             replicated = wrap_local(DTensor, whole, mesh, [Replicate()] * mesh.ndim, whole.shape)
             local.copy_(replicated.redistribute(placements=self.dtensor.placements)._local_tensor)
@@ -329,8 +394,14 @@ class WholeView(FunctionsOfTorch, torch.Tensor):
     whole: Whole
 
     @classmethod
-    def call(cls, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Call ``func`` on the whole tensors, and copy what it writes."""
+    def call(cls, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Call a function of torch on whole tensors, and copy its writes into local tensors.
+
+        Args:
+            func: the function.
+            args: its arguments, of which some are views of whole tensors.
+            kwargs: its arguments by name.
+        """
         if any(isinstance(value, DTensor) for value in tree_leaves((args, kwargs))):
             return NotImplemented  # the DTensor is gathered first
         return _call_on_wholes(func, args, kwargs, [])
@@ -342,7 +413,7 @@ class WholeView(FunctionsOfTorch, torch.Tensor):
         return self.detach().as_subclass(torch.Tensor).clone().__reduce_ex__(protocol)
 
 
-def _on_whole_tensors(func: Callable[..., Any], args: Any, kwargs: Any, cls: type[DTensor]) -> Any:
+def _on_whole_tensors(func: Function, args: Any, kwargs: Any, cls: type[DTensor]) -> Any:
     wholes: dict[int, Whole] = {}
 
     def tensor_of(dtensor: DTensor) -> torch.Tensor:
@@ -350,32 +421,42 @@ def _on_whole_tensors(func: Callable[..., Any], args: Any, kwargs: Any, cls: typ
             wholes[id(dtensor)] = Whole(dtensor)
         return wholes[id(dtensor)].tensor
 
-    with torch.inference_mode(False):  # which would not count what is written
+    with torch.inference_mode(False):  # inference tensors have no version to count writes
         args, kwargs = tree_map_only(DTensor, tensor_of, (args, kwargs))
-    result = _without_gradient(_call_on_wholes(func, args, kwargs, list(wholes.values())))
+    result = _call_on_wholes(func, args, kwargs, list(wholes.values()))
+    result = _without_gradient(result)
     if func in RANDOM and "out" not in kwargs:
         pattern = next(iter(wholes.values())).dtensor
         if isinstance(pattern, cls) and part_of(pattern) is not None:
             return own_part(pattern, result, cls)
-    own = {id(whole.tensor): whole.dtensor for whole in wholes.values()}
-    return own.get(id(result), result) if isinstance(result, torch.Tensor) else result
+    for whole in wholes.values():
+        if result is whole.tensor:
+            return whole.dtensor
+    return result
 
 
-def _call_on_wholes(
-    func: Callable[..., Any], args: Any, kwargs: Any, wholes: Sequence[Whole]
-) -> Any:
-    """Call a function on plain tensors, and copy what it has written into local tensors."""
-    views = [value for value in tree_leaves((args, kwargs)) if isinstance(value, WholeView)]
-    watched = [(whole.tensor, whole) for whole in wholes] + [(view, view.whole) for view in views]
-    tensors = [tensor for tensor, _ in watched]
+def _call_on_wholes(func: Function, args: Any, kwargs: Any, wholes: Sequence[Whole]) -> Any:
+    """Call a function on plain tensors, and copy its writes into local tensors.
+
+    Writes to whole tensors and to views of them, which are among the arguments, are copied.
+    """
+    tensors = [whole.tensor for whole in wholes]
+    whole_of = list(wholes)  # for each tensor
+    for value in tree_leaves((args, kwargs)):
+        if isinstance(value, WholeView):
+            tensors.append(value)
+            whole_of.append(value.whole)
     versions = [tensor._version for tensor in tensors]
     state = _generator_state(tensors[0].device)
     result = func(*args, **kwargs)
     if not torch.equal(state, _generator_state(tensors[0].device)):
-        changed = [own for own, version in zip(tensors, versions) if own._version != version]
-        _make_equal((result, changed), [whole.dtensor for _, whole in watched])
+        changed = []
+        for tensor, version in zip(tensors, versions):
+            if tensor._version != version:
+                changed.append(tensor)
+        _make_equal((result, changed), whole_of)
     written: list[Whole] = []
-    for (tensor, whole), version in zip(watched, versions):
+    for tensor, whole, version in zip(tensors, whole_of, versions):
         if tensor._version != version and whole not in written:
             whole.check_write()
             written.append(whole)
@@ -383,10 +464,10 @@ def _call_on_wholes(
         whole.write_back()
     for whole in written:
         whole.version = _version(whole.dtensor._local_tensor)
-    return _as_views(result, [whole for _, whole in watched])
+    return _as_views(result, whole_of)
 
 
-def _as_views(result: Any, wholes: Iterable[Whole]) -> Any:
+def _as_views(result: Any, wholes: Sequence[Whole]) -> Any:
     """Mark tensors in a result that share storage with whole ones; NumPy arrays as well."""
     if isinstance(result, (torch.Tensor, list, tuple)):
         whole_at = {whole.tensor.untyped_storage().data_ptr(): whole for whole in wholes}
@@ -408,13 +489,14 @@ def _as_views(result: Any, wholes: Iterable[Whole]) -> Any:
     return result
 
 
-def _make_equal(values: Any, dtensors: Iterable[DTensor]) -> None:
+def _make_equal(values: Any, wholes: Iterable[Whole]) -> None:
     """Broadcast values computed with random numbers: programs seed ranks differently."""
     groups: dict[dist.ProcessGroup, None] = {}  # one after the other, they reach all ranks
-    for dtensor in dtensors:
-        part = part_of(dtensor)
-        replicas = part.replicas if part is not None else ()
-        groups |= dict.fromkeys([*dtensor.device_mesh.get_all_groups(), *replicas])
+    for whole in wholes:
+        groups.update(dict.fromkeys(whole.dtensor.device_mesh.get_all_groups()))
+        part = part_of(whole.dtensor)
+        if part is not None:
+            groups.update(dict.fromkeys(part.replicas))
     for tensor in tree_leaves(values):
         if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided and tensor.numel():
             content = tensor.detach().contiguous()
@@ -432,7 +514,7 @@ def _generator_state(device: torch.device) -> Any:
 
 
 def _without_gradient(result: Any) -> Any:
-    """Let a backward that reaches a result end in an error: its gradient would be lost."""
+    """Make a backward that reaches a result raise an error: its gradient would be lost."""
     if torch.is_grad_enabled() and isinstance(result, (torch.Tensor, list, tuple)):
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:

@@ -5,18 +5,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
-from itertools import chain, compress, groupby, repeat
+from itertools import groupby
 from math import inf
-from operator import attrgetter, is_not
+from operator import attrgetter
 from typing import Any, TypeGuard, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Placement, Replicate
 
+from megatron.fsdp.dtensor.loops_in_c import attributes, concatenated, present
 from megatron.fsdp.dtensor.process_link import ProcessLink
 from megatron.fsdp.dtensor.tensor_part import (
     ChunkedTensor,
@@ -38,15 +38,6 @@ from megatron.fsdp.engine.policy import ParameterKind
 
 AnyUneven = TypeVar("AnyUneven", bound=UnevenDTensor)
 
-# Gradients are clipped in every step, so loops over all of them are left to `map`, which runs in C.
-_local_tensor_of = attrgetter("_local_tensor")
-_version_of = attrgetter("_local_tensor._version")
-_norm_group_of = attrgetter("norm_group.target")
-_dtype_of = attrgetter("dtype")
-_groups_of = attrgetter("groups")
-_groups_and_copies_of = attrgetter("groups", "copies")
-_is_offloaded = attrgetter("memory.target.is_offloaded")
-
 
 @dataclass(frozen=True)
 class ParameterMesh:
@@ -65,36 +56,54 @@ class ParameterMesh:
 
 
 class ShardedParam:
-    """One parameter of a sharded model: its DTensor, its gradient, and its checkpoint entries."""
+    """One parameter of a sharded model: its DTensor, its gradient, and its checkpoint entries.
+
+    Args:
+        group: the group in whose flat buffers the parameter is.
+        index: its position in the group.
+        mesh: the mesh of its DTensors.
+    """
 
     def __init__(self, group: ParamGroup, index: int, mesh: ParameterMesh):
-        self.group, self.index, self.name = group, index, group.names[index]
+        self.group = group
+        self.index = index
+        self.name = group.names[index]
+        axes = mesh.axes
+        layout = group.layout
         # This rank has a slice of the whole tensor, and owns a flat range of that slice.
-        self.flat_range = group.layout.owned(index, group.rank)
-        shape, axis = self.flat_range.shape, mesh.axes.tensor
-        self.slice = TensorSlice.of_parameter(group.parameters[index], shape, axis)
+        self.flat_range = layout.owned(index, group.rank)
+        self.slice = TensorSlice.of_parameter(
+            group.parameters[index], self.flat_range.shape, axes.tensor
+        )
         self.kind = mesh.kind
         self._mesh = mesh.mesh
-        self.norm_group = (
-            mesh.norm_group_of_copies if self.slice.dim is None else mesh.norm_group_of_slices
+        self.norm_group = mesh.norm_group_of_slices
+        if self.slice.dim is None:
+            self.norm_group = mesh.norm_group_of_copies
+        start = layout.positions[index].start
+        replicas: tuple[dist.ProcessGroup, ...] = ()
+        if axes.outer is not None:
+            replicas = (axes.outer.get_group(),)
+        self._part = TensorPart(
+            self.slice.shape,
+            self.slice.chunks(self.flat_range),
+            is_flat=not self.flat_range.by_rows,
+            # With the mesh, these determine the part of every rank.
+            key=(self.slice.shape, self.slice.dim, start, layout.shard_size, layout.world_size),
+            replicas=replicas,
         )
-        layout, start = group.layout, group.layout.positions[index].start
-        # With the mesh, these determine the part of every rank.
-        key = (self.slice.shape, self.slice.dim, start, layout.shard_size, layout.world_size)
-        chunks, is_flat = self.slice.chunks(self.flat_range), not self.flat_range.by_rows
-        replicas = (mesh.axes.outer.get_group(),) if mesh.axes.outer is not None else ()
-        self._part = TensorPart(self.slice.shape, chunks, is_flat, key, replicas)
         self._optimizer_part = self._part
         if not self.slice.shape:
             # To the optimizer, a scalar is a vector of one element, which can be sharded.
-            element = (((0,), (1,)),) if self.flat_range.numel else ()
-            self._optimizer_part = replace(self._part, shape=(1,), chunks=element)
-        is_sharded = group.strategy.shards_optimizer
-        data = UnevenShard(self._optimizer_part) if is_sharded else Replicate()
-        self._placements = self.slice.placements(mesh.axes.tensor, mesh.mesh.ndim, data)
+            element = TensorPart.all_or_nothing((1,), has_all=self.flat_range.numel > 0)
+            self._optimizer_part = replace(self._part, shape=(1,), chunks=element.chunks)
+        data: Placement = Replicate()
+        if group.strategy.shards_optimizer:
+            data = UnevenShard(self._optimizer_part)
+        self._placements = self.slice.placements(axes.tensor, mesh.mesh.ndim, data)
         self.parameter = self.over(group.main_view(index))
         self.parameter.requires_grad_(group.requires_grad)
-        self.parameter._is_param = True  # what `isinstance(…, nn.Parameter)` looks at
+        self.parameter._is_param = True  # torch's mark, so that it is an nn.Parameter
         self.parameter.on_write = ProcessLink(group.note_edit)
 
     @property
@@ -114,12 +123,13 @@ class ShardedParam:
         return gradient
 
     def over(self, local: torch.Tensor) -> UnevenDTensor:
-        """Return a DTensor over ``local``, this rank's elements of a tensor like the parameter."""
+        """Return a DTensor over this rank's elements of a tensor of the parameter's shape."""
         return self._over(UnevenDTensor, local)
 
     def sharded_like(self, value: torch.Tensor) -> UnevenDTensor:
-        """Copy this rank's shard of ``value``, of the parameter's shape, into a new DTensor."""
-        return self.over(copied(self.local_shard(value).to(self.parameter.device)))
+        """Copy this rank's shard of a tensor of the parameter's shape into a new DTensor."""
+        shard = self.local_shard(value).to(self.parameter.device)
+        return self.over(copied(shard))
 
     def _over(self, dtensor_class: type[AnyUneven], local: torch.Tensor) -> AnyUneven:
         part = self._optimizer_part
@@ -131,27 +141,38 @@ class ShardedParam:
 
     def checkpoint_tensor(self, value: DTensor | None = None, with_chunks: bool = True) -> DTensor:
         """Return ``value``, by default the main weight, as torch's checkpoint expects it."""
-        source = self.parameter if value is None else value
+        source = value
+        if source is None:
+            source = self.parameter
         tensor = self._in_checkpoint(source._local_tensor.detach(), self._part, with_chunks)
         tensor.on_write = getattr(source, "on_write", None)
         return tensor
 
     def checkpoint_tensors(self, count: int, value: DTensor | None = None) -> list[DTensor]:
-        """Cut ``value``, as above, along dim 0 into ``count`` equal entries of a checkpoint."""
+        """Cut a tensor along dim 0 into ``count`` equal entries of a checkpoint.
+
+        Args:
+            count: the number of entries, which divides the rows of the slice of this rank.
+            value: a DTensor that is divided like the parameter; None for the main weight.
+        """
         if count == 1:
             return [self.checkpoint_tensor(value)]
+        if value is None:
+            value = self.parameter
         # With a count of 2, a weight of shape (8, 3) becomes two of shape (4, 3). The second of two
         # tensor-parallel ranks starts at row 4 of the weight, and at row 4 / 2 = 2 of either.
-        rows, dim, start = self.slice.shape[0] // count, self.slice.dim, self.slice.start
-        shape = (rows, *self.slice.shape[1:])
-        slice_ = TensorSlice(shape, dim, start // count if dim == 0 else start)
-        flat = (self.parameter if value is None else value)._local_tensor.detach().reshape(-1)
+        shape = (self.slice.shape[0] // count, *self.slice.shape[1:])
+        start = self.slice.start
+        if self.slice.dim == 0:
+            start = start // count
+        entry_slice = TensorSlice(shape, self.slice.dim, start)
+        flat = value._local_tensor.detach().reshape(-1)
         ranges = self.flat_range.parts(count)
-        pieces = flat.split([flat_range.numel for flat_range in ranges])
+        flat_parts = flat.split([flat_range.numel for flat_range in ranges])
         tensors: list[DTensor] = []
-        for flat_range, piece in zip(ranges, pieces):
-            part = TensorPart(shape, slice_.chunks(flat_range), not flat_range.by_rows)
-            tensors.append(self._in_checkpoint(piece.view(flat_range.local_shape), part))
+        for flat_range, flat_part in zip(ranges, flat_parts):
+            part = TensorPart(shape, entry_slice.chunks(flat_range), not flat_range.by_rows)
+            tensors.append(self._in_checkpoint(flat_part.view(flat_range.local_shape), part))
         return tensors
 
     def _in_checkpoint(
@@ -160,7 +181,8 @@ class ShardedParam:
         placements = self._placements
         if not part.shape:  # torch has no sharded scalars
             placements = [ScalarOfOneRank(part)] * self._mesh.ndim
-        local = as_chunked_tensor(local, part) if with_chunks else local
+        if with_chunks:
+            local = as_chunked_tensor(local, part)
         tensor = dtensor_over(local, self._mesh, placements, part.shape)
         tensor.part = part
         return tensor
@@ -174,39 +196,63 @@ class ShardedParam:
         self.parameter._local_tensor.copy_(self.local_shard(value))
 
     def local_shard(self, value: torch.Tensor) -> torch.Tensor:
-        """Return this rank's elements of a full tensor or DTensor; ``ValueError`` if none fit."""
+        """Return this rank's elements of a full tensor or DTensor, if possible as a view.
+
+        Raises:
+            ValueError: if the value is no tensor, has another shape, or is divided otherwise and
+                cannot be gathered.
+        """
         if not isinstance(value, torch.Tensor):
             raise ValueError(f"{self.name}: expects a tensor but got {type(value).__name__}")
         if tuple(value.shape) not in (self.slice.shape, self.slice.shape or (1,)):
             raise ValueError(
                 f"{self.name}: expects shape {tuple(self.slice.shape)} but got {tuple(value.shape)}"
             )
-        is_slice = False
         if isinstance(value, DTensor):
-            part, local = part_of(value), value._local_tensor
-            if part is not None and (part.key or isinstance(local, ChunkedTensor)):
-                # Keys give the same answer on every rank.
-                fits = part.key == self._part.key if part.key else part.chunks == self._part.chunks
-                if fits and local.numel() == self.flat_range.numel:
-                    return local.reshape(self.flat_range.local_shape)
-                raise ValueError(
-                    f"{self.name}: the state was sharded for another layout ({local.numel()}"
-                    f" elements on this rank, not the {self.flat_range.numel} of this one); load it"
-                    " with torch.distributed.checkpoint, which reshards"
-                )
+            local = value._local_tensor
+            if self._has_own_part(value):
+                return local.reshape(self.flat_range.local_shape)
             is_of_tensor_axis = value.device_mesh.ndim < self._mesh.ndim
             if is_of_tensor_axis and local.shape == self.flat_range.shape:
-                value, is_slice = local, True  # of the tensor-parallel model before sharding
-            else:
-                value = value.full_tensor()  # torch has divided it
-        if self.slice.dim is not None and not is_slice:
+                # Of the tensor-parallel model before sharding: the slice of this rank.
+                return self._shard_of_slice(local)
+            value = value.full_tensor()  # torch has divided it
+        if self.slice.dim is not None:
             value = self.slice.of(value, self.flat_range.shape[self.slice.dim])
-        start, stop, shape = self.flat_range.start, self.flat_range.stop, value.shape
+        return self._shard_of_slice(value)
+
+    def _has_own_part(self, value: DTensor) -> bool:
+        """Return True if a local tensor is this rank's shard; False if this is not known.
+
+        Raises:
+            ValueError: if it is a shard of another layout.
+        """
+        part = part_of(value)
+        local = value._local_tensor
+        if part is None or not (part.key or isinstance(local, ChunkedTensor)):
+            return False
+        fits = part.chunks == self._part.chunks
+        if part.key:  # keys give the same answer on every rank
+            fits = part.key == self._part.key
+        if fits and local.numel() == self.flat_range.numel:
+            return True
+        raise ValueError(
+            f"{self.name}: the state was sharded for another layout ({local.numel()}"
+            f" elements on this rank, not the {self.flat_range.numel} of this one); load it"
+            " with torch.distributed.checkpoint, which reshards"
+        )
+
+    def _shard_of_slice(self, value: torch.Tensor) -> torch.Tensor:
+        """Return this rank's shard of its slice of a tensor, without a graph."""
+        start = self.flat_range.start
+        stop = self.flat_range.stop
+        value = value.detach()
         if not hasattr(value, "__tensor_flatten__"):
-            return value.detach().reshape(-1)[start:stop].view(self.flat_range.local_shape)
+            return value.reshape(-1)[start:stop].view(self.flat_range.local_shape)
         if start == stop:
             return torch.empty(self.flat_range.local_shape, device=value.device)
-        return value.detach()[start // row_size(shape) : stop // row_size(shape)]  # quantized state
+        row = row_size(value.shape)
+        return value[start // row : stop // row]  # quantized state
 
 
 def link(tensor: torch.Tensor, sharded: ShardedParam) -> None:
@@ -260,15 +306,22 @@ class GradientFamily:
     def norm(
         self, gradient: ShardedGradient, order: float, dtype: torch.dtype | None
     ) -> torch.Tensor:
-        """Return the norm of one gradient; see :func:`norms`."""
+        """Return the norm of one gradient; the first call computes those of all.
+
+        Args:
+            gradient: a member of the family.
+            order: of the norm, a positive number or infinity.
+            dtype: that of the result; None: at least float32, as in :func:`norms`.
+        """
         waiting = self._waiting.setdefault((order, dtype), {})
         if not waiting:
-            versions = map(_version_of, self._members)
-            own_norms = norms(self._members, order, dtype)
-            waiting.update(zip(map(id, self._members), zip(own_norms, versions)))
-        norm, version = waiting.pop(id(gradient), (None, None))
-        if norm is not None and version == _version_of(gradient):
-            return norm
+            new_norms = norms(self._members, order, dtype)
+            for member, norm in zip(self._members, new_norms):
+                waiting[id(member)] = (norm, member._local_tensor._version)
+        if id(gradient) in waiting:
+            norm, version = waiting.pop(id(gradient))
+            if version == gradient._local_tensor._version:
+                return norm
         return norms([gradient], order, dtype)[0]
 
 
@@ -276,11 +329,17 @@ class GradientFamily:
 def norms(
     gradients: Sequence[ShardedGradient], order: float = 2.0, dtype: torch.dtype | None = None
 ) -> list[torch.Tensor]:
-    """Compute the norm of each whole gradient, 0-d, by default at least float32; a collective."""
+    """Compute the norm of each whole gradient, 0-d and equal on all ranks; a collective.
+
+    Args:
+        gradients: the gradients, in the same order on all ranks.
+        order: of the norm, a positive number or infinity.
+        dtype: that of the results; None: the gradient's, but at least float32.
+    """
     if not gradients:
         return []
-    shards = list(map(_local_tensor_of, gradients))
-    norm_groups = list(map(_norm_group_of, gradients))
+    shards = attributes(gradients, "_local_tensor")
+    norm_groups = attributes(gradients, "norm_group.target")
     result = _powers(gradients, shards, order)
     if order == inf:
         _all_reduce(result, norm_groups, dist.ReduceOp.MAX)
@@ -289,28 +348,39 @@ def norms(
         for rows, norm_group in _runs(norm_groups):
             result[rows].div_(norm_group.copies)
         result = result ** (1 / order)
-    if dtype is None:
-        dtypes = list(map(torch.promote_types, map(_dtype_of, shards), repeat(torch.float32)))
-        if len(set(dtypes)) > 1:
-            return [norm.to(own) for norm, own in zip(result, dtypes)]
-        dtype = dtypes[0]
-    return list(result.to(dtype).unbind())
+    if dtype is not None:
+        return list(result.to(dtype).unbind())
+    of_shards = set(attributes(shards, "dtype"))
+    wide = {narrow: torch.promote_types(narrow, torch.float32) for narrow in of_shards}
+    if len(set(wide.values())) == 1:
+        return list(result.to(wide[shards[0].dtype]).unbind())
+    return [norm.to(wide[shard.dtype]) for norm, shard in zip(result, shards)]
 
 
 def _powers(
     gradients: Sequence[ShardedGradient], shards: Sequence[torch.Tensor], order: float
 ) -> torch.Tensor:
     """Return norm ** order of each shard in float64; for the infinity norm, the norm itself."""
-    if order == inf:  # torch has none of nothing
+    if order == inf:  # torch has none of an empty tensor
         shards = [shard if shard.numel() else shard.new_zeros(1) for shard in shards]
-    wide = reduce(torch.promote_types, set(map(_dtype_of, shards)), torch.float32)
-    if any(map(_is_offloaded, gradients)):
-        turns, device = zip(_in_turn(gradients), shards), shards[0].device
-        own = [torch.linalg.vector_norm(each, order, dtype=wide).to(device) for _, each in turns]
+    wide = torch.float32
+    for dtype in set(attributes(shards, "dtype")):
+        wide = torch.promote_types(wide, dtype)
+    if _are_offloaded(gradients):
+        own_norms = []
+        for _, shard in zip(_in_turn(gradients), shards):
+            norm = torch.linalg.vector_norm(shard, order, dtype=wide)
+            own_norms.append(norm.to(shards[0].device))
     else:
-        own = list(torch._foreach_norm(list(shards), order, dtype=wide))
-    result = torch.stack(own).double()
-    return result if order == inf else result**order
+        own_norms = list(torch._foreach_norm(list(shards), order, dtype=wide))
+    result = torch.stack(own_norms).double()
+    if order == inf:
+        return result
+    return result**order
+
+
+def _are_offloaded(gradients: Iterable[ShardedGradient]) -> bool:
+    return any(attributes(gradients, "memory.target.is_offloaded"))
 
 
 def _in_turn(gradients: Iterable[ShardedGradient]) -> Iterator[torch.Tensor]:
@@ -321,11 +391,12 @@ def _in_turn(gradients: Iterable[ShardedGradient]) -> Iterator[torch.Tensor]:
 
 
 def _runs(norm_groups: Iterable[NormGroup]) -> Iterator[tuple[slice, NormGroup]]:
-    """Yield the places of neighbours with equal norm groups, and one of these."""
+    """Yield the positions of neighbours with equal norm groups, and one of these."""
     stop = 0
-    for _, equal in groupby(norm_groups, _groups_and_copies_of):
+    for _, equal in groupby(norm_groups, attrgetter("groups", "copies")):
         members = list(equal)
-        start, stop = stop, stop + len(members)
+        start = stop
+        stop += len(members)
         yield slice(start, stop), members[0]
 
 
@@ -333,13 +404,18 @@ def _all_reduce(
     values: torch.Tensor, norm_groups: Sequence[NormGroup], op: dist.ReduceOp.RedOpType
 ) -> None:
     distinct = list(dict.fromkeys(norm_groups))
-    for group in dict.fromkeys(chain.from_iterable(map(_groups_of, distinct))):
+    for group in dict.fromkeys(concatenated(attributes(distinct, "groups"))):
         if all(group in norm_group.groups for norm_group in distinct):
             all_reduce_over(values, [group], op)
             continue
-        own = [values[rows] for rows, first in _runs(norm_groups) if group in first.groups]
-        reduced = all_reduce_over(torch.cat(own), [group], op)
-        torch._foreach_copy_(own, list(reduced.split(list(map(len, own)))))
+        parts = []
+        sizes = []
+        for rows, norm_group in _runs(norm_groups):
+            if group in norm_group.groups:
+                parts.append(values[rows])
+                sizes.append(rows.stop - rows.start)
+        reduced = all_reduce_over(torch.cat(parts), [group], op)
+        torch._foreach_copy_(parts, list(reduced.split(sizes)))
 
 
 @torch.no_grad()
@@ -359,10 +435,13 @@ def clip_grad_norm_(
         max_norm: the largest norm that is left unchanged.
         norm_type: the order of the norm; positive, may be infinity.
         error_if_nonfinite: raise ``RuntimeError`` if the norm is NaN or Inf.
+
+    Raises:
+        ValueError: if ``norm_type`` is not positive.
+        TypeError: for gradients of parameters that are not sharded.
     """
     with torch._C.DisableTorchFunctionSubclass():
-        shown = list(map(attrgetter("grad"), parameters))
-    gradients = list(compress(shown, map(is_not, shown, repeat(None))))
+        gradients = present(attributes(parameters, "grad"))
     if norm_type <= 0:
         raise ValueError(f"norm_type expects a positive number or infinity but got {norm_type!r}")
     if not gradients:
@@ -375,13 +454,16 @@ def clip_grad_norm_(
     own_norms = torch.stack(norms(gradients, norm_type))
     total: torch.Tensor = torch.linalg.vector_norm(own_norms, norm_type)
     if error_if_nonfinite and not total.isfinite():
-        raise RuntimeError(f"the norm of order {norm_type} of the gradients is {total.item()}")
+        raise RuntimeError(
+            f"the norm of order {norm_type} of the gradients is {total.item()}: skip this step, or"
+            " pass error_if_nonfinite=False"
+        )
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-    if any(map(_is_offloaded, gradients)):
+    if _are_offloaded(gradients):
         for shard in _in_turn(gradients):
             shard.mul_(factor.to(shard.device))
     else:
-        torch._foreach_mul_(list(map(_local_tensor_of, gradients)), factor)
+        torch._foreach_mul_(attributes(gradients, "_local_tensor"), factor)
     return total
 
 
@@ -411,8 +493,10 @@ def _norm(
     **named_order: Any,
 ) -> Any:
     """Stand for ``torch.norm``, whose order is called ``p``, and ``vector_norm`` with ``ord``."""
-    (order,) = named_order.values() or (order,)
-    order = 2.0 if order is None or order == "fro" else order
+    for value in named_order.values():
+        order = value
+    if order is None or order == "fro":
+        order = 2.0
     is_plain = dim is None and not keepdim and out is None and isinstance(order, int | float)
     if not is_plain or order <= 0 or type(gradient) is not ShardedGradient:
         return NotImplemented
@@ -420,7 +504,7 @@ def _norm(
 
 
 def _mul_(tensor: DTensor, factor: Any) -> Any:
-    """Scale by a 0-d tensor, as clipping does for every gradient, without a look at the parts."""
+    """Scale by a 0-d tensor, as clipping does for every gradient, without checks of the parts."""
     if not isinstance(factor, torch.Tensor) or isinstance(factor, DTensor) or factor.ndim:
         return NotImplemented
     tensor._local_tensor.mul_(factor)
@@ -431,13 +515,13 @@ def _unscale_(
     gradients: Sequence[torch.Tensor], found_inf: torch.Tensor, inverse_scale: torch.Tensor
 ) -> Any:
     """Unscale for ``torch.amp.GradScaler``, and share an overflow on any rank with all ranks."""
-    own = [gradient for gradient in gradients if type(gradient) is ShardedGradient]
+    sharded = [gradient for gradient in gradients if type(gradient) is ShardedGradient]
     plain = [gradient for gradient in gradients if type(gradient) is torch.Tensor]
-    if len(own) + len(plain) < len(gradients):
+    if len(sharded) + len(plain) < len(gradients):
         return NotImplemented
-    shards = [*map(_local_tensor_of, own), *plain]
+    shards = attributes(sharded, "_local_tensor") + plain
     torch._amp_foreach_non_finite_check_and_unscale_(shards, found_inf, inverse_scale)
-    groups = dict.fromkeys(chain.from_iterable(map(_groups_of, map(_norm_group_of, own))))
+    groups = dict.fromkeys(concatenated(attributes(sharded, "norm_group.target.groups")))
     all_reduce_over(found_inf, list(groups), dist.ReduceOp.MAX)
     return None
 

@@ -3,13 +3,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
 from math import prod
-from operator import add
 from typing import Any, NamedTuple, SupportsIndex, TypeVar, cast
 
 import torch
@@ -36,6 +34,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from megatron.fsdp.engine.collectives import all_gather_uneven
 from megatron.fsdp.engine.layout import Chunk, FlatRange
 
+Shape = tuple[int, ...]
 AnyDTensor = TypeVar("AnyDTensor", bound=DTensor)
 
 # [Note: parts of tensors] In the engine, a rank owns a flat range of a parameter. Above it, a local
@@ -48,7 +47,7 @@ AnyDTensor = TypeVar("AnyDTensor", bound=DTensor)
 class TensorPart:
     """The part of a whole tensor that a local tensor contains."""
 
-    shape: tuple[int, ...]  # of the whole tensor
+    shape: Shape  # of the whole tensor
     chunks: tuple[Chunk, ...]  # of the whole tensor, in the order of the local elements
     is_flat: bool = False  # some rank has a flat range, maybe of several chunks, and not a block
     key: Hashable = None  # equal for tensors that all ranks divide alike; None: nobody knows
@@ -59,12 +58,26 @@ class TensorPart:
         """Number of elements of the part."""
         return sum(prod(sizes) for _, sizes in self.chunks)
 
+    @classmethod
+    def all_or_nothing(cls, shape: Shape, has_all: bool, key: Hashable = None) -> TensorPart:
+        """Return the part of a rank that has the whole tensor, or of one that has none of it.
+
+        Args:
+            shape: that of the whole tensor.
+            has_all: True on a rank with the whole tensor.
+            key: the part's ``key``, the same on all ranks.
+        """
+        whole = (0,) * len(shape), shape
+        return cls(shape, chunks=(whole,) if has_all else (), key=key)
+
     def of(self, whole: torch.Tensor) -> torch.Tensor:
         """Return the elements of this part of ``whole``, flat."""
         elements = [whole.new_empty(0)]
         for offsets, sizes in self.chunks:
-            box = tuple(map(slice, offsets, map(add, offsets, sizes)))
-            elements.append(whole[box].reshape(-1))
+            chunk = whole
+            for dim, (start, length) in enumerate(zip(offsets, sizes)):
+                chunk = chunk.narrow(dim, start, length)
+            elements.append(chunk.reshape(-1))
         return torch.cat(elements)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -74,15 +87,22 @@ class TensorPart:
 class TensorSlice(NamedTuple):
     """The slice of a whole tensor that tensor parallelism assigns to this rank."""
 
-    shape: tuple[int, ...]  # of the whole tensor
+    shape: Shape  # of the whole tensor
     dim: int | None = None  # the divided dim; None if every tensor-parallel rank has a copy
     start: int = 0  # the beginning of this rank's range along `dim`
 
     @classmethod
     def of_parameter(
-        cls, parameter: nn.Parameter, local: tuple[int, ...], axis: DeviceMesh | None
+        cls, parameter: nn.Parameter, local: Shape, axis: DeviceMesh | None
     ) -> TensorSlice:
-        """Return the slice of shape ``local``, by a DTensor's placements or Core's attributes."""
+        """Return the slice of a parameter that this rank has.
+
+        Args:
+            parameter: a DTensor, whose placements are read, or a local tensor, whose attributes of
+                Megatron-Core are read.
+            local: the shape of the slice.
+            axis: the tensor-parallel axis of the mesh; None without tensor parallelism.
+        """
         if axis is None:
             return cls(local)
         if isinstance(parameter, DTensor):
@@ -100,22 +120,35 @@ class TensorSlice(NamedTuple):
         return cls(shape, dim, local[dim] * axis.get_local_rank())
 
     def placements(self, axis: DeviceMesh | None, ndim: int, data: Placement) -> list[Placement]:
-        """List those on a mesh of ``ndim`` axes: the tensor axis, if any, and the data axes."""
-        own: Placement = Replicate() if self.dim is None else Shard(self.dim)
-        return [data] * ndim if axis is None else [own] + [data] * (ndim - 1)
+        """List the placements of a DTensor on the mesh of a model.
+
+        Args:
+            axis: the tensor-parallel axis, the first one of the mesh; None if it has none.
+            ndim: the number of axes of the mesh.
+            data: the placement along all other axes.
+        """
+        placements = [data] * ndim
+        if axis is not None:
+            placements[0] = Replicate() if self.dim is None else Shard(self.dim)
+        return placements
 
     def chunks(self, flat_range: FlatRange) -> tuple[Chunk, ...]:
         """Return the chunks of the whole tensor that make up a flat range of this slice."""
         # Elements 4 to 8 of the slice [:, 3:6] of shape (4, 6) are the end of row 1, and row 2:
         # ((1, 1), (1, 2)), ((2, 0), (1, 3)), which are ((1, 4), (1, 2)), ((2, 3), (1, 3)) of all.
-        chunks, dim, start = flat_range.chunks(), self.dim, self.start
+        dim = self.dim
         if dim is None:
-            return tuple(chunks)
-        return tuple((replaced(at, dim, at[dim] + start), sizes) for at, sizes in chunks)
+            return tuple(flat_range.chunks())
+        chunks = []
+        for offsets, sizes in flat_range.chunks():
+            chunks.append((replaced(offsets, dim, offsets[dim] + self.start), sizes))
+        return tuple(chunks)
 
     def of(self, whole: torch.Tensor, size: int) -> torch.Tensor:
         """Return the view of this slice in ``whole``; ``size`` is its length along ``dim``."""
-        return whole if self.dim is None else whole.narrow(self.dim, self.start, size)
+        if self.dim is None:
+            return whole
+        return whole.narrow(self.dim, self.start, size)
 
 
 def get_mcore_tensor_parallel_partition_dim(param: torch.Tensor) -> int | None:
@@ -123,11 +156,19 @@ def get_mcore_tensor_parallel_partition_dim(param: torch.Tensor) -> int | None:
     # Parameters of Megatron-Core and Transformer Engine have these attributes, and so do the
     # sharded parameters that are made of them.
     dim: int = getattr(param, "partition_dim", -1)
-    return dim if getattr(param, "tensor_model_parallel", False) and dim >= 0 else None
+    if dim < 0 or not getattr(param, "tensor_model_parallel", False):
+        return None
+    return dim
 
 
-def replaced(values: tuple[int, ...], position: int, value: int) -> tuple[int, ...]:
-    """Return ``values`` with another value at ``position``."""
+def replaced(values: Shape, position: int, value: int) -> Shape:
+    """Return a shape or offsets with another value at one position.
+
+    Args:
+        values: the shape or offsets, which are not changed.
+        position: the dim whose value is replaced.
+        value: the new value.
+    """
     return (*values[:position], value, *values[position + 1 :])
 
 
@@ -135,7 +176,7 @@ def replaced(values: tuple[int, ...], position: int, value: int) -> tuple[int, .
 
 
 class ChunkedTensor(torch.Tensor):
-    """A local tensor that tells torch.distributed.checkpoint which chunks it contains."""
+    """A local tensor from which torch.distributed.checkpoint reads which chunks it contains."""
 
     # torch asks for chunks by three methods with double underscores before it computes equal ones.
     # Operations ignore this class, as torch documents for subclasses that only carry data.
@@ -144,7 +185,7 @@ class ChunkedTensor(torch.Tensor):
 
     def copy_(self, src: torch.Tensor, non_blocking: bool = False) -> ChunkedTensor:
         """Copy a tensor of the local shape, or this part of a view of the whole one."""
-        # torch's `set_model_state_dict` with `broadcast_from_rank0` hands over an equal part.
+        # torch's `set_model_state_dict` with `broadcast_from_rank0` passes an equal part.
         if not self.numel():
             return self  # a part of equal size may have elements
         whole = src._base
@@ -154,33 +195,33 @@ class ChunkedTensor(torch.Tensor):
         return self
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [
-            ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
-            for offsets, sizes in self.part.chunks
-        ]
+        chunks = []
+        for offsets, sizes in self.part.chunks:
+            chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
+        return chunks
 
     def __create_write_items__(self, fqn: str, value: Any) -> list[WriteItem]:
         properties = TensorProperties.create_from_tensor(self)
         size = torch.Size(self.part.shape)
-        return [
-            WriteItem(
-                index=MetadataIndex(fqn, chunk.offsets),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=size),
-            )
-            for chunk in ChunkedTensor.__create_chunk_list__(self)
-        ]
+        items = []
+        for chunk in ChunkedTensor.__create_chunk_list__(self):
+            data = TensorWriteData(chunk=chunk, properties=properties, size=size)
+            index = MetadataIndex(fqn, chunk.offsets)
+            items.append(WriteItem(index=index, type=WriteItemType.SHARD, tensor_data=data))
+        return items
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
         wanted = None if index.offset is None else tuple(index.offset)
         local = self.detach()
-        begin = 0
+        start = 0
         for offsets, sizes in self.part.chunks:
-            end = begin + prod(sizes)
+            stop = start + prod(sizes)
             if wanted is None or wanted == offsets:
-                return local if local.shape == sizes else local.view(-1)[begin:end].view(sizes)
-            begin = end
-        raise ValueError(f"{index.fqn}: this rank does not hold the chunk at {wanted}")
+                if local.shape == sizes:
+                    return local
+                return local.view(-1)[start:stop].view(sizes)
+            start = stop
+        raise ValueError(f"{index.fqn}: this rank does not have the chunk at {wanted}")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ChunkedTensor:
         return as_chunked_tensor(self.detach().clone(), self.part)
@@ -220,11 +261,15 @@ _prepare_global_plan = HuggingFaceStorageWriter.prepare_global_plan
 
 @wraps(_prepare_global_plan)
 def _refuse_lost_blocks(writer: HuggingFaceStorageWriter, plans: list[SavePlan]) -> list[SavePlan]:
-    # Of a flat run of elements, which is several blocks, the writer would keep the last one.
+    # Of a flat range of elements, which is several blocks, the writer would keep the last one.
     lost: set[str] = set()
     for plan in plans:
-        counts = Counter(item.index.fqn for item in plan.items)
-        lost |= {name for name, count in counts.items() if count > 1}
+        found: set[str] = set()
+        for item in plan.items:
+            name = item.index.fqn
+            if name in found:
+                lost.add(name)
+            found.add(name)
     if lost:
         raise ValueError(
             f"{len(lost)} tensors are divided inside of rows, and {type(writer).__name__} would"
@@ -234,7 +279,7 @@ def _refuse_lost_blocks(writer: HuggingFaceStorageWriter, plans: list[SavePlan])
     return _prepare_global_plan(writer, plans)
 
 
-# Nothing else tells a tensor which writer stores it.
+# torch passes the writer to no method of tensors, so the writer itself has to refuse.
 HuggingFaceStorageWriter.prepare_global_plan = _refuse_lost_blocks  # type: ignore[assignment]
 
 
@@ -249,7 +294,7 @@ def part_of(dtensor: DTensor) -> TensorPart | None:
         part = local.part
     shape = tuple(dtensor.shape)
     if part is None and (not shape or is_replicated(dtensor)):
-        part = TensorPart(shape, (((0,) * len(shape), shape),) if local.numel() else ())
+        part = TensorPart.all_or_nothing(shape, has_all=local.numel() > 0)
     return part
 
 
@@ -260,7 +305,15 @@ def wrap_local(
     placements: Sequence[Placement],
     shape: Sequence[int],
 ) -> AnyDTensor:
-    """Return a DTensor of logical ``shape`` over ``local``, whose storage it shares."""
+    """Return a DTensor over a local tensor of any size, whose storage it shares.
+
+    Args:
+        dtensor_class: the class of the result.
+        local: this rank's elements; its shape need not follow from the placements.
+        mesh: the mesh of the ranks that have the other elements.
+        placements: one for each axis of the mesh.
+        shape: that of the whole tensor.
+    """
     # `DTensor.from_local` would treat the empty shape of a scalar as no shape.
     stride = torch.empty(shape, device="meta").stride()
     meta = TensorMeta(torch.Size(shape), stride, local.dtype)
@@ -275,15 +328,28 @@ def wrap_local(
 def divided_like(
     pattern: DTensor, local: torch.Tensor, dtensor_class: type[AnyDTensor]
 ) -> AnyDTensor:
-    """Return a DTensor over ``local`` with the part of ``pattern``."""
-    mesh, placements, shape = pattern.device_mesh, pattern.placements, pattern.shape
-    result = wrap_local(dtensor_class, local, mesh, placements, shape)
+    """Return a DTensor that is divided like another one.
+
+    Args:
+        pattern: gives mesh, placements, shape and part.
+        local: this rank's elements, whose storage the result shares.
+        dtensor_class: the class of the result.
+    """
+    result = wrap_local(
+        dtensor_class, local, pattern.device_mesh, pattern.placements, pattern.shape
+    )
     result.part = getattr(pattern, "part", None)  # type: ignore[attr-defined]
     return result
 
 
 def own_part(pattern: DTensor, whole: torch.Tensor, dtensor_class: type[AnyDTensor]) -> AnyDTensor:
-    """Return this rank's part of ``whole``, which is expanded, divided like ``pattern``."""
+    """Copy this rank's part of a whole tensor into a DTensor that is divided like another one.
+
+    Args:
+        pattern: gives mesh, placements, shape and part, which must be known.
+        whole: a tensor that can be expanded to the shape of ``pattern``, equal on all ranks.
+        dtensor_class: the class of the result.
+    """
     part = part_of(pattern)
     assert part is not None  # checked by the caller
     local = part.of(whole.expand(pattern.shape)).view(pattern._local_tensor.shape)
@@ -302,11 +368,11 @@ def is_sharded_or_replicated(placements: Sequence[Placement]) -> bool:
 
 def axes_of(placements: Sequence[Placement], dim: int) -> list[int]:
     """List the mesh axes that divide ``dim``."""
-    return [
-        axis
-        for axis, placement in enumerate(placements)
-        if isinstance(placement, Shard) and placement.dim == dim
-    ]
+    axes = []
+    for axis, placement in enumerate(placements):
+        if isinstance(placement, Shard) and placement.dim == dim:
+            axes.append(axis)
+    return axes
 
 
 # ---- whole tensors
@@ -326,8 +392,14 @@ def gathered_bytes() -> Iterator[list[int]]:
 
 
 def full_tensor(dtensor: DTensor) -> torch.Tensor:
-    """Gather the whole tensor ``[*dtensor.shape]`` on every rank, detached, in new storage."""
-    shape, placements, mesh = dtensor.shape, dtensor.placements, dtensor.device_mesh
+    """Gather the whole tensor ``[*dtensor.shape]`` on every rank, detached, in new storage.
+
+    Raises:
+        ValueError: if the local tensors of all ranks do not make up the shape.
+    """
+    shape = dtensor.shape
+    placements = dtensor.placements
+    mesh = dtensor.device_mesh
     local = dtensor._local_tensor.detach()
     if hasattr(local, "__tensor_flatten__"):  # of quantized state, where the rank has any
         local = local.dequantize().to(dtensor.dtype)
@@ -341,17 +413,19 @@ def full_tensor(dtensor: DTensor) -> torch.Tensor:
     if _watched_bytes is not None:
         _watched_bytes.append(shape.numel() * local.itemsize)
     flat = local.reshape(-1).to(mesh.device_type)  # offloaded state is gathered there
-    # Only one rank may have the element of a scalar, which is called Replicate.
-    for axis in reversed(axes_of(placements, 0) if shape else range(len(placements))):
+    axes = axes_of(placements, 0)
+    if not shape:  # only one rank may have a scalar's element, although its placement is Replicate
+        axes = list(range(len(placements)))
+    for axis in reversed(axes):
         flat = torch.cat(all_gather_uneven(flat, mesh.get_group(axis)))
     for dim in later_dims:
         for axis in reversed(axes_of(placements, dim)):
             shards = all_gather_uneven(flat, mesh.get_group(axis))
-            ranges = [shard.view(replaced(tuple(shape), dim, -1)) for shard in shards]
-            flat = torch.cat(ranges, dim).reshape(-1)
+            any_size = replaced(tuple(shape), dim, -1)
+            flat = torch.cat([shard.view(any_size) for shard in shards], dim).reshape(-1)
     if flat.numel() != shape.numel() and shape:
         raise ValueError(
-            f"the parts of all ranks hold {flat.numel()} elements, but shape {tuple(shape)} has"
-            f" {shape.numel()}"
+            f"the parts of all ranks have {flat.numel()} elements, but shape {tuple(shape)} has"
+            f" {shape.numel()}: the tensor was divided for another mesh, or changed on one rank"
         )
     return flat[: shape.numel()].view(shape).to(local.device)

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial, wraps
-from operator import attrgetter
+from functools import wraps
 from typing import Any, ClassVar, SupportsIndex
 
 import torch
@@ -16,7 +15,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
-from megatron.fsdp.dtensor.operations import operate
+from megatron.fsdp.dtensor.operations import Function, operate
 from megatron.fsdp.dtensor.process_link import ProcessLink
 from megatron.fsdp.dtensor.tensor_part import (
     ChunkedTensor,
@@ -36,32 +35,39 @@ NO_PARTIAL_BACKWARD = (
     " activations can be asked for"
 )
 
-_SET_DATA: Callable[..., Any] = attrgetter("data.__set__")(torch.Tensor)
+_DATA: Any = torch.Tensor.data
 # Attributes that are operations, and the functions that compute them.
-_COMPUTED: dict[Callable[..., Any], Callable[..., Any]] = {}
+_COMPUTED: dict[Function, Function] = {}
 for _name in VIEWS:
-    _getter = attrgetter(f"{_name}.__get__")(torch.Tensor)
-    # torch's getter of `data` misses the mode.
-    _COMPUTED[_getter] = torch.Tensor.detach if _name == "data" else _getter
+    _getter = getattr(torch.Tensor, _name).__get__
+    _COMPUTED[_getter] = _getter
+_COMPUTED[_DATA.__get__] = torch.Tensor.detach  # torch's getter of `data` misses the mode
 
 
 class UnevenDTensor(FunctionsOfTorch, DTensor):
     """A DTensor with local tensors of any size; operations give what whole tensors would give."""
 
-    # What the local tensor contains; None if the ranks do not know, or the placements tell it.
+    # The part that the local tensor contains; None if the ranks do not know, or if it follows from
+    # the placements.
     part: TensorPart | None = None
     # Called after an operation has written to the tensor or an alias of it.
     on_write: ProcessLink[Callable[[], None]] | None = None
-    # Called before a hook is registered on a parameter that a model hands gradients to.
+    # Called before a hook is registered on a parameter to which a model gives gradients.
     on_hook: ProcessLink[Callable[[], None]] | None = None
     # Functions in place of torch's. They return NotImplemented for calls that torch handles.
-    replacements: ClassVar[Mapping[Callable[..., Any], Callable[..., Any]]] = {}
+    replacements: ClassVar[Mapping[Function, Function]] = {}
 
     @classmethod
-    def call(cls, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Call a replacement, or operate on local or on whole tensors."""
+    def call(cls, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Call a replacement of a function of torch, or operate on local or on whole tensors.
+
+        Args:
+            func: a function of torch, or the getter or setter of an attribute.
+            args: its arguments, of which some are uneven DTensors.
+            kwargs: its arguments by name.
+        """
         if getattr(func, "__name__", "") in ("__get__", "__set__"):
-            if func == _SET_DATA:
+            if func == _DATA.__set__:
                 return _assign(*args)
             if func not in _COMPUTED:
                 return func(*args)
@@ -93,7 +99,8 @@ class UnevenDTensor(FunctionsOfTorch, DTensor):
     # ---- torch.distributed.checkpoint
 
     def _with_chunks(self) -> ChunkedTensor:
-        local, part = self._local_tensor, part_of(self)
+        local = self._local_tensor
+        part = part_of(self)
         if part is None:
             raise ValueError(
                 "the ranks do not know which part of this DTensor each of them has: call"
@@ -124,16 +131,22 @@ class UnevenDTensor(FunctionsOfTorch, DTensor):
         placements: Sequence[Placement] | None = None,
         **options: Any,
     ) -> DTensor:
-        """Replicate the tensor, or shard it evenly as torch does; a collective on its own mesh."""
+        """Replicate the tensor, or shard it evenly as torch does; a collective.
+
+        Raises:
+            NotImplementedError: for another mesh than the tensor's.
+        """
         if device_mesh is not None and device_mesh != self.device_mesh:
             raise NotImplementedError(
-                "a sharded parameter can be redistributed on its own mesh only"
+                "a sharded parameter can be redistributed on its own mesh only: take its"
+                " full_tensor(), and distribute that"
             )
         everywhere = [Replicate()] * self.device_mesh.ndim
         wanted = tuple(placements or everywhere)
-        # Only one rank may have the element of a scalar, which is called Replicate.
-        is_own = all(type(each) is type(own) for each, own in zip(wanted, self.placements))
-        if is_own and wanted == tuple(self.placements) and self.shape:
+        # Equal placements may be of other classes: only one rank may have a scalar's element,
+        # although its placement is equal to Replicate().
+        are_own = all(type(new) is type(old) for new, old in zip(wanted, self.placements))
+        if are_own and wanted == tuple(self.placements) and self.shape:
             return self
         whole = full_tensor(self)
         replicated = wrap_local(DTensor, whole, self.device_mesh, everywhere, self.shape)
@@ -147,7 +160,9 @@ class UnevenDTensor(FunctionsOfTorch, DTensor):
         if hasattr(local, "__tensor_flatten__"):
             local = copied(local)
         else:
-            local = copy.deepcopy(local.detach() if local.requires_grad else local, memo)
+            if local.requires_grad:
+                local = local.detach()
+            local = copy.deepcopy(local, memo)
         result = dtensor_over(local, self.device_mesh, self.placements, self.shape)
         result.part = self.part
         if isinstance(self, nn.Parameter):
@@ -161,23 +176,27 @@ class UnevenDTensor(FunctionsOfTorch, DTensor):
         if type(local) is torch.Tensor:  # a view; pickle would take the whole storage
             local = local.detach().clone()
         plain = dtensor_over(local, self.device_mesh, self.placements, self.shape)
-        attributes = {k: v for k, v in vars(self).items() if not isinstance(v, ProcessLink)}
-        vars(plain).update({**attributes, **vars(plain)})
+        for name, value in vars(self).items():
+            if not isinstance(value, ProcessLink):
+                vars(plain).setdefault(name, value)
         plain.requires_grad_(self.requires_grad)
-        reduce: Callable[..., Any] = DTensor.__reduce_ex__  # torch has no types for it
+        reduce: Function = DTensor.__reduce_ex__  # torch has no types for it
         return reduce(plain, protocol)
 
 
 torch.serialization.add_safe_globals([UnevenDTensor])
 
 
-def _register(
-    register: Callable[..., Any], parameter: UnevenDTensor, hook: Callable[..., Any]
-) -> Any:
-    if parameter.on_hook is None:
-        return NotImplemented
-    parameter.on_hook.target()
-    return register(parameter, hook)
+def _reporting(register: Function) -> Function:
+    """Return a method that reports a hook to the model before it registers it."""
+
+    def report_and_register(parameter: UnevenDTensor, hook: Function) -> Any:
+        if parameter.on_hook is None:
+            return NotImplemented
+        parameter.on_hook.target()
+        return register(parameter, hook)
+
+    return report_and_register
 
 
 def _grad(outputs: Any, inputs: Sequence[Any], **options: Any) -> Any:
@@ -186,9 +205,11 @@ def _grad(outputs: Any, inputs: Sequence[Any], **options: Any) -> Any:
     return NotImplemented
 
 
-_HOOKS = (torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook)
 UnevenDTensor.replacements = {
-    **{register: partial(_register, register) for register in _HOOKS},
+    torch.Tensor.register_hook: _reporting(torch.Tensor.register_hook),
+    torch.Tensor.register_post_accumulate_grad_hook: _reporting(
+        torch.Tensor.register_post_accumulate_grad_hook
+    ),
     torch.autograd.grad: _grad,
 }
 
@@ -199,49 +220,56 @@ def _assign(dtensor: UnevenDTensor, value: torch.Tensor) -> None:
     if value.shape != dtensor.shape:
         raise RuntimeError(
             f"the data of a sharded tensor of shape {tuple(dtensor.shape)} cannot be replaced by a"
-            f" tensor of shape {tuple(value.shape)}"
+            f" tensor of shape {tuple(value.shape)}: assign one of the same shape"
         )
-    # Below `__torch_function__`, where a call of `copy_` would not come back to it.
+    # Not `dtensor.copy_(value)`, which would not reach `__torch_function__` from inside of it.
     operate(torch.Tensor.copy_, (dtensor, value), {}, UnevenDTensor)
 
 
-def _of_parts(make: Callable[..., DTensor]) -> Callable[..., DTensor]:
-    @wraps(make)
-    def from_local(
-        local_tensor: torch.Tensor,
-        device_mesh: DeviceMesh | None = None,
-        placements: Sequence[Placement] | None = None,
-        **options: Any,
-    ) -> DTensor:
-        part = part_in(placements)
-        if part is None or device_mesh is None or placements is None:
-            return make(local_tensor, device_mesh, placements, **options)
-        shape, expected = options.get("shape") or part.shape, part.numel
-        if tuple(shape) != part.shape or local_tensor.numel() != expected:
-            raise ValueError(
-                f"the placements are those of a sharded tensor of shape {part.shape}, of which this"
-                f" rank has {expected} elements, not {local_tensor.numel()} of {tuple(shape)}: use"
-                " Shard(0) of torch for tensors that torch divides"
-            )
-        if local_tensor.grad_fn is not None and torch.is_grad_enabled():
-            raise NotImplementedError(
-                "DTensor.from_local of a part of a sharded tensor has no backward: detach the local"
-                " tensor, or compute with the sharded tensor itself"
-            )
-        dtensor = dtensor_over(local_tensor.detach(), device_mesh, placements, part.shape)
-        dtensor.part = part
-        dtensor.requires_grad_(local_tensor.requires_grad)
-        return dtensor
+_from_local = DTensor.from_local
 
-    return from_local
+
+@wraps(_from_local)
+def _from_local_part(
+    local_tensor: torch.Tensor,
+    device_mesh: DeviceMesh | None = None,
+    placements: Sequence[Placement] | None = None,
+    **options: Any,
+) -> DTensor:
+    part = part_in(placements)
+    if part is None or device_mesh is None or placements is None:
+        return _from_local(local_tensor, device_mesh, placements, **options)
+    shape = tuple(options.get("shape") or part.shape)
+    if shape != part.shape or local_tensor.numel() != part.numel:
+        raise ValueError(
+            f"the placements are those of a sharded tensor of shape {part.shape}, of which this"
+            f" rank has {part.numel} elements, not {local_tensor.numel()} of {shape}: use"
+            " Shard(0) of torch for tensors that torch divides"
+        )
+    if local_tensor.grad_fn is not None and torch.is_grad_enabled():
+        raise NotImplementedError(
+            "DTensor.from_local of a part of a sharded tensor has no backward: detach the local"
+            " tensor, or compute with the sharded tensor itself"
+        )
+    dtensor = dtensor_over(local_tensor.detach(), device_mesh, placements, part.shape)
+    dtensor.part = part
+    dtensor.requires_grad_(local_tensor.requires_grad)
+    return dtensor
 
 
 # Programs rebuild a DTensor of a local tensor and the placements of another one.
-DTensor.from_local = staticmethod(_of_parts(DTensor.from_local))  # type: ignore[method-assign]
+DTensor.from_local = staticmethod(_from_local_part)  # type: ignore[method-assign]
 
 
 def dtensor_over(
     local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]
 ) -> UnevenDTensor:
-    """Return an uneven DTensor of logical ``shape`` over ``local``, whose storage it shares."""
+    """Return an uneven DTensor over a local tensor of any size, whose storage it shares.
+
+    Args:
+        local: this rank's elements; its shape need not follow from the placements.
+        mesh: the mesh of the ranks that have the other elements.
+        placements: one for each axis of the mesh.
+        shape: that of the whole tensor.
+    """
     return wrap_local(UnevenDTensor, local, mesh, placements, shape)

@@ -41,8 +41,9 @@ class UnevenShard(Shard):
     ) -> torch.Tensor:
         flat = torch.cat(all_gather_uneven(local_tensor.reshape(-1), mesh.get_group(mesh_dim)))
         # Between two axes that divide dim 0, parts need not be whole rows.
-        is_whole = flat.numel() == prod(current_logical_shape)
-        return flat.view(tuple(current_logical_shape)) if is_whole else flat
+        if flat.numel() == prod(current_logical_shape):
+            return flat.view(tuple(current_logical_shape))
+        return flat
 
     def __deepcopy__(self, memo: dict[int, Any]) -> UnevenShard:
         return self
@@ -72,7 +73,7 @@ class ScalarOfOneRank(Replicate):
 
 
 def part_in(placements: Sequence[Any] | None) -> TensorPart | None:
-    """Return the part that placements know, if any of them does."""
+    """Return the part that placements contain, or None."""
     for placement in placements or ():
         if isinstance(placement, UnevenShard | ScalarOfOneRank):
             return placement.part

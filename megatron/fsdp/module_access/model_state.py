@@ -7,7 +7,7 @@ import copy
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -49,7 +49,8 @@ def show_main_weights(
         if not isinstance(value, torch.Tensor):
             continue
         if sharded_param is None:
-            state[key] = value if keep_vars else value.detach()
+            if not keep_vars:
+                state[key] = value.detach()
         elif keep_vars:
             state[key] = sharded_param.parameter
         else:
@@ -67,63 +68,115 @@ def load_model_state(
     groups: Sequence[dist.ProcessGroup],
     load_buffers: Callable[..., Any] | None = None,
 ) -> _IncompatibleKeys:
-    """Copy ``state`` into main weights, which ``find`` knows by entry, and buffers, if all fits.
+    """Copy a state dict into main weights and buffers, if all of it fits; a collective.
 
-    A collective of ``groups``: every rank raises the problems of all ranks. ``load_buffers`` is
-    ``load_state_dict`` of the module without sharding; None: its own.
+    Args:
+        module: the sharded module.
+        find: returns the sharded parameter of an entry of the module's state dict, or None.
+        state: full tensors or DTensors, by names with or without the prefix ``module.``.
+        strict: refuse missing and unexpected keys.
+        groups: process groups which together reach all ranks.
+        load_buffers: ``load_state_dict`` of the module without sharding; None: its own.
+
+    Raises:
+        TypeError: if ``state`` is no mapping.
+        RuntimeError: on every rank, with the problems of all ranks; nothing is changed then.
     """
     if not isinstance(state, Mapping):
         raise TypeError(f"state_dict expects a mapping but got {type(state).__name__}")
     # Wrappers inside (Float16Module) may rename keys, so the keys are those of the module's state
     # dict, not the paths of its parameters.
-    values = module.state_dict(keep_vars=True)
-    paths = {own_name(path): path for path in values}
-    entries = {name: find(values[path]) for name, path in paths.items()}
-    names = set(entries)
-    sharded_params = {name: found for name, found in entries.items() if found is not None}
-    own = {own_name(key): value for key, value in state.items()}
-    if not names.intersection(own):  # they are the wrapper's
-        own = {key.removeprefix("module."): value for key, value in own.items()}
-    twice = [name for name in own if f"module.{name}" in own.keys() - names]
-    problems = [f"{name} and module.{name} are given" for name in twice]
-    given = hashlib.sha256("\n".join(sorted(names.intersection(own))).encode()).hexdigest()
-    weights = {name: own.pop(name) for name in list(own) if name in sharded_params}
-    shards: dict[str, torch.Tensor] = {}
-    for name, value in weights.items():
-        try:
-            shards[name] = sharded_params[name].local_shard(value)
-        except (ValueError, AttributeError) as error:
-            problems.append(str(error))
+    path_of: dict[str, str] = {}  # by own name
+    sharded_params: dict[str, ShardedParam] = {}
+    for path, value in module.state_dict(keep_vars=True).items():
+        name = own_name(path)
+        path_of[name] = path
+        found = find(value)
+        if found is not None:
+            sharded_params[name] = found
+    given = {own_name(key): value for key, value in state.items()}
+    if not path_of.keys() & given.keys():  # the names are the wrapper's
+        given = {key.removeprefix("module."): value for key, value in given.items()}
+    known = sorted(path_of.keys() & given.keys())
+    digest = hashlib.sha256("\n".join(known).encode()).hexdigest()
 
-    loaded = {sharded_params[name] for name in weights}
-    missing = [name for name, sharded in sharded_params.items() if sharded not in loaded]
-    expected = names - set(sharded_params)
-    missing += [name for name in expected if name not in own and not name.endswith("_extra_state")]
-    unexpected = [name for name in own if name not in expected]
+    parts = _divided(given, path_of, sharded_params)
+    problems = parts.problems + _problems_of_keys(parts, strict, len(state))
+    _raise_everywhere(problems, digest, groups)
+    if not strict and (parts.missing or parts.unexpected):
+        warn(
+            "load_state_dict: not in the model: %s; not given and left as they are: %s",
+            _first(parts.unexpected),
+            _first(parts.missing),
+        )
+    with torch.no_grad():
+        for name, shard in parts.shards.items():
+            sharded_params[name].group.wait_for_readers()
+            sharded_params[name].parameter._local_tensor.copy_(shard)
+    (load_buffers or module.load_state_dict)(parts.others, strict=False)
+    for group in dict.fromkeys([sharded_params[name].group for name in parts.shards]):
+        group.install_main_weights()  # quantized with scales that are among the buffers
+    return _IncompatibleKeys(parts.missing, parts.unexpected)
+
+
+class _Divided(NamedTuple):
+    """The entries of a state dict, divided by what they are for."""
+
+    shards: dict[str, torch.Tensor]  # of main weights, by own name
+    others: dict[str, Any]  # buffers and extra state, by path in the module's state dict
+    missing: list[str]
+    unexpected: list[str]
+    problems: list[str]
+
+
+def _divided(
+    given: dict[str, Any], path_of: dict[str, str], sharded_params: dict[str, ShardedParam]
+) -> _Divided:
+    parts = _Divided({}, {}, [], [], [])
+    loaded: set[ShardedParam] = set()
+    for name, value in given.items():
+        wrapped = f"module.{name}"
+        if wrapped in given and wrapped not in path_of:
+            parts.problems.append(f"{name} and {wrapped} are given")
+        if name in sharded_params:
+            loaded.add(sharded_params[name])
+            try:
+                parts.shards[name] = sharded_params[name].local_shard(value)
+            except (ValueError, AttributeError) as error:
+                parts.problems.append(str(error))
+        elif name in path_of:
+            parts.others[path_of[name]] = value
+        else:
+            parts.unexpected.append(name)
+    for name in path_of:
+        if name in sharded_params:
+            is_missing = sharded_params[name] not in loaded  # tied weights have several names
+        else:
+            is_missing = name not in given and not name.endswith("_extra_state")
+        if is_missing:
+            parts.missing.append(name)
+    return parts
+
+
+def _problems_of_keys(parts: _Divided, strict: bool, num_given: int) -> list[str]:
+    missing = parts.missing
+    unexpected = parts.unexpected
+    problems = []
     if strict and missing:
         problems.append(f"missing keys: {', '.join(sorted(missing))}")
     if strict and unexpected:
         problems.append(f"unexpected keys: {', '.join(sorted(unexpected))}")
-    if not strict and len(unexpected) == len(state) > 0:
+    if not strict and len(unexpected) == num_given > 0:
         problems.append(f"no key fits: {_first(unexpected)}; the model has {_first(missing)}")
-    _raise_everywhere(problems, given, groups)
-    if not strict and (missing or unexpected):
-        left = _first(unexpected), _first(missing)
-        warn("load_state_dict: not in the model: %s; not given and left as they are: %s", *left)
-    with torch.no_grad():
-        for name, shard in shards.items():
-            sharded_params[name].group.wait_for_readers()
-            sharded_params[name].parameter._local_tensor.copy_(shard)
-    buffers = {paths[name]: value for name, value in own.items() if name in expected}
-    (load_buffers or module.load_state_dict)(buffers, strict=False)
-    for group in dict.fromkeys(sharded_params[name].group for name in shards):
-        group.install_main_weights()  # quantized with scales that are among the buffers
-    return _IncompatibleKeys(missing, unexpected)
+    return problems
 
 
-def _raise_everywhere(problems: list[str], given: str, groups: Sequence[dist.ProcessGroup]) -> None:
-    # torch's `broadcast_from_rank0` leaves keys that it does not know on the first rank.
-    texts = agree([*problems, given], groups)
+def _raise_everywhere(
+    problems: list[str], digest: str, groups: Sequence[dist.ProcessGroup]
+) -> None:
+    # torch's `broadcast_from_rank0` leaves keys that it does not know on the first rank, so the
+    # digest of all known keys is compared too. It has no spaces.
+    texts = agree([*problems, digest], groups)
     problems = [text for text in texts if " " in text]
     if len(texts) > len(problems) + 1:
         problems.append("ranks load different keys: all need those of model.state_dict()")
@@ -134,7 +187,10 @@ def _raise_everywhere(problems: list[str], given: str, groups: Sequence[dist.Pro
 
 
 def _first(names: Sequence[str]) -> str:
-    return f"{len(names)} keys ({', '.join(sorted(names)[:5])}{', …' * (len(names) > 5)})"
+    shown = sorted(names)[:5]
+    if len(names) > 5:
+        shown.append("…")
+    return f"{len(names)} keys ({', '.join(shown)})"
 
 
 def accept_full_tensors(module: nn.Module) -> set[int]:
@@ -148,8 +204,9 @@ def accept_full_tensors(module: nn.Module) -> set[int]:
         errors: list[str] = others[-1]
         for name, parameter in inner._parameters.items():
             value = state_dict.get(prefix + name)
-            if parameter is None or not is_linked(parameter) or not isinstance(value, torch.Tensor):
+            if not is_linked(parameter) or not isinstance(value, torch.Tensor):
                 continue
+            assert parameter is not None
             sharded_param = sharded_param_of(parameter)
             shape = sharded_param.slice.shape
             if tuple(value.shape) not in (shape, shape or (1,)):
@@ -182,22 +239,38 @@ def copied_module(
     settings: Settings,
     memo: dict[int, Any],
 ) -> tuple[nn.Module, Settings]:
-    """Return a deep copy of a module that is not sharded, with hooks, and settings to shard it."""
+    """Return a deep copy of a module that is not sharded, with hooks, and settings to shard it.
+
+    Args:
+        module: the wrapped module.
+        sharded_params: its sharded parameters, by compute parameter.
+        settings: those with which it is sharded; units and ignored parameters become the copy's.
+        memo: of :func:`copy.deepcopy`; gets the new parameters.
+    """
     for compute, sharded_param in sharded_params.items():
         sharded_param.group.wait_for_readers()
-        whole = full_tensor(sharded_param.parameter).to(compute.dtype).view(compute.shape)
-        parameter = nn.Parameter(whole, requires_grad=sharded_param.group.requires_grad)
+        whole = full_tensor(sharded_param.parameter).to(compute.dtype)
+        parameter = nn.Parameter(
+            whole.view(compute.shape), requires_grad=sharded_param.group.requires_grad
+        )
         vars(parameter).update(vars(compute))
         delattr(parameter, IS_COMPUTE)
         memo[id(compute)] = memo[id(sharded_param.parameter)] = parameter
-    strategy = replace(settings.strategy, ignored=copy.deepcopy(settings.strategy.ignored, memo))
+    ignored = copy.deepcopy(settings.strategy.ignored, memo)
+    strategy = replace(settings.strategy, ignored=ignored)
     copied = copy.deepcopy(module, memo)
     units = [memo.get(id(unit), unit) for unit in settings.units or ()]
     return copied, replace(settings, units=units, strategy=strategy, initialisation=None)
 
 
 def remove_hooks(original: nn.Module, copied: nn.Module, handles: set[int]) -> None:
-    """Remove the hooks with these ids from a deep copy of a module, which has copied them too."""
+    """Remove hooks from a deep copy of a module, which has copied them too.
+
+    Args:
+        original: the sharded module.
+        copied: its deep copy.
+        handles: the ids of the hooks.
+    """
     for source, target in zip(original.modules(), copied.modules()):
         for name, hooks in vars(source).items():
             if name.endswith("_hooks") and isinstance(hooks, dict):
@@ -208,7 +281,7 @@ def remove_hooks(original: nn.Module, copied: nn.Module, handles: set[int]) -> N
 
 @torch.no_grad()
 def copy_main_weights(sources: Sequence[ShardedParam], targets: Sequence[ShardedParam]) -> None:
-    """Copy main weights, which may have more bits than the module's, and what is frozen now."""
+    """Copy main weights, whose precision may be higher than the module's, and their flags."""
     for source, target in zip(sources, targets, strict=True):
         target.parameter.requires_grad_(source.parameter.requires_grad)
         target.group.wait_for_readers()

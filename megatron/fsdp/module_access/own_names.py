@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import re
-from functools import partial
 from types import SimpleNamespace
 
 from torch import nn
@@ -14,18 +13,20 @@ _WRAPPED = re.compile(r"\.?\b(?:_checkpoint_wrapped_module|_orig_mod)\b")
 
 
 def own_name(name: str) -> str:
-    """Return a name as it is without recomputation and compilation of modules around it."""
+    """Return a name without the parts that recomputation and compilation of modules add."""
     return _WRAPPED.sub("", name).removeprefix(".")
 
 
 def lead_by_own_names(root: nn.Module) -> None:
-    """Let torch's functions on state dicts find what compiled modules own by :func:`own_name`."""
-    # `get_model_state_dict` expects `_orig_mod` in names, unless a module tells it, as one with
-    # hooks on state dicts does: {part of a name: attribute that has the module of this name}.
+    """Let torch's functions on state dicts find compiled modules' entries by :func:`own_name`."""
+    # `get_model_state_dict` expects `_orig_mod` in names, unless a module has modifiers of names,
+    # as one with hooks on state dicts does: {part of a name: attribute that has this module}.
     for module in root.modules():
-        named = [(name, child) for name, child in module._modules.items() if child is not None]
-        inner = {name: each._orig_mod for name, each in named if "_orig_mod" in each._modules}
+        inner = {}  # what is inside of compiled children
+        for name, child in module._modules.items():
+            if child is not None and "_orig_mod" in child._modules:
+                inner[name] = child._orig_mod
         if inner or "_orig_mod" in module._modules:
             vars(module)["_fsdp_inner"] = SimpleNamespace(**inner)
             modifiers = {**dict.fromkeys(inner, "_fsdp_inner"), "": "_orig_mod"}
-            vars(module)["_fqn_modifiers"] = partial(dict, modifiers)
+            vars(module)["_fqn_modifiers"] = modifiers.copy

@@ -30,7 +30,14 @@ REFUSED_COPY = (
 
 
 class ShownParameters:
-    """Chooses between the compute parameter and the sharded one when code reads a parameter."""
+    """Chooses between the compute parameter and the sharded one when code reads a parameter.
+
+    Args:
+        hooks: know the calls under way, and the unit of each parameter.
+        sharded: the sharded parameters, by compute parameter.
+        trainability: follows flags that code has set on the parameter it got before.
+        module: its modules' ``_parameters`` are replaced by watched ones.
+    """
 
     def __init__(
         self,
@@ -39,14 +46,15 @@ class ShownParameters:
         trainability: Trainability,
         module: nn.Module,
     ):
-        self._hooks, self.sharded = hooks, sharded
+        self._hooks = hooks
+        self.sharded = sharded
         self._compute = {parameter: compute for compute, parameter in sharded.items()}
         self._trainability = trainability
         for inner in _not_compiled(module):
             if next(inner.parameters(recurse=False), None) is not None:
                 inner._parameters = WatchedParameters(inner._parameters, self)
 
-    def look_at(self, parameter: nn.Parameter) -> nn.Parameter:
+    def read_in_list(self, parameter: nn.Parameter) -> nn.Parameter:
         """Return the parameter that code sees when it lists a module's parameters."""
         # Inside a forward it is the compute parameter, which is unsharded before it is used.
         # Elsewhere it is the sharded parameter: it has the gradient, and an optimizer steps it.
@@ -58,15 +66,17 @@ class ShownParameters:
 
     def read_by_name(self, parameter: nn.Parameter, group: ParamGroup | None) -> nn.Parameter:
         """Return the parameter of ``group`` that code sees when it reads one by name."""
-        # What compiled code reads here becomes a guard: a state, so that layers share their code.
+        # Compiled code guards all that is read here. It is a state, so that layers share code.
         calls = self._hooks.calls
         if calls and is_compiling() and group and group.state is WeightState.UNSHARDED:
             return parameter
         # Inside a forward, or a method called on the wrapper, it is the compute parameter, whose
         # unit the innermost call borrows until it ends.
         unit = self._hooks.unit_of.get(parameter)
-        if unit is None or not calls:
-            return parameter if unit is None else self._outside(unit, parameter)
+        if unit is None:
+            return parameter
+        if not calls:
+            return self._outside(unit, parameter)
         # Nearly always the innermost call reads a parameter of its own unit.
         if calls[-1].unit is not unit and not hasattr(parameter, PASSED_ON):
             self._hooks.borrow(unit)
@@ -79,18 +89,28 @@ class ShownParameters:
         # In backward, functions of users may compute with weights that are unsharded.
         if in_backward():
             unit.wait_for_unshard()
-            return parameter if unit.is_unsharded else self.sharded[parameter]
+            if unit.is_unsharded:
+                return parameter
+            return self.sharded[parameter]
         self._trainability.follow_one(parameter)
         return self.sharded[parameter]
 
     def to_store(
         self, name: str, value: nn.Parameter | None, present: nn.Parameter | None
     ) -> nn.Parameter | None:
-        """Return what to store where code assigns ``value`` to an attribute of a module.
+        """Return the parameter to store where code assigns one to an attribute of a module.
 
-        It is never a sharded parameter. ``present`` is what the module has under that name.
+        Args:
+            name: of the attribute.
+            value: the assigned parameter; of a sharded one the compute parameter is stored.
+            present: the parameter that the module has under this name.
+
+        Raises:
+            ValueError: if both were sharded as two parameters, which cannot be tied any more.
         """
-        compute = value if value is None else self._compute.get(value, value)
+        compute = value
+        if value is not None:
+            compute = self._compute.get(value, value)
         unit_of = self._hooks.unit_of
         if compute is present or compute not in unit_of or present not in unit_of:
             return compute
@@ -109,25 +129,29 @@ class WatchedParameters(dict[str, "nn.Parameter | None"]):
     def __init__(self, parameters: dict[str, nn.Parameter | None], shown: ShownParameters):
         super().__init__(parameters)
         self._shown = shown
-        self._groups = {
-            name: sharded_param_of(shown.sharded[parameter]).group
-            for name, parameter in parameters.items()
-            if parameter in shown.sharded
-        }
+        self._groups = {}
+        for name, parameter in parameters.items():
+            if parameter in shown.sharded:
+                self._groups[name] = sharded_param_of(shown.sharded[parameter]).group
 
     def __setitem__(self, name: str, value: nn.Parameter | None) -> None:
-        super().__setitem__(name, self._shown.to_store(name, value, super().get(name)))
+        stored = self._shown.to_store(name, value, present=super().get(name))
+        super().__setitem__(name, stored)
 
     def __getitem__(self, name: str) -> nn.Parameter | None:
-        parameter, group = super().__getitem__(name), self._groups.get(name)
-        return None if parameter is None else self._shown.read_by_name(parameter, group)
+        parameter = super().__getitem__(name)
+        if parameter is None:
+            return None
+        return self._shown.read_by_name(parameter, self._groups.get(name))
 
     def items(self) -> list[tuple[str, nn.Parameter | None]]:  # type: ignore[override]  # no view
         """Return names and parameters; a list, not a view."""
-        return [
-            (name, None if parameter is None else self._shown.look_at(parameter))
-            for name, parameter in super().items()
-        ]
+        items = []
+        for name, parameter in super().items():
+            if parameter is not None:
+                parameter = self._shown.read_in_list(parameter)
+            items.append((name, parameter))
+        return items
 
     def values(self) -> list[nn.Parameter | None]:  # type: ignore[override]  # as above
         """Return the parameters; a list, not a view."""
@@ -137,9 +161,11 @@ class WatchedParameters(dict[str, "nn.Parameter | None"]):
         """Return the copies that ``memo`` has of the parameters, in a plain dict."""
         copies: dict[str, nn.Parameter | None] = {}
         for name, parameter in super().items():
-            if parameter is not None and id(parameter) not in memo:
-                raise NotImplementedError(REFUSED_COPY)  # the module is copied by itself
-            copies[name] = None if parameter is None else memo[id(parameter)]
+            if parameter is not None:
+                if id(parameter) not in memo:
+                    raise NotImplementedError(REFUSED_COPY)  # the module is copied by itself
+                parameter = memo[id(parameter)]
+            copies[name] = parameter
         return copies
 
     def __reduce__(self) -> NoReturn:

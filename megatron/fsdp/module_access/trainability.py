@@ -1,25 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trainability: which parameters are frozen, wherever code says so."""
+"""Trainability: which parameters are frozen, by flags of compute or of sharded parameters."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import attrgetter
 
 import torch
 from torch import nn
 
+from megatron.fsdp.dtensor.loops_in_c import attributes
 from megatron.fsdp.engine.unit import Unit
-
-_requires_grad = attrgetter("requires_grad")
 
 
 class Trainability:
     """The flags ``requires_grad`` of the parameters of a model."""
 
     # Code reads a parameter as the compute parameter or as the sharded one, and may set the
-    # `requires_grad` of either. Autograd looks at the compute parameter, the optimizer at the
-    # sharded one, so both are set alike before the next forward or backward.
+    # `requires_grad` of either. Autograd reads that of the compute parameter, the optimizer that of
+    # the sharded one, so both are set alike before the next forward or backward.
 
     def __init__(self, units: Sequence[Unit], sharded: dict[nn.Parameter, nn.Parameter]):
         self._units = units
@@ -35,12 +33,16 @@ class Trainability:
                 self.name_of.update(zip(group.parameters, group.names))
         self.names = [self.name_of[parameter] for parameter in self.parameters]
         # Those that were frozen when the model was sharded: they have no gradients.
-        self._frozen = [one for one, flag in zip(self.parameters, self.flags) if not flag]
+        self._frozen = []
+        for parameter, is_trained in zip(self.parameters, self.flags):
+            if not is_trained:
+                self._frozen.append(parameter)
 
     def follow(self) -> None:
         """Set a flag that code has changed on one of the two parameters on the other one too."""
         # These are equal in every step but the first after a change.
-        compute, sharded = read_flags(self.parameters), read_flags(self._sharded)
+        compute = read_flags(self.parameters)
+        sharded = read_flags(self._sharded)
         if compute == self.flags == sharded:
             return
         for index, known in enumerate(self.flags):
@@ -53,7 +55,7 @@ class Trainability:
             unit.find_trained()
 
     def follow_one(self, compute: nn.Parameter) -> None:
-        """Follow what code has set on one of the two, before it gets one of them again."""
+        """Follow the flags, before code gets one of the two parameters, if theirs differ."""
         # In `module.requires_grad_(False)` and then `module.head.weight.requires_grad_(True)`, the
         # first sets the sharded parameter, the second may set the compute parameter.
         first, second = read_flags([compute, self._sharded_of[compute]])
@@ -74,4 +76,4 @@ class Trainability:
 def read_flags(parameters: Sequence[torch.Tensor]) -> list[bool]:
     """Return ``requires_grad`` of each parameter."""
     with torch._C.DisableTorchFunctionSubclass():
-        return list(map(_requires_grad, parameters))
+        return attributes(parameters, "requires_grad")

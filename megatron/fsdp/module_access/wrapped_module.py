@@ -29,8 +29,8 @@ GENERATES_TOGETHER = "_is_fsdp_managed_module"
 def refuse_ddp(model: nn.Module) -> NoReturn:
     """Refuse torch's DistributedDataParallel around a sharded model.
 
-    It asks for this attribute before it sends anything. A release that does not fails as it
-    broadcasts, with an error about shapes.
+    It reads this attribute before it communicates. A release that does not read it fails in its
+    first broadcast, with an error about shapes.
     """
     raise RuntimeError(
         "DistributedDataParallel around a sharded model would reduce its gradients twice: leave it"
@@ -45,7 +45,14 @@ def prepare_wrapped_module(
     state_dict: Callable[[], dict[str, Any]],
     check_conversion: Callable[[Conversion], object],
 ) -> None:
-    """Prepare a module for code that calls it without the wrapper: to save, convert or generate."""
+    """Prepare a module for code that calls it without the wrapper: to save, convert or generate.
+
+    Args:
+        module: the wrapped module, whose weights are sharded.
+        gathers_layers: True if generation gathers weights, for which all ranks must run together.
+        state_dict: returns that of the wrapper.
+        check_conversion: raises an error for a conversion of weights that cannot be done.
+    """
     save = getattr(type(module), "save_pretrained", None)
     if callable(save):
         vars(module)["save_pretrained"] = _saving_whole_weights(save.__get__(module), state_dict)
@@ -59,14 +66,16 @@ def prepare_wrapped_module(
 def _converting_buffers(
     module: nn.Module, check_conversion: Callable[[Conversion], object]
 ) -> Callable[..., nn.Module]:
-    """Return ``_apply`` for a module whose weights are views of flat buffers, and stay that."""
+    """Return an ``_apply`` that converts buffers, but no weights, which are in flat buffers."""
 
     def apply(fn: Conversion, recurse: bool = True) -> nn.Module:
         check_conversion(fn)
-        for child in module.children() if recurse else ():
-            child._apply(fn)
+        if recurse:
+            for child in module.children():
+                child._apply(fn)
         for name, buffer in module._buffers.items():
-            module._buffers[name] = None if buffer is None else fn(buffer)
+            if buffer is not None:
+                module._buffers[name] = fn(buffer)
         return module
 
     return apply
@@ -89,7 +98,8 @@ def _saving_whole_weights(
                 save(*args, **kwargs)
             except Exception as error:  # of any library: the other ranks must not wait
                 problems = [f"save_pretrained failed on rank 0: {type(error).__name__}: {error}"]
-        if problems := agree(problems):
+        problems = agree(problems)
+        if problems:
             raise RuntimeError(problems[0])
 
     return save_pretrained
@@ -97,16 +107,19 @@ def _saving_whole_weights(
 
 def gather_on_first_rank(state: dict[str, Any]) -> dict[str, Any]:
     """Gather a wrapper's state dict on the CPU of the first rank, under the module's own names."""
-    # One tensor after the other is whole on the other ranks, which get an empty dict.
+    # The other ranks, which get an empty dict, have one whole tensor at a time.
     gathered: dict[str, Any] = {}
+    is_first = dist.get_rank() == 0
     values: dict[int, Any] = {}  # by the part of a DTensor, which tied weights share
     for name, value in state.items():
         key = id(getattr(value, "part", None) or value)
         if key not in values:
-            whole = full_tensor(value) if isinstance(value, DTensor) else value
-            whole = whole.detach().cpu() if isinstance(whole, torch.Tensor) else whole
-            values[key] = whole if dist.get_rank() == 0 else None
-        if dist.get_rank() == 0:
+            if isinstance(value, DTensor):
+                value = full_tensor(value)
+            if isinstance(value, torch.Tensor):
+                value = value.detach().cpu()
+            values[key] = value if is_first else None
+        if is_first:
             gathered[name.removeprefix("module.")] = values[key]
     return gathered
 
@@ -124,12 +137,16 @@ def cast_at_units(units: Iterable[Unit], precision: MixedPrecisionPolicy) -> set
 
     if not isinstance(precision, ComputePrecision):
         return set()
-    input_dtype = precision.param_dtype if precision.cast_forward_inputs else None
+    input_dtype = precision.param_dtype
     output_dtype = precision.output_dtype
-    modules = [unit.module for unit in units if unit.module is not None and not unit.is_automatic]
+    modules = []
+    for unit in units:
+        if unit.module is not None and not unit.is_automatic:
+            modules.append(unit.module)
     handles = set()
-    for module in modules if input_dtype is not None else ():
-        handles.add(module.register_forward_pre_hook(cast_inputs, with_kwargs=True).id)
+    if precision.cast_forward_inputs and input_dtype is not None:
+        for module in modules:
+            handles.add(module.register_forward_pre_hook(cast_inputs, with_kwargs=True).id)
     if output_dtype is not None:
         handles.add(modules[0].register_forward_hook(cast_outputs).id)
     return handles
@@ -137,6 +154,8 @@ def cast_at_units(units: Iterable[Unit], precision: MixedPrecisionPolicy) -> set
 
 def _cast(values: Any, dtype: torch.dtype | None) -> Any:
     def cast(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+        if not tensor.is_floating_point():
+            return tensor
+        return tensor.to(dtype)
 
     return tree_map_only(torch.Tensor, cast, values)

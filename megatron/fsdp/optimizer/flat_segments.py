@@ -22,13 +22,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, groupby
-from operator import attrgetter, is_, methodcaller
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
+from megatron.fsdp.dtensor.loops_in_c import are_same, attributes, concatenated
 from megatron.fsdp.dtensor.sharded_param import (
     ShardedGradient,
     ShardedParam,
@@ -47,9 +47,6 @@ BLOCK = 64
 LARGEST = 1 << 19
 
 State = defaultdict[torch.Tensor, Slots]  # of an optimizer
-
-_grad = attrgetter("grad")
-_values = methodcaller("values")
 
 
 @dataclass
@@ -71,9 +68,10 @@ class Member:
     @property
     def signature(self) -> tuple[tuple[str, bool, torch.dtype], ...]:
         """Names and dtypes of the state, which the members of a run have in common."""
-        return tuple(
-            (name, isinstance(value, DTensor), value.dtype) for name, value in self.slots.items()
-        )
+        entries = []
+        for name, value in self.slots.items():
+            entries.append((name, isinstance(value, DTensor), value.dtype))
+        return tuple(entries)
 
 
 Run = list[Member]
@@ -94,23 +92,29 @@ class Segment:
         return [member.sharded_param.parameter for member in self.members]
 
     def find_gradient(self, gradients: Sequence[torch.Tensor]) -> bool:
-        """Find the flat gradient of which the members' gradients are views; False if none is."""
-        if not all(isinstance(gradient, ShardedGradient) for gradient in gradients):
-            return False
-        places = set()
-        for member, shard in zip(self.members, map(local_tensor, gradients)):
+        """Find the flat gradient of which the members' gradients are views.
+
+        Return False if they are no views of one flat gradient, as after the user replaced one.
+        """
+        origins = set()  # storage, and where the main shard's first element would be in it
+        for member, gradient in zip(self.members, gradients):
+            if not isinstance(gradient, ShardedGradient):
+                return False
+            shard = local_tensor(gradient)
             if shard.dtype != self.weight.dtype or not shard.is_contiguous():
                 return False
             if not member.is_empty:
-                shift = int(shard.storage_offset()) - member.start
-                places.add((shard.untyped_storage()._cdata, shift))
-        if len(places) == 1:
-            self.grad_offset = places.pop()[1] + self.start
-        return not places
+                origin = int(shard.storage_offset()) - member.start
+                origins.add((shard.untyped_storage()._cdata, origin))
+        if len(origins) != 1:
+            return not origins
+        _, origin = origins.pop()
+        self.grad_offset = origin + self.start
+        return True
 
     def take_gradient(self, gradient: torch.Tensor) -> None:
         """Set ``weight.grad`` to the flat gradient, given the gradient of the first member."""
-        # It is made anew for every step, because it would keep storage in use.
+        # Every step makes a new view, because a view that is kept would keep its storage in use.
         size = self.weight.shape
         self.weight.grad = local_tensor(gradient).as_strided(size, (1,), self.grad_offset)
 
@@ -128,15 +132,21 @@ class Counters:
 
     def count_segments(self, segments: Sequence[Segment], state: State) -> None:
         """Put a counter of each segment, equal to that of its members, into ``state``."""
-        position = {id(member): index for index, member in enumerate(self._members)}
-        own = [segment for segment in segments if id(segment.members[0]) in position]
-        firsts = [position[id(segment.members[0])] for segment in own]
-        self._of_segments = self._vector[firsts]
+        position_of = {id(member): index for index, member in enumerate(self._members)}
+        counted: list[Segment] = []  # those with this counter
+        first_members: list[int] = []  # the position of the first member of each
         segment_of_member = [0] * len(self._members)
-        for number, segment in enumerate(own):
-            state[segment.weight][self._name] = self._of_segments[number]
+        for segment in segments:
+            first = position_of.get(id(segment.members[0]))
+            if first is None:
+                continue
             for member in segment.members:
-                segment_of_member[position[id(member)]] = number
+                segment_of_member[position_of[id(member)]] = len(counted)
+            counted.append(segment)
+            first_members.append(first)
+        self._of_segments = self._vector[first_members]
+        for number, segment in enumerate(counted):
+            state[segment.weight][self._name] = self._of_segments[number]
         self._segment_of_member = torch.tensor(segment_of_member, device=self._vector.device)
         self._version = self._vector._version
 
@@ -154,7 +164,7 @@ class Counters:
 class Segments:
     """The segments of one optimizer, whose state becomes views of flat tensors."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer):
+    def __init__(self, optimizer: Optimizer):
         self.parameters: list[torch.Tensor] = [*parameters_of(optimizer)]
         self.of_group: list[list[Segment]] = []
         self.others: list[list[torch.Tensor]] = []  # the parameters in no segment, by param group
@@ -162,81 +172,84 @@ class Segments:
         runs_of_group: list[list[Run]] = []
         gradients = iter(self.gradients())
         for group in optimizer.param_groups:
-            is_plain_sgd = "dampening" in group and group["momentum"] == 0  # which has no state
-            self.others.append([])
             members: list[Member] = []
+            others: list[torch.Tensor] = []
             for parameter, gradient in zip(group["params"], gradients):
-                slots = optimizer.state.get(parameter, {})
-                if not is_linked(parameter):
-                    self.others[-1].append(parameter)
-                    continue
-                sharded_param = sharded_param_of(parameter)
-                span = _shard_range(sharded_param.group, sharded_param.index)
-                member = Member(sharded_param, slots, gradient is not None, *span)
-                if (member.slots or is_plain_sgd) and _can_be_flat(member, group):
-                    members.append(member)
+                member = None
+                if is_linked(parameter):
+                    slots = optimizer.state.get(parameter, {})
+                    member = _member_of(parameter, slots, group, gradient is not None)
+                if member is None:
+                    others.append(parameter)
                 else:
-                    _allocate_alone(member)
-                    self.others[-1].append(parameter)
+                    members.append(member)
             runs_of_group.append(_runs(members, group))
-        self.counters = _counters(chain.from_iterable(runs_of_group))
+            self.others.append(others)
+        # Counters first: a run is divided by the values of its counters.
+        self.counters = _counters(runs_of_group)
         for runs in runs_of_group:
-            self.of_group.append(list(chain.from_iterable(map(self._divide, runs))))
+            self.of_group.append([])
+            for run in runs:
+                self.of_group[-1] += self._divide(run)
         for counters in self.counters:
             counters.count_segments(self.all(), self.state)
         # What the segments were made from, to notice changes.
         self._settings = _settings_of(optimizer)
         self._slots = list(optimizer.state.values())
-        self._slot_values = list(chain.from_iterable(map(_values, self._slots)))
+        self._slot_values = _values_of(self._slots)
 
     def all(self) -> list[Segment]:
         """List the segments of all param groups."""
-        return list(chain.from_iterable(self.of_group))
+        return concatenated(self.of_group)
 
     def gradients(self) -> list[torch.Tensor | None]:
         """List the gradients of all parameters."""
-        # Loops over all parameters, which many steps repeat, are left to `map`: they run in C.
         with torch._C.DisableTorchFunctionSubclass():
-            return list(map(_grad, self.parameters))
+            return attributes(self.parameters, "grad")
 
-    def are_current(self, optimizer: torch.optim.Optimizer) -> bool:
+    def are_current(self, optimizer: Optimizer) -> bool:
         """Return True if parameters, settings and state are those that segments were made from."""
         if any(counters.have_changed for counters in self.counters):
             return False
-        slots = optimizer.state.values()
+        slots = list(optimizer.state.values())
         return (
             self._settings == _settings_of(optimizer)
             and are_same(self.parameters, parameters_of(optimizer))
             and are_same(self._slots, slots)
-            and are_same(self._slot_values, chain.from_iterable(map(_values, slots)))
+            and are_same(self._slot_values, _values_of(slots))
         )
 
     def _divide(self, run: Run) -> Iterator[Segment]:
         """Yield the segments of a run, whose moments become views of flat tensors."""
-        start, stop = run[0].start, max(member.stop for member in run)
+        start = run[0].start
+        stop = _stop_of(run)
         main = run[0].sharded_param.group.main_shard
-        moments = [name for name, value in run[0].slots.items() if isinstance(value, DTensor)]
-        flats = {name: _flat_moment(name, run, start, stop - start) for name in moments}
+        flat_moments: Slots = {}
+        for name, value in run[0].slots.items():
+            if isinstance(value, DTensor):
+                flat_moments[name] = _flat_moment(name, run, start, stop - start)
         for members in _parts(run):
-            low, high = members[0].start, max(member.stop for member in members)
+            low = members[0].start
+            high = _stop_of(members)
             segment = Segment(members, main[low:high], low)
-            place = slice(low - start, high - start)
-            self.state[segment.weight] = {name: flat[place] for name, flat in flats.items()}
+            in_run = slice(low - start, high - start)
+            for name, flat in flat_moments.items():
+                self.state[segment.weight][name] = flat[in_run]
             yield segment
 
 
-def _settings_of(optimizer: torch.optim.Optimizer) -> list[tuple[int, bool, bool]]:
+def _settings_of(optimizer: Optimizer) -> list[tuple[int, bool, bool]]:
     """Return the sizes and the settings of the param groups on which segments depend."""
-    return [
-        (len(group["params"]), bool(group.get("fused")), bool(group.get("momentum")))
-        for group in optimizer.param_groups
-    ]
+    settings = []
+    for group in optimizer.param_groups:
+        is_fused = bool(group.get("fused"))
+        has_momentum = bool(group.get("momentum"))
+        settings.append((len(group["params"]), is_fused, has_momentum))
+    return settings
 
 
-def are_same(known: Sequence[object], now: Iterable[object]) -> bool:
-    """Return True if both have the same objects in the same order."""
-    found = list(now)
-    return len(known) == len(found) and all(map(is_, known, found))
+def _values_of(slots: Iterable[Slots]) -> list[Any]:
+    return concatenated(map(dict.values, slots))
 
 
 # ---- parameters
@@ -244,6 +257,20 @@ def are_same(known: Sequence[object], now: Iterable[object]) -> bool:
 
 def _shard_range(group: ParamGroup, index: int) -> tuple[int, int]:
     return group.layout.shard_range(index, group.rank)
+
+
+def _member_of(
+    parameter: torch.Tensor, slots: Slots, group: Setting, has_grad: bool
+) -> Member | None:
+    """Return a sharded parameter as a member of a run, or None if it is updated by itself."""
+    sharded_param = sharded_param_of(parameter)
+    start, stop = _shard_range(sharded_param.group, sharded_param.index)
+    member = Member(sharded_param, slots, has_grad, start, stop)
+    is_plain_sgd = "dampening" in group and group["momentum"] == 0  # which has no state
+    if (slots or is_plain_sgd) and _can_be_flat(member, group):
+        return member
+    _allocate_alone(member)
+    return None
 
 
 def _can_be_flat(member: Member, group: Setting) -> bool:
@@ -255,8 +282,11 @@ def _can_be_flat(member: Member, group: Setting) -> bool:
     for value in member.slots.values():
         if isinstance(value, DTensor):
             shard = local_tensor(value)
-            is_fit = type(shard) is torch.Tensor and (shard.is_contiguous() or is_expanded(shard))
-            if not is_fit or shard.shape != weight.shape or shard.device != weight.device:
+            if type(shard) is not torch.Tensor:
+                return False
+            if not shard.is_contiguous() and not is_expanded(shard):
+                return False
+            if shard.shape != weight.shape or shard.device != weight.device:
                 return False
         elif type(value) is not torch.Tensor or value.dim():
             return False
@@ -266,7 +296,7 @@ def _can_be_flat(member: Member, group: Setting) -> bool:
 def _needs_blocks(group: Setting, dtype: torch.dtype) -> bool:
     """Return True if flat tensors must consist of whole blocks of :data:`BLOCK` elements."""
     # On a CPU, elements at the end of a tensor that fill no vector are computed one by one. Fused
-    # kernels, and kernels for 16 bits, round these otherwise than vectors.
+    # kernels, and kernels for 16-bit dtypes, round these otherwise than vectors.
     return bool(group.get("fused")) or dtype.itemsize < 4
 
 
@@ -278,10 +308,9 @@ def _runs(members: Sequence[Member], group: Setting) -> list[Run]:
     runs: list[Run] = []
     for param_group, by_index in members_of.items():
         is_dense = _needs_blocks(group, param_group.main_shard.dtype)  # no padding in a run
-        own: list[Run] = []
+        group_runs: list[Run] = []
         previous: Member | None = None
-        spans = [(*_shard_range(param_group, i), i) for i in range(len(param_group.parameters))]
-        for start, _, index in sorted(span for span in spans if span[0] < span[1]):
+        for start, index in _in_order(param_group):
             current = by_index.get(index)
             if current is not None:
                 if (
@@ -289,26 +318,43 @@ def _runs(members: Sequence[Member], group: Setting) -> list[Run]:
                     or previous.signature != current.signature
                     or (is_dense and previous.stop != start)
                 ):
-                    own.append([])
-                own[-1].append(current)
+                    group_runs.append([])
+                group_runs[-1].append(current)
             previous = current
         for member in by_index.values():
             if member.is_empty:
-                _add_empty(member, own)
-        runs += own
+                _add_empty(member, group_runs)
+        runs += group_runs
     return runs
+
+
+def _in_order(group: ParamGroup) -> list[tuple[int, int]]:
+    """List start and index of the parameters of which this rank owns elements, by start."""
+    found = []
+    for index in range(len(group.parameters)):
+        start, stop = _shard_range(group, index)
+        if start < stop:
+            found.append((start, index))
+    return sorted(found)
+
+
+def _stop_of(members: Sequence[Member]) -> int:
+    return max(member.stop for member in members)
 
 
 def _parts(run: Run) -> Iterator[list[Member]]:
     """Yield the members of each segment of a run."""
-    for _, alike in groupby(run, lambda member: (member.has_grad, member.counts)):
-        part: list[Member] = []
-        for member in alike:
-            if part and not member.is_empty and member.stop - part[0].start > LARGEST:
+    part: list[Member] = []
+    for member in run:
+        if part:
+            first = part[0]
+            is_alike = member.has_grad == first.has_grad and member.counts == first.counts
+            is_full = not member.is_empty and member.stop - first.start > LARGEST
+            if is_full or not is_alike:
                 yield part
                 part = []
-            part.append(member)
-        yield part
+        part.append(member)
+    yield part
 
 
 def _add_empty(member: Member, runs: list[Run]) -> None:
@@ -324,21 +370,24 @@ def _add_empty(member: Member, runs: list[Run]) -> None:
 # ---- state
 
 
-def _counters(runs: Iterable[Run]) -> list[Counters]:
+def _counters(runs_of_group: Iterable[list[Run]]) -> list[Counters]:
     members_of: dict[Any, list[Member]] = defaultdict(list)
-    for member in chain.from_iterable(runs):
+    for member in concatenated(concatenated(runs_of_group)):
         for name, value in member.slots.items():
             if not isinstance(value, DTensor):
                 members_of[name, value.dtype, value.device].append(member)
-    return [Counters(name, members) for (name, *_), members in members_of.items()]
+    return [Counters(name, members) for (name, _, _), members in members_of.items()]
 
 
 def _flat_moment(name: str, run: Run, start: int, numel: int) -> torch.Tensor:
     """Make the local tensors of a moment views of one flat tensor, and return it."""
-    places = [(member.start - start, local_tensor(member.slots[name])) for member in run]
-    flat = flat_moment(run[0].sharded_param.group.memory, places, numel)
-    for member, (at, value) in zip(run, places):
-        member.slots[name]._local_tensor = flat[at : at + value.numel()].view(value.shape)
+    values = []
+    for member in run:
+        values.append((member.start - start, local_tensor(member.slots[name])))
+    flat = flat_moment(run[0].sharded_param.group.memory, values, numel)
+    for member, (offset, value) in zip(run, values):
+        view = flat[offset : offset + value.numel()].view(value.shape)
+        member.slots[name]._local_tensor = view
     return flat
 
 

@@ -8,20 +8,16 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
-from functools import partial
-from itertools import chain, filterfalse
-from operator import is_, methodcaller
-from weakref import ref
+from collections.abc import Callable
 
 import torch
+from torch.optim import Optimizer
 
+from megatron.fsdp.dtensor.loops_in_c import WeakReferences, concatenated, present
 from megatron.fsdp.dtensor.sharded_param import is_linked
 from megatron.fsdp.optimizer.flat_segments import Segment, Segments, State
 from megatron.fsdp.optimizer.host.block_update import update_segments
-from megatron.fsdp.optimizer.optimizer_state import OptimizerClass
-
-_now = methodcaller("__call__")  # of weak references, in C
+from megatron.fsdp.optimizer.optimizer_state import OptimizerClass, Params
 
 # Segments to update, and other parameters to update one by one, of each param group.
 Division = tuple[list[list[Segment]], list[list[torch.Tensor]]]
@@ -34,101 +30,136 @@ class FlatUpdate:
         self._step = inspect.unwrap(kind.step)  # without hooks, which run around all of this
         self._segments: Segments | None = None
         self._must_divide = False  # the gradients have divided a segment in the last step
-        # The gradients of the last step, if all were views of flat gradients or None, and what was
-        # updated, with the position of the gradient that each segment takes.
-        self._gradients: list[Callable[[], torch.Tensor | None]] | None = None
-        self._last: Division = ([], [])
+        # The gradients of the last step, if all were views of flat gradients or None. References
+        # that are not weak would keep the storage of gradients in use.
+        self._gradients: WeakReferences | None = None
+        self._last: Division = ([], [])  # what the last step has updated
+        # For each updated segment, the position of its first parameter in `Segments.parameters`.
         self._positions: list[tuple[Segment, int]] = []
 
     @torch.no_grad()
-    def step(self, optimizer: torch.optim.Optimizer) -> None:
+    def step(self, optimizer: Optimizer) -> None:
         """Update all parameters of ``optimizer`` that have a gradient."""
         segments = self.prepare(optimizer)
         flat, others = self._divide(segments, segments.gradients())
         if any(flat):
-            step = partial(run_step, self._step, optimizer)
-            update_segments(step, flat, segments.state, optimizer.param_groups)
+
+            def step_on(params: Params, state: State) -> None:
+                run_step(self._step, optimizer, params, state)
+
+            update_segments(step_on, flat, segments.state, optimizer.param_groups)
             for counters in segments.counters:
                 counters.copy_to_members()
-            for segment in chain.from_iterable(flat):
+            for segment in concatenated(flat):
                 segment.weight.grad = None
-        # torch's operations on several tensors take no mix of DTensors and plain parameters.
-        for select in (filter, filterfalse) if any(others) else ():
-            parameters = [list(select(is_linked, own)) for own in others]
-            if any(parameters):
-                run_step(self._step, optimizer, parameters, optimizer.state)
+        if any(others):
+            step_on_parameters(self._step, optimizer, others)
 
-    def prepare(self, optimizer: torch.optim.Optimizer) -> Segments:
-        """Return the segments, made anew if parameters, settings or state have changed."""
+    def prepare(self, optimizer: Optimizer) -> Segments:
+        """Return the segments, which are built again if parameters, settings or state changed."""
         segments = self._segments
         if segments is None or self._must_divide or not segments.are_current(optimizer):
             self.forget()
-            # Inference tensors would not tell whether somebody has written to them.
+            # Inference tensors have no version, which shows that somebody has written to them.
             with torch.inference_mode(False), torch.no_grad():
                 self._segments = segments = Segments(optimizer)
         return segments
 
     def forget(self) -> None:
-        """Let go of the state that the segments are over."""
-        self._segments, self._gradients, self._must_divide = None, None, False
-        self._last, self._positions = ([], []), []
+        """Drop the segments and all references to the state that they are views of."""
+        self._segments = None
+        self._must_divide = False
+        self._gradients = None
+        self._last = ([], [])
+        self._positions = []
 
     def _divide(self, segments: Segments, gradients: list[torch.Tensor | None]) -> Division:
-        """Return what to update; the segments have their gradients."""
-        known = self._gradients
-        if known is None or not all(map(is_, map(_now, known), gradients)):
-            are_all_flat = self._divide_anew(segments, gradients)
-            # References would keep the storage of gradients in use.
-            self._gradients = list(map(_weakly, gradients)) if are_all_flat else None
+        """Return what to update, and give the segments their gradients."""
+        if self._gradients is None or not self._gradients.are_to(gradients):
+            are_all_flat = self._divide_again(segments, gradients)
+            self._gradients = WeakReferences(gradients) if are_all_flat else None
         for segment, position in self._positions:
             gradient = gradients[position]
             assert gradient is not None
             segment.take_gradient(gradient)
         return self._last
 
-    def _divide_anew(self, segments: Segments, gradients: list[torch.Tensor | None]) -> bool:
+    def _divide_again(self, segments: Segments, gradients: list[torch.Tensor | None]) -> bool:
         """Divide for new gradients; return True if all in segments are flat or None."""
         gradient_of = dict(zip(segments.parameters, gradients))
+        position_of = {parameter: index for index, parameter in enumerate(segments.parameters)}
         flat: list[list[Segment]] = []
         others: list[list[torch.Tensor]] = []
+        self._positions = []
         are_all_flat = True
-        for own, alone in zip(segments.of_group, segments.others):
+        for own_segments, alone in zip(segments.of_group, segments.others):
             flat.append([])
             others.append([member for member in alone if gradient_of[member] is not None])
-            for segment in own:
+            for segment in own_segments:
                 parameters = segment.parameters
-                found = map(gradient_of.get, parameters)
-                present = [gradient for gradient in found if gradient is not None]
-                is_whole = len(present) == len(parameters)
-                if is_whole and segment.find_gradient(present):
+                own_gradients = present([gradient_of[parameter] for parameter in parameters])
+                is_whole = len(own_gradients) == len(parameters)
+                if is_whole and segment.find_gradient(own_gradients):
                     flat[-1].append(segment)
-                elif present:
+                    self._positions.append((segment, position_of[parameters[0]]))
+                elif own_gradients:
                     are_all_flat = False
                     others[-1] += parameters
                     self._must_divide |= not is_whole
         self._last = (flat, others)
-        position_of = {parameter: index for index, parameter in enumerate(segments.parameters)}
-        self._positions = [
-            (segment, position_of[segment.parameters[0]]) for segment in chain.from_iterable(flat)
-        ]
         return are_all_flat
 
 
+def step_on_parameters(
+    step: Callable[[Optimizer], object],
+    optimizer: Optimizer,
+    params: Params,
+) -> None:
+    """Run the optimizer's own step on parameters one by one, sharded ones before all others.
+
+    Args:
+        step: the ``step`` of the user's class, without hooks.
+        optimizer: has the settings and the state.
+        params: the parameters of each param group to update.
+    """
+    # torch's operations on several tensors take no mix of DTensors and plain parameters.
+    sharded: list[list[torch.Tensor]] = []
+    plain: list[list[torch.Tensor]] = []
+    for group_params in params:
+        sharded.append([])
+        plain.append([])
+        for parameter in group_params:
+            selected = sharded if is_linked(parameter) else plain
+            selected[-1].append(parameter)
+    for selected in (sharded, plain):
+        if any(selected):
+            run_step(step, optimizer, selected, optimizer.state)
+
+
 def run_step(
-    step: Callable[[torch.optim.Optimizer], object],
-    optimizer: torch.optim.Optimizer,
-    params: Sequence[Sequence[torch.Tensor]],
+    step: Callable[[Optimizer], object],
+    optimizer: Optimizer,
+    params: Params,
     state: State,
 ) -> None:
-    """Run the optimizer's own step on the given ``params`` of each param group."""
-    groups, own_state = optimizer.param_groups, optimizer.state
-    optimizer.param_groups = [{**group, "params": own} for group, own in zip(groups, params) if own]
+    """Run the optimizer's own step on the given ``params`` instead of its parameters.
+
+    Args:
+        step: the ``step`` of the user's class, without hooks.
+        optimizer: has the settings; its groups and state are replaced while ``step`` runs.
+        params: for each param group, the tensors to update, with their ``grad``; no group for an
+            empty list.
+        state: the state of these tensors, which ``step`` reads and changes.
+    """
+    groups = optimizer.param_groups
+    own_state = optimizer.state
+    optimizer.param_groups = []
+    for group, group_params in zip(groups, params):
+        if group_params:
+            optimizer.param_groups.append({**group, "params": group_params})
     optimizer.state = state
     try:
         step(optimizer)
     finally:
-        optimizer.param_groups, optimizer.state = groups, own_state
-
-
-def _weakly(gradient: torch.Tensor | None) -> Callable[[], torch.Tensor | None]:
-    return (lambda: None) if gradient is None else ref(gradient)
+        optimizer.param_groups = groups
+        optimizer.state = own_state

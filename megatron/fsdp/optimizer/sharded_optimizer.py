@@ -4,20 +4,20 @@
 # [Note: the sharded optimizer] A sharded optimizer is the user's object. Its class is replaced by a
 # subclass of `ShardedOptimizer` and the original class. Element-wise optimizers of torch step on
 # flat segments (see [Note: flat segments]), Muon and its like on whole matrices (see [Note: owners
-# of matrices]), all others on the DTensors: what these gather is said once, by the first step.
+# of matrices]), all others on the DTensors: the first step logs once what these gather.
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
-from functools import partial
-from itertools import chain
 from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from megatron.fsdp.agreement import compared_settings, data_groups, names_on_all_ranks
+from megatron.fsdp.dtensor.loops_in_c import concatenated
 from megatron.fsdp.dtensor.sharded_param import ShardedParam, is_linked, sharded_param_of
 from megatron.fsdp.dtensor.tensor_part import gathered_bytes
 from megatron.fsdp.gradient_sync import clear_gradient_shard
@@ -28,6 +28,7 @@ from megatron.fsdp.optimizer.matrix.owners import refuse_vectors
 from megatron.fsdp.optimizer.optimizer_state import (
     NamedGroup,
     OptimizerClass,
+    Slots,
     checkpoint_slots,
     elementwise_class,
     elementwise_names,
@@ -45,7 +46,7 @@ from megatron.fsdp.sharded_module import ShardedModule, is_owned, owner_of
 from megatron.fsdp.warnings_once import warn, warn_of_absent_state, warn_of_frozen_parameters
 
 
-class ShardedOptimizer(torch.optim.Optimizer):
+class ShardedOptimizer(Optimizer):
     """The methods that sharding adds to an optimizer; see [Note: the sharded optimizer]."""
 
     _fsdp_models: list[ShardedModule]
@@ -53,7 +54,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     _fsdp_ignored: list[nn.Parameter]  # that are not sharded
     _fsdp_checkpoint_ready: bool
     _fsdp_flat: FlatUpdate | LocalUpdate | OwnerUpdate | None  # None: it steps on the DTensors
-    _fsdp_must_tell: bool  # what the step gathers has not been said yet
+    _fsdp_logs_gathers: bool  # the next step is the first one, which logs what it gathers
 
     def step(
         self,
@@ -65,32 +66,42 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Finish reductions, update the main weights, and cast them into the compute weights.
 
         Args:
-            closure: as in torch; its gradients are reduced too.
+            closure: as in torch: computes the loss and its gradients, which are then reduced.
             sync_grad_before_optimizer_step: reduce gradients that are not reduced yet.
             install_optimized_model_weights: False keeps the old compute weights until
                 ``model.install_optimized_model_weights()``, if their dtype differs from that of the
                 main weights. Otherwise they share storage with the main weights.
         """
-        for model in self._fsdp_models if not install_optimized_model_weights else ():
-            for group in model.groups:
-                group.keep_compute_weights()
-        reduce = partial(self._finish_communication, sync_grad_before_optimizer_step)
-        reduce()
-        closures = [] if closure is None else [partial(_with_reduction, closure, reduce)]
+        if not install_optimized_model_weights:
+            for model in self._fsdp_models:
+                for group in model.groups:
+                    group.keep_compute_weights()
+
+        def reducing_closure() -> Any:
+            assert closure is not None
+            with torch.enable_grad():
+                loss = closure()
+            self._finish_communication(sync_grad_before_optimizer_step)
+            return loss
+
+        self._finish_communication(sync_grad_before_optimizer_step)
+        arguments = []
+        if closure is not None:
+            arguments.append(reducing_closure)
         if self._fsdp_flat is not None:
-            loss = _flat_step(self, *closures)
-        elif not self._fsdp_must_tell:
-            loss = super().step(*closures)
-        else:
+            loss = _flat_step(self, *arguments)
+        elif self._fsdp_logs_gathers:
             with gathered_bytes() as gathered:
-                loss = super().step(*closures)
-            self._fsdp_must_tell = False
+                loss = super().step(*arguments)
+            self._fsdp_logs_gathers = False
             if gathered:
                 warn(
                     f"{_user_class(self).__name__} gathers {len(gathered)} whole tensors in each"
                     f" step, {sum(gathered) / 1e6:.1f} MB altogether and one after the other: its"
                     " update needs more of a parameter than the part that a rank has"
                 )
+        else:
+            loss = super().step(*arguments)
         for model in self._fsdp_models:
             model.install_optimized_model_weights(
                 only_shared=not install_optimized_model_weights, only_trainable=True
@@ -130,9 +141,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters of sharded models, and create their state."""
         given = param_group["params"]
-        given = [given] if isinstance(given, torch.Tensor) else given
+        if isinstance(given, torch.Tensor):
+            given = [given]
         if not isinstance(given, set):  # which torch refuses
-            parameters = [entry[1] if isinstance(entry, tuple) else entry for entry in given]
+            parameters = []
+            for entry in given:
+                parameters.append(entry[1] if isinstance(entry, tuple) else entry)
             _refuse_unsharded(parameters)
             param_group = {**param_group, "params": parameters, "param_names": _names(parameters)}
         super().add_param_group(param_group)
@@ -142,19 +156,21 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return torch's structure, with DTensors, and ``param_names`` in every group.
 
-        Above level 0, for optimizers that step on DTensors, a collective, which refuses what
-        differs between ranks.
+        Above level 0, for optimizers that step on DTensors, a collective.
+
+        Raises:
+            ValueError: if ranks have different state of which a checkpoint has one copy.
         """
-        state = super().state_dict()
-        state["param_groups"] = list(map(NamedGroup, state["param_groups"]))
+        result = super().state_dict()
+        result["param_groups"] = [NamedGroup(group) for group in result["param_groups"]]
         if self._fsdp_checkpoint_ready:
+            state = result["state"]
             sharded_params = self._sharded_params()
-            self._refuse_local_state(sharded_params, state["state"])
+            self._refuse_local_state(sharded_params, state)
             for position, sharded_param in sharded_params.items():
-                if position in state["state"]:
-                    slots = state["state"][position]
-                    state["state"][position] = checkpoint_slots(sharded_param, slots)
-        return state
+                if position in state:
+                    state[position] = checkpoint_slots(sharded_param, state[position])
+        return result
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load state, with full tensors or DTensors, by ``param_names``, else by position.
@@ -162,36 +178,59 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: if names, groups or shapes do not agree; nothing is changed then.
         """
-        kind = _user_class(self)
         groups = match_groups(self.param_groups, state_dict["param_groups"])
         # Keys are numbers, or names if torch's `set_state_dict` has replaced them.
-        keys = chain.from_iterable(group["params"] for group in groups)
+        keys = concatenated([group["params"] for group in groups])
         by_position = self._sharded_params()
-        sharded_params = {key: by_position[n] for n, key in enumerate(keys) if n in by_position}
-        state = dict(state_dict["state"])
-        own = [(sharded_params[key], state[key]) for key in sharded_params.keys() & state.keys()]
-        linked = filter(is_linked, self.state)
-        own += [(sharded_param_of(parameter), self.state[parameter]) for parameter in linked]
-        names = elementwise_names(own)
-        for key, slots in state.items():
-            if key in sharded_params:
-                known = self.state.get(sharded_params[key].parameter)
-                if known and slots and known.keys().isdisjoint(slots):
-                    raise ValueError(
-                        f"{kind.__name__} got the state of another optimizer, {', '.join(slots)}:"
-                        " hand it to megatron_fsdp.utils.state_of_other_optimizers first"
-                    )
-                state[key] = shard_slots(sharded_params[key], slots, names)
+        sharded_params = {}
+        for position, key in enumerate(keys):
+            if position in by_position:
+                sharded_params[key] = by_position[position]
+        state = self._sharded_state(sharded_params, state_dict["state"])
         self._refuse_local_state(sharded_params, state)
         if isinstance(self._fsdp_flat, FlatUpdate):
             self._fsdp_flat.forget()
         super().load_state_dict({**state_dict, "param_groups": groups, "state": state})
         self._make_missing_state()  # the saved optimizer may not have stepped yet
-        if not state and any(makes_state_late(kind, group) for group in groups):
+        self._warn_of_missing(sharded_params, state)
+
+    def _sharded_state(
+        self, sharded_params: dict[Any, ShardedParam], state: dict[Any, Slots]
+    ) -> dict[Any, Slots]:
+        """Return loaded state with shards, given the parameters by the keys of the state dict."""
+        loaded = []
+        for key in sharded_params.keys() & state.keys():
+            loaded.append((sharded_params[key], state[key]))
+        current = []
+        for parameter, slots in self.state.items():
+            if is_linked(parameter):
+                current.append((sharded_param_of(parameter), slots))
+        names = elementwise_names(loaded + current)
+        sharded = dict(state)
+        for key, slots in state.items():
+            if key not in sharded_params:
+                continue
+            known = self.state.get(sharded_params[key].parameter)
+            if known and slots and known.keys().isdisjoint(slots):
+                raise ValueError(
+                    f"{_user_class(self).__name__} got the state of another optimizer,"
+                    f" {', '.join(slots)}: hand it to"
+                    " megatron_fsdp.utils.state_of_other_optimizers first"
+                )
+            sharded[key] = shard_slots(sharded_params[key], slots, names)
+        return sharded
+
+    def _warn_of_missing(
+        self, sharded_params: dict[Any, ShardedParam], state: dict[Any, Slots]
+    ) -> None:
+        kind = _user_class(self)
+        if not state and any(makes_state_late(kind, group) for group in self.param_groups):
             warn_of_absent_state(kind.__name__)
-        without = [own for key, own in sharded_params.items() if not state.get(key)]
-        trained = [own for own in without if own.group.requires_grad]
-        frozen = [own.name for own in trained if not own.parameter.requires_grad]
+        frozen = []  # now, but not when the model was sharded
+        for key, sharded_param in sharded_params.items():
+            is_trained = sharded_param.group.requires_grad
+            if is_trained and not state.get(key) and not sharded_param.parameter.requires_grad:
+                frozen.append(sharded_param.name)
         if frozen and any(state.values()):
             warn_of_frozen_parameters(kind.__name__, frozen)
 
@@ -199,27 +238,37 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self, sharded_params: dict[Any, ShardedParam], state: dict[Any, Any]
     ) -> None:
         # Flat segments are DTensors, and count the same steps. At level 0 ranks have all state.
-        models = [model for model in self._fsdp_models if model.strategy.shards_optimizer]
-        if self._fsdp_flat is None and models and self._fsdp_checkpoint_ready:
-            states = [(sharded_params[key], state[key]) for key in sharded_params if key in state]
-            groups = chain.from_iterable(model._mesh.all_groups() for model in models)
-            refuse_local_state(_user_class(self).__name__, states, list(dict.fromkeys(groups)))
+        if self._fsdp_flat is not None or not self._fsdp_checkpoint_ready:
+            return
+        groups: dict[Any, None] = {}  # in order, each one once
+        for model in self._fsdp_models:
+            if model.strategy.shards_optimizer:
+                groups.update(dict.fromkeys(model._mesh.all_groups()))
+        if groups:
+            states = []
+            for key, sharded_param in sharded_params.items():
+                if key in state:
+                    states.append((sharded_param, state[key]))
+            refuse_local_state(_user_class(self).__name__, states, list(groups))
 
     def _sharded_params(self) -> dict[int, ShardedParam]:
         """Return the sharded parameters by their position in state dicts."""
-        own = enumerate(parameters_of(self))
-        return {number: sharded_param_of(each) for number, each in own if is_linked(each)}
+        sharded_params = {}
+        for position, parameter in enumerate(parameters_of(self)):
+            if is_linked(parameter):
+                sharded_params[position] = sharded_param_of(parameter)
+        return sharded_params
 
     def _find_models(self) -> None:
         """Find the models of the parameters, and which of them no other optimizer steps."""
-        own = parameters_of(self)
-        self._fsdp_models = list(dict.fromkeys(owner_of(parameter) for parameter in own))
+        parameters = parameters_of(self)
+        self._fsdp_models = _models_of(self)
         self._fsdp_whole_models = []
-        self._fsdp_ignored = [parameter for parameter in own if not is_linked(parameter)]
+        self._fsdp_ignored = [parameter for parameter in parameters if not is_linked(parameter)]
         for model in self._fsdp_models:
             model._has_optimizer = True
             trained = {parameter for parameter in model.parameters() if parameter.requires_grad}
-            if trained - model._ignored <= set(own):
+            if trained - model._ignored <= set(parameters):
                 self._fsdp_whole_models.append(model)
 
     def _make_missing_state(self) -> None:
@@ -247,31 +296,24 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 model.finish_grad_sync()
 
 
-def _with_reduction(closure: Callable[[], Any], reduce: Callable[[], None]) -> Any:
-    with torch.enable_grad():
-        loss = closure()
-    reduce()
-    return loss
-
-
-@torch.optim.Optimizer.profile_hook_step
+@Optimizer.profile_hook_step
 def _flat_step(optimizer: ShardedOptimizer, closure: Callable[[], Any] | None = None) -> Any:
     """Update the main weights on flat segments, with torch's hooks around it."""
-    loss = None if closure is None else closure()
+    loss = None
+    if closure is not None:
+        loss = closure()
     assert optimizer._fsdp_flat is not None
     optimizer._fsdp_flat.step(optimizer)
     return loss
 
 
-def shard_optimizer(
-    optimizer: torch.optim.Optimizer, checkpoint_ready: bool = True
-) -> torch.optim.Optimizer:
+def shard_optimizer(optimizer: Optimizer, checkpoint_ready: bool = True) -> Optimizer:
     """Shard an optimizer over a sharded model's ``parameters()``, in place, and return it.
 
     The state of element-wise optimizers of torch is created at once, as checkpoints need it.
 
     Args:
-        optimizer: the optimizer.
+        optimizer: its class becomes a subclass of :class:`ShardedOptimizer`.
         checkpoint_ready: make ``state_dict()`` ready for torch.distributed.checkpoint.
 
     Raises:
@@ -283,44 +325,54 @@ def shard_optimizer(
         raise ValueError("the optimizer is sharded already")
     refuse_optimizer(optimizer)
     _refuse_unsharded(parameters_of(optimizer))
-    names = [_names(group["params"]) for group in optimizer.param_groups]
-    for model in dict.fromkeys(map(owner_of, parameters_of(optimizer))):
-        shared = [_names(filter(_is_everywhere, each["params"])) for each in optimizer.param_groups]
-        compared = compared_settings(optimizer, shared, "the optimizer")
+    names = []
+    names_on_all_ranks = []
+    for group in optimizer.param_groups:
+        names.append(_names(group["params"]))
+        everywhere = [parameter for parameter in group["params"] if _is_everywhere(parameter)]
+        names_on_all_ranks.append(_names(everywhere))
+    compared = compared_settings(optimizer, names_on_all_ranks, "the optimizer")
+    for model in _models_of(optimizer):
         refuse_differences(compared, data_groups(model._mesh))
-    on_local = LocalUpdate(optimizer, kind) if quantizes_state(kind) else None
+    on_local = None
+    if quantizes_state(kind):
+        on_local = LocalUpdate(optimizer, kind)  # reads the class, which changes here
     _keep_scheduler(optimizer)
     optimizer.__class__ = type(
         kind.__name__, (ShardedOptimizer, kind), {"__module__": kind.__module__}
     )
     sharded = cast(ShardedOptimizer, optimizer)
     sharded._fsdp_checkpoint_ready = checkpoint_ready
-    sharded._fsdp_must_tell = True
+    sharded._fsdp_logs_gathers = True
     known = elementwise_class(kind)
-    sharded._fsdp_flat = FlatUpdate(known) if known else on_local or owner_update(sharded, kind)
+    if known is not None:
+        sharded._fsdp_flat = FlatUpdate(known)
+    else:
+        sharded._fsdp_flat = on_local or owner_update(sharded, kind)
     sharded._find_models()
     for model in sharded._fsdp_models:
         refuse_state_in_files(kind, model._settings.offload)
-    for group, own in zip(sharded.param_groups, names):
-        group["param_names"] = own
+    for group, own_names in zip(sharded.param_groups, names):
+        group["param_names"] = own_names
     sharded._make_missing_state()
     return sharded
 
 
-def swap_parameters(optimizer: torch.optim.Optimizer, model: ShardedModule) -> None:
+def swap_parameters(optimizer: Optimizer, model: ShardedModule) -> None:
     """Replace the module's parameters in an optimizer, and their state, by the sharded ones."""
     sharded_params = {sharded.compute: sharded for sharded in model.sharded_params}
-    linked = filter(is_linked, parameters_of(optimizer))  # before their classes replaced them
-    sharded_params.update((given, sharded_param_of(given)) for given in linked)
+    for parameter in parameters_of(optimizer):
+        if is_linked(parameter):  # sharded before its class was replaced
+            sharded_params[parameter] = sharded_param_of(parameter)
     replacements = {compute: sharded.parameter for compute, sharded in sharded_params.items()}
     _refuse_strangers(optimizer, {*replacements.keys(), *replacements.values(), *model._ignored})
     for group in optimizer.param_groups:
         # In place: optimizers such as LBFGS have references to the list.
-        group["params"][:] = [replacements.get(own, own) for own in group["params"]]
+        group["params"][:] = [replacements.get(given, given) for given in group["params"]]
     unsharded = [
         key for key in optimizer.state if isinstance(key, nn.Parameter) and key in replacements
     ]
-    names = elementwise_names((sharded_params[key], optimizer.state[key]) for key in unsharded)
+    names = elementwise_names([(sharded_params[key], optimizer.state[key]) for key in unsharded])
     # One parameter at a time: its whole state is freed before the next one is sharded.
     for compute in unsharded:
         slots = optimizer.state.pop(compute)
@@ -330,12 +382,17 @@ def swap_parameters(optimizer: torch.optim.Optimizer, model: ShardedModule) -> N
 # ---- checks
 
 
-def several(problems: Problems, given: Any) -> list[Any]:
-    """Return a list of what may be one optimizer or several, and check that these share nothing."""
+def list_of_optimizers(problems: Problems, given: Any) -> list[Any]:
+    """Return a list of one optimizer or several, and check that no two step one parameter."""
     optimizers = [*given] if isinstance(given, list | tuple) else [given]
-    known = [each for each in optimizers if isinstance(each, torch.optim.Optimizer)]
-    counts = Counter(chain.from_iterable(set(parameters_of(each)) for each in known))
-    shared = [str(tuple(parameter.shape)) for parameter, count in counts.items() if count > 1]
+    counts: Counter[nn.Parameter] = Counter()
+    for optimizer in optimizers:
+        if isinstance(optimizer, Optimizer):
+            counts.update(set(parameters_of(optimizer)))
+    shared = []
+    for parameter, count in counts.items():
+        if count > 1:
+            shared.append(str(tuple(parameter.shape)))
     if shared:
         problems.add(
             f"{len(shared)} parameters are in more than one optimizer, of the shapes"
@@ -346,17 +403,22 @@ def several(problems: Problems, given: Any) -> list[Any]:
 
 def check_optimizer(
     problems: Problems,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizer,
     which: str,
     module: nn.Module,
     settings: Settings,
 ) -> None:
-    """Add every reason why the user's arguments, of any type, do not fit to ``problems``.
+    """Collect the reasons why an optimizer cannot be sharded, for arguments of any type.
 
-    ``which`` names the optimizer in messages.
+    Args:
+        problems: the collection.
+        optimizer: the user's optimizer, which may be of another type.
+        which: names the optimizer in messages.
+        module: the module that is sharded with it, which may be of another type.
+        settings: those with which the module is sharded.
     """
     problems.check(refuse_optimizer, optimizer)
-    if not isinstance(optimizer, torch.optim.Optimizer):
+    if not isinstance(optimizer, Optimizer):
         return
     if isinstance(module, nn.Module):  # otherwise the check of the module reports it
         problems.check(_refuse_strangers, optimizer, set(module.parameters()))
@@ -374,10 +436,10 @@ def check_optimizer(
         )
 
 
-def refuse_optimizer(optimizer: torch.optim.Optimizer) -> None:
+def refuse_optimizer(optimizer: Optimizer) -> None:
     """Raise an error for what is no optimizer, or cannot be sharded with any model."""
     name = type(optimizer).__name__
-    if not isinstance(optimizer, torch.optim.Optimizer):
+    if not isinstance(optimizer, Optimizer):
         raise ValueError(f"optimizer expects a torch.optim.Optimizer but got {name}")
     if hasattr(optimizer, "param_d2h_map"):
         raise ValueError(
@@ -398,28 +460,37 @@ def refuse_optimizer(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _refuse_unsharded(parameters: list[nn.Parameter]) -> None:
-    unsharded = sum(1 for parameter in parameters if not is_owned(parameter))
-    if unsharded:
+    num_unsharded = sum(not is_owned(parameter) for parameter in parameters)
+    if num_unsharded:
         raise ValueError(
-            f"{unsharded} of the optimizer's {len(parameters)} parameters belong to no sharded"
+            f"{num_unsharded} of the optimizer's {len(parameters)} parameters belong to no sharded"
             " model: take them from model.parameters() after fully_shard_model, or hand both to"
             " fully_shard"
         )
 
 
-def _refuse_strangers(optimizer: torch.optim.Optimizer, known: set[Any]) -> None:
-    strangers = sum(1 for parameter in parameters_of(optimizer) if parameter not in known)
-    if strangers:
-        raise ValueError(f"{strangers} parameters of the optimizer are none of the module's")
+def _refuse_strangers(optimizer: Optimizer, known: set[Any]) -> None:
+    num_strangers = sum(parameter not in known for parameter in parameters_of(optimizer))
+    if num_strangers:
+        raise ValueError(f"{num_strangers} parameters of the optimizer are none of the module's")
 
 
 # ---- parts of optimizers
 
 
-def _user_class(optimizer: torch.optim.Optimizer) -> OptimizerClass:
+def _user_class(optimizer: Optimizer) -> OptimizerClass:
     """Return the user's class of a sharded optimizer."""
-    own = (base for base in type(optimizer).__mro__ if not issubclass(base, ShardedOptimizer))
-    return cast(OptimizerClass, next(own))
+    bases = type(optimizer).__mro__
+    user_class = next(base for base in bases if not issubclass(base, ShardedOptimizer))
+    return cast(OptimizerClass, user_class)
+
+
+def _models_of(optimizer: Optimizer) -> list[ShardedModule]:
+    """List the models of an optimizer's parameters, in their order."""
+    models: dict[ShardedModule, None] = {}
+    for parameter in parameters_of(optimizer):
+        models[owner_of(parameter)] = None
+    return list(models)
 
 
 def _names(parameters: Iterable[nn.Parameter]) -> list[str]:
@@ -436,12 +507,12 @@ def _is_everywhere(parameter: nn.Parameter) -> bool:
     return own_ranks >= owner_of(parameter)._mesh.dense.num_data_ranks
 
 
-def _keep_scheduler(optimizer: torch.optim.Optimizer) -> None:
+def _keep_scheduler(optimizer: Optimizer) -> None:
     """Let a learning-rate scheduler from before sharding see the steps of the new class."""
     if "step" not in vars(optimizer):
         return  # else it has wrapped the step of the old class and put it on the instance
 
-    def step(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+    def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
         vars(self)["_opt_called"] = True  # without it the scheduler warns about a wrong order
         return type(self).step(self, *args, **kwargs)
 

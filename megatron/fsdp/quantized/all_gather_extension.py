@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights whose class says what is gathered of them: the all-gather extension of FSDP2."""
+"""Weights whose class decides what is all-gathered: the all-gather extension of FSDP2."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class ExtensionForm(StoredForm):
     Args:
         name: name of the parameter, for messages.
         parameter: the parameter, which the one that forwards read replaces.
-        owners: the modules that own it, with the name that it has there.
+        owners: the modules that own it, each with the parameter's name in it.
         mesh: the ranks that shard it.
         device: the device of the shards.
         main_dtype: the dtype of its main weights.
@@ -63,15 +63,20 @@ class ExtensionForm(StoredForm):
         policy: MixedPrecisionPolicy,
     ):
         super().__init__(ROWS)
-        self._name, self._owners = name, owners
-        self._mesh, self._policy = mesh, policy
+        self._name = name
+        self._owners = owners
+        self._mesh = mesh
+        self._policy = policy
         tensor: Any = parameter
         self._class: Any = type(tensor)
-        (self._inner,), self._context = tensor.__tensor_flatten__()  # checked with the module
-        self._shape, self._stride = tensor.shape, tensor.stride()
-        self._main_dtype, self._device = main_dtype, device
+        names, self._context = tensor.__tensor_flatten__()
+        (self._inner,) = names  # checked with the module
+        self._shape = tensor.shape
+        self._stride = tensor.stride()
+        self._main_dtype = main_dtype
+        self._device = device
         self._shard: Any = None  # the weight of this rank's rows
-        self._metadata: Any = None  # what its class said when they were sent
+        self._metadata: Any = None  # from `fsdp_pre_all_gather`, for `fsdp_post_all_gather`
         self._sent: list[torch.Tensor] = []  # on meta: what every rank sends
         self._compute: nn.Parameter | None = None  # the parameter that forwards read
         self._outputs: tuple[torch.Tensor, ...] = ()
@@ -83,7 +88,7 @@ class ExtensionForm(StoredForm):
         return values.detach()
 
     def buffer(self, layout: Layout, dtype: torch.dtype) -> tuple[Layout, torch.dtype]:
-        """Return the layout of the bytes that all ranks send; a collective, if the class says so.
+        """Return the layout of the bytes that all ranks send; a collective for some classes.
 
         Raises:
             NotImplementedError: if the ranks cannot have whole rows.
@@ -97,40 +102,51 @@ class ExtensionForm(StoredForm):
             )
         shape = num_rows, *self._shape[1:]
         zeros = torch.zeros(shape, dtype=self._main_dtype, device=self._device)
-        self._sent = [torch.empty_like(one, device="meta") for one in self._send(zeros)]
-        own = ends_of(self._sent)[-1]
-        whole = ParamPosition((own * layout.world_size,), 0, False)
-        return Layout(layout.world_size, own, (whole,)), torch.uint8
+        self._sent = [torch.empty_like(tensor, device="meta") for tensor in self._send(zeros)]
+        shard_bytes = ends_of(self._sent)[-1]
+        whole = ParamPosition((shard_bytes * layout.world_size,), 0, False)
+        return Layout(layout.world_size, shard_bytes, (whole,)), torch.uint8
 
     def _send(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return the tensors to gather for a shard; a collective, if the class says so."""
+        """Return the tensors to gather for a shard; a collective for some classes."""
         unflatten = self._class.__tensor_unflatten__
         self._shard = unflatten({self._inner: rows}, self._context, rows.shape, rows.stride())
         prepare = self._shard.fsdp_pre_all_gather
-        arguments: tuple[Any, ...] = (self._mesh,)
         if len(inspect.signature(prepare).parameters) > 1:
             module, _ = self._owners[0]
-            arguments += (self._shape, self._stride, module, self._policy)
-        tensors, self._metadata = prepare(*arguments)
+            tensors, self._metadata = prepare(
+                self._mesh, self._shape, self._stride, module, self._policy
+            )
+        else:
+            tensors, self._metadata = prepare(self._mesh)
         return tuple(tensor.contiguous() for tensor in tensors)
 
     def fill(self, shard: torch.Tensor, main: torch.Tensor, layout: Layout, rank: int) -> None:
-        """Write what is gathered of this rank's rows to its shard of the buffer, as bytes."""
-        rows = shard_view(main, layout, 0, rank).view(-1, *self._shape[1:])
+        """Write the tensors to gather for this rank's rows to its shard of the buffer, as bytes.
+
+        Args:
+            shard: this rank's shard of the buffer, uint8.
+            main: this rank's shard of main weights, flat.
+            layout: that of the main weights.
+            rank: the number of the shard.
+        """
+        row_shape = self._shape[1:]
+        rows = shard_view(main, layout, 0, rank).view(-1, *row_shape)
         missing = self._sent[0].shape[0] - len(rows)
         if missing:
-            rows = torch.cat([rows, rows.new_zeros(missing, *self._shape[1:])])
-        for part, tensor in zip(parts_of(shard, self._sent), self._send(rows), strict=True):
+            rows = torch.cat([rows, rows.new_zeros(missing, *row_shape)])
+        parts = parts_of(shard, self._sent)
+        for part, tensor in zip(parts, self._send(rows), strict=True):
             part.copy_(tensor)
 
     def point(self, parameter: nn.Parameter, view: torch.Tensor) -> nn.Parameter:
-        """Return the parameter that its class makes of what is gathered."""
+        """Return the parameter that forwards read, made by its class of the gathered tensors."""
         if self._compute is not None:
             return self._compute  # its memory never moves
         with allocated(view) as buffer:
-            made = self._make(buffer)
+            tensor = self._make(buffer)
         # A new object, since torch.utils.swap_tensors cannot make a parameter one with slots.
-        self._compute = nn.Parameter(made, requires_grad=parameter.requires_grad)
+        self._compute = nn.Parameter(tensor, requires_grad=parameter.requires_grad)
         for name, value in users_attributes(parameter).items():
             setattr(self._compute, name, value)
         for module, name in self._owners:
@@ -138,14 +154,15 @@ class ExtensionForm(StoredForm):
         return self._compute
 
     def _make(self, buffer: torch.Tensor) -> torch.Tensor:
-        """Return the tensor that the class makes of what is gathered."""
-        flats = [buffer]
-        if len(self._sent) > 1:
-            world_size = buffer.numel() // ends_of(self._sent)[-1]
-            flats = [buffer.new_empty(world_size * one.nbytes) for one in self._sent]
-        self._outputs = tuple(
-            flat.view(one.dtype).view(-1, *one.shape[1:]) for flat, one in zip(flats, self._sent)
-        )
+        """Return the tensor that the class makes of the gathered tensors."""
+        world_size = buffer.numel() // ends_of(self._sent)[-1]
+        outputs = []
+        for sent in self._sent:
+            flat = buffer
+            if len(self._sent) > 1:
+                flat = buffer.new_empty(world_size * sent.nbytes)
+            outputs.append(flat.view(sent.dtype).view(-1, *sent.shape[1:]))
+        self._outputs = tuple(outputs)
         made: torch.Tensor
         made, inside = self._shard.fsdp_post_all_gather(
             self._outputs, self._metadata, self._policy.param_dtype
@@ -166,9 +183,10 @@ class ExtensionForm(StoredForm):
             storage.resize_(size)
         if len(self._sent) > 1:
             world_size = len(self._outputs[0]) // self._sent[0].shape[0]
-            for number, block in enumerate(flat.view(world_size, -1)):
+            for rank, block in enumerate(flat.view(world_size, -1)):
                 for output, part in zip(self._outputs, parts_of(block, self._sent)):
-                    output[number * len(part) : (number + 1) * len(part)] = part
+                    start = rank * len(part)
+                    output[start : start + len(part)] = part
         self._shard.fsdp_post_all_gather(
             self._outputs, self._metadata, self._policy.param_dtype, out=self._compute
         )

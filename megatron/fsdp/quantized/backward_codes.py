@@ -17,14 +17,14 @@ from megatron.fsdp.quantized.transformer_engine_weights import TransformerEngine
 
 # [Note: codes for the backward] MXFP8 scales blocks of 32 values in a row for the forward, and of
 # 32 in a column for the backward. Neither can be computed from the other, so both are sharded: each
-# side has a buffer and a shard of its own. At level 3 only what a pass reads travels.
+# side has a buffer and a shard of its own. At level 3 a pass gathers only the sides that it reads.
 #
 #     forward                            rows
 #     backward                           columns
-#     recomputation in a backward        rows beside the columns, when a module with such weights
-#                                        begins its forward
+#     recomputation in a backward        rows too, when a module with such weights is called
 #     levels 1 and 2                     both, after each step
-ROWS, COLUMNS = 0, 1
+ROWS = 0
+COLUMNS = 1
 
 
 class TwoSidedGroup(ParamGroup):
@@ -45,11 +45,13 @@ class TwoSidedGroup(ParamGroup):
         )
         self.buffers.append(columns)
         self._shards = [(self.compute_shard, self._owned_shard), self._make_shards(columns)]
-        self._gathered: set[int] = set()  # sides; empty where nothing of them is left
+        self._gathered: set[int] = set()  # sides whose buffers have the codes of all ranks
         self._outer_due: set[int] = set()  # sides whose shards the outer axis has not gathered yet
         self._recomputes = False  # a forward runs in the backward for which the group is unsharded
         # LayerNormMLP(checkpoint=True) recomputes without a forward that hooks could see.
-        self._hides_forward = any(getattr(one, "checkpoint", False) for one in self.form.owners)
+        self._hides_forward = any(
+            getattr(module, "checkpoint", False) for module in self.form.owners
+        )
         for module in self.form.owners:
             module.register_forward_pre_hook(self._before_forward)
 
@@ -63,10 +65,13 @@ class TwoSidedGroup(ParamGroup):
     @property
     def _missing(self) -> set[int]:
         """The sides that the pass under way reads, and that are not gathered."""
-        wanted = {COLUMNS} if in_backward() else {ROWS}
-        if self._recomputes or (in_backward() and self._hides_forward):
-            wanted.add(ROWS)
-        return (wanted if self.reshards_after_use else {ROWS, COLUMNS}) - self._gathered
+        wanted = {ROWS, COLUMNS}
+        if self.reshards_after_use:
+            if not in_backward():
+                wanted = {ROWS}
+            elif not self._recomputes and not self._hides_forward:
+                wanted = {COLUMNS}
+        return wanted - self._gathered
 
     def needs_unshard(self) -> bool:
         """Return True if a side is missing."""
@@ -120,6 +125,8 @@ class TwoSidedGroup(ParamGroup):
     @torch.no_grad()
     def _point_parameters(self, indices: Iterable[int] | None = None) -> None:
         """Make weights keep the codes of both sides in the buffers."""
-        for at in range(len(self.parameters)) if indices is None else indices:
-            for buffer, side in zip(self.buffers, (ROWS, COLUMNS)):
-                self.form.place(self.parameters[at], side, buffer.views[at])
+        if indices is None:
+            indices = range(len(self.parameters))
+        for index in indices:
+            for side, buffer in enumerate(self.buffers):
+                self.form.place(self.parameters[index], side, buffer.views[index])

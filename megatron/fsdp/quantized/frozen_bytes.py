@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import accumulate
 
 import torch
 from torch import nn
@@ -20,7 +19,7 @@ ALIGNMENT = 16
 
 @contextmanager
 def allocated(view: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Return ``view``, ``uint8``, with memory inside of the context, if its storage is freed."""
+    """Return a uint8 view whose storage, which may be freed, has memory inside of the context."""
     # torch makes views of allocated storage only.
     storage = view.untyped_storage()
     size = storage.nbytes()
@@ -31,10 +30,15 @@ def allocated(view: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def ends_of(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Return the position behind each tensor in a vector of bytes; a single one fills it."""
+    """Return the position after each tensor in a vector of bytes; a single one fills it."""
     if len(tensors) == 1:
         return [tensors[0].nbytes]
-    return list(accumulate(tensor.nbytes + -tensor.nbytes % ALIGNMENT for tensor in tensors))
+    ends = []
+    end = 0
+    for tensor in tensors:
+        end += tensor.nbytes + -tensor.nbytes % ALIGNMENT
+        ends.append(end)
+    return ends
 
 
 def parts_of(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -43,16 +47,18 @@ def parts_of(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.
     for start, tensor in zip([0, *ends_of(tensors)], tensors):
         part = flat[start : start + tensor.nbytes].view(tensor.dtype)
         # Matrices that kernels want column by column keep their strides.
-        extent = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride()))
+        extent = 1  # from the first to the last element in memory
+        for size, step in zip(tensor.shape, tensor.stride()):
+            extent += (size - 1) * step
         if extent == tensor.numel():
             part = part.as_strided(tensor.shape, tensor.stride())
         parts.append(part.view(tensor.shape))
     return parts
 
 
-# A quantized base (4-bit weights with their scales) is never updated, so nothing need be known of
-# its format: the tensors that `__tensor_flatten__` names are gathered, bit by bit, whatever they
-# are, and the subclass itself stays in the module.
+# A quantized base (4-bit weights with their scales) is never updated, so its format does not
+# matter: the bytes of the tensors that `__tensor_flatten__` names are gathered, and the subclass
+# itself stays in the module.
 
 
 class BytesForm(StoredForm):

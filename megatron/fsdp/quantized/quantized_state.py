@@ -16,6 +16,7 @@ from math import lcm, prod
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 from megatron.fsdp.dtensor.sharded_param import ShardedParam, is_linked, sharded_param_of
 from megatron.fsdp.engine.layout import row_size
@@ -37,11 +38,20 @@ def quantizes_state(kind: type) -> bool:
 def with_fitting_boundaries(settings: Settings, optimizers: Sequence[Any]) -> Settings:
     """Return settings whose shard boundaries cut no block, and if it costs little no matrix."""
     boundaries = settings.strategy.boundaries
-    sizes = [each.block_size for each in optimizers if quantizes_state(type(each))]
-    sizes = [size for size in sizes if isinstance(size, int)]  # otherwise it quantizes nothing
+    sizes = []
+    have_matrices = False
+    for optimizer in optimizers:
+        kind = type(optimizer)
+        if matrix_class(kind) is not None:
+            have_matrices = True
+        # Where the block size is no number, the optimizer quantizes nothing.
+        if quantizes_state(kind) and isinstance(optimizer.block_size, int):
+            sizes.append(optimizer.block_size)
     if sizes:
-        boundaries = lcm(*sizes, boundaries if isinstance(boundaries, int) else 1)
-    elif boundaries == "prefer_rows" and any(matrix_class(type(each)) for each in optimizers):
+        if isinstance(boundaries, int):
+            sizes.append(boundaries)
+        boundaries = lcm(*sizes)
+    elif boundaries == "prefer_rows" and have_matrices:
         boundaries = "prefer_tensors"
     return replace(settings, strategy=replace(settings.strategy, boundaries=boundaries))
 
@@ -52,8 +62,12 @@ class LocalUpdate:
     def __init__(self, optimizer: Any, kind: OptimizerClass):
         self._step = inspect.unwrap(kind.step)
         self._size = optimizer.block_size
-        linked = filter(is_linked, parameters_of(optimizer))
-        cut = [own.name for own in map(sharded_param_of, linked) if self._is_cut(own)]
+        cut = []
+        for parameter in parameters_of(optimizer):
+            if is_linked(parameter):
+                sharded_param = sharded_param_of(parameter)
+                if self._is_cut(sharded_param):
+                    cut.append(sharded_param.name)
         if cut:
             raise ValueError(
                 f"{kind.__name__} quantizes its state in blocks of {self._size} elements, and shard"
@@ -62,7 +76,7 @@ class LocalUpdate:
             )
 
     @torch.no_grad()
-    def step(self, optimizer: torch.optim.Optimizer) -> None:
+    def step(self, optimizer: Optimizer) -> None:
         """Update all parameters of ``optimizer`` that have a gradient."""
         params: list[list[torch.Tensor]] = []
         state: defaultdict[torch.Tensor, Slots] = defaultdict(dict)
@@ -71,51 +85,59 @@ class LocalUpdate:
             for parameter in group["params"]:
                 if parameter.grad is None:
                     continue
-                local, slots = local_tensor(parameter).detach(), optimizer.state[parameter]
-                if is_linked(parameter) and not slots:  # it was frozen before
-                    slots.update(self._first_state(optimizer, group, sharded_param_of(parameter)))
-                if not is_linked(parameter):
-                    state[local] = slots
-                elif local.numel():
-                    state[local] = {name: local_tensor(value) for name, value in slots.items()}
-                else:
-                    slots["step"] += 1
-                    continue
+                local = local_tensor(parameter).detach()
+                slots = optimizer.state[parameter]
+                if is_linked(parameter):
+                    if not slots:  # it was frozen before
+                        sharded_param = sharded_param_of(parameter)
+                        slots.update(self._first_state(optimizer, group, sharded_param))
+                    if not local.numel():
+                        slots["step"] += 1
+                        continue
+                    slots = {name: local_tensor(value) for name, value in slots.items()}
+                state[local] = slots
                 local.grad = local_tensor(parameter.grad).to(local.dtype)
                 params[-1].append(local)
         run_step(self._step, optimizer, params, state)
 
-    def prepare(self, optimizer: torch.optim.Optimizer) -> None:
-        """Make the state of parameters that have none, and quantize moments that were loaded."""
+    def prepare(self, optimizer: Optimizer) -> None:
+        """Create the state of parameters that have none, and quantize moments that were loaded."""
         for group in optimizer.param_groups:
-            trained = [each for each in group["params"] if each.requires_grad and is_linked(each)]
-            for parameter in trained:
+            for parameter in group["params"]:
+                if not parameter.requires_grad or not is_linked(parameter):
+                    continue
                 slots = self._first_state(optimizer, group, sharded_param_of(parameter))
                 for name, value in optimizer.state[parameter].items():
-                    local, first = local_tensor(value), local_tensor(slots.get(name, value))
+                    local = local_tensor(value)
+                    first = local_tensor(slots.get(name, value))
                     if type(local) is type(first):
                         slots[name] = value
                     else:
                         first.copy_(local)
                 optimizer.state[parameter] = slots
 
-    def _first_state(self, optimizer: Any, group: Setting, own: ShardedParam) -> Slots:
-        local = local_tensor(own.parameter).detach()
-        names = ("exp_avg", "exp_avg_sq") + ("max_exp_avg_sq",) * bool(group["amsgrad"])
+    def _first_state(self, optimizer: Any, group: Setting, sharded_param: ShardedParam) -> Slots:
+        local = local_tensor(sharded_param.parameter).detach()
+        names = ["exp_avg", "exp_avg_sq"]
+        if group["amsgrad"]:
+            names.append("max_exp_avg_sq")
         slots: Slots = {"step": torch.tensor(0.0)}
         for name in names:
-            if local.numel() and self._has_blocks(own):
+            if local.numel() and self._has_blocks(sharded_param):
                 moment = optimizer._subclass_zeros(local, name == "exp_avg", self._size)
             else:
                 moment = torch.zeros_like(local)
-            slots[name] = own.over(moment)
+            slots[name] = sharded_param.over(moment)
         return slots
 
-    def _has_blocks(self, own: ShardedParam) -> bool:
-        numel = prod(own.flat_range.shape)
+    def _has_blocks(self, sharded_param: ShardedParam) -> bool:
+        numel = prod(sharded_param.flat_range.shape)
         return numel >= SMALLEST and numel % self._size == 0
 
-    def _is_cut(self, own: ShardedParam) -> bool:
-        layout, position = own.group.layout, own.group.layout.positions[own.index]
-        whole = lcm(row_size(position.shape), self._size) if self._has_blocks(own) else 1
+    def _is_cut(self, sharded_param: ShardedParam) -> bool:
+        if not self._has_blocks(sharded_param):
+            return False
+        layout = sharded_param.group.layout
+        position = layout.positions[sharded_param.index]
+        whole = lcm(row_size(position.shape), self._size)
         return not cuts_are_aligned(whole, position.start, position.numel, layout.shard_size)

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The choice of the form in which parameters are stored, and what cannot be stored."""
+"""The choice of the form in which parameters are stored, and the parameters that cannot be."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -21,9 +22,9 @@ from megatron.fsdp.quantized.all_gather_extension import ExtensionForm
 from megatron.fsdp.quantized.backward_codes import TwoSidedGroup
 from megatron.fsdp.quantized.frozen_bytes import BytesForm
 from megatron.fsdp.quantized.tensor_subclasses import (
+    has_extension,
     has_values_inside,
     is_of_transformer_engine,
-    speaks_extension,
     tensors_inside,
 )
 from megatron.fsdp.quantized.transformer_engine_weights import (
@@ -34,10 +35,10 @@ from megatron.fsdp.quantized.transformer_engine_weights import (
 
 
 class FormKey(NamedTuple):
-    """The form of a parameter; those of which it is the same share a group."""
+    """The form of a parameter; parameters with equal keys share a group."""
 
     form: type[StoredForm]
-    alike: object  # the class, or a number of its own if it is alone in its group
+    alike: object  # the parameter's class, or its id if it is alone in its group
     dtype: torch.dtype  # of the values that are sharded
 
 
@@ -46,7 +47,7 @@ def form_of(parameter: nn.Parameter) -> FormKey:
     local = local_tensor(parameter)
     if is_of_transformer_engine(local) and parameter.requires_grad:
         return FormKey(TransformerEngineForm, type(local), parameter.dtype)
-    if speaks_extension(local) and has_values_inside(local):
+    if has_extension(local) and has_values_inside(local):
         return FormKey(ExtensionForm, id(parameter), parameter.dtype)
     if tensors_inside(local):
         return FormKey(BytesForm, type(local), torch.uint8)
@@ -70,7 +71,7 @@ def make_form(
     """Return the form of a group; a collective for some classes of parameters.
 
     Args:
-        key: what :func:`form_of` returns for each of the parameters.
+        key: the result of :func:`form_of` for each of the parameters.
         named: the parameters of the group by name.
         module: a module that contains them.
         axes: the mesh axes of the parameters.
@@ -79,6 +80,10 @@ def make_form(
         precision: the dtypes of the group.
         boundaries: where cuts between shards fall, as in :class:`Strategy`.
         keeps_copies: keep copies for the backward between forward and backward.
+
+    Raises:
+        NotImplementedError: for Transformer Engine's weights over two axes without a process group
+            of both.
     """
     if key.form is BytesForm:
         return BytesForm()
@@ -89,29 +94,49 @@ def make_form(
     if key.form is TransformerEngineForm:
         group = axes.data_group if shards_outer else axes.inner.get_group()
         if group is None:
-            raise NotImplementedError("Transformer Engine's weights need Mesh.data_group")
+            raise NotImplementedError(
+                "Transformer Engine's weights need Mesh.data_group: give the process group of all"
+                " data ranks"
+            )
         wanted = set(named.values())
-        owners = [one for one in module.modules() if wanted.intersection(one._parameters.values())]
+        owners = []
+        for inner in module.modules():
+            if wanted.intersection(inner._parameters.values()):
+                owners.append(inner)
         return TransformerEngineForm(list(named.values()), owners, group, keeps_copies)
     ((name, parameter),) = named.items()  # the key is that of one parameter
-    places = []
+    return ExtensionForm(
+        name,
+        parameter,
+        owners=_owners_of(parameter, module),
+        mesh=axes.inner,
+        device=device,
+        main_dtype=precision.main_param,
+        policy=MixedPrecisionPolicy(precision.compute, precision.grad_comm),
+    )
+
+
+def _owners_of(parameter: nn.Parameter, module: nn.Module) -> list[tuple[nn.Module, str]]:
+    """List the modules that have a parameter, each with the parameter's name in it."""
+    owners = []
     for inner in module.modules():
-        for own_name, own in inner.named_parameters(recurse=False, remove_duplicate=False):
-            if own is parameter:
-                places.append((inner, own_name))
-    policy = MixedPrecisionPolicy(precision.compute, precision.grad_comm)
-    return ExtensionForm(name, parameter, places, axes.inner, device, precision.main_param, policy)
+        for name, owned in inner.named_parameters(recurse=False, remove_duplicate=False):
+            if owned is parameter:
+                owners.append((inner, name))
+    return owners
 
 
 def group_class(form: StoredForm) -> type[ParamGroup]:
     """Return the class of a group of parameters that are stored in this form."""
-    is_two_sided = isinstance(form, TransformerEngineForm) and form.num_sides > 1
-    return TwoSidedGroup if is_two_sided else ParamGroup
+    if isinstance(form, TransformerEngineForm) and form.num_sides > 1:
+        return TwoSidedGroup
+    return ParamGroup
 
 
 def refuse_own_memory(group: ParamGroup, index: int) -> None:
     """Raise ``NotImplementedError`` if a plain parameter has not taken its part of the buffer."""
-    parameter, view = group.parameters[index], group.compute.views[index]
+    parameter = group.parameters[index]
+    view = group.compute.views[index]
     is_plain = type(group.form) is StoredForm
     if is_plain and local_tensor(parameter).data_ptr() != view.data_ptr():
         raise NotImplementedError(
@@ -129,71 +154,56 @@ class Sharding(NamedTuple):
     has_tensor_axis: bool
 
 
-Refusal = tuple[Callable[[nn.Parameter], bool], str]
-
-
-def refusals(sharding: Sharding) -> Iterator[Refusal]:
-    """Yield what is refused of parameters that are tensor subclasses, and why."""
-
-    def is_of(*forms: type[StoredForm]) -> Callable[[nn.Parameter], bool]:
-        return lambda one: form_of(one).form in forms
-
-    is_plain, is_extended, is_bytes = is_of(StoredForm), is_of(ExtensionForm), is_of(BytesForm)
-    is_engines = is_of(TransformerEngineForm)
-    needs_shards = is_of(ExtensionForm, TransformerEngineForm)
-    yield (
-        lambda one: is_plain(one) and speaks_extension(local_tensor(one)),
-        "have fsdp_pre_all_gather and no __tensor_flatten__, so no part of them can be made",
-    )
-    yield (
-        lambda one: is_bytes(one) and one.requires_grad,
-        "are tensor subclasses around other tensors, and trained: only those around one tensor of"
-        " high precision with fsdp_pre_all_gather and fsdp_post_all_gather, the methods that FSDP2"
-        " calls, have main weights to train; freeze them, or use plain parameters",
-    )
-    yield (
-        lambda one: is_bytes(one) and has_subclasses_inside(one),
-        "are tensor subclasses around tensor subclasses",
-    )
-    if sharding.has_tensor_axis:
-        yield (
-            lambda one: (
-                (is_bytes(one) and get_mcore_tensor_parallel_partition_dim(one) is not None)
-                or (isinstance(one, DTensor) and not is_plain(one))
-            ),
-            "are tensor subclasses around other tensors, and divided by tensor parallelism",
-        )
-    yield (
-        lambda one: is_engines(one) and type(one).__name__ not in CODES,
-        "of Transformer Engine cannot be sharded yet: use another recipe"
-        f" ({', '.join(CODES)} can), or build the model without quantized_model_init",
-    )
-    yield (
-        lambda one: is_engines(one) and initial_values(one) is None,
-        "of Transformer Engine have no values before quantization: build the model in"
-        " quantized_model_init(..., preserve_high_precision_init_val=True)",
-    )
-    if not sharding.level.shards_optimizer:
-        yield needs_shards, "are made of the shards of main weights: use level 1, 2 or 3"
-    if sharding.uses_slots:
-        yield is_extended, "keep what is gathered at one place, which memory slots change"
-    if sharding.shards_outer:
-        yield is_extended, "are gathered by their class over one axis: not with Strategy.outer"
-
-
-def has_subclasses_inside(parameter: nn.Parameter) -> bool:
-    """Return True if a tensor inside of a subclass is one too."""
-    inside = tensors_inside(local_tensor(parameter)).values()
-    return any(type(tensor) is not torch.Tensor for tensor in inside)
+def _problems_of(parameter: nn.Parameter, sharding: Sharding) -> Iterator[str]:
+    """Yield the reasons why a parameter, maybe a tensor subclass, cannot be stored."""
+    local = local_tensor(parameter)
+    form = form_of(parameter).form
+    if form is StoredForm and has_extension(local):
+        yield "have fsdp_pre_all_gather and no __tensor_flatten__, so no part of them can be made"
+    if form is BytesForm:
+        if parameter.requires_grad:
+            yield (
+                "are tensor subclasses around other tensors, and trained: only those around one"
+                " tensor of high precision with fsdp_pre_all_gather and fsdp_post_all_gather, the"
+                " methods that FSDP2 calls, have main weights to train; freeze them, or use plain"
+                " parameters"
+            )
+        inside = tensors_inside(local).values()
+        if any(type(tensor) is not torch.Tensor for tensor in inside):
+            yield "are tensor subclasses around tensor subclasses"
+    if sharding.has_tensor_axis and form is not StoredForm:
+        is_divided = get_mcore_tensor_parallel_partition_dim(parameter) is not None
+        if isinstance(parameter, DTensor) or (form is BytesForm and is_divided):
+            yield "are tensor subclasses around other tensors, and divided by tensor parallelism"
+    if form is TransformerEngineForm:
+        if type(parameter).__name__ not in CODES:
+            yield (
+                "of Transformer Engine cannot be sharded yet: use another recipe"
+                f" ({', '.join(CODES)} can), or build the model without quantized_model_init"
+            )
+        if initial_values(parameter) is None:
+            yield (
+                "of Transformer Engine have no values before quantization: build the model in"
+                " quantized_model_init(..., preserve_high_precision_init_val=True)"
+            )
+    is_extended = form is ExtensionForm
+    if not sharding.level.shards_optimizer and (is_extended or form is TransformerEngineForm):
+        yield "are made of the shards of main weights: use level 1, 2 or 3"
+    if sharding.uses_slots and is_extended:
+        yield "keep gathered tensors at one address, which memory slots change"
+    if sharding.shards_outer and is_extended:
+        yield "are gathered by their class over one axis: not with Strategy.outer"
 
 
 def refuse_parameters(named: dict[str, nn.Parameter], sharding: Sharding) -> None:
     """Raise ``NotImplementedError`` for parameters that cannot be stored with these settings."""
+    names_of: dict[str, list[str]] = defaultdict(list)  # by reason
+    for name, parameter in named.items():
+        for reason in _problems_of(parameter, sharding):
+            names_of[reason].append(name)
     found = []
-    for is_refused, reason in refusals(sharding):
-        names = [name for name, parameter in named.items() if is_refused(parameter)]
-        if names:
-            classes = {type(local_tensor(named[name])).__name__ for name in names}
-            found.append(f"{', '.join(names[:5])} ({', '.join(sorted(classes))}) {reason}")
+    for reason, names in names_of.items():
+        classes = {type(local_tensor(named[name])).__name__ for name in names}
+        found.append(f"{', '.join(names[:5])} ({', '.join(sorted(classes))}) {reason}")
     if found:
         raise NotImplementedError("; ".join(found))

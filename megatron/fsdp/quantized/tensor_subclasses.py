@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensor subclasses: what is inside of them, and what is theirs among a parameter's attributes."""
+"""Tensor subclasses: the tensors inside of them, and their attributes of a parameter."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 
-def speaks_extension(tensor: torch.Tensor) -> bool:
+def has_extension(tensor: torch.Tensor) -> bool:
     """Return True if the class of a tensor has both methods of the all-gather extension."""
     return hasattr(tensor, "fsdp_pre_all_gather") and hasattr(tensor, "fsdp_post_all_gather")
 
@@ -22,7 +22,7 @@ def is_of_transformer_engine(tensor: torch.Tensor) -> bool:
 
 
 def tensors_inside(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the tensors that a subclass is made of, without a graph; nothing for a plain one."""
+    """Return the tensors inside of a subclass, without a graph; nothing for a plain tensor."""
     if not hasattr(tensor, "__tensor_flatten__"):
         return {}
     names, _ = tensor.__tensor_flatten__()
@@ -51,20 +51,28 @@ def users_attributes(parameter: nn.Parameter) -> dict[str, Any]:
 
 
 def move(module: nn.Module, device: torch.device, ignored: Set[nn.Parameter]) -> None:
-    """Move a module to a device, in place, but for tensors on meta and ``ignored`` parameters."""
+    """Move a module to a device, in place.
+
+    Args:
+        module: its tensors on the meta device stay there.
+        device: where its parameters and buffers are then.
+        ignored: parameters of it that are neither moved nor read.
+    """
     # torch drops the attributes of tensor subclasses.
     kept = {parameter: users_attributes(parameter) for parameter in module.parameters()}
-    # Not even asked for: weights of an earlier call may be read by nobody now.
+    # Ignored parameters are taken out, since some, sharded by an earlier call, may not be read now.
     set_aside: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]] = []
     for inner in module.modules():
-        for name, own in list(inner._parameters.items()):
-            if own is not None and own in ignored and type(inner._parameters) is dict:
-                set_aside.append((inner._parameters, name, own))
+        if type(inner._parameters) is not dict:
+            continue
+        for name, parameter in list(inner._parameters.items()):
+            if parameter is not None and parameter in ignored:
+                set_aside.append((inner._parameters, name, parameter))
                 inner._parameters[name] = None
     try:
-        module._apply(lambda one: one if one.is_meta else one.to(device))
+        module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
     finally:
-        for parameters, name, own in set_aside:
-            parameters[name] = own
+        for parameters, name, parameter in set_aside:
+            parameters[name] = parameter
     for parameter, attributes in kept.items():
         vars(parameter).update(attributes)

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from fractions import Fraction
-from itertools import chain
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -27,13 +26,13 @@ from megatron.fsdp.quantized.tensor_subclasses import users_attributes
 #     quantize_master_weights     writes the codes of this rank's main weights to its shard, and the
 #                                 scales of whole weights, which a few all-reduces of maxima over
 #                                 the group make the same on all ranks
-#     post_all_gather_processing  makes of gathered codes what the backward reads: transposed copies
+#     post_all_gather_processing  makes transposed copies of gathered codes for the backward
 #
-# Copies are made when a backward gathers the codes, or by the module itself if these are there.
+# Copies are made when a backward gathers the codes, or by the module itself if it has the codes.
 #
 # So only codes are gathered, in the layout of the weights, and a shard may cut a weight anywhere.
-# They are quantized once after main weights have changed: when the backward comes, delayed scaling
-# has other scales.
+# They are quantized once after main weights have changed: in the backward, delayed scaling has
+# other scales.
 #
 # Main weights are cast to the dtype of the weight before they are quantized, as in the library.
 #
@@ -45,7 +44,7 @@ class Codes(NamedTuple):
     """The codes of a quantized class."""
 
     bytes: Fraction  # of an element
-    sides: tuple[str, ...]  # the attributes that keep what is gathered; a second one for backward
+    sides: tuple[str, ...]  # the attributes with gathered codes; a second one for the backward
 
 
 # By the name of the class of a weight.
@@ -60,52 +59,61 @@ CODES = {
 def initial_values(parameter: nn.Parameter) -> torch.Tensor | None:
     """Return the values before quantization; None if they were not kept, or are used up."""
     get = getattr(parameter, "get_high_precision_init_val", None)
-    values: torch.Tensor | None = None if get is None else get()
+    if get is None:
+        return None
+    values: torch.Tensor | None = get()
     return values
 
 
 def is_written(parameter: nn.Parameter) -> bool:
     """Return True if the codes of a weight are not those of its values before quantization."""
-    # Code that loads a checkpoint, or initialises the weight itself, leaves these values behind.
+    # Code that loads a checkpoint, or initialises the weight itself, does not change these values.
     weight: Any = parameter.detach()
     kept = initial_values(parameter)
     if kept is None:
         return False  # they are used up
-    again = weight._get_quantizer()(kept.detach().to(parameter.device))
-    return not torch.equal(again.dequantize(), weight.dequantize())
+    quantized = weight._get_quantizer()(kept.detach().to(parameter.device))
+    return not torch.equal(quantized.dequantize(), weight.dequantize())
 
 
-def make_anew(
+def replace_meta_weights(
     root: nn.Module, parameters: dict[str, nn.Parameter], initialise: Callable[[nn.Module], None]
 ) -> dict[nn.Parameter, nn.Parameter]:
-    """Initialise modules on the meta device that make their parameters anew, and quantize them.
+    """Initialise modules on the meta device that create new parameters, which are quantized.
 
-    The new parameters take the place of the old in ``parameters``, those of a unit, and in modules.
+    Args:
+        root: a unit, whose modules get the new parameters.
+        parameters: those of the unit, by name; the new ones replace the old ones in it.
+        initialise: initialises one module.
 
     Returns:
-        the parameters of the model until now, by the new ones.
+        the old parameters, by the new ones.
     """
     names = {parameter: name for name, parameter in parameters.items()}
-    given: dict[nn.Parameter, nn.Parameter] = {}
-    modules = list(root.modules())
-    owners = Counter(chain.from_iterable(module._parameters.values() for module in modules))
-    for module in modules:
-        own = {name: one for name, one in module._parameters.items() if one is not None}
+    replaced: dict[nn.Parameter, nn.Parameter] = {}
+    num_owners: Counter[nn.Parameter | None] = Counter()
+    for module in root.modules():
+        num_owners.update(module._parameters.values())
+    for module in root.modules():
+        weights = {name: own for name, own in module._parameters.items() if own is not None}
         # Others are refused when they are initialised.
-        of_unit = all(one.is_meta and one in names and owners[one] == 1 for one in own.values())
-        if not (own and of_unit and hasattr(module, "param_init_meta")):
+        are_alone = all(
+            weight.is_meta and weight in names and num_owners[weight] == 1
+            for weight in weights.values()
+        )
+        if not weights or not are_alone or not hasattr(module, "param_init_meta"):
             continue
         quantized: Any = module
         quantized.preserve_high_precision_init_val = True  # they are the first main weights
         with torch.enable_grad():  # as in its constructor: otherwise codes are for forward alone
             initialise(module)
-        for name, old in own.items():
+        for name, old in weights.items():
             new = module._parameters[name]
             assert new is not None
             vars(new).update({**users_attributes(old), **vars(new)})
-            given[new] = old
+            replaced[new] = old
             parameters[names[old]] = new
-    return given
+    return replaced
 
 
 class TransformerEngineForm(StoredForm):
@@ -115,7 +123,7 @@ class TransformerEngineForm(StoredForm):
         parameters: the weights.
         owners: the modules that own them.
         group: the ranks that shard them.
-        keeps_copies: make copies for the backward in forward, and keep them till then.
+        keeps_copies: make copies for the backward in forward, and keep them until the backward.
     """
 
     def __init__(
@@ -135,38 +143,50 @@ class TransformerEngineForm(StoredForm):
         self.num_sides = len(self._format.sides)
         self._codes: Layout | None = None
         self._stale = {parameter for parameter in parameters if is_written(parameter)}
-        # What each side of a weight has, by attribute: also while the weight does not show it.
+        # The tensors of each side of a weight, by attribute, also while the attribute is None.
         self._sides: dict[Any, list[dict[str, torch.Tensor]]] = {}
         for weight in self._weights:
-            self._sides[weight] = [{} for _ in self._format.sides]
-            for side, data in enumerate(self._format.sides if self.num_sides > 1 else ()):
-                scales = data.replace("_data", "_scale_inv")
-                self._sides[weight][side][scales] = getattr(weight, scales)
+            self._sides[weight] = []
+            for data in self._format.sides:
+                tensors = {}
+                if self.num_sides > 1:
+                    scales = data.replace("_data", "_scale_inv")
+                    tensors[scales] = getattr(weight, scales)
+                self._sides[weight].append(tensors)
 
     def values(self, parameter: nn.Parameter) -> torch.Tensor:
         """Return the values before quantization, or the codes' where these were written later."""
         weight: Any = parameter
-        kept = weight.detach().dequantize() if weight in self._stale else initial_values(weight)
-        assert kept is not None  # checked with the module
-        return kept.detach().to(parameter.device)
+        values = initial_values(weight)
+        if weight in self._stale:
+            values = weight.detach().dequantize()
+        assert values is not None  # checked with the module
+        return values.detach().to(parameter.device)
 
     def buffer(self, layout: Layout, dtype: torch.dtype) -> tuple[Layout, torch.dtype]:
         """Return the layout of the codes, as bytes."""
         positions = []
         for position in layout.positions:  # sizes and starts are multiples of 8
             shape = (int(position.numel * self._format.bytes),)
-            positions.append(ParamPosition(shape, int(position.start * self._format.bytes), False))
+            start = int(position.start * self._format.bytes)
+            positions.append(ParamPosition(shape, start, False))
         size = int(layout.shard_size * self._format.bytes)
         self._codes = Layout(layout.world_size, size, tuple(positions))
         return self._codes, torch.uint8
 
     def point(self, parameter: nn.Parameter, view: torch.Tensor) -> nn.Parameter:
-        """Make the weight keep its codes in the buffer, and forget the values before."""
+        """Put the weight's codes into the buffer, and free the values before quantization."""
         self.place(parameter, 0, view)
         return parameter
 
     def place(self, parameter: nn.Parameter, side: int, view: torch.Tensor) -> None:
-        """Make the weight keep the codes of a side in a buffer; they are computed at its use."""
+        """Put the codes of a side of a weight into a buffer, which is filled before its use.
+
+        Args:
+            parameter: a weight of this form.
+            side: the position in ``Codes.sides``.
+            view: the weight's part of the buffer, uint8, flat.
+        """
         with allocated(view) as flat:
             *rows, columns = parameter.shape
             codes = flat.view(*rows, int(columns * self._format.bytes))
@@ -176,34 +196,52 @@ class TransformerEngineForm(StoredForm):
         self.show([0])
 
     def show(self, sides: Collection[int]) -> None:
-        """Let weights have these sides."""
-        for weight, kept in self._sides.items():
-            for side, tensors in enumerate(kept):
+        """Give weights the tensors of these sides, and None in place of those of others."""
+        for weight, all_sides in self._sides.items():
+            for side, tensors in enumerate(all_sides):
                 for name, tensor in tensors.items():
                     setattr(weight, name, tensor if side in sides else None)
-            if len(kept) > 1:  # modules ask for what the quantizer says
+            if len(all_sides) > 1:  # modules ask for the sides that the quantizer names
                 weight._quantizer.set_usage(rowwise=0 in sides, columnwise=1 in sides)
 
     def fill(self, shard: torch.Tensor, main: torch.Tensor, layout: Layout, rank: int) -> None:
-        """Quantize this rank's main weights into its shard; a collective."""
+        """Quantize this rank's main weights into its shard; a collective.
+
+        Args:
+            shard: this rank's shard of the codes, uint8.
+            main: this rank's shard of the main weights, flat.
+            layout: that of the main weights.
+            rank: the number of the shards.
+        """
         self.quantize([shard], main, layout, rank)
 
     def quantize(
         self, shards: Sequence[torch.Tensor], main: torch.Tensor, layout: Layout, rank: int
     ) -> None:
-        """Quantize this rank's main weights into its shard of each side; a collective."""
+        """Quantize this rank's main weights into its shard of each side; a collective.
+
+        Args:
+            shards: this rank's shard of the codes of each side, uint8.
+            main: this rank's shard of the main weights, flat.
+            layout: that of the main weights.
+            rank: the number of the shards.
+        """
         assert self._codes is not None
         mains: list[torch.Tensor | None] = []
         offsets: list[int | None] = []
         fragments: list[Any] = []
         for index in range(len(self._weights)):
-            own = layout.owned(index, rank)
+            owned = layout.owned(index, rank)
+            if not owned.numel:
+                mains.append(None)
+                offsets.append(None)
+                fragments.append(None)
+                continue
+            mains.append(shard_view(main, layout, index, rank).view(-1))
+            offsets.append(owned.start)
             start, stop = self._codes.shard_range(index, rank)
-            is_here = own.numel > 0
-            mains.append(shard_view(main, layout, index, rank).view(-1) if is_here else None)
-            offsets.append(own.start if is_here else None)
             parts = [shard[start:stop] for shard in shards]
-            fragments.append((parts if len(parts) > 1 else parts[0]) if is_here else None)
+            fragments.append(parts if len(parts) > 1 else parts[0])
         self._has_copies = False
         self.show(range(self.num_sides))  # scales are written to the weight
         _helpers().quantize_master_weights(
@@ -217,17 +255,17 @@ class TransformerEngineForm(StoredForm):
 
     @torch.no_grad()
     def finish(self, flat: torch.Tensor) -> None:
-        """Make the copies that the backward reads, where it is time."""
+        """Make the copies for the backward, in a backward or where they are kept until then."""
         if self.num_sides > 1:
             return
-        is_time = in_backward() or self._keeps_copies
-        if not is_time:
+        needs_copies = in_backward() or self._keeps_copies
+        if not needs_copies:
             self._clear()
         elif not self._has_copies:
             _helpers().post_all_gather_processing(self._weights)
             self._has_copies = True
-        for weight in self._weights:  # modules make copies that the quantizer asks for
-            weight._get_quantizer().set_usage(columnwise=is_time)
+        for weight in self._weights:  # modules make the copies that the quantizer asks for
+            weight._get_quantizer().set_usage(columnwise=needs_copies)
 
     def release(self) -> None:
         """Free these copies, unless a backward needs them."""

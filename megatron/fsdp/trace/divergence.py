@@ -5,19 +5,22 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from itertools import chain
 from typing import NamedTuple
 
 NUM_PUBLISHED = 200  # the last collectives of a rank, for the others
+_NOT_STARTED = "not started"
+
+
+Ranks = tuple[int, ...]  # of a process group
 
 
 class PublishedCollective(NamedTuple):
     """A collective as other ranks see it."""
 
-    ranks: tuple[int, ...]  # of its process group
+    ranks: Ranks
     number: int  # among the collectives of these ranks, from 0
     begin: float  # in seconds since the epoch, by the clock of its rank
-    what: str  # what the ranks must have in common: operation, operand and unit
+    what: str  # operation, operand and unit, which all ranks must have in common
 
 
 Sequences = dict[int, list[PublishedCollective]]  # the last ones of each rank, in order
@@ -25,41 +28,63 @@ Sequences = dict[int, list[PublishedCollective]]  # the last ones of each rank, 
 
 def first_difference(sequences: Sequences) -> str | None:
     """Name the first collective in which ranks of one group differ, and the first such rank."""
-    groups = {collective.ranks for collective in chain(*sequences.values())}
-    differences = [_difference_in(ranks, sequences) for ranks in groups]
+    groups: set[Ranks] = set()
+    for published in sequences.values():
+        groups.update(collective.ranks for collective in published)
+    differences = []
+    for ranks in groups:
+        found = _difference_in(ranks, sequences)
+        if found is not None:
+            differences.append(found)
+    if not differences:
+        return None
     # Of several groups, the one whose ranks began that collective first.
-    return min(filter(None, differences), default=(0.0, None))[1]
+    _, text = min(differences)
+    return text
 
 
-def _difference_in(ranks: tuple[int, ...], sequences: Sequences) -> tuple[float, str] | None:
-    numbered: dict[int, dict[int, PublishedCollective]] = {}
+def _difference_in(ranks: Ranks, sequences: Sequences) -> tuple[float, str] | None:
+    """Return the first difference in a process group, with the time of its first collective."""
+    numbered: dict[int, dict[int, PublishedCollective]] = {}  # by rank and number
     for rank in ranks:
         published = sequences.get(rank)
         if published is not None:
-            own = {seen.number: seen for seen in published if seen.ranks == ranks}
+            by_number = {seen.number: seen for seen in published if seen.ranks == ranks}
             # A rank that published none of these may have had them before those it published.
-            if own or len(published) < NUM_PUBLISHED:
-                numbered[rank] = own
-    begun = [own for own in numbered.values() if own]
-    for number in range(max(map(min, begun)), max(map(max, begun)) + 1):
-        row = {rank: own.get(number) for rank, own in numbered.items()}
-        whats = {rank: seen.what if seen else "not started" for rank, seen in row.items()}
-        counts = Counter(whats.values())
-        if len(counts) == 1:
-            continue
-        is_split = len(counts) == 2 == len(whats) and "not started" not in counts
-        # Of equally many, the operation of the first rank that has started one.
-        usual = max(counts, key=lambda what: (counts[what], what != "not started"))
-        odd = next(rank for rank, what in whats.items() if what != usual)
-        who = (
-            "these two ranks differ first" if is_split else f"rank {odd} is the first that differs"
-        )
-        lines = [f"{who}, in collective {number} of {named_ranks(ranks)}:"]
-        for what in counts:
-            having = [rank for rank in whats if whats[rank] == what]
-            lines.append(f"  {named_ranks(having)}: {what}")
-        return min(seen.begin for seen in row.values() if seen), "\n".join(lines)
+            if by_number or len(published) < NUM_PUBLISHED:
+                numbered[rank] = by_number
+    first = last = 0  # what all of them have published, up to the last collective of any
+    for by_number in numbered.values():
+        if by_number:
+            first = max(first, min(by_number))
+            last = max(last, max(by_number))
+    for number in range(first, last + 1):
+        what_of = {}
+        times = []
+        for rank, by_number in numbered.items():
+            what_of[rank] = _NOT_STARTED
+            if number in by_number:
+                what_of[rank] = by_number[number].what
+                times.append(by_number[number].begin)
+        if len(set(what_of.values())) > 1:
+            return min(times), _described(number, ranks, what_of)
     return None
+
+
+def _described(number: int, ranks: Ranks, what_of: dict[int, str]) -> str:
+    """Return which rank differs in a collective, and the operation of each rank."""
+    counts = Counter(what_of.values())
+    # Of equally many, the operation of the first rank that has started one.
+    usual = max(counts, key=lambda what: (counts[what], what != _NOT_STARTED))
+    odd = next(rank for rank, what in what_of.items() if what != usual)
+    who = f"rank {odd} is the first that differs"
+    if len(what_of) == 2 and _NOT_STARTED not in counts:
+        who = "these two ranks differ first"
+    lines = [f"{who}, in collective {number} of {named_ranks(ranks)}:"]
+    for what in counts:
+        having = [rank for rank in what_of if what_of[rank] == what]
+        lines.append(f"  {named_ranks(having)}: {what}")
+    return "\n".join(lines)
 
 
 def named_ranks(ranks: Iterable[int]) -> str:
@@ -70,5 +95,8 @@ def named_ranks(ranks: Iterable[int]) -> str:
             runs[-1].append(rank)
         else:
             runs.append([rank])
-    parts = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
-    return f"rank{'s' if len(parts) > 1 or len(runs[0]) > 1 else ''} {', '.join(parts)}"
+    parts = []
+    for run in runs:
+        parts.append(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}")
+    noun = "rank" if parts == [str(runs[0][0])] else "ranks"
+    return f"{noun} {', '.join(parts)}"

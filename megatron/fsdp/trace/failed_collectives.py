@@ -3,12 +3,12 @@
 
 [Note: explanations] A collective that fails names no rank: all ranks see a closed connection or a
 timeout, whoever caused it. So every process remembers its last collectives, which sends nothing.
-Only when one has failed, the ranks tell each other through the store:
+Only when one has failed, the ranks exchange them through the store:
 
-    a rank whose collective fails    asks all others, and tells its last collectives
-    any other rank                   has a thread, which asks the store once a second while no
+    a rank whose collective fails    asks all others, and publishes its last collectives
+    any other rank                   has a thread, which reads the store once a second while no
                                      collective has begun for some seconds, and answers
-    a rank that ends                 has told so, with the first line of its error
+    a rank that ends                 has published its end, with the first line of its error
     a rank that was killed           its process is gone, for those on the same machine
 
 The first rank that has asked compares the answers, and all ranks raise what it has found. Nothing
@@ -40,28 +40,34 @@ from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: i
 from megatron.fsdp.engine import observe
 from megatron.fsdp.engine.device import in_backward
 from megatron.fsdp.engine.observe import Group, Observer, Operands
-from megatron.fsdp.trace.divergence import PublishedCollective, first_difference, named_ranks
+from megatron.fsdp.trace.divergence import (
+    PublishedCollective,
+    Ranks,
+    first_difference,
+    named_ranks,
+)
 
 NUM_REMEMBERED = 200  # the last collectives of a rank
-QUIET_SECONDS = 2.0  # without a new collective, after which a rank asks the store
-POLL_SECONDS = 1.0  # between two looks at the store
+QUIET_SECONDS = 2.0  # without a new collective, after which a rank reads the store
+POLL_SECONDS = 1.0  # between two reads of the store
 PATIENCE_SECONDS = 5.0  # that a failed rank waits for the answers of the others
 SHOWN_RANKS = 8  # whose places in the program a message shows
 
 _FSDP = os.path.join("megatron", "fsdp", "")
-_OF_PYTHON = os.path.dirname(torch.__file__), sysconfig.get_paths()["stdlib"]
+# Beginnings of the names of files that are not the user's: torch, Python, and "<string>".
+_OF_PYTHON = (os.path.dirname(torch.__file__), sysconfig.get_paths()["stdlib"], "<")
 
 
 class CollectiveError(RuntimeError):
-    """A collective that failed, with what the ranks know of it; the cause is torch's error.
+    """A collective that failed, with its explanation; the cause is torch's error.
 
     Args:
         explanation: which rank has ended or differs, the same text on all ranks.
-        failed: the collective of this rank.
+        failed: describes the collective of this rank.
     """
 
     def __init__(self, explanation: str, failed: str):
-        super().__init__(explanation, failed)  # as which it is pickled
+        super().__init__(explanation, failed)  # a pickle has these arguments
         self.explanation = explanation
 
     def __str__(self) -> str:
@@ -76,15 +82,20 @@ class Remembered(NamedTuple):
     num_bytes: int
     dtype: torch.dtype | None
     phase: str
-    ranks: tuple[int, ...]
+    ranks: Ranks
     group: str  # its name, which differs between groups of the same ranks
     number: int  # among the collectives of these ranks, from 0
     begin: float  # in seconds since the epoch
 
     def __str__(self) -> str:
-        dtype = "" if self.dtype is None else f" {str(self.dtype).removeprefix('torch.')}"
-        size = f" of {self.num_bytes} bytes{dtype}" if self.num_bytes else ""
-        return f"{self.name}{size} of {self.unit}{self.phase}" if self.unit else self.name + size
+        text = self.name
+        if self.num_bytes:
+            text += f" of {self.num_bytes} bytes"
+            if self.dtype is not None:
+                text += f" {str(self.dtype).removeprefix('torch.')}"
+        if self.unit:
+            text += f" of {self.unit}{self.phase}"
+        return text
 
 
 class LastCollectives(Observer):
@@ -94,28 +105,41 @@ class LastCollectives(Observer):
         self.rank = rank
         self.remembered: deque[Remembered] = deque(maxlen=NUM_REMEMBERED)
         self.num_begun = 0
-        self._numbers: Counter[tuple[int, ...]] = Counter()
-        # A process group that is destroyed must not live on here.
-        self._known = weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[tuple[int, ...], str]]()
+        self._numbers: Counter[Ranks] = Counter()
+        # Weak: a process group that is destroyed must be freed.
+        self._known = weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[Ranks, str]]()
 
     def begin_collective(
         self, kind: str, name: str, operands: Operands, group: Group
     ) -> Remembered:
-        """Remember a collective; it costs microseconds."""
-        group = dist.group.WORLD if group is None else group
-        assert group is not None
+        """Remember a collective; it costs microseconds.
+
+        Args:
+            kind: of the collective; one of :data:`observe.OTHER` belongs to no unit.
+            name: the operation, such as ``all_gather``.
+            operands: the tensors that are sent.
+            group: the process group; None for the one of all ranks.
+        """
+        if group is None:
+            group = dist.group.WORLD
+            assert group is not None
         known = self._known.get(group)
         if known is None:
-            known = tuple(dist.get_process_group_ranks(group)), group.group_name
+            known = (tuple(dist.get_process_group_ranks(group)), group.group_name)
             self._known[group] = known
         ranks, group_name = known
         phase = "" if torch.is_grad_enabled() else ", without gradients"
+        if in_backward():
+            phase = ", in backward"
+        num_bytes = 0
+        for operand in operands:
+            num_bytes += operand.nbytes
         begun = Remembered(
             name,
             unit="" if kind == observe.OTHER else observe.last_unit,
-            num_bytes=sum([operand.nbytes for operand in operands]),
+            num_bytes=num_bytes,
             dtype=operands[0].dtype if operands else None,
-            phase=", in backward" if in_backward() else phase,
+            phase=phase,
             ranks=ranks,
             group=group_name,
             number=self._numbers[ranks],
@@ -127,7 +151,11 @@ class LastCollectives(Observer):
         return begun
 
     def fail_collective(self, begun: Remembered, error: Exception) -> None:
-        """Raise an error that says which rank has ended or differs."""
+        """Raise an error that names the rank which has ended or differs.
+
+        Raises:
+            CollectiveError: if ``error`` is of a collective, and the ranks can be asked.
+        """
         if is_of_collective(error) and _failures is not None:
             text = str(error).splitlines()[0]
             failed = f"rank {self.rank} failed in collective {begun.number}: {begun}: {text}"
@@ -135,10 +163,11 @@ class LastCollectives(Observer):
 
     def published(self) -> list[PublishedCollective]:
         """Return the last collectives as other ranks see them."""
-        return [
-            PublishedCollective(seen.ranks, seen.number, seen.begin, str(seen))
-            for seen in list(self.remembered)
-        ]
+        published = []
+        for seen in list(self.remembered):  # another thread may add one
+            collective = PublishedCollective(seen.ranks, seen.number, seen.begin, what=str(seen))
+            published.append(collective)
+        return published
 
 
 class Answer(NamedTuple):
@@ -149,7 +178,7 @@ class Answer(NamedTuple):
 
 
 class Failures:
-    """The talk of this rank with the others, through the store of the process group.
+    """The exchange of answers and explanations through the store of the process group.
 
     Args:
         store: a connection that nothing else uses.
@@ -160,10 +189,11 @@ class Failures:
 
     def __init__(self, store: Store, rank: int, num_ranks: int, last: LastCollectives):
         self._store = store
-        self.rank, self._num_ranks = rank, num_ranks
+        self.rank = rank
+        self._num_ranks = num_ranks
         self._last = last
         self.pid = os.getpid()
-        self._answered: set[str] = set()  # the failures of which this rank has told the others
+        self._answered: set[str] = set()  # the failures that this rank has answered
         self._failure = ""  # the last one that this rank has explained
         self._explained: dict[str, str] = {}  # explanations, by the name of the group that failed
         self._first = ""  # the machine and the process of rank 0, once it is known
@@ -173,17 +203,20 @@ class Failures:
         self._thread.start()
 
     def stop(self) -> None:
-        """Answer no more."""
+        """Stop the thread that answers."""
         self._is_over.set()
         self._thread.join(POLL_SECONDS)
 
     def note_end(self, error: BaseException | None) -> None:
-        """Tell that this rank ends, and with which error."""
+        """Publish that this rank ends, and with which error."""
+        text = ""
+        if error is not None:
+            text = first_line(error)
         with suppress(RuntimeError):  # the store has ended with the process that has it
-            self._store.set(f"ended/{self.rank}", "" if error is None else first_line(error))
+            self._store.set(f"ended/{self.rank}", text)
 
     def explain(self, group: str) -> str:
-        """Return what the ranks know of a failure, the same text on each that has one.
+        """Return the explanation of a failure, the same text on each rank that has one.
 
         Args:
             group: name of the process group whose collective has failed; its next ones fail too.
@@ -200,11 +233,11 @@ class Failures:
 
     def _explanation(self) -> str:
         # The first rank of a failure names it; all others join, unless they have explained it.
-        own = f"{self.rank}.{len(self._explained)}"
-        self._failure = self._store.compare_set("failed", self._failure, own).decode()
+        name = f"{self.rank}.{len(self._explained)}"
+        self._failure = self._store.compare_set("failed", self._failure, name).decode()
         self._answer(self._failure)
         answers = PrefixStore(self._failure, self._store)
-        if self._failure != own:
+        if self._failure != name:
             for _ in _pauses(2 * PATIENCE_SECONDS):
                 if answers.check(["explanation"]):
                     return str(answers.get("explanation").decode())
@@ -213,15 +246,15 @@ class Failures:
         return explanation
 
     def _look(self) -> None:
-        num_begun, since = -1, 0.0
+        num_begun = -1
+        since = 0.0
         with suppress(RuntimeError):  # as in `note_end`
             while not self._is_over.wait(POLL_SECONDS):
                 if self._last.num_begun != num_begun:
-                    num_begun, since = self._last.num_begun, time.monotonic()
+                    num_begun = self._last.num_begun
+                    since = time.monotonic()
                     continue
-                # A store whose process has ended would be complained of by torch.
-                is_quiet = time.monotonic() - since > QUIET_SECONDS and dist.is_initialized()
-                if not is_quiet:
+                if time.monotonic() - since <= QUIET_SECONDS or not dist.is_initialized():
                     continue
                 if self._first_has_ended():
                     return
@@ -230,11 +263,10 @@ class Failures:
 
     def _first_has_ended(self) -> bool:
         """Return True if rank 0, which may have the store, has run on this machine and is gone."""
-        # Nothing is asked of a store that may have ended: torch would complain at length.
+        # If the store has ended, torch logs long messages about every request.
         if not self._first and self._store.check(["process/0"]):
             self._first = self._store.get("process/0").decode()
-        machine, _, pid = self._first.rpartition(" ")
-        return bool(pid) and machine == _this_machine() and not _runs(int(pid))
+        return bool(self._first) and _is_gone(self._first)
 
     def _answer(self, failure: str) -> None:
         if failure not in self._answered:
@@ -243,22 +275,28 @@ class Failures:
             self._store.set(f"{failure}/{self.rank}", json.dumps(answer))
 
     def _compare(self, store: Store) -> str:
-        """Wait for answers, and return what follows from them."""
+        """Wait for answers, and return the explanation that follows from them."""
         answers: dict[int, Answer] = {}
         missing = list(range(self._num_ranks))
         for _ in _pauses(PATIENCE_SECONDS):
             for rank in missing:
                 if store.check([str(rank)]):
                     place, rows = json.loads(store.get(str(rank)))
-                    collectives = [PublishedCollective(tuple(row[0]), *row[1:]) for row in rows]
-                    answers[rank] = Answer(place, collectives)
+                    answers[rank] = Answer(place, [])
+                    for ranks, *others in rows:
+                        collective = PublishedCollective(tuple(ranks), *others)
+                        answers[rank].collectives.append(collective)
             missing = [rank for rank in missing if rank not in answers]
-            if ended := list(filter(None, map(self.end_of, missing))):
-                return "\n".join(ended[:SHOWN_RANKS])
+            ended = self.ends_of(missing)
+            if ended:
+                return ended
             if not missing:
                 break
-        lines = [f"no answer from {named_ranks(missing)}"] if missing else []
-        difference = first_difference({rank: each.collectives for rank, each in answers.items()})
+        lines = []
+        if missing:
+            lines.append(f"no answer from {named_ranks(missing)}")
+        sequences = {rank: answer.collectives for rank, answer in answers.items()}
+        difference = first_difference(sequences)
         if difference is not None:
             lines.append(difference)
         elif not missing:
@@ -270,16 +308,27 @@ class Failures:
             lines.append(f"  rank {rank} is now at {answers[rank].place}")
         return "\n".join(lines)
 
-    def end_of(self, rank: int) -> str | None:
-        """Return a sentence about a rank that has ended, None for one that is not known to."""
+    def ends_of(self, ranks: Iterable[int]) -> str:
+        """Return a line for each of the first ranks that have ended; empty if none is known to."""
+        lines = []
+        for rank in ranks:
+            line = self._end_of(rank)
+            if line is not None:
+                lines.append(line)
+        return "\n".join(lines[:SHOWN_RANKS])
+
+    def _end_of(self, rank: int) -> str | None:
         if self._store.check([f"ended/{rank}"]):
             error = self._store.get(f"ended/{rank}").decode()
-            return f"rank {rank} has ended, with {error}" if error else f"rank {rank} has ended"
+            if error:
+                return f"rank {rank} has ended, with {error}"
+            return f"rank {rank} has ended"
         if not self._store.check([f"process/{rank}"]):
             return None
-        machine, _, pid = self._store.get(f"process/{rank}").decode().rpartition(" ")
-        if machine != _this_machine() or _runs(int(pid)):
+        process = self._store.get(f"process/{rank}").decode()
+        if not _is_gone(process):
             return None
+        _, _, pid = process.rpartition(" ")
         return (
             f"rank {rank} has ended: process {pid} is gone, without an error of Python"
             " (os._exit, a signal, or the kernel for lack of memory: see `dmesg -T`)"
@@ -310,30 +359,37 @@ def watch() -> None:
     store = dist.distributed_c10d._get_default_store()
     if world.size() == 1 or not isinstance(_underlying(store), (TCPStore, FileStore)):
         return
-    own = store.clone()  # type: ignore[attr-defined]  # torch's stubs lack it
-    own_store = PrefixStore(f"fsdp_failures/{_num_worlds}", own)
+    connection = store.clone()  # type: ignore[attr-defined]  # torch's stubs lack it
+    own_store = PrefixStore(f"fsdp_failures/{_num_worlds}", connection)
     last = LastCollectives(world.rank())
     _failures = Failures(own_store, world.rank(), world.size(), last)
     observe.memory = last
 
 
 def explanation_of(error: BaseException) -> str | None:
-    """Return what the ranks know of a collective that failed; None if nothing is known."""
+    """Return the explanation of a collective that failed, or None."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, CollectiveError):
             return cause.explanation
         cause = cause.__cause__
-    return None if _failures is None else _failures.explain("")
+    if _failures is None:
+        return None
+    return _failures.explain("")
 
 
 def refuse_ended(ranks: Iterable[int], what: str) -> None:
-    """Raise an error if one of the ranks has ended, for which this one waits outside of torch."""
+    """Raise an error if a rank has ended for which this one waits outside of torch.
+
+    Args:
+        ranks: those for which this rank waits.
+        what: the operation that they begin together, for the message.
+    """
     if _failures is None:
         return
-    if ended := list(filter(None, map(_failures.end_of, ranks))):
-        waits = f"rank {_failures.rank} waited for it before a {what}"
-        raise CollectiveError("\n".join(ended[:SHOWN_RANKS]), waits)
+    ended = _failures.ends_of(ranks)
+    if ended:
+        raise CollectiveError(ended, f"rank {_failures.rank} waited for it before a {what}")
 
 
 def is_of_collective(error: BaseException | None) -> bool:
@@ -351,7 +407,9 @@ def is_of_collective(error: BaseException | None) -> bool:
 def first_line(error: BaseException) -> str:
     """Return the type and the first line of an error."""
     lines = str(error).splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    if not lines:
+        return type(error).__name__
+    return f"{type(error).__name__}: {lines[0]}"
 
 
 def _at_exit() -> None:
@@ -381,10 +439,17 @@ def _this_machine() -> str:
     return socket.gethostname()
 
 
+def _is_gone(process: str) -> bool:
+    """Return True for a process, given as its machine and number, that has run on this machine."""
+    machine, _, pid = process.rpartition(" ")
+    return machine == _this_machine() and not _runs(int(pid))
+
+
 def _runs(pid: int) -> bool:
     with suppress(OSError):  # not on Linux, or gone
-        # "17 (python) Z ...": a zombie is what nobody has waited for.
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] not in "ZX"
+        # "17 (python) Z ...": a zombie has ended, and its parent has not waited for it.
+        _, _, fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")
+        return fields[0] not in "ZX"
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -395,8 +460,9 @@ def _runs(pid: int) -> bool:
 
 
 def _pauses(seconds: float) -> Iterator[None]:
-    """Yield at once and after each pause, for so long."""
-    pause, deadline = 0.02, time.monotonic() + seconds
+    """Yield at once, and after each of the pauses in which the given time passes."""
+    pause = 0.02
+    deadline = time.monotonic() + seconds
     yield
     while time.monotonic() < deadline:
         time.sleep(pause)
@@ -407,19 +473,25 @@ def _pauses(seconds: float) -> Iterator[None]:
 def _place_in_program() -> str:
     """Return the innermost line of the main thread outside of torch and of this library."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    places = [] if frame is None else [*traceback.walk_stack(frame)]
+    places = []
     ended_with = getattr(sys, "last_traceback", None)
     if ended_with is not None:  # the program ends
-        places = [*traceback.walk_tb(ended_with)][::-1]
-    own = [place for place in places if _is_of_user(place[0].f_code.co_filename)]
+        places = list(traceback.walk_tb(ended_with))[::-1]
+    elif frame is not None:
+        places = list(traceback.walk_stack(frame))
     if not places:
         return "an unknown place"
-    innermost, line = [*own, *places][0]
+    innermost, line = places[0]
+    for user_frame, user_line in places:
+        if _is_of_user(user_frame.f_code.co_filename):
+            innermost = user_frame
+            line = user_line
+            break
     parts = innermost.f_code.co_filename.split(os.sep)[-2:]
     return f"{os.sep.join(parts)}:{line} in {innermost.f_code.co_name}"
 
 
 def _is_of_user(filename: str) -> bool:
-    is_of_library = _FSDP in filename or "megatron_fsdp" in filename
-    is_installed = "site-packages" in filename
-    return not (is_of_library or is_installed or filename.startswith((*_OF_PYTHON, "<")))
+    if _FSDP in filename or "megatron_fsdp" in filename or "site-packages" in filename:
+        return False
+    return not filename.startswith(_OF_PYTHON)

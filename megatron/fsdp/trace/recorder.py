@@ -13,7 +13,9 @@ import torch.distributed as dist
 from megatron.fsdp.engine import observe
 from megatron.fsdp.engine.observe import BACKWARD, FORWARD, Group, Observer, Operands
 
-COMPUTE, STORAGE = "compute", "storage"  # tracks beside the kinds of collectives
+# Tracks in addition to the kinds of collectives.
+COMPUTE = "compute"
+STORAGE = "storage"
 
 
 # [Note: recorded times] Times are of the host. A collective begins when it is launched, and ends on
@@ -49,7 +51,9 @@ class TraceEntry:
             f"{self.name} {self.number} of ranks {list(self.ranks)}: {self.num_bytes} bytes"
             f" {self.dtype}, {self.unit or 'no unit'}, {self.phase}"
         )
-        return text if self.microbatch is None else f"{text}, microbatch {self.microbatch}"
+        if self.microbatch is not None:
+            text += f", microbatch {self.microbatch}"
+        return text
 
 
 class Recorder(Observer):
@@ -77,20 +81,39 @@ class Recorder(Observer):
     def add(
         self, track: str, name: str, unit: str | None = None, operands: Operands = ()
     ) -> TraceEntry:
-        """Add an entry that begins now; without ``unit`` it is of the work under way."""
+        """Add an entry that begins now.
+
+        Args:
+            track: a kind of collectives, or a track of this file.
+            name: the operation or the work.
+            unit: the unit's name; None for the unit of the innermost work under way.
+            operands: tensors whose bytes and dtypes are recorded.
+        """
         phase = observe.current_phase()
-        passes = self._num_passes.get(phase)
-        microbatch = None if passes is None else max(passes - 1, 0)
+        microbatch = None
+        if phase in self._num_passes:
+            microbatch = max(self._num_passes[phase] - 1, 0)
         if unit is None:
             unit = self._units[-1] if self._units else ""
-        entry = TraceEntry(track, name, unit, phase, microbatch, self.now())
-        entry.num_bytes = sum(operand.numel() * operand.element_size() for operand in operands)
-        dtypes = [str(operand.dtype).removeprefix("torch.") for operand in operands]
-        entry.dtype = "+".join(dict.fromkeys(dtypes))
+        dtypes: dict[str, None] = {}  # in order, each one once
+        num_bytes = 0
+        for operand in operands:
+            num_bytes += operand.numel() * operand.element_size()
+            dtypes[str(operand.dtype).removeprefix("torch.")] = None
+        entry = TraceEntry(
+            track=track,
+            name=name,
+            unit=unit,
+            phase=phase,
+            microbatch=microbatch,
+            begin=self.now(),
+            num_bytes=num_bytes,
+            dtype="+".join(dtypes),
+        )
         self.entries.append(entry)
         return entry
 
-    # ---- what the engine tells
+    # ---- calls of the engine
 
     def begin_pass(self, phase: str) -> None:
         """Count a forward of a root, or a backward pass."""
@@ -106,7 +129,7 @@ class Recorder(Observer):
         return self.add(COMPUTE, work, unit)
 
     def end_work(self, begun: TraceEntry) -> None:
-        """Note the end of work on a unit."""
+        """Record the end of work on a unit."""
         self._units.pop()
         begun.end = self.now()
 
@@ -116,7 +139,7 @@ class Recorder(Observer):
         self._backward = self.add(COMPUTE, BACKWARD, unit)
 
     def end_backward_pass(self) -> None:
-        """Note that no unit is in backward any more."""
+        """Record the end of the last unit's backward."""
         if self._backward is not None:
             self._backward.end = self.now()
             self._backward = None
@@ -129,7 +152,14 @@ class Recorder(Observer):
     def begin_collective(
         self, kind: str, name: str, operands: Operands, group: Group
     ) -> TraceEntry:
-        """Add a collective over the ranks of ``group``."""
+        """Add a collective.
+
+        Args:
+            kind: its track.
+            name: the operation.
+            operands: whole tensors, such as the result of an all-gather.
+            group: the process group.
+        """
         entry = self.add(kind, name, operands=operands)
         if group not in self._ranks:
             self._ranks[group] = tuple(dist.get_process_group_ranks(group))
@@ -139,5 +169,5 @@ class Recorder(Observer):
         return entry
 
     def end_collective(self, begun: TraceEntry) -> None:
-        """Note the end of a collective."""
+        """Record the end of a collective."""
         begun.end = self.now()

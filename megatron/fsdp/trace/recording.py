@@ -23,8 +23,17 @@ from megatron.fsdp.trace.recorder import COMPUTE, STORAGE, Recorder, TraceEntry
 TRACKS = (COMPUTE, GATHER, REDUCE, OTHER)  # as threads, in the order in which viewers show them
 LANES = 100  # numbers of threads between one track and the next
 COLUMNS = (
-    *("number", "begin_ms", "duration_ms", "track", "name", "bytes", "dtype", "unit", "phase"),
-    *("microbatch", "ranks"),
+    "number",
+    "begin_ms",
+    "duration_ms",
+    "track",
+    "name",
+    "bytes",
+    "dtype",
+    "unit",
+    "phase",
+    "microbatch",
+    "ranks",
 )
 
 
@@ -48,43 +57,55 @@ def record(
 
     Raises:
         ValueError: on every rank, for wrong arguments or a directory that a rank cannot write to.
+        RuntimeError: if torch.distributed is not initialised.
         CollectiveError: inside the block, for a collective that fails.
     """
     if not dist.is_initialized():
-        raise RuntimeError("record() expects that torch.distributed is initialised")
+        raise RuntimeError(
+            "record() expects that torch.distributed is initialised: call init_process_group first"
+        )
     failed_collectives.watch()
     check_directory(directory, ranks)
-    origin = min(map(float, agree([repr(time.time())])))
-    own = Recorder()
-    observe.add(own)
+    origin = min(float(begin) for begin in agree([repr(time.time())]))
+    recorder = Recorder()
+    observe.add(recorder)
     try:
-        yield own
+        yield recorder
     finally:
-        observe.remove(own)
+        observe.remove(recorder)
         if directory is not None and _writes(ranks):
-            write_trace(Path(directory), dist.get_rank(), own.entries, origin, own.now())
+            write_trace(Path(directory), dist.get_rank(), recorder.entries, origin, recorder.now())
 
 
 def check_directory(
     directory: str | os.PathLike[str] | None, ranks: Collection[int] | None = None
 ) -> None:
-    """Create the directory of a trace, in which ``ranks`` can write files; a collective."""
+    """Create the directory of a trace, in which ``ranks`` can write files; a collective.
+
+    Raises:
+        ValueError: on every rank, for wrong arguments or a directory that a rank cannot write to.
+    """
     problems = []
-    known = range(dist.get_world_size())
-    if ranks is not None and not (isinstance(ranks, Collection) and set(ranks) <= set(known)):
-        problems.append(
-            f"ranks expects a collection of ranks from 0 to {known[-1]} or None but got {ranks!r}"
-        )
+    world_size = dist.get_world_size()
+    if ranks is not None:
+        is_collection = isinstance(ranks, Collection)
+        if not is_collection or not set(ranks) <= set(range(world_size)):
+            problems.append(
+                f"ranks expects a collection of ranks from 0 to {world_size - 1} or None but got"
+                f" {ranks!r}"
+            )
     try:
         if directory is not None and not problems and _writes(ranks):
             os.makedirs(directory, exist_ok=True)
             with tempfile.TemporaryFile(dir=directory):
                 pass
     except OSError as error:
-        is_file = isinstance(error, FileExistsError)
-        reason = "it is a file, not a directory" if is_file else error.strerror
+        reason = error.strerror
+        if isinstance(error, FileExistsError):
+            reason = "it is a file, not a directory"
         problems.append(f"cannot write traces to {directory}: {reason}")
-    if problems := agree(problems):
+    problems = agree(problems)
+    if problems:
         raise ValueError("\n".join(problems))
 
 
@@ -95,7 +116,15 @@ def _writes(ranks: Collection[int] | None) -> bool:
 def write_trace(
     directory: Path, rank: int, entries: list[TraceEntry], origin: float, now: float
 ) -> None:
-    """Write ``rank<N>.json`` and ``.tsv``; ``origin`` becomes 0, open entries end ``now``."""
+    """Write ``rank<N>.json`` and ``rank<N>.tsv``.
+
+    Args:
+        directory: exists, and gets the files.
+        rank: the rank of the entries.
+        entries: in the order in which they began.
+        origin: the time that becomes 0, in seconds since the epoch.
+        now: the end of entries that are not over, in seconds since the epoch.
+    """
     events = list(chrome_events(rank, entries, origin, now))
     trace = json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
     (directory / f"rank{rank}.json").write_text(trace)
@@ -106,55 +135,87 @@ def table(entries: Iterable[TraceEntry], origin: float) -> str:
     """Return a line with tab-separated columns for every entry, after a line with their names."""
     lines = ["\t".join(COLUMNS)]
     for number, entry in enumerate(entries):
-        duration = "" if entry.end is None else f"{1e3 * (entry.end - entry.begin):.3f}"
-        microbatch = "" if entry.microbatch is None else entry.microbatch
+        duration = ""
+        if entry.end is not None:
+            duration = f"{1e3 * (entry.end - entry.begin):.3f}"
         cells = (
-            *(number, f"{1e3 * (entry.begin - origin):.3f}", duration, entry.track, entry.name),
-            *(entry.num_bytes, entry.dtype, entry.unit, entry.phase),
-            *(microbatch, ",".join(map(str, entry.ranks))),
+            number,
+            f"{1e3 * (entry.begin - origin):.3f}",
+            duration,
+            entry.track,
+            entry.name,
+            entry.num_bytes,
+            entry.dtype,
+            entry.unit,
+            entry.phase,
+            "" if entry.microbatch is None else entry.microbatch,
+            ",".join([str(rank) for rank in entry.ranks]),
         )
-        lines.append("\t".join(map(str, cells)))
+        lines.append("\t".join([str(cell) for cell in cells]))
     return "\n".join(lines) + "\n"
 
 
 def chrome_events(
     rank: int, entries: list[TraceEntry], origin: float, now: float
 ) -> Iterator[dict[str, Any]]:
-    """Yield the events of a rank in Chrome's trace event format; times are in microseconds."""
+    """Yield the events of a rank in Chrome's trace event format, with times in microseconds.
+
+    Args:
+        rank: becomes a process of the viewer.
+        entries: in the order in which they began.
+        origin: the time that becomes 0, in seconds since the epoch.
+        now: the end of entries that are not over, in seconds since the epoch.
+    """
     # Threads are tracks, several for one whose entries overlap; storage is a counter.
     yield _event("M", "process_name", rank, 0, {"name": f"rank {rank}"})
-    for place, track in enumerate(TRACKS):
+    for position, track in enumerate(TRACKS):
+        first_thread = position * LANES
         lanes: list[list[float]] = []
         for entry in entries:
             if entry.track != track:
                 continue
-            end = now if entry.end is None else entry.end
-            lane = lane_for(lanes, entry.begin, end)
+            end = entry.end
+            if end is None:
+                end = now
+            thread = first_thread + lane_for(lanes, entry.begin, end)
             arguments: dict[str, Any] = {"unit": entry.unit, "phase": entry.phase}
             if entry.microbatch is not None:
                 arguments["microbatch"] = entry.microbatch
             if entry.is_collective:
-                arguments |= {"bytes": entry.num_bytes, "dtype": entry.dtype}
-                arguments |= {"ranks": list(entry.ranks), "is_over": entry.end is not None}
-            name, thread = f"{entry.name} {entry.unit}".rstrip(), place * LANES + lane
-            times = {"ts": 1e6 * (entry.begin - origin), "dur": 1e6 * (end - entry.begin)}
-            yield _event("X", name, rank, thread, arguments) | times | {"cat": entry.phase}
+                arguments["bytes"] = entry.num_bytes
+                arguments["dtype"] = entry.dtype
+                arguments["ranks"] = list(entry.ranks)
+                arguments["is_over"] = entry.end is not None
+            name = f"{entry.name} {entry.unit}".rstrip()
+            event = _event("X", name, rank, thread, arguments)
+            event["ts"] = 1e6 * (entry.begin - origin)
+            event["dur"] = 1e6 * (end - entry.begin)
+            event["cat"] = entry.phase
+            yield event
         for lane in range(len(lanes)):
-            yield _event("M", "thread_name", rank, place * LANES + lane, {"name": track})
+            yield _event("M", "thread_name", rank, first_thread + lane, {"name": track})
     # The bytes of storage above the least during the trace, since those at its start are unknown.
     changes = [entry for entry in entries if entry.track == STORAGE]
     sizes = [0]
     for entry in changes:
-        sizes.append(sizes[-1] + (1 if entry.name == "allocate" else -1) * entry.num_bytes)
+        change = entry.num_bytes if entry.name == "allocate" else -entry.num_bytes
+        sizes.append(sizes[-1] + change)
     least = min(sizes)
     for entry, size in zip(changes, sizes[1:]):
         event = _event("C", "flat storage", rank, 0, {"bytes": size - least})
-        yield event | {"ts": 1e6 * (entry.begin - origin)}
+        event["ts"] = 1e6 * (entry.begin - origin)
+        yield event
 
 
 def lane_for(lanes: list[list[float]], begin: float, end: float) -> int:
-    """Return the first lane with room for a span, after earlier ones; it joins ``lanes``."""
-    # Each has the ends of its spans under way: two are apart, or one contains the other.
+    """Return the number of the first lane with room for a span, and add the span to it.
+
+    Args:
+        lanes: for each lane, the ends of its spans that are not over, innermost last; changed.
+        begin: of the span, not before that of the previous call.
+        end: of the span.
+    """
+    # Viewers show spans of one lane that are apart, or of which one contains the other.
     for lane, ends in enumerate(lanes):
         while ends and ends[-1] <= begin:
             ends.pop()

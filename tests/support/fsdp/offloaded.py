@@ -17,7 +17,7 @@ def sums_as_on_a_gpu() -> Iterator[None]:
     """Copy, add and copy back inside the context, although device and host are one."""
 
     def add(self: HostMemory, total: torch.Tensor, addend: torch.Tensor, is_first: bool) -> None:
-        self._add_beside_compute(total, addend, is_first)
+        self._add_during_compute(total, addend, is_first)
         self.release(total)
 
     with patch.object(HostMemory, "add", add):

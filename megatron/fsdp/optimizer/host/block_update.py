@@ -14,28 +14,27 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import NamedTuple
 
 import torch
 
 from megatron.fsdp.engine.device import CpuStreams, Pending, Streams
-from megatron.fsdp.optimizer.flat_segments import Segment
+from megatron.fsdp.optimizer.flat_segments import Segment, State
 from megatron.fsdp.optimizer.host.host_memory import TO_DEVICE, TO_HOST, HostMemory
 from megatron.fsdp.optimizer.host.offload import Offload
 from megatron.fsdp.optimizer.optimizer_state import (
     OptimizerClass,
+    Params,
     Setting,
     elementwise_class,
-    keeps_counters_beside,
+    has_counters_on_device,
 )
 
 # Of the weights of a block, which has as many of gradients and of each moment.
 BLOCK_BYTES = 1 << 24
 
 Entries = dict[str, torch.Tensor]  # of the state of one tensor
-State = defaultdict[torch.Tensor, Entries]
-Step = Callable[[Sequence[Sequence[torch.Tensor]], State], None]  # of each param group
+Step = Callable[[Params, State], None]
 
 
 def refuse_state_in_files(kind: OptimizerClass, offload: Offload | None) -> None:
@@ -50,20 +49,30 @@ def refuse_state_in_files(kind: OptimizerClass, offload: Offload | None) -> None
 def update_segments(
     step: Step, flat: Sequence[Sequence[Segment]], state: State, param_groups: Sequence[Setting]
 ) -> None:
-    """Update the segments of each param group: together on the device, offloaded ones in blocks."""
-    weights: list[list[torch.Tensor]] = [[] for _ in flat]
-    away: list[Flat] = []
-    for number, own in enumerate(flat):
-        for each in own:
-            memory = each.members[0].sharded_param.group.memory
+    """Update the segments of each param group: together on the device, offloaded ones in blocks.
+
+    Args:
+        step: updates flat tensors, given those of each param group, and their state.
+        flat: the segments of each param group, with their gradients.
+        state: the state of the segments' weights, by weight; updated in place.
+        param_groups: the settings of the groups.
+    """
+    on_device: list[list[torch.Tensor]] = []
+    offloaded: list[Flat] = []
+    for number, segments in enumerate(flat):
+        on_device.append([])
+        for segment in segments:
+            weight = segment.weight
+            memory = segment.members[0].sharded_param.group.memory
             if isinstance(memory, HostMemory):
-                away.append(Flat(number, each.weight, state[each.weight], memory))
+                offloaded.append(Flat(number, weight, state[weight], memory))
             else:
-                weights[number].append(each.weight)
-    if any(weights):
-        step(weights, state)
-    if away:
-        BlockUpdate(step, list(map(keeps_counters_beside, param_groups))).run(away)
+                on_device[number].append(weight)
+    if any(on_device):
+        step(on_device, state)
+    if offloaded:
+        counters_on_device = [has_counters_on_device(group) for group in param_groups]
+        BlockUpdate(step, counters_on_device).run(offloaded)
 
 
 class Flat(NamedTuple):
@@ -82,25 +91,23 @@ class Flat(NamedTuple):
             weight = self.weight[part]
             assert self.weight.grad is not None
             weight.grad = self.weight.grad[part]
-            entries = {name: _part(value, part) for name, value in self.entries.items()}
+            entries: Entries = {}
+            for name, value in self.entries.items():
+                entries[name] = value[part] if value.ndim else value.clone()
             yield Flat(self.number, weight, entries, self.memory)
 
     def tensors(self) -> list[torch.Tensor]:
-        """List what the update reads: weight, gradient and moments, but no counters."""
+        """List the tensors that the update reads: weight, gradient, moments, but no counters."""
         assert self.weight.grad is not None
         moments = [value for value in self.entries.values() if value.ndim]
         return [self.weight, self.weight.grad, *moments]
-
-
-def _part(value: torch.Tensor, part: slice) -> torch.Tensor:
-    return value[part] if value.ndim else value.clone()
 
 
 class Transfer(NamedTuple):
     """A block on its way to where it is updated, or back."""
 
     block: Flat
-    there: Flat  # the copy that is updated, or the block itself
+    updated: Flat  # the copy on the device that is updated, or the block itself
     pending: Pending
 
 
@@ -109,30 +116,30 @@ class BlockUpdate:
 
     Args:
         step: updates flat tensors, by param group, with their state.
-        counters_beside: for each param group, True if counters lie where weights are updated, not
-            on the host.
+        counters_on_device: for each param group, True if counters are where weights are updated,
+            not on the host.
     """
 
-    def __init__(self, step: Step, counters_beside: Sequence[bool]):
+    def __init__(self, step: Step, counters_on_device: Sequence[bool]):
         self._step = step
-        self._counters_beside = counters_beside
+        self._counters_on_device = counters_on_device
 
     def run(self, flats: Sequence[Flat]) -> None:
         """Update all of ``flats``, and their state."""
-        last_of: list[tuple[Flat, Flat]] = []
+        last_of: list[tuple[Flat, Flat]] = []  # each flat tensor with its last block
         blocks = self._blocks(flats, last_of)
         streams = flats[0].memory.streams
-        first = next(blocks)
-        ahead: Transfer | None = self._fetch(first, streams)
-        before: Transfer | None = None  # its copies must live until it is back
-        while ahead is not None:
-            (block, there, arrived), following = ahead, next(blocks, None)
-            ahead = None if following is None else self._fetch(following, streams)
-            arrived.wait()
-            self._update(there)
-            self._finish(before)
-            before = Transfer(block, there, self._store(block, there, streams))
-        self._finish(before)
+        fetched: Transfer | None = self._fetch(next(blocks), streams)
+        stored: Transfer | None = None  # its copies must live until the block is back
+        while fetched is not None:
+            current = fetched
+            following = next(blocks, None)
+            fetched = None if following is None else self._fetch(following, streams)
+            current.pending.wait()
+            self._update(current.updated)
+            self._finish(stored)
+            stored = self._store(current.block, current.updated, streams)
+        self._finish(stored)
         flats[0].memory.wait()
         for flat, block in last_of:
             for name, value in flat.entries.items():
@@ -155,24 +162,22 @@ class BlockUpdate:
         if not memory.on_device or isinstance(streams, CpuStreams):
             return Transfer(block, block, Pending())
         copies = [torch.empty_like(tensor, device=memory.device) for tensor in tensors]
-        pending = streams.launch(TO_DEVICE, partial(_copy, copies, tensors))
+        pending = streams.launch(TO_DEVICE, lambda _: _copy(copies, tensors))
         weight, gradient, *moments = copies
         weight.grad = gradient
-        following = iter(moments)
-        entries = {
-            name: next(following) if value.ndim else self._counter(block, value)
-            for name, value in block.entries.items()
-        }
+        entries: Entries = {}
+        for name, value in block.entries.items():
+            entries[name] = moments.pop(0) if value.ndim else self._counter(block, value)
         return Transfer(block, Flat(block.number, weight, entries, memory), pending)
 
     def _counter(self, block: Flat, value: torch.Tensor) -> torch.Tensor:
-        if not self._counters_beside[block.number]:
+        if not self._counters_on_device[block.number]:
             return value
-        # A copy of it would let the host wait for the update of the block before.
+        # With a copy of it, the host would wait for the update of the previous block.
         return torch.full_like(value, value.item(), device=block.memory.device)
 
     def _update(self, block: Flat) -> None:
-        params: list[list[torch.Tensor]] = [[] for _ in self._counters_beside]
+        params: list[list[torch.Tensor]] = [[] for _ in self._counters_on_device]
         params[block.number].append(block.weight)
         state: State = defaultdict(dict)
         state[block.weight] = block.entries
@@ -185,18 +190,19 @@ class BlockUpdate:
             for tensor in transfer.block.tensors():
                 transfer.block.memory.release(tensor)
 
-    def _store(self, block: Flat, there: Flat, streams: Streams) -> Pending:
+    def _store(self, block: Flat, updated: Flat, streams: Streams) -> Transfer:
         """Begin to bring a block back."""
-        if there is block:
-            return Pending()
-        for name, value in there.entries.items():
+        if updated is block:
+            return Transfer(block, updated, Pending())
+        for name, value in updated.entries.items():
             if not value.ndim:
                 block.entries[name] = value
-        home = [block.weight, *block.tensors()[2:]]
-        copies = [there.weight, *there.tensors()[2:]]
-        return streams.launch(TO_HOST, partial(_copy, home, copies))
+        targets = [block.weight, *block.tensors()[2:]]
+        sources = [updated.weight, *updated.tensors()[2:]]
+        pending = streams.launch(TO_HOST, lambda _: _copy(targets, sources))
+        return Transfer(block, updated, pending)
 
 
-def _copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], _: bool) -> None:
+def _copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
     for target, source in zip(targets, sources):
         target.copy_(source, non_blocking=True)

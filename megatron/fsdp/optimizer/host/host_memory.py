@@ -63,7 +63,7 @@ class HostMemory(ShardMemory):
         return torch.zeros(numel, dtype=dtype, device=host)
 
     def use(self, tensor: torch.Tensor, function: Callable[[torch.Tensor], None]) -> Pending:
-        """Begin to call ``function`` with the copy of ``tensor`` on the device, beside compute."""
+        """Begin to call ``function`` with a copy of ``tensor`` on the device, during compute."""
 
         def copy_and_call(_: bool) -> None:
             function(tensor.to(self.device, non_blocking=True))
@@ -73,14 +73,20 @@ class HostMemory(ShardMemory):
         return pending
 
     def add(self, total: torch.Tensor, addend: torch.Tensor, is_first: bool) -> None:
-        """Begin to add ``addend``, of the device or the host, to ``total`` of this memory."""
+        """Begin to add a gradient to a sum of gradients in this memory.
+
+        Args:
+            total: the sum, flat, in this memory; changed in place.
+            addend: what is added, of the same shape, on the device or the host.
+            is_first: replace ``total``, whose values are from the last step.
+        """
         if addend.device == total.device:
             super().add(total, addend, is_first)
         else:
-            self._add_beside_compute(total, addend, is_first)
+            self._add_during_compute(total, addend, is_first)
         self.release(total)
 
-    def _add_beside_compute(
+    def _add_during_compute(
         self, total: torch.Tensor, addend: torch.Tensor, is_first: bool
     ) -> None:
         def add(_: bool) -> None:
@@ -90,8 +96,9 @@ class HostMemory(ShardMemory):
             total.copy_(result, non_blocking=True)
 
         if self._last_added is not None:
-            self._last_added[0].wait()
-        self._last_added = self.streams.launch(TO_HOST, add), addend
+            pending, _ = self._last_added
+            pending.wait()
+        self._last_added = (self.streams.launch(TO_HOST, add), addend)
 
     def wait(self) -> None:
         """Let the host wait for all copies from and to the device."""
@@ -99,7 +106,7 @@ class HostMemory(ShardMemory):
         self._last_added = None
 
     def has(self, tensor: torch.Tensor) -> bool:
-        """Return True if ``tensor`` lies in memory of this kind."""
+        """Return True if ``tensor`` is pinned like this memory, or not, and on the host."""
         return tensor.is_cpu and tensor.is_pinned() == self._is_pinned
 
     def prefetch(self, tensor: torch.Tensor) -> None:
@@ -107,20 +114,30 @@ class HostMemory(ShardMemory):
 
 
 class FileMemory(HostMemory):
-    """Files of their own for each tensor; see [Note: mapped files]."""
+    """Mapped files, one for each tensor; see [Note: mapped files].
+
+    Args:
+        device: computes with the tensors.
+        offload: the settings.
+        folder: where the files lie.
+    """
 
     def __init__(self, device: torch.device, offload: Offload, folder: Path):
         super().__init__(device, offload)
         self._folder = folder
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return a new flat tensor of zeros in a file; ``OSError`` if the disk is full."""
+        """Return a new flat tensor of zeros in a file.
+
+        Raises:
+            OSError: if the disk is full.
+        """
         if not numel or self.device.type == "meta":
             return super().empty(numel, dtype)
         return mapped(self._folder, numel, dtype)
 
     def has(self, tensor: torch.Tensor) -> bool:
-        """Return True if ``tensor`` lies in a file."""
+        """Return True if ``tensor`` is a mapped file."""
         return tensor.untyped_storage().filename is not None
 
     def prefetch(self, tensor: torch.Tensor) -> None:
@@ -129,7 +146,7 @@ class FileMemory(HostMemory):
             _advise(tensor, mmap.MADV_WILLNEED)
 
     def release(self, tensor: torch.Tensor) -> None:
-        """Give the pages of ``tensor`` back; its values stay in the file."""
+        """Give the pages of ``tensor`` back to the system; its values stay in the file."""
         # Copies of pages that are not pinned are over when CUDA's call returns.
         if self.has(tensor):  # other memory would lose its values
             _advise(tensor, mmap.MADV_DONTNEED)
@@ -141,7 +158,16 @@ def is_accelerator(device: torch.device) -> bool:
 
 
 def mapped(folder: Path, numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return a flat tensor of zeros in a new file, whose name is gone."""
+    """Return a flat tensor of zeros in a new file without a name.
+
+    Args:
+        folder: where the file lies; its space is free when the tensor's memory is.
+        numel: the number of elements, at least 1.
+        dtype: that of the tensor.
+
+    Raises:
+        OSError: if the disk is full, or the folder cannot be written to.
+    """
     size = numel * dtype.itemsize
     with NamedTemporaryFile(dir=folder, prefix="megatron_fsdp_") as file:
         if hasattr(os, "posix_fallocate"):
@@ -152,30 +178,39 @@ def mapped(folder: Path, numel: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _advise(tensor: torch.Tensor, advice: int) -> None:
-    """Tell the kernel of the pages of a contiguous tensor."""
-    first = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+    """Advise the kernel on the pages of a contiguous tensor."""
+    first = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE  # advice is for whole pages
     stop = tensor.data_ptr() + tensor.nbytes
     if _madvise is not None and tensor.nbytes:
         _madvise(ctypes.c_void_p(first), ctypes.c_size_t(stop - first), advice)
 
 
 class Memories:
-    """The memory of the shards of each group, as the settings of offload have it."""
+    """The choice of memory for the shards of each group.
+
+    Args:
+        device: computes with the weights.
+        offload: the settings; None keeps all shards on the device.
+        numel: the number of elements of all groups on all ranks.
+    """
 
     def __init__(self, device: torch.device, offload: Offload | None, numel: int):
-        self._away = self._on_device = ShardMemory(device)
-        self._left = 0.0
+        self._on_device = ShardMemory(device)
+        self._offloaded = self._on_device
+        self._left = 0.0  # elements that are still to be offloaded
         if offload is not None:
-            self._left, folder = offload.fraction * numel, offload.folder
-            of_host = HostMemory(device, offload)
-            self._away = of_host if folder is None else FileMemory(device, offload, folder)
+            self._left = offload.fraction * numel
+            if offload.folder is None:
+                self._offloaded = HostMemory(device, offload)
+            else:
+                self._offloaded = FileMemory(device, offload, offload.folder)
 
     def of_group(self, numel: int) -> ShardMemory:
         """Return the memory of the next group, of ``numel`` elements on all ranks."""
         if self._left <= 0:
             return self._on_device
         self._left -= numel
-        return self._away
+        return self._offloaded
 
 
 def problems_of_offload(
@@ -187,7 +222,17 @@ def problems_of_offload(
     kinds: Mapping[str, ParameterKind],
     is_sharded: Mapping[ParameterKind, bool],
 ) -> Iterator[str]:
-    """Yield why this rank cannot offload; ``is_sharded``: state of such parameters is sharded."""
+    """Yield the reasons why this rank cannot offload.
+
+    Args:
+        offload: the settings.
+        device: computes with the weights.
+        mesh: the mesh of the model, whose process groups must work on host memory.
+        named: the parameters of the module, by name, before sharding.
+        precision_of: returns the dtypes of a parameter, given its own and if it is trained.
+        kinds: the kinds of the parameters, by name.
+        is_sharded: for each kind, True if optimizer state is sharded.
+    """
     if is_accelerator(device):
         for group in mesh.all_groups():
             try:
@@ -210,14 +255,13 @@ def problems_of_offload(
         )
         return
     needed = 0
-    for name, one in named.items():
-        kind = kinds[name]
-        num_shards = mesh.axes(kind).inner.size() if is_sharded[kind] else 1
-        precision = precision_of(one.dtype, one.requires_grad)
-        main, gradient = precision.main_param.itemsize, precision.main_grad.itemsize
-        has_two = precision.main_grad != precision.main_param  # gradients, of different dtypes
-        trained = (3 + has_two) * main + gradient
-        needed += one.numel() * (trained if one.requires_grad else main) // num_shards
+    for name, parameter in named.items():
+        num_shards = 1
+        if is_sharded[kinds[name]]:
+            num_shards = mesh.axes(kinds[name]).inner.size()
+        precision = precision_of(parameter.dtype, parameter.requires_grad)
+        itemsize = _bytes_of_element(precision, parameter.requires_grad)
+        needed += parameter.numel() * itemsize // num_shards
     needed *= int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # ranks of one machine share the disk
     free = shutil.disk_usage(folder).free
     if free < needed:
@@ -226,3 +270,14 @@ def problems_of_offload(
             f" machine need {needed / 1e9:.1f} GB for main weights, gradients and two moments:"
             " free some, name another disk, or shard over more machines"
         )
+
+
+def _bytes_of_element(precision: Precision, is_trained: bool) -> int:
+    """Return the bytes of main weight, and if it is trained of gradient and two moments."""
+    main = precision.main_param.itemsize
+    if not is_trained:
+        return main
+    needed = 3 * main + precision.main_grad.itemsize
+    if precision.main_grad != precision.main_param:  # the optimizer's gradient has its own memory
+        needed += main
+    return needed

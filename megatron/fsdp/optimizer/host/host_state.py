@@ -22,9 +22,11 @@ def new_moment(parameter: torch.Tensor, value: float) -> torch.Tensor:
     """Return a tensor like ``parameter`` whose elements are ``value``."""
     if not is_linked(parameter):
         return torch.full_like(parameter, value, memory_format=torch.preserve_format)
-    sharded_param, local = sharded_param_of(parameter), local_tensor(parameter)
+    sharded_param = sharded_param_of(parameter)
+    local = local_tensor(parameter)
     if isinstance(sharded_param.group.memory, FileMemory):
-        filled = torch.full((), value, dtype=local.dtype, device=local.device).expand(local.shape)
+        one_value = torch.full((), value, dtype=local.dtype, device=local.device)
+        filled = one_value.expand(local.shape)
     else:
         filled = torch.full_like(local, value, memory_format=torch.preserve_format)
     return sharded_param.over(filled)
@@ -32,11 +34,13 @@ def new_moment(parameter: torch.Tensor, value: float) -> torch.Tensor:
 
 def moved(moment: UnevenDTensor, parameter: torch.Tensor) -> UnevenDTensor:
     """Move a new moment of a parameter in files into a file, where it takes no memory."""
-    memory, local = sharded_param_of(parameter).group.memory, local_tensor(moment)
+    memory = sharded_param_of(parameter).group.memory
     if isinstance(memory, FileMemory):
-        moment._local_tensor = memory.empty(local.numel(), local.dtype).view(local.shape)
-        moment._local_tensor.copy_(local)
-        memory.release(moment._local_tensor)
+        local = local_tensor(moment)
+        in_file = memory.empty(local.numel(), local.dtype).view(local.shape)
+        in_file.copy_(local)
+        memory.release(in_file)
+        moment._local_tensor = in_file
     return moment
 
 
@@ -46,32 +50,45 @@ def is_expanded(tensor: torch.Tensor) -> bool:
 
 
 def flat_moment(
-    memory: ShardMemory, places: Sequence[tuple[int, torch.Tensor]], numel: int
+    memory: ShardMemory, values: Sequence[tuple[int, torch.Tensor]], numel: int
 ) -> torch.Tensor:
-    """Return a flat tensor ``[numel]`` with the values of tensors, each at its offset."""
+    """Return a flat tensor with the values of a moment's tensors.
+
+    Args:
+        memory: that of the parameters' group, in which the result lies.
+        values: tensors of one dtype, each with its offset in the result; all other elements are 0.
+        numel: the number of elements of the result.
+    """
     if isinstance(memory, HostMemory):
-        own = _flat_around(memory, [(at, value) for at, value in places if value.numel()], numel)
-        if own is not None:
-            return own
-    flat = memory.empty(numel, places[0][1].dtype)
+        known = _flat_around(memory, values, numel)
+        if known is not None:
+            return known
+    flat = memory.empty(numel, values[0][1].dtype)
     if not memory.is_offloaded:
         flat.zero_()
-    for at, value in places:
+    for offset, value in values:
         if not is_expanded(value) or value.any():  # zeros are there, and take no memory yet
-            own = flat[at : at + value.numel()]
-            own.view(value.shape).copy_(value)
-            for used in (own, value):
-                memory.release(used)
+            part = flat[offset : offset + value.numel()]
+            part.view(value.shape).copy_(value)
+            memory.release(part)
+            memory.release(value)
     return flat
 
 
 def _flat_around(
-    memory: HostMemory, places: Sequence[tuple[int, torch.Tensor]], numel: int
+    memory: HostMemory, values: Sequence[tuple[int, torch.Tensor]], numel: int
 ) -> torch.Tensor | None:
     """Return the flat tensor of which these are views at these offsets, if there is one."""
-    offsets = {(own.untyped_storage()._cdata, own.storage_offset() - at) for at, own in places}
-    if len(offsets) != 1 or not all(memory.has(own) and own.is_contiguous() for _, own in places):
+    origins = set()  # storage, and the position in it of the flat tensor's first element
+    for offset, value in values:
+        if value.numel():
+            if not memory.has(value) or not value.is_contiguous():
+                return None
+            origins.add((value.untyped_storage()._cdata, value.storage_offset() - offset))
+            source = value
+    if len(origins) != 1:
         return None
-    ((_, offset),), (_, first) = offsets, places[0]
-    is_inside = 0 <= offset <= first.untyped_storage().nbytes() // first.itemsize - numel
-    return first.as_strided((numel,), (1,), offset) if is_inside else None
+    _, start = origins.pop()
+    if not 0 <= start <= source.untyped_storage().nbytes() // source.itemsize - numel:
+        return None
+    return source.as_strided((numel,), (1,), start)

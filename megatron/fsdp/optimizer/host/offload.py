@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The settings of offload: where main weights, gradients and optimizer state lie, and how many."""
+"""The settings of offload: which main weights, gradients and optimizer state lie elsewhere."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HOST = "host"
 
 @dataclass(frozen=True, kw_only=True)
 class Offload:
-    """Main weights, reduced gradients and optimizer state that do not lie on the device.
+    """The settings for main weights, reduced gradients and optimizer state off the device.
 
     The update runs in blocks, whose copies or reads from disk overlap with the update of others.
 
@@ -51,7 +51,9 @@ class Offload:
     @property
     def folder(self) -> Path | None:
         """The folder of the files; None for host memory."""
-        return None if self.to == HOST else Path(self.to)
+        if self.to == HOST:
+            return None
+        return Path(self.to)
 
     @classmethod
     def parse(cls, value: Any) -> Offload | None:
@@ -60,4 +62,6 @@ class Offload:
             return value
         if isinstance(value, CPUOffloadPolicy):
             return cls(pins=value.pin_memory)
-        return None if isinstance(value, OffloadPolicy) else cls(to=value)
+        if isinstance(value, OffloadPolicy):  # FSDP2's name for no offload
+            return None
+        return cls(to=value)

@@ -19,7 +19,7 @@ _TAG = FIRST_TAG + 2  # after those of the transport over gloo
 
 
 class Exchange:
-    """Sends and receives, in an order on which the two ranks of each agree."""
+    """Sends and receives, in an order on which the two ranks of each message agree."""
 
     def __init__(self, group: dist.ProcessGroup):
         self._group = group
@@ -34,14 +34,21 @@ class Exchange:
     def receive(
         self, tensor: torch.Tensor, rank: int, after: Callable[[], object] | None = None
     ) -> None:
-        """Receive a contiguous tensor, and call ``after`` when all messages have arrived."""
+        """Receive a contiguous tensor.
+
+        Args:
+            tensor: the memory to receive into.
+            rank: the sender, numbered in the group.
+            after: called when all messages of the exchange have arrived.
+        """
         self._receives.append((tensor, rank))
         if after is not None:
             self._after.append(after)
 
     def start(self) -> Pending:
         """Start all messages; every rank of the group must do so, also without messages."""
-        work = observed(OTHER, "exchange", (), self._group, self._launch)(True)
+        launch = observed(OTHER, "exchange", (), self._group, self._launch)
+        work = launch(True)
 
         def wait() -> None:
             assert work is not None

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import product
 from math import prod
 
 import torch
@@ -22,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
 from megatron.fsdp.dtensor.sharded_param import ShardedGradient, ShardedParam
-from megatron.fsdp.dtensor.tensor_part import TensorPart, TensorSlice
+from megatron.fsdp.dtensor.tensor_part import Shape, TensorPart, TensorSlice
 from megatron.fsdp.dtensor.uneven_dtensor import UnevenDTensor, dtensor_over
 from megatron.fsdp.engine.collectives import connect, local_group
 from megatron.fsdp.engine.layout import FlatRange, row_size
@@ -39,23 +38,30 @@ class MatrixPart:
     slice: TensorSlice
     range: FlatRange  # of the slice
 
+    @property
+    def is_contiguous(self) -> bool:
+        """True if the elements are neighbours in the whole matrix."""
+        return self.slice.dim != 1
+
     def of(self, whole: torch.Tensor) -> torch.Tensor:
         """Return the elements in ``whole``, flat: a view, or a copy if they are not contiguous."""
-        if self.slice.dim == 1:
+        if not self.is_contiguous:
             return TensorPart(self.slice.shape, self.slice.chunks(self.range)).of(whole)
         first = self.slice.start * row_size(self.slice.shape)
         return whole.view(-1)[first + self.range.start : first + self.range.stop]
 
     def put(self, whole: torch.Tensor, flat: torch.Tensor) -> None:
         """Set the elements in ``whole`` to those of ``flat``."""
-        if self.slice.dim != 1:
-            self.of(whole).copy_(flat.view(-1))
+        flat = flat.view(-1)
+        if self.is_contiguous:
+            self.of(whole).copy_(flat)
             return
         start = 0
         for (row, column), (height, width) in self.slice.chunks(self.range):
-            values = flat.view(-1)[start : start + height * width].view(height, width)
+            stop = start + height * width
+            values = flat[start:stop].view(height, width)
             whole[row : row + height, column : column + width] = values
-            start += height * width
+            start = stop
 
 
 class OwnerRanks:
@@ -63,53 +69,78 @@ class OwnerRanks:
 
     def __init__(self, axes: Axes):
         self.mesh = axes.dtensor_mesh(outer_is_sharded=True)
-        num_slices = 1 if axes.tensor is None else axes.tensor.size()
+        num_slices = 1
+        if axes.tensor is not None:
+            num_slices = axes.tensor.size()
         known = axes.data_group if num_slices == 1 else None
-        # Not the group of all ranks: other pipeline stages may have other kinds of parameters.
-        ranks = self.mesh.mesh.flatten().tolist()
-        self.group = known or local_group(ranks)
+        # Not the group of all ranks: other pipeline stages may have other parameters.
+        self.group = known or local_group(self.mesh.mesh.flatten().tolist())
         # In a round of messages some ranks have nothing to send, and would not connect.
         connect([self.group], torch.device(self.mesh.device_type))
+        ranks_in_group = dist.get_process_group_ranks(self.group)
+        # Coordinates (tensor, inner, outer) of each rank, by its number in the group.
+        self.members: dict[int, tuple[int, int, int]] = {}
         grid = self.mesh.mesh.reshape(num_slices, axes.inner.size(), -1)
-        numbers = dist.get_process_group_ranks(self.group)
-        coordinates = product(*map(range, grid.shape))  # tensor, inner, outer
-        self.members = {numbers.index(int(grid[at])): at for at in coordinates}  # by rank in group
+        for tensor, of_slice in enumerate(grid.tolist()):
+            for inner, of_inner in enumerate(of_slice):
+                for outer, rank in enumerate(of_inner):
+                    self.members[ranks_in_group.index(rank)] = tensor, inner, outer
         self.rank = dist.get_rank(self.group)
 
     def parts(self, sharded_param: ShardedParam) -> Iterator[MatrixPart]:
         """Yield the part of a matrix that each rank has."""
-        group, own = sharded_param.group, sharded_param.slice
+        group = sharded_param.group
         partition = group.partition
         for rank, (tensor, inner, outer) in self.members.items():
-            number = inner % partition.num_inner * partition.num_outer + outer % partition.num_outer
-            owned = group.layout.owned(sharded_param.index, number)
-            # Coordinates along the axes that do not divide the matrix.
-            replica = (
-                tensor if own.dim is None else 0,
-                inner if partition.num_inner == 1 else 0,
-                outer if partition.num_outer == 1 else 0,
-            )
-            start = 0 if own.dim is None else tensor * owned.shape[own.dim]
-            yield MatrixPart(rank, replica, own._replace(start=start), owned)
+            inner_shard = inner % partition.num_inner
+            outer_shard = outer % partition.num_outer
+            shard = inner_shard * partition.num_outer + outer_shard
+            owned = group.layout.owned(sharded_param.index, shard)
+            slice_ = sharded_param.slice
+            # Ranks along an axis that divides the matrix are in the same replica.
+            if slice_.dim is not None:
+                slice_ = slice_._replace(start=tensor * owned.shape[slice_.dim])
+                tensor = 0
+            if partition.num_inner > 1:
+                inner = 0
+            if partition.num_outer > 1:
+                outer = 0
+            yield MatrixPart(rank, (tensor, inner, outer), slice_, owned)
 
     def with_all(self, sharded_param: ShardedParam) -> list[int]:
         """List the ranks that have all of a matrix."""
         numel = prod(sharded_param.slice.shape)
-        return [part.rank for part in self.parts(sharded_param) if part.range.numel == numel]
+        ranks = []
+        for part in self.parts(sharded_param):
+            if part.range.numel == numel:
+                ranks.append(part.rank)
+        return ranks
 
 
 class Matrix:
-    """A parameter that is a matrix, and the rank that updates all of it."""
+    """A parameter that is a matrix, and the rank that updates all of it.
+
+    Args:
+        sharded_param: the parameter.
+        ranks: the ranks of its mesh.
+        owner: the rank that updates it, numbered in their group.
+    """
 
     def __init__(self, sharded_param: ShardedParam, ranks: OwnerRanks, owner: int):
-        self.sharded_param, self.ranks, self.owner = sharded_param, ranks, owner
+        self.sharded_param = sharded_param
+        self.ranks = ranks
+        self.owner = owner
         self.shape = sharded_param.slice.shape
         self.is_own = ranks.rank == owner
         parts = {part.rank: part for part in ranks.parts(sharded_param)}
         self._part = parts[ranks.rank]
-        filled = [part for part in parts.values() if part.range.numel]
-        self._sources = [part for part in filled if part.replica == parts[owner].replica]
-        self._others = [part for part in filled if part.rank != owner]
+        self._sources: list[MatrixPart] = []  # parts of which the owner makes the matrix
+        self._others: list[MatrixPart] = []  # parts that the owner sends
+        for part in parts.values():
+            if part.range.numel and part.replica == parts[owner].replica:
+                self._sources.append(part)
+            if part.range.numel and part.rank != owner:
+                self._others.append(part)
 
     @property
     def parameter(self) -> UnevenDTensor:
@@ -152,13 +183,21 @@ class Matrix:
 
     def _receive(self, part: MatrixPart, whole: torch.Tensor, exchange: Exchange) -> None:
         flat = part.of(whole)
-        is_copy = part.slice.dim == 1
-        exchange.receive(flat, part.rank, (lambda: part.put(whole, flat)) if is_copy else None)
+        if part.is_contiguous:
+            exchange.receive(flat, part.rank)
+        else:  # `flat` is a copy
+            exchange.receive(flat, part.rank, after=lambda: part.put(whole, flat))
 
     def distribute(
         self, whole: torch.Tensor | None, local: torch.Tensor, exchange: Exchange
     ) -> None:
-        """Set ``local`` on all ranks to their parts of ``whole``, which the owner has."""
+        """Set ``local`` on every rank to its part of ``whole``, when the messages have arrived.
+
+        Args:
+            whole: on the owner the whole matrix, which must not change before; None elsewhere.
+            local: this rank's part, contiguous; its values are replaced.
+            exchange: collects the messages; the caller starts it.
+        """
         if whole is None:
             if local.numel():
                 exchange.receive(local, self.owner)
@@ -177,20 +216,25 @@ class Matrix:
 
     def is_with_owner(self, value: torch.Tensor) -> bool:
         """Return True for a tensor that :meth:`with_owner` has returned."""
-        part = value.part if isinstance(value, UnevenDTensor) else None
-        return part is not None and isinstance(part.key, tuple) and part.key[:-1] == self._key
+        if not isinstance(value, UnevenDTensor) or value.part is None:
+            return False
+        key = value.part.key
+        return isinstance(key, tuple) and key[:-1] == self._key
 
-    def with_owner(self, local: torch.Tensor, shape: tuple[int, ...]) -> UnevenDTensor:
+    def with_owner(self, local: torch.Tensor, shape: Shape) -> UnevenDTensor:
         """Return a DTensor over ``local``, which is all of it on the owner, elsewhere empty."""
         mesh = self.ranks.mesh
         dtensor = dtensor_over(local, mesh, [Shard(0)] * mesh.ndim, shape)
-        chunks = (((0,) * len(shape), shape),) if self.is_own else ()
-        dtensor.part = TensorPart(shape, chunks, key=(*self._key, shape))
+        dtensor.part = TensorPart.all_or_nothing(shape, self.is_own, key=(*self._key, shape))
         return dtensor
 
     def take(self, value: torch.Tensor) -> torch.Tensor:
         """Return a tensor of another shape than the matrix as one of which the owner has all."""
         if not value.ndim or self.is_with_owner(value):
             return value
-        whole = value.full_tensor() if isinstance(value, DTensor) else value
-        return self.with_owner(whole if self.is_own else whole.new_empty(0), tuple(value.shape))
+        shape = tuple(value.shape)
+        if isinstance(value, DTensor):
+            value = value.full_tensor()
+        if not self.is_own:
+            value = value.new_empty(0)
+        return self.with_owner(value, shape)

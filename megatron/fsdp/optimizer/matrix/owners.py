@@ -6,12 +6,13 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Sequence
-from itertools import chain
-from operator import neg
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
+from megatron.fsdp.dtensor.loops_in_c import concatenated
 from megatron.fsdp.dtensor.sharded_param import is_linked, sharded_param_of
 from megatron.fsdp.optimizer.optimizer_state import OptimizerClass, elementwise_class
 from megatron.fsdp.warnings_once import warn
@@ -41,8 +42,9 @@ def matrix_class(kind: OptimizerClass) -> OptimizerClass | None:
     for base in kind.__mro__:
         if _full_name(base) in _KNOWN:
             known: Any = base
-            has_own_step = inspect.unwrap(kind.step) is not inspect.unwrap(known.step)
-            return None if has_own_step else known
+            if inspect.unwrap(kind.step) is inspect.unwrap(known.step):
+                return known  # type: ignore[no-any-return]
+            return None
     return None
 
 
@@ -59,9 +61,9 @@ def steps_whole_matrices(kind: Any) -> Any:
     and must not combine several parameters: it runs on the owner of each matrix.
 
     Raises:
-        ValueError: for what is no optimizer class, or one that is element-wise.
+        ValueError: if ``kind`` is no optimizer class, or is element-wise.
     """
-    is_optimizer = isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
+    is_optimizer = isinstance(kind, type) and issubclass(kind, Optimizer)
     if not is_optimizer or elementwise_class(kind) is not None:
         raise ValueError(f"expects a torch Optimizer that is not element-wise but got {kind!r}")
     _KNOWN[_full_name(kind)] = ()
@@ -71,15 +73,20 @@ def steps_whole_matrices(kind: Any) -> Any:
 # ---- checks
 
 
-def refuse_vectors(optimizer: torch.optim.Optimizer) -> None:
+def refuse_vectors(optimizer: Optimizer) -> None:
     """Raise ``ValueError`` that lists all parameters of a matrix optimizer that are no matrices."""
-    kind, others = type(optimizer), []
-    for number, group in enumerate(optimizer.param_groups if matrix_class(kind) else ()):
-        for position, each in enumerate(group["params"]):
-            if each.ndim != 2:
-                place = f"param_groups[{number}]['params'][{position}]"
-                name = sharded_param_of(each).name if is_linked(each) else place
-                others.append(f"{name} {tuple(each.shape)}")
+    kind = type(optimizer)
+    if matrix_class(kind) is None:
+        return
+    others = []
+    for number, group in enumerate(optimizer.param_groups):
+        for position, parameter in enumerate(group["params"]):
+            if parameter.ndim == 2:
+                continue
+            name = f"param_groups[{number}]['params'][{position}]"
+            if is_linked(parameter):
+                name = sharded_param_of(parameter).name
+            others.append(f"{name} {tuple(parameter.shape)}")
     if others:
         raise ValueError(
             f"{kind.__name__} updates matrices, but got {len(others)} other parameters:"
@@ -91,18 +98,29 @@ def refuse_vectors(optimizer: torch.optim.Optimizer) -> None:
 # ---- assignment
 
 
-class UpdateCost(NamedTuple):
+@dataclass(frozen=True, order=True)
+class UpdateCost:
     """The cost of an update; costs are compared, and add up, field by field."""
 
     flops: int
     num_bytes: int
 
+    def __add__(self, other: UpdateCost) -> UpdateCost:
+        return UpdateCost(self.flops + other.flops, self.num_bytes + other.num_bytes)
+
 
 def cost_of(shape: Sequence[int], itemsize: int, steps: int = NEWTON_SCHULZ_STEPS) -> UpdateCost:
-    """Return the cost of an update whose matrix products are those of Newton-Schulz iterations."""
-    # X X^T and B X are 2 m m n operations each for X of shape (m, n), A A of (m, m) is 2 m m m.
+    """Return the cost of an update whose matrix products are those of Newton-Schulz iterations.
+
+    Args:
+        shape: that of the whole matrix, (rows, columns).
+        itemsize: bytes of an element of the main weight.
+        steps: the number of iterations.
+    """
     small, large = sorted(shape)
-    return UpdateCost(steps * (4 * small**2 * large + 2 * small**3), small * large * itemsize)
+    # X X^T and B X are 2 m m n operations each for X of shape (m, n), A A of (m, m) is 2 m m m.
+    flops = steps * (4 * small**2 * large + 2 * small**3)
+    return UpdateCost(flops, small * large * itemsize)
 
 
 # [Note: rounds] Matrices are updated in rounds, in each of which a rank updates at most one. They
@@ -119,35 +137,52 @@ Rounds = list[list[tuple[int, int]]]  # pairs of the index of a matrix and the r
 def choose_owners(
     costs: Sequence[UpdateCost], able: Sequence[Sequence[int]], ranks: Sequence[int]
 ) -> Rounds:
-    """Return the rounds, given the ranks that have all of each matrix, if there are any."""
-    rounds, most = assign(costs, [own or ranks for own in able])
+    """Return the rounds, whose owners have all of their matrices where this balances the work.
+
+    Args:
+        costs: the cost of each matrix.
+        able: for each matrix, the ranks whose shard has all of it, to which nothing is sent; may
+            be empty.
+        ranks: all ranks that can be owners.
+    """
+    rounds, most = assign(costs, [owners or ranks for owners in able])
     balanced, least = assign(costs, [ranks] * len(costs))
     if most > IMBALANCE * least:
         rounds, most = balanced, least
-    pairs = chain.from_iterable(rounds)
-    sent = [costs[index].num_bytes for index, owner in pairs if owner not in able[index]]
-    mean = max(sum(cost.flops for cost in costs), 1) / len(ranks)
+    num_sent = num_bytes = 0
+    for index, owner in concatenated(rounds):
+        if owner not in able[index]:
+            num_sent += 1
+            num_bytes += costs[index].num_bytes
+    total = sum(costs, start=UpdateCost(0, 0))
+    mean = max(total.flops, 1) / len(ranks)
     warn(
-        f"{len(sent)} of {len(costs)} matrices are put together on their owners in each step,"
-        f" {sum(sent) / 1e6:.1f} MB; an owner has up to {most / mean:.2f} times the mean work",
+        f"{num_sent} of {len(costs)} matrices are put together on their owners in each step,"
+        f" {num_bytes / 1e6:.1f} MB; an owner has up to {most / mean:.2f} times the mean work",
         level=logging.INFO,
     )
     return rounds
 
 
 def assign(costs: Sequence[UpdateCost], able: Sequence[Sequence[int]]) -> tuple[Rounds, int]:
-    """Return the rounds, with owners that are ``able`` to, and the operations of the busiest."""
-    waiting = sorted(range(len(costs)), key=lambda each: (*map(neg, costs[each]), each))
-    loads = dict.fromkeys(chain.from_iterable(able), UpdateCost(0, 0))
+    """Assign each matrix to one of the ranks that may own it; see [Note: rounds].
+
+    Returns the rounds, and the operations of the busiest rank.
+    """
+    # Sorting is stable, in reverse too: the first of equal matrices comes first.
+    waiting = sorted(range(len(costs)), key=lambda index: costs[index], reverse=True)
+    loads = {rank: UpdateCost(0, 0) for rank in concatenated(able)}
     rounds = []
     while waiting:
         owners: dict[int, int] = {}  # of this round, by matrix
         for index in waiting:
             if len(owners) == len(loads):
                 break
-            if free := set(able[index]).difference(owners.values()):
-                owner = owners[index] = min(free, key=lambda rank: (loads[rank], rank))
-                loads[owner] = UpdateCost(*map(sum, zip(loads[owner], costs[index])))
+            free = set(able[index]).difference(owners.values())
+            if free:
+                owner = min(free, key=lambda rank: (loads[rank], rank))
+                owners[index] = owner
+                loads[owner] += costs[index]
         waiting = [index for index in waiting if index not in owners]
-        rounds.append([*owners.items()])
+        rounds.append(list(owners.items()))
     return rounds, max(loads.values()).flops
