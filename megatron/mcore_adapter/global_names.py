@@ -105,8 +105,10 @@ def _inverse(table: dict[str, str]) -> dict[str, str]:
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:
-    while isinstance(getattr(model, "module", None), nn.Module):
-        model = model.module
+    inner = getattr(model, "module", None)
+    while isinstance(inner, nn.Module):
+        model = inner
+        inner = getattr(model, "module", None)
     return model
 
 
